@@ -1,0 +1,63 @@
+# `make sft` and `make test` each start from nothing: they make .venv, install, and run.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PYTEST := $(BIN)/python -m pytest
+
+# DeepSpeed looks for ninja on the PATH.
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+CORES := $(shell nproc 2>/dev/null || echo 1)
+
+.PHONY: sft test test-fast soak lint format clean debian ops
+
+sft: $(STAMP)  ## Fine-tune the embedded model on the embedded data and report exact match before and after
+	OMP_NUM_THREADS=$(CORES) $(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/sft.py
+
+test: $(STAMP) debian ops  ## Every test except the soaks
+	$(PYTEST) tests
+
+test-fast: $(STAMP)  ## Unit tests that take milliseconds
+	$(PYTEST) tests/unit -m "not slow and not soak" -x
+
+soak: $(STAMP) debian ops  ## Long proofs: kill loops, full benchmarks
+	$(PYTEST) tests -m soak --timeout 3600
+
+lint: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# DeepSpeed compiles CPU Adam (needs g++ and ninja) and asynchronous I/O (needs libaio) at the first run.
+debian:
+	@missing=""; \
+	command -v g++ >/dev/null || missing="$$missing g++"; \
+	[ -e /usr/include/libaio.h ] || missing="$$missing libaio-dev"; \
+	if [ -n "$$missing" ]; then \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    echo "Installing what DeepSpeed needs:$$missing"; \
+	    apt-get update -qq && apt-get install -y -qq $$missing >/dev/null; \
+	  else \
+	    echo "DeepSpeed needs Debian packages that are missing. Run: sudo apt-get install$$missing"; exit 1; \
+	  fi; \
+	fi
+
+# Minutes the first time, a second later; built here so that no test waits for a compiler.
+ops: $(STAMP) debian
+	@DS_ACCELERATOR=cpu $(BIN)/python -c "from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder; \
+	CPUAdamBuilder().load(verbose=False); AsyncIOBuilder().load(verbose=False)" >/dev/null
+
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "Python 3.10 or later is needed"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --upgrade pip setuptools wheel
+	$(BIN)/python -m pip install -q -c constraints.txt torch
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[deepspeed,fp8,dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info outputs

@@ -1,0 +1,1 @@
+"""The embedded tiny model and data, with the scripts that regenerate them."""

@@ -1,0 +1,1 @@
+"""The `accel-scale` command: parses, calls, prints."""

@@ -1,0 +1,152 @@
+"""Versions, devices, and every contradiction between launch file, recipe flags and machine, each with its fix.
+
+  accel-scale doctor
+  accel-scale doctor --config_file accelerate_configs/fsdp2.yaml recipes/sft.py --method qlora --optim sgd
+
+The flags of `accelerate launch` come before the recipe, the recipe's own (its --config_file too) after it.
+Exits with 1 if anything would not work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from accel_scale.errors import ConfigError
+from accel_scale.launching.checks import Finding, Launch
+from accel_scale.launching.run_settings import RunSettings
+
+if TYPE_CHECKING:
+    from accel_scale.launching.machine import Machine
+    from accel_scale.training.flags import ParsedFlags
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `accel-scale doctor`."""
+    parser.add_argument("--config_file", help="the launch file that accelerate launch will get")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    parser.add_argument(
+        "recipe", nargs=argparse.REMAINDER, help="the recipe and its flags, as after accelerate launch"
+    )
+
+
+def arrange(words: Sequence[str]) -> list[str]:
+    """A ``--`` before the recipe or its first flag, so that argparse leaves all that follows to the recipe."""
+    index = 0
+    while index < len(words) and words[index].partition("=")[0] in ("--config_file", "--json", "--help", "-h"):
+        index += 2 if words[index] == "--config_file" else 1
+    return [*words[:index], "--", *words[index:]] if index < len(words) else list(words)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the diagnosis; 1 if it has errors."""
+    from accel_scale.launching.doctor import as_json, diagnose, print_diagnosis
+    from accel_scale.launching.machine import detect_machine
+
+    more: list[Finding] = []
+    launch = _launch(args.config_file, more)
+    parsed = _recipe_flags(args.recipe, more)
+    settings = RunSettings() if parsed is None else RunSettings.from_flags(parsed.explicit, parsed.origins)
+    machine = detect_machine([settings.output_dir, *launch.parallel.nvme_paths])
+    if parsed is not None:
+        more += _refusals_of_the_recipe(parsed, launch, machine)
+    diagnosis = diagnose(settings, launch, machine, more=more)
+    if args.json:
+        print(as_json(diagnosis))
+    else:
+        print_diagnosis(diagnosis, sys.stdout)
+    return int(diagnosis.has_errors)
+
+
+def _launch(config_file: str | None, more: list[Finding]) -> Launch:
+    """The launch file's settings; this process's own without one."""
+    from accel_scale.launching.environment import current_launch
+    from accel_scale.launching.launch_file import read_launch_file
+
+    if config_file is not None:
+        try:
+            return read_launch_file(config_file)
+        except ConfigError as error:
+            more.append(_finding(error))
+    return current_launch()
+
+
+def _recipe_flags(words: Sequence[str], more: list[Finding]) -> ParsedFlags | None:
+    """The recipe's flags, read by its own parser; None without any, or where it cannot read them."""
+    flags = [word for position, word in enumerate(words) if position or word != "--"]
+    if flags and not flags[0].startswith("-"):
+        recipe = Path(flags.pop(0))
+        if not recipe.is_file():
+            more.append(Finding("error", str(recipe), "there is no such recipe.", "check the path."))
+    if not flags:
+        return None
+    try:
+        return read_recipe_flags(flags)
+    except ConfigError as error:
+        more.append(_finding(error))
+        return None
+
+
+def read_recipe_flags(flags: Sequence[str]) -> ParsedFlags:
+    """`flags` as recipes/sft.py reads them.
+
+    Raises:
+        ConfigError: an unknown flag, a wrong type or a bad choice.
+    """
+    from accel_scale.quiet import quiet_imports
+
+    quiet_imports()
+    from trl import ScriptArguments
+
+    from accel_scale.training.arguments import ScaleArguments
+    from accel_scale.training.config import RecipeModelConfig, RecipeSFTConfig
+    from accel_scale.training.flags import parse_flags
+
+    return parse_flags((ScaleArguments, ScriptArguments, RecipeSFTConfig, RecipeModelConfig), flags, program="sft.py")
+
+
+def _refusals_of_the_recipe(parsed: ParsedFlags, launch: Launch, machine: Machine) -> list[Finding]:
+    """What the recipe itself refuses while it resolves its settings; each step stops at its first."""
+    from accel_scale.training.optimizers import check_optimizer
+    from accel_scale.training.resolve import LaunchFacts, resolve
+
+    device = "cpu" if launch.parallel.use_cpu else machine.device
+    facts = LaunchFacts(
+        world_size=launch.num_processes or 1,
+        strategy=launch.parallel.name,
+        mixed_precision=launch.mixed_precision,
+        mixed_precision_place=launch.place("mixed_precision"),
+        device_type=device,
+        supports_bf16=machine.supports_bf16,
+    )
+    found: list[Finding] = []
+    with _collected(found):
+        resolve(parsed, facts)
+    with _collected(found):
+        check_optimizer(
+            parsed.explicit.get("optim", RunSettings.optim),
+            device_type=device,
+            strategy=facts.strategy,
+            offload_optimizer=launch.parallel.offload_optimizer != "none",
+            optim_args=parsed.explicit.get("optim_args"),
+            place=parsed.place("optim"),
+        )
+    return found
+
+
+@contextlib.contextmanager
+def _collected(found: list[Finding]) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        found.append(_finding(error))
+
+
+def _finding(error: ConfigError) -> Finding:
+    return Finding(
+        "error", error.place or "command line", error.problem, error.fix or "see accel-scale doctor --help."
+    )

@@ -1,0 +1,74 @@
+"""The `accel-scale` command: finds the subcommand and imports nothing else."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from accel_scale.errors import user_errors
+
+
+class Command(NamedTuple):
+    """A subcommand's module and its help line.
+
+    The module has ``add_arguments(parser) -> None`` and ``run(args) -> int``, and may have ``arrange(words) -> words``
+    to put its command line into an order that argparse reads.
+    """
+
+    module: str
+    summary: str
+
+
+COMMANDS: dict[str, Command] = {
+    "plan": Command("accel_scale.cli.plan", "will it fit, how fast, which strategy: before anything is loaded"),
+    "doctor": Command("accel_scale.cli.doctor", "versions, devices, and what contradicts what before a launch"),
+    "rehearse": Command("accel_scale.cli.rehearse", "run a launch file on CPU processes with a shrunken model"),
+    "merge": Command("accel_scale.cli.merge", "merge LoRA or QLoRA adapters into their base"),
+    "scaling": Command(
+        "accel_scale.cli.scaling", "parameters, tokens and compute from one another, loss, time and price"
+    ),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; returns its exit status, 2 for a setting that cannot be honoured."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = _top_parser()
+    if not argv or argv[0] not in COMMANDS:
+        # --help and --version exit here, everything else is an error that lists the subcommands.
+        parser.parse_args(argv or ["--help"])
+    name = argv[0]
+    # Only the chosen subcommand's module is imported: others may import torch.
+    module = importlib.import_module(COMMANDS[name].module)
+    own = argparse.ArgumentParser(
+        prog=f"accel-scale {name}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    module.add_arguments(own)
+    with user_errors(own.prog):
+        args = own.parse_args(getattr(module, "arrange", list)(argv[1:]))
+        return int(module.run(args) or 0)
+    raise AssertionError("user_errors exits")
+
+
+def _top_parser() -> argparse.ArgumentParser:
+    from accel_scale import __version__
+
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
+    parser = argparse.ArgumentParser(
+        prog="accel-scale",
+        usage="accel-scale COMMAND [--help] …",
+        description="Plan, rehearse, run and trust language model training on Hugging Face Accelerate.",
+        epilog="commands:\n" + "\n".join(lines),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"accel-scale {__version__}")
+    parser.add_argument("command", choices=list(COMMANDS), metavar="COMMAND", help="one of the commands below")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""Will it fit, how fast, which strategy: predicted for every combination that is left open, before anything is loaded.
+
+  accel-scale plan meta-llama/Llama-3.1-8B --gpu "RTX 4090" --method auto
+  accel-scale plan meta-llama/Llama-3.1-70B --gpu H100 --num_gpus 8 --max_length 4096 --explain
+  accel-scale plan Qwen/Qwen3-8B --gpu 24GiB --method qlora --write plans/qwen3-8b
+
+MODEL is a name of the catalogue, a folder, a config.json or a name on the hub. Exits with 1 if nothing fits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel_scale.errors import ConfigError
+
+if TYPE_CHECKING:
+    from accel_scale.planning.search import Plan, Request
+    from accel_scale.planning.writing import WrittenPlan
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `accel-scale plan`; those that the recipe has too are called the same."""
+    parser.add_argument("model", metavar="MODEL", help="what is trained")
+    machine = parser.add_argument_group("machine")
+    machine.add_argument("--gpu", help='a card, e.g. "RTX 4090", H100, 24GiB (default: those of this machine)')
+    machine.add_argument("--num_gpus", metavar="N", help="all GPUs together (default: 1, or those of this machine)")
+    machine.add_argument("--gpus_per_node", metavar="N", help="GPUs that share fast links (default: 8)")
+    machine.add_argument("--network", help="between nodes, e.g. infiniband-ndr, ethernet-100g, 25GB (per second)")
+    machine.add_argument("--host_memory", help="of one node, e.g. 512GiB; not checked without")
+    machine.add_argument("--host_bandwidth", metavar="SPEED", help="bytes per second of its memory, e.g. 200GB")
+    machine.add_argument("--nvme", metavar="SPEED", help="bytes per second of a node's disks, e.g. 6GB")
+    training = parser.add_argument_group("training, as the recipe's flags")
+    training.add_argument("--method", default="full", help="full, lora, qlora, or auto: any of them (default: full)")
+    training.add_argument("--precision", help="fp32, fp16, bf16, bf16_true or fp8 (default: bf16 where there is)")
+    training.add_argument("--optim", help="default: fused AdamW, or 8-bit states where they help")
+    training.add_argument("--checkpointing_policy", help="default: the fastest of none, selective and full")
+    training.add_argument("--attn_implementation", help="eager, sdpa, flash_attention_2 … (default: sdpa)")
+    training.add_argument("--per_device_train_batch_size", metavar="N", help="default: the fastest that fits")
+    training.add_argument(
+        "--global_batch_size", metavar="N", default="64", help="sequences per optimizer step (default: 64)"
+    )
+    training.add_argument("--max_length", metavar="TOKENS", help="per row (default: 2048)")
+    training.add_argument("--mean_length", metavar="TOKENS", help="of a row that are no padding, on average")
+    training.add_argument("--packing", nargs="?", const="true", default="true", help="true or false (default: true)")
+    training.add_argument("--no_packing", action="store_true", help="rows hold one document each and are padded")
+    training.add_argument("--lora_r", metavar="RANK", default="16", help="of the adapters (default: 16)")
+    training.add_argument("--lora_target_modules", nargs="+", metavar="NAME", default=["all-linear"])
+    training.add_argument("--lora_dropout", metavar="P", default="0.05", help="of the adapters (default: 0.05)")
+    training.add_argument("--use_dora", action="store_true", help="adapters with a magnitude vector")
+    training.add_argument("--dataset_name", metavar="DATA", help="a local file's lengths are measured")
+    training.add_argument("--columns", nargs="+", metavar="ROLE=COLUMN", default=[], help="as the recipe's")
+    answer = parser.add_argument_group("answer")
+    answer.add_argument("--strategy", action="append", default=[], help='only this, e.g. "ZeRO-2"; repeatable')
+    answer.add_argument("--tokens", metavar="D", help="a token budget, e.g. 1B: adds hours, energy and price")
+    answer.add_argument("--price_per_gpu_hour", metavar="PRICE", help="in any currency")
+    answer.add_argument("--top", metavar="N", default="5", help="rows of the table (default: 5)")
+    answer.add_argument("--explain", action="store_true", help="the terms of the best, phase by phase")
+    answer.add_argument("--verify", action="store_true", help="run one step of the best and compare")
+    answer.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    answer.add_argument("--write", metavar="DIR", help="write the launch file and the recipe's flags of the best")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan; 1 if nothing fits."""
+    from accel_scale.planning.requests import amount, flag_places, whole
+    from accel_scale.planning.search import search
+    from accel_scale.reporting import plan_json, plan_tables
+
+    top = whole(args.top, "--top")
+    tokens = amount(args.tokens, "--tokens")
+    price = amount(args.price_per_gpu_hour, "--price_per_gpu_hour")
+    if price is not None and tokens is None:
+        raise ConfigError("there is nothing to price.", place="--price_per_gpu_hour", fix="add --tokens, like 1B.")
+    request, notes = _request(args)
+    with flag_places():
+        plan = search(request)
+        written = _write(args, plan, tokens) if args.write and plan.best else None
+        budget = plan_tables.Budgeted(tokens, price)
+        if args.json:
+            print(json.dumps(plan_json.as_dict(plan, budget, notes, written), indent=2))
+        else:
+            plan_tables.print_plan(plan, budget, notes, top=top, explain=args.explain)
+            plan_tables.print_written(written)
+        if args.verify and plan.best:
+            _verify(args, plan)
+    return 0 if plan.best else 1
+
+
+def _request(args: argparse.Namespace) -> tuple[Request, list[str]]:
+    """The request, with lengths of a local data file, and what the user should know about it."""
+    from accel_scale.planning.requests import Wish, build_request, one_of
+
+    values = {f.name: getattr(args, f.name) for f in fields(Wish)}
+    lists = {name: tuple(values[name]) for name in ("lora_target_modules", "strategy")}
+    packing = one_of(args.packing.lower(), ("true", "false"), "--packing") == "true" and not args.no_packing
+    request = build_request(Wish(**{**values, **lists, "packing": packing}))
+    notes = []
+    if request.model.max_positions and request.sequence_length > request.model.max_positions:
+        notes.append(f"{request.model.name} was made for {request.model.max_positions} tokens.")
+    if args.dataset_name and args.mean_length is None and Path(args.dataset_name).exists():
+        from accel_scale.cli.plan_lengths import measured
+
+        request, note = measured(request, args.model, args.dataset_name, args.columns)
+        notes.append(note)
+    return request, notes
+
+
+def _write(args: argparse.Namespace, plan: Plan, tokens: float | None) -> WrittenPlan:
+    from accel_scale.planning.requests import model_for_recipe
+    from accel_scale.planning.writing import RecipeChoices, plan_files, write_files
+
+    assert plan.best is not None
+    dataset = args.dataset_name
+    if dataset is not None and Path(dataset).exists():
+        dataset = str(Path(dataset).resolve())
+    recipe = RecipeChoices(model_for_recipe(args.model), dataset, tuple(args.columns), tokens)
+    if args.max_length is not None:
+        recipe = replace(recipe, max_length=int(args.max_length))
+    written = plan_files(plan.request, plan.best, recipe, Path(args.write))
+    write_files(written)
+    return written
+
+
+def _verify(args: argparse.Namespace, plan: Plan) -> None:
+    """A real or traced step of the best setting; the one part of the command that loads torch."""
+    from accel_scale.quiet import quiet_imports
+
+    quiet_imports()
+    from accel_scale.reporting.plan_tables import print_verification
+    from accel_scale.training.verify_plan import verify_plan
+
+    assert plan.best is not None
+    found: Any = verify_plan(args.model, plan.request.model, plan.best.setup)
+    print_verification(found.what, found.rows, sys.stderr if args.json else sys.stdout)

@@ -1,0 +1,149 @@
+"""Run a launch file and a recipe small on CPU processes, before paying for GPUs.
+
+  accel-scale rehearse --config_file accelerate_configs/fsdp2.yaml recipes/sft.py \\
+      --model_name_or_path meta-llama/Llama-3.1-8B --dataset_name data/train.jsonl --method lora
+
+Shrinks the model's configuration to a tiny one of the same architecture (no weights are needed), trains a few steps,
+saves, resumes in a new launch, reloads with from_pretrained, compares, and prints what passed. Launches one node of
+two processes, four for hybrid sharding. Exits with 1 if anything failed.
+
+The flags of `accelerate launch` come before the recipe, the recipe's own (its --config_file too) after it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from accel_scale.launching.rehearse import Check, Report
+
+_MARKS = {
+    "passed": "[green]passed[/]",
+    "failed": "[red]FAILED[/]",
+    "not reached": "[dim]–[/]",
+}
+_VALUE_FLAGS = ("--config_file", "--timeout_seconds", "--keep")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `accel-scale rehearse`."""
+    parser.add_argument("--config_file", required=True, help="the launch file that accelerate launch will get")
+    parser.add_argument(
+        "--timeout_seconds",
+        type=float,
+        default=600.0,
+        help="when a launch counts as hanging; DeepSpeed compiles for minutes at its first offload (default: 600)",
+    )
+    parser.add_argument("--keep", metavar="FOLDER", help="keep the tiny model, logs, checkpoints and results here")
+    parser.add_argument("recipe", nargs="+", help="the recipe and its flags, as after accelerate launch")
+
+
+def arrange(words: Sequence[str]) -> list[str]:
+    """A ``--`` before the recipe, so that argparse leaves all that follows to the recipe."""
+    index = 0
+    while index < len(words) and words[index].startswith("--"):
+        index += 2 if words[index] in _VALUE_FLAGS else 1
+    return [*words[:index], "--", *words[index:]] if index < len(words) else list(words)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Rehearse and print the result; 1 if anything failed."""
+    if args.keep is not None:
+        Path(args.keep).mkdir(parents=True, exist_ok=True)
+        return _rehearse(args, Path(args.keep).resolve())
+    with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
+        return _rehearse(args, Path(folder))
+
+
+def _rehearse(args: argparse.Namespace, work: Path) -> int:
+    from accel_scale.quiet import quiet_imports
+
+    quiet_imports()
+    from rich.console import Console
+    from transformers.utils import logging as transformers_logging
+
+    from accel_scale.data.default import default_model_path
+    from accel_scale.launching.launch_file import read_launch_file
+    from accel_scale.launching.recipe_command import RecipeCommand
+    from accel_scale.launching.rehearsal_plan import choose_data, plan_rehearsal
+    from accel_scale.launching.rehearse import Check, run_rehearsal
+    from accel_scale.launching.shrink import write_shrunken_model
+
+    # The table is the output; tiny models load in milliseconds and need no bars.
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # retries of a Hub that is out of reach
+    warnings.simplefilter("ignore", FutureWarning)
+    started = time.perf_counter()
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
+    launch = read_launch_file(args.config_file)
+    recipe = RecipeCommand.parse(args.recipe[0], args.recipe[1:])
+    real_model = str(recipe.value("model_name_or_path", default_model_path()))
+    with console.status("shrinking the model"):
+        tiny = write_shrunken_model(
+            real_model,
+            work / "model",
+            revision=recipe.value("model_revision"),
+            trust_remote_code=str(recipe.value("trust_remote_code", "false")).lower() == "true",
+            fallback_tokenizer=default_model_path(),
+        )
+        data = choose_data(recipe, work, fallback=_embedded_rows(), has_chat_template=tiny.has_chat_template)
+    rehearsal = plan_rehearsal(launch, recipe, model_folder=tiny.folder, data=data, work=work)
+    details = (
+        f"{tiny.architecture}, {tiny.num_layers[0]} → {tiny.num_layers[1]} layers, {tiny.num_parameters:,} parameters"
+    )
+    shrunk = Check("shrink", "passed", details, time.perf_counter() - started)
+    with console.status("launching") as status:
+        report = run_rehearsal(
+            rehearsal, work, timeout_seconds=args.timeout_seconds, on_start=lambda name: status.update(name)
+        )
+    report.checks.insert(0, shrunk)
+    notes = list(rehearsal.notes)
+    if not tiny.own_tokenizer:
+        notes.insert(0, f"tokenizer: the embedded one, that of {real_model} is not on this machine")
+    if data.replaced:
+        notes.insert(0, f"data: embedded rows in place of {data.replaced}")
+    _print(console, report, title=f"rehearsal of {args.config_file}, {launch.parallel.label}", notes=notes)
+    if not report.passed and args.keep is None:
+        console.print("Logs and checkpoints are kept with --keep FOLDER.")
+    return 0 if report.passed else 1
+
+
+def _embedded_rows() -> Iterator[dict[str, Any]]:
+    import json
+
+    from accel_scale.data.default import default_data_paths
+
+    with open(default_data_paths()[0], encoding="utf-8") as lines:
+        yield from map(json.loads, lines)
+
+
+def _print(console: Any, report: Report, *, title: str, notes: Sequence[str]) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold", pad_edge=False)
+    table.add_column("check", style="cyan", no_wrap=True)
+    table.add_column("result", no_wrap=True)
+    table.add_column("seen", overflow="fold")
+    table.add_column("seconds", justify="right", no_wrap=True)
+    for check in report.checks:
+        seconds = f"{check.seconds:.1f}" if check.outcome != "not reached" else ""
+        table.add_row(check.name, _MARKS[check.outcome], escape(check.details), seconds)
+    table.add_section()
+    table.add_row("total", _MARKS["passed" if report.passed else "failed"], "", f"{_total_seconds(report.checks):.1f}")
+    console.print(table)
+    for note in notes:
+        console.print(f"[dim]{escape(note)}[/]")
+
+
+def _total_seconds(checks: Sequence[Check]) -> float:
+    return sum(check.seconds for check in checks)

@@ -1,0 +1,1 @@
+"""Data sets: loading, formats, mixtures, loaders, and the embedded default."""

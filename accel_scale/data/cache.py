@@ -1,0 +1,70 @@
+"""Normalised rows kept as Arrow files in `datasets`' cache, written once and memory-mapped by every process."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from accel_scale.data.bad_rows import SkipLog
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from datasets import Dataset, Features
+
+_ROWS_FILE, _SKIPPED_FILE = "rows.arrow", "skipped_rows.jsonl"
+
+
+def cache_key(files: Sequence[str], *settings: object) -> str:
+    """A key that changes with the files (path, size, time of change), the settings and the code that reads them."""
+    digest = hashlib.sha256(_code_digest())
+    for file in files:
+        status = os.stat(file)
+        digest.update(f"{os.path.abspath(file)}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
+    digest.update(repr(settings).encode())
+    return digest.hexdigest()[:32]
+
+
+def _code_digest() -> bytes:
+    folder = Path(__file__).parent
+    names = ("bad_rows", "blocks", "csv_files", "json_files", "layout", "normalise", "objects", "reading", "turns")
+    return hashlib.sha256(b"".join((folder / f"{name}.py").read_bytes() for name in names)).digest()
+
+
+def cached_rows(
+    key: str, features: Features, tables: Callable[[SkipLog], Iterator[pa.Table]]
+) -> tuple[Dataset, dict[str, int]]:
+    """The rows of `tables`, from the cache if `key` is there, else written to it first.
+
+    Processes that ask at the same time wait for the first one. A folder in the cache is complete: it is written
+    beside its place and renamed, so a killed process leaves nothing that looks like data.
+
+    Returns:
+        (data set memory-mapped from the cache, number of skipped rows by reason).
+    """
+    import pyarrow.ipc
+    from datasets import Dataset, config
+    from filelock import FileLock
+
+    root = Path(config.HF_DATASETS_CACHE) / "accel_scale"
+    root.mkdir(parents=True, exist_ok=True)
+    folder = root / key
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            for leftover in root.glob(f"{key}.*/"):  # of a process that was killed: the lock says it is not at work
+                shutil.rmtree(leftover, ignore_errors=True)
+            unfinished = Path(tempfile.mkdtemp(prefix=f"{key}.", dir=root))
+            try:
+                schema = features.arrow_schema
+                with pyarrow.ipc.new_stream(str(unfinished / _ROWS_FILE), schema) as writer:
+                    for table in tables(SkipLog(str(unfinished / _SKIPPED_FILE))):
+                        writer.write_table(table)
+                os.replace(unfinished, folder)
+            finally:
+                shutil.rmtree(unfinished, ignore_errors=True)
+    dataset = Dataset.from_file(str(folder / _ROWS_FILE))
+    return dataset, SkipLog(str(folder / _SKIPPED_FILE)).reasons()

@@ -1,0 +1,57 @@
+"""The embedded default: a tiny base model and instruction data with checkable answers, offline."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+# Flags of the recipe on the embedded data where the user sets none; measured, see the assets' README.
+DEFAULT_TRAINING = MappingProxyType(
+    {
+        "learning_rate": 1.5e-3,
+        "lr_scheduler_type": "linear",
+        "warmup_ratio": 0.05,
+        "adam_beta2": 0.95,
+        "per_device_train_batch_size": 4,
+        "max_length": 512,
+        "packing": True,
+        "assistant_only_loss": True,
+        "num_train_epochs": 3.0,
+        "precision": "bf16",
+        "checkpointing_policy": "none",
+        "logging_steps": 20,
+        "save_strategy": "no",
+    }
+)
+
+
+def default_model_path() -> str:
+    """Folder of the embedded base model and tokenizer, for `from_pretrained`."""
+    return str(files("accel_scale.assets").joinpath("default", "model"))
+
+
+def default_data_paths() -> tuple[str, str]:
+    """Paths of the training rows and of the held-out questions (JSON lines)."""
+    folder = files("accel_scale.assets").joinpath("default", "data")
+    return str(folder.joinpath("train.jsonl")), str(folder.joinpath("heldout.jsonl"))
+
+
+def default_dataset() -> tuple[Dataset, Dataset]:
+    """Training rows and held-out questions: ``messages``, ``answer``, ``task`` and ``wording`` (seen or new).
+
+    Any prefix is balanced over the tasks; no held-out problem occurs in the training rows or in the base model's text.
+    """
+    import json
+
+    from datasets import Dataset
+
+    def read(path: str) -> Dataset:
+        with open(path, encoding="utf-8") as lines:
+            return Dataset.from_list([json.loads(line) for line in lines])
+
+    train_path, heldout_path = default_data_paths()
+    return read(train_path), read(heldout_path)

@@ -1,0 +1,269 @@
+"""Which columns of a table hold what: formats found by themselves, or mapped with ``--columns role=column``."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from accel_scale.data.turns import is_rich, turn_keys_of
+from accel_scale.errors import ConfigError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from datasets import Features
+
+# What `--columns` may map. `answer` is kept for exact match and `tools` for the chat template.
+ROLES = ("messages", "prompt", "completion", "text", "system", "answer", "tools")
+SYSTEM_COLUMNS = ("system", "system_prompt")
+# Names by which data sets call these things; used in advice only, never to guess in silence.
+_LIKELY = {
+    "messages": ("conversations", "conversation", "dialog", "dialogue", "chat", "turns"),
+    "prompt": ("question", "query", "input", "instruction", "problem", "inputs", "source", "title", "goal"),
+    "completion": ("answer", "response", "output", "solution", "target", "targets", "label", "reply", "chosen"),
+    "text": ("content", "document", "body", "story", "passage", "article", "code"),
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the rows of one source are read, and which of TRL's formats they become.
+
+    Args:
+        format: What was found: ``messages``, ``sharegpt``, ``prompt_completion``, ``alpaca`` or ``text``.
+        columns: (role, column) pairs; the roles are `ROLES` plus alpaca's ``instruction``, ``input``, ``output``.
+        turn_keys: The two keys of a turn where the main columns hold lists of turns, else None.
+        rich: Turns have more than role and content (tool calls, reasoning), kept as JSON.
+        chat: Alpaca rows become user and assistant turns; otherwise Alpaca's own prompt text.
+        target: TRL's format: ``messages``, ``prompt_completion`` or ``text``.
+        extras: Which of ``answer`` and ``tools`` come out beside it (null where this source has none).
+        whole_numbers: The answers sampled are whole numbers, which JSON blocks are then parsed as.
+    """
+
+    format: str
+    columns: tuple[tuple[str, str], ...]
+    turn_keys: tuple[str, str] | None = None
+    rich: bool = False
+    chat: bool = True
+    target: str = "messages"
+    extras: tuple[str, ...] = ()
+    whole_numbers: bool = False
+
+    def column(self, role: str) -> str | None:
+        """The column that holds `role`, or None."""
+        return dict(self.columns).get(role)
+
+    @property
+    def turn_roles(self) -> tuple[str, ...]:
+        """The roles whose columns hold lists of turns."""
+        if self.turn_keys is None:
+            return ()
+        return ("messages",) if self.column("messages") else ("prompt", "completion")
+
+    @property
+    def conversational(self) -> bool:
+        """Rows come out as turns, which need a chat template."""
+        if self.target == "messages" or self.turn_keys is not None:
+            return True
+        return self.format == "alpaca" and self.chat
+
+    @property
+    def keeps(self) -> tuple[str, ...]:
+        """Extra columns that go through: ``answer``, and ``tools`` with turns."""
+        return tuple(role for role in self.extras if role == "answer" or self.conversational)
+
+    def as_messages(self) -> Layout:
+        """The same rows, coming out as ``messages``."""
+        return replace(self, target="messages")
+
+    def raw_schema(self) -> pa.Schema:
+        """Arrow schema of what the readers deliver: text columns, and lists of turns whose members are text."""
+        import pyarrow as pa
+
+        fields = {}
+        for role, column in self.columns:
+            if role in self.turn_roles and self.turn_keys:
+                turn = [(key, pa.string()) for key in self.turn_keys] + ([("extra", pa.string())] * self.rich)
+                fields[column] = pa.list_(pa.struct(turn))
+            else:
+                fields[column] = pa.string()
+        return pa.schema(list(fields.items()))
+
+    def features(self) -> Features:
+        """`datasets.Features` of the normalised rows."""
+        from datasets import Features, Json, List, Value
+
+        text = Value("string")
+        value: Any = text
+        if self.conversational:
+            value = List(Json()) if self.rich else List({"role": text, "content": text})
+        names = {"messages": ("messages",), "prompt_completion": ("prompt", "completion"), "text": ("text",)}
+        return Features({**dict.fromkeys(names[self.target], value), **dict.fromkeys(self.keeps, text)})
+
+
+def parse_columns(items: Iterable[str] | Mapping[str, str]) -> dict[str, str]:
+    """``["prompt=question", …]`` → ``{"prompt": "question", …}``.
+
+    Raises:
+        ConfigError: no ``=``, a role that does not exist (with the nearest that does), or one named twice.
+    """
+    pairs = list(items.items()) if isinstance(items, Mapping) else [_split_pair(item) for item in items]
+    mapping: dict[str, str] = {}
+    for role, column in pairs:
+        if role not in ROLES:
+            near = difflib.get_close_matches(role, ROLES, n=1)
+            fix = f"did you mean {near[0]}={column}?" if near else f"use one of {', '.join(ROLES)}."
+            raise ConfigError(f"{role!r} is not a role a column can have.", place="--columns", fix=fix)
+        if role in mapping:
+            raise ConfigError(f"the role {role!r} is mapped twice.", place="--columns", fix="map it once.")
+        mapping[role] = column
+    mains = [name for name in ("messages", "prompt", "text") if name in mapping]
+    if "completion" in mapping and "prompt" not in mains:
+        mains.append("prompt")
+    if len(mains) > 1:
+        raise ConfigError(
+            f"the roles {' and '.join(sorted(set(mapping) & set(ROLES[:4])))} belong to different formats.",
+            place="--columns",
+            fix="map messages, or prompt and completion, or text.",
+        )
+    return mapping
+
+
+def _split_pair(item: str) -> tuple[str, str]:
+    role, equals, column = item.partition("=")
+    if not equals or not role or not column:
+        raise ConfigError(f"{item!r} is not role=column.", place="--columns", fix="write e.g. prompt=question.")
+    return role, column
+
+
+def check_columns(mapping: Mapping[str, str], columns: Sequence[str], source: str) -> None:
+    """ConfigError if a mapped column is not one of `columns`, naming the nearest."""
+    for role, column in mapping.items():
+        if column in columns:
+            continue
+        near = difflib.get_close_matches(column, columns, n=1)
+        fix = f"did you mean {role}={near[0]}?" if near else f"{source} has the columns {', '.join(columns)}."
+        raise ConfigError(f"{source} has no column {column!r}.", place=f"--columns {role}={column}", fix=fix)
+
+
+def detect_layout(
+    source: str,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    mapping: Mapping[str, str] | None = None,
+    columns: Sequence[str] | None = None,
+    chat: bool = True,
+) -> Layout:
+    """Decide the layout of a source from a sample of its rows (plain Python values).
+
+    The first of these that the columns allow: messages, sharegpt, prompt and completion, alpaca, text.
+
+    Args:
+        source: How errors call it.
+        rows: The first rows, as dictionaries.
+        mapping: role → column, from `parse_columns`.
+        columns: All column names; by default those of `rows`.
+        chat: See `Layout.chat`.
+
+    Raises:
+        ConfigError: a mapped column that does not exist, or a table that is none of the formats.
+    """
+    names = list(columns or dict.fromkeys(name for row in rows for name in row))
+    mapping = dict(mapping or {})
+    check_columns(mapping, names, source)
+    found = _main_columns(mapping, names, rows)
+    if found is None:
+        raise _unrecognised(source, names, rows)
+    name, main = found
+    extras = {role: mapping.get(role, role) for role in ("answer", "tools")}
+    extras["system"] = mapping.get("system") or next((c for c in SYSTEM_COLUMNS if c in names), "")
+    for role, column in extras.items():
+        # A column already used for something else is kept a second time only when the user says so.
+        if column in names and (role in mapping or column not in main.values()):
+            main[role] = column
+    turn_roles = [role for role in ("messages", "prompt", "completion") if role in main]
+    keys = {role: turn_keys_of(rows, main[role]) for role in turn_roles}
+    if len(set(keys.values())) > 1:
+        raise ConfigError(
+            f"{source} has turns in one of {main['prompt']!r} and {main['completion']!r} and none in the other.",
+            place="--columns",
+            fix="make both lists of turns, or both plain text.",
+        )
+    turn_keys = keys.get(turn_roles[0]) if turn_roles else None
+    if name == "messages" and turn_keys is None:
+        raise _not_turns(source, main["messages"], rows)
+    if turn_keys == ("from", "value") and name == "messages":
+        name = "sharegpt"
+    targets = {"messages": "messages", "sharegpt": "messages", "text": "text"}
+    rich = turn_keys is not None and any(is_rich(row.get(main[role])) for row in rows for role in turn_roles)
+    return Layout(
+        name,
+        tuple(main.items()),
+        turn_keys,
+        rich=rich,
+        chat=chat,
+        target=targets.get(name, "prompt_completion"),
+        extras=tuple(role for role in ("answer", "tools") if role in main),
+        whole_numbers="answer" in main and {type(row.get(main["answer"])) for row in rows} == {int},
+    )
+
+
+def _main_columns(
+    mapping: dict[str, str], names: list[str], rows: Sequence[Mapping[str, Any]]
+) -> tuple[str, dict[str, str]] | None:
+    """(format, role → column) of the columns that make up a row, or None."""
+    if "messages" in mapping or "text" in mapping:
+        role = "messages" if "messages" in mapping else "text"
+        return role, {role: mapping[role]}
+    pair = {role: mapping.get(role, role) for role in ("prompt", "completion")}
+    if "prompt" in mapping or "completion" in mapping:
+        return ("prompt_completion", pair) if set(pair.values()) <= set(names) else None
+    for column in ("messages", "conversations"):
+        if column in names and (column == "messages" or turn_keys_of(rows, column)):
+            return "messages", {"messages": column}
+    if set(pair) <= set(names):
+        return "prompt_completion", pair
+    if {"instruction", "output"} <= set(names):
+        return "alpaca", {role: role for role in ("instruction", "input", "output") if role in names}
+    return ("text", {"text": "text"}) if "text" in names else None
+
+
+def describe_columns(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
+    """``question (text), score (number), …``, from the first row that has each."""
+    kinds = {str: "text", bool: "true/false", int: "number", float: "number", list: "list", dict: "object"}
+    parts = []
+    for name in names:
+        value = next((row[name] for row in rows if row.get(name) is not None), None)
+        parts.append(f"{name} ({kinds.get(type(value), 'empty' if value is None else type(value).__name__)})")
+    return ", ".join(parts)
+
+
+def _likely_column(role: str, names: Sequence[str]) -> str | None:
+    lowered = {name.lower(): name for name in names}
+    return next((lowered[name] for name in (role, *_LIKELY[role]) if name in lowered), None)
+
+
+def _unrecognised(source: str, names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> ConfigError:
+    prompt, completion = (_likely_column(role, names) for role in ("prompt", "completion"))
+    single = next((role for role in ("messages", "text") if _likely_column(role, names)), None)
+    if prompt and completion and prompt != completion:
+        advice = f"--columns prompt={prompt} completion={completion}"
+    elif single:
+        advice = f"--columns {single}={_likely_column(single, names)}"
+    else:
+        advice = "--columns prompt=… completion=… (or messages=…, or text=…)"
+    return ConfigError(
+        f"{source} is none of the known formats (messages, prompt and completion, alpaca, sharegpt, text); "
+        f"its columns are {describe_columns(names, rows)}.",
+        place="--dataset_name",
+        fix=f"say which column is what, e.g. {advice}.",
+    )
+
+
+def _not_turns(source: str, column: str, rows: Sequence[Mapping[str, Any]]) -> ConfigError:
+    return ConfigError(
+        f"{source}: {describe_columns([column], rows)} does not hold lists of turns with role and content.",
+        place="--columns",
+        fix='make each row a list such as [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}].',
+    )

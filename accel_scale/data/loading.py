@@ -1,0 +1,240 @@
+"""Load what a run trains on: one source or a mixture, local or from the hub, in memory-mapped files or streamed."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from accel_scale.data.bad_rows import SkipLog, check_on_bad_row
+from accel_scale.data.layout import Layout, parse_columns
+from accel_scale.data.mixture import MixtureItem, common_layouts, mix, parse_mixture, shares
+from accel_scale.data.objects import RichTurnsFound
+from accel_scale.data.sources import MissingSplit
+from accel_scale.errors import ConfigError
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+
+    from accel_scale.data.opened import Opened
+
+SHUFFLE_BUFFER_ROWS = 10_000
+
+
+@dataclass(frozen=True)
+class LoadedData:
+    """Rows ready for TRL.
+
+    Args:
+        train, test: Data sets with TRL's columns (`messages`, or `prompt` and `completion`, or `text`), and
+            `answer` and `tools` where the source has them. `IterableDataset`s when streaming.
+        format: TRL's format: ``messages``, ``prompt_completion`` or ``text``.
+        conversational: Rows are turns, which need a chat template (see `ensure_chat_template`).
+        source_formats: What was found in each source: ``messages``, ``sharegpt``, ``alpaca``, …
+        sources: The sources as they were named.
+        num_rows: Rows in `train`; None when streaming.
+    """
+
+    train: Dataset | IterableDataset
+    test: Dataset | IterableDataset | None
+    format: str
+    conversational: bool
+    source_formats: tuple[str, ...]
+    sources: tuple[str, ...]
+    num_rows: int | None
+    _skipped: Mapping[str, int] = field(default_factory=dict, repr=False)
+    _log: SkipLog | None = field(default=None, repr=False)
+
+    @property
+    def skipped_reasons(self) -> dict[str, int]:
+        """Number of skipped rows by reason; when streaming, of those this machine has come across so far."""
+        return self._log.reasons() if self._log else dict(self._skipped)
+
+    @property
+    def skipped_rows(self) -> int:
+        """Number of skipped rows, see `skipped_reasons`."""
+        return sum(self.skipped_reasons.values())
+
+    def with_test(self, test: Dataset | IterableDataset | None) -> LoadedData:
+        """The same data with other test rows."""
+        return replace(self, test=test)
+
+
+def load_training_data(
+    source: str | None = None,
+    *,
+    config: str | None = None,
+    split: str = "train",
+    test_split: str | None = None,
+    columns: Sequence[str] | Mapping[str, str] = (),
+    on_bad_row: str = "error",
+    streaming: bool = False,
+    mixture: Sequence[str] = (),
+    seed: int = 42,
+    chat: bool = True,
+    shuffle_buffer_rows: int = SHUFFLE_BUFFER_ROWS,
+) -> LoadedData:
+    """Find, read, check and normalise training data.
+
+    Every process of a launch may call it: the first to come writes the cache, the others wait and map it.
+    Formats and columns are found from the first 1000 rows of up to eight files; rows that differ are bad rows.
+
+    Args:
+        source: A hub id, a local file, a folder, a glob, or a `datasets.save_to_disk` folder.
+        config: Hub configuration name.
+        split, test_split: Split names, also with slices (``train[:95%]``) and sums (``train+validation``);
+            `test_split` None loads no test rows. Folders tell splits by file and folder names.
+        columns: ``role=column`` items, see `accel_scale.data.layout.ROLES`. In a mixture they apply to the
+            sources that have all these columns.
+        on_bad_row: ``error`` stops at the first bad row and names its file and line; ``skip`` counts them.
+        streaming: Read lazily. `train` is then shuffled within a buffer of `shuffle_buffer_rows` rows.
+        mixture: ``source=weight`` items instead of `source`; see `accel_scale.data.mixture.mix`.
+        seed: For shuffles and draws; ranks that share it see the same order.
+        chat: The model has a chat template: alpaca rows become turns, otherwise Alpaca's prompt text.
+
+    Raises:
+        ConfigError: anything about the data that needs the user: the message says where and what to do.
+    """
+    from accel_scale.data.opened import open_source
+
+    check_on_bad_row(on_bad_row)
+    if bool(source) == bool(mixture):
+        raise ConfigError(
+            "a source and a mixture were both given." if source else "no data set was named.",
+            place="--dataset_name / --dataset_mixture",
+            fix="give one of the two.",
+        )
+    items = parse_mixture(mixture) if mixture else [MixtureItem(str(source), 1.0, config)]
+    mapping = parse_columns(columns)
+    names = _split_names(split)
+    opened = [open_source(item.name, config=item.config, split=names[0], streaming=streaming) for item in items]
+    layouts = _layouts(opened, mapping, chat=chat)
+    try:
+        return _load(opened, layouts, items, split, test_split, on_bad_row, streaming, seed, shuffle_buffer_rows)
+    except RichTurnsFound:
+        # Tool calls past the rows that the layout was found from: read again, keeping whole turns as JSON.
+        layouts = [replace(layout, rich=True) for layout in layouts]
+        return _load(opened, layouts, items, split, test_split, on_bad_row, streaming, seed, shuffle_buffer_rows)
+
+
+def _layouts(opened: Sequence[Opened], mapping: dict[str, str], *, chat: bool) -> list[Layout]:
+    layouts = []
+    mapped_any = False
+    for source in opened:
+        own = mapping if set(mapping.values()) <= set(source.column_names()) else {}
+        mapped_any = mapped_any or bool(own)
+        # Only one source of a mixture need have the mapped columns; a source on its own must.
+        layouts.append(source.layout(own if len(opened) > 1 else mapping, chat=chat))
+    if mapping and not mapped_any:
+        raise ConfigError(
+            f"no source of the mixture has all the columns {', '.join(mapping.values())}.",
+            place="--columns",
+            fix="check their names.",
+        )
+    return common_layouts([source.name for source in opened], layouts)
+
+
+def _load(
+    opened: Sequence[Opened],
+    layouts: Sequence[Layout],
+    items: Sequence[MixtureItem],
+    split: str,
+    test_split: str | None,
+    on_bad_row: str,
+    streaming: bool,
+    seed: int,
+    shuffle_buffer_rows: int,
+) -> LoadedData:
+    log = SkipLog.temporary() if streaming else None
+    skipped: Counter[str] = Counter()
+
+    def rows(source: Opened, layout: Layout, spec: str) -> Any:
+        dataset, reasons = _split_rows(source, layout, spec, on_bad_row, log)
+        skipped.update(reasons)
+        return dataset
+
+    train = mix(
+        [rows(source, layout, split) for source, layout in zip(opened, layouts, strict=True)],
+        shares(items),
+        seed=seed,
+    )
+    if streaming:
+        train = train.shuffle(seed=seed, buffer_size=shuffle_buffer_rows)
+    elif not len(train):
+        raise ConfigError(
+            f"no row of {', '.join(source.name for source in opened)} can be used.",
+            place="--dataset_name",
+            fix="look at the reasons with --on_bad_row error.",
+        )
+    test = None
+    if test_split is not None:
+        test = _test_rows([(source, layout, rows) for source, layout in zip(opened, layouts, strict=True)], test_split)
+    return LoadedData(
+        train=train,
+        test=test,
+        format=layouts[0].target,
+        conversational=layouts[0].conversational,
+        source_formats=tuple(layout.format for layout in layouts),
+        sources=tuple(source.name for source in opened),
+        num_rows=None if streaming else len(train),
+        _skipped=dict(skipped.most_common()),
+        _log=log,
+    )
+
+
+def _test_rows(parts: Sequence[tuple[Any, Layout, Any]], test_split: str) -> Any:
+    """The test rows of every source that has some, one after another."""
+    from datasets import concatenate_datasets
+
+    found, missing = [], None
+    for source, layout, rows in parts:
+        try:
+            found.append(rows(source, layout, test_split))
+        except MissingSplit as error:
+            missing = error
+    if not found:
+        assert missing is not None
+        raise missing
+    return found[0] if len(found) == 1 else concatenate_datasets(found)
+
+
+def _split_names(spec: str) -> list[str]:
+    """``train[:10%]+validation`` → ``["train", "validation"]``."""
+    return [part.split("[")[0].strip() for part in re.split(r"\+", spec)]
+
+
+def _split_rows(
+    source: Opened, layout: Layout, spec: str, on_bad_row: str, log: SkipLog | None
+) -> tuple[Any, dict[str, int]]:
+    """The rows of ``name``, ``name[slice]`` or a sum of these, and the skipped ones by reason."""
+    from datasets import ReadInstruction, concatenate_datasets
+
+    names = list(dict.fromkeys(_split_names(spec)))
+    if log is not None:
+        if "[" in spec:
+            raise ConfigError(
+                f"a stream has no length, so {spec!r} cannot be cut from it.",
+                place="--dataset_train_split / --dataset_test_split",
+                fix="name whole splits, or turn --dataset_streaming off.",
+            )
+        streams = [source.stream(layout, name, on_bad_row, log) for name in names]
+        return (streams[0] if len(streams) == 1 else concatenate_datasets(streams)), {}
+    loaded = {name: source.rows(layout, name, on_bad_row) for name in names}
+    reasons: Counter[str] = Counter()
+    for _, skipped in loaded.values():
+        reasons.update(skipped)
+    if spec in loaded:
+        return loaded[spec][0], reasons
+    lengths = {name: len(dataset) for name, (dataset, _) in loaded.items()}
+    try:
+        parts = ReadInstruction.from_spec(spec).to_absolute(lengths)
+    except (ValueError, AssertionError) as error:
+        raise ConfigError(
+            f"{spec!r} is not a split: {error}.",
+            place="--dataset_train_split / --dataset_test_split",
+            fix="write e.g. train, train[:95%] or train[1000:2000].",
+        ) from error
+    cut = [loaded[part.splitname][0].select(range(part.from_, part.to)) for part in parts]
+    return (cut[0] if len(cut) == 1 else concatenate_datasets(cut)), reasons

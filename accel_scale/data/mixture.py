@@ -1,0 +1,104 @@
+"""Mixtures: several sources with weights, drawn row by row in those proportions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
+
+from accel_scale.data.layout import Layout
+from accel_scale.data.sources import looks_local
+from accel_scale.errors import ConfigError
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+
+    Rows = TypeVar("Rows", Dataset, IterableDataset)
+
+
+@dataclass(frozen=True)
+class MixtureItem:
+    """One source of a mixture; `weight` > 0 is its share of the rows drawn, before all are scaled to sum to 1."""
+
+    name: str
+    weight: float
+    config: str | None = None
+
+
+def parse_mixture(items: Sequence[str]) -> list[MixtureItem]:
+    """``["a.jsonl=0.7", "openai/gsm8k:main=0.3"]`` → items; a hub id may carry its configuration after a colon.
+
+    Raises:
+        ConfigError: no weight, one that is not a finite number above 0, or a source named twice.
+    """
+    parsed: list[MixtureItem] = []
+    for item in items:
+        name, equals, text = item.rpartition("=")
+        if not equals or not name:
+            raise ConfigError(
+                f"{item!r} has no weight.", place="--dataset_mixture", fix=f"write its share of the rows, {item}=0.5."
+            )
+        try:
+            weight = float(text)
+        except ValueError:
+            weight = math.nan
+        if not (math.isfinite(weight) and weight > 0):
+            raise ConfigError(
+                f"the weight {text!r} of {name} is not a number above 0.",
+                place="--dataset_mixture",
+                fix=f"write a share such as {name}=0.5, or leave {name} out.",
+            )
+        config = ""
+        if not looks_local(name):
+            name, _, config = name.partition(":")
+        if any((name, config or None) == (other.name, other.config) for other in parsed):
+            raise ConfigError(f"{name} is named twice.", place="--dataset_mixture", fix="give it one weight.")
+        parsed.append(MixtureItem(name, weight, config or None))
+    return parsed
+
+
+def shares(items: Sequence[MixtureItem]) -> list[float]:
+    """Weights scaled to sum to 1."""
+    total = sum(item.weight for item in items)
+    return [item.weight / total for item in items]
+
+
+def common_layouts(names: Sequence[str], layouts: Sequence[Layout]) -> list[Layout]:
+    """Layouts whose rows have the same columns: as they are if they agree, else all as ``messages``.
+
+    Raises:
+        ConfigError: plain text mixed with anything else, which has no turns to become messages.
+    """
+    extras = tuple(role for role in ("answer", "tools") if any(role in layout.extras for layout in layouts))
+    rich = any(layout.rich for layout in layouts)
+    aligned = [replace(layout, extras=extras, rich=rich) for layout in layouts]
+    if len({(layout.target, layout.conversational) for layout in aligned}) == 1:
+        return aligned
+    for name, layout in zip(names, layouts, strict=True):
+        if layout.target == "text":
+            raise ConfigError(
+                f"{name} is plain text, which has no turns, and cannot be mixed with questions and answers.",
+                place="--dataset_mixture",
+                fix="mix text with text only, or train on it in a run of its own.",
+            )
+    return [layout.as_messages() for layout in aligned]
+
+
+def mix(datasets: Sequence[Rows], probabilities: Sequence[float], *, seed: int) -> Rows:
+    """Draw rows from `datasets` with `probabilities`; the same on every rank for the same `seed`.
+
+    Each data set is shuffled first, so what is drawn is a random part of it. The mixture ends when one of its
+    sources has no row left: none is repeated within an epoch, and the shares hold to the end. A source that is
+    small for its weight therefore shortens the epoch; give it a smaller one to see more of the others.
+    """
+    from datasets import Dataset, interleave_datasets
+
+    if len(datasets) == 1:
+        return datasets[0]
+    shuffled = [
+        rows.shuffle(seed=seed + index) if isinstance(rows, Dataset) else rows for index, rows in enumerate(datasets)
+    ]
+    return interleave_datasets(
+        shuffled, probabilities=list(probabilities), seed=seed, stopping_strategy="first_exhausted"
+    )

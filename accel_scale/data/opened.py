@@ -1,0 +1,276 @@
+"""A source with its rows within reach: files, a saved data set or a hub data set behind the same three methods."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from accel_scale.data.bad_rows import BadRow, BadRowPolicy, SkipLog, place_of
+from accel_scale.data.blocks import ROWS_PER_BATCH, Span, spans_of
+from accel_scale.data.cache import cache_key, cached_rows
+from accel_scale.data.layout import Layout, detect_layout
+from accel_scale.data.normalise import normalise
+from accel_scale.data.objects import RichTurnsFound, UnusableRow, raw_row, raw_table
+from accel_scale.data.reading import SAMPLE_ROWS, read_rows, sample_rows
+from accel_scale.data.sources import Source, canonical_split, find_source, missing_split
+from accel_scale.errors import ConfigError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from datasets import Dataset, IterableDataset
+
+# A stream of one big file is shared out among ranks and workers in parts of this size.
+SPAN_BYTES = 64 << 20
+# Files that are looked into to find a layout: enough to notice a stray one, few enough for folders of thousands.
+_SAMPLED_FILES = 8
+# What `datasets` 5.2 says of a split that is not there, in memory-mapped and in streaming mode.
+_UNKNOWN_SPLIT = re.compile(r"(?:Unknown split|Bad split)[^\[]*(\[.*?\])", re.DOTALL)
+
+Sample = tuple[list[str], list[dict[str, Any]]]
+
+
+class Opened(ABC):
+    """A source and the ways to its rows. Subclasses: local files, and data sets of the `datasets` library."""
+
+    def __init__(self, source: Source) -> None:
+        self.source, self.name = source, source.name
+
+    @property
+    @abstractmethod
+    def _samples(self) -> list[tuple[str, Sample]]:
+        """(place, column names and first rows) of what was looked at."""
+
+    def column_names(self) -> list[str]:
+        """Columns of the first file or of the data set."""
+        return self._samples[0][1][0]
+
+    def layout(self, mapping: Mapping[str, str], *, chat: bool) -> Layout:
+        """The layout of the rows; ConfigError if there is none or files differ in theirs."""
+        found = [
+            (place, detect_layout(place, rows, mapping=mapping, columns=names, chat=chat))
+            for place, (names, rows) in self._samples
+        ]
+        (first_place, first), *others = found
+        for place, other in others:
+            if (other.format, other.turn_keys) != (first.format, first.turn_keys):
+                raise ConfigError(
+                    f"it holds {other.format} rows, but {first_place} holds {first.format} rows.",
+                    place=place,
+                    fix="load them as a mixture with weights, or map the columns with --columns.",
+                )
+        columns = dict(pair for _, layout in reversed(found) for pair in layout.columns)
+        extras = tuple(role for role in ("answer", "tools") if role in columns)
+        rich = any(layout.rich for _, layout in found)
+        return replace(first, columns=tuple(columns.items()), extras=extras, rich=rich)
+
+    @abstractmethod
+    def rows(self, layout: Layout, split: str, on_bad_row: str) -> tuple[Dataset, dict[str, int]]:
+        """(all normalised rows of a split, skipped rows by reason), from the cache if they are there."""
+
+    @abstractmethod
+    def stream(self, layout: Layout, split: str, on_bad_row: str, log: SkipLog) -> IterableDataset:
+        """The same rows read lazily; skipped ones go to `log`."""
+
+
+def open_source(name: str, *, config: str | None, split: str, streaming: bool) -> Opened:
+    """Find the source `name` and look at its split `split`."""
+    source = find_source(name, config=config)
+    if source.kind == "files":
+        return _Files(source, split)
+    return _Library(source, split, streaming)
+
+
+class _Files(Opened):
+    def __init__(self, source: Source, split: str) -> None:
+        super().__init__(source)
+        self._sampled = source.files(split)
+
+    @cached_property
+    def _samples(self) -> list[tuple[str, Sample]]:
+        step = -(-len(self._sampled) // _SAMPLED_FILES)
+        return [(path, sample_rows(path)) for path in self._sampled[::step]]
+
+    def rows(self, layout: Layout, split: str, on_bad_row: str) -> tuple[Dataset, dict[str, int]]:
+        files = self.source.files(split)
+
+        def tables(log: SkipLog) -> Iterator[pa.Table]:
+            for path in files:
+                yield from read_rows(Span(path), layout, BadRowPolicy(on_bad_row, log))
+
+        return cached_rows(cache_key(files, layout, on_bad_row), layout.features(), tables)
+
+    def stream(self, layout: Layout, split: str, on_bad_row: str, log: SkipLog) -> IterableDataset:
+        from datasets import IterableDataset, NamedSplit
+
+        spans = [span for path in self.source.files(split) for span in spans_of(path, span_bytes=SPAN_BYTES)]
+        return IterableDataset.from_generator(
+            _stream_examples,
+            features=layout.features(),
+            gen_kwargs={"spans": spans, "layout": layout, "on_bad_row": on_bad_row, "log": log},
+            split=NamedSplit(canonical_split(split)),
+        )
+
+
+def _stream_examples(spans: list[Span], layout: Layout, on_bad_row: str, log: SkipLog) -> Iterator[dict[str, Any]]:
+    for span in spans:
+        policy = BadRowPolicy(on_bad_row, log, count_others=False)
+        try:
+            for table in read_rows(span, layout, policy):
+                yield from _examples(table, layout)
+        except RichTurnsFound:
+            raise _rich_too_late(span.path) from None
+
+
+def _rich_too_late(place: str) -> ConfigError:
+    return ConfigError(
+        f"turns with tool calls or reasoning come after {SAMPLE_ROWS} rows without, too late for a stream.",
+        place=place,
+        fix="put such a row among the first, or turn --dataset_streaming off.",
+    )
+
+
+def _examples(table: pa.Table, layout: Layout) -> Iterator[dict[str, Any]]:
+    """Rows as plain objects, turns stored as JSON decoded."""
+    for row in table.to_pylist():
+        if layout.conversational and layout.rich:
+            for name in ("messages", "prompt", "completion"):
+                if name in row:
+                    row[name] = [json.loads(turn) for turn in row[name]]
+        yield row
+
+
+class _Library(Opened):
+    """A data set that the `datasets` library opens: from the hub, or saved with `save_to_disk`."""
+
+    def __init__(self, source: Source, split: str, streaming: bool) -> None:
+        super().__init__(source)
+        self._streaming = streaming
+        self._loaded: dict[str, Any] = {}
+        self._first_split = split
+
+    def _dataset(self, split: str) -> Any:
+        if split not in self._loaded:
+            load = _saved_split if self.source.kind == "saved" else _hub_split
+            self._loaded[split] = load(self.source, split, self._streaming)
+        return self._loaded[split]
+
+    @cached_property
+    def _samples(self) -> list[tuple[str, Sample]]:
+        arrow = self._dataset(self._first_split).with_format("arrow")
+        table = next(iter(arrow.iter(batch_size=SAMPLE_ROWS)), None)
+        if table is None or not table.num_rows:
+            raise ConfigError(f"{self.name} has no rows.", place="--dataset_name", fix="name another split.")
+        return [(self.name, (table.column_names, table.to_pylist()))]
+
+    def rows(self, layout: Layout, split: str, on_bad_row: str) -> tuple[Dataset, dict[str, int]]:
+        dataset = self._dataset(split)
+        files = [file["filename"] for file in dataset.cache_files]
+
+        def tables(log: SkipLog) -> Iterator[pa.Table]:
+            policy = BadRowPolicy(on_bad_row, log)
+            offset = 0
+            for table in dataset.with_format("arrow").iter(batch_size=ROWS_PER_BATCH):
+                good, bad = _checked(table, layout, self.name, offset)
+                policy.handle(bad)
+                offset += table.num_rows
+                if good.num_rows and not policy.failed:
+                    yield good
+            policy.end_of_file()
+
+        return cached_rows(cache_key(files, self.name, split, layout, on_bad_row), layout.features(), tables)
+
+    def stream(self, layout: Layout, split: str, on_bad_row: str, log: SkipLog) -> IterableDataset:
+        dataset = self._dataset(split)
+        check = {"layout": layout, "name": self.name, "on_bad_row": on_bad_row, "log": log}
+        return dataset.map(
+            _checked_batch,
+            batched=True,
+            with_indices=True,
+            remove_columns=self.column_names(),
+            features=layout.features(),
+            fn_kwargs=check,
+        )
+
+
+def _checked(table: pa.Table, layout: Layout, name: str, offset: int) -> tuple[pa.Table, list[BadRow]]:
+    rows, numbers, bad = raw_table(table, layout)
+    good = normalise(rows, layout)
+    bad = bad + [(numbers[row], reason, "") for row, reason in good.bad]
+    named = [
+        BadRow(place_of(name, offset + number + 1, counts_lines=False), reason, detail)
+        for number, reason, detail in sorted(bad)
+    ]
+    return good.table, named
+
+
+def _checked_batch(
+    batch: dict[str, list], indices: list[int], *, layout: Layout, name: str, on_bad_row: str, log: SkipLog
+) -> dict[str, list]:
+    """The function mapped over streams: good rows out, bad ones to the log or raised."""
+    import pyarrow as pa
+
+    rows, numbers, bad = [], [], []
+    for position, number in enumerate(indices):
+        place = place_of(name, number + 1, counts_lines=False)
+        try:
+            rows.append(raw_row({column: values[position] for column, values in batch.items()}, layout))
+            numbers.append(place)
+        except UnusableRow as fault:
+            bad.append(BadRow(place, fault.reason, fault.detail))
+        except RichTurnsFound:
+            raise _rich_too_late(name) from None
+    good = normalise(pa.Table.from_pylist(rows, schema=layout.raw_schema()), layout)
+    bad += [BadRow(numbers[row], reason) for row, reason in good.bad]
+    BadRowPolicy(on_bad_row, log, count_others=False).handle(bad)
+    examples = list(_examples(good.table, layout))
+    return {column: [example[column] for example in examples] for column in layout.features()}
+
+
+def _saved_split(source: Source, split: str, streaming: bool) -> Any:
+    from datasets import Dataset, load_from_disk
+
+    loaded = load_from_disk(os.path.expanduser(source.name))
+    splits = {"train": loaded} if isinstance(loaded, Dataset) else dict(loaded)
+    if split not in splits:
+        raise missing_split(source.name, split, list(splits))
+    return splits[split].to_iterable_dataset() if streaming else splits[split]
+
+
+def _hub_split(source: Source, split: str, streaming: bool) -> Any:
+    """One split from the hub or its cache. No code of the repository is run: `datasets` 5 has no way to."""
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetNotFoundError
+
+    try:
+        return load_dataset(source.name, source.config, split=split, streaming=streaming)
+    except (DatasetNotFoundError, FileNotFoundError) as error:
+        raise ConfigError(
+            f"{source.name} is not in the current folder, and the hub has no such data set, or shows it to members "
+            f"only ({_first_sentence(error)}).",
+            place="--dataset_name",
+            fix="check the spelling, or log in with `hf auth login`.",
+        ) from error
+    except ConnectionError as error:
+        raise ConfigError(
+            f"{source.name} is not in the current folder, and the hub cannot be reached ({_first_sentence(error)}).",
+            place="--dataset_name",
+            fix="check the network, or name a local file.",
+        ) from error
+    except ValueError as error:
+        if unknown := _UNKNOWN_SPLIT.search(str(error)):
+            raise missing_split(source.name, split, re.findall(r"'([^']+)'", unknown.group(1))) from error
+        # Of a missing or unknown configuration `datasets` names those there are, then shows an example.
+        problem = " ".join(str(error).split()).split(" Example of usage")[0].rstrip(".")
+        raise ConfigError(
+            f"{source.name}: {problem}.", place="--dataset_config", fix="name a configuration it has."
+        ) from error
+
+
+def _first_sentence(error: Exception) -> str:
+    return " ".join(str(error).split()).split(". ")[0].rstrip(".")

@@ -1,0 +1,1 @@
+"""Launch files: reading, checking, and running them on CPU processes."""

@@ -1,0 +1,158 @@
+"""Let a GPU launch file run on CPU processes over gloo, unchanged, when no accelerator is present.
+
+Without an accelerator, Accelerate ignores a distributed launch: every process believes it is alone and all of them
+write the same folder. `enable_rehearsal_if_needed` makes the same launch a real process group instead, so that DDP,
+FSDP2 and every DeepSpeed stage shard, communicate and save on a laptop exactly as they will on GPUs, only slower.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, MutableMapping
+
+_TRUE = {"1", "true", "yes", "on"}
+
+
+def enable_rehearsal_if_needed() -> str | None:
+    """Turn a distributed launch without an accelerator into a real one on CPU processes over gloo.
+
+    Call before the first `Accelerator`, `PartialState` or `TrainingArguments`. Does nothing where there is an
+    accelerator, or where the launch is not a distributed one (one process with neither FSDP nor DeepSpeed).
+
+    Returns:
+        One line that rank 0 should print, or None where nothing was changed.
+    """
+    if not is_distributed_launch(os.environ) or _accelerator_name() is not None:
+        return None
+    _complete_environment(os.environ)
+    _limit_threads(os.environ)
+    _answer_gloo_as_backend()
+    if _uses(os.environ, "FSDP"):
+        _offload_to_unpinned_memory()
+    if _uses(os.environ, "DEEPSPEED"):
+        _skip_shared_memory_op()
+    num_processes = int(os.environ["WORLD_SIZE"])
+    plural = "process" if num_processes == 1 else "processes"
+    return (
+        f"No accelerator found: rehearsing {_strategy_name(os.environ)} on {num_processes} CPU {plural} over gloo. "
+        "Speed and memory will differ on GPUs; sharding, saving and numbers will not."
+    )
+
+
+def is_distributed_launch(environment: Mapping[str, str]) -> bool:
+    """Whether `environment` is that of one rank of a distributed launch, or of an FSDP or DeepSpeed one of any size.
+
+    `accelerate launch --cpu` (and `use_cpu: true`) is Accelerate's own way to run on CPU processes and left alone.
+    """
+    if environment.get("ACCELERATE_USE_CPU", "false").lower() in _TRUE:
+        return False
+    if int(environment.get("WORLD_SIZE", "1")) > 1 and "LOCAL_RANK" in environment:
+        return True
+    return _uses(environment, "FSDP") or _uses(environment, "DEEPSPEED")
+
+
+def _uses(environment: Mapping[str, str], engine: str) -> bool:
+    return environment.get(f"ACCELERATE_USE_{engine}", "false").lower() in _TRUE
+
+
+def _accelerator_name() -> str | None:
+    """``cuda``, ``xpu``, … or None. Apple's MPS counts as none: it has no collectives, so it cannot be launched on."""
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return None if accelerator is None or accelerator.type == "mps" else accelerator.type
+
+
+def _strategy_name(environment: Mapping[str, str]) -> str:
+    if _uses(environment, "DEEPSPEED"):
+        stage = environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE")
+        return f"DeepSpeed ZeRO-{stage}" if stage else "DeepSpeed"
+    if _uses(environment, "FSDP"):
+        return f"FSDP{environment.get('FSDP_VERSION', '1')}"
+    return "DDP"
+
+
+def _complete_environment(environment: MutableMapping[str, str]) -> None:
+    """Point Accelerate and DeepSpeed at the CPU, and make a lone process a world of one."""
+    environment["ACCELERATE_TORCH_DEVICE"] = "cpu"
+    environment["DS_ACCELERATOR"] = "cpu"
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1")):
+        environment.setdefault(name, value)
+    environment.setdefault("MASTER_ADDR", "127.0.0.1")
+    if "MASTER_PORT" not in environment:
+        from accelerate.utils.other import get_free_port
+
+        environment["MASTER_PORT"] = str(get_free_port())
+
+
+def threads_per_process(num_cores: int, num_local_processes: int, chosen: str | None) -> int:
+    """Threads each rank should compute with: what the user chose, else an equal share of the cores."""
+    if chosen is not None and chosen.isdigit() and int(chosen) > 0:
+        return int(chosen)
+    return max(1, num_cores // max(1, num_local_processes))
+
+
+def _limit_threads(environment: MutableMapping[str, str]) -> None:
+    import torch
+
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    chosen = environment.get("OMP_NUM_THREADS")
+    if chosen == "1":
+        chosen = _threads_chosen_at_launch()
+    num_threads = threads_per_process(num_cores, int(environment["LOCAL_WORLD_SIZE"]), chosen)
+    environment["OMP_NUM_THREADS"] = str(num_threads)
+    torch.set_num_threads(num_threads)
+
+
+def _threads_chosen_at_launch() -> str | None:
+    """``OMP_NUM_THREADS`` as it was where the launcher was started.
+
+    `accelerate launch` and torchrun export 1 to their ranks when nothing was chosen. That suits ranks that feed a GPU,
+    and idles most of a CPU that is to do the arithmetic itself.
+    """
+    import psutil
+
+    try:
+        for parent in psutil.Process().parents():
+            environment = parent.environ()
+            if "LOCAL_RANK" not in environment:
+                return environment.get("OMP_NUM_THREADS")
+    except psutil.Error:
+        return None  # another user's launcher
+    return None
+
+
+def _answer_gloo_as_backend() -> None:
+    """Replace `PartialState._prepare_backend`, Accelerate's one decision on backend and kind of launch.
+
+    Private API, checked on accelerate 1.15.0. With ``MULTI_GPU`` Accelerate initialises the process group itself and
+    goes on to build FSDP; with ``MULTI_CPU`` it does the same for DDP and DeepSpeed, and moves nothing to ``cuda``.
+    `tests/unit/test_rehearsal.py` fails when the method, its arguments or its answer change.
+    """
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    def _prepare_backend(self, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None):
+        kind = DistributedType.MULTI_GPU if _uses(os.environ, "FSDP") else DistributedType.MULTI_CPU
+        return "gloo", kind
+
+    PartialState._prepare_backend = _prepare_backend  # type: ignore[method-assign]
+
+
+def _offload_to_unpinned_memory() -> None:
+    """Make unpinned the default of FSDP2's `CPUOffloadPolicy`: only an accelerator can pin memory (torch 2.13)."""
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    CPUOffloadPolicy.__init__.__defaults__ = (False,)
+
+
+def _skip_shared_memory_op() -> None:
+    """Tell DeepSpeed that none of its optional ops is available, before it compiles one that training never calls.
+
+    On a CPU, DeepSpeed 0.19.8 compiles a shared-memory all-reduce for inference when the process group starts: minutes
+    at the first run. `deepspeed.ops.__compatible_ops__` is read there only; the ops that offloading needs are asked
+    for by name and still compiled.
+    """
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__ = {}

@@ -1,0 +1,86 @@
+"""Load what a rehearsal saved with plain `from_pretrained`, and compare weights and logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+LOGIT_TOLERANCE = 1e-5
+
+
+def compare_final_folders(*, start: Path, uninterrupted: Path, resumed: Path) -> str:
+    """Load the final folders as a user would; they must be whole, trained, and the same.
+
+    Args:
+        start: The model before training.
+        uninterrupted, resumed: Final folders of a run, and of the same run resumed half-way.
+
+    Returns:
+        What was compared, in a line.
+
+    Raises:
+        CheckFailed: something is missing, nothing was trained, or the two differ.
+    """
+    import torch
+
+    from accel_scale.launching.rehearse import CheckFailed
+
+    ids = torch.arange(3, 35).unsqueeze(0)
+    loaded = [_load(folder) for folder in (uninterrupted, resumed)]
+    with torch.no_grad():
+        logits = [model(input_ids=ids).logits.float() for model, _ in loaded]
+    if not torch.isfinite(logits[0]).all():
+        raise CheckFailed("the reloaded model's logits are not finite")
+    trained = _trained_tensors(loaded[0][1], start)
+    if not trained:
+        raise CheckFailed(f"nothing in {uninterrupted.name} differs from the model before training")
+    kind = type(loaded[0][0]).__name__
+    text = f"{kind}: {len(loaded[0][1])} tensors, {len(trained)} trained"
+    logit_diff = float((logits[0] - logits[1]).abs().max() / logits[0].abs().max())
+    if not logit_diff <= LOGIT_TOLERANCE:
+        raise CheckFailed(f"logits of the resumed and the uninterrupted run differ by {logit_diff:.1e} of the largest")
+    return f"{text}; logits equal after both runs"
+
+
+def _load(folder: Path) -> tuple[Any, dict[str, Any]]:
+    """The model of `folder` on the CPU in fp32 and the tensors saved there, every one of which found its place."""
+    import torch
+
+    from accel_scale.launching.rehearse import CheckFailed
+
+    if (folder / "adapter_config.json").is_file():
+        from peft import AutoPeftModelForCausalLM, get_peft_model_state_dict
+
+        model: Any = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        saved = _read_tensors(folder, "adapter_model*.safetensors")
+        absent = set(saved) ^ set(get_peft_model_state_dict(model))
+    else:
+        from transformers import AutoModelForCausalLM
+
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+        model, info = loaded
+        saved = _read_tensors(folder, "model*.safetensors")
+        absent = {*info["missing_keys"], *info["unexpected_keys"], *(key for key, *_ in info["mismatched_keys"])}
+    if absent or not saved:
+        raise CheckFailed(f"{folder.name} does not load whole: {', '.join(sorted(absent)[:3]) or 'no tensors'}")
+    return model.eval(), saved
+
+
+def _read_tensors(folder: Path, pattern: str) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    return {name: tensor for path in sorted(folder.glob(pattern)) for name, tensor in load_file(path).items()}
+
+
+def _trained_tensors(saved: dict[str, Any], start: Path) -> list[str]:
+    """Names of the tensors that training changed; LoRA's B starts at zero."""
+    before = _read_tensors(start, "model*.safetensors")
+    return [
+        name
+        for name, tensor in saved.items()
+        if (bool(tensor.any()) if ".lora_" in name else _differs(tensor, before.get(name))) and "lora_A" not in name
+    ]
+
+
+def _differs(tensor: Any, before: Any) -> bool:
+    return before is not None and bool((tensor.float() != before.float()).any())

@@ -1,0 +1,118 @@
+"""The recipe's settings that decide whether a launch can work, as plain values without torch or transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+# Flags whose recipe name differs from the field here; older spellings that transformers and TRL still take.
+_ALIASES = {
+    "attn_implementation": ("attn_implementation",),
+    "activation_checkpointing": ("activation_checkpointing", "gradient_checkpointing"),
+    "dtype": ("dtype", "torch_dtype"),
+}
+_REENTRANT_FLAGS = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What a recipe was asked to do. None (or the default) stands for "not said".
+
+    Field names are the flags'. `places` maps a flag to where it was set, e.g. ``--optim`` or ``qlora.yaml:12``.
+    """
+
+    method: str | None = None
+    precision: str | None = None
+    fp16: bool | None = None
+    bf16: bool | None = None
+    dtype: str | None = None
+    use_cpu: bool | None = None
+    optim: str = "adamw_torch_fused"
+    attn_implementation: str | None = None
+    packing: bool = True
+    packing_strategy: str = "bfd"
+    padding_free: bool = False
+    checkpointing_policy: str | None = None
+    activation_checkpointing: bool | None = None
+    use_reentrant: bool | None = None
+    global_batch_size: int | None = None
+    per_device_train_batch_size: int = 8
+    gradient_accumulation_steps: int | None = None
+    max_grad_norm: float | None = None
+    auto_find_batch_size: bool = False
+    load_in_4bit: bool = False
+    load_in_8bit: bool = False
+    use_peft: bool | None = None
+    bnb_4bit_quant_storage: str | None = None
+    dataset_streaming: bool = False
+    max_steps: int = -1
+    dataset_num_proc: int | None = None
+    dataset_bytes: int | None = None
+    ddp_timeout: int = 1800
+    output_dir: str = "outputs/sft"
+    resume_from_checkpoint: str | None = None
+    resume_num_ranks: int | None = None
+    fp8_emulate: bool = False
+    deepspeed: Any = None
+    fsdp: Any = None
+    places: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def from_flags(cls, values: Mapping[str, Any], places: Mapping[str, str] | None = None) -> RunSettings:
+        """From flag names and values as the recipe's parser returns them; flags without a field here are left out."""
+        known: dict[str, Any] = {}
+        for f in fields(cls):
+            names = _ALIASES.get(f.name, (f.name,))
+            value = next((values[name] for name in names if values.get(name) is not None), None)
+            if value is not None and f.name != "places":
+                known[f.name] = getattr(value, "value", value)
+        known.setdefault("use_reentrant", _use_reentrant(values))
+        known.setdefault("dataset_bytes", _dataset_bytes(values))
+        if known.get("resume_from_checkpoint"):
+            known["resume_num_ranks"] = deepspeed_ranks_in_checkpoint(Path(str(known["resume_from_checkpoint"])))
+        return cls(**known, places=dict(places or {}))
+
+    def place(self, flag: str) -> str:
+        """Where `flag` was set, or the flag itself."""
+        return self.places.get(flag, f"--{flag}")
+
+    @property
+    def is_4bit(self) -> bool:
+        """Whether the base weights are NF4."""
+        return self.load_in_4bit or self.method == "qlora"
+
+    @property
+    def trains_adapters(self) -> bool:
+        """Whether LoRA adapters are trained instead of every weight."""
+        return self.method in ("lora", "qlora") or (self.method is None and bool(self.use_peft))
+
+
+def _use_reentrant(values: Mapping[str, Any]) -> bool | None:
+    for name in _REENTRANT_FLAGS:
+        options = values.get(name)
+        if isinstance(options, str):
+            options = json.loads(options)
+        if options and "use_reentrant" in options:
+            return bool(options["use_reentrant"])
+    return None
+
+
+def _dataset_bytes(values: Mapping[str, Any]) -> int | None:
+    """Size of a local data set's files; None for the Hub's."""
+    name = values.get("dataset_name")
+    path = Path(str(name)) if name else None
+    if path is None or not path.exists():
+        return None
+    return sum(file.stat().st_size for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file())
+
+
+def deepspeed_ranks_in_checkpoint(folder: Path) -> int | None:
+    """Data-parallel ranks that wrote the DeepSpeed state in a checkpoint folder; None where there is none.
+
+    DeepSpeed writes ``global_step*/*zero_pp_rank_<rank>_mp_rank_*_optim_states.pt``, one per rank.
+    """
+    files = list(folder.glob("global_step*/*zero_pp_rank_*_mp_rank_*_optim_states.pt"))
+    return len(files) or None

@@ -1,0 +1,286 @@
+"""A tiny model of the same architecture as a real one, from its configuration alone.
+
+What makes a launch fail is the architecture: which layers there are and in what order, grouped heads, tied
+embeddings, experts, fused projections. All of that is kept; only counts and widths shrink. So the tiny model is of the
+same classes, is sharded along the same modules and takes the same LoRA targets, in a few million parameters at most
+beside the embeddings.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel_scale.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+HEAD_DIM = 16
+MAX_BODY_PARAMETERS = 20_000_000
+
+# The names that configurations give to the same quantity.
+_NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_HIDDEN = ("hidden_size", "n_embd", "d_model")
+_NUM_HEADS = ("num_attention_heads", "n_head", "n_heads")
+_NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
+_FEED_FORWARD = (
+    "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size",
+    "intermediate_size_mlp", "ffn_dim", "ffn_hidden_size", "n_inner",
+)  # fmt: skip
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k")
+# Upper limits of what is neither of the above: latent and linear attention, expert groups, windows, per-layer inputs.
+_LIMITS = {
+    "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": HEAD_DIM, "qk_rope_head_dim": HEAD_DIM,
+    "v_head_dim": HEAD_DIM, "rotary_dim": HEAD_DIM, "linear_key_head_dim": HEAD_DIM, "linear_value_head_dim": HEAD_DIM,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "global_head_dim": HEAD_DIM, "n_group": 2, "topk_group": 1,
+    "n_shared_experts": 1, "sliding_window": 32, "attention_chunk_size": 32, "hidden_size_per_layer_input": 16,
+    "num_nextn_predict_layers": 0,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ShrunkenModel:
+    """A tiny model written to `folder`, ready for ``from_pretrained``.
+
+    Attributes:
+        folder: Holds configuration, randomly initialised weights and tokenizer.
+        architecture: Class of the real and the tiny model, e.g. ``LlamaForCausalLM``.
+        num_layers: ``(real, tiny)``.
+        num_parameters: Of the tiny model.
+        own_tokenizer: Whether the tokenizer is the real model's.
+        has_chat_template: Whether that tokenizer can write conversations.
+    """
+
+    folder: Path
+    architecture: str
+    num_layers: tuple[int, int]
+    num_parameters: int
+    own_tokenizer: bool
+    has_chat_template: bool
+
+
+def write_shrunken_model(
+    name_or_path: str,
+    folder: str | Path,
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    fallback_tokenizer: str,
+    seed: int = 0,
+) -> ShrunkenModel:
+    """Shrink the model `name_or_path` (hub id, folder or ``config.json``) and write the tiny one to `folder`.
+
+    Args:
+        fallback_tokenizer: Hub id or folder of the tokenizer to use where the model's own cannot be had; the
+            vocabulary shrinks to it.
+
+    Raises:
+        ConfigError: the configuration cannot be had, or holds a size that is not known how to shrink.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = Path(folder)
+    config = load_text_config(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
+    tokenizer = _own_tokenizer(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
+    own = tokenizer is not None
+    tokenizer = tokenizer or AutoTokenizer.from_pretrained(fallback_tokenizer)
+    tiny = shrink_config(config, vocab_size=None if own else len(tokenizer), **_special_tokens(tokenizer, own))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(tiny, trust_remote_code=trust_remote_code)
+    embedding = model.get_input_embeddings().weight.numel()
+    body = model.num_parameters() - embedding * (1 if tiny.tie_word_embeddings else 2)
+    if body > MAX_BODY_PARAMETERS:
+        raise ConfigError(
+            f"{config.model_type} still has {body:,} parameters after shrinking: it holds a size of unknown name.",
+            place=name_or_path,
+            fix="rehearse with a small model of the same family, given as --model_name_or_path.",
+        )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    layers = (_first(config.to_dict(), _NUM_LAYERS), _first(tiny.to_dict(), _NUM_LAYERS))
+    return ShrunkenModel(
+        folder, type(model).__name__, layers, model.num_parameters(), own, bool(tokenizer.chat_template)
+    )
+
+
+def load_text_config(
+    name_or_path: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedConfig:
+    """The configuration of `name_or_path`, its language part where the model has several; no weights are read."""
+    from transformers import AutoConfig
+
+    path = Path(name_or_path)
+    source = str(path.parent) if path.name == "config.json" and path.is_file() else name_or_path
+    try:
+        config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"the configuration of {name_or_path!r} cannot be had: {str(error).splitlines()[0]}",
+            place="--model_name_or_path",
+            fix="download its config.json once and give that file, or its folder.",
+        ) from error
+    return config.get_text_config(decoder=True)
+
+
+def shrink_config(
+    config: PreTrainedConfig, *, vocab_size: int | None = None, **special_tokens: int | list[int] | None
+) -> PreTrainedConfig:
+    """A configuration of the same class with few layers, heads, experts and small widths.
+
+    Kept: one layer of every kind in the order they come (sliding and full attention, dense and expert layers, …), at
+    least two; query heads per key-value head up to 8; the ratio of feed-forward to hidden size; whether attention is
+    as wide as the hidden size; ties; the vocabulary unless `vocab_size` replaces it.
+    """
+    old = {key: value for key, value in config.to_dict().items() if key != "quantization_config"}
+    new = dict(old)
+    _shrink_layers(old, new)
+    _shrink_widths(old, new)
+    _shrink_experts(old, new)
+    if vocab_size is not None:
+        new["vocab_size"] = -(-vocab_size // 64) * 64
+        if "vocab_size_per_layer_input" in new:
+            new["vocab_size_per_layer_input"] = new["vocab_size"]
+    new.update(special_tokens)
+    return type(config).from_dict(new)
+
+
+def chosen_layers(old: Mapping[str, Any]) -> list[int]:
+    """Indices of the layers to keep: the first of every kind, and never fewer than two."""
+    num_layers = _first(old, _NUM_LAYERS)
+    first_of_kind: dict[tuple, int] = {}
+    for index in range(num_layers):
+        first_of_kind.setdefault(_layer_kind(old, index), index)
+    chosen = set(first_of_kind.values())
+    for index in range(num_layers):
+        if len(chosen) >= min(2, num_layers):
+            break
+        chosen.add(index)
+    return sorted(chosen)
+
+
+def _layer_kind(old: Mapping[str, Any], index: int) -> tuple:
+    """What tells layer `index` from others: its entry in every per-layer list, and whether it has experts."""
+    per_layer = tuple(str(old[key][index]) for key in _per_layer_keys(old))
+    return (*per_layer, _is_dense(old, index))
+
+
+def _per_layer_keys(old: Mapping[str, Any]) -> list[str]:
+    num_layers = _first(old, _NUM_LAYERS)
+    return [key for key, value in old.items() if isinstance(value, list) and len(value) == num_layers > 1]
+
+
+def _is_dense(old: Mapping[str, Any], index: int) -> bool:
+    """Whether a mixture-of-experts model has a plain feed-forward at `index` (Qwen's and DeepSeek's conventions)."""
+    step = old.get("decoder_sparse_step") or 1
+    listed = index in (old.get("mlp_only_layers") or ())
+    return listed or (index + 1) % step != 0 or index < (old.get("first_k_dense_replace") or 0)
+
+
+def _shrink_layers(old: Mapping[str, Any], new: dict[str, Any]) -> None:
+    chosen = chosen_layers(old)
+    _set(new, _NUM_LAYERS, len(chosen))
+    for key in _per_layer_keys(old):
+        new[key] = [old[key][index] for index in chosen]
+    if old.get("decoder_sparse_step") is not None:
+        new["decoder_sparse_step"] = 1
+        new["mlp_only_layers"] = [place for place, index in enumerate(chosen) if _is_dense(old, index)]
+    if old.get("first_k_dense_replace") is not None:
+        new["first_k_dense_replace"] = sum(index < old["first_k_dense_replace"] for index in chosen)
+    if old.get("max_window_layers") is not None:
+        new["max_window_layers"] = min(old["max_window_layers"], len(chosen))
+
+
+def _shrink_widths(old: Mapping[str, Any], new: dict[str, Any]) -> None:
+    hidden, heads = _first(old, _HIDDEN), _first(old, _NUM_HEADS)
+    kv_heads = _first(old, _NUM_KV_HEADS, default=heads)
+    group = min(8, heads // kv_heads)
+    new_kv_heads = min(kv_heads, 4 if group == 1 else 2)
+    new_heads = new_kv_heads * group
+    _set(new, _NUM_HEADS, new_heads)
+    _set(new, _NUM_KV_HEADS, new_kv_heads)
+    attention_is_as_wide = not old.get("head_dim") or old["head_dim"] * heads == hidden
+    new_hidden = new_heads * HEAD_DIM + (0 if attention_is_as_wide else 2 * HEAD_DIM)
+    _set(new, _HIDDEN, new_hidden)
+    if old.get("head_dim"):
+        new["head_dim"] = HEAD_DIM
+    for key in _FEED_FORWARD:
+        if isinstance(old.get(key), int):
+            new[key] = max(HEAD_DIM, round(old[key] * new_hidden / hidden / HEAD_DIM) * HEAD_DIM)
+    for key, limit in _LIMITS.items():
+        if isinstance(old.get(key), int):
+            new[key] = min(old[key], limit)
+    if "word_embed_proj_dim" in old:
+        new["word_embed_proj_dim"] = new_hidden
+    new["rope_parameters"] = _shrink_rope(old.get("rope_parameters"), old, hidden // heads)
+
+
+def _shrink_rope(rope: Any, old: Mapping[str, Any], default_head_dim: int) -> Any:
+    """Per-frequency lists (longrope's factors) cut to the frequencies that the smaller head has."""
+    if not isinstance(rope, dict):
+        return rope
+    old_head_dim = old.get("head_dim") or default_head_dim
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: cut(item) for key, item in value.items()}
+        if isinstance(value, list) and value and all(isinstance(item, (int, float)) for item in value):
+            return value[: max(1, len(value) * HEAD_DIM // old_head_dim)]
+        return value
+
+    return cut(rope)
+
+
+def _shrink_experts(old: Mapping[str, Any], new: dict[str, Any]) -> None:
+    for key in _NUM_EXPERTS:
+        if isinstance(old.get(key), int):
+            new[key] = min(old[key], 4)
+    for key in _EXPERTS_PER_TOKEN:
+        if isinstance(old.get(key), int):
+            new[key] = min(old[key], 2)
+
+
+def _special_tokens(tokenizer: Any, own: bool) -> dict[str, int | None]:
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return {} if own else {name: getattr(tokenizer, name) for name in names}
+
+
+def _own_tokenizer(name_or_path: str, *, revision: str | None, trust_remote_code: bool) -> Any:
+    """The model's tokenizer, or None where it cannot be had."""
+    from transformers import AutoTokenizer
+
+    path = Path(name_or_path)
+    source = str(path.parent) if path.is_file() else name_or_path
+    if path.exists() and not any(file.name.startswith("tokenizer") for file in os.scandir(source)):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError):
+        return None
+
+
+def _first(values: Mapping[str, Any], names: Iterable[str], *, default: int | None = None) -> int:
+    """The value under the first of `names` that is there."""
+    for name in names:
+        if values.get(name) is not None:
+            return values[name]
+    if default is None:
+        raise ConfigError(
+            f"the configuration has none of {', '.join(names)}.",
+            place=str(values.get("model_type")),
+            fix="rehearse with a model of a family that transformers knows as a causal language model.",
+        )
+    return default
+
+
+def _set(values: dict[str, Any], names: Iterable[str], value: int) -> None:
+    """Write `value` under every one of `names` that is there; aliases stay equal."""
+    for name in names:
+        if values.get(name) is not None:
+            values[name] = value

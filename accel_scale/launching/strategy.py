@@ -1,0 +1,154 @@
+"""How a launch splits a run: strategy, shards, replicas and offload, from a launch file's keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from accel_scale.launching.launch_file import SourceFile
+
+_TRUE = {"1", "true", "yes", "on", "y", "t"}
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How weights, gradients and optimizer states are spread, and where they live.
+
+    Attributes:
+        name: ``single``, ``ddp``, ``fsdp1``, ``fsdp2``, ``zero0`` … ``zero3`` or ``megatron``.
+        offload_optimizer: ``none``, ``cpu`` or ``nvme``.
+        offload_params: ``none``, ``cpu`` or ``nvme``.
+        nvme_paths: Folders that DeepSpeed writes states to.
+        num_replicas: Groups that each hold all shards (FSDP2 hybrid); 1 for a full shard.
+        num_shards: Ranks that one replica is spread over; None: all ranks of the replica.
+        tensor_parallel_size: Ranks that share each matrix product.
+        context_parallel_size: Ranks that share each sequence (ring attention or Ulysses).
+        use_cpu: Whether accelerators are to be left alone.
+        fsdp: The ``fsdp_config`` keys with their prefix.
+        deepspeed: The DeepSpeed configuration in DeepSpeed's own layout.
+    """
+
+    name: str
+    offload_optimizer: str = "none"
+    offload_params: str = "none"
+    nvme_paths: tuple[str, ...] = ()
+    num_replicas: int = 1
+    num_shards: int | None = None
+    tensor_parallel_size: int = 1
+    context_parallel_size: int = 1
+    use_cpu: bool = False
+    fsdp: Mapping[str, Any] = field(default_factory=dict)
+    deepspeed: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_deepspeed(self) -> bool:
+        """Whether DeepSpeed runs the training step."""
+        return self.name.startswith("zero")
+
+    @property
+    def is_fsdp(self) -> bool:
+        """Whether FSDP, of either version, shards the model."""
+        return self.name.startswith("fsdp")
+
+    @property
+    def shards_weights(self) -> bool:
+        """Whether no rank keeps all weights."""
+        return self.is_fsdp or self.name == "zero3"
+
+    @property
+    def label(self) -> str:
+        """For tables: ``FSDP2 hybrid, 2 × 2``, ``ZeRO-3, NVMe offload``, ``DDP``."""
+        single = "one CPU process" if self.use_cpu else "one process"
+        names = {"single": single, "ddp": "DDP", "megatron": "Megatron-LM"}
+        text = names.get(self.name) or self.name.upper().replace("ZERO", "ZeRO-")
+        if self.num_replicas > 1:
+            text += f" hybrid, {self.num_replicas} replicas × {self.num_shards} shards"
+        offload = {self.offload_optimizer, self.offload_params} - {"none"}
+        if offload:
+            text += f", {'NVMe' if 'nvme' in offload else 'CPU'} offload"
+        return text
+
+
+def is_true(value: Any) -> bool:
+    """The truth of a flag as YAML, JSON or an environment variable spells it."""
+    return str(value).lower() in _TRUE
+
+
+def strategy_of(values: Mapping[str, Any], deepspeed: Mapping[str, Any]) -> Strategy:
+    """The strategy in a launch file's top-level `values`, with DeepSpeed's configuration resolved."""
+    kind = values.get("distributed_type", "NO")
+    sizes = values.get("parallelism_config") or {}
+    # `accelerate launch` reads parallelism_config for FSDP only.
+    size = {
+        name: int(sizes.get(f"parallelism_config_{name}_size", 1) or 1) if kind == "FSDP" else 1
+        for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
+    }
+    common: dict[str, Any] = {
+        "num_replicas": size["dp_replicate"],
+        "num_shards": size["dp_shard"] if kind == "FSDP" and sizes else None,
+        "tensor_parallel_size": size["tp"],
+        "context_parallel_size": max(size["cp"], size["sp"]),
+    }
+    if kind == "FSDP":
+        fsdp = {
+            k if str(k).startswith("fsdp") else f"fsdp_{k}": v for k, v in (values.get("fsdp_config") or {}).items()
+        }
+        offload = "cpu" if is_true(fsdp.get("fsdp_offload_params", False)) else "none"
+        # accelerate's own default is version 1.
+        name = f"fsdp{fsdp.get('fsdp_version', 1)}"
+        return Strategy(name, offload_optimizer=offload, offload_params=offload, fsdp=fsdp, **common)
+    if kind == "DEEPSPEED":
+        return _deepspeed_strategy(deepspeed)
+    if kind == "MEGATRON_LM":
+        return Strategy("megatron")
+    if kind.startswith("MULTI_") and kind != "MULTI_CPU":
+        return Strategy("ddp" if values.get("num_processes") != 1 else "single")
+    # MULTI_CPU starts several processes through MPI only.
+    if kind == "MULTI_CPU" and (values.get("mpirun_config") or {}):
+        return Strategy("ddp")
+    return Strategy("single", use_cpu=is_true(values.get("use_cpu", False)) or kind == "MULTI_CPU")
+
+
+def _deepspeed_strategy(config: Mapping[str, Any]) -> Strategy:
+    zero = config.get("zero_optimization") or {}
+    devices, paths = {}, []
+    for name in ("offload_optimizer", "offload_param"):
+        section = zero.get(name) or {}
+        devices[name] = str(section.get("device") or "none")
+        if devices[name] == "nvme" and section.get("nvme_path"):
+            paths.append(str(section["nvme_path"]))
+    return Strategy(
+        f"zero{zero.get('stage', 0)}",
+        offload_optimizer=devices["offload_optimizer"],
+        offload_params=devices["offload_param"],
+        nvme_paths=tuple(dict.fromkeys(paths)),
+        deepspeed=config,
+    )
+
+
+def deepspeed_config_of(section: Mapping[str, Any], file: SourceFile | None) -> dict[str, Any]:
+    """DeepSpeed's configuration as Accelerate's `DeepSpeedPlugin` builds it: the file's, else from the plain keys."""
+    if file is not None:
+        return file.values
+    if not section:
+        return {}
+    return {
+        "gradient_accumulation_steps": section.get("gradient_accumulation_steps", "auto"),
+        "gradient_clipping": section.get("gradient_clipping", "auto"),
+        "zero_optimization": {
+            "stage": int(section.get("zero_stage", 2)),
+            **{
+                name: {"device": section.get(f"{name}_device", "none"), "nvme_path": section.get(f"{name}_nvme_path")}
+                for name in ("offload_optimizer", "offload_param")
+            },
+            "stage3_gather_16bit_weights_on_model_save": section.get("zero3_save_16bit_model", False),
+        },
+    }
+
+
+def relative_to(folder: Path, name: str) -> Path:
+    """`name` seen from `folder`."""
+    return Path(name) if Path(name).is_absolute() else folder / name

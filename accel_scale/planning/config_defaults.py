@@ -1,0 +1,199 @@
+"""What the config classes of transformers 5.23 assume where a config.json leaves a field out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# Fields that several classes share; a class's own row wins.
+_SHARED: dict[str, Any] = {"hidden_act": "silu", "tie_word_embeddings": False, "attention_dropout": 0.0}
+
+
+def _sizes(
+    vocab: int, hidden: int, layers: int, heads: int, intermediate: int, positions: int, **others: Any
+) -> dict[str, Any]:
+    return {
+        **_SHARED,
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": intermediate,
+        "max_position_embeddings": positions,
+        **others,
+    }
+
+
+def _without_width(*sizes: int, **others: Any) -> dict[str, Any]:
+    """The defaults of a class whose MLP is 4 hidden sizes wide where its width is not given."""
+    vocab, hidden, layers, heads, positions = sizes
+    return {**_sizes(vocab, hidden, layers, heads, 1, positions, **others), "intermediate_size": None}
+
+
+_GEMMA = {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True}
+_QWEN_WINDOWS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+_SPARSE = {"decoder_sparse_step": 1, "mlp_only_layers": None}
+_GLM = {"num_key_value_heads": 2, "head_dim": 128, "attention_bias": True, "partial_rotary_factor": 0.5}
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": _sizes(32000, 4096, 32, 32, 11008, 2048),
+    "mistral": _sizes(32000, 4096, 32, 32, 14336, 131072, num_key_value_heads=8, sliding_window=4096),
+    "qwen2": _sizes(151936, 4096, 32, 32, 22016, 32768, num_key_value_heads=32, **_QWEN_WINDOWS),
+    "qwen3": _sizes(151936, 4096, 32, 32, 22016, 32768, num_key_value_heads=32, head_dim=128, **_QWEN_WINDOWS),
+    "gemma": _sizes(
+        256000, 3072, 28, 16, 24576, 8192, num_key_value_heads=16, **{**_GEMMA, "hidden_act": "gelu_pytorch_tanh"}
+    ),
+    "gemma2": _sizes(
+        256000,
+        2304,
+        26,
+        8,
+        9216,
+        8192,
+        num_key_value_heads=4,
+        sliding_window=4096,
+        final_logit_softcapping=30.0,
+        attn_logit_softcapping=50.0,
+        **_GEMMA,
+    ),
+    "gemma3_text": _sizes(262208, 2304, 26, 8, 9216, 131072, num_key_value_heads=4, sliding_window=4096, **_GEMMA),
+    "phi3": _sizes(32064, 3072, 32, 32, 8192, 4096),
+    "stablelm": _sizes(50304, 2560, 32, 32, 6912, 4096, num_key_value_heads=32, partial_rotary_factor=0.25),
+    "starcoder2": _sizes(
+        49152,
+        3072,
+        30,
+        24,
+        12288,
+        4096,
+        num_key_value_heads=2,
+        hidden_act="gelu_pytorch_tanh",
+        use_bias=True,
+        tie_word_embeddings=True,
+    ),
+    "olmo": _sizes(50304, 4096, 32, 32, 11008, 2048),
+    "olmo2": _sizes(50304, 4096, 32, 32, 11008, 2048),
+    "olmo3": _sizes(50304, 4096, 32, 32, 11008, 2048, sliding_window=4096),
+    "smollm3": _sizes(
+        128256, 2048, 36, 16, 11008, 32768, num_key_value_heads=4, use_sliding_window=False, tie_word_embeddings=True
+    ),
+    "granite": _sizes(32000, 4096, 32, 32, 11008, 2048),
+    "cohere": _sizes(256000, 8192, 40, 64, 22528, 8192, tie_word_embeddings=True),
+    "cohere2": _sizes(256000, 8192, 40, 64, 22528, 8192, sliding_window=4096, tie_word_embeddings=True),
+    "glm": _sizes(151552, 4096, 40, 32, 13696, 131072, **_GLM),
+    "glm4": _sizes(151552, 4096, 40, 32, 13696, 131072, **_GLM),
+    "mixtral": _sizes(
+        32000, 4096, 32, 32, 14336, 131072, num_key_value_heads=8, num_local_experts=8, num_experts_per_tok=2
+    ),
+    "qwen2_moe": _sizes(
+        151936,
+        2048,
+        24,
+        16,
+        5632,
+        32768,
+        num_key_value_heads=16,
+        qkv_bias=True,
+        num_experts=60,
+        num_experts_per_tok=4,
+        moe_intermediate_size=1408,
+        shared_expert_intermediate_size=5632,
+        **_QWEN_WINDOWS,
+        **_SPARSE,
+    ),
+    "qwen3_moe": _sizes(
+        151936,
+        2048,
+        24,
+        32,
+        6144,
+        32768,
+        num_key_value_heads=4,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        use_sliding_window=False,
+        sliding_window=4096,
+        **_SPARSE,
+    ),
+    "phi": _sizes(51200, 2048, 24, 32, 8192, 2048, hidden_act="gelu_new", partial_rotary_factor=0.5),
+    "gpt2": _without_width(
+        50257,
+        768,
+        12,
+        12,
+        1024,
+        activation_function="gelu_new",
+        resid_pdrop=0.1,
+        attn_pdrop=0.1,
+        tie_word_embeddings=True,
+    ),
+    "gptj": _without_width(50400, 4096, 28, 16, 2048, activation_function="gelu_new", rotary_dim=64),
+    "gpt_neox": _sizes(
+        50432,
+        6144,
+        44,
+        64,
+        24576,
+        2048,
+        hidden_act="gelu",
+        partial_rotary_factor=0.25,
+        use_parallel_residual=True,
+        attention_bias=True,
+    ),
+    "opt": _sizes(
+        50272,
+        768,
+        12,
+        12,
+        3072,
+        2048,
+        activation_function="relu",
+        dropout=0.1,
+        do_layer_norm_before=True,
+        enable_bias=True,
+        layer_norm_elementwise_affine=True,
+        tie_word_embeddings=True,
+    ),
+    "bloom": _without_width(250880, 64, 2, 8, 2048, tie_word_embeddings=True),
+    "falcon": _without_width(
+        65024, 4544, 32, 71, 2048, activation="gelu", multi_query=True, parallel_attn=True, tie_word_embeddings=True
+    ),
+    # Remote code on the hub, without a class in transformers: its configuration_qwen.py.
+    "qwen": _sizes(
+        151936, 4096, 32, 32, 22016, 32768, kv_channels=128, no_bias=True, rotary_pct=1.0, attn_dropout_prob=0.0
+    ),
+    "bert": _sizes(
+        30522,
+        768,
+        12,
+        12,
+        3072,
+        512,
+        hidden_act="gelu",
+        hidden_dropout_prob=0.1,
+        attention_probs_dropout_prob=0.1,
+        type_vocab_size=2,
+        tie_word_embeddings=True,
+    ),
+}
+
+_GPT_NAMES = {
+    "n_embd": "hidden_size",
+    "n_positions": "max_position_embeddings",
+    "n_head": "num_attention_heads",
+    "n_layer": "num_hidden_layers",
+    "n_inner": "intermediate_size",
+}
+# Classes that do not read ``intermediate_size``.
+OWN_WIDTHS = ("gpt2", "gptj", "bloom", "falcon", "opt")
+# Names that a class uses for fields that the others call differently.
+ALIASES: dict[str, dict[str, str]] = {
+    "gpt2": _GPT_NAMES,
+    "gptj": _GPT_NAMES,
+    "bloom": {"n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_embed": "hidden_size"},
+    "falcon": {"n_embed": "hidden_size", "ffn_hidden_size": "intermediate_size"},
+    "opt": {"ffn_dim": "intermediate_size"},
+    "gpt_neox": {"rotary_pct": "partial_rotary_factor"},
+    "qwen3_moe": {"num_local_experts": "num_experts"},
+    "mixtral": {"num_experts": "num_local_experts"},
+}

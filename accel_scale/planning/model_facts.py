@@ -1,0 +1,202 @@
+"""What a planner must know of a causal language model: shapes, never weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LinearFacts:
+    """One matrix product of a layer.
+
+    Attributes:
+        name: Its last module name in the transformers class, e.g. ``q_proj``; experts' are stacked.
+        in_features: Columns.
+        out_features: Rows.
+        bias: Whether it adds a bias.
+        copies: How many such matrices the layer holds (experts); 1 otherwise.
+        active_copies: How many of them a token passes through.
+        quantisable: Whether a 4-bit load replaces it (`nn.Linear` modules; experts kept as one 3-D tensor are not).
+        lora_names: Names that PEFT targets it by, where not by `name`: experts kept as one tensor answer to the names
+            they had as modules, all of which must be targeted, at rank r each. Empty: PEFT cannot adapt it.
+    """
+
+    name: str
+    in_features: int
+    out_features: int
+    bias: bool = False
+    copies: int = 1
+    active_copies: int = 1
+    quantisable: bool = True
+    lora_names: tuple[str, ...] | None = None
+
+    @property
+    def num_params(self) -> int:
+        """Weights and biases of all copies."""
+        return self.copies * (self.in_features * self.out_features + self.out_features * self.bias)
+
+
+@dataclass(frozen=True)
+class MixtureFacts:
+    """The experts of a mixture-of-experts layer.
+
+    Attributes:
+        num_experts: Routed experts.
+        experts_per_token: Routed experts each token passes through.
+        expert_intermediate_size: Width of one expert.
+        shared_intermediate_size: Width of the expert that every token passes through; 0 without one.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    expert_intermediate_size: int
+    shared_intermediate_size: int = 0
+
+
+@dataclass(frozen=True)
+class LayerFacts:
+    """One kind of decoder layer.
+
+    Attributes:
+        count: How many layers of the model are like this.
+        attention: The attention's linears, ``q_proj``, ``k_proj``, ``v_proj``, ``o_proj`` (or the fused names).
+        mlp: The MLP's linears (router included); gated MLPs have gate, up and down.
+        norm_params: Parameters of all norms in the layer, query and key norms included.
+        num_norms: Norms over the hidden size that run in the layer: 2, 4 (Gemma 2, 3) or 1 (parallel blocks).
+        query_key_norm: Whether queries and keys are normalised per head.
+        sliding_window: Tokens that attention looks back, `None` for all.
+        mixture: The experts, `None` in a dense layer.
+        other_params: Parameters that are neither a matrix product's nor a norm's.
+    """
+
+    count: int
+    attention: tuple[LinearFacts, ...]
+    mlp: tuple[LinearFacts, ...]
+    norm_params: int
+    num_norms: int = 2
+    query_key_norm: bool = False
+    sliding_window: int | None = None
+    mixture: MixtureFacts | None = None
+    other_params: int = 0
+
+    @property
+    def linears(self) -> tuple[LinearFacts, ...]:
+        """Every matrix product of the layer."""
+        return (*self.attention, *self.mlp)
+
+    @property
+    def num_params(self) -> int:
+        """Parameters of one such layer."""
+        return sum(linear.num_params for linear in self.linears) + self.norm_params + self.other_params
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """A decoder-only language model.
+
+    Attributes:
+        name: What the user called it.
+        model_type: transformers' name of the architecture.
+        hidden_size: Width of the residual stream.
+        num_heads: Query heads.
+        num_kv_heads: Key and value heads.
+        head_dim: Width of one head.
+        intermediate_size: Width of a dense MLP.
+        vocab_size: Rows of the embedding.
+        tied_embeddings: Whether the head is the embedding.
+        gated_mlp: Whether the MLP multiplies two projections (SwiGLU, GeGLU).
+        activation: transformers' name of the activation function.
+        norm: ``rms`` or ``layer``.
+        parallel_block: Whether attention and MLP read the same normalised input (Falcon 7B, GPT-J, Phi).
+        parallel_residual: Whether attention and MLP are added to the same residual: parallel blocks, and those that
+            normalise it once for each (GPT-NeoX, Falcon 40B).
+        rotary_dims: Dimensions of a head that rotary embeddings turn; 0 with learned positions.
+        position_params: Parameters of learned positions.
+        final_norm_params: Parameters of the norm before the head.
+        head_bias: Whether the head adds a bias.
+        max_positions: Longest sequence the model was made for.
+        dropout: Largest dropout probability in its layers.
+        logit_softcap: Whether final logits pass a tanh cap (Gemma 2).
+        attention_softcap: Whether attention scores pass one.
+        embedding_size: Width of the embedding and the head where not `hidden_size` (OPT-350M); 0 elsewhere.
+        embedding_name: Last module name of the embedding.
+        outside_linears: Matrix products outside of the layers, the head excepted.
+        outside_other_params: Parameters outside of the layers that belong to none of the above: the norm beside the
+            embedding (BLOOM, BERT).
+        layers: The kinds of layers, in order of first appearance.
+    """
+
+    name: str
+    model_type: str
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    tied_embeddings: bool
+    gated_mlp: bool
+    activation: str
+    norm: str
+    layers: tuple[LayerFacts, ...]
+    parallel_block: bool = False
+    rotary_dims: int = 0
+    position_params: int = 0
+    final_norm_params: int = 0
+    head_bias: bool = False
+    max_positions: int = 0
+    dropout: float = 0.0
+    logit_softcap: bool = False
+    attention_softcap: bool = False
+    parallel_residual: bool = False
+    embedding_size: int = 0
+    embedding_name: str = "embed_tokens"
+    outside_linears: tuple[LinearFacts, ...] = ()
+    outside_other_params: int = 0
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return sum(layer.count for layer in self.layers)
+
+    @property
+    def embedding_params(self) -> int:
+        """Parameters of the token embedding (also the head's, where tied)."""
+        return self.vocab_size * (self.embedding_size or self.hidden_size)
+
+    @property
+    def head_params(self) -> int:
+        """Parameters the head adds: none of its own where tied."""
+        return (0 if self.tied_embeddings else self.embedding_params) + self.vocab_size * self.head_bias
+
+    @property
+    def outside_params(self) -> int:
+        """Parameters outside of the layers that are neither embedding, positions, final norm nor head."""
+        return sum(linear.num_params for linear in self.outside_linears) + self.outside_other_params
+
+    @property
+    def layer_params(self) -> int:
+        """Parameters of all decoder layers."""
+        return sum(layer.count * layer.num_params for layer in self.layers)
+
+    @property
+    def num_params(self) -> int:
+        """All parameters, tied ones counted once: what ``model.num_parameters()`` says."""
+        outside = self.embedding_params + self.position_params + self.final_norm_params + self.head_params
+        return outside + self.outside_params + self.layer_params
+
+    @property
+    def num_active_params(self) -> int:
+        """Parameters a token passes through in matrix products: the layers' and the head's, without the look-up."""
+        per_layer = sum(
+            layer.count * sum(linear.num_params // linear.copies * linear.active_copies for linear in layer.linears)
+            for layer in self.layers
+        )
+        return per_layer + sum(linear.num_params for linear in self.outside_linears) + self.embedding_params
+
+    def each_layer(self) -> Iterator[LayerFacts]:
+        """Every layer, one by one."""
+        for layer in self.layers:
+            for _ in range(layer.count):
+                yield layer

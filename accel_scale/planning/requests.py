@@ -1,0 +1,294 @@
+"""From what a user types to a `Request`: every word is checked, a wrong one is named with what to write instead."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from accel_scale.errors import ConfigError
+from accel_scale.planning import catalogue, hardware
+from accel_scale.planning.model_facts import ModelFacts
+from accel_scale.planning.optimizer_states import optimizer_bytes
+from accel_scale.planning.parameters import lora_params
+from accel_scale.planning.scaling_laws import parse_count
+from accel_scale.planning.search import Request
+from accel_scale.planning.strategies import choices, tensor_parallel_choices
+from accel_scale.planning.training_setup import ATTENTIONS, METHODS, PRECISIONS, LoraSetup
+from accel_scale.units import parse_bytes
+
+DEFAULT_LENGTH = 2048
+# Files of accelerate_configs/ and the strategies they launch.
+_LAUNCH_FILES = {
+    "single": "one GPU",
+    "single_gpu": "one GPU",
+    "fsdp2_grad_op": "FSDP2 SHARD_GRAD_OP",
+    "fsdp2_offload": "FSDP2 + CPU offload",
+    "zero2_offload": "ZeRO-2 + CPU offload",
+    "zero3_offload": "ZeRO-3 + CPU offload",
+}
+# The planner's own names of what the user sets by a flag.
+_FLAGS = {
+    "model": "MODEL",
+    "checkpointing": "--checkpointing_policy",
+    "attention": "--attn_implementation",
+    "lora targets": "--lora_target_modules",
+    "lora rank": "--lora_r",
+    "sequence_length": "--max_length",
+    "mean_length": "--mean_length",
+    "nvme": "--nvme",
+}
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the user typed, flag by flag; None: left open."""
+
+    model: str
+    gpu: str | None = None
+    num_gpus: str | None = None
+    gpus_per_node: str | None = None
+    network: str | None = None
+    host_memory: str | None = None
+    host_bandwidth: str | None = None
+    nvme: str | None = None
+    method: str = "full"
+    precision: str | None = None
+    optim: str | None = None
+    checkpointing_policy: str | None = None
+    attn_implementation: str | None = None
+    per_device_train_batch_size: str | None = None
+    global_batch_size: str = "64"
+    max_length: str | None = None
+    mean_length: str | None = None
+    packing: bool = True
+    lora_r: str = "16"
+    lora_target_modules: tuple[str, ...] = ("all-linear",)
+    lora_dropout: str = "0.05"
+    use_dora: bool = False
+    strategy: tuple[str, ...] = ()
+
+
+def build_request(wish: Wish, *, detect: Callable[[], hardware.Machine | None] | None = None) -> Request:
+    """The `Request` of what was typed.
+
+    Args:
+        detect: Finds the local machine, where no card is named; None: `hardware.detect_local`.
+
+    Raises:
+        ConfigError: a value that is unknown, impossible, or contradicts another; no card named and none here.
+    """
+    with flag_places():
+        model = catalogue.load_model_facts(wish.model)
+        machine = _machine(wish, detect or hardware.detect_local)
+        fixed = _fixed(wish, model, machine.gpu)
+        batch = whole(wish.global_batch_size, "--global_batch_size")
+        _check_batch(batch, machine.num_gpus, fixed.get("micro_batch_size"))
+        return Request(
+            model,
+            machine,
+            global_batch_size=batch,
+            sequence_length=_length(wish, model),
+            methods=METHODS if wish.method == "auto" else (one_of(wish.method, (*METHODS, "auto"), "--method"),),
+            fixed=fixed,
+            strategies=tuple(_strategy(text, machine, model) for text in wish.strategy),
+        )
+
+
+def with_lengths(request: Request, *, mean_tokens: float, longest_tokens: int, packed_fill: float) -> Request:
+    """The request for rows of measured lengths: the longest bounds padded rows, the mean says what is no padding.
+
+    Args:
+        mean_tokens: Per document, after truncation.
+        longest_tokens: The longest document, after truncation.
+        packed_fill: Share of positions that packing fills.
+    """
+    if request.fixed["packing"]:
+        fixed = {**request.fixed, "mean_length": packed_fill * request.sequence_length}
+        return replace(request, fixed=fixed, document_length=mean_tokens)
+    fixed = {**request.fixed, "mean_length": mean_tokens}
+    return replace(request, fixed=fixed, sequence_length=min(request.sequence_length, longest_tokens))
+
+
+def model_for_recipe(model: str) -> str:
+    """`model` as a recipe can load it: the folder of a local one, the hub's full name of one from the catalogue."""
+    path = Path(model).expanduser()
+    if path.exists():
+        return str((path.parent if path.is_file() else path).resolve())
+    items = catalogue._catalogue().items()
+    full = [name for entry, item in items for name in (entry, *item["variants"]) if "/" in name]
+    wanted = model.lower()
+    return next((name for name in full if wanted in (name.lower(), name.lower().rpartition("/")[2])), model)
+
+
+@contextlib.contextmanager
+def flag_places() -> Iterator[None]:
+    """Errors from inside the planner name the flag that set the value."""
+    try:
+        yield
+    except ConfigError as error:
+        if error.place not in _FLAGS:
+            raise
+        raise ConfigError(error.problem, place=_FLAGS[error.place], fix=error.fix) from None
+
+
+def whole(text: str, place: str) -> int:
+    """A whole number above 0.
+
+    Raises:
+        ConfigError: for anything else.
+    """
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise ConfigError(f"{text!r} is not a whole number above 0.", place=place, fix="write it like 8.")
+    return int(text)
+
+
+def _share(text: str, place: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise ConfigError(f"{text!r} is not a share.", place=place, fix="write it like 0.05.")
+    return value
+
+
+def one_of(text: str, known: Iterable[str], place: str) -> str:
+    """`text`, which must be one of `known`.
+
+    Raises:
+        ConfigError: naming the nearest.
+    """
+    known = tuple(known)
+    if text not in known:
+        near = difflib.get_close_matches(text, known, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ConfigError(f"{text!r} is unknown.", place=place, fix=f"{hint}use one of {', '.join(known)}.")
+    return text
+
+
+def _machine(wish: Wish, detect: Callable[[], hardware.Machine | None]) -> hardware.Machine:
+    if wish.gpu is None:
+        base = detect()
+        if base is None:
+            raise ConfigError(
+                "there is no GPU here to plan for.",
+                place="--gpu",
+                fix="name a card, like --gpu 4090 or --gpu H100, or its memory, like --gpu 24GiB.",
+            )
+    else:
+        base = hardware.Machine(hardware.find_gpu(wish.gpu))
+    total = base.num_gpus if wish.num_gpus is None else whole(wish.num_gpus, "--num_gpus")
+    per_node = base.gpus_per_node if wish.gpus_per_node is None else whole(wish.gpus_per_node, "--gpus_per_node")
+    if total > per_node and total % per_node:
+        raise ConfigError(
+            f"{total} GPUs do not fill servers of {per_node}.",
+            place="--num_gpus",
+            fix=f"use a multiple of {per_node}, or say how many a server has with --gpus_per_node.",
+        )
+    network, host, speed, nvme = wish.network, wish.host_memory, wish.host_bandwidth, wish.nvme
+    return replace(
+        base,
+        num_gpus=total,
+        gpus_per_node=min(total, per_node),
+        internode_bytes_per_second=hardware.network_bytes_per_second(network) if network else None,
+        host_memory_bytes=parse_bytes(host, place="--host_memory") if host else base.host_memory_bytes,
+        host_bandwidth=float(parse_bytes(speed, place="--host_bandwidth")) if speed else None,
+        nvme_bytes_per_second=float(parse_bytes(nvme, place="--nvme")) if nvme else None,
+    )
+
+
+def _fixed(wish: Wish, model: ModelFacts, gpu: hardware.Gpu) -> dict[str, Any]:
+    """The fields of `TrainingSetup` that are decided."""
+    targets, dropout = tuple(wish.lora_target_modules), _share(wish.lora_dropout, "--lora_dropout")
+    lora = LoraSetup(whole(wish.lora_r, "--lora_r"), targets, wish.use_dora, dropout=dropout)
+    if wish.method != "full":
+        lora_params(model, lora)
+    fixed: dict[str, Any] = {"precision": _precision(wish, gpu), "packing": wish.packing, "lora": lora}
+    if wish.optim is not None:
+        optimizer_bytes(wish.optim)
+        fixed["optimizer"] = wish.optim
+    if wish.checkpointing_policy is not None:
+        fixed["checkpointing"] = wish.checkpointing_policy
+    if wish.attn_implementation is not None:
+        fixed["attention"] = one_of(wish.attn_implementation, ATTENTIONS, "--attn_implementation")
+    elif model.attention_softcap:
+        fixed["attention"] = "eager"  # sdpa cannot cap scores
+    if wish.mean_length is not None:
+        fixed["mean_length"] = parse_count(wish.mean_length, place="--mean_length")
+    if wish.per_device_train_batch_size is not None:
+        fixed["micro_batch_size"] = whole(wish.per_device_train_batch_size, "--per_device_train_batch_size")
+    return fixed
+
+
+def _precision(wish: Wish, gpu: hardware.Gpu) -> str:
+    """bf16, or fp16 on cards without it; what was asked for, where the card has it."""
+    if wish.precision is None:
+        return "fp16" if gpu.supports_bf16 is False else "bf16"
+    precision = one_of(wish.precision, PRECISIONS, "--precision")
+    if precision == "fp8" and gpu.supports_fp8 is False:
+        raise ConfigError(f"{gpu.name} has no fp8 matrix units.", place="--precision", fix="use bf16.")
+    if precision in ("bf16", "bf16_true", "fp8") and gpu.supports_bf16 is False:
+        raise ConfigError(f"{gpu.name} does not compute in bf16.", place="--precision", fix="use fp16.")
+    return precision
+
+
+def _length(wish: Wish, model: ModelFacts) -> int:
+    longest = model.max_positions or DEFAULT_LENGTH
+    if wish.max_length is None:
+        return min(DEFAULT_LENGTH, longest)
+    length = whole(wish.max_length, "--max_length")
+    if model.position_params and length > longest:
+        raise ConfigError(
+            f"{model.name} has learned {longest} positions, not {length}.",
+            place="--max_length",
+            fix=f"use {longest} or less.",
+        )
+    return length
+
+
+def _check_batch(batch: int, num_gpus: int, micro_batch: int | None) -> None:
+    per_step = num_gpus * (micro_batch or 1)
+    if batch % per_step == 0:
+        return
+    parts = f"{num_gpus} GPU" + "s" * (num_gpus > 1) + (f" × {micro_batch} sequences each" if micro_batch else "")
+    raise ConfigError(
+        f"a global batch of {batch} does not divide among {parts}.",
+        place="--global_batch_size",
+        fix=f"use a multiple of {per_step}.",
+    )
+
+
+def _strategy(text: str, machine: hardware.Machine, model: ModelFacts) -> str:
+    """The label that ``--strategy`` means: in any case and punctuation, or the name of a launch file."""
+    sizes = machine.num_gpus, machine.gpus_per_node
+    labels = [choice.label for choice in choices(*sizes)]
+    labels += [choice.label for choice in tensor_parallel_choices(*sizes, model.num_kv_heads)]
+    stem = Path(text).name.removesuffix(".yaml")
+    wanted = _letters(_LAUNCH_FILES.get(stem, stem.removesuffix("_multinode")))
+    by_letters = {_letters(label): label for label in labels}
+    if wanted not in by_letters:
+        near = difflib.get_close_matches(wanted, by_letters, n=1, cutoff=0.5)
+        hint = f"did you mean {by_letters[near[0]]!r}? " if near else ""
+        raise ConfigError(
+            f"{text!r} is no strategy for {machine.num_gpus} GPU{'s' * (machine.num_gpus > 1)}.",
+            place="--strategy",
+            fix=f"{hint}use one of {', '.join(labels)}.",
+        )
+    return by_letters[wanted]
+
+
+def _letters(text: str) -> str:
+    return "".join(c for c in text.lower().replace("×", "x") if c.isalnum())
+
+
+def amount(text: str | None, place: str) -> float | None:
+    """A positive number like ``2``, ``1e9`` or ``10B``; None of None.
+
+    Raises:
+        ConfigError: for anything else.
+    """
+    return None if text is None else parse_count(text, place=place)

@@ -1,0 +1,233 @@
+"""Self-attention of transformers' decoder layers, written in shadow operations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from accel_scale.errors import ConfigError
+from accel_scale.planning.model_facts import LayerFacts, ModelFacts
+from accel_scale.planning.shadow_families import Family
+from accel_scale.planning.shadow_linears import Weights, linear
+from accel_scale.planning.shadow_norms import norm
+from accel_scale.planning.shadow_ops import FP32, Ops
+from accel_scale.planning.shadow_parallel import exchanged
+from accel_scale.planning.shadow_tensors import Tensor
+from accel_scale.planning.training_setup import TrainingSetup
+
+# Documents of a bucket are padded to the longest: the mean over lengths drawn from log-normal distributions.
+_SLOTS_PER_TOKEN = 1.18
+
+
+@dataclass
+class Tables:
+    """What all layers share: cosines and sines of the positions, and a mask for each window."""
+
+    cos: Tensor
+    sin: Tensor
+    masks: dict[int | None, Tensor | None] = field(default_factory=dict)
+
+
+def make_tables(ops: Ops, model: ModelFacts, setup: TrainingSetup, hidden_bytes: int) -> Tables:
+    """The tables of one micro-batch; positions are one row for all, unless rows are packed."""
+    rows = setup.micro_batch_size if setup.packing else 1
+    positions = rows * setup.sequence_length / setup.parallel.sequence_parallel * model.rotary_dims
+    tables = Tables(ops.new(positions, hidden_bytes), ops.new(positions, hidden_bytes))
+    for layer in model.layers:
+        window = layer.sliding_window
+        if window not in tables.masks:
+            tables.masks[window] = make_mask(ops, setup, window, hidden_bytes)
+    return tables
+
+
+def is_padded(setup: TrainingSetup) -> bool:
+    """Whether rows of a batch differ in length."""
+    return not setup.packing and setup.mean_length is not None and setup.mean_length < setup.sequence_length
+
+
+def make_mask(ops: Ops, setup: TrainingSetup, window: int | None, hidden_bytes: int) -> Tensor | None:
+    """The mask of all layers with `window`: numbers for eager attention, booleans for sdpa where it needs one."""
+    values = setup.sequence_length**2 * setup.micro_batch_size
+    if setup.attention == "eager":
+        return ops.new(values, hidden_bytes)
+    slides = window is not None and window <= setup.sequence_length
+    if setup.attention == "sdpa" and not setup.packing and (slides or is_padded(setup)):
+        return ops.new(values, 1)
+    return None
+
+
+class Attention:
+    """Call it with the normalised hidden states."""
+
+    def __init__(
+        self, ops: Ops, model: ModelFacts, facts: LayerFacts, family: Family, setup: TrainingSetup,
+        weights: Weights, tables: Tables,
+    ) -> None:  # fmt: skip
+        self.ops, self.model, self.facts, self.family = ops, model, facts, family
+        self.setup, self.weights, self.tables = setup, weights, tables
+        self.kept: Tensor | None = None
+        # Inside of attention each rank sees whole sequences of its share of the heads: as many values as outside.
+        self.rows = setup.micro_batch_size * setup.sequence_length / setup.parallel.sequence_parallel
+
+    def __call__(self, x: Tensor) -> Tensor:
+        query, key, value = self._project(x)
+        del x
+        if self.family.rotation != "none" and self.model.rotary_dims:
+            query, key = self._turned(query, key)
+        out = self._attend(query, key, value)
+        if self._is_joined() and self.setup.attention != "eager":
+            # Joined queries lie head by head, and so does the result.
+            out = self.ops.copy(out)
+        out = self._linear(-1, out)
+        del query, key, value
+        return out
+
+    def _linear(self, index: int, x: Tensor) -> Tensor:
+        return linear(self.ops, self.weights, self.facts.attention[index], x, "attention")
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        head = self.rows * self.model.head_dim
+        sizes = [head * self.model.num_heads, head * self.model.num_kv_heads, head * self.model.num_kv_heads]
+        if self.family.projections != "separate":
+            fused = self._linear(0, x)
+            if self.family.projections == "split":
+                query, key, value = self.ops.split(fused, sizes)
+            else:
+                query, key, value = (self.ops.part(fused, size) for size in sizes)
+            return query, key, value
+        query = self._linear(0, x)
+        if self.family.scales_query:
+            query = self.ops.scale(query)
+        query = self.ops.relaid(self._normed("q_norm", query, self.model.num_heads))
+        key = self.ops.relaid(self._normed("k_norm", self._linear(1, x), self.model.num_kv_heads))
+        return query, key, self._linear(2, x)
+
+    def _normed(self, name: str, x: Tensor, heads: int) -> Tensor:
+        if not self.facts.query_key_norm:
+            return x
+        per_head = not self.family.norms_before_heads
+        rows, width = (
+            (self.rows * heads, self.model.head_dim) if per_head else (self.rows, heads * self.model.head_dim)
+        )
+        return norm(self.ops, self.model, self.family, self.weights, name, x, rows, width)
+
+    def _turned(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotary embedding of the first `rotary_dims` of each head."""
+        ops, tables = self.ops, self.tables
+        if self.family.rotation == "whole":
+            turned = rotate(ops, query, tables)
+            return turned, rotate(ops, key, tables)
+        (query, query_rest), (key, key_rest) = self._cut(query), self._cut(key)
+        if self.family.rotation == "inline":
+            joined = ops.join([rotate(ops, query, tables), query_rest])
+            return joined, ops.join([rotate(ops, key, tables), key_rest])
+        query = rotate(ops, query, tables)
+        key = rotate(ops, key, tables)
+        joined = ops.join([query, query_rest])
+        return joined, ops.join([key, key_rest])
+
+    def _cut(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What is turned, and the rest, which may be empty."""
+        turned = x.numel * self.model.rotary_dims / self.model.head_dim
+        first = x if turned == x.numel else self.ops.part(x, turned)
+        return first, self.ops.part(x, x.numel - turned)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attention over whole sequences: under sequence parallelism heads are exchanged for positions and back."""
+        degree = self.setup.parallel.sequence_parallel
+        if degree == 1:
+            return self._attend_here(query, key, value)
+        keys = key.numel * max(1.0, degree / self.model.num_kv_heads)
+        query, key, value = (
+            exchanged(self.ops, x, numel) for x, numel in ((query, query.numel), (key, keys), (value, keys))
+        )
+        out = self._attend_here(query, key, value)
+        return exchanged(self.ops, out, out.numel)
+
+    def _attend_here(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        setup = self.setup
+        if setup.attention == "eager":
+            return self._eager(query, key, value)
+        if self.model.attention_softcap and setup.attention == "sdpa":
+            raise ConfigError(
+                f"{self.model.name} caps its attention scores, which sdpa cannot.",
+                place="attention",
+                fix="use eager, flash_attention_2 or flex_attention.",
+            )
+        if setup.attention == "sdpa" and setup.packing:
+            return self._packed(query, key, value)
+        mask = self.tables.masks.get(self.facts.sliding_window)
+        if mask is not None or self._lacks_grouped_kernel(query):
+            key, value = self._repeated(key, query), self._repeated(value, query)
+        return self.ops.attention(query, key, value, self.rows * self.model.num_heads, mask)
+
+    def _packed(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """This project's attention over packed rows: documents are gathered into padded buckets and back."""
+        ops, size = self.ops, query.numel
+        query, key, value = (self._moved(ops.autocast(x), x.numel * _SLOTS_PER_TOKEN) for x in (query, key, value))
+        if self._lacks_grouped_kernel(query):
+            key, value = self._repeated(key, query), self._repeated(value, query)
+        statistics = self.rows * self.model.num_heads * _SLOTS_PER_TOKEN
+        return self._moved(ops.attention(query, key, value, statistics), size)
+
+    def _moved(self, x: Tensor, numel: float) -> Tensor:
+        """Rows picked by index, as many again for the gradient."""
+        source, itemsize = x.numel, x.itemsize
+        return self.ops.custom([x], numel, itemsize, [], lambda grad: [self.ops.new(source, itemsize)])
+
+    def _lacks_grouped_kernel(self, query: Tensor) -> bool:
+        """CUDA's kernel for fp32 does not share key heads within a group."""
+        compute = self.ops.tape.autocast_bytes or query.itemsize
+        return self.ops.tape.is_cuda and compute == FP32 and self.setup.attention == "sdpa"
+
+    def _eager(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        ops = self.ops
+        is_shared, is_joined = 1 < self.model.num_kv_heads < self.model.num_heads, self._is_joined()
+        key, value = self._repeated(key, query), self._repeated(value, query)
+        scores = self.rows * self.model.num_heads * self.setup.sequence_length
+        queries, keys = (
+            self._by_head(query, is_joined),
+            self._by_head(key, is_shared or (is_joined and self.model.num_kv_heads != 1)),
+        )
+        product = ops.matmul(queries, keys, scores)
+        del queries, keys
+        weights = ops.scale(product)
+        del product
+        if self.model.attention_softcap:
+            weights = ops.scale(weights)
+            weights = ops.elementwise(weights, saves_input=False)
+            weights = ops.scale(weights)
+        mask = self.tables.masks[self.facts.sliding_window]
+        assert mask is not None
+        weights = ops.add(weights, mask)
+        if self.family.eager_fp32:
+            weights = ops.softmax(weights)
+        else:
+            weights = ops.softmax(weights, FP32 if ops.tape.is_cuda and ops.tape.autocast_bytes else weights.itemsize)
+        weights = ops.cast(weights, query.itemsize)
+        # Returned beside the result, and kept until the layer ends.
+        self.kept = weights
+        return ops.copy(ops.matmul(weights, self._by_head(value, is_shared), query.numel))
+
+    def _is_joined(self) -> bool:
+        """Whether queries and keys were joined from parts, and so lie head by head."""
+        return self.family.rotation in ("partial", "inline")
+
+    def _repeated(self, x: Tensor, query: Tensor) -> Tensor:
+        return self.ops.repeat(x, query.numel, is_view=self.model.num_kv_heads == 1)
+
+    def _by_head(self, x: Tensor, is_by_head: bool) -> Tensor:
+        """`x` as a batched product takes it: copied unless it lies head by head already."""
+        x = self.ops.autocast(x)
+        return x if is_by_head or self.setup.micro_batch_size == 1 else self.ops.copy(x)
+
+
+def rotate(ops: Ops, x: Tensor, tables: Tables) -> Tensor:
+    """``x * cos + rotate_half(x) * sin``."""
+    turned = ops.mul(x, tables.cos)
+    return ops.add(turned, ops.mul(rotate_half(ops, x), tables.sin))
+
+
+def rotate_half(ops: Ops, x: Tensor) -> Tensor:
+    """``cat(-x2, x1)`` of the two halves."""
+    first, second = ops.part(x, x.numel / 2), ops.part(x, x.numel / 2)
+    return ops.join([ops.scale(second), first])

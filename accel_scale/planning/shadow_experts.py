@@ -1,0 +1,139 @@
+"""Mixtures of experts as transformers computes them: tokens sorted by expert, then grouped matrix products."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from accel_scale.planning.model_facts import LinearFacts
+from accel_scale.planning.shadow_linears import adapter_key
+from accel_scale.planning.shadow_ops import FP32, Ops
+from accel_scale.planning.shadow_tensors import Parameter, Tensor
+
+if TYPE_CHECKING:
+    from accel_scale.planning.shadow_layers import Layer
+
+_INDEX_BYTES = 8
+
+
+def mixture(layer: Layer, x: Tensor) -> Tensor:
+    """Routed experts, and the shared one where there is one, for all tokens of `x`.
+
+    How many tokens each expert gets does not matter: the sorted copies of all tokens lie in one tensor.
+    """
+    facts = layer.facts.mixture
+    assert facts is not None
+    if not facts.shared_intermediate_size:
+        return _experts(layer, x, _route(layer, x, facts.experts_per_token))
+    names = [item.name for item in layer.facts.mlp if item.copies == 1][1:]
+    shared = layer.dense_mlp(x, names[:-1])
+    routing = _route(layer, x, facts.experts_per_token)
+    routed = _experts(layer, x, routing)
+    gate = layer.ops.elementwise(layer.linear(names[-1], x), saves_input=False)
+    shared = layer.ops.mul(gate, shared)
+    return layer.ops.add(routed, shared)
+
+
+def _route(layer: Layer, x: Tensor, per_token: int) -> Tensor:
+    """Weights of each token's experts: softmax over all of them in fp32, the largest kept."""
+    ops, rows = layer.ops, layer.rows
+    chosen = rows * per_token
+    gate = next(item for item in layer.facts.mlp if item.name == "gate")
+    # An adapter of the router changes its weight, as the experts' do: it is no module of its own.
+    logits = _product(ops, gate, ops.autocast(x), ops.autocast(_weight(layer, gate)))
+    probabilities = ops.softmax(logits)
+    total = probabilities.numel
+    positions = ops.new(chosen * _INDEX_BYTES, 1)
+
+    def scatter(grad: Tensor) -> list[Tensor | None]:
+        return [_written(ops, total, FP32)]
+
+    top = ops.tape.record(ops.new(chosen, FP32), [probabilities], [positions], scatter)
+    sums = ops.new(rows, FP32)
+    weights = ops.tape.record(ops.new(chosen, FP32), [top], [top, sums], lambda grad: [ops.new(chosen, FP32)])
+    return ops.cast(weights, FP32 if layer.model.model_type == "mixtral" else logits.itemsize)
+
+
+def _experts(layer: Layer, x: Tensor, routing: Tensor) -> Tensor:
+    ops, facts = layer.ops, layer.facts.mixture
+    assert facts is not None
+    linears = {item.name: item for item in layer.facts.mlp if item.copies > 1}
+    copies = layer.rows * facts.experts_per_token
+    itemsize, width = x.itemsize, layer.model.hidden_size
+    tokens = _gather(ops, x, copies * width, copies)
+    scales = _gather(ops, routing, copies, copies)
+    inner = _grouped(layer, linears["gate_up_proj"], tokens)
+    gate, up = ops.split(inner, [inner.numel / 2] * 2)
+    inner = ops.mul(layer.activate(gate), up)
+    del gate, up
+    inner = _grouped(layer, linears["down_proj"], inner)
+    weighted = ops.mul(inner, scales)
+    weighted = _gather(ops, weighted, weighted.numel, copies)
+    size, wide = weighted.numel, weighted.itemsize
+    # The sum's gradient is expanded to every copy.
+    summed = ops.custom([weighted], layer.rows * width, wide, [], lambda grad: [ops.new(size, wide)])
+    return ops.cast(summed, itemsize)
+
+
+def _grouped(layer: Layer, facts: LinearFacts, x: Tensor) -> Tensor:
+    """A product per expert; autocast leaves it alone, so `x` takes the weights' type."""
+    weight = _weight(layer, facts)
+    return _product(layer.ops, facts, layer.ops.cast(x, weight.itemsize), weight)
+
+
+def _product(ops: Ops, facts: LinearFacts, x: Tensor, weight: Tensor) -> Tensor:
+    rows, sizes, itemsize = x.numel / facts.in_features, (x.numel, weight.numel), weight.itemsize
+    wanted = (x.requires_grad, weight.requires_grad)
+
+    def backward(grad: Tensor) -> list[Tensor | None]:
+        weight_grad = ops.new(sizes[1], itemsize) if wanted[1] else None
+        return [ops.new(sizes[0], itemsize) if wanted[0] else None, weight_grad]
+
+    out = ops.tape.product(rows * facts.out_features, itemsize)
+    saved = [x if wanted[1] else None, weight if wanted[0] else None]
+    return ops.tape.record(out, [x, weight], saved, backward)
+
+
+def _weight(layer: Layer, facts: LinearFacts) -> Tensor:
+    """The stacked weights; PEFT adds an adapter's update to all of them before each use."""
+    ops, weights = layer.ops, layer.weights
+    size = facts.copies * facts.in_features * facts.out_features
+    parameter = weights.base(f"experts.{facts.name}", size)
+    base = Tensor(None, size, parameter.itemsize, parameter.node)
+    if adapter_key(facts) not in weights.adapted:
+        return base
+    rank = weights.setup.lora.rank * len(facts.lora_names or ("",)) * facts.copies
+    factors = [
+        ops.cast(_whole(weights.adapter(f"experts.{facts.name}.{end}", rank * features)), base.itemsize)
+        for end, features in (("B", facts.out_features), ("A", facts.in_features))
+    ]
+    sizes, itemsize = [factor.numel for factor in factors], base.itemsize
+
+    def backward(grad: Tensor) -> list[Tensor | None]:
+        grads: list[Tensor | None] = []
+        for numel in sizes:
+            product = ops.new(numel, itemsize)
+            grads.append(ops.new(numel, itemsize))
+            del product
+        return grads
+
+    # Read once for its shape, once for its values.
+    shape = ops.tape.product(size, itemsize)
+    del shape
+    return ops.tape.record(ops.tape.product(size, itemsize), factors, factors, backward)
+
+
+def _whole(parameter: Parameter) -> Tensor:
+    return Tensor(None, parameter.numel, parameter.itemsize, parameter.node)
+
+
+def _gather(ops: Ops, x: Tensor, numel: float, indices: float) -> Tensor:
+    """Rows picked by index; the gradient is written into zeros."""
+    total, itemsize = x.numel, x.itemsize
+    index = ops.new(indices * _INDEX_BYTES, 1)
+    return ops.custom([x], numel, itemsize, [index], lambda grad: [_written(ops, total, itemsize)])
+
+
+def _written(ops: Ops, numel: float, itemsize: int) -> Tensor:
+    """Zeros that gradients are written into; in new memory while a tracker watches."""
+    zeros = ops.new(numel, itemsize)
+    return zeros if ops.tape.adds_in_place else ops.new(zeros.numel, itemsize)

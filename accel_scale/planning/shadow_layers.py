@@ -1,0 +1,135 @@
+"""Decoder layers of transformers, written in shadow operations."""
+
+from __future__ import annotations
+
+from accel_scale.planning.model_facts import LayerFacts, ModelFacts
+from accel_scale.planning.shadow_attention import Attention, Tables
+from accel_scale.planning.shadow_experts import mixture
+from accel_scale.planning.shadow_families import Family
+from accel_scale.planning.shadow_linears import Weights, linear
+from accel_scale.planning.shadow_norms import norm
+from accel_scale.planning.shadow_ops import FP32, Ops
+from accel_scale.planning.shadow_tensors import Tensor
+from accel_scale.planning.training_setup import TrainingSetup
+
+# Activation functions that transformers writes out in torch operations.
+_WRITTEN_OUT = ("gelu_new", "gelu_fast")
+
+
+class Layer:
+    """One decoder layer: call it with the hidden states."""
+
+    def __init__(
+        self, ops: Ops, model: ModelFacts, facts: LayerFacts, family: Family, setup: TrainingSetup,
+        weights: Weights, tables: Tables,
+    ) -> None:  # fmt: skip
+        self.ops, self.model, self.facts, self.family = ops, model, facts, family
+        self.setup, self.weights = setup, weights
+        self.attention = Attention(ops, model, facts, family, setup, weights, tables)
+        self.rows = self.attention.rows
+
+    def __call__(self, x: Tensor) -> Tensor:
+        try:
+            return self._run(x)
+        finally:
+            self.attention.kept = None
+
+    def _run(self, x: Tensor) -> Tensor:
+        if self.family.block == "joined":
+            return self._joined(x)
+        if self.family.keeps_names:
+            return self._sequential_keeping_names(x)
+        residual = x
+        if self.family.block != "after":
+            x = self._norm("input_norm", x)
+        x = self.attention(x)
+        if self.family.block != "sequential":
+            x = self._norm("post_attention_norm", x)
+        x = self._add(residual, x)
+        residual = x
+        if self.family.block != "after":
+            x = self._norm("mlp_norm", x)
+        x = self.mlp(x)
+        if self.family.block != "sequential":
+            x = self._norm("post_mlp_norm", x)
+        return self._add(residual, x)
+
+    def _sequential_keeping_names(self, x: Tensor) -> Tensor:
+        """The branches' results have names of their own, which keep them until the layer returns."""
+        residual = x
+        x = self._norm("input_norm", x)
+        attention = self.attention(x)
+        x = self.ops.add(attention, residual)
+        residual = x
+        x = self._norm("mlp_norm", x)
+        mlp = self.mlp(x)
+        return self.ops.add(residual, mlp)
+
+    def _joined(self, x: Tensor) -> Tensor:
+        residual = x
+        x = self._norm("input_norm", x)
+        attention = self.attention(x)
+        if self.facts.num_norms > 1:
+            del x
+            mlp = self.mlp(self._norm("mlp_norm", residual))
+        else:
+            mlp = self.mlp(x)
+        first = residual if self.family.joined_order == "residual" else mlp
+        last = mlp if self.family.joined_order == "residual" else residual
+        return self.ops.add(self.ops.add(first, attention), last)
+
+    def _norm(self, name: str, x: Tensor) -> Tensor:
+        return norm(self.ops, self.model, self.family, self.weights, name, x, self.rows, self.model.hidden_size)
+
+    def _add(self, residual: Tensor, x: Tensor) -> Tensor:
+        return self.ops.add(residual, self.ops.scale(x) if self.family.scales_residual else x)
+
+    def mlp(self, x: Tensor) -> Tensor:
+        """The MLP, or the experts in its place."""
+        if self.facts.mixture is not None:
+            return mixture(self, x)
+        return self.dense_mlp(x, [linear.name for linear in self.facts.mlp])
+
+    def linear(self, name: str, x: Tensor) -> Tensor:
+        """The MLP's matrix product called `name`."""
+        facts = next(item for item in self.facts.mlp if item.name == name and item.copies == 1)
+        return linear(self.ops, self.weights, facts, x, "mlp")
+
+    def dense_mlp(self, x: Tensor, names: list[str]) -> Tensor:
+        """The MLP of the linears called `names`: two, a fused gate and two, or gate, up and down."""
+        if not self.model.gated_mlp:
+            inner = self.linear(names[0], x)
+            inner = self.activate(inner)
+            return self.linear(names[1], inner)
+        if len(names) == 2:
+            return self.linear(names[1], self.fused_gate(self.linear(names[0], x)))
+        gate, up, down = names
+        return self.linear(down, self.ops.mul(self.activate(self.linear(gate, x)), self.linear(up, x)))
+
+    def fused_gate(self, fused: Tensor) -> Tensor:
+        """``up * activation(gate)`` of two halves of one product."""
+        gate, up = self.ops.split(fused, [fused.numel / 2] * 2)
+        return self.ops.mul(up, self.activate(gate))
+
+    def activate(self, x: Tensor) -> Tensor:
+        """The activation function."""
+        if self.model.activation in _WRITTEN_OUT:
+            return _written_out_gelu(self.ops, x)
+        return self.ops.elementwise(x, saves_input=self.model.activation != "relu")
+
+
+def _written_out_gelu(ops: Ops, x: Tensor) -> Tensor:
+    """``0.5 * x * (1 + tanh(c * (x + 0.044715 * x³)))`` in single operations."""
+    half = ops.scale(x)
+    # CUDA's autocast takes powers in fp32, and what follows stays there.
+    is_wide = ops.tape.is_cuda and ops.tape.autocast_bytes is not None
+    source = ops.cast(x, FP32) if is_wide else x
+    # Nothing in between has a name.
+    return ops.mul(
+        half,
+        ops.shift(
+            ops.elementwise(
+                ops.scale(ops.add(x, ops.scale(ops.elementwise(source, temporaries=2)))), saves_input=False
+            )
+        ),
+    )

@@ -1,0 +1,37 @@
+"""Norms of transformers, written in shadow operations."""
+
+from __future__ import annotations
+
+from accel_scale.planning.model_facts import ModelFacts
+from accel_scale.planning.shadow_families import Family
+from accel_scale.planning.shadow_linears import Weights
+from accel_scale.planning.shadow_ops import FP32, Ops
+from accel_scale.planning.shadow_tensors import Parameter, Tensor
+
+
+def norm(
+    ops: Ops, model: ModelFacts, family: Family, weights: Weights, name: str, x: Tensor, rows: float, width: float
+) -> Tensor:
+    """The model's norm over `rows` rows of `width` values."""
+    if model.norm == "layer":
+        return ops.layer_norm(x, weights.base(name, width), weights.base(f"{name}.bias", width), rows)
+    return rms_norm(ops, x, weights.base(name, width), rows, family.rms)
+
+
+def rms_norm(ops: Ops, x: Tensor, weight: Parameter, rows: float, kind: str) -> Tensor:
+    """RMSNorm in fp32; `kind` as in `Family`."""
+    itemsize = x.itemsize
+    normed = _normalised(ops, ops.cast(x, FP32), rows)
+    if kind == "gemma":
+        factor = ops.scale(ops.cast(Tensor(None, weight.numel, weight.itemsize, weight.node), FP32))
+        return ops.cast(ops.mul(normed, factor), itemsize)
+    if kind == "olmo":
+        return ops.cast(ops.weighted(weight, normed), itemsize)
+    return ops.weighted(weight, ops.cast(normed, itemsize))
+
+
+def _normalised(ops: Ops, x: Tensor, rows: float) -> Tensor:
+    variance = ops.square_mean(x, rows)
+    inverse = ops.elementwise(ops.shift(variance), saves_input=False)
+    del variance
+    return ops.mul(x, inverse)

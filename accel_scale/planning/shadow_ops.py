@@ -1,0 +1,257 @@
+"""Operations on shadow tensors: what each allocates, what it saves, what its backward pass allocates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from accel_scale.planning.shadow import Tape
+from accel_scale.planning.shadow_tensors import Parameter, Tensor
+
+FP32 = 4
+
+
+class Ops:
+    """torch's operations as transformers' layers use them, on a `Tape`."""
+
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
+        self.new = tape.new
+
+    def cast(self, x: Tensor, itemsize: int) -> Tensor:
+        """``x.to(dtype)``: itself where nothing changes."""
+        if x.itemsize == itemsize:
+            return x
+        numel, source = x.numel, x.itemsize
+        return self.tape.record(self.new(numel, itemsize), [x], [], lambda grad: [self.new(numel, source)])
+
+    def autocast(self, x: Tensor) -> Tensor:
+        """`x` as a matrix product under autocast takes it."""
+        return x if self.tape.autocast_bytes is None else self.cast(x, self.tape.autocast_bytes)
+
+    def weight(self, parameter: Parameter) -> Tensor:
+        """A weight as a matrix product takes it; trained ones are cast once per forward pass."""
+        itemsize = self.tape.autocast_bytes
+        if itemsize is None or itemsize == parameter.itemsize:
+            return Tensor(None, parameter.numel, parameter.itemsize, parameter.node)
+        if id(parameter) in self.tape.weight_casts:
+            return self.tape.weight_casts[id(parameter)]
+        numel, source = parameter.numel, parameter.itemsize
+        cast = self.new(numel, itemsize)
+        if parameter.trained:
+            self.tape.record(cast, [parameter], [], lambda grad: [self.new(numel, source)])
+            if cast.node is not None:
+                self.tape.weight_casts[id(parameter)] = cast
+        return cast
+
+    def linear(self, x: Tensor, parameter: Parameter, out_features: float, bias: Parameter | None = None) -> Tensor:
+        """``x @ weight.T + bias``; `parameter` has in × out values."""
+        x, weight = self.autocast(x), self.weight(parameter)
+        in_features = parameter.numel / out_features
+        tokens = x.numel / in_features
+        offset = None if bias is None else self.weight(bias)
+        out = self.tape.product(tokens * out_features, x.itemsize)
+        wants = (x.requires_grad, parameter.trained, bias is not None and bias.trained)
+        x_numel, numel, itemsize, has_bias = x.numel, parameter.numel, x.itemsize, bias is not None
+
+        def backward(grad: Tensor) -> list[Tensor | None]:
+            # Torch's order: without a bias the weight's gradient comes first.
+            weight_grad = self.new(numel, itemsize) if wants[1] and not has_bias else None
+            x_grad = self.new(x_numel, itemsize) if wants[0] else None
+            if wants[1] and has_bias:
+                weight_grad = self.new(numel, itemsize)
+            return [x_grad, weight_grad, self.new(out_features, itemsize) if wants[2] else None]
+
+        saved = [x if wants[1] else None, weight if wants[0] else None]
+        return self.tape.record(out, [x, weight, offset], saved, backward)
+
+    def quantised_linear(self, x: Tensor, in_features: float, out_features: float) -> Tensor:
+        """bitsandbytes' 4-bit product: the weight is dequantised for it, forward and backward."""
+        x = self.autocast(x)
+        itemsize, x_numel, numel = x.itemsize, x.numel, in_features * out_features
+        # The CPU's kernel dequantises as it multiplies. No checkpointing policy knows the operation.
+        weight = self.new(numel if self.tape.is_cuda else 0, itemsize)
+        out = self.new(x.numel / in_features * out_features, itemsize)
+        del weight
+
+        def backward(grad: Tensor) -> list[Tensor | None]:
+            dequantised = self.new(numel, itemsize)
+            x_grad = self.new(x_numel, itemsize)
+            del dequantised
+            return [x_grad]
+
+        return self.tape.record(out, [x], [], backward)
+
+    def add(self, a: Tensor, b: Tensor) -> Tensor:
+        """``a + b``, in the wider type."""
+        out = self.new(max(a.numel, b.numel), max(a.itemsize, b.itemsize))
+        wanted = (a.requires_grad, b.requires_grad)
+
+        def backward(grad: Tensor) -> list[Tensor | None]:
+            return [grad.view() if wants else None for wants in wanted]
+
+        return self.tape.record(out, [a, b], [], backward, [(t.numel, t.itemsize) for t in (a, b)])
+
+    def mul(self, a: Tensor, b: Tensor) -> Tensor:
+        """``a * b``, either broadcast."""
+        itemsize, numel = max(a.itemsize, b.itemsize), max(a.numel, b.numel)
+        out = self.new(numel, itemsize)
+        wanted = (a.requires_grad, b.requires_grad)
+
+        def backward(grad: Tensor) -> list[Tensor | None]:
+            return [self.new(numel, itemsize) if wants else None for wants in wanted]
+
+        saved = [b if a.requires_grad else None, a if b.requires_grad else None]
+        return self.tape.record(out, [a, b], saved, backward, [(t.numel, t.itemsize) for t in (a, b)])
+
+    def scale(self, a: Tensor) -> Tensor:
+        """``a * number``."""
+        numel, itemsize = a.numel, a.itemsize
+        return self.tape.record(self.new(numel, itemsize), [a], [], lambda grad: [self.new(numel, itemsize)])
+
+    def shift(self, a: Tensor) -> Tensor:
+        """``a + number``."""
+        return self.tape.record(self.new(a.numel, a.itemsize), [a], [], lambda grad: [grad.view()])
+
+    def weighted(self, parameter: Parameter, x: Tensor) -> Tensor:
+        """``weight * x`` with one weight per feature."""
+        weight = Tensor(None, parameter.numel, parameter.itemsize, parameter.node)
+        return self.mul(weight, x)
+
+    def elementwise(self, x: Tensor, *, saves_input: bool = True, temporaries: int = 0) -> Tensor:
+        """A function of each value that saves its input or its result; backward needs `temporaries` more."""
+        numel, itemsize = x.numel, x.itemsize
+        out = self.new(numel, itemsize)
+
+        def backward(grad: Tensor) -> list[Tensor | None]:
+            scratch = [self.new(numel, itemsize) for _ in range(temporaries)]
+            result = self.new(numel, itemsize)
+            del scratch
+            return [result]
+
+        return self.tape.record(out, [x], [x if saves_input else out], backward)
+
+    def square_mean(self, x: Tensor, rows: float) -> Tensor:
+        """``x.pow(2).mean(-1)``, `rows` values."""
+        numel, itemsize = x.numel, x.itemsize
+        # pow's backward holds three temporaries: the power, its multiple and the product.
+        squared = self.elementwise(x, temporaries=2)
+        out = self.new(rows, itemsize)
+        return self.tape.record(out, [squared], [], lambda grad: [self.new(numel, itemsize)])
+
+    def attention(
+        self, query: Tensor, key: Tensor, value: Tensor, statistics: float, mask: Tensor | None = None
+    ) -> Tensor:
+        """Fused attention: saves its inputs, its result and `statistics` fp32 values.
+
+        A mask of booleans is turned into numbers of the query's type, which are saved too.
+        """
+        query, key, value = self.autocast(query), self.autocast(key), self.autocast(value)
+        bias = None if mask is None else self.new(mask.numel, query.itemsize)
+        sizes = [(t.numel, t.itemsize, t.requires_grad) for t in (query, key, value)]
+        out = self.tape.product(query.numel, query.itemsize)
+        logsumexp = self.tape.product(statistics, FP32)
+
+        def backward(grad: Tensor) -> list[Tensor | None]:
+            return [self.new(numel, itemsize) for numel, itemsize, _ in sizes]
+
+        return self.tape.record(out, [query, key, value], [query, key, value, bias, out, logsumexp], backward)
+
+    def dropout(self, x: Tensor) -> Tensor:
+        """Dropout in training: CUDA keeps a mask of bytes, the CPU one of the input's type."""
+        numel, itemsize = x.numel, x.itemsize
+        mask = self.new(numel, 1 if self.tape.is_cuda else itemsize)
+        return self.tape.record(self.new(numel, itemsize), [x], [mask], lambda grad: [self.new(numel, itemsize)])
+
+    def matmul(self, a: Tensor, b: Tensor, numel: float) -> Tensor:
+        """A batched product with `numel` results."""
+        a, b = self.autocast(a), self.autocast(b)
+        sizes = [(t.numel, t.itemsize, t.requires_grad) for t in (a, b)]
+
+        def backward(grad: Tensor) -> list[Tensor | None]:
+            # Torch's order: the second factor's gradient first.
+            grads = [self.new(size, itemsize) if wanted else None for size, itemsize, wanted in reversed(sizes)]
+            return grads[::-1]
+
+        saved = [b if a.requires_grad else None, a if b.requires_grad else None]
+        return self.tape.record(self.tape.product(numel, a.itemsize), [a, b], saved, backward)
+
+    def softmax(self, x: Tensor, itemsize: int = FP32) -> Tensor:
+        """Softmax in a type, by default fp32 whatever the input's; its result is saved."""
+        x = self.cast(x, itemsize)
+        numel = x.numel
+        out = self.new(numel, itemsize)
+        return self.tape.record(out, [x], [out], lambda grad: [self.new(numel, itemsize)])
+
+    def part(self, x: Tensor, numel: float) -> Tensor:
+        """A slice: a view whose gradient is written into zeros of the whole size."""
+        total, itemsize = x.numel, x.itemsize
+        return self.tape.record(x.view(numel), [x], [], lambda grad: [self.new(total, itemsize)])
+
+    def split(self, x: Tensor, sizes: Sequence[float]) -> list[Tensor]:
+        """Views of parts by one operation, which joins their gradients in one tensor of the whole size."""
+        total, itemsize = x.numel, x.itemsize
+        held: list[Tensor] = []
+
+        def join(grad: Tensor) -> list[Tensor | None]:
+            whole = self.new(total, itemsize)
+            held.clear()
+            return [whole]
+
+        def hold(grad: Tensor) -> list[Tensor | None]:
+            held.append(grad.view())
+            return [Tensor(None, 0, itemsize)]
+
+        joint = self.tape.record(x.view(), [x], [], join)
+        return [self.tape.record(joint.view(size), [joint], [], hold) for size in sizes]
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """``cat`` in the widest type: gradients are views of parts."""
+        itemsize = max(part.itemsize for part in parts)
+        parts = [self.cast(part, itemsize) for part in parts]
+        sizes = [part.numel for part in parts]
+        out = self.new(sum(sizes), itemsize)
+        return self.tape.record(out, list(parts), [], lambda grad: [grad.view(size) for size in sizes])
+
+    def copy(self, x: Tensor) -> Tensor:
+        """The same values in other memory (``contiguous`` of a transposed tensor); gradients are views."""
+        return self.tape.record(self.new(x.numel, x.itemsize), [x], [], lambda grad: [grad.view()])
+
+    def relaid(self, x: Tensor) -> Tensor:
+        """A view whose gradient comes in another layout and is copied."""
+        numel, itemsize = x.numel, x.itemsize
+        return self.tape.record(x.view(), [x], [], lambda grad: [self.new(numel, itemsize)])
+
+    def repeat(self, x: Tensor, numel: float, *, is_view: bool = False) -> Tensor:
+        """Key or value heads repeated to `numel` values; a single head can be repeated as a view."""
+        if x.numel == numel:
+            return x
+        source, itemsize = x.numel, x.itemsize
+        out = x.view(numel) if is_view else self.new(numel, itemsize)
+        return self.tape.record(out, [x], [], lambda grad: [self.new(source, itemsize)])
+
+    def layer_norm(self, x: Tensor, weight: Parameter, bias: Parameter | None, rows: float) -> Tensor:
+        """torch's own layer norm: saves its input and two fp32 statistics per row; fp32 under CUDA's autocast."""
+        if self.tape.autocast_bytes is not None and self.tape.is_cuda:
+            x = self.cast(x, FP32)
+        numel, itemsize, wanted = x.numel, x.itemsize, x.requires_grad
+        out, statistics = self.new(numel, itemsize), self.new(2 * rows, FP32)
+
+        def backward(grad: Tensor) -> list[Tensor | None]:
+            result = self.new(numel, itemsize) if wanted else None
+            return [
+                result,
+                *[None if p is None or not p.trained else self.new(p.numel, p.itemsize) for p in (weight, bias)],
+            ]
+
+        return self.tape.record(out, [x, weight, bias], [x, statistics], backward)
+
+    def custom(
+        self,
+        inputs: list[Tensor | Parameter | None],
+        numel: float,
+        itemsize: int,
+        saved: list[Tensor | None],
+        backward: Callable[[Tensor], list[Tensor | None]],
+    ) -> Tensor:
+        """Any other operation."""
+        return self.tape.record(self.new(numel, itemsize), inputs, saved, backward)

@@ -1,0 +1,247 @@
+"""`ScalePlugin`: what the recipe does, in other people's training loops and trainers."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from accel_scale.errors import ConfigError
+from accel_scale.training.arguments import DECAY_SHAPES, PRECISIONS
+from accel_scale.training.batch import derive_accumulation
+from accel_scale.training.checkpointing import CheckpointingPolicy
+from accel_scale.training.schedules import SCHEDULE_NAMES, create_schedule, scaled_learning_rate, schedule_name
+from accel_scale.units import parse_bytes
+
+if TYPE_CHECKING:
+    from accel_scale.launching.environment import LaunchEnvironment
+    from accel_scale.training.precision import Precision
+
+ENVIRONMENT_PREFIX = "ACCEL_SCALE_"
+_FALSE, _TRUE = ("0", "false", "no", "off"), ("1", "true", "yes", "on")
+
+
+@dataclass
+class ScalePlugin:
+    """Settings for an `Accelerator` loop or a trainer; what is None stays as the script has it.
+
+    Every field but `adapter` falls back on the environment, e.g. ``ACCEL_SCALE_PRECISION=bf16``. Make it before the
+    first `Accelerator` or `TrainingArguments`: a distributed launch without an accelerator is then rehearsed on CPU
+    processes instead of falling apart into independent runs.
+
+    Args:
+        precision: ``fp32``, ``fp16``, ``bf16``, ``bf16_true`` or ``fp8``; must agree with the launch.
+        checkpointing_policy: ``none``, ``full``, ``every_2`` …, ``selective`` or ``offload``.
+        attention: ``eager``, ``sdpa``, ``flash_attention_2``, ``flash_attention_3`` or ``flex_attention``.
+        adapter: A PEFT configuration; the script's model becomes its frozen base. In a plain loop it needs
+            `optimizer`, because the script's own holds the base's weights.
+        optimizer: A name of `--optim`, e.g. ``adamw_torch_8bit``: replaces the script's, with its parameter groups.
+        optim_args: As ``--optim_args``: ``key=value,key=value``.
+        learning_rate: Peak; None keeps the script's.
+        weight_decay: For groups that decay at all; None keeps the script's.
+        lr_schedule: A name of ``--lr_scheduler_type``, or ``wsd``: replaces the script's.
+        num_training_steps: Length of the schedule in optimizer steps; a trainer knows it by itself.
+        warmup_ratio, min_lr_ratio, decay_ratio, decay_shape: As the recipe's flags.
+        scale_lr_from_batch_size: ``linear`` or ``sqrt``: from `lr_base_batch_size` to the global batch.
+        global_batch_size: Sequences per optimizer step over all ranks; accumulation is derived from it.
+        micro_batch_size: Sequences per rank and step; None takes the data loader's.
+        device_memory: Cap on the CUDA allocator, e.g. ``24GiB``.
+        fp8_emulate: Emulate fp8 products where there are none.
+        verify_first_checkpoint: Read the first checkpoint of a trainer back and compare it with memory.
+
+    Raises:
+        ConfigError: for a value that cannot be honoured, naming the field or the environment variable.
+    """
+
+    precision: str | None = None
+    checkpointing_policy: str | None = None
+    attention: str | None = None
+    adapter: Any = None
+    optimizer: str | None = None
+    optim_args: str | None = None
+    learning_rate: float | None = None
+    weight_decay: float | None = None
+    lr_schedule: str | None = None
+    num_training_steps: int | None = None
+    warmup_ratio: float | None = None
+    min_lr_ratio: float | None = None
+    decay_ratio: float | None = None
+    decay_shape: str | None = None
+    scale_lr_from_batch_size: str | None = None
+    lr_base_batch_size: int | None = None
+    global_batch_size: int | None = None
+    micro_batch_size: int | None = None
+    device_memory: str | None = None
+    fp8_emulate: bool | None = None
+    verify_first_checkpoint: bool | None = None
+
+    def __post_init__(self) -> None:
+        self._from_environment: set[str] = set()
+        for field in fields(self):
+            text = os.environ.get(ENVIRONMENT_PREFIX + field.name.upper())
+            if text is not None and getattr(self, field.name) is None and field.name != "adapter":
+                self._from_environment.add(field.name)
+                setattr(self, field.name, self._parse(field.name, str(field.type), text))
+        self.verify_first_checkpoint = self.verify_first_checkpoint is not False
+        self._validate()
+        self._rehearse()
+
+    def _place(self, name: str) -> str:
+        from_environment = name in self._from_environment
+        return ENVIRONMENT_PREFIX + name.upper() if from_environment else f"ScalePlugin({name}=)"
+
+    def _parse(self, name: str, kind: str, text: str) -> Any:
+        try:
+            if kind.startswith("bool"):
+                return {**dict.fromkeys(_FALSE, False), **dict.fromkeys(_TRUE, True)}[text.lower()]
+            return {"int": int, "float": float, "str": str}[kind.split()[0]](text)
+        except (ValueError, KeyError):
+            kinds = {"bool": "true or false", "int": "a whole number", "float": "a number"}
+            wanted = kinds[kind.split()[0]]
+            raise ConfigError(f"{text!r} is not {wanted}.", place=self._place(name), fix=f"write {wanted}.") from None
+
+    def _validate(self) -> None:
+        self._choose("precision", PRECISIONS)
+        self._choose("decay_shape", DECAY_SHAPES)
+        self._choose("scale_lr_from_batch_size", ("linear", "sqrt"))
+        if self.lr_schedule is not None:
+            self.lr_schedule = schedule_name(self.lr_schedule)
+            self._choose("lr_schedule", SCHEDULE_NAMES)
+        for name in ("warmup_ratio", "min_lr_ratio", "decay_ratio"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 1:
+                raise ConfigError(f"{value:g} is not a share.", place=self._place(name), fix="use 0 to 1.")
+        for name in ("num_training_steps", "global_batch_size", "micro_batch_size", "lr_base_batch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{value} is too small.", place=self._place(name), fix="use 1 or more.")
+        for name in ("learning_rate", "weight_decay"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ConfigError(f"{value:g} is negative.", place=self._place(name), fix="use 0 or more.")
+        if self.optimizer is not None:
+            from accel_scale.training.optimizers import optimizer_spec
+
+            optimizer_spec(self.optimizer)
+        if self.device_memory is not None:
+            parse_bytes(self.device_memory, place=self._place("device_memory"))
+        self.policy = (
+            CheckpointingPolicy.parse(self.checkpointing_policy, place=self._place("checkpointing_policy"))
+            if self.checkpointing_policy is not None
+            else None
+        )
+        self._refuse_what_does_nothing()
+
+    def _choose(self, name: str, choices: tuple[str, ...]) -> None:
+        value = getattr(self, name)
+        if value is not None and value not in choices:
+            raise ConfigError(f"{value!r} is unknown.", place=self._place(name), fix=f"use {', '.join(choices)}.")
+
+    def _refuse_what_does_nothing(self) -> None:
+        """A setting that only another one makes use of, without that other one."""
+        needs = {
+            "optim_args": "optimizer",
+            "warmup_ratio": "lr_schedule",
+            "min_lr_ratio": "lr_schedule",
+            "decay_ratio": "lr_schedule",
+            "decay_shape": "lr_schedule",
+            "num_training_steps": "lr_schedule",
+            "lr_base_batch_size": "scale_lr_from_batch_size",
+            "fp8_emulate": "precision",
+        }
+        for name, other in needs.items():
+            if getattr(self, name) and getattr(self, other) is None:
+                raise ConfigError(
+                    f"{name} does nothing without {other}.", place=self._place(name), fix=f"set {other}, or remove it."
+                )
+
+    def _rehearse(self) -> None:
+        from accel_scale.launching.environment import current_launch
+        from accel_scale.launching.rehearsal import enable_rehearsal_if_needed
+
+        self.launch: LaunchEnvironment = current_launch()
+        announcement = enable_rehearsal_if_needed()
+        if announcement and self.launch.rank == 0:
+            print(announcement, flush=True)
+
+    def check_rehearsal(self, world_size: int) -> None:
+        """Refuse a launch that had fallen apart before the plugin was made."""
+        if world_size != self.launch.world_size:
+            raise ConfigError(
+                f"this launch has {self.launch.world_size} processes, but each believes it is alone.",
+                place="ScalePlugin",
+                fix="make it before the first Accelerator or TrainingArguments.",
+            )
+
+    def resolve_precision(self, device_type: str, *, trains_adapters: bool) -> Precision | None:
+        """The precision that plugin, launch and device agree on; None where the plugin leaves it to the script."""
+        if self.precision is None:
+            return None
+        from accelerate.utils import is_bf16_available
+
+        from accel_scale.training.precision import resolve_precision
+
+        return resolve_precision(
+            self.precision,
+            launch_mixed_precision=self.launch.mixed_precision,
+            launch_place=self.launch.place("mixed_precision"),
+            device_type=device_type,
+            supports_bf16=is_bf16_available(ignore_tpu=True),
+            fp8_emulate=bool(self.fp8_emulate),
+            strategy=self.launch.strategy,
+            trains_adapters=trains_adapters,
+            place=self._place,
+        )
+
+    def accumulation(self, micro_batch_size: int, world_size: int) -> int | None:
+        """Gradient accumulation steps for the global batch; None where none is asked for."""
+        if self.global_batch_size is None:
+            return None
+        return derive_accumulation(self.global_batch_size, micro_batch_size, world_size)
+
+    def scaled_learning_rate(self, learning_rate: float, global_batch_size: int) -> float:
+        """The plugin's or the script's peak, scaled to `global_batch_size` sequences if that is asked for."""
+        return scaled_learning_rate(
+            self.learning_rate if self.learning_rate is not None else learning_rate,
+            global_batch_size=global_batch_size,
+            base_batch_size=self.lr_base_batch_size or 32,
+            rule=self.scale_lr_from_batch_size,
+        )
+
+    def schedule(self, optimizer: Any, num_training_steps: int) -> Any:
+        """The plugin's schedule over `optimizer`, stepped once per optimizer step."""
+        return create_schedule(
+            optimizer,
+            self.lr_schedule,
+            num_training_steps=num_training_steps,
+            warmup_ratio=self.warmup_ratio,
+            min_lr_ratio=self.min_lr_ratio,
+            decay_ratio=self.decay_ratio if self.decay_ratio is not None else 0.1,
+            decay_shape=self.decay_shape or "1-sqrt",
+        )
+
+    def cap_memory(self, device_type: str, device_index: int) -> None:
+        """Apply `device_memory`."""
+        if self.device_memory is not None:
+            from accel_scale.training.device import cap_device_memory
+
+            cap_device_memory(self.device_memory, device_type=device_type, device_index=device_index)
+
+    def accelerator(self, **kwargs: Any) -> Any:
+        """An `Accelerator` made with `kwargs` and these settings, whose `prepare` prepares model, optimizer and
+        schedule, and whose `save_state` writes atomically."""
+        from accel_scale.training.loop import make_accelerator
+
+        return make_accelerator(self, kwargs)
+
+    def prepare(self, accelerator: Any, *parts: Any, **kwargs: Any) -> Any:
+        """As ``accelerator.prepare(*parts)``, after the settings have been applied to each of the parts."""
+        from accel_scale.training.loop import prepare
+
+        return prepare(self, accelerator, parts, kwargs)
+
+    def trainer(self, trainer_class: type) -> type:
+        """`trainer_class`, HF's or one of TRL's, with these settings: ``plugin.trainer(SFTTrainer)(model=…)``."""
+        from accel_scale.training.callbacks import scaled_trainer_class
+
+        return scaled_trainer_class(trainer_class, self)

@@ -1,0 +1,44 @@
+"""Rows of a run's two tables, from plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from accel_scale.reporting.tables import format_count, format_seconds
+from accel_scale.units import format_bytes
+
+
+def data_text(num_rows: int | None, layout: str, sources: Sequence[str]) -> str:
+    """``6,240 rows (messages) from train.jsonl``; `num_rows` None: a stream."""
+    rows = "a stream" if num_rows is None else f"{format_count(num_rows)} rows"
+    return f"{rows} ({layout}) from {', '.join(sources)}"
+
+
+def end_rows(summary: Mapping[str, Any]) -> dict[str, str | None]:
+    """What a run came to, from the content of its ``run_summary.json``; `None` where it was not measured."""
+    losses, speed, waiting = summary["losses"], summary["tokens_per_second"], summary["data_wait_ratio"]
+    device, verified = summary["peak_device_bytes"], summary["verified"]
+    memory = f"host {format_bytes(summary['peak_host_bytes'])}"
+    if device:
+        memory += f", device {format_bytes(device['allocated_bytes'])}"
+    return {
+        "loss": f"{losses[0]:.4f} → {losses[-1]:.4f} in {summary['steps']} steps" if losses else None,
+        "evaluation loss": f"{summary['eval_loss']:.4f}" if summary["eval_loss"] is not None else None,
+        "exact match": _match_text(summary["exact_match"]),
+        "speed": f"{speed:,.0f} tokens/s without padding" if speed else None,
+        "waiting for data": f"{waiting:.1%} of the time" if waiting is not None else None,
+        "peak memory": memory,
+        "time": format_seconds(summary["seconds"]),
+        "checked": f"{verified['tensors']} tensors read back, largest difference {verified['max_diff']:g}"
+        if verified
+        else None,
+    }
+
+
+def _match_text(match: Mapping[str, Any]) -> str | None:
+    if not match.get("after"):
+        return None
+    before, after = match.get("before"), match["after"]
+    start = f"{before['accuracy']:.1%} → " if before else ""
+    return f"{start}{after['accuracy']:.1%} of {after['num_questions']} held-out questions"

@@ -1,0 +1,92 @@
+"""`run_summary.json`: what was run, with which versions, and what came out."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+SUMMARY_NAME = "run_summary.json"
+_PACKAGES = (
+    "accel-scale", "torch", "transformers", "accelerate", "trl", "peft", "bitsandbytes", "datasets", "deepspeed",
+    "torchao", "flash-attn",
+)  # fmt: skip
+_SECRET = re.compile(r"^(token|.*(hub|access|auth|api|bearer)_?(token|key))$|password|secret", re.IGNORECASE)
+
+
+def write_summary(folder: str | os.PathLike[str], content: dict[str, Any]) -> Path:
+    """Write `content` with versions, machine and date to ``folder/run_summary.json``, complete or not at all.
+
+    Values under names that hold credentials (``hub_token`` and the like) are left out.
+    """
+    path = Path(folder) / SUMMARY_NAME
+    path.parent.mkdir(parents=True, exist_ok=True)
+    document = {
+        **content,
+        "versions": installed_versions(),
+        "machine": machine(),
+        "date": _now(),
+        "commit": _commit(),
+    }
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(without_secrets(document), indent=2, default=str) + "\n", encoding="utf-8")
+    partial.replace(path)
+    return path
+
+
+def installed_versions() -> dict[str, str]:
+    """Version of every package that shapes a run, by distribution name; absent ones are left out."""
+    versions = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def machine() -> dict[str, Any]:
+    """Devices and cores this process sees."""
+    import psutil
+    import torch
+
+    cuda = torch.cuda.is_available()
+    return {
+        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else ["cpu"],
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "host_memory_bytes": psutil.virtual_memory().total,
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def without_secrets(value: Any) -> Any:
+    """`value` with every mapping entry that names a credential removed, at any depth."""
+    if isinstance(value, dict):
+        return {k: without_secrets(v) for k, v in value.items() if not (isinstance(k, str) and _SECRET.search(k))}
+    if isinstance(value, (list, tuple)):
+        return [without_secrets(v) for v in value]
+    return value
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+def _commit() -> str | None:
+    """Commit of the checkout the package runs from; `None` when it was installed otherwise."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    done = subprocess.run(
+        ["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.stdout.strip() or None

@@ -1,0 +1,1 @@
+"""What a training loop needs: precision, optimizers, schedules, checkpointing, saving."""

@@ -1,0 +1,95 @@
+"""The recipe's own flags, beside TRL's `ScriptArguments`, `SFTConfig` and `ModelConfig`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+METHODS = ("full", "lora", "qlora")
+PRECISIONS = ("fp32", "fp16", "bf16", "bf16_true", "fp8")
+DECAY_SHAPES = ("1-sqrt", "linear", "cosine")
+PLANS = ("off", "check", "auto")
+
+
+def _flag(default, text: str, *, choices: tuple[str, ...] | None = None):
+    metadata: dict = {"help": text}
+    if choices:
+        metadata["choices"] = list(choices)
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass
+class ScaleArguments:
+    """Flags that neither TRL nor transformers has. `None` means: decided by the launch file or the device."""
+
+    method: str | None = _flag(
+        None,
+        "What is trained: every weight, LoRA adapters, or LoRA on a 4-bit base. Default: full, or what "
+        "--use_peft / --load_in_4bit say.",
+        choices=METHODS,
+    )
+    precision: str | None = _flag(
+        None,
+        "Arithmetic of forward and backward: fp32; fp16 (mixed, dynamic loss scaling); bf16 (mixed); bf16_true "
+        "(weights, gradients and optimizer states in bf16); fp8 (matrix products, rest bf16). Default: the launch "
+        "file's, else bf16 where the device has it.",
+        choices=PRECISIONS,
+    )
+    checkpointing_policy: str | None = _flag(
+        None,
+        "Activation checkpointing: none, full (every layer), every_2, every_3, … (every n-th layer), selective "
+        "(attention and matrix product outputs kept), offload (layer inputs kept in host memory). Default: full on "
+        "an accelerator, none on a CPU.",
+    )
+    global_batch_size: int | None = _flag(
+        None, "Sequences per optimizer step over all ranks; gradient accumulation is derived from it."
+    )
+    device_memory: str | None = _flag(
+        None,
+        "Cap on what the CUDA allocator may take, e.g. 24GiB: makes a large card stand in for a small one.",
+    )
+    plan: str | None = _flag(
+        None,
+        "Predict memory before loading. check: refuse what would not fit and name the cheapest changes. auto: also "
+        "set micro-batch, accumulation, checkpointing, optimizer and method where you did not, at the same global "
+        "batch. Default: check on CUDA, else off.",
+        choices=PLANS,
+    )
+    plan_gpu: str | None = _flag(
+        None, "Plan for this card instead of the one here: a name like 4090, or its memory like 24GiB."
+    )
+    warmup_ratio: float | None = _flag(None, "Share of the steps spent warming up, e.g. 0.03.")
+    min_lr_ratio: float | None = _flag(None, "Floor of the schedule as a share of the peak learning rate, e.g. 0.1.")
+    decay_ratio: float = _flag(0.1, "WSD schedule: share of the steps spent decaying at the end.")
+    decay_shape: str = _flag("1-sqrt", "WSD schedule: shape of the decay.", choices=DECAY_SHAPES)
+    scale_lr_from_batch_size: str | None = _flag(
+        None,
+        "Scale --learning_rate by global batch ÷ --lr_base_batch_size, linearly or by its square root.",
+        choices=("linear", "sqrt"),
+    )
+    lr_base_batch_size: int = _flag(32, "Global batch size at which --learning_rate was tuned.")
+    dataset_mixture: list[str] = _flag(
+        [], "Several data sets with weights, e.g. --dataset_mixture a.jsonl=0.7 tatsu-lab/alpaca=0.3."
+    )
+    columns: list[str] = _flag([], "Map columns to roles, e.g. --columns prompt=question completion=answer.")
+    on_bad_row: str = _flag(
+        "error",
+        "A row that cannot be read or has no usable content: stop and name it, or skip and count it.",
+        choices=("error", "skip"),
+    )
+    exact_match_samples: int | None = _flag(
+        None,
+        "Held-out questions answered before and after training and compared with their answers; 0 turns it "
+        "off. Default: 200 on the embedded data set, else 0.",
+    )
+    verify_first_checkpoint: bool = _flag(
+        True, "Reload the first checkpoint and compare it with the weights in memory."
+    )
+    recover_from_oom: bool = _flag(
+        True,
+        "When memory runs out in a training step: every process discards the step, halves its micro-batches and "
+        "takes it again with the same samples; where that cannot be done, all of them stop with status 75.",
+    )
+    fp8_emulate: bool = _flag(False, "Emulate fp8 matrix products on devices without them (for tests; slow).")
+    print_config: bool = _flag(False, "Print every resolved setting and where its value came from, then stop.")

@@ -1,0 +1,243 @@
+"""Which attention implementation a run uses, and whether it keeps packed documents apart."""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING, Any
+
+from accel_scale.errors import ConfigError
+from accel_scale.training.packed_attention import PACKED_ATTENTION, register_packed_attention
+
+if TYPE_CHECKING:
+    import torch
+
+ATTENTION_NAMES = (
+    "eager",
+    "sdpa",
+    PACKED_ATTENTION,
+    "flash_attention_2",
+    "flash_attention_3",
+    "flex_attention",
+)
+_FLASH_INSTALL = {
+    "flash_attention_2": "pip install --no-build-isolation 'accel-scale[flash]' on a machine with CUDA",
+    "flash_attention_3": "build the hopper folder of github.com/Dao-AILab/flash-attention",
+}
+_FLASH_MIN_CAPABILITY = {"flash_attention_2": (8, 0), "flash_attention_3": (9, 0)}
+_FLASH_MAX_HEAD_SIZE = 256
+# Layers that read other positions only through attention, whose mask or layout isolates documents.
+_ISOLATING_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+def resolve_attention(
+    requested: str | None, *, device_type: str, dtype: torch.dtype, packing: bool, model_config: Any
+) -> str:
+    """The attention implementation for `from_pretrained(attn_implementation=…)`; never another than `requested`.
+
+    Without a request: flash_attention_2 on CUDA where it is installed and fits; else `sdpa_packed` for packed
+    rows and on a CPU; else sdpa, and eager for a model that has nothing else.
+
+    Args:
+        requested: A name, a `kernels-community/…` repository, or None.
+        device_type: ``cuda``, ``cpu``, …: where the model trains.
+        dtype: What the attention computes in (the autocast type, if there is one).
+        packing: Whether rows hold several documents, which must not see each other.
+        model_config: The model's `PreTrainedConfig`.
+
+    Raises:
+        ConfigError: if the request cannot be honoured here, or documents cannot be isolated in this model.
+    """
+    model_class = _model_class(model_config)
+    if packing:
+        _check_can_isolate(model_config, model_class)
+    if requested is None:
+        return _default_attention(device_type, dtype, packing, model_config, model_class)
+    if "/" in requested:
+        return _check_kernel(requested, device_type)
+    if requested not in ATTENTION_NAMES:
+        nearest = difflib.get_close_matches(requested, ATTENTION_NAMES, n=1, cutoff=0.4)
+        hint = f"did you mean {nearest[0]}? " if nearest else ""
+        raise _refuse(f"{requested!r} is not an attention implementation.", f"{hint}use {', '.join(ATTENTION_NAMES)}.")
+    if requested in _FLASH_INSTALL:
+        _check_flash(requested, device_type, dtype, model_config, model_class)
+    elif requested == "flex_attention":
+        _check_flex(device_type, model_class)
+    elif requested in ("sdpa", PACKED_ATTENTION) and not _has_sdpa(model_config, model_class):
+        raise _refuse(f"{_name(model_class)} has no SDPA attention, or caps its attention logits.", "use eager.")
+    if requested == PACKED_ATTENTION:
+        if not _supports(model_class, "_supports_attention_backend"):
+            raise _refuse(f"{_name(model_class)} does not use transformers' attention interface.", "use sdpa.")
+        register_packed_attention()
+    return requested
+
+
+def check_packing_strategy(strategy: str) -> None:
+    """Refuse TRL packing strategies whose rows lose the borders between documents.
+
+    ``bfd`` and ``bfd_split`` keep each document's (or piece's) length, from which position ids restart at zero and
+    attention is isolated; ``wrapped`` concatenates and cuts, and documents see their neighbours.
+
+    Raises:
+        ConfigError: for ``wrapped``.
+    """
+    if strategy == "wrapped":
+        raise ConfigError(
+            "packing strategy 'wrapped' lets packed documents see each other.",
+            place="--packing_strategy",
+            fix="use bfd, or bfd_split, which keeps the overflow of long documents as rows of their own.",
+        )
+
+
+def check_documents_isolated(model: Any) -> None:
+    """Run `model` on one small packed row and refuse it if a document changes its neighbour's output.
+
+    Catches models that take position ids and ignore them when they build their mask. Costs one forward pass over
+    32 tokens; call it before the model is sharded.
+
+    Raises:
+        ConfigError: if the documents are not isolated.
+    """
+    import torch
+
+    device = next(model.parameters()).device
+    vocab_size = model.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
+    row = torch.randint(0, vocab_size, (1, 16), generator=generator)
+    other = row.clone()
+    other[:, :8] = (other[:, :8] + 1 + vocab_size // 2) % vocab_size
+    position_ids = torch.arange(8).repeat(2)[None].to(device)
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        outputs = [
+            model(input_ids=ids.to(device), position_ids=position_ids, use_cache=False).logits[:, 8:].float()
+            for ids in (row, other)
+        ]
+    model.train(was_training)
+    difference, scale = (outputs[0] - outputs[1]).abs().max().item(), outputs[0].abs().max().item()
+    if difference > 1e-5 * max(scale, 1.0):
+        raise ConfigError(
+            f"{type(model).__name__} lets packed documents see each other with "
+            f"{model.config._attn_implementation} attention.",
+            place="--packing",
+            fix="switch packing off for this model.",
+        )
+
+
+def _default_attention(device_type: str, dtype: Any, packing: bool, config: Any, model_class: Any) -> str:
+    if device_type == "cuda":
+        try:
+            _check_flash("flash_attention_2", device_type, dtype, config, model_class)
+        except ConfigError:
+            pass
+        else:
+            return "flash_attention_2"
+    if not _has_sdpa(config, model_class):
+        return "eager"
+    if (packing or device_type == "cpu") and _supports(model_class, "_supports_attention_backend"):
+        return register_packed_attention()
+    return "sdpa"
+
+
+def _check_flash(requested: str, device_type: str, dtype: Any, config: Any, model_class: Any) -> None:
+    import torch
+    from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
+
+    elsewhere = f"use sdpa, or {PACKED_ATTENTION} for packed rows."
+    if device_type != "cuda":
+        raise _refuse(f"{requested} needs a CUDA device and this run is on {device_type}.", elsewhere)
+    if dtype not in (torch.float16, torch.bfloat16):
+        raise _refuse(
+            f"{requested} computes in fp16 or bf16 and this run in {str(dtype).removeprefix('torch.')}.",
+            f"set --precision bf16, or {elsewhere}",
+        )
+    if not _supports(model_class, "_supports_flash_attn"):
+        raise _refuse(f"{_name(model_class)} does not support flash attention.", elsewhere)
+    head_size = _head_size(config)
+    if head_size is not None and (head_size > _FLASH_MAX_HEAD_SIZE or head_size % 8):
+        raise _refuse(
+            f"{requested} takes head sizes that are multiples of 8 up to {_FLASH_MAX_HEAD_SIZE}, this model has "
+            f"{head_size}.",
+            elsewhere,
+        )
+    available = is_flash_attn_2_available if requested == "flash_attention_2" else is_flash_attn_3_available
+    if not available():
+        raise _refuse(f"{requested} is not installed.", f"{_FLASH_INSTALL[requested]}, or {elsewhere}")
+    needed, found = _FLASH_MIN_CAPABILITY[requested], torch.cuda.get_device_capability()
+    if found < needed:
+        raise _refuse(
+            f"{requested} needs compute capability {needed[0]}.{needed[1]} and this device has {found[0]}.{found[1]}.",
+            elsewhere,
+        )
+
+
+def _check_flex(device_type: str, model_class: Any) -> None:
+    if device_type == "cpu":
+        raise _refuse(
+            "flex_attention has no backward pass on a CPU.", f"use sdpa, or {PACKED_ATTENTION} for packed rows."
+        )
+    if not _supports(model_class, "_supports_flex_attn"):
+        raise _refuse(f"{_name(model_class)} does not support flex_attention.", "use sdpa.")
+
+
+def _has_sdpa(config: Any, model_class: Any) -> bool:
+    """Whether SDPA computes this model's attention: it cannot cap logits, as Gemma 2 does."""
+    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+    return _supports(model_class, "_supports_sdpa") and not capped
+
+
+def _check_kernel(requested: str, device_type: str) -> str:
+    from transformers.utils import is_kernels_available
+
+    if device_type == "cpu":
+        raise _refuse(f"{requested} is a kernel for accelerators and this run is on a CPU.", "use sdpa.")
+    if not is_kernels_available():
+        raise _refuse(
+            f"{requested} is downloaded by the kernels package, which is not installed.", "pip install kernels."
+        )
+    return requested
+
+
+def _check_can_isolate(config: Any, model_class: Any) -> None:
+    text_config = config.get_text_config()
+    layer_types = set(getattr(text_config, "layer_types", None) or ())
+    mixing = layer_types - _ISOLATING_LAYER_TYPES
+    # Recurrent, state-space and linear attention layers carry a state across the whole row.
+    if mixing or getattr(model_class, "_is_stateful", False):
+        layers = f" ({', '.join(sorted(mixing))} layers)" if mixing else ""
+        raise ConfigError(
+            f"{config.model_type} models{layers} carry a state from one packed document into the next.",
+            place="--packing",
+            fix="switch packing off for this model.",
+        )
+
+
+def _model_class(config: Any) -> Any:
+    """The causal language model class for `config`, or None for remote code."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
+        if type(config) in mapping:
+            return mapping[type(config)]
+    return None
+
+
+def _supports(model_class: Any, flag: str) -> bool:
+    """transformers' own class flag; True for remote code, which transformers itself checks when it loads."""
+    return model_class is None or bool(getattr(model_class, flag, False))
+
+
+def _name(model_class: Any) -> str:
+    return model_class.__name__ if model_class is not None else "this model"
+
+
+def _head_size(config: Any) -> int | None:
+    text_config = config.get_text_config()
+    if getattr(text_config, "head_dim", None):
+        return int(text_config.head_dim)
+    hidden, heads = getattr(text_config, "hidden_size", None), getattr(text_config, "num_attention_heads", None)
+    return hidden // heads if hidden and heads else None
+
+
+def _refuse(problem: str, fix: str) -> ConfigError:
+    return ConfigError(problem, place="--attn_implementation", fix=fix)

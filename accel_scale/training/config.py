@@ -1,0 +1,94 @@
+"""The recipe's defaults: TRL's configuration classes with the few defaults and choices that differ."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from trl import ModelConfig, SFTConfig
+
+from accel_scale.training.optimizers import OPTIMIZER_NAMES
+from accel_scale.training.schedules import SCHEDULE_NAMES
+
+
+@dataclass
+class RecipeModelConfig(ModelConfig):
+    """TRL's `ModelConfig`; double quantisation is on and the weights' dtype follows ``--precision``."""
+
+    dtype: str | None = field(
+        default=None,
+        metadata={
+            "help": "Dtype the weights are loaded in. Default: what --precision and --method call for.",
+            "choices": ["auto", "bfloat16", "float16", "float32"],
+        },
+    )
+    use_bnb_nested_quant: bool = field(
+        default=True, metadata={"help": "Quantise the quantisation constants too (QLoRA, section 3)."}
+    )
+
+
+@dataclass
+class RecipeSFTConfig(SFTConfig):
+    """TRL's `SFTConfig` with packing on, every optimizer and schedule of accel-scale as a choice, and quiet output.
+
+    Attributes set after construction: `optimizer_name` and `schedule_name`, as the user wrote them; the base class
+    sees the nearest name it knows.
+    """
+
+    output_dir: str | None = field(default="outputs/sft", metadata={"help": "Where checkpoints and the result go."})
+    optim: str = field(
+        default="adamw_torch_fused", metadata={"help": "The optimizer.", "choices": list(OPTIMIZER_NAMES)}
+    )
+    lr_scheduler_type: str = field(
+        default="cosine",
+        metadata={
+            "help": "Learning rate schedule; wsd is warmup_stable_decay.",
+            "choices": list(SCHEDULE_NAMES),
+        },
+    )
+    packing: bool = field(
+        default=True,
+        metadata={"help": "Pack documents into rows of --max_length; attention never crosses documents."},
+    )
+    logging_nan_inf_filter: bool = field(
+        default=False, metadata={"help": "Hide NaN losses from the log; off, so that they are seen."}
+    )
+    gradient_checkpointing: bool | None = field(  # type: ignore[assignment]
+        default=None,
+        metadata={
+            "help": "TRL's switch for activation checkpointing; --checkpointing_policy says more.",
+            "nargs": "?",
+            "const": True,
+        },
+    )
+
+    def __post_init__(self) -> None:
+        from transformers.trainer_utils import SchedulerType
+        from transformers.training_args import OptimizerNames
+
+        self.optimizer_name: str = str(getattr(self.optim, "value", self.optim))
+        self.schedule_name: str = str(getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type))
+        if self.optimizer_name not in {o.value for o in OptimizerNames}:
+            self.optim = "adamw_torch"
+        if self.schedule_name not in {s.value for s in SchedulerType}:
+            self.lr_scheduler_type = "warmup_stable_decay"
+        super().__post_init__()
+
+    def _validate_args(self) -> None:
+        """As the base class, except that bf16 is allowed on a CPU.
+
+        transformers allows it only with ``use_cpu``, which would also make every rank of a launch a run of its own
+        (checked on 5.23; tests/unit/test_config.py fails when it moves).
+        """
+        import torch
+
+        kept = self.use_cpu
+        self.use_cpu = kept or not torch.accelerator.is_available()
+        try:
+            super()._validate_args()
+        finally:
+            self.use_cpu = kept
+
+    def to_dict(self) -> dict[str, Any]:
+        """As the base class, with the names the user wrote."""
+        return {**super().to_dict(), "optim": self.optimizer_name, "lr_scheduler_type": self.schedule_name}

@@ -1,0 +1,65 @@
+"""Caps on device memory, so that a large card stands in for a small one."""
+
+from __future__ import annotations
+
+import os
+
+from accel_scale.errors import ConfigError
+from accel_scale.units import format_bytes, parse_bytes
+
+_PLACE = "--device_memory"
+
+
+def memory_fraction(cap_bytes: int, total_bytes: int) -> float:
+    """Share of a device's `total_bytes` that `cap_bytes` is.
+
+    Raises:
+        ConfigError: if the cap is larger than the device.
+    """
+    if cap_bytes > total_bytes:
+        raise ConfigError(
+            f"this device has {format_bytes(total_bytes)}, less than the {format_bytes(cap_bytes)} wanted.",
+            place=_PLACE,
+            fix=f"use {format_bytes(total_bytes).replace(' ', '')} or less, or remove the flag.",
+        )
+    return cap_bytes / total_bytes
+
+
+def cap_device_memory(text: str | int, *, device_type: str, device_index: int = 0) -> int:
+    """Cap what torch's CUDA allocator may reserve on one device; beyond it, torch runs out of memory.
+
+    The CUDA context, NCCL buffers and cuBLAS workspaces (together some hundred MiB) are outside the
+    allocator, so the process takes slightly more than the cap. Call before the first tensor is made.
+
+    Returns:
+        The cap in bytes.
+
+    Raises:
+        ConfigError: without CUDA (host memory has no such cap), or if the device is smaller than the cap.
+    """
+    cap_bytes = parse_bytes(text, place=_PLACE)
+    if device_type != "cuda":
+        raise ConfigError(
+            f"memory of a {device_type} device cannot be capped; torch offers it for CUDA only.",
+            place=_PLACE,
+            fix="remove the flag here; `accel-scale plan` predicts the peak for such a card.",
+        )
+    import torch
+
+    total_bytes = torch.cuda.get_device_properties(device_index).total_memory
+    torch.cuda.set_per_process_memory_fraction(memory_fraction(cap_bytes, total_bytes), device_index)
+    return cap_bytes
+
+
+def fragmentation_advice(*, device_type: str, environment: dict[str, str] | None = None) -> str | None:
+    """One sentence on expandable segments when they would help and are not on, else `None`.
+
+    Fixed segments fragment under varying sequence lengths; expandable ones return that memory (torch docs,
+    "CUDA semantics", memory management). They must be set before the first CUDA allocation, hence in the
+    environment.
+    """
+    environment = dict(os.environ) if environment is None else environment
+    settings = environment.get("PYTORCH_ALLOC_CONF") or environment.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    if device_type != "cuda" or "expandable_segments" in settings or "backend:" in settings:
+        return None
+    return "set PYTORCH_ALLOC_CONF=expandable_segments:True: sequences of varying length fragment memory less."

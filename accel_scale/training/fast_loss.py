@@ -1,0 +1,183 @@
+"""A leaner loss for TRL's `SFTTrainer`: the same value, without the metrics and waits that every step pays for.
+
+TRL 1.16's fused head projects every position on a CPU (labelled or not), computes its gradients in fp32, and on
+every micro-batch derives entropy and accuracy, gathers four scalars over the ranks and reads three of them back.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.utils import ModelOutput
+
+from accel_scale.training.loss import chunked_cross_entropy, count_loss_tokens, gathered_head
+
+
+@dataclass
+class FastLossOutput(ModelOutput):
+    """Loss of a forward pass with ``fast_lm_head=True``, and the number of labels that were most likely."""
+
+    loss: torch.Tensor | None = None
+    num_correct: torch.Tensor | None = None
+
+
+def add_fast_lm_head(model: Any) -> None:
+    """Let ``model(…, labels=…, fast_lm_head=True)`` return `FastLossOutput` by `chunked_cross_entropy`.
+
+    Other calls go to the forward that was there. It is the model's own forward that changes, so wrappers (DDP,
+    FSDP2, DeepSpeed, PEFT) see an ordinary call. Twice is harmless.
+
+    Args:
+        model: A `PreTrainedModel` with a causal language model head; of a `PeftModel`, its base model.
+    """
+    if getattr(model, "_has_fast_lm_head", False):
+        return
+    previous = model.forward
+    softcap, logit_scale = head_transform(model.config)
+
+    @functools.wraps(type(model).forward)
+    def forward(self: Any, *args: Any, fast_lm_head: bool = False, **kwargs: Any) -> Any:
+        if not fast_lm_head:
+            return previous(*args, **kwargs)
+        labels = kwargs.pop("labels")
+        num_items = kwargs.pop("num_items_in_batch", None)
+        with_accuracy = kwargs.pop("with_accuracy", False)
+        kwargs["use_cache"] = False
+        hidden = self.base_model(*args, **kwargs).last_hidden_state
+        # Looked up at each call: FSDP2 and PEFT replace modules after this was added.
+        head = self.get_output_embeddings()
+        weight, bias = _whole(head.weight), _whole(getattr(head, "bias", None))
+        with gathered_head(weight, bias):
+            result = chunked_cross_entropy(
+                hidden.to(weight.device),
+                weight,
+                labels.to(weight.device),
+                num_items=num_items,
+                bias=bias,
+                softcap=softcap,
+                logit_scale=logit_scale,
+                return_num_correct=with_accuracy,
+            )
+        loss, num_correct = result if with_accuracy else (result, None)
+        return FastLossOutput(loss=loss, num_correct=num_correct)
+
+    model.forward = types.MethodType(forward, model)
+    model._has_fast_lm_head = True
+
+
+def head_transform(config: Any) -> tuple[float | None, float]:
+    """(softcap, factor) that a model's own forward applies to its logits, by the names configurations use.
+
+    Cohere has `logit_scale`, Muse `output_multiplier`, Falcon-H1 `lm_head_multiplier`; Granite and MiniCPM divide by
+    `logits_scaling`, HyperCLOVA X multiplies by it; Gemma caps by `final_logit_softcapping`.
+    """
+    text_config = config.get_text_config()
+    scale = None
+    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
+        scale = getattr(text_config, name, None) if scale is None else scale
+    scaling = getattr(text_config, "logits_scaling", None)
+    if scale is None and scaling is not None:
+        scale = scaling if text_config.model_type == "hyperclovax" else 1 / scaling
+    return getattr(text_config, "final_logit_softcapping", None), 1.0 if scale is None else scale
+
+
+def _whole(parameter: Any) -> Any:
+    """The whole of a parameter that FSDP2 still shows as shards; anything else is itself.
+
+    Inside of a wrapped model's forward the head is whole already. Where the head is wrapped by itself it is gathered
+    here, and its gradient, computed from this rank's tokens, is averaged over the data-parallel ranks as FSDP2 does
+    with every other: left to its default, `full_tensor` would take it for the same on all of them.
+    """
+    if not hasattr(parameter, "full_tensor"):
+        return parameter
+    from torch.distributed.tensor import Partial, Replicate
+
+    names = parameter.device_mesh.mesh_dim_names or ("",) * parameter.device_mesh.ndim
+    return parameter.full_tensor(grad_placements=[Replicate() if n == "tp" else Partial("avg") for n in names])
+
+
+class FastLossMixin:
+    """Put before `trl.SFTTrainer`: ``class Trainer(FastLossMixin, SFTTrainer)``. Training and evaluation use it.
+
+    Logs `num_tokens` as TRL does, `mean_token_accuracy` in evaluation, and in training if `log_token_accuracy`.
+    What it does not cover goes to TRL's own loss: `loss_type` other than nll, label smoothing, a custom loss
+    function, mixture-of-experts auxiliary losses, images, sequence parallelism, prompt-learning adapters.
+    """
+
+    log_token_accuracy: bool = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        model: Any = self.model  # type: ignore[attr-defined]
+        add_fast_lm_head(model.get_base_model() if hasattr(model, "get_base_model") else model)
+        self._fast_loss_covers_run = self._covers_run()
+        self._new_tokens: Any = 0
+
+    def _covers_run(self) -> bool:
+        trainer: Any = self
+        parallelism = trainer.accelerator.parallelism_config
+        peft_config = getattr(trainer.model, "active_peft_config", None)
+        return not (
+            trainer.args.loss_type != "nll"
+            or trainer.label_smoother is not None
+            or trainer.compute_loss_func is not None
+            or trainer.aux_loss_enabled
+            or trainer._is_vision_dataset
+            or (parallelism is not None and (parallelism.sp_enabled or parallelism.cp_enabled))
+            or getattr(peft_config, "is_prompt_learning", False)
+        )
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        trainer: Any = self
+        if return_outputs or not self._fast_loss_covers_run or "shift_labels" in inputs:
+            return super().compute_loss(  # type: ignore[misc]
+                model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
+            )
+        is_training = trainer.model.training
+        outputs = model(
+            **inputs,
+            num_items_in_batch=num_items_in_batch,
+            fast_lm_head=True,
+            with_accuracy=self.log_token_accuracy or not is_training,
+        )
+        self._record_metrics(inputs, outputs, "train" if is_training else "eval")
+        if trainer.args.average_tokens_across_devices and num_items_in_batch is not None:
+            # `num_items_in_batch` counts every rank's tokens, and gradients are averaged over ranks.
+            return outputs.loss * (trainer.accelerator.num_processes // trainer.get_tp_size())
+        return outputs.loss
+
+    def _record_metrics(self, inputs: Any, outputs: FastLossOutput, mode: str) -> None:
+        trainer: Any = self
+        trainer._metrics[mode]["num_tokens"] = [0]  # `log` puts the count in
+        if outputs.num_correct is not None:
+            counts = torch.stack([outputs.num_correct, count_loss_tokens(inputs["labels"])])
+            correct, labelled = trainer.accelerator.gather(counts[None]).sum(0).tolist()
+            trainer._metrics[mode]["mean_token_accuracy"].append(correct / labelled if labelled else 0.0)
+        if mode == "train":
+            mask = inputs.get("attention_mask")
+            # A tensor is only added up here; it is read when a log is due.
+            self._new_tokens = self._new_tokens + (inputs["input_ids"].numel() if mask is None else mask.sum())
+            if trainer.accelerator.sync_gradients:
+                self._count_new_tokens()
+
+    def _count_new_tokens(self) -> None:
+        trainer: Any = self
+        count = torch.as_tensor(self._new_tokens, device=trainer.accelerator.device)
+        if trainer.accelerator.num_processes > 1:
+            count = trainer.accelerator.reduce(count, reduction="sum")
+        trainer._total_train_tokens = trainer._total_train_tokens + count // trainer._tp_size
+        self._new_tokens = 0
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        trainer: Any = self
+        metrics = trainer._metrics["train" if trainer.model.training else "eval"]
+        if "num_tokens" in metrics:
+            trainer._total_train_tokens = int(trainer._total_train_tokens)
+            metrics["num_tokens"] = [trainer._total_train_tokens]
+        super().log(logs, start_time)  # type: ignore[misc]

@@ -1,0 +1,250 @@
+"""Learning rate schedules by ratios: cosine and linear with a floor, warm-up–stable–decay, constant.
+
+Names are those of transformers' `--lr_scheduler_type`; `wsd` is short for `warmup_stable_decay`. Schedules
+that are not ours are built by transformers' `get_scheduler` unchanged.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import TYPE_CHECKING, Any
+
+from accel_scale.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+SCHEDULE_ALIASES = {"wsd": "warmup_stable_decay"}
+DECAYING_SCHEDULES = ("cosine", "linear", "warmup_stable_decay")
+OWN_SCHEDULES = (*DECAYING_SCHEDULES, "constant", "constant_with_warmup")
+# Every value of transformers' `SchedulerType` (5.23), spelled out so that flags are parsed without importing it.
+SCHEDULE_NAMES = (
+    *OWN_SCHEDULES,
+    *SCHEDULE_ALIASES,
+    "cosine_with_restarts",
+    "polynomial",
+    "inverse_sqrt",
+    "reduce_lr_on_plateau",
+    "cosine_with_min_lr",
+    "cosine_warmup_with_min_lr",
+    "greedy",
+)
+# The only schedules of transformers that take a floor as a ratio, under this keyword.
+_FLOOR_KEYWORD = {"cosine_with_min_lr": "min_lr_rate", "cosine_warmup_with_min_lr": "min_lr_rate"}
+_PLACE = "--lr_scheduler_type"
+
+
+def schedule_name(name: Any) -> str:
+    """The transformers name of a schedule given by name, alias or `SchedulerType`."""
+    text = str(getattr(name, "value", name))
+    return SCHEDULE_ALIASES.get(text, text)
+
+
+def decay_factor(progress: float, shape: str) -> float:
+    """Share of the peak left after `progress` ∈ [0, 1] of a decay: 1 at 0, 0 at 1, never rising.
+
+    ``1-sqrt`` is the decay of Hägele et al. 2024 (arXiv:2405.18392, section 3); ``linear`` and ``cosine`` as
+    usual.
+    """
+    progress = min(1.0, max(0.0, progress))
+    if shape == "1-sqrt":
+        return 1.0 - math.sqrt(progress)
+    if shape == "linear":
+        return 1.0 - progress
+    if shape == "cosine":
+        return 0.5 * (1.0 + math.cos(math.pi * progress))
+    raise ConfigError(
+        f"{shape!r} is not a shape of decay.", place="--decay_shape", fix="use 1-sqrt, linear or cosine."
+    )
+
+
+def lr_factor(
+    step: int,
+    *,
+    name: str,
+    num_training_steps: int,
+    num_warmup_steps: int = 0,
+    num_decay_steps: int = 0,
+    decay_shape: str = "1-sqrt",
+    min_lr_ratio: float = 0.0,
+) -> float:
+    """Learning rate of optimizer step `step` (counted from 0) as a share of the peak.
+
+    Warm-up is ``(step + 1) / num_warmup_steps``: no step is spent at a learning rate of zero, unlike
+    transformers' own schedules, whose first step does nothing. The decay reaches `min_lr_ratio` at ``step ==
+    num_training_steps``, one past the last step taken, for the same reason. Only `warmup_stable_decay` reads
+    `num_decay_steps` and `decay_shape`.
+    """
+    if step < num_warmup_steps:
+        return (step + 1) / num_warmup_steps
+    if name in ("constant", "constant_with_warmup"):
+        return 1.0
+    if name == "warmup_stable_decay":
+        decay_start, shape = max(num_warmup_steps, num_training_steps - num_decay_steps), decay_shape
+    elif name in ("cosine", "linear"):
+        decay_start, shape = num_warmup_steps, name
+    else:
+        raise ConfigError(f"{name!r} has no closed form here.", place=_PLACE, fix=f"use one of {OWN_SCHEDULES}.")
+    progress = (step - decay_start) / max(1, num_training_steps - decay_start)
+    return min_lr_ratio + (1.0 - min_lr_ratio) * decay_factor(progress, shape)
+
+
+def warmup_step_count(num_training_steps: int, *, warmup_steps: float = 0, warmup_ratio: float | None = None) -> int:
+    """Warm-up in steps, from a share of the run or a number of steps.
+
+    `warmup_steps` below 1 is a share too, as in transformers.
+
+    Raises:
+        ConfigError: if both are given, or the ratio is outside [0, 1].
+    """
+    if warmup_ratio is not None and warmup_steps:
+        raise ConfigError(
+            f"--warmup_ratio {warmup_ratio:g} and --warmup_steps {warmup_steps:g} both set the warm-up.",
+            place="--warmup_ratio",
+            fix="remove one of them.",
+        )
+    _check_ratio(warmup_ratio, "--warmup_ratio")
+    if warmup_steps < 0:
+        raise ConfigError(
+            f"{warmup_steps:g} warm-up steps are negative.", place="--warmup_steps", fix="use 0 or more."
+        )
+    ratio = warmup_ratio if warmup_ratio is not None else (warmup_steps if warmup_steps < 1 else None)
+    # Rounded first: 0.07 * 100 is a little more than 7 in floating point.
+    return int(warmup_steps) if ratio is None else math.ceil(round(ratio * num_training_steps, 9))
+
+
+def create_schedule(
+    optimizer: torch.optim.Optimizer,
+    name: Any,
+    *,
+    num_training_steps: int,
+    warmup_steps: float = 0,
+    warmup_ratio: float | None = None,
+    min_lr_ratio: float | None = None,
+    decay_ratio: float = 0.1,
+    decay_shape: str = "1-sqrt",
+    scheduler_kwargs: dict[str, Any] | None = None,
+) -> torch.optim.lr_scheduler.LRScheduler:
+    """A schedule stepped once per optimizer step; its state is plain numbers, so it resumes without pickle.
+
+    The run's length is not part of the state: a run resumed with another `num_training_steps` follows the new
+    one.
+
+    Args:
+        name: A value of transformers' `SchedulerType`, or ``wsd``.
+        min_lr_ratio: Floor as a share of the peak; `None` means zero.
+        scheduler_kwargs: `--lr_scheduler_kwargs`, for schedules that transformers builds.
+
+    Raises:
+        ConfigError: if a setting does not apply to the schedule or two settings contradict each other.
+    """
+    name = schedule_name(name)
+    num_warmup_steps = warmup_step_count(num_training_steps, warmup_steps=warmup_steps, warmup_ratio=warmup_ratio)
+    _check_ratio(min_lr_ratio, "--min_lr_ratio")
+    if name not in OWN_SCHEDULES:
+        kwargs = _with_floor(name, dict(scheduler_kwargs or {}), min_lr_ratio)
+        return _transformers_schedule(optimizer, name, num_warmup_steps, num_training_steps, kwargs)
+    if scheduler_kwargs:
+        raise ConfigError(
+            f"{name} takes no --lr_scheduler_kwargs: {', '.join(scheduler_kwargs)}.",
+            place="--lr_scheduler_kwargs",
+            fix="use --min_lr_ratio, --decay_ratio and --decay_shape.",
+        )
+    if min_lr_ratio and name not in DECAYING_SCHEDULES:
+        raise ConfigError(
+            f"--min_lr_ratio {min_lr_ratio:g} does not apply to a {name} learning rate.",
+            place="--min_lr_ratio",
+            fix="remove it or use --lr_scheduler_type cosine, linear or warmup_stable_decay.",
+        )
+    if name == "constant" and num_warmup_steps:
+        raise ConfigError(
+            f"{num_warmup_steps} warm-up steps do not apply to a constant learning rate.",
+            place=_PLACE,
+            fix="use --lr_scheduler_type constant_with_warmup.",
+        )
+    factor = functools.partial(
+        lr_factor,
+        name=name,
+        num_training_steps=num_training_steps,
+        num_warmup_steps=num_warmup_steps,
+        num_decay_steps=_decay_step_count(name, num_training_steps, warmup_ratio, decay_ratio),
+        decay_shape=decay_shape,
+        min_lr_ratio=min_lr_ratio or 0.0,
+    )
+    if name == "warmup_stable_decay":
+        decay_factor(0.0, decay_shape)  # refuses an unknown shape now, not at the first step of the decay
+    from torch.optim.lr_scheduler import LambdaLR
+
+    return LambdaLR(optimizer, factor)
+
+
+def scaled_learning_rate(lr: float, *, global_batch_size: int, base_batch_size: int, rule: str | None) -> float:
+    """`lr` for another global batch: times the ratio of batch sizes (``linear``) or its root (``sqrt``).
+
+    Linear: Goyal et al. 2017 (arXiv:1706.02677), for SGD. Square root: Malladi et al. 2022
+    (arXiv:2205.10287), for Adam and its kin.
+    """
+    if rule is None:
+        return lr
+    ratio = global_batch_size / base_batch_size
+    if rule == "linear":
+        return lr * ratio
+    if rule == "sqrt":
+        return lr * math.sqrt(ratio)
+    raise ConfigError(
+        f"{rule!r} is not a scaling rule.", place="--scale_lr_from_batch_size", fix="use linear or sqrt."
+    )
+
+
+def _check_ratio(ratio: float | None, flag: str) -> None:
+    if ratio is not None and not 0.0 <= ratio <= 1.0:
+        raise ConfigError(f"{ratio:g} is not a share of the whole.", place=flag, fix="use a number from 0 to 1.")
+
+
+def _decay_step_count(name: str, num_training_steps: int, warmup_ratio: float | None, decay_ratio: float) -> int:
+    if name != "warmup_stable_decay":
+        return 0
+    _check_ratio(decay_ratio, "--decay_ratio")
+    if (warmup_ratio or 0.0) + decay_ratio > 1.0 + 1e-9:
+        raise ConfigError(
+            f"--warmup_ratio {warmup_ratio:g} and --decay_ratio {decay_ratio:g} add up to more than the run.",
+            place="--decay_ratio",
+            fix=f"use --decay_ratio {1 - (warmup_ratio or 0.0):g} or less.",
+        )
+    return math.ceil(round(decay_ratio * num_training_steps, 9))
+
+
+def _with_floor(name: str, kwargs: dict[str, Any], min_lr_ratio: float | None) -> dict[str, Any]:
+    if min_lr_ratio is None:
+        return kwargs
+    keyword = _FLOOR_KEYWORD.get(name)
+    if keyword is None or keyword in kwargs or "min_lr" in kwargs:
+        reason = "has no floor" if keyword is None else "has its floor in --lr_scheduler_kwargs already"
+        raise ConfigError(
+            f"--min_lr_ratio {min_lr_ratio:g} cannot be applied: {name} {reason}.",
+            place="--min_lr_ratio",
+            fix="remove it or use --lr_scheduler_type cosine.",
+        )
+    return {**kwargs, keyword: min_lr_ratio}
+
+
+def _transformers_schedule(
+    optimizer: torch.optim.Optimizer,
+    name: str,
+    num_warmup_steps: int,
+    num_training_steps: int,
+    kwargs: dict[str, Any],
+) -> Any:
+    from transformers import get_scheduler
+
+    if name not in SCHEDULE_NAMES:
+        names = ", ".join(sorted(SCHEDULE_NAMES))
+        raise ConfigError(f"{name!r} is not a schedule.", place=_PLACE, fix=f"use one of {names}.")
+    return get_scheduler(
+        name,
+        optimizer=optimizer,
+        num_warmup_steps=num_warmup_steps,
+        num_training_steps=num_training_steps,
+        scheduler_specific_kwargs=kwargs or None,
+    )

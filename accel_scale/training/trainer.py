@@ -1,0 +1,160 @@
+"""TRL's `SFTTrainer` with accel-scale's schedule, atomic saving, meters and exact match attached."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+from trl import SFTTrainer
+
+from accel_scale.training.config import RecipeSFTConfig
+from accel_scale.training.exact_match import ExactMatch, exact_match
+from accel_scale.training.fast_loss import FastLossMixin
+from accel_scale.training.meters import ThroughputMeter
+from accel_scale.training.precision import enable_fp16_on_cpu
+from accel_scale.training.progress import MeterCallback, quiet_progress
+from accel_scale.training.recovery_mixin import MemoryRecoveryMixin
+from accel_scale.training.saving import AtomicSavingMixin
+from accel_scale.training.schedules import create_schedule
+
+
+class ScaleSFTTrainer(MemoryRecoveryMixin, AtomicSavingMixin, FastLossMixin, SFTTrainer):
+    """`SFTTrainer` that honours what `resolve` decided.
+
+    Args:
+        schedule: Keyword arguments of `create_schedule` beside the optimizer and the number of steps.
+        adapter_dtype: Dtype of adapter weights; TRL casts those of a quantised model to bf16 whatever the precision
+            of the run, which loses small updates.
+        verify_first_checkpoint: Read the first thing saved back and compare it with memory.
+        recover_from_oom: Take a step that runs out of memory again in smaller passes.
+        questions: Held-out rows answered before the first and after the last step.
+        max_new_tokens: Length limit of those answers.
+        **kwargs: As `SFTTrainer`.
+    """
+
+    args: RecipeSFTConfig
+
+    def __init__(
+        self,
+        *,
+        schedule: dict[str, Any] | None = None,
+        adapter_dtype: torch.dtype | None = None,
+        verify_first_checkpoint: bool = True,
+        recover_from_oom: bool = True,
+        questions: Sequence[dict[str, Any]] = (),
+        max_new_tokens: int = 32,
+        **kwargs: Any,
+    ) -> None:
+        self._schedule = schedule or {}
+        self.meter = ThroughputMeter()
+        self.answered: dict[str, ExactMatch] = {}
+        super().__init__(**kwargs)
+        enable_fp16_on_cpu(self.accelerator)
+        self.verify_first_checkpoint = verify_first_checkpoint
+        self.recover_from_oom = recover_from_oom
+        self._questions, self._max_new_tokens = questions, max_new_tokens
+        if adapter_dtype is not None:
+            cast_trainable(self.model, adapter_dtype)
+        self.add_callback(MeterCallback(self.meter))
+        if questions:
+            self.add_callback(_AnswerCallback(self))
+        quiet_progress(self)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """The schedule by ratios of the steps that will really be taken."""
+        if self.lr_scheduler is None:
+            by_ratio = self._schedule.get("warmup_ratio") is not None
+            kwargs: Any = self.args.lr_scheduler_kwargs
+            chosen: Any = self.optimizer if optimizer is None else optimizer
+            schedule: Any = create_schedule(
+                chosen,
+                self.args.schedule_name,
+                num_training_steps=num_training_steps,
+                warmup_steps=0 if by_ratio else self.args.get_warmup_steps(num_training_steps),
+                scheduler_kwargs=kwargs,
+                **self._schedule,
+            )
+            self.lr_scheduler, self._created_lr_scheduler = schedule, True
+        return self.lr_scheduler
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """The micro-batches of one optimizer step; their tokens without padding are counted here, once."""
+        self.meter.start_step()
+        batches, num_items = super().get_batch_samples(*args, **kwargs)
+        self.meter.fetched()
+        for batch in batches:
+            mask = batch.get("attention_mask")
+            padded = mask is not None and mask.dim() == 2
+            self.meter.add_tokens(mask.sum() if padded else batch["input_ids"].numel())
+        return batches, num_items
+
+    def answer_questions(self, when: str) -> None:
+        """Answer the held-out questions with the weights as they are, whatever their sharding; on every rank."""
+        # Under autocast, as in training: a bf16 base and fp32 embeddings trained beside adapters meet in one product.
+        with self.accelerator.autocast():
+            self.answered[when] = exact_match(
+                self.model_wrapped if hasattr(self.model_wrapped, "generate") else self.model,
+                self.processing_class,
+                self._questions,
+                max_new_tokens=self._max_new_tokens,
+                rank=self.accelerator.process_index,
+                world_size=self.accelerator.num_processes,
+                reduce=lambda counts: self.accelerator.reduce(counts, "sum"),
+            )
+
+    def figures(self) -> dict[str, Any]:
+        """What the run measured, summed over ranks where that is meant; call it on every rank."""
+        meter = self.meter
+        mine = torch.tensor(
+            [meter.tokens_per_second or 0.0, float(meter.num_tokens)],
+            dtype=torch.float32,
+            device=self.accelerator.device,
+        )
+        speed, tokens = self.accelerator.reduce(mine, "sum").tolist()
+        history = self.state.log_history
+        evaluated = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        return {
+            "optimizer": type(optimizer).__name__,
+            "steps": self.state.global_step,
+            "losses": [entry["loss"] for entry in history if "loss" in entry],
+            "eval_loss": evaluated[-1] if evaluated else None,
+            "tokens": tokens,
+            "tokens_per_second": speed or None,
+            "data_wait_ratio": meter.data_wait_ratio,
+            "memory_recovery": self.recovery_summary(),
+            "exact_match": {when: _as_dict(result) for when, result in self.answered.items()},
+        }
+
+
+class _AnswerCallback(TrainerCallback):
+    """Asks the questions once everything is in place, and once the last step is done."""
+
+    def __init__(self, trainer: ScaleSFTTrainer) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 0:  # a resumed run is not at its beginning
+            self._trainer.answer_questions("before")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer.answer_questions("after")
+
+
+def cast_trainable(model: Any, dtype: torch.dtype) -> None:
+    """Keep every trainable weight of `model` in `dtype`."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)
+
+
+def _as_dict(result: ExactMatch) -> dict[str, Any]:
+    return {
+        "accuracy": result.accuracy,
+        "num_correct": result.num_correct,
+        "num_questions": result.num_questions,
+        "seconds": result.seconds,
+        "tasks": {name: score.accuracy for name, score in result.tasks.items()},
+    }

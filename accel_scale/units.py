@@ -1,0 +1,38 @@
+"""Bytes as people write them: ``24GiB``, ``1.5e9``, ``80 GB``."""
+
+from __future__ import annotations
+
+import re
+
+from accel_scale.errors import ConfigError
+
+_FACTORS = {
+    "": 1,
+    "b": 1,
+    **{f"{p}b": 1000**i for i, p in enumerate("kmgt", start=1)},
+    **{f"{p}ib": 1024**i for i, p in enumerate("kmgt", start=1)},
+}
+_PATTERN = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+def parse_bytes(text: str | int, *, place: str | None = None) -> int:
+    """Bytes in `text`: decimal units (``GB`` = 10⁹) and binary ones (``GiB`` = 2³⁰), case-insensitive.
+
+    Raises:
+        ConfigError: if `text` is not a positive amount with a known unit.
+    """
+    match = _PATTERN.fullmatch(str(text))
+    factor = _FACTORS.get(match.group(2).lower()) if match else None
+    if match is None or factor is None or float(match.group(1)) <= 0:
+        raise ConfigError(f"{text!r} is not an amount of memory.", place=place, fix="write it like 24GiB or 80GB.")
+    return int(float(match.group(1)) * factor)
+
+
+def format_bytes(num_bytes: float) -> str:
+    """`num_bytes` with a binary unit and three significant digits, e.g. ``22.4 GiB``."""
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.3g} {unit}"
+        value /= 1024
+    return f"{value:.3g} TiB"

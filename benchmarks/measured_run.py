@@ -1,0 +1,67 @@
+"""Run a training script as it is and record when each step ended (wall and CPU seconds), its tokens, and its memory.
+
+    python benchmarks/measured_run.py report.json path/to/script.py --flags of --the script
+
+A callback is added to the ones every transformers `Trainer` starts with; the script is not touched. Tokens without
+padding are those the trainer itself logs as `num_tokens`.
+"""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def peak_resident_bytes() -> int:
+    """High-water mark of resident memory since it was last reset. Linux only."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024
+
+
+def reset_peak_resident_bytes() -> None:
+    """Make the present resident memory the high-water mark (proc(5), clear_refs)."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def add_recorder(report: dict[str, Any]) -> None:
+    """Make every `Trainer` of this process write its steps, logs and memory into `report`."""
+    from transformers import TrainerCallback, trainer
+
+    class Recorder(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            reset_peak_resident_bytes()
+            report.update(steps=[], logs=[], resident_bytes_before=peak_resident_bytes())
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            report["steps"].append([state.global_step, time.perf_counter(), time.process_time()])
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            if logs and "loss" in logs:
+                report["logs"].append([state.global_step, logs["num_tokens"], logs["loss"]])
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            report["peak_resident_bytes"] = peak_resident_bytes()
+
+    # A list that `Trainer.__init__` copies (checked on transformers 5.23); an empty report tells if it moves.
+    trainer.DEFAULT_CALLBACKS.append(Recorder)
+
+
+def main() -> None:
+    """Entry point; everything after the script's path is the script's."""
+    report_path, script, *flags = sys.argv[1:]
+    report: dict[str, Any] = {}
+    add_recorder(report)
+    sys.argv = [script, *flags]
+    sys.path[0] = str(Path(script).resolve().parent)
+    runpy.run_path(script, run_name="__main__")
+    if not report.get("logs"):
+        raise RuntimeError(f"{script} logged no step with num_tokens and loss.")
+    Path(report_path).write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

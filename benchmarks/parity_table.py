@@ -1,0 +1,100 @@
+"""Run the SFT recipe under every launch file and method on CPU processes and write how far the results differ.
+
+    python benchmarks/parity_table.py                    # every row of docs/parity.md, about 8 minutes on 2 cores
+    python benchmarks/parity_table.py --only zero3 zero1 # some rows; the others stay if the versions are still theirs
+
+The runs and the comparison are those of `tests/distributed/test_parity.py`. The file is written after every row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import resource
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPOSITORY / "tests" / "distributed"))
+
+import parity  # noqa: E402
+
+from accel_scale.launching.launch_file import read_launch_file  # noqa: E402
+from accel_scale.reporting.summary import installed_versions  # noqa: E402
+
+TABLE = REPOSITORY / "docs" / "parity.md"
+WRONG = "half_batch"
+HEADER = f"""# Parity: every launch file trains the same model
+
+The same recipe, seed and data under every launch file in `accelerate_configs/`, on CPU processes over gloo, against
+DDP; DDP itself against one process at the same global batch. fp32, {parity.NUM_STEPS} AdamW steps at a learning rate
+of 1e-3, a global batch of {parity.GLOBAL_BATCH_SIZE} sequences of up to 256 tokens, a real pretrained 260K Llama on
+GSM8K. Files for several nodes run as that many `accelerate launch` commands on one machine.
+
+Each cell: largest relative difference of a step's loss / of a saved tensor, ‖A − B‖ ÷ ‖B‖. The tests allow
+{parity.TOLERANCE:g} for both. The row `{WRONG}` is what a mistake looks like: DDP at half the global batch.
+
+| launch file | strategy | against | full | LoRA | QLoRA | CPU seconds | measured |
+|---|---|---|---|---|---|---|---|
+"""
+
+
+def main() -> int:
+    """Measure row by row, printing each and writing the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [parity.REFERENCE, WRONG, *(name for name in parity.launch_names() if name != parity.REFERENCE)]
+    parser.add_argument("--only", nargs="+", metavar="NAME", choices=names, default=names)
+    rows = kept_rows()
+    for name in parser.parse_args().only:
+        rows[name] = measured_row(name)
+        print(rows[name], flush=True)
+        ordered = [rows[name] for name in names if name in rows]
+        TABLE.write_text(HEADER + "\n".join(ordered) + "\n" + footer(), encoding="utf-8")
+    return 0
+
+
+def kept_rows() -> dict[str, str]:
+    """The rows of the table as it stands, by launch file; none if the versions have changed since."""
+    text = TABLE.read_text(encoding="utf-8") if TABLE.is_file() else ""
+    if not text.endswith(footer()):
+        return {}
+    rows = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| launch file")]
+    return {row.split("|")[1].strip(): row for row in rows}
+
+
+def measured_row(name: str) -> str:
+    """One line of the table; the time is that of one launch with its three runs, summed over cores."""
+    before = children_cpu_seconds()
+    if name == WRONG:
+        cells, against, file = ["", cell(parity.wrong_batch_difference()), ""], parity.REFERENCE, parity.REFERENCE
+        seconds = ""
+    else:
+        against, file = parity.SINGLE if name == parity.REFERENCE else parity.REFERENCE, name
+        results = parity.results(name)
+        seconds = f"{children_cpu_seconds() - before:.0f}"
+        reference = parity.results(against)
+        cells = [cell(parity.compare(results[method], reference[method])) for method in parity.METHODS]
+    label = read_launch_file(parity.CONFIGS / f"{file}.yaml").parallel.label
+    today = datetime.datetime.now(datetime.timezone.utc).date()
+    return f"| {name} | {label} | {against} | {' | '.join(cells)} | {seconds} | {today} |"
+
+
+def children_cpu_seconds() -> float:
+    """Processor time of all processes that this one started and waited for; unlike the clock's, free of other load."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def cell(difference: parity.Difference) -> str:
+    """``1e-07 / 3e-06``."""
+    return f"{difference.loss:.0e} / {difference.weight:.0e}"
+
+
+def footer() -> str:
+    """The versions that all rows were measured with."""
+    versions = ", ".join(f"{name} {version}" for name, version in installed_versions().items())
+    return f"\nVersions: {versions}. Written by `python benchmarks/parity_table.py`.\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

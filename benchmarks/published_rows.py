@@ -1,0 +1,164 @@
+"""Published memory measurements as model facts and training setups.
+
+The rows are in benchmarks/data/memory_measurements.json: what a repository's documentation states, with its source.
+What a row does not say is taken from the stack it was measured on, in one place here, never row by row.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accel_scale.errors import ConfigError
+from accel_scale.planning.catalogue import load_model_facts
+from accel_scale.planning.model_facts import ModelFacts
+from accel_scale.planning.training_setup import LoraSetup, ParallelSetup, TrainingSetup
+
+MEASUREMENTS = Path(__file__).parent / "data" / "memory_measurements.json"
+# Stacks that train transformers' models with Accelerate, DeepSpeed or the HF Trainer.
+HF_STACKS = ("HF Trainer", "HF Trainer (Qwen finetune.py)", "DeepSpeed", "Accelerate", "llama-recipes (HF model)")
+_QWEN_TARGETS = ("c_attn", "c_proj", "w1", "w2")
+# What the scripts of Qwen, litgpt and torchtune set, or have for a default.
+_LORA_DROPOUT = 0.05
+_DEGREE = re.compile(r"\b(dp|tp|pp|cp)=(\d+)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class PublishedRow:
+    """One row that the planner can be asked about."""
+
+    id: int
+    source: str
+    stack: str
+    metric: str
+    measured_gib: float
+    model: ModelFacts
+    setup: TrainingSetup
+    row: dict[str, Any]
+
+
+def load_rows(path: Path = MEASUREMENTS) -> list[dict[str, Any]]:
+    """All rows, graded or not."""
+    return json.loads(path.read_text())
+
+
+def published_row(row: dict[str, Any]) -> PublishedRow:
+    """`row` as a question to the planner.
+
+    Raises:
+        ConfigError: if the row leaves out what a prediction needs, or uses what is not modelled.
+    """
+    if not row["seq_len"] or not row["batch"] or not row["peak_mem_gib"]:
+        raise ConfigError(f"row {row['id']} states no length, batch or memory.")
+    measured = row["peak_mem_gib"] / (row["n_gpus"] if row["sum_over_gpus"] else 1)
+    model = load_model_facts(row["model"]["name"], allow_download=False)
+    return PublishedRow(row["id"], source_of(row), row["stack"], metric_of(row), measured, model, setup_of(row), row)
+
+
+def source_of(row: dict[str, Any]) -> str:
+    """The document a row comes from: one score each."""
+    return re.split(r" \(| @|;", row["source"])[0].strip()
+
+
+def metric_of(row: dict[str, Any]) -> str:
+    """``allocated``, ``reserved`` or ``device``: what was read."""
+    text = f"{row['peak_mem_metric']}".lower()
+    if "nvidia-smi" in text or row["stack"].startswith("HF Trainer"):
+        return "device"
+    if "max_memory_allocated" in text or "active" in text or "offers active" in text:
+        return "allocated"
+    return "reserved" if "reserved" in text or "torchtitan" in row["stack"] else "allocated"
+
+
+def setup_of(row: dict[str, Any]) -> TrainingSetup:
+    """The row's settings in the planner's terms."""
+    peft = row["peft"]
+    precision, weight_dtype = _precision(row)
+    return TrainingSetup(
+        method="full" if peft is None else ("qlora" if peft["quant"] else "lora"),
+        precision=precision,
+        weight_dtype=weight_dtype,
+        optimizer=_optimizer(row),
+        checkpointing=_checkpointing(row),
+        attention="eager" if row["attention"] == "eager" else "flash_attention_2",
+        loss="full" if "full logits" in row["loss"] and "chunked" not in row["loss"] else "chunked",
+        micro_batch_size=row["batch"],
+        sequence_length=row["seq_len"],
+        accumulation=row["grad_accum"] or 1,
+        lora=_lora(row),
+        double_quantisation=bool(peft and "dq" in str(peft["quant"])),
+        compile=bool(row["torch_compile"]),
+        parallel=_parallel(row),
+    )
+
+
+def _precision(row: dict[str, Any]) -> tuple[str, str | None]:
+    text = row["dtype"]
+    if text.startswith("bf16 weights + autocast"):
+        # PEFT keeps adapters in fp32 beside bf16 weights; modules trained whole are copies in the base's type.
+        peft = row["peft"]
+        return "bf16", None if peft and not peft.get("modules_to_save") else "bfloat16"
+    if text.startswith(("bf16 (pure)", "bf16-true")):
+        return "bf16_true", None
+    if text == "fp16":
+        return "fp16", "float16"
+    return ("fp32", None) if text == "fp32" else ("bf16", None)
+
+
+def _optimizer(row: dict[str, Any]) -> str:
+    text = row["optimizer"].lower()
+    if "paged" in text and "when quantised" not in text:
+        return "paged_adamw_8bit" if "8bit" in text else "paged_adamw_32bit"
+    if "when quantised" in text and row["peft"] and row["peft"]["quant"]:
+        return "paged_adamw_32bit"
+    if "fused" in text or row["stack"] == "torchtitan":
+        return "adamw_torch_fused"
+    return "adamw_torch"
+
+
+def _checkpointing(row: dict[str, Any]) -> str:
+    text = row["checkpointing"].lower()
+    if "offload" in text:
+        return "offload"
+    if "selective" in text or "sac" in text:
+        return "selective"
+    if text == "unstated":
+        raise ConfigError(f"row {row['id']} does not say whether activations are checkpointed.")
+    return "none" if text.startswith("none") else "full"
+
+
+def _lora(row: dict[str, Any]) -> LoraSetup:
+    peft = row["peft"]
+    if peft is None:
+        return LoraSetup()
+    names = " ".join(peft["targets"])
+    if row["model"]["name"].startswith("Qwen/Qwen-"):
+        full = tuple(peft.get("modules_to_save", ()))
+        return LoraSetup(peft["r"], _QWEN_TARGETS, full_modules=full, dropout=_LORA_DROPOUT)
+    if "mlp" in names or "w1" in names:
+        return LoraSetup(peft["r"], dropout=_LORA_DROPOUT)
+    return LoraSetup(peft["r"], tuple(f"{name[0]}_proj" for name in peft["targets"]), dropout=_LORA_DROPOUT)
+
+
+def _parallel(row: dict[str, Any]) -> ParallelSetup:
+    text = row["strategy"]
+    sizes = {key.lower(): int(value) for key, value in _DEGREE.findall(text)}
+    degrees = {
+        "num_gpus": row["n_gpus"],
+        "tensor_parallel": sizes.get("tp", 1),
+        "pipeline_parallel": sizes.get("pp", 1),
+        "sequence_parallel": sizes.get("cp", 1),
+    }
+    lower = text.lower()
+    if lower.startswith("single"):
+        return ParallelSetup()
+    if lower.startswith("ddp"):
+        return ParallelSetup("ddp", **degrees)
+    if "deepspeed" in lower:
+        return ParallelSetup(f"zero{re.search(r'zero-(.)', lower)[1]}", **degrees)  # type: ignore[index]
+    offload = "cpu" if "cpu offload" in lower else "none"
+    name = "fsdp2" if "fsdp2" in lower else "fsdp1"
+    return ParallelSetup(name, offload_params=offload, offload_optimizer=offload, **degrees)

@@ -1,0 +1,196 @@
+"""Twenty varied plans, written by `accel-scale plan --write` and rehearsed on CPU processes as they are.
+
+    python benchmarks/rehearse_plans.py                 # all of them, and writes benchmarks/results/rehearse_plans.md
+    python benchmarks/rehearse_plans.py zero3 hybrid    # those whose name contains a word; writes nothing
+
+Models are given as folders with their configuration from the catalogue, so nothing is downloaded. A rehearsal
+shrinks the model, launches, saves, resumes, reloads and compares. One after another: about a minute each on two
+cores; a plan that fails or hangs does not stop the others. Exits with 1 if any failed for another reason than one
+that is expected and explained.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+RESULTS = REPOSITORY / "benchmarks" / "results" / "rehearse_plans.md"
+TIMEOUT_SECONDS = 900
+_CLI = "import sys; from accel_scale.cli.main import main; sys.exit(main())"
+
+# name → model and flags of `accel-scale plan`
+REQUESTS: dict[str, str] = {
+    "one-gpu-full": "meta-llama/Llama-3.2-1B --gpu 4090",
+    "one-gpu-qlora": "meta-llama/Llama-3.1-8B --gpu 4090 --method qlora --strategy single_gpu",
+    "unnamed-card-lora": "Qwen/Qwen2.5-3B --gpu 24GiB --method lora --lora_r 32 --lora_target_modules q_proj v_proj",
+    "bf16-true": "Qwen/Qwen3-0.6B --gpu 3060 --precision bf16_true --max_length 1024",
+    "fp16": "HuggingFaceTB/SmolLM2-135M --gpu T4 --num_gpus 2 --max_length 1024 --strategy ddp",
+    "fp32": "openai-community/gpt2 --gpu A10G --precision fp32 --max_length 1024 --global_batch_size 32",
+    "fp8-ddp": "meta-llama/Llama-3.2-1B --gpu H100-SXM --num_gpus 2 --precision fp8 --strategy ddp",
+    "ddp-lora": "Qwen/Qwen2.5-7B --gpu A100-80GB-SXM --num_gpus 8 --method lora --strategy ddp",
+    "ddp-paged": "HuggingFaceTB/SmolLM2-1.7B --gpu L40S --num_gpus 4 --optim paged_adamw_8bit --no_packing",
+    "fsdp2-full": "meta-llama/Llama-3.1-8B --gpu H100-SXM --num_gpus 8 --strategy fsdp2",
+    "fsdp2-qlora": "meta-llama/Llama-3.1-70B --gpu 4090 --num_gpus 4 --method qlora --strategy fsdp2 --max_length 512",
+    "fsdp2-eager": "google/gemma-2-2b --gpu 4090 --num_gpus 4 --strategy fsdp2 --max_length 1024",
+    "fsdp2-grad-op": "EleutherAI/pythia-1b --gpu A10G --num_gpus 4 --strategy fsdp2_grad_op",
+    "fsdp2-offload": "mistralai/Mistral-7B-v0.1 --gpu 4090 --num_gpus 2 --strategy fsdp2_offload",
+    "fsdp2-hybrid": "Qwen/Qwen2.5-14B --gpu H100-SXM --num_gpus 16 --network infiniband-8xndr "
+    "--strategy 'FSDP2 hybrid'",
+    "zero1": "microsoft/phi-2 --gpu A100-80GB-SXM --num_gpus 8 --strategy zero1 --checkpointing_policy every_2",
+    "zero2-offload": "mistralai/Mistral-7B-v0.3 --gpu L40S --strategy zero2_offload --host_memory 512GiB",
+    "zero3-lora-two-nodes": "meta-llama/Llama-3.1-70B --gpu A100-80GB-SXM --num_gpus 16 --network infiniband-hdr "
+    "--method lora --strategy zero3",
+    "zero3-offload-moe": "Qwen/Qwen3-30B-A3B --gpu H100-SXM --num_gpus 8 --strategy zero3_offload --tokens 100M",
+    "zero-infinity": "Qwen/Qwen2.5-7B --gpu 4090 --num_gpus 2 --strategy zero_infinity --nvme 6GB",
+}
+# A check that cannot pass, and why; everything before it must.
+EXPECTED = {"zero-infinity": ("resume", "DeepSpeed does not restore optimizer states that it keeps on NVMe")}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one plan.
+
+    Attributes:
+        name: Its name in `REQUESTS`.
+        setting: The best setting, as the table of the plan has it.
+        status: ``passed``, ``as expected`` (see `EXPECTED`) or ``failed``.
+        details: The check that failed and what was seen.
+        seconds: Of plan and rehearsal.
+    """
+
+    name: str
+    setting: str
+    status: str
+    details: str
+    seconds: float
+
+
+def write_plan(name: str, folder: Path) -> dict:
+    """Plan and write the request called `name` into `folder`; what ``--json`` prints.
+
+    Raises:
+        RuntimeError: if nothing fits or the command fails.
+    """
+    from accel_scale.planning.catalogue import catalogue_config
+
+    model, *flags = shlex.split(REQUESTS[name])
+    config = catalogue_config(model)
+    if config is None:
+        raise RuntimeError(f"{model} is not in the catalogue")
+    source = folder / model.rpartition("/")[2]
+    source.mkdir(parents=True, exist_ok=True)
+    (source / "config.json").write_text(json.dumps(config))
+    words = ["plan", str(source), *flags, "--write", str(folder), "--json"]
+    done = _run(words, timeout_seconds=120)
+    if done.returncode:
+        raise RuntimeError((done.stderr or done.stdout).strip()[-500:])
+    return json.loads(done.stdout)
+
+
+def rehearse(name: str, folder: Path) -> Outcome:
+    """Plan, write and rehearse one request."""
+    started = time.perf_counter()
+    setting = ""
+    try:
+        plan = write_plan(name, folder)
+        setting = _setting(plan)
+        words = shlex.split(plan["written"]["rehearse"])[1:]
+        words[1:1] = ["--timeout_seconds", str(TIMEOUT_SECONDS / 2), "--keep", str(folder / "kept")]
+        done = _run(words, timeout_seconds=TIMEOUT_SECONDS)
+        status, details = _judge(name, done.stdout, done.stderr, done.returncode)
+    except (RuntimeError, OSError, ValueError, KeyError) as error:
+        status, details = "failed", str(error)
+    except subprocess.TimeoutExpired as error:
+        status, details = "failed", f"no end after {error.timeout:.0f} s"
+    return Outcome(name, setting, status, " ".join(details.split()), time.perf_counter() - started)
+
+
+def _run(words: list[str], *, timeout_seconds: float) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"}
+    # DeepSpeed looks for ninja on the PATH.
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment.get('PATH', '')}"
+    return subprocess.run(
+        [sys.executable, "-c", _CLI, *words],
+        cwd=REPOSITORY,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout_seconds,
+    )
+
+
+def _setting(plan: dict) -> str:
+    best = plan["candidates"][0]
+    setup = best["setup"]
+    batch = f"{setup['micro_batch_size']} × {setup['accumulation']}"
+    return f"{best['strategy']}, {setup['method']}, {batch}, {setup['checkpointing']}, {setup['optimizer']}"
+
+
+def _judge(name: str, out: str, err: str, status: int) -> tuple[str, str]:
+    """(status, details) from the printed table of a rehearsal."""
+    checks = re.findall(r"^[│┃|] ?(\w+) +[│┃|] (passed|FAILED|–) +[│┃|] (.*?) *[│┃|]", out, re.MULTILINE)
+    if status == 0:
+        seen = {check: text for check, _, text in checks}
+        return "passed", seen.get("resume", "")
+    failed = next(((check, text) for check, result, text in checks if result == "FAILED" and check != "total"), None)
+    if failed is None:
+        return "failed", (err or out).strip()[-400:]
+    check, reason = EXPECTED.get(name, (None, ""))
+    if failed[0] == check and reason.split()[0] in out:
+        return "as expected", f"{check}: {reason}"
+    start = out.find(failed[1][:40])
+    return "failed", f"{failed[0]}: {re.sub('[│┃]', ' ', out[start : start + 600])}"
+
+
+def report(outcomes: list[Outcome]) -> str:
+    """The table as Markdown."""
+    good = sum(outcome.status != "failed" for outcome in outcomes)
+    lines = [
+        "# Plans rehearsed as they were written",
+        "",
+        f"`python benchmarks/rehearse_plans.py`: {good} of {len(outcomes)} plans ran as written, on CPU processes of "
+        f"one {platform.machine()} machine with {os.cpu_count()} cores; seconds include planning, two launches and "
+        "the comparison.",
+        "",
+        "| plan | flags | best setting | result | seconds |",
+        "|---|---|---|---|--:|",
+    ]
+    for o in outcomes:
+        flags, details = REQUESTS[o.name].replace("|", "\\|"), o.details.replace("|", "\\|")
+        lines.append(f"| {o.name} | `{flags}` | {o.setting} | {o.status}: {details} | {o.seconds:.0f} |")
+    return "\n".join([*lines, ""])
+
+
+def main() -> int:
+    """Rehearse, print a line for each, write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", help="only plans whose name contains one of these")
+    parser.add_argument("--keep", metavar="DIR", help="keep files, logs and checkpoints here")
+    args = parser.parse_args()
+    names = [name for name in REQUESTS if not args.words or any(word in name for word in args.words)]
+    outcomes = []
+    with tempfile.TemporaryDirectory(prefix="plans-") as temporary:
+        work = Path(args.keep or temporary)
+        for name in names:
+            outcomes.append(rehearse(name, work / name))
+            last = outcomes[-1]
+            print(f"{last.status:<11}  {last.seconds:4.0f} s  {name}: {last.setting}; {last.details}", flush=True)
+            if not args.words:
+                RESULTS.write_text(report(outcomes), encoding="utf-8")
+    return int(any(outcome.status == "failed" for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

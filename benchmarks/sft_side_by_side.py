@@ -1,0 +1,400 @@
+"""Fine-tuning side by side: TRL's script with its defaults, TRL's script tuned by hand, and recipes/sft.py.
+
+    python benchmarks/sft_side_by_side.py                    # writes benchmarks/results/sft_side_by_side.{json,md}
+    python benchmarks/sft_side_by_side.py --workloads embedded --repeats 1 --num_rows 400 --results /tmp/results
+
+What is the same for all: model, rows, one pass over them, learning rate and its schedule, optimizer, and tokens per
+optimizer step (the padded contestants accumulate as many micro-batches as that takes). What differs: everything
+else. Each contestant is a process of its own, the repeats are interleaved, and the medians are compared. Speed is
+tokens without padding ÷ wall time from the first logged step to the last, so start-up is left out and logging and
+waiting for data are not; tokens per CPU-second say the same where other work disturbs the clock. Memory is the
+high-water mark of resident memory while training. The evaluation loss is computed afterwards, from the saved
+folders, by one function in fp32. `--workloads gsm8k` takes an hour on a CPU without bf16 arithmetic, TRL's default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+PACKAGES = ("torch", "transformers", "trl", "accelerate")
+LOGGING_STEPS = 1
+_FIGURES = (
+    "tokens_per_second",
+    "tokens_per_cpu_second",
+    "training_resident_bytes",
+    "peak_resident_bytes",
+    "evaluation_loss",
+)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model folder, a folder with train.jsonl and heldout.jsonl, and the hyperparameters all contestants share."""
+
+    name: str
+    description: str
+    model: Path
+    data: Path
+    shared_flags: tuple[str, ...]
+    our_flags: tuple[str, ...]
+    tokens_per_step: int
+    tuned_flags: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A script and its flags."""
+
+    name: str
+    script: Path
+    flags: tuple[str, ...]
+
+
+# ── Workloads ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def embedded_workload(folder: Path, num_rows: int | None) -> Workload:
+    """The model and data inside the package; ours runs without a flag that matters."""
+    from accel_scale.data.default import DEFAULT_TRAINING, default_data_paths, default_model_path
+
+    data, model_path = folder / "embedded", folder / "embedded_model"
+    shutil.copytree(default_model_path(), model_path)  # one model for all, whatever happens to the package meanwhile
+    for split, path in zip(("train", "heldout"), default_data_paths(), strict=True):
+        rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
+        write_rows(data / f"{split}.jsonl", [{"messages": row["messages"]} for row in rows], num_rows or 600)
+    preset = DEFAULT_TRAINING
+    micro, length = int(preset["per_device_train_batch_size"]), int(preset["max_length"])
+    shared = (
+        f"--learning_rate={preset['learning_rate']}",
+        f"--lr_scheduler_type={preset['lr_scheduler_type']}",
+        f"--adam_beta2={preset['adam_beta2']}",
+        "--warmup_steps=0.05",
+        "--assistant_only_loss=True",
+    )
+    # With --dataset_name the preset is no longer applied, so the two that make its batch are spelled out.
+    ours = (f"--per_device_train_batch_size={micro}", f"--max_length={length}")
+    return Workload(
+        name="embedded",
+        description="the embedded base model (2.75 M parameters) and instruction data",
+        model=model_path,
+        data=data,
+        shared_flags=shared,
+        our_flags=ours,
+        tokens_per_step=micro * length,
+    )
+
+
+def gsm8k_workload(folder: Path, num_rows: int | None) -> Workload:
+    """A random Llama of mid size on grade-school word problems; ours runs with its defaults."""
+    import torch
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    from accel_scale.data.default import default_model_path
+
+    source = REPOSITORY.parent / "shared" / "data" / "gsm8k"
+    data, model_path = folder / "gsm8k", folder / "gsm8k_model"
+    for split, name in (("train", "train"), ("heldout", "test")):
+        rows = [json.loads(line) for line in (source / f"{name}.jsonl").read_text().splitlines()]
+        pairs = [{"prompt": row["question"] + "\n", "completion": row["answer"]} for row in rows]
+        write_rows(data / f"{split}.jsonl", pairs, num_rows or 300)
+    tokenizer = AutoTokenizer.from_pretrained(default_model_path())
+    tokenizer.save_pretrained(model_path)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=8192,
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(model_path)
+    return Workload(
+        name="gsm8k",
+        description="a random Llama (6.5 M parameters, vocabulary 8192) on GSM8K",
+        model=model_path,
+        data=data,
+        shared_flags=("--learning_rate=1e-3", "--lr_scheduler_type=cosine", "--warmup_steps=0.05"),
+        our_flags=(),
+        tokens_per_step=8 * 1024,
+    )
+
+
+WORKLOADS = {"embedded": embedded_workload, "gsm8k": gsm8k_workload}
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]], num_rows: int | None) -> None:
+    """`rows`, or the first `num_rows` of them, as JSON lines."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows[:num_rows]))
+
+
+def document_lengths(workload: Workload, split: str = "train") -> list[int]:
+    """Tokens of every document, as all contestants tokenize them."""
+    return [len(ids) for ids, _ in tokenize(workload, split)]
+
+
+def tokenize(workload: Workload, split: str) -> list[tuple[list[int], list[int]]]:
+    """(token ids, loss mask) of every document: chat template with its assistant mask, or prompt and completion."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(workload.model)
+    documents = []
+    for line in (workload.data / f"{split}.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        if "messages" in row:
+            encoded = tokenizer.apply_chat_template(
+                row["messages"], return_dict=True, return_assistant_tokens_mask=True
+            )
+            documents.append((encoded["input_ids"], encoded["assistant_masks"]))
+        else:
+            prompt = tokenizer(row["prompt"])["input_ids"]
+            ids = tokenizer(row["prompt"] + row["completion"] + tokenizer.eos_token)["input_ids"]
+            documents.append((ids, [0] * len(prompt) + [1] * (len(ids) - len(prompt))))
+    return documents
+
+
+# ── Contestants ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def contestants(workload: Workload) -> dict[str, list[Contestant]]:
+    """By group: `trl_defaults`, the candidates for `trl_tuned`, and `accel_scale`."""
+    import trl
+
+    lengths = document_lengths(workload)
+    documents_per_step = workload.tokens_per_step * len(lengths) / sum(lengths)
+    common = (
+        f"--model_name_or_path={workload.model}",
+        "--num_train_epochs=1",
+        "--seed=42",
+        "--report_to=none",
+        f"--logging_steps={LOGGING_STEPS}",
+        *workload.shared_flags,
+    )
+    trl_script = Path(trl.__file__).parent / "scripts" / "sft.py"
+    # transformers allows bf16, TRL's default, on a CPU only with --use_cpu.
+    trl_common = (*common, f"--dataset_name={workload.data}", "--use_cpu=True")
+
+    def padded(name: str, micro_batch: int, *flags: str) -> Contestant:
+        accumulation = max(1, round(documents_per_step / micro_batch))
+        batch = (f"--per_device_train_batch_size={micro_batch}", f"--gradient_accumulation_steps={accumulation}")
+        return Contestant(name, trl_script, (*trl_common, *batch, *flags))
+
+    def packed(name: str, max_length: int, *flags: str) -> Contestant:
+        accumulation = max(1, workload.tokens_per_step // max_length)
+        batch = ("--per_device_train_batch_size=1", f"--gradient_accumulation_steps={accumulation}")
+        return Contestant(
+            name, trl_script, (*trl_common, "--packing=True", f"--max_length={max_length}", *batch, *flags)
+        )
+
+    by_length = "--train_sampling_strategy=group_by_length"
+    plain = "--gradient_checkpointing=False"
+    half, single = "--dtype=bfloat16", "--bf16=False"
+    longest = max(lengths)
+    short_rows = next(size for size in (256, 512, 1024, 2048) if size >= min(longest, 2048))
+    ours = REPOSITORY / "recipes" / "sft.py"
+    our_data = f"--dataset_name={workload.data / 'train.jsonl'}"
+    return {
+        "trl_defaults": [padded("TRL defaults", 8)],
+        "trl_tuned": [
+            padded("micro-batch 16, by length, bf16 weights", 16, plain, by_length, half),
+            padded("micro-batch 16, by length, fp32", 16, plain, by_length, single),
+            padded("micro-batch 32, by length, fp32", 32, plain, by_length, single),
+            packed(f"packed rows of {short_rows}, fp32", short_rows, plain, single),
+        ],
+        "accel_scale": [Contestant("accel-scale defaults", ours, (*common, our_data, *workload.our_flags))],
+    }
+
+
+def run_once(contestant: Contestant, workload: Workload, folder: Path, *, num_threads: int) -> dict[str, Any]:
+    """Train once in a process of its own; returns speed, memory, losses."""
+    folder.mkdir(parents=True)
+    report_path = folder / "report.json"
+    command = [sys.executable, str(REPOSITORY / "benchmarks" / "measured_run.py"), str(report_path)]
+    command += [str(contestant.script), *contestant.flags, f"--output_dir={folder / 'model'}"]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(num_threads),
+        "HF_HUB_OFFLINE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    process = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
+    if process.returncode:
+        raise RuntimeError(f"{contestant.name} failed:\n{process.stdout[-3000:]}\n{process.stderr[-3000:]}")
+    report = json.loads(report_path.read_text())
+    ended = {step: (wall, cpu) for step, wall, cpu in report["steps"]}
+    (first, tokens_first, _), (last, tokens_last, _) = report["logs"][0], report["logs"][-1]
+    wall_seconds, cpu_seconds = (b - a for a, b in zip(ended[first], ended[last], strict=True))
+    return {
+        "tokens_per_second": (tokens_last - tokens_first) / wall_seconds,
+        "tokens_per_cpu_second": (tokens_last - tokens_first) / cpu_seconds,
+        "training_resident_bytes": report["peak_resident_bytes"] - report["resident_bytes_before"],
+        "peak_resident_bytes": report["peak_resident_bytes"],
+        "num_steps": len(ended),
+        "num_tokens": report["logs"][-1][1],
+        "losses": [[tokens, loss] for _, tokens, loss in report["logs"]],
+        "evaluation_loss": evaluation_loss(folder / "model", workload),
+    }
+
+
+def evaluation_loss(model_path: Path, workload: Workload, num_documents: int = 128) -> float:
+    """Mean cross-entropy over the labelled tokens of held-out documents, one document at a time, in fp32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for ids, mask in tokenize(workload, "heldout")[:num_documents]:
+            logits = model(input_ids=torch.tensor([ids])).logits[0, :-1]
+            kept = torch.tensor(mask[1:], dtype=torch.bool)
+            targets = torch.tensor(ids[1:])[kept]
+            total += torch.nn.functional.cross_entropy(logits[kept], targets, reduction="sum").item()
+            count += int(kept.sum())
+    return total / count
+
+
+# ── Comparison ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def compare(workload: Workload, *, repeats: int, num_threads: int, folder: Path, tune: bool) -> dict[str, Any]:
+    """Choose the fastest tuning of TRL's script, then run the three in turns."""
+    groups = contestants(workload)
+    candidates = groups["trl_tuned"] if tune else []
+    tried = {}
+    for index, candidate in enumerate(candidates):
+        result = run_once(candidate, workload, folder / f"candidate{index}", num_threads=num_threads)
+        tried[candidate.name] = {key: result[key] for key in _FIGURES}
+        print(f"  tuning: {candidate.name}: {result['tokens_per_second']:,.0f} tokens/s", flush=True)
+    chosen = groups["trl_defaults"] + groups["accel_scale"]
+    if candidates:
+        best = max(candidates, key=lambda c: tried[c.name]["tokens_per_second"])
+        chosen.insert(1, Contestant(f"TRL tuned ({best.name})", best.script, best.flags))
+    runs: dict[str, list[dict[str, Any]]] = {contestant.name: [] for contestant in chosen}
+    for repeat in range(repeats):
+        for index, contestant in enumerate(chosen):
+            result = run_once(contestant, workload, folder / f"run{repeat}_{index}", num_threads=num_threads)
+            runs[contestant.name].append(result)
+            print(f"  {contestant.name}: {result['tokens_per_second']:,.0f} tokens/s", flush=True)
+    return {
+        "description": workload.description,
+        "contestants": [
+            {
+                "name": contestant.name,
+                "flags": [flag.replace(str(folder), "…") for flag in contestant.flags],
+                **{key: statistics.median(run[key] for run in runs[contestant.name]) for key in _FIGURES},
+                "runs": runs[contestant.name],
+            }
+            for contestant in chosen
+        ],
+        "tuning": tried,
+    }
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on."""
+    cpu = next(
+        (s.split(":")[1].strip() for s in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in s), ""
+    )
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "load_average": os.getloadavg()[0],
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in PACKAGES},
+        "date": datetime.date.today().isoformat(),
+        "commit": commit.stdout.strip(),
+    }
+
+
+def table(results: dict[str, Any]) -> str:
+    """The results as Markdown."""
+    info = results["machine"]
+    versions = ", ".join(f"{name} {info[name]}" for name in PACKAGES)
+    lines = [
+        "# Fine-tuning side by side",
+        "",
+        f"{results['num_threads']} cores of {info['cpu']}, {versions}, Python {info['python']}, {info['date']}, "
+        f"commit {info['commit']}, load average {info['load_average']:.1f} at the start; {results['repeats']} "
+        "interleaved runs each, medians. "
+        "Made by `python benchmarks/sft_side_by_side.py`, whose first lines say what is equal and how it is measured.",
+    ]
+    for name, workload in results["workloads"].items():
+        rows = workload["contestants"]
+        base = rows[0]
+        lines += ["", f"## {name}: {workload['description']}", ""]
+        heads = ("", "tokens/s without padding", "×", "tokens/CPU-second", "×", "peak memory, MiB")
+        heads += ("of it by training, MiB", "evaluation loss")
+        lines += [f"| {' | '.join(heads)} |", "|---|---:|---:|---:|---:|---:|---:|---:|"]
+        for row in rows:
+            cells = [row["name"]]
+            for key in ("tokens_per_second", "tokens_per_cpu_second"):
+                cells += [f"{row[key]:,.0f}", f"{row[key] / base[key]:.2f}"]
+            cells += [f"{row[key] / 2**20:,.0f}" for key in ("peak_resident_bytes", "training_resident_bytes")]
+            lines.append(f"| {' | '.join(cells)} | {row['evaluation_loss']:.4f} |")
+        if workload["tuning"]:
+            tried = ", ".join(f"{key} {value['tokens_per_second']:,.0f}" for key, value in workload["tuning"].items())
+            lines += ["", f"Tunings of TRL's script that were tried, in tokens/s: {tried}."]
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Entry point; returns what the JSON file holds."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=["embedded"])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--num_threads", type=int, default=2)
+    parser.add_argument("--num_rows", type=int, default=None, help="Use only the first rows of each data set.")
+    parser.add_argument("--no_tuning", action="store_true", help="Leave the tuned contestant out.")
+    parser.add_argument("--results", type=Path, default=REPOSITORY / "benchmarks" / "results")
+    options = parser.parse_args(argv)
+    results: dict[str, Any] = {
+        "machine": machine(),
+        "num_threads": options.num_threads,
+        "repeats": options.repeats,
+        "workloads": {},
+    }
+    with tempfile.TemporaryDirectory() as temporary:
+        for name in options.workloads:
+            print(name, flush=True)
+            folder = Path(temporary) / name
+            workload = WORKLOADS[name](folder, options.num_rows)
+            results["workloads"][name] = compare(
+                workload,
+                repeats=options.repeats,
+                num_threads=options.num_threads,
+                folder=folder,
+                tune=not options.no_tuning,
+            )
+    options.results.mkdir(parents=True, exist_ok=True)
+    (options.results / "sft_side_by_side.json").write_text(json.dumps(results, indent=1) + "\n")
+    (options.results / "sft_side_by_side.md").write_text(table(results))
+    print(table(results))
+    return results
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,398 @@
+"""Fine-tune a causal language model on instructions, under any launch file, by any method.
+
+    accelerate launch recipes/sft.py                      # embedded model and data: about a minute on two CPU cores
+    accelerate launch recipes/sft.py --config_file recipes/configs/qlora_guanaco_7b.yaml
+    accelerate launch --config_file accelerate_configs/fsdp2.yaml recipes/sft.py \
+        --model_name_or_path meta-llama/Llama-3.1-8B --dataset_name data/train.jsonl --method lora
+
+Flags are TRL's `ScriptArguments`, `SFTConfig` and `ModelConfig` and our `ScaleArguments`: `--help` lists them,
+`--config_file` reads them from YAML, `--print_config` shows what was decided and why.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from accel_scale.errors import ConfigError, user_errors
+from accel_scale.quiet import quiet_imports
+
+quiet_imports()  # before the libraries that would print at import
+gc.disable()  # imports allocate much and free little: without collections they take a sixth less
+
+from trl import ScriptArguments  # noqa: E402
+
+from accel_scale.training.arguments import ScaleArguments  # noqa: E402
+from accel_scale.training.config import RecipeModelConfig, RecipeSFTConfig  # noqa: E402
+from accel_scale.training.flags import ParsedFlags, parse_flags  # noqa: E402
+
+gc.enable()
+
+PROGRAM = "sft.py"
+FLAG_CLASSES = (ScriptArguments, RecipeSFTConfig, RecipeModelConfig, ScaleArguments)
+
+
+@dataclass
+class Run:
+    """Everything decided before training, step by step."""
+
+    settings: Any  # accel_scale.training.resolve.Resolved
+    launch: Any  # accel_scale.launching.environment.LaunchEnvironment
+    machine: Any  # accel_scale.launching.machine.Machine
+    script: ScriptArguments
+    model_args: RecipeModelConfig
+    announcement: str | None
+    model_config: Any = None
+    tokenizer: Any = None
+    attention: str = ""
+    data: Any = None
+    questions: list[dict[str, Any]] = field(default_factory=list)
+    parameters: tuple[int, int] = (0, 0)
+    plan: Any = None  # accel_scale.training.planned.RunPlan
+    watch: Any = None  # accel_scale.training.measured_memory.MemoryWatch
+
+    @property
+    def device_type(self) -> str:
+        """Where tensors live: ``cuda``, ``cpu`` …"""
+        return self.settings.launch.device_type
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process speaks."""
+        return self.launch.rank == 0
+
+    def say(self, line: str) -> None:
+        """Print one line, on one process."""
+        if self.is_main:
+            print(line, flush=True)
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any] | None:
+    """Run the recipe; returns what `run_summary.json` holds."""
+    started = time.perf_counter()
+    parsed = parse_flags(FLAG_CLASSES, argv, program=PROGRAM, description=__doc__)
+    run = resolve_run(parsed)
+    if run.settings.scale.print_config:
+        print_settings(run)
+        return None
+    check(run)
+    load_data(run)
+    trainer = load(run)
+    report_start(run, trainer)
+    trainer.train(resume_from_checkpoint=resume_point(trainer.args))
+    trainer.save_model(trainer.args.output_dir)
+    summary = report_end(run, trainer, seconds=time.perf_counter() - started)
+    trainer.accelerator.end_training()  # torch warns of process groups that are left to the interpreter's end
+    return summary
+
+
+# ── Resolve ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def resolve_run(parsed: ParsedFlags) -> Run:
+    """Flags, launch and machine brought together; contradictions are refused here."""
+    from accel_scale.data.default import DEFAULT_TRAINING, default_model_path
+    from accel_scale.launching.environment import current_launch
+    from accel_scale.launching.machine import detect_machine
+    from accel_scale.launching.rehearsal import enable_rehearsal_if_needed
+    from accel_scale.reporting.console import set_up_console
+    from accel_scale.training.planned_choice import resolve_planned
+    from accel_scale.training.resolve import LaunchFacts
+
+    announcement = enable_rehearsal_if_needed()  # before anything asks torch.distributed or Accelerate for a device
+    launch = current_launch()
+    output_dir = parsed.explicit.get("output_dir") or RecipeSFTConfig.output_dir
+    machine = detect_machine([output_dir, *launch.parallel.nvme_paths])
+    set_up_console(is_main=launch.rank == 0, verbose="log_level" in parsed.explicit)
+    embedded = not any(parsed.explicit.get(name) for name in ("dataset_name", "dataset_mixture"))
+    if embedded and parsed.explicit.get("model_name_or_path"):
+        raise ConfigError(
+            "a model is given but nothing to train it on.",
+            place=parsed.place("model_name_or_path"),
+            fix="add --dataset_name with a hub id, a file or a folder.",
+        )
+    settings = resolve_planned(
+        parsed,
+        LaunchFacts(
+            world_size=launch.world_size,
+            strategy=launch.strategy,
+            mixed_precision=launch.mixed_precision,
+            mixed_precision_place=launch.place("mixed_precision"),
+            device_type="cpu" if parsed.explicit.get("use_cpu") or launch.parallel.use_cpu else machine.device,
+            supports_bf16=machine.supports_bf16,
+            native_bf16=machine.native_bf16,
+        ),
+        launch,
+        preset=DEFAULT_TRAINING if embedded else None,
+    )
+    if not settings.values.get("model_name_or_path"):
+        settings.set("model_name_or_path", default_model_path(), "the embedded model")
+    return Run(
+        settings=settings,
+        launch=launch,
+        machine=machine,
+        script=settings.build(ScriptArguments),
+        model_args=settings.build(RecipeModelConfig),
+        announcement=announcement,
+    )
+
+
+def print_settings(run: Run) -> None:
+    """``--print_config``: every setting with its value and origin, as YAML that `--config_file` reads back."""
+    if run.is_main:
+        print(run.settings.as_yaml(FLAG_CLASSES))
+
+
+def check(run: Run) -> None:
+    """Refuse what cannot work before anything is loaded; say what the user may want to change."""
+    from accel_scale.launching.checks import check_run, refuse_errors
+    from accel_scale.launching.run_settings import RunSettings
+    from accel_scale.training.adapters import paged_optimizer_advice
+    from accel_scale.training.attention import check_packing_strategy, resolve_attention
+    from accel_scale.training.device import cap_device_memory, fragmentation_advice
+    from accel_scale.training.model import load_config, load_tokenizer
+    from accel_scale.training.optimizers import check_optimizer
+    from accel_scale.training.planned import plan_run
+
+    if run.announcement:
+        run.say(run.announcement)
+    values = run.settings.values
+    findings = check_run(RunSettings.from_flags(values, run.settings.sources), run.launch, run.machine)
+    refuse_errors(findings)
+    optim = values.get("optim", RecipeSFTConfig.optim)
+    notes = check_optimizer(
+        optim,
+        device_type=run.device_type,
+        strategy=run.launch.strategy,
+        offload_optimizer=run.launch.parallel.offload_optimizer != "none",
+        precision=run.settings.precision.name,
+        max_grad_norm=values.get("max_grad_norm", RecipeSFTConfig.max_grad_norm),
+        gradient_accumulation_steps=values.get("gradient_accumulation_steps", 1),
+        optim_args=values.get("optim_args"),
+        place=run.settings.sources.get("optim", "--optim"),
+    )
+    advice = [
+        fragmentation_advice(device_type=run.device_type),
+        paged_optimizer_advice(method=run.settings.method, optim=optim, device_type=run.device_type),
+    ]
+    notes += [*run.settings.precision.notes, *filter(None, advice)]
+    for line in [*(finding.one_line() for finding in findings), *notes]:
+        run.say(f"warning: {line}")
+    if run.settings.scale.device_memory:
+        cap_device_memory(
+            run.settings.scale.device_memory, device_type=run.device_type, device_index=run.launch.local_rank
+        )
+    trust = bool(values.get("trust_remote_code"))
+    name, revision = run.model_args.model_name_or_path, run.model_args.model_revision
+    run.model_config = load_config(name, revision=revision, trust_remote_code=trust)
+    run.tokenizer = load_tokenizer(name, revision=revision, trust_remote_code=trust)
+    if values.get("packing", True):
+        check_packing_strategy(values.get("packing_strategy", "bfd"))
+    run.attention = resolve_attention(
+        run.model_args.attn_implementation,
+        device_type=run.device_type,
+        dtype=run.settings.precision.compute_dtype,
+        packing=bool(values.get("packing", True) or values.get("padding_free")),
+        model_config=run.model_config,
+    )
+    run.plan = plan_run(run.settings, run.launch, run.model_config, run.attention, run.say)
+
+
+# ── Load ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def load_data(run: Run) -> None:
+    """Training rows, evaluation rows where asked for, and the questions of the exact-match report."""
+    from accel_scale.data.default import default_data_paths, default_dataset
+    from accel_scale.data.loading import load_training_data
+
+    script, scale, values = run.script, run.settings.scale, run.settings.values
+    evaluates = str(values.get("eval_strategy", "no")) != "no"
+    embedded = not script.dataset_name and not scale.dataset_mixture
+    num_questions = scale.exact_match_samples if scale.exact_match_samples is not None else (200 if embedded else 0)
+    train_path, heldout_path = default_data_paths()
+    run.data = load_training_data(
+        train_path if embedded else script.dataset_name,
+        config=script.dataset_config,
+        split=script.dataset_train_split,
+        test_split=script.dataset_test_split if (evaluates or num_questions) and not embedded else None,
+        columns=scale.columns,
+        on_bad_row=scale.on_bad_row,
+        streaming=script.dataset_streaming,
+        mixture=scale.dataset_mixture,
+        seed=int(values.get("data_seed") or values.get("seed", 42)),
+        chat=run.tokenizer.chat_template is not None or values.get("chat_template_path") is not None,
+    )
+    if embedded and evaluates:
+        run.data = run.data.with_test(load_training_data(heldout_path).train)
+    if num_questions:
+        heldout = default_dataset()[1] if embedded else run.data.test  # the embedded rows name their task
+        run.questions = [row for row, _ in zip(heldout, range(num_questions), strict=False)]
+    run.plan = run.plan and run.plan.for_data(run.data.train, run.tokenizer)
+
+
+def load(run: Run) -> Any:
+    """Model, adapters and trainer; sharded at load where the launch shards."""
+    from accel_scale.data.chat import ensure_chat_template, ensure_stop_token
+    from accel_scale.data.loaders import loader_settings
+    from accel_scale.training import adapters, attention, checkpointing, measured_memory, precision
+    from accel_scale.training.model import add_stop_token, count_parameters, load_model
+    from accel_scale.training.optimizers import optimizer_cls_and_kwargs
+    from accel_scale.training.trainer import ScaleSFTTrainer
+
+    settings = run.settings
+    explicit = {name: value for name, value in settings.values.items() if name.startswith("dataloader_")}
+    for name, value in loader_settings(
+        device_type=run.device_type,
+        num_rows=run.data.num_rows,
+        processes_on_node=run.launch.local_world_size,
+        num_shards=getattr(run.data.train, "num_shards", None) if run.data.num_rows is None else None,
+        explicit=explicit,
+    ).items():
+        settings.set(name, value, "derived from cores and data")
+    args = settings.build(RecipeSFTConfig)
+    ensure_chat_template(
+        run.tokenizer,
+        conversational=run.data.conversational,
+        assistant_only_loss=args.assistant_only_loss,
+        chat_template_path=args.chat_template_path,
+    )
+    stop_token = ensure_stop_token(
+        run.tokenizer, conversational=run.data.conversational, chat_template_path=args.chat_template_path
+    )
+    if (args.chat_template_path or "").endswith((".jinja", ".j2")):
+        args.chat_template_path = None  # the tokenizer has it by now, with an end of turn if that was missing
+    quantization = adapters.quantization_config(
+        run.model_args, precision=settings.precision, strategy=run.launch.strategy, device_type=run.device_type
+    )
+    trains_adapters = settings.method != "full"
+    dtype = settings.precision.frozen_dtype if trains_adapters else settings.precision.model_dtype
+    model = load_model(
+        run.model_args.model_name_or_path,
+        dtype=dtype,
+        attn_implementation=run.attention,
+        quantization_config=quantization,
+        revision=run.model_args.model_revision,
+        trust_remote_code=args.trust_remote_code,
+        **(args.model_init_kwargs or {}),
+    )
+    args.model_init_kwargs = None
+    if quantization is not None:
+        adapters.prepare_quantized_base(model, use_reentrant=settings.use_reentrant)
+    # An 8-bit base finds its outlier features over the whole batch: there every row depends on every other a little.
+    isolates = (args.packing or args.padding_free) and not run.model_args.load_in_8bit
+    if isolates and not run.launch.parallel.shards_weights:
+        attention.check_documents_isolated(model)
+    if settings.precision.fp8:
+        precision.convert_to_fp8(model, emulate=settings.precision.fp8_emulate)
+    trainer = ScaleSFTTrainer(
+        model=model,
+        args=args,
+        train_dataset=run.data.train,
+        eval_dataset=run.data.test if args.eval_strategy != "no" else None,
+        processing_class=run.tokenizer,
+        peft_config=adapters.lora_config(run.model_args) if trains_adapters else None,
+        optimizer_cls_and_kwargs=optimizer_cls_and_kwargs(
+            args.optimizer_name,
+            args,
+            model=model,
+            device_type=run.device_type,
+            strategy=run.launch.strategy,
+            offload_optimizer=run.launch.parallel.offload_optimizer != "none",
+        ),
+        schedule=settings.schedule,
+        adapter_dtype=settings.precision.adapter_dtype if trains_adapters else None,
+        verify_first_checkpoint=settings.scale.verify_first_checkpoint,
+        recover_from_oom=settings.scale.recover_from_oom,
+        questions=run.questions,
+    )
+    # ZeRO-3 partitions an adapter's frozen base while it is recomputed, which only reentrant checkpointing survives.
+    reentrant = settings.use_reentrant or (trains_adapters and run.launch.strategy == "zero3")
+    checkpointing.apply_checkpointing(trainer.model, settings.checkpointing, use_reentrant=reentrant)
+    add_stop_token(trainer.model, run.tokenizer.convert_tokens_to_ids(stop_token))
+    run.parameters, run.watch = count_parameters(trainer.model), measured_memory.watch(trainer, run.plan)
+    return trainer
+
+
+def resume_point(args: RecipeSFTConfig) -> str | bool | None:
+    """``--resume_from_checkpoint``: a folder, or true for the newest complete checkpoint."""
+    value = args.resume_from_checkpoint
+    return {"true": True, "false": None}.get(str(value).lower(), value)
+
+
+# ── Report ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def report_start(run: Run, trainer: Any) -> None:
+    """The table before the first step: what will be trained, on what, how."""
+    from accel_scale.reporting.run_tables import data_text
+    from accel_scale.reporting.tables import format_count, print_table
+
+    if not run.is_main:
+        return
+    args, settings = trainer.args, run.settings
+    total, trainable = run.parameters
+    per_step = f"{settings.global_batch_size} = {args.per_device_train_batch_size} × "
+    per_step += f"{args.gradient_accumulation_steps} accumulated × {run.launch.world_size} ranks"
+    packed = f"packed into rows of {args.max_length} tokens" if args.packing else "padded"
+    length = f"{args.max_steps} steps" if args.max_steps > 0 else f"{args.num_train_epochs:g} epochs"
+    print_table(
+        "sft",
+        {
+            "model": f"{run.model_args.model_name_or_path}, {format_count(total)} parameters",
+            "method": f"{settings.method}, {format_count(trainable)} trainable",
+            "precision": settings.precision.name,
+            "strategy": f"{run.launch.parallel.label}, {run.launch.world_size} × {run.machine.device_name}",
+            "data": data_text(run.data.num_rows, run.data.format, run.data.sources),
+            "skipped rows": ", ".join(f"{count} {reason}" for reason, count in run.data.skipped_reasons.items())
+            or None,
+            "batch": f"{per_step}, {packed}",
+            "attention": run.attention,
+            "memory": run.plan and run.plan.text,
+            "checkpointing": str(settings.checkpointing),
+            "optimizer": f"{args.optimizer_name}, {args.schedule_name} from {args.learning_rate:g}, {length}",
+            "output": args.output_dir,
+        },
+    )
+
+
+def report_end(run: Run, trainer: Any, *, seconds: float) -> dict[str, Any]:
+    """The table after the last step, and ``run_summary.json`` beside the model."""
+    from accel_scale.reporting.run_tables import end_rows
+    from accel_scale.reporting.summary import write_summary
+    from accel_scale.reporting.tables import print_table
+    from accel_scale.training.meters import peak_device_bytes, peak_host_bytes
+
+    figures, plan = trainer.figures(), run.watch and run.watch.report()  # collectives: every rank takes part
+    if not run.is_main:
+        return {}
+    verified = trainer.first_verification
+    summary = {
+        "recipe": PROGRAM,
+        **figures,
+        "seconds": seconds,
+        "peak_host_bytes": peak_host_bytes(),
+        "peak_device_bytes": peak_device_bytes(),
+        "parameters": {"total": run.parameters[0], "trainable": run.parameters[1]},
+        "skipped_rows": run.data.skipped_reasons,
+        "verified": None if verified is None else {"tensors": verified.num_tensors, "max_diff": verified.max_abs_diff},
+        "strategy": run.launch.strategy,
+        "world_size": run.launch.world_size,
+        "rehearsal": run.announcement is not None,
+        "attention": run.attention,
+        "plan": plan,
+        "settings": run.settings.values,
+        "origins": run.settings.sources,
+    }
+    path = write_summary(trainer.args.output_dir, summary)
+    print_table("done", {**end_rows(summary), "saved": f"{trainer.args.output_dir} (with {path.name})"})
+    if plan:
+        run.say(plan["line"])
+    return summary
+
+
+if __name__ == "__main__":
+    with user_errors(PROGRAM):
+        main()

@@ -1,0 +1,60 @@
+"""One rank of a run that measures FSDP2's memory: ``fsdp_memory_run.py OUTPUT`` under torchrun."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+SHAPE = {
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 2048,
+}
+# name: reshard after forward, parameter dtype
+CASES = {"full": (True, None), "grad_op": (False, None), "full bf16": (True, torch.bfloat16)}
+
+
+def peak_bytes(reshard: bool, dtype: torch.dtype | None) -> int:
+    """The second step's peak over all of the tracker's categories."""
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE, attn_implementation="sdpa"))
+    settings = {"mesh": init_device_mesh("cpu", (dist.get_world_size(),)), "reshard_after_forward": reshard}
+    if dtype is not None:
+        settings["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype)
+    for layer in model.model.layers:
+        fully_shard(layer, **settings)
+    fully_shard(model, **settings)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    tokens = torch.randint(0, SHAPE["vocab_size"], (1, 64))
+    peak = 0
+    for _ in range(2):
+        tracker = FSDPMemTracker(model, optimizer)
+        tracker.track_inputs((tokens,))
+        with tracker:
+            model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        (snapshot,) = tracker.get_tracker_snapshot("peak").values()
+        peak = snapshot["Total"]
+    return peak
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found = {name: peak_bytes(*case) for name, case in CASES.items()}
+    if dist.get_rank() == 0:
+        Path(sys.argv[1]).write_text(json.dumps(found))
+    dist.destroy_process_group()

@@ -1,0 +1,29 @@
+"""Every launch file trains every method to the losses and weights of DDP, and DDP to those of one process."""
+
+from __future__ import annotations
+
+import parity
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("shared_data")]
+
+
+@pytest.mark.parametrize("method", parity.METHODS)
+@pytest.mark.parametrize("name", [name for name in parity.launch_names() if name != parity.REFERENCE])
+def test_equals_ddp(name: str, method: str) -> None:
+    difference = parity.compare(parity.results(name)[method], parity.results(parity.REFERENCE)[method])
+    assert difference.loss <= parity.TOLERANCE
+    assert difference.weight <= parity.TOLERANCE
+
+
+@pytest.mark.parametrize("method", parity.METHODS)
+def test_ddp_equals_one_process(method: str) -> None:
+    difference = parity.compare(parity.results(parity.REFERENCE)[method], parity.results(parity.SINGLE)[method])
+    assert difference.loss <= parity.TOLERANCE
+    assert difference.weight <= parity.TOLERANCE
+
+
+def test_a_wrong_batch_would_be_seen() -> None:
+    difference = parity.wrong_batch_difference()
+    assert difference.loss > 10 * parity.TOLERANCE
+    assert difference.weight > 10 * parity.TOLERANCE

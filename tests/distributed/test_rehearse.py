@@ -1,0 +1,64 @@
+"""`accel-scale rehearse` on real launches: one that works, and one that does not."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from transformers import Qwen3Config
+
+from accel_scale.cli.main import main
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+RECIPE = str(REPOSITORY / "recipes" / "sft.py")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def real_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A configuration alone, of a model that nobody could load here: 8 billion parameters."""
+    folder = tmp_path_factory.mktemp("qwen3-8b")
+    Qwen3Config(
+        hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8
+    ).save_pretrained(folder)  # fmt: skip
+    return str(folder)
+
+
+def results(printed: str) -> dict[str, str]:
+    """Check → result, from the printed table."""
+    return dict(re.findall(r"^│(\w+) +│ (\w+|–) +│", printed, re.MULTILINE))
+
+
+def test_fsdp2_lora_passes(real_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The flags of a real 8-GPU run: the tiny model trains, resumes to the last bit and reloads."""
+    launch = ["--config_file", str(REPOSITORY / "accelerate_configs" / "fsdp2.yaml"), "--keep", str(tmp_path)]
+    flags = ["--model_name_or_path", real_model, "--dataset_name", "nobody/has-this", "--method", "lora"]
+    flags += ["--lora_dropout", "0.1", "--max_length", "8192", "--attn_implementation", "flash_attention_2"]
+    status = main(["rehearse", *launch, RECIPE, *flags, "--output_dir", str(tmp_path / "real-output")])
+    printed = capsys.readouterr().out
+    assert status == 0, printed
+    assert set(results(printed).values()) == {"passed"}, printed
+    assert "36 → 2 layers" in printed
+    assert "data: embedded rows in place of nobody/has-this" in printed
+    assert "flash_attention_2 needs a GPU" in printed
+    assert not (tmp_path / "real-output").exists(), "nothing is written where the real run will write"
+    summary = json.loads((tmp_path / "resumed" / "run_summary.json").read_text())
+    assert (summary["world_size"], summary["strategy"], summary["rehearsal"]) == (2, "fsdp2", True)
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["model_type"] == "qwen3"
+
+
+def test_a_launch_that_fails_says_why(real_model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """LoRA on modules that this architecture does not have: GPT-2's names on a Qwen."""
+    launch = ["--config_file", str(REPOSITORY / "accelerate_configs" / "ddp.yaml")]
+    flags = ["--model_name_or_path", real_model, "--dataset_name", "nobody/has-this", "--method", "lora"]
+    status = main(["rehearse", *launch, RECIPE, *flags, "--lora_target_modules", "c_attn"])
+    printed = capsys.readouterr().out
+    assert status == 1
+    found = results(printed)
+    assert (found["shrink"], found["launch"]) == ("passed", "FAILED")
+    assert {found[name] for name in ("processes", "losses", "checkpoint", "resume", "reload")} == {"–"}
+    assert "c_attn" in printed
+    assert "Traceback" not in printed
+    assert len(printed.splitlines()) < 30

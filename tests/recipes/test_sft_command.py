@@ -1,0 +1,62 @@
+"""The commands people type: no flags, a mistake, settings printed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+SFT = ["recipes/sft.py"]
+
+
+def launch(repository: Path, *args: str, launch_file: str | None = "cpu.yaml") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "accelerate.commands.launch"]
+    if launch_file:
+        command += ["--config_file", f"accelerate_configs/{launch_file}"]
+    # Accelerate's launcher remarks on threads unless they are chosen.
+    environment = {**os.environ, "OMP_NUM_THREADS": str(os.cpu_count())}
+    return subprocess.run(
+        [*command, *SFT, *args], cwd=repository, capture_output=True, text=True, check=False, env=environment
+    )
+
+
+def test_no_flags_learn_to_answer(repository: Path, tmp_path: Path) -> None:
+    done = launch(repository, "--output_dir", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "run_summary.json").read_text())
+    assert summary["exact_match"]["before"]["accuracy"] <= 0.05
+    assert summary["exact_match"]["after"]["accuracy"] >= 0.80
+    assert summary["exact_match"]["after"]["num_questions"] == 200
+    assert "held-out questions" in done.stdout
+    # Two tables and nothing else: no warning, no bar where no one looks.
+    assert done.stderr == ""
+    assert "arning" not in done.stdout
+
+
+def test_a_mistake_is_one_line_and_status_2(repository: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, *SFT, "--learning_rat", "1"], cwd=repository, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.strip() == (
+        "sft.py: error: command line, --learning_rat: 'learning_rat' is not a flag of sft.py. "
+        "Fix: did you mean --learning_rate?"
+    )
+
+
+def test_settings_are_printed_with_their_origin(repository: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, *SFT, "--config_file", "recipes/configs/qlora_guanaco_7b.yaml", "--print_config"],
+        cwd=repository,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "lora_r: 64  # recipes/configs/qlora_guanaco_7b.yaml:" in done.stdout
+    assert "load_in_4bit: true" in done.stdout

@@ -1,0 +1,101 @@
+"""Length statistics and the held-out check, against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel_scale.data.lengths import length_distribution, packed_fill
+from accel_scale.data.overlap import overlap
+from accel_scale.errors import ConfigError
+
+
+def test_statistics_of_known_lengths() -> None:
+    got = length_distribution([10, 20, 30, 40, 100], max_length=50, batch_size=5)
+    assert (got.num_sampled, got.mean_tokens, got.max_tokens) == (5, 40.0, 100)
+    assert (got.percentile(50), got.percentile(95)) == (30, 100)
+    assert got.truncated_share == pytest.approx(1 / 5)
+    assert got.lost_token_share == pytest.approx(50 / 200)
+    # One batch of five, padded to 50: 150 tokens in 250 positions.
+    assert got.padded_waste == pytest.approx(1 - 150 / 250)
+    # Bins of 50: [50] [40, 10] [30, 20].
+    assert got.packed_fill == pytest.approx(1.0)
+    sorted_batches = length_distribution([10, 10, 50, 50], max_length=50, batch_size=2)
+    assert sorted_batches.sorted_waste == 0
+    assert length_distribution([7] * 9, max_length=50, batch_size=4).padded_waste == 0
+
+
+@given(st.lists(st.integers(1, 64), min_size=1, max_size=60), st.integers(1, 8))
+def test_shares_are_shares(lengths: list[int], batch_size: int) -> None:
+    got = length_distribution(lengths, max_length=64, batch_size=batch_size)
+    assert 0 <= got.sorted_waste < 1
+    assert 0 <= got.padded_waste < 1
+    assert sum(lengths) / 64 / len(lengths) <= got.packed_fill + 1e-9 <= 1 + 1e-9
+    assert packed_fill(lengths, 64) == packed_fill(lengths[::-1], 64)
+
+
+@pytest.mark.slow
+def test_packing_as_trl_packs() -> None:
+    from datasets import Dataset
+    from trl.data_utils import pack_dataset
+
+    lengths = [3, 9, 14, 2, 7, 16, 5, 5, 11, 1, 8]
+    rows = Dataset.from_dict({"input_ids": [list(range(length)) for length in lengths]})
+    packed = pack_dataset(rows, 16, "bfd")
+    assert packed_fill(lengths, 16) == pytest.approx(sum(lengths) / (len(packed) * 16))
+
+
+def test_rows_and_samples(shared_data) -> None:
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+
+    from accel_scale.data.loading import load_training_data
+
+    rows = Dataset.from_dict({"input_ids": [[1] * (i % 50 + 1) for i in range(5000)]})
+    got = length_distribution(rows, max_length=64, batch_size=8, num_sampled=500)
+    assert got.num_sampled == 500
+    assert 23 < got.mean_tokens < 28
+    assert got == length_distribution(rows, max_length=64, batch_size=8, num_sampled=500)
+    streamed = length_distribution(rows.to_iterable_dataset(), max_length=64, batch_size=8, num_sampled=100)
+    assert (streamed.num_sampled, streamed.max_tokens) == (100, 50)
+    with pytest.raises(ConfigError, match="not tokenised"):
+        length_distribution(Dataset.from_dict({"text": ["a"]}), max_length=8, batch_size=1)
+    tokenizer = AutoTokenizer.from_pretrained(shared_data / "stories260k")
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}"
+    questions = load_training_data(str(shared_data / "gsm8k"), columns=["prompt=question", "completion=answer"]).train
+    got = length_distribution(questions, tokenizer, max_length=512, batch_size=8, num_sampled=50)
+    assert 100 < got.mean_tokens < 600
+    messages = Dataset.from_list([{"messages": [{"role": "user", "content": "hi"}]}])
+    # The template writes the text and EOS, and no BOS.
+    expected = len(tokenizer("hi", add_special_tokens=False)["input_ids"]) + 1
+    assert length_distribution(messages, tokenizer, max_length=512, batch_size=8).max_tokens == expected
+
+
+def test_overlap_is_by_question_after_case_and_space() -> None:
+    train = [
+        {"messages": [{"role": "user", "content": "What is 1 + 1?"}, {"role": "assistant", "content": "2"}]},
+        {"prompt": "Sort  3 1 2", "completion": "1 2 3"},
+        {"text": "once upon a time"},
+    ]
+    heldout = [
+        {"messages": [{"role": "user", "content": " what is 1 +\n1?"}, {"role": "assistant", "content": "two"}]},
+        {"prompt": [{"role": "user", "content": "sort 3 1 2"}], "completion": [{"role": "assistant", "content": "x"}]},
+        {"text": "Once upon another time"},
+        {"prompt": "What is 1+1?", "completion": "2"},
+    ]
+    got = overlap(train, heldout)
+    assert (got.num_heldout, got.num_shared, got.share) == (4, 2, 0.5)
+    assert got.examples == (" what is 1 +\n1?", "sort 3 1 2")
+    assert overlap(train, []).share == 0
+
+
+def test_gsm8k_test_questions_are_not_in_its_training_set(shared_data) -> None:
+    from accel_scale.data.loading import load_training_data
+
+    data = load_training_data(
+        str(shared_data / "gsm8k"), columns=["prompt=question", "completion=answer"], test_split="test"
+    )
+    got = overlap(data.train, data.test)
+    assert (got.num_heldout, got.num_shared) == (1319, 0)
+    assert overlap(data.train, data.train.select(range(7))).num_shared == 7

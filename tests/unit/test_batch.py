@@ -1,0 +1,130 @@
+"""Global batch arithmetic, batch normalisation under data parallelism, memory caps."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel_scale.errors import ConfigError
+from accel_scale.training.batch import batch_norm_warning, derive_accumulation, sync_batch_norm
+from accel_scale.training.device import cap_device_memory, fragmentation_advice, memory_fraction
+
+GIB = 1024**3
+
+
+@given(st.integers(1, 64), st.integers(1, 16), st.integers(1, 64))
+def test_accumulation_gives_the_global_batch_back(accumulation, micro, world):
+    assert derive_accumulation(accumulation * micro * world, micro, world) == accumulation
+
+
+@given(st.integers(1, 2000), st.integers(1, 16), st.integers(1, 64))
+def test_every_suggestion_of_a_refusal_works(global_batch, micro, world):
+    try:
+        assert derive_accumulation(global_batch, micro, world) * micro * world == global_batch
+        return
+    except ConfigError as error:
+        fix = error.fix
+    sizes = re.search(r"--global_batch_size (\d+)(?: or (\d+))?", fix)
+    suggested = [int(size) for size in sizes.groups() if size]
+    assert all(derive_accumulation(size, micro, world) for size in suggested)
+    assert min(abs(size - global_batch) for size in suggested) <= micro * world
+    if match := re.search(r"--per_device_train_batch_size (\d+)", fix):
+        assert derive_accumulation(global_batch, int(match.group(1)), world)
+
+
+def test_refusal_names_the_nearest_working_sizes():
+    with pytest.raises(ConfigError) as error:
+        derive_accumulation(100, 8, 4)
+    assert error.value.fix == "use --global_batch_size 96 or 128, or --per_device_train_batch_size 5."
+    with pytest.raises(ConfigError) as error:
+        derive_accumulation(3, 1, 4)
+    assert error.value.fix == "use --global_batch_size 4."
+
+
+@pytest.mark.parametrize("sizes", [(0, 1, 1), (1, 0, 1), (1, 1, 0), (-4, 2, 1)])
+def test_sizes_below_one_are_refused(sizes):
+    with pytest.raises(ConfigError):
+        derive_accumulation(*sizes)
+
+
+def test_batch_norm_is_reported_and_layer_norm_is_not():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.BatchNorm1d(4))
+    warning = batch_norm_warning(model, micro_batch_size=2, world_size=4)
+    assert "2 batch normalisation layers (first: 1)" in warning
+    assert "sync_batch_norm(model)" in warning
+    assert batch_norm_warning(torch.nn.LayerNorm(4), micro_batch_size=2, world_size=4) is None
+
+
+def test_batch_norm_is_synchronised_where_torch_can():
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(4))
+    assert sync_batch_norm(model, device_type="cpu", world_size=1) is model
+    with pytest.raises(ConfigError, match="CPU"):
+        sync_batch_norm(model, device_type="cpu", world_size=2)
+    converted = sync_batch_norm(model, device_type="cuda", world_size=2)
+    assert isinstance(converted[0], torch.nn.SyncBatchNorm)
+    assert batch_norm_warning(converted, micro_batch_size=2, world_size=2) is None
+
+
+def test_batch_norm_statistics_really_differ_by_micro_batch():
+    """What the warning says: accumulated micro-batches do not give the gradient of the whole batch."""
+    torch.manual_seed(0)
+    samples = torch.randn(8, 4, dtype=torch.float64)
+
+    def gradient(normalise, chunks):
+        linear = torch.nn.Linear(4, 4, bias=False, dtype=torch.float64)
+        with torch.no_grad():
+            linear.weight.copy_(torch.eye(4) + 0.1)
+        for part in samples.chunk(chunks):
+            normalise(linear(part)).pow(3).sum().div(8).backward()
+        return linear.weight.grad
+
+    batch_norm = torch.nn.BatchNorm1d(4, dtype=torch.float64)
+    layer_norm = torch.nn.LayerNorm(4, dtype=torch.float64)
+    assert (gradient(batch_norm, 1) - gradient(batch_norm, 4)).abs().max() > 1e-2
+    torch.testing.assert_close(gradient(layer_norm, 1), gradient(layer_norm, 4))
+
+
+def test_memory_cap_is_refused_where_nothing_can_enforce_it():
+    with pytest.raises(ConfigError) as error:
+        cap_device_memory("24GiB", device_type="cpu")
+    assert error.value.place == "--device_memory"
+    with pytest.raises(ConfigError, match="not an amount"):
+        cap_device_memory("24 bananas", device_type="cuda")
+
+
+def test_memory_fraction():
+    assert memory_fraction(24 * GIB, 96 * GIB) == 0.25
+    with pytest.raises(ConfigError, match=r"23\.5 GiB, less than the 24 GiB") as error:
+        memory_fraction(24 * GIB, int(23.5 * GIB))
+    assert "use 23.5GiB or less" in error.value.fix
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_cap_makes_allocations_beyond_it_fail():
+    cap_bytes = cap_device_memory("1GiB", device_type="cuda")
+    try:
+        torch.empty(cap_bytes // 2, dtype=torch.uint8, device="cuda")
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            torch.empty(cap_bytes + 2**20, dtype=torch.uint8, device="cuda")
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.mark.parametrize(
+    ("device_type", "environment", "advised"),
+    [
+        ("cuda", {}, True),
+        ("cuda", {"PYTORCH_ALLOC_CONF": "max_split_size_mb:128"}, True),
+        ("cuda", {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, False),
+        ("cuda", {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, False),
+        ("cpu", {}, False),
+    ],
+)
+def test_fragmentation_advice(device_type, environment, advised):
+    advice = fragmentation_advice(device_type=device_type, environment=environment)
+    assert (advice is not None) == advised

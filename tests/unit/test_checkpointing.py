@@ -1,0 +1,267 @@
+"""Activation checkpointing: policies parse, gradients stay the same, saved bytes are what they promise."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from accel_scale.errors import ConfigError
+from accel_scale.training.activation_memory import saved_activation_bytes
+from accel_scale.training.activation_offload import offload_stats
+from accel_scale.training.checkpointing import (
+    CheckpointingPolicy,
+    apply_checkpointing,
+    find_blocks,
+)
+
+POLICIES = ["full", "every_2", "every_3", "selective", "offload"]
+NUM_LAYERS, HIDDEN, BATCH, LENGTH = 4, 64, 2, 128
+
+
+def tiny_model(family: str) -> nn.Module:
+    torch.manual_seed(0)
+    shape = {
+        "vocab_size": 96,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 160,
+        "num_hidden_layers": NUM_LAYERS,
+        "num_attention_heads": 4,
+        "pad_token_id": 0,
+        "attn_implementation": "sdpa",
+        "use_cache": False,
+    }
+    if family == "gpt_neox":
+        return GPTNeoXForCausalLM(GPTNeoXConfig(**shape)).train()
+    config, model = {
+        "llama": (LlamaConfig, LlamaForCausalLM),
+        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    }[family]
+    extra = {"head_dim": 16} if family == "qwen3" else {}
+    return model(config(**shape, num_key_value_heads=2, **extra)).train()
+
+
+def batch() -> torch.Tensor:
+    return torch.randint(1, 96, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    ids = batch()
+    model(input_ids=ids, labels=ids).loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("none", CheckpointingPolicy("none")),
+        ("full", CheckpointingPolicy("full")),
+        ("every_1", CheckpointingPolicy("full")),
+        ("every_2", CheckpointingPolicy("every_n", 2)),
+        ("Every-12", CheckpointingPolicy("every_n", 12)),
+        ("selective", CheckpointingPolicy("selective")),
+        ("offload", CheckpointingPolicy("offload")),
+    ],
+)
+def test_policies_parse(text, expected):
+    assert CheckpointingPolicy.parse(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "nearest"),
+    [
+        ("selectve", "selective"),
+        ("every2", "every_2"),
+        ("ofload", "offload"),
+        ("every_0", "every_"),
+        ("every_n", "every_"),
+    ],
+)
+def test_bad_policy_names_the_nearest(text, nearest):
+    with pytest.raises(ConfigError, match=f"did you mean {nearest}"):
+        CheckpointingPolicy.parse(text)
+
+
+def test_policy_prints_as_it_is_written():
+    for text in ("none", "full", "every_3", "selective", "offload"):
+        assert str(CheckpointingPolicy.parse(text)) == text
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox"])
+def test_gradients_are_those_without_checkpointing(family):
+    model = tiny_model(family)
+    expected = gradients(model)
+    assert len(expected) == len(list(model.parameters()))
+    for text in [*POLICIES, "none"]:
+        apply_checkpointing(model, CheckpointingPolicy.parse(text))
+        assert model.is_activation_checkpointing == (text != "none")
+        actual = gradients(model)
+        assert all(torch.equal(actual[name], grad) for name, grad in expected.items()), text
+    for text in ("full", "every_2"):
+        apply_checkpointing(model, CheckpointingPolicy.parse(text), use_reentrant=True)
+        actual = gradients(model)
+        assert all(torch.equal(actual[name], grad) for name, grad in expected.items()), f"{text}, reentrant"
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+def test_saved_bytes_are_what_each_policy_promises(family):
+    model, ids = tiny_model(family), batch()
+    backbone = model.get_decoder() if family == "llama" else model.gpt_neox
+
+    def saved(text: str) -> int:
+        apply_checkpointing(model, CheckpointingPolicy.parse(text))
+        offload_stats.reset()
+        return saved_activation_bytes(lambda: backbone(input_ids=ids).last_hidden_state)
+
+    bytes_of = {text: saved(text) for text in ("none", "every_3", "every_2", "selective", "full", "offload")}
+    layer_inputs_bytes = NUM_LAYERS * BATCH * LENGTH * HIDDEN * 4
+    # Outside of the layers: the embeddings' output is layer 0's input, the final norm keeps about three more.
+    outside_bytes = 4 * BATCH * LENGTH * HIDDEN * 4
+    assert layer_inputs_bytes <= bytes_of["full"] <= layer_inputs_bytes + outside_bytes
+    assert bytes_of["offload"] <= outside_bytes
+    assert offload_stats.num_tensors == NUM_LAYERS
+    assert offload_stats.num_bytes == layer_inputs_bytes
+    assert bytes_of["full"] < bytes_of["every_2"] < bytes_of["none"]
+    assert bytes_of["full"] < bytes_of["selective"] < bytes_of["none"]
+    assert bytes_of["none"] > 5 * bytes_of["full"]
+    # every_n keeps layers 0, n, 2n, … as `full` does (ceil(4/n) of the 4) and the others as `none` does.
+    for text, num_checkpointed in (("every_2", 2), ("every_3", 2)):
+        share = num_checkpointed / NUM_LAYERS
+        expected = share * bytes_of["full"] + (1 - share) * bytes_of["none"]
+        assert bytes_of[text] == pytest.approx(expected, rel=0.05)
+
+
+def test_selective_does_not_run_matrix_products_again():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model, ids = tiny_model("llama"), batch()
+
+    def flops(text: str) -> int:
+        apply_checkpointing(model, CheckpointingPolicy.parse(text))
+        with FlopCounterMode(display=False) as counter:
+            model(input_ids=ids, labels=ids).loss.backward()
+        return counter.get_total_flops()
+
+    none, selective, full = flops("none"), flops("selective"), flops("full")
+    assert selective == none
+    # Recomputing every layer adds one forward pass of three (forward, two in backward), less the output head.
+    assert 1.15 < full / none < 1.34
+
+
+def test_checkpointing_is_off_in_evaluation():
+    model = tiny_model("llama")
+    apply_checkpointing(model, CheckpointingPolicy.parse("offload"))
+    offload_stats.reset()
+    model.eval()(input_ids=batch())
+    assert offload_stats.num_tensors == 0
+
+
+@pytest.mark.parametrize("text", POLICIES)
+@pytest.mark.parametrize("in_4bit", [False, True])
+def test_adapters_learn_on_a_frozen_base(text, in_4bit, tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    model = tiny_model("llama")
+    if in_4bit:
+        from transformers import BitsAndBytesConfig
+
+        model.save_pretrained(tmp_path)
+        quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+        model = LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=quantization, dtype=torch.float32)
+    peft_model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])).train()
+    for name, parameter in peft_model.named_parameters():
+        if "lora_B" in name:  # zero at first, which would make lora_A's gradients zero
+            nn.init.normal_(parameter, std=0.1)
+    expected = gradients(peft_model)
+    apply_checkpointing(peft_model, CheckpointingPolicy.parse(text))
+    actual = gradients(peft_model)
+    assert actual.keys() == expected.keys()
+    assert len(actual) == 2 * 3 * NUM_LAYERS
+    for name, grad in expected.items():
+        assert grad.abs().max() > 0
+        assert torch.allclose(actual[name], grad, rtol=0, atol=1e-6), name
+    if text in ("full", "every_2"):
+        apply_checkpointing(peft_model, CheckpointingPolicy.parse(text), use_reentrant=True)
+        reentrant = gradients(peft_model)
+        assert all(torch.allclose(reentrant[name], grad, rtol=0, atol=1e-6) for name, grad in expected.items())
+
+
+@pytest.mark.parametrize("text", ["selective", "offload"])
+def test_reentrant_refuses_what_it_cannot_do(text):
+    with pytest.raises(ConfigError, match="reentrant"):
+        apply_checkpointing(tiny_model("llama"), CheckpointingPolicy.parse(text), use_reentrant=True)
+
+
+def test_more_distance_than_layers_is_refused():
+    with pytest.raises(ConfigError, match="every_4 at most"):
+        apply_checkpointing(tiny_model("llama"), CheckpointingPolicy.parse("every_9"))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return x + scale * self.drop(self.down(torch.nn.functional.gelu(self.up(x))))
+
+
+class PlainStack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embeddings = nn.ModuleList([nn.Embedding(96, HIDDEN), nn.Embedding(LENGTH, HIDDEN)])
+        self.blocks = nn.ModuleList([Block() for _ in range(NUM_LAYERS)])
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embeddings[0](ids) + self.embeddings[1](torch.arange(ids.shape[1]))
+        for block in self.blocks:
+            x = block(x, scale=0.5)
+        return x
+
+
+def plain_gradients(model: nn.Module) -> list[torch.Tensor]:
+    model.zero_grad()
+    torch.manual_seed(7)  # dropout: the recomputation must draw the same mask
+    model(batch()).square().mean().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("text", POLICIES)
+def test_plain_module(text):
+    torch.manual_seed(0)
+    model = PlainStack().train()
+    expected = plain_gradients(model)
+    names = list(model.state_dict())
+    none_bytes = saved_activation_bytes(lambda: model(batch()))
+    apply_checkpointing(model, CheckpointingPolicy.parse(text))
+    assert all(torch.equal(a, b) for a, b in zip(plain_gradients(model), expected, strict=True))
+    assert list(model.state_dict()) == names
+    assert saved_activation_bytes(lambda: model(batch())) < none_bytes
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.blocks[0].up.weight.zero_()
+    assert not all(torch.equal(a, b) for a, b in zip(plain_gradients(twin), expected, strict=True))
+    apply_checkpointing(model, CheckpointingPolicy.parse("none"))
+    assert saved_activation_bytes(lambda: model(batch())) == none_bytes
+
+
+def test_blocks_are_found_or_named():
+    model = PlainStack()
+    assert find_blocks(model) is model.blocks
+    assert find_blocks(model, "embeddings") is model.embeddings
+    with pytest.raises(ConfigError, match="embeddings, blocks"):
+        find_blocks(model, "layers")
+    with pytest.raises(ConfigError, match="no stack of blocks"):
+        apply_checkpointing(nn.Linear(2, 2), CheckpointingPolicy.parse("full"))

@@ -1,0 +1,221 @@
+"""Launch files: read strictly, with lines; every shipped one is accepted here and by Accelerate."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from accel_scale.errors import ConfigError
+from accel_scale.launching.checks import check_run
+from accel_scale.launching.launch_file import looks_like_launch_file, read_launch_file
+from accel_scale.launching.launch_keys import SECTION_KEYS, TOP_KEYS
+from accel_scale.launching.machine import PACKAGES, Machine
+from accel_scale.launching.run_settings import RunSettings
+
+ROOT = Path(__file__).parents[2]
+SHIPPED = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
+STRATEGIES = {
+    "cpu": ("single", "one CPU process", None, 1),
+    "single_gpu": ("single", "one process", "bf16", 1),
+    "ddp": ("ddp", "DDP", "bf16", 2),
+    "fsdp2": ("fsdp2", "FSDP2", "bf16", 2),
+    "fsdp2_grad_op": ("fsdp2", "FSDP2", "bf16", 2),
+    "fsdp2_hybrid": ("fsdp2", "FSDP2 hybrid, 2 replicas × 2 shards", "bf16", 4),
+    "fsdp2_offload": ("fsdp2", "FSDP2, CPU offload", "bf16", 2),
+    "zero1": ("zero1", "ZeRO-1", "bf16", 2),
+    "zero2": ("zero2", "ZeRO-2", "bf16", 2),
+    "zero3": ("zero3", "ZeRO-3", "bf16", 2),
+    "zero2_offload": ("zero2", "ZeRO-2, CPU offload", "bf16", 2),
+    "zero3_offload": ("zero3", "ZeRO-3, CPU offload", "bf16", 2),
+    "zero_infinity": ("zero3", "ZeRO-3, NVMe offload", None, 2),
+    "ddp_multinode": ("ddp", "DDP", "bf16", 16),
+    "fsdp2_multinode": ("fsdp2", "FSDP2", "bf16", 16),
+    "zero3_multinode": ("zero3", "ZeRO-3", "bf16", 16),
+}
+FULL_MACHINE = Machine(
+    packages=dict.fromkeys(PACKAGES, "1"), has_compiler=True, has_ninja=True, has_libaio=True, num_cores=2
+)
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def write(folder: Path, text: str, name: str = "launch.yaml") -> Path:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_all_promised_files_are_shipped():
+    assert {path.stem for path in SHIPPED} == set(STRATEGIES)
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_file_says_its_strategy(path):
+    file = read_launch_file(path)
+    assert (file.strategy, file.parallel.label, file.mixed_precision, file.num_processes) == STRATEGIES[path.stem]
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_file_passes_the_checks_with_default_settings(path):
+    file = read_launch_file(path)
+    findings = check_run(RunSettings(), file, FULL_MACHINE)
+    # Only the placeholder address of node 0 is left for the user to fill in.
+    expected = ["main_process_ip"] if path.stem.endswith("multinode") else []
+    assert [finding.place for finding in findings] == [file.place(key) for key in expected]
+    assert all(finding.level == "warning" for finding in findings)
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_accelerate_loads_the_shipped_file(path):
+    from accelerate.commands.config.config_args import load_config_from_file
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+
+    config = load_config_from_file(str(path))
+    assert config.distributed_type.value == read_launch_file(path).values["distributed_type"]
+    args = launch_command_parser().parse_args(["--config_file", str(path), "script.py"])
+    args, _, _ = _validate_launch_command(args)
+    assert args.use_fsdp is ("fsdp" in path.stem)
+    assert args.use_deepspeed is ("zero" in path.stem)
+    assert args.multi_gpu is path.stem.startswith("ddp")
+
+
+@pytest.mark.parametrize("path", [path for path in SHIPPED if "zero" in path.stem], ids=lambda path: path.stem)
+def test_recipe_rules_over_accumulation_and_clipping(path):
+    config = read_launch_file(path).parallel.deepspeed
+    assert config["gradient_accumulation_steps"] == config["gradient_clipping"] == "auto"
+
+
+def test_zero_infinity_keeps_everything_on_disk():
+    file = read_launch_file("accelerate_configs/zero_infinity.yaml")
+    assert (file.parallel.offload_optimizer, file.parallel.offload_params) == ("nvme", "nvme")
+    assert file.parallel.nvme_paths == ("nvme_offload",)
+    assert file.deepspeed_file is not None
+    text = Path("accelerate_configs/deepspeed/zero_infinity.json").read_text().splitlines()
+    path, line = file.place("zero_optimization.offload_param.nvme_path").split(":")
+    assert path == "accelerate_configs/deepspeed/zero_infinity.json"
+    assert '"nvme_path"' in text[int(line) - 1]
+
+
+def test_keys_are_those_of_the_installed_accelerate():
+    from accelerate.commands.config.config_args import ClusterConfig
+    from accelerate.commands.launch import launch_command_parser
+
+    # `fp16` and `dynamo_backend` are older names that `BaseConfig.process_config` still turns into new ones.
+    assert {f.name for f in dataclasses.fields(ClusterConfig)} | {"fp16", "dynamo_backend"} == TOP_KEYS
+    flags = {action.dest for action in launch_command_parser()._actions}
+    # Read by `prepare_multi_gpu_env` with getattr, and so from the file only.
+    assert SECTION_KEYS["fsdp_config"] - flags == {"fsdp_ignored_modules"}
+    assert {flag for flag in flags if flag.startswith("fsdp_")} <= SECTION_KEYS["fsdp_config"]
+    assert SECTION_KEYS["deepspeed_config"] <= flags
+    assert {flag for flag in flags if flag.startswith("parallelism_config_")} == SECTION_KEYS["parallelism_config"]
+
+
+def test_lines_of_nested_keys(tmp_path):
+    path = write(tmp_path, "# comment\ndistributed_type: FSDP\nfsdp_config:\n\n  fsdp_version: 2\nnum_processes: 2\n")
+    file = read_launch_file(path)
+    assert file.lines == {"distributed_type": 2, "fsdp_config": 3, "fsdp_config.fsdp_version": 5, "num_processes": 6}
+    assert file.place("fsdp_config.fsdp_version") == f"{path}:5"
+    assert file.place("fsdp_config.absent") == f"{path}:3"
+    assert file.place("absent") == str(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "problem", "fix"),
+    [
+        ("distributed_type: FSDP\nnum_proceses: 2\n", 2, "num_proceses", "did you mean 'num_processes'?"),
+        ("distributed_type: FSDP\nfsdp_config:\n  fsdp_verson: 2\n", 3, "fsdp_verson", "'fsdp_version'"),
+        ("distributed_type: FSDP\nfsdp_version: 2\n", 2, "fsdp_version", "move it under fsdp_config."),
+        ("distributed_type: FSDP\nfsdp_config:\n  mixed_precision: bf16\n", 3, "mixed_precision", "left margin"),
+        ("distributed_type: 'NO'\nmixed_precision: no\n", 2, "false", "mixed_precision: 'no'"),
+        ("distributed_type: NO\n", 1, "false", "distributed_type: 'NO'"),
+        ("distributed_type: FDSP\n", 1, "FDSP", "did you mean FSDP?"),
+        ("distributed_type: FSDP\nmixed_precision: bf61\n", 2, "bf61", "did you mean bf16?"),
+        ("distributed_type: FSDP\nnum_processes: two\n", 2, "num_processes", "num_processes: 2"),
+        ("distributed_type: FSDP\ndistributed_type: FSDP\n", 2, "twice", "keep one"),
+        ("distributed_type: [\n", 2, "YAML", "syntax"),
+        ("distributed_type: FSDP\nfsdp_config: 2\n", 2, "fsdp_config", "indent"),
+        (
+            "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: none.json\n",
+            3,
+            "exist",
+            "absolute",
+        ),
+        ("compute_environment: AMAZON_SAGEMAKER\ndistributed_type: 'NO'\n", 1, "SAGEMAKER", "LOCAL_MACHINE"),
+    ],
+)
+def test_bad_file_names_line_and_fix(tmp_path, text, line, problem, fix):
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        read_launch_file(path)
+    assert caught.value.place == f"{path}:{line}"
+    assert problem in caught.value.problem
+    assert fix in str(caught.value.fix)
+
+
+def test_missing_strategy_and_missing_file(tmp_path):
+    with pytest.raises(ConfigError, match="distributed_type is missing"):
+        read_launch_file(write(tmp_path, "num_processes: 2\n"))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_launch_file(tmp_path / "absent.yaml")
+    with pytest.raises(ConfigError, match="holds no settings"):
+        read_launch_file(write(tmp_path, "just text\n"))
+
+
+def test_recipe_file_is_recognised(tmp_path):
+    path = write(tmp_path, "# QLoRA\nmodel_name_or_path: a/b\nmethod: qlora\n", "qlora.yaml")
+    with pytest.raises(ConfigError) as caught:
+        read_launch_file(path)
+    assert caught.value.place == f"{path}:2"
+    assert f"accelerate launch recipes/sft.py --config_file {path}" in str(caught.value.fix)
+
+
+def test_launch_file_is_recognised():
+    assert looks_like_launch_file({"distributed_type": "FSDP", "num_processes": 2})
+    assert not looks_like_launch_file({"method": "lora", "output_dir": "out"})
+
+
+def test_deepspeed_defaults_are_those_of_accelerates_plugin(tmp_path, monkeypatch):
+    from accelerate.utils import DeepSpeedPlugin
+
+    for name in [name for name in __import__("os").environ if name.startswith("ACCELERATE_")]:
+        monkeypatch.delenv(name)
+    file = read_launch_file(
+        write(tmp_path, "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero3_init_flag: false\n")
+    )
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO3_INIT", "false")
+    theirs = DeepSpeedPlugin().deepspeed_config
+    ours = file.parallel.deepspeed
+    assert file.strategy == f"zero{theirs['zero_optimization']['stage']}" == "zero2"
+    for key in ("gradient_accumulation_steps", "gradient_clipping"):
+        assert ours[key] == theirs[key]
+    for key in ("offload_optimizer", "offload_param"):
+        assert ours["zero_optimization"][key]["device"] == theirs["zero_optimization"][key]["device"]
+
+
+def test_fsdp_without_version_is_version_1(tmp_path):
+    """As Accelerate's plugin has it, so that the doctor can say so."""
+    from accelerate.commands.launch import launch_command_parser
+
+    assert read_launch_file(write(tmp_path, "distributed_type: FSDP\nnum_processes: 2\n")).strategy == "fsdp1"
+    defaults: argparse.Namespace = launch_command_parser().parse_args(["script.py"])
+    assert str(defaults.fsdp_version) == "1"
+
+
+@pytest.mark.parametrize(
+    ("text", "strategy"),
+    [
+        ("distributed_type: MULTI_GPU\nnum_processes: 1\n", "single"),
+        ("distributed_type: MULTI_CPU\nnum_processes: 2\n", "single"),
+        ("distributed_type: MULTI_CPU\nnum_processes: 2\nmpirun_config:\n  mpirun_hostfile: h\n", "ddp"),
+        ("distributed_type: MEGATRON_LM\nnum_processes: 2\n", "megatron"),
+        ("distributed_type: FSDP\nfsdp_config:\n  version: 2\n", "fsdp2"),
+    ],
+)
+def test_other_strategies(tmp_path, text, strategy):
+    assert read_launch_file(write(tmp_path, text)).strategy == strategy

@@ -1,0 +1,268 @@
+"""Chunked cross-entropy equals the full one; losses are weighted by tokens; the lean trainer loss equals TRL's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from datasets import Dataset
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from trl import SFTConfig, SFTTrainer
+
+from accel_scale.errors import ConfigError
+from accel_scale.training import loss as loss_module
+from accel_scale.training.activation_memory import peak_tensor_bytes
+from accel_scale.training.fast_loss import FastLossMixin, head_transform
+from accel_scale.training.loss import chunked_cross_entropy, count_loss_tokens
+
+VOCAB, HIDDEN = 101, 32
+
+
+def head_inputs(dtype: torch.dtype = torch.float64):
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+    labels = torch.randint(0, VOCAB, (3, 40), generator=generator)
+    labels[0, :25] = -100
+    labels[2, 7] = -100
+    return draw(3, 40, HIDDEN), draw(VOCAB, HIDDEN), draw(VOCAB), labels
+
+
+def full_cross_entropy(hidden, weight, labels, bias=None, softcap=None, logit_scale=1.0, shift=True):
+    logits = nn.functional.linear(hidden, weight, bias) * logit_scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    if shift:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+@pytest.mark.parametrize("head_grad_bytes", [0, 2**30], ids=["head_grad_later", "head_grad_in_forward"])
+@pytest.mark.parametrize("chunk_size", [1, 13, 1000, None])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"bias": True}, {"softcap": 3.0}, {"logit_scale": 0.25}, {"softcap": 2.0, "logit_scale": 0.5, "bias": True}],
+)
+def test_chunked_cross_entropy_equals_the_full_one(options, chunk_size, head_grad_bytes, monkeypatch):
+    monkeypatch.setattr(loss_module, "_HEAD_GRAD_IN_FORWARD_BYTES", head_grad_bytes)
+    hidden, weight, bias, labels = head_inputs(torch.float32)
+    options = {**options, "bias": bias if options.get("bias") else None}
+    inputs = [hidden, weight] + ([bias] if options["bias"] is not None else [])
+    expected = full_cross_entropy(hidden, weight, labels, **options) / 17
+    expected_grads = torch.autograd.grad(expected, inputs)
+    actual = chunked_cross_entropy(hidden, weight, labels, chunk_size=chunk_size, num_items=17, **options)
+    assert actual.item() == pytest.approx(expected.item(), rel=1e-6)
+    for ours, theirs in zip(torch.autograd.grad(actual, inputs), expected_grads, strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_divisor_shift_and_accuracy():
+    hidden, weight, _, labels = head_inputs(torch.float32)
+    assert count_loss_tokens(labels) == 3 * 39 - 24 - 1
+    loss, num_correct = chunked_cross_entropy(hidden, weight, labels, return_num_correct=True)
+    assert loss.item() == pytest.approx(full_cross_entropy(hidden, weight, labels).item() / 92, rel=1e-6)
+    predicted = (hidden @ weight.t())[:, :-1].argmax(-1)
+    assert num_correct == (predicted == labels[:, 1:]).sum()
+    unshifted = chunked_cross_entropy(hidden, weight, labels, shift=False, num_items=1)
+    assert unshifted.item() == pytest.approx(full_cross_entropy(hidden, weight, labels, shift=False).item(), rel=1e-6)
+    with pytest.raises(ConfigError, match="not positive"):
+        chunked_cross_entropy(hidden, weight, labels, chunk_size=0)
+
+
+def test_no_labelled_token_is_a_differentiable_zero():
+    hidden, weight, _, labels = head_inputs(torch.float32)
+    loss = chunked_cross_entropy(hidden, weight, torch.full_like(labels, -100))
+    loss.backward()
+    assert loss.item() == 0
+    assert hidden.grad.abs().sum() == 0
+    assert weight.grad.abs().sum() == 0
+
+
+def test_a_frozen_head_and_a_second_backward():
+    hidden, weight, _, labels = head_inputs(torch.float32)
+    loss = chunked_cross_entropy(hidden, weight.detach(), labels)
+    loss.backward(retain_graph=True)
+    assert hidden.grad.abs().sum() > 0
+    with pytest.raises(RuntimeError, match="used up"):
+        loss.backward()
+
+
+def test_autocast_computes_in_its_type():
+    hidden, weight, _, labels = head_inputs(torch.float32)
+    exact = full_cross_entropy(hidden, weight, labels) / 92
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = chunked_cross_entropy(hidden, weight, labels)
+    loss.backward()
+    assert loss.dtype == weight.grad.dtype == hidden.grad.dtype == torch.float32
+    assert loss.item() == pytest.approx(exact.item(), rel=5e-3)
+    assert loss.item() != exact.item()
+    expected = torch.autograd.grad(exact, [hidden, weight])
+    for ours, theirs in zip((hidden.grad, weight.grad), expected, strict=True):
+        assert (ours - theirs).norm() / theirs.norm() < 0.01
+
+
+def test_peak_memory_is_that_of_a_chunk():
+    tokens, vocab = 512, 4096
+    hidden = torch.randn(1, tokens, HIDDEN, requires_grad=True)
+    weight = torch.randn(vocab, HIDDEN, requires_grad=True)
+    labels = torch.randint(0, vocab, (1, tokens))
+    logits_bytes = tokens * vocab * 4
+
+    def full() -> None:
+        full_cross_entropy(hidden, weight, labels).backward()
+
+    def chunked() -> None:
+        chunked_cross_entropy(hidden, weight, labels, chunk_size=32).backward()
+
+    gradients_bytes = 4 * (hidden.numel() + weight.numel())
+    assert peak_tensor_bytes(full) > 1.9 * logits_bytes
+    # A chunk's logits, their log-softmax, its gradient and one temporary; the gradients, and a chunk's share of them.
+    assert peak_tensor_bytes(chunked) < 4 * logits_bytes / 16 + 3 * gradients_bytes
+    assert peak_tensor_bytes(chunked) < 0.25 * peak_tensor_bytes(full)
+
+
+def test_head_transforms_are_read_from_the_configuration():
+    from transformers import CohereConfig, Gemma2Config, GraniteConfig
+
+    assert head_transform(LlamaConfig()) == (None, 1.0)
+    assert head_transform(Gemma2Config()) == (30.0, 1.0)
+    assert head_transform(GraniteConfig(logits_scaling=8.0)) == (None, 0.125)
+    assert head_transform(CohereConfig(logit_scale=0.0625)) == (None, 0.0625)
+
+
+# -------------------------------------------------------------------------------------------------------- trainers
+
+
+class FastTrainer(FastLossMixin, SFTTrainer):
+    pass
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    from tokenizers import Tokenizer, models
+
+    vocab = {f"t{i}": i for i in range(VOCAB - 2)} | {"<pad>": VOCAB - 2, "<eos>": VOCAB - 1}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(vocab, unk_token="t0")), pad_token="<pad>", eos_token="<eos>"
+    )
+
+
+def rows(num_rows: int = 8) -> Dataset:
+    """Rows of very different lengths, some of whose tokens carry no label."""
+    generator = torch.Generator().manual_seed(5)
+    lengths = [3, 60, 5, 9, 40, 4, 7, 30][:num_rows]
+    ids = [torch.randint(0, VOCAB - 2, (n,), generator=generator).tolist() for n in lengths]
+    labels = [[-100, *row[1:]] if i % 2 else row for i, row in enumerate(ids)]
+    return Dataset.from_dict({"input_ids": ids, "labels": labels})
+
+
+def train(trainer_class, tmp_path, model=None, dataset=None, **overrides):
+    torch.manual_seed(0)
+    if model is None:
+        config = LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=HIDDEN,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+        )
+        model = LlamaForCausalLM(config)
+    settings = {
+        "output_dir": str(tmp_path),
+        "per_device_train_batch_size": 8,
+        "learning_rate": 0.1,
+        "lr_scheduler_type": "constant",
+        "optim": "sgd",
+        "max_steps": 1,
+        "max_grad_norm": 0.0,
+        "logging_steps": 1,
+        "gradient_checkpointing": False,
+        "bf16": False,
+        "save_strategy": "no",
+        "use_cpu": True,
+        "shuffle_dataset": False,
+        "train_sampling_strategy": "sequential",
+        "disable_tqdm": True,
+    }
+    trainer = trainer_class(
+        model=model,
+        args=SFTConfig(**{**settings, **overrides}),
+        train_dataset=rows() if dataset is None else dataset,
+        eval_dataset=rows(4),
+        processing_class=tokenizer(),
+    )
+    trainer.train()
+    return trainer
+
+
+def weights(trainer) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+
+
+def logged(trainer, key: str) -> list[float]:
+    return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+
+@pytest.mark.parametrize("trainer_class", [SFTTrainer, FastTrainer])
+@pytest.mark.parametrize("micro_batch", [1, 2, 4])
+def test_unequal_micro_batches_weigh_as_one_batch(trainer_class, micro_batch, tmp_path):
+    one = train(trainer_class, tmp_path)
+    many = train(
+        trainer_class,
+        tmp_path,
+        per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=8 // micro_batch,
+    )
+    assert logged(many, "loss")[0] == pytest.approx(logged(one, "loss")[0], rel=1e-6)
+    assert torch.allclose(weights(many), weights(one), rtol=0, atol=1e-7)
+    # The sum of unweighted micro-batch means would have moved the weights elsewhere: the rows differ 20-fold.
+    assert (weights(one) - weights(train(trainer_class, tmp_path, learning_rate=0.0))).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"packing": True, "max_length": 64},
+        {"bf16": True},
+        {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2},
+    ],
+    ids=["padded", "packed", "bf16", "accumulated"],
+)
+def test_the_lean_loss_equals_trls(settings, tmp_path):
+    settings = {"max_steps": 4, "optim": "adamw_torch_fused", "learning_rate": 1e-3, **settings}
+    theirs, ours = (train(cls, tmp_path, **settings) for cls in (SFTTrainer, FastTrainer))
+    assert len(logged(ours, "loss")) == 4
+    tolerance = 2e-3 if settings.get("bf16") else 1e-6
+    for key in ("loss", "grad_norm", "num_tokens"):
+        assert logged(ours, key) == pytest.approx(
+            logged(theirs, key), rel=10 * tolerance if key == "grad_norm" else tolerance
+        )
+    ours_eval, theirs_eval = ours.evaluate(), theirs.evaluate()
+    for key in ("eval_loss", "eval_mean_token_accuracy"):
+        assert ours_eval[key] == pytest.approx(theirs_eval[key], rel=5 * tolerance), key
+    assert not logged(ours, "mean_token_accuracy")
+    assert not logged(ours, "entropy")
+
+
+def test_adapters_train_with_the_lean_loss(tmp_path):
+    from peft import LoraConfig
+
+    class WithAdapter(FastTrainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, peft_config=LoraConfig(r=4, target_modules="all-linear"), **kwargs)
+
+    trainer = train(WithAdapter, tmp_path, max_steps=3, optim="adamw_torch_fused", learning_rate=1e-2)
+    losses = logged(trainer, "loss")
+    assert losses[2] < losses[0]
+    assert all("lora_" in n for n, p in trainer.model.named_parameters() if p.requires_grad)
+
+
+def test_label_smoothing_is_left_to_trl(tmp_path):
+    settings = {"label_smoothing_factor": 0.1, "max_steps": 2}
+    with pytest.warns(FutureWarning, match="label_smoothing"):
+        theirs, ours = (train(cls, tmp_path, **settings) for cls in (SFTTrainer, FastTrainer))
+    assert logged(ours, "loss") == logged(theirs, "loss")
+    assert logged(ours, "entropy")

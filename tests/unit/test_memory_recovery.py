@@ -1,0 +1,224 @@
+"""A step that runs out of memory is taken again in halves: the same gradients, samples, order and loss."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from accelerate import Accelerator
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from accel_scale.training.batch_splitting import halve, split
+from accel_scale.training.clean_stop import OUT_OF_MEMORY_STATUS
+from accel_scale.training.fast_loss import add_fast_lm_head
+from accel_scale.training.memory_recovery import MemoryRecovery, is_out_of_memory, smaller_batch_advice
+from accel_scale.training.packed_attention import register_packed_attention
+
+pytestmark = pytest.mark.slow
+VOCAB = 64
+
+
+def tiny_model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    config._attn_implementation = register_packed_attention()
+    model = LlamaForCausalLM(config).train()
+    add_fast_lm_head(model)
+    return model
+
+
+def padded(rows: int, seed: int, length: int = 12) -> dict[str, torch.Tensor]:
+    """Rows of different lengths, padded on the right, whose labels begin at different places."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, VOCAB, (rows, length), generator=generator)
+    mask, labels = torch.ones_like(ids), ids.clone()
+    for row in range(rows):
+        labels[row, : 1 + row] = -100
+        mask[row, length - row :] = 0
+        labels[row, length - row :] = -100
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def packed(lengths: list[int], seed: int = 0) -> dict:
+    """One row of documents as TRL's padding-free collator makes it."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, VOCAB, (1, sum(lengths)), generator=generator)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    labels = ids.masked_fill(positions == 0, -100)
+    bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    return {
+        "input_ids": ids,
+        "labels": labels,
+        "position_ids": positions,
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds,
+        "max_length_q": max(lengths),
+        "max_length_k": max(lengths),
+        "seq_idx": torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None].int(),
+    }
+
+
+class Card:
+    """Memory for so many rows or tokens per pass; notes the samples of the passes that went through."""
+
+    def __init__(self, model: LlamaForCausalLM, num_items: int, *, limit: int, dimension: int = 0) -> None:
+        self.model, self.num_items, self.limit, self.dimension = model, num_items, limit, dimension
+        self.fails_in_backward = False
+        self.seen: list[torch.Tensor] = []
+
+    def loss(self, part: dict) -> torch.Tensor:
+        fits = part["input_ids"].shape[self.dimension] <= self.limit
+        if not fits and not self.fails_in_backward:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        loss = self.model(**part, fast_lm_head=True, num_items_in_batch=self.num_items).loss
+        if not fits:
+            fail_in_backward(
+                self.model.model.layers[0].mlp.up_proj.weight
+            )  # later layers' gradients are there by then
+        self.seen.append(part["input_ids"])
+        return loss
+
+
+def fail_in_backward(parameter: torch.nn.Parameter) -> None:
+    def fail(grad: torch.Tensor) -> None:
+        hook.remove()
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes.")
+
+    hook = parameter.register_hook(fail)
+
+
+def gradients(model: LlamaForCausalLM) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def take_step(batches: list[dict], *, limit: int, dimension: int = 0, in_backward: bool = False):
+    """Gradients, loss, samples in order and lines of one step on a card of `limit`."""
+    model = tiny_model()
+    num_items = sum(int(batch["labels"][:, 1:].ne(-100).sum()) for batch in batches)
+    card = Card(model, num_items, limit=limit, dimension=dimension)
+    card.fails_in_backward = in_backward
+    lines: list[str] = []
+    recovery = MemoryRecovery(Accelerator(cpu=True), model, say=lines.append, on_discard=card.seen.clear)
+    loss = recovery.step(batches, card.loss)
+    return gradients(model), float(loss), card.seen, lines, recovery
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    largest = max(float(grad.abs().max()) for grad in expected.values())
+    assert largest > 1e-2
+    for name, grad in expected.items():
+        assert float((found[name] - grad).abs().max()) <= 1e-6 * max(largest, 1), name
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize(("limit", "passes"), [(2, 2), (1, 4)])
+def test_rows_give_the_undisturbed_step(limit: int, passes: int, in_backward: bool) -> None:
+    batches = [padded(1, 0), padded(4, 1), padded(3, 2)]
+    expected, loss, samples, quiet, _ = take_step(batches, limit=4)
+    found, recovered_loss, seen, lines, recovery = take_step(batches, limit=limit, in_backward=in_backward)
+    assert_same(found, expected)
+    assert recovered_loss == pytest.approx(loss, rel=1e-6)
+    assert recovery.recovered_steps == [1]
+    assert 2**recovery.level == passes
+    assert quiet == []
+    assert len(lines) == recovery.level  # one line each time the passes become smaller
+    assert lines[0].startswith("warning: memory ran out in step 1 on rank 0; the step is taken again")
+    # Repetitions with a loss of zero come right after the row that they repeat.
+    rows = [row for part in seen for row in part]
+    distinct = [row for i, row in enumerate(rows) if i == 0 or not torch.equal(row, rows[i - 1])]
+    assert torch.equal(torch.stack(distinct), torch.cat(samples))
+
+
+def test_packed_documents_give_the_undisturbed_step() -> None:
+    batches = [packed([7, 9, 4, 12], 1), packed([20, 5, 6], 2)]
+    expected, loss, _, _, _ = take_step(batches, limit=64, dimension=1)
+    found, recovered_loss, seen, _, recovery = take_step(batches, limit=20, dimension=1)
+    assert recovery.level == 1
+    assert [part.shape[1] for part in seen] == [16, 16, 20, 11]
+    assert_same(found, expected)
+    assert recovered_loss == pytest.approx(loss, rel=1e-6)
+
+
+def test_passes_stay_small_in_the_steps_after() -> None:
+    model = tiny_model()
+    card = Card(model, 10, limit=2)
+    recovery = MemoryRecovery(Accelerator(cpu=True), model, say=lambda line: None)
+    recovery.step([padded(4, 1)], card.loss)
+    card.seen.clear()
+    recovery.step([padded(4, 2)], card.loss)
+    assert [len(part) for part in card.seen] == [2, 2]
+    assert recovery.recovered_steps == [1]
+
+
+@pytest.mark.parametrize("kind", ["token_mean", "row_mean"])
+def test_means_are_weighted(kind: str) -> None:
+    batch = padded(3, 5)
+    scores = torch.randn(3, 12, generator=torch.Generator().manual_seed(1))
+
+    def mean_loss(part: dict) -> torch.Tensor:
+        rows = [next(i for i in range(3) if torch.equal(row, batch["input_ids"][i])) for row in part["input_ids"]]
+        labelled = part["labels"][:, 1:].ne(-100)
+        chosen = scores[rows][:, 1:]
+        return chosen[labelled].mean() if kind == "token_mean" else (chosen * labelled).sum(1).mean()
+
+    whole = mean_loss(batch)
+    parts = split(batch, 2, loss_kind=kind)
+    assert len(parts) == 4
+    assert sum(part.factor for part in parts) == pytest.approx(1.0)
+    assert float(sum(mean_loss(part.inputs) * part.factor for part in parts)) == pytest.approx(float(whole), rel=1e-5)
+
+
+def test_a_packed_row_is_cut_between_documents() -> None:
+    first, second = halve(packed([7, 9, 4, 12]))
+    assert first["cu_seq_lens_q"].tolist() == [0, 7, 16]
+    assert second["cu_seq_lens_k"].tolist() == [0, 4, 16]
+    assert (first["max_length_q"], second["max_length_k"]) == (9, 12)
+    assert second["seq_idx"].unique().tolist() == [0, 1]
+    assert second["position_ids"][0, 0] == 0
+
+
+def test_what_cannot_be_cut_exactly_is_not_cut() -> None:
+    assert halve(packed([30])) is None
+    assert halve(padded(1, 0)) is None
+    labelled_start = packed([7, 9])
+    labelled_start["labels"] = labelled_start["input_ids"]  # the second document's first token is predicted, too
+    assert halve(labelled_start) is None
+    assert halve({**padded(2, 0), "pixel_values": torch.zeros(7, 3)}) is None
+
+
+def test_one_row_that_does_not_fit_stops_with_remedies(capsys: pytest.CaptureFixture[str]) -> None:
+    model = tiny_model()
+    recovery = MemoryRecovery(
+        Accelerator(cpu=True), model, advice=lambda level: smaller_batch_advice(8 >> level, 2 << level), program="x.py"
+    )
+    with pytest.raises(SystemExit) as stopped:
+        recovery.step([padded(2, 0)], Card(model, 10, limit=0).loss)
+    assert stopped.value.code == OUT_OF_MEMORY_STATUS == 75
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("x.py: memory ran out in step 1 on rank 0 and training cannot go on in place: ")
+    assert "--per_device_train_batch_size 2 --gradient_accumulation_steps 8" in line
+    assert "--checkpointing_policy full" in smaller_batch_advice(1, 4)
+    assert "--per_device_train_batch_size 3 --gradient_accumulation_steps 6" in smaller_batch_advice(9, 2)
+
+
+def test_other_errors_are_left_alone() -> None:
+    def broken(part: dict) -> torch.Tensor:
+        raise RuntimeError("expected scalar type Float but found Half")
+
+    with pytest.raises(RuntimeError, match="expected scalar type"):
+        MemoryRecovery(Accelerator(cpu=True), tiny_model()).step([padded(2, 0)], broken)
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
+    assert not is_out_of_memory(ValueError("CUDA out of memory."))
+
+
+def test_memory_that_really_runs_out_is_recognised() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60, dtype=torch.int8)
+    assert is_out_of_memory(caught.value)

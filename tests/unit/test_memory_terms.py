@@ -1,0 +1,141 @@
+"""Terms of predicted memory: states per parameter, what strategies add, and what never gets worse."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accel_scale.errors import ConfigError
+from accel_scale.planning.catalogue import load_model_facts
+from accel_scale.planning.memory import predict_memory
+from accel_scale.planning.sharding import state_bytes
+from accel_scale.planning.training_setup import LoraSetup, ParallelSetup, TrainingSetup
+
+LLAMA = load_model_facts("meta-llama/Llama-3.2-1B", allow_download=False)
+N = LLAMA.num_params
+
+
+def states(**settings_):
+    return state_bytes(LLAMA, TrainingSetup(**settings_))
+
+
+@pytest.mark.parametrize(
+    ("precision", "optimizer", "bytes_per_param"),
+    [
+        ("fp32", "adamw_torch_fused", 16),
+        ("bf16", "adamw_torch_fused", 16),
+        ("bf16_true", "adamw_torch_fused", 8),
+        ("fp32", "sgd", 8),
+        ("fp32", "sgd_momentum", 12),
+        ("bf16", "adamw_bnb_8bit", 8 + 2 + 2 * 4 / 256),
+        ("bf16_true", "adamw_torch_4bit", 4 + 1 + 2 * 4 / 128),
+    ],
+)
+def test_full_training_states_per_parameter(precision, optimizer, bytes_per_param):
+    found = states(precision=precision, optimizer=optimizer)
+    total = found.weight_bytes + found.gradient_bytes + found.optimizer_bytes + found.master_bytes
+    assert total / N == pytest.approx(bytes_per_param, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "bytes_per_param"),
+    # Rajbhandari et al. 2020: 2 + 2 + 12/n, 2 + 14/n, 16/n, at n = 8.
+    [("zero1", 2 + 2 + 12 / 8), ("zero2", 2 + 14 / 8), ("zero3", 16 / 8), ("fsdp2", 16 / 8), ("ddp", 16)],
+)
+def test_sharded_states_per_parameter(strategy, bytes_per_param):
+    found = states(parallel=ParallelSetup(strategy, 8))
+    total = found.weight_bytes + found.gradient_bytes + found.optimizer_bytes + found.master_bytes
+    assert total / N == pytest.approx(bytes_per_param, rel=1e-9)
+
+
+def test_qlora_keeps_the_linears_in_four_bits():
+    small = states(method="qlora").weight_bytes
+    lora = states(method="lora").weight_bytes
+    linears = LLAMA.layer_params
+    # 4 bits and 0.127 of constants against 16, on all but embedding and norms.
+    assert (lora - small) / linears == pytest.approx(2 - 0.5 - 0.0159, rel=1e-3)
+
+
+def test_accumulation_under_fsdp_keeps_whole_gradients():
+    one = TrainingSetup(parallel=ParallelSetup("fsdp2", 8), checkpointing="none", sequence_length=128)
+    several = replace(one, accumulation=4)
+    extra = predict_memory(LLAMA, several).phases[1].total_bytes - predict_memory(LLAMA, one).phases[1].total_bytes
+    assert extra == pytest.approx(2 * N, rel=0.01)
+
+
+def test_foreach_adam_needs_one_more_copy_in_its_step():
+    fused, foreach = (
+        predict_memory(LLAMA, TrainingSetup(optimizer=name, sequence_length=64)).phases[-1].total_bytes
+        for name in ("adamw_torch_fused", "adamw_torch_foreach")
+    )
+    assert foreach - fused == pytest.approx(4 * N, rel=1e-6)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from(["full", "lora", "qlora"]),
+    st.sampled_from(["none", "selective", "full"]),
+    st.sampled_from(["fp32", "bf16", "bf16_true"]),
+    st.integers(1, 4),
+    st.sampled_from([64, 256, 1024]),
+)
+def test_more_tokens_never_need_less(method, checkpointing, precision, micro_batch, length):
+    setup = TrainingSetup(
+        method=method,
+        checkpointing=checkpointing,
+        precision=precision,
+        micro_batch_size=micro_batch,
+        sequence_length=length,
+        lora=LoraSetup(8),
+    )
+    estimate = predict_memory(LLAMA, setup)
+    for larger in (replace(setup, micro_batch_size=micro_batch + 1), replace(setup, sequence_length=2 * length)):
+        # Where the loss goes from one chunk to two it saves a cast of the head's gradient.
+        assert predict_memory(LLAMA, larger).peak_bytes >= estimate.peak_bytes * 0.98
+    assert estimate.low_bytes < estimate.device_bytes < estimate.high_bytes
+    assert estimate.peak_bytes <= estimate.reserved_bytes <= estimate.device_bytes
+
+
+def test_more_ranks_never_need_more_states():
+    for strategy in ("zero1", "zero2", "zero3", "fsdp2"):
+        sizes = [state_bytes(LLAMA, TrainingSetup(parallel=ParallelSetup(strategy, n))) for n in (2, 4, 8, 16)]
+        totals = [s.weight_bytes + s.gradient_bytes + s.optimizer_bytes + s.master_bytes for s in sizes]
+        assert totals == sorted(totals, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        ({"optimizer": "adamw_fused"}, "--optim"),
+        ({"checkpointing": "some"}, "checkpointing"),
+    ],
+)
+def test_what_is_not_modelled_is_named(change, place):
+    with pytest.raises(ConfigError) as error:
+        predict_memory(LLAMA, TrainingSetup(**change))
+    assert error.value.place == place
+    assert error.value.fix
+
+
+def test_every_optimizer_of_the_recipe_is_modelled_as_the_recipe_describes_it():
+    from accel_scale.planning.optimizer_states import OPTIMIZER_BYTES
+    from accel_scale.training.optimizer_specs import OPTIMIZERS
+
+    assert set(OPTIMIZERS) == set(OPTIMIZER_BYTES)
+    for name, spec in OPTIMIZERS.items():
+        planned = OPTIMIZER_BYTES[name]
+        assert planned.num_states == spec.num_states, name
+        assert planned.is_paged == spec.paged, name
+        if not planned.on_host:
+            assert planned.state_bits == spec.state_bits, name
+
+
+def test_chunks_of_the_loss_are_the_recipes():
+    from accel_scale.planning import shadow_head
+    from accel_scale.training import loss
+
+    assert shadow_head.CHUNK_LOGITS == loss._CHUNK_LOGITS
+    assert shadow_head.HEAD_GRAD_IN_FORWARD_BYTES == loss._HEAD_GRAD_IN_FORWARD_BYTES

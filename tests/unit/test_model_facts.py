@@ -1,0 +1,140 @@
+"""Model facts against the real transformers classes on the meta device, group by group."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any
+
+import pytest
+from small_models import DENSE, IN_TRANSFORMERS, build, each_family
+from torch import nn
+from transformers import CONFIG_MAPPING
+from transformers.pytorch_utils import Conv1D
+
+from accel_scale.errors import ConfigError
+from accel_scale.planning.model_config import facts_from_config
+from accel_scale.planning.model_facts import LayerFacts, LinearFacts
+
+POSITION_MODULES = ("wpe", "embed_positions", "position_embeddings", "token_type_embeddings")
+FINAL_NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm")
+
+
+def is_linear(module: nn.Module) -> bool:
+    return isinstance(module, (nn.Linear, Conv1D))
+
+
+def shape(name: str, module: nn.Module) -> tuple[Any, ...]:
+    rows, columns = module.weight.shape if isinstance(module, Conv1D) else module.weight.shape[::-1]
+    return (name.rsplit(".", 1)[-1], rows, columns, module.bias is not None, 1)
+
+
+def linears_of(layer: nn.Module) -> Counter:
+    """Name, in, out, bias and copies of every matrix product: linears, routers and stacked experts."""
+    found: Counter = Counter(shape(name, module) for name, module in layer.named_modules() if is_linear(module))
+    for name, weight in layer.named_parameters():
+        if weight.ndim == 3:
+            found[(name.rsplit(".", 1)[-1], weight.shape[2], weight.shape[1], False, weight.shape[0])] += 1
+        elif name.endswith("mlp.gate.weight"):
+            found[("gate", weight.shape[1], weight.shape[0], False, 1)] += 1
+    return found
+
+
+def stated(linears: tuple[LinearFacts, ...]) -> Counter:
+    return Counter((item.name, item.in_features, item.out_features, item.bias, item.copies) for item in linears)
+
+
+def layer_list(model: nn.Module) -> nn.ModuleList:
+    return next(module for module in model.modules() if isinstance(module, nn.ModuleList))
+
+
+def count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def signature(linears: Counter, norms: int) -> tuple[Any, ...]:
+    return (tuple(sorted(linears.items())), norms)
+
+
+def real_layer(layer: nn.Module) -> tuple[Any, ...]:
+    linears = linears_of(layer)
+    weights = sum(n * copies * (rows * cols + cols * bias) for (_, rows, cols, bias, copies), n in linears.items())
+    return signature(linears, count(layer) - weights)
+
+
+def stated_layer(layer: LayerFacts) -> tuple[Any, ...]:
+    return signature(stated(layer.linears), layer.norm_params)
+
+
+def real_windows(config: Any, num_layers: int) -> Counter:
+    window = getattr(config, "sliding_window", None) or None
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        return Counter({window: num_layers})
+    return Counter(window if kind == "sliding_attention" else None for kind in types)
+
+
+@each_family(6)
+def test_every_group_is_that_of_the_real_class(config: dict[str, Any]) -> None:
+    model, facts = build(config), facts_from_config(config, name="small")
+    layers = layer_list(model)
+    assert facts.num_params == model.num_parameters()
+    assert facts.embedding_params == model.get_input_embeddings().weight.numel()
+    assert facts.num_layers == len(layers)
+    assert Counter(map(stated_layer, facts.each_layer())) == Counter(map(real_layer, layers))
+    assert Counter(layer.sliding_window for layer in facts.each_layer()) == real_windows(model.config, len(layers))
+    outside = [(name.rsplit(".", 1)[-1], module) for name, module in model.named_modules() if ".0" not in name]
+    assert facts.position_params == sum(count(module) for name, module in outside if name in POSITION_MODULES)
+    if config["model_type"] != "bert":
+        norms = sum(count(module) for name, module in outside if name in FINAL_NORMS and not is_in(module, layers))
+        assert facts.final_norm_params == norms
+    head = model.get_output_embeddings()
+    tied = head.weight is model.get_input_embeddings().weight
+    assert facts.tied_embeddings == tied
+    assert facts.head_params == count(head) - (head.weight.numel() if tied else 0)
+
+
+def is_in(module: nn.Module, layers: nn.ModuleList) -> bool:
+    return any(module is inner for inner in layers.modules())
+
+
+@pytest.mark.parametrize("model_type", IN_TRANSFORMERS)
+def test_missing_fields_take_the_defaults_of_the_class(model_type: str) -> None:
+    whole = CONFIG_MAPPING[model_type]().to_dict()
+    assert facts_from_config({"model_type": model_type}, name="m") == facts_from_config(whole, name="m")
+
+
+def test_gemma3_with_pictures_is_its_language_model() -> None:
+    text = {**DENSE, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 4}
+    nested = facts_from_config({"model_type": "gemma3", "text_config": text, "vision_config": {}}, name="m")
+    assert nested == facts_from_config({**text, "model_type": "gemma3_text"}, name="m")
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"model_type": "deepseek_v3"}, "the architecture 'deepseek_v3' is not modelled"),
+        ({"model_type": "lama"}, "did you mean llama?"),
+        ({"hidden_size": 4}, "no model_type"),
+        ({"model_type": "llama", "hidden_size": -1}, "hidden_size is -1"),
+        ({"model_type": "llama", "hidden_size": "4096"}, "hidden_size is '4096'"),
+        ({"model_type": "llama", "num_hidden_layers": None}, "num_hidden_layers is None"),
+        ({"model_type": "llama", "num_attention_heads": 33}, "a divisor of hidden_size 4096"),
+        ({"model_type": "llama", "num_key_value_heads": 3}, "a divisor of num_attention_heads 32"),
+        ({"model_type": "llama", "attention_dropout": 2}, "a number from 0 to 1"),
+        ({"model_type": "llama", "tie_word_embeddings": "no"}, "true or false"),
+        ({"model_type": "llama", "hidden_act": 3}, "a string"),
+        (
+            {"model_type": "qwen3", "use_sliding_window": True, "layer_types": ["full_attention"]},
+            "each of the 32 layers",
+        ),
+        ({"model_type": "phi", "partial_rotary_factor": 3}, "a number over 0"),
+        ([], "no JSON object"),
+    ],
+)
+def test_a_bad_config_gets_one_clear_line(config: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)) as caught:
+        facts_from_config(config, name="m", place="runs/config.json")
+    assert str(caught.value).startswith("runs/config.json: ")
+    assert "Fix: " in str(caught.value)
+    assert "\n" not in str(caught.value)

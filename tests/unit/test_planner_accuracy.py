@@ -1,0 +1,63 @@
+"""The planner's scoreboard on published measurements is as good as the committed one."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPOSITORY / "benchmarks"))
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def boards() -> tuple[dict, dict]:
+    import planner_accuracy
+
+    return planner_accuracy.scoreboard(), json.loads(planner_accuracy.RESULTS.read_text())
+
+
+def test_no_source_got_worse(boards):
+    now, committed = boards
+    for group in ("hf", "other"):
+        assert set(committed[group]) <= set(now[group])
+        for source, before in committed[group].items():
+            after = now[group][source]
+            assert after["rows"] >= before["rows"], source
+            for figure in ("median_error", "p90_error", "dangerous"):
+                assert after[figure] <= before[figure] + 0.005, (source, figure)
+            if before["direction"] is not None:
+                assert after["direction"] >= before["direction"] - 0.005, source
+
+
+def test_hugging_face_stacks_are_predicted_well(boards):
+    now, _ = boards
+    assert now["all_hf"]["rows"] >= 70
+    for source, figures in now["hf"].items():
+        assert figures["median_error"] <= 0.10, source
+    assert now["all_hf"]["dangerous"] <= 0.03
+    # Better than what those stacks' own estimators say of the same rows.
+    assert now["all_hf"]["median_error"] < now["all_hf"]["accelerate_median_error"] / 3
+    assert now["all_hf"]["median_error"] < now["all_hf"]["deepspeed_median_error"] / 3
+
+
+def test_the_page_is_the_scoreboard(boards):
+    import planner_accuracy
+
+    now, _ = boards
+    committed = planner_accuracy.SCOREBOARD.read_text().splitlines()
+    assert [line for line in planner_accuracy.markdown(now).splitlines() if line.startswith("| Qwen")] == [
+        line for line in committed if line.startswith("| Qwen")
+    ]
+
+
+def test_every_large_miss_has_a_reason(boards):
+    import planner_accuracy
+
+    now, _ = boards
+    for miss in now["misses"]:
+        assert miss["why"] in planner_accuracy.EXPLANATIONS, miss

@@ -1,0 +1,310 @@
+"""`ScalePlugin`: its fields, what it refuses, and what it does to models, optimizers and schedules."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from peft import LoraConfig, PeftModel
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+
+from accel_scale.errors import ConfigError
+from accel_scale.plugin import ScalePlugin
+from accel_scale.training.preparing import replace_optimizer
+
+
+@pytest.fixture(autouse=True)
+def _fresh_state():
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def tiny(**overrides) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, "num_attention_heads": 4, "num_key_value_heads": 2, **overrides}))
+
+
+def parts(model, *, batch_size: int = 2, lr: float = 1e-3):
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0, "lr": lr / 10},
+        ],
+        lr=lr,
+    )
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 100)  # starts at zero
+    loader = DataLoader(torch.arange(64).view(8, 8), batch_size=batch_size)
+    return model, optimizer, loader, scheduler
+
+
+def prepared(plugin: ScalePlugin, model=None, **settings):
+    accelerator = plugin.accelerator(cpu=True)
+    return accelerator, *accelerator.prepare(*parts(model or tiny(), **settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"precision": "bf17"}, r"ScalePlugin\(precision=\): 'bf17' is unknown"),
+        ({"checkpointing_policy": "all"}, r"ScalePlugin\(checkpointing_policy=\)"),
+        ({"optimizer": "adamw_8bits"}, "adamw_8bits"),
+        ({"lr_schedule": "wds"}, r"ScalePlugin\(lr_schedule=\): 'wds' is unknown"),
+        ({"lr_schedule": "wsd", "warmup_ratio": 3}, "3 is not a share"),
+        ({"global_batch_size": 0}, "0 is too small"),
+        ({"device_memory": "much"}, "not an amount of memory"),
+        ({"warmup_ratio": 0.1}, "warmup_ratio does nothing without lr_schedule"),
+        ({"optim_args": "momentum=0.9"}, "optim_args does nothing without optimizer"),
+        ({"fp8_emulate": True}, "fp8_emulate does nothing without precision"),
+    ],
+)
+def test_bad_settings_are_refused_when_the_plugin_is_made(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        ScalePlugin(**settings)
+
+
+def test_fields_fall_back_on_the_environment(monkeypatch):
+    monkeypatch.setenv("ACCEL_SCALE_PRECISION", "bf16_true")
+    monkeypatch.setenv("ACCEL_SCALE_GLOBAL_BATCH_SIZE", "64")
+    monkeypatch.setenv("ACCEL_SCALE_LR_SCHEDULE", "wsd")
+    monkeypatch.setenv("ACCEL_SCALE_MIN_LR_RATIO", "0.25")
+    monkeypatch.setenv("ACCEL_SCALE_VERIFY_FIRST_CHECKPOINT", "off")
+    plugin = ScalePlugin(global_batch_size=8)
+    assert (plugin.precision, plugin.global_batch_size, plugin.min_lr_ratio) == ("bf16_true", 8, 0.25)
+    assert plugin.lr_schedule == "warmup_stable_decay"
+    assert plugin.verify_first_checkpoint is False
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("GLOBAL_BATCH_SIZE", "many", "ACCEL_SCALE_GLOBAL_BATCH_SIZE: 'many' is not a whole number"),
+        ("FP8_EMULATE", "maybe", "ACCEL_SCALE_FP8_EMULATE: 'maybe' is not true or false"),
+        ("PRECISION", "fp12", "ACCEL_SCALE_PRECISION: 'fp12' is unknown"),
+    ],
+)
+def test_errors_name_the_environment_variable(monkeypatch, name, value, message):
+    monkeypatch.setenv(f"ACCEL_SCALE_{name}", value)
+    with pytest.raises(ConfigError, match=message):
+        ScalePlugin()
+
+
+def test_a_plugin_without_settings_changes_nothing():
+    model = tiny()
+    reference = {name: value.clone() for name, value in model.state_dict().items()}
+    accelerator, got, optimizer, _, scheduler = prepared(ScalePlugin(), model)
+    assert got is model
+    assert type(optimizer.optimizer) is torch.optim.AdamW
+    assert scheduler.split_batches is False
+    assert accelerator.gradient_accumulation_steps == 1
+    assert accelerator.mixed_precision == "no"
+    assert not model.is_activation_checkpointing
+    assert all(torch.equal(value, reference[name]) for name, value in model.state_dict().items())
+
+
+def test_optimizer_takes_over_groups_and_peak_learning_rates():
+    plugin = ScalePlugin(optimizer="sgd_momentum", weight_decay=0.5)
+    _, model, optimizer, _, _ = prepared(plugin)
+    assert type(optimizer.optimizer) is torch.optim.SGD
+    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(1e-3, 0.5), (1e-4, 0.0)]
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert held == {id(p) for p in model.parameters()}
+
+
+def test_schedule_is_counted_in_optimizer_steps():
+    plugin = ScalePlugin(
+        lr_schedule="wsd",
+        num_training_steps=4,
+        warmup_ratio=0.5,
+        decay_ratio=0.5,
+        decay_shape="linear",
+        min_lr_ratio=0.2,
+        global_batch_size=4,
+    )
+    accelerator, model, optimizer, loader, scheduler = prepared(plugin, batch_size=1)
+    assert accelerator.gradient_accumulation_steps == 4
+    rates = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(input_ids=batch, labels=batch).loss)
+            rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    # Eight micro-batches are two steps: half of the peak, then the peak; after them the decay begins.
+    assert rates == pytest.approx([0.5e-3] * 4 + [1e-3] * 4)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-3)
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.6e-3)
+    assert optimizer.param_groups[1]["lr"] == pytest.approx(0.6e-4)
+
+
+def test_learning_rate_scales_with_the_global_batch():
+    plugin = ScalePlugin(
+        scale_lr_from_batch_size="sqrt", lr_base_batch_size=2, global_batch_size=8, learning_rate=1e-2
+    )
+    _, _, optimizer, _, _ = prepared(plugin)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(2e-2)
+
+
+def test_adapter_is_trained_and_the_base_is_not():
+    plugin = ScalePlugin(
+        adapter=LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"),
+        optimizer="adamw_torch",
+        checkpointing_policy="full",
+    )
+    accelerator, model, optimizer, loader, _ = prepared(plugin)
+    assert isinstance(model, PeftModel)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model.train()
+    for batch in loader:
+        accelerator.backward(model(input_ids=batch, labels=batch).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert len(changed) == 4
+    assert all("lora_" in name for name in changed)
+
+
+@pytest.mark.parametrize(
+    ("precision", "trained", "mixed"),
+    [("bf16_true", torch.bfloat16, "no"), ("bf16", torch.float32, "bf16"), ("fp32", torch.float32, "no")],
+)
+def test_precision_sets_weights_and_autocast(precision, trained, mixed):
+    accelerator, model, _, loader, _ = prepared(ScalePlugin(precision=precision), tiny().half())
+    assert accelerator.mixed_precision == mixed
+    assert {parameter.dtype for parameter in model.parameters()} == {trained}
+    seen = []
+    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    model(input_ids=next(iter(loader)))
+    assert seen == [torch.float32 if precision == "fp32" else torch.bfloat16]
+
+
+def test_fp8_converts_the_inner_layers():
+    pytest.importorskip("torchao")
+    plugin = ScalePlugin(precision="fp8", fp8_emulate=True)
+    accelerator, model, optimizer, loader, _ = prepared(plugin)
+    kinds = {type(module).__name__ for module in model.modules()}
+    assert "Float8Linear" in kinds
+    accelerator.backward(model(input_ids=next(iter(loader)), labels=next(iter(loader))).loss)
+    optimizer.step()
+
+
+def test_contradictions_with_the_script_are_refused():
+    with pytest.raises(ConfigError, match="mixed_precision='fp16' and precision bf16 contradict"):
+        ScalePlugin(precision="bf16").accelerator(cpu=True, mixed_precision="fp16")
+    with pytest.raises(ConfigError, match="derived from global_batch_size"):
+        ScalePlugin(global_batch_size=8).accelerator(cpu=True, gradient_accumulation_steps=2)
+    with pytest.raises(ConfigError, match="cannot be split into micro-batches of 2"):
+        prepared(ScalePlugin(global_batch_size=3))
+    with pytest.raises(ConfigError, match="does not say how many optimizer steps"):
+        prepared(ScalePlugin(lr_schedule="cosine"))
+    with pytest.raises(ConfigError, match="no optimizer was given to prepare"):
+        ScalePlugin(optimizer="sgd").accelerator(cpu=True).prepare(tiny())
+    with pytest.raises(ConfigError, match="holds the weights that the adapter freezes"):
+        prepared(ScalePlugin(adapter=LoraConfig(r=2, target_modules=["q_proj"])))
+
+
+def test_prepare_works_on_an_accelerator_of_ones_own():
+    accelerator = Accelerator(cpu=True)
+    plugin = ScalePlugin(optimizer="adagrad")
+    _, optimizer, _, _ = plugin.prepare(accelerator, *parts(tiny()))
+    assert type(optimizer.optimizer) is torch.optim.Adagrad
+
+
+def test_a_launch_that_fell_apart_is_noticed(monkeypatch):
+    """Two processes, and an accelerator that was made before the plugin: each rank believes it is alone."""
+    plugin = ScalePlugin()
+    monkeypatch.setattr(plugin, "launch", type(plugin.launch)(plugin.launch.parallel, None, 2, 2, 0, 0))
+    with pytest.raises(ConfigError, match="2 processes, but each believes it is alone"):
+        plugin.accelerator(cpu=True)
+
+
+def test_replaced_optimizer_drops_what_is_frozen():
+    model = tiny()
+    model.model.embed_tokens.weight.requires_grad_(False)
+    old = torch.optim.SGD(model.parameters(), lr=0.5)
+    new = replace_optimizer(old, None, "adamw_torch", device_type="cpu", strategy="single")
+    assert sum(len(group["params"]) for group in new.param_groups) == len(list(model.parameters())) - 1
+    assert new.param_groups[0]["lr"] == 0.5
+
+
+SETTINGS = {
+    "max_steps": 2,
+    "per_device_train_batch_size": 2,
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "report_to": "none",
+}
+
+
+def token_rows() -> list[dict]:
+    return [{"input_ids": list(range(k, k + 8)), "labels": list(range(k, k + 8))} for k in range(3, 19)]
+
+
+def test_hf_trainer_with_an_adapter(tmp_path):
+    plugin = ScalePlugin(
+        adapter=LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"),
+        optimizer="adamw_torch_foreach",
+        precision="bf16",
+        lr_schedule="linear",
+        min_lr_ratio=0.5,
+        learning_rate=1e-2,
+    )
+    args = TrainingArguments(output_dir=str(tmp_path), logging_steps=1, **SETTINGS)
+    trainer = plugin.trainer(Trainer)(model=tiny(), args=args, train_dataset=token_rows())
+    trainer.train()
+    assert isinstance(trainer.model, PeftModel)
+    assert trainer.accelerator.mixed_precision == "bf16"
+    rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+    assert rates == pytest.approx([1e-2, 0.75e-2])
+    trainer.save_model()
+    assert trainer.first_verification.source == "adapter_model.safetensors"
+    assert (tmp_path / "adapter_model.safetensors").is_file()
+
+
+def _tokenizer(shared_data):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(shared_data / "stories260k")
+
+
+def test_trl_sft_trainer(tmp_path, shared_data):
+    plugin = ScalePlugin(optimizer="adamw_bnb_8bit", checkpointing_policy="every_2", lr_schedule="cosine")
+    args = SFTConfig(output_dir=str(tmp_path), bf16=False, **SETTINGS)
+    trainer = plugin.trainer(SFTTrainer)(
+        model=str(shared_data / "stories260k"),
+        args=args,
+        train_dataset=_dataset([{"text": "Once upon a time, there was a little girl."}] * 8),
+    )
+    trainer.train()
+    assert type(trainer.optimizer.optimizer).__module__.startswith("bitsandbytes")
+    assert trainer.first_verification.max_abs_diff == 0.0
+    layers = trainer.model.model.layers
+    assert [layer.gradient_checkpointing for layer in layers] == [True, False, True, False, True]
+
+
+@pytest.mark.slow
+def test_trl_dpo_trainer(tmp_path, shared_data):
+    plugin = ScalePlugin(optimizer="adamw_bnb_8bit", lr_schedule="wsd", checkpointing_policy="full")
+    args = DPOConfig(output_dir=str(tmp_path), bf16=False, **SETTINGS)
+    row = {"prompt": "Once upon a time", "chosen": ", there was a girl.", "rejected": " no no no no"}
+    trainer = plugin.trainer(DPOTrainer)(
+        model=str(shared_data / "stories260k"),
+        args=args,
+        train_dataset=_dataset([row] * 8),
+        processing_class=_tokenizer(shared_data),
+    )
+    trainer.train()
+    assert type(trainer.optimizer.optimizer).__module__.startswith("bitsandbytes")
+    assert trainer.first_verification.max_abs_diff == 0.0
+
+
+def _dataset(rows):
+    from datasets import Dataset
+
+    return Dataset.from_list(rows)

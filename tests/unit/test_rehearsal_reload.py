@@ -1,0 +1,71 @@
+"""What `from_pretrained` must show before a rehearsal calls a final folder good."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from accel_scale.launching.rehearsal_reload import compare_final_folders
+from accel_scale.launching.rehearse import CheckFailed
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> dict[str, Path]:
+    """A model before training, and the same after training that moved one matrix, saved by two runs."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=64
+    )
+    model = LlamaForCausalLM(config)
+    paths = {name: tmp_path / name for name in ("start", "uninterrupted", "resumed")}
+    model.save_pretrained(paths["start"])
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight += 0.5
+    model.save_pretrained(paths["uninterrupted"])
+    model.save_pretrained(paths["resumed"])
+    return paths
+
+
+def edit(folder: Path, name: str, change: float | None) -> None:
+    """Add `change` to a saved tensor, or drop it."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    if change is None:
+        del tensors[name]
+    else:
+        tensors[name] = tensors[name] + change
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def test_equal_and_trained(folders: dict[str, Path]) -> None:
+    assert compare_final_folders(**folders) == (
+        "LlamaForCausalLM: 21 tensors, 1 trained; logits equal after both runs"
+    )
+
+
+def test_a_missing_tensor_is_named(folders: dict[str, Path]) -> None:
+    edit(folders["uninterrupted"], "model.norm.weight", None)
+    with pytest.raises(CheckFailed, match=r"uninterrupted does not load whole: model\.norm\.weight"):
+        compare_final_folders(**folders)
+
+
+def test_a_resumed_run_that_went_elsewhere(folders: dict[str, Path]) -> None:
+    edit(folders["resumed"], "model.layers.0.mlp.up_proj.weight", 0.1)
+    with pytest.raises(CheckFailed, match="differ by"):
+        compare_final_folders(**folders)
+
+
+def test_weights_that_never_moved(folders: dict[str, Path]) -> None:
+    start = folders["start"]
+    with pytest.raises(CheckFailed, match="nothing in start differs"):
+        compare_final_folders(start=start, uninterrupted=start, resumed=start)
+
+
+def test_weights_that_are_not_numbers(folders: dict[str, Path]) -> None:
+    edit(folders["uninterrupted"], "lm_head.weight", float("nan"))
+    with pytest.raises(CheckFailed, match="not finite"):
+        compare_final_folders(**folders)

@@ -1,0 +1,262 @@
+"""Schedules: bounds, joints, floors, agreement with transformers, resuming, refusals."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accel_scale.errors import ConfigError
+from accel_scale.training.schedules import (
+    DECAYING_SCHEDULES,
+    OWN_SCHEDULES,
+    SCHEDULE_NAMES,
+    create_schedule,
+    decay_factor,
+    lr_factor,
+    scaled_learning_rate,
+    schedule_name,
+    warmup_step_count,
+)
+
+SHAPES = ("1-sqrt", "linear", "cosine")
+
+
+@st.composite
+def runs(draw):
+    """Settings of a run whose warm-up and decay fit into it."""
+    num_steps = draw(st.integers(2, 2000))
+    num_warmup = draw(st.integers(0, num_steps // 2))
+    return {
+        "name": draw(st.sampled_from(DECAYING_SCHEDULES)),
+        "num_training_steps": num_steps,
+        "num_warmup_steps": num_warmup,
+        "num_decay_steps": draw(st.integers(1, num_steps - num_warmup)),
+        "decay_shape": draw(st.sampled_from(SHAPES)),
+        "min_lr_ratio": draw(st.floats(0, 1)),
+    }
+
+
+@settings(max_examples=200, deadline=None)
+@given(runs())
+def test_properties_of_every_decaying_schedule(run):
+    num_steps, num_warmup, floor = run["num_training_steps"], run["num_warmup_steps"], run["min_lr_ratio"]
+    factors = [lr_factor(step, **run) for step in range(num_steps + 2)]
+    warmup, rest = factors[:num_warmup], factors[num_warmup:]
+    assert all(0 < factor <= 1 for factor in warmup)  # no step is wasted at a learning rate of zero
+    assert warmup == sorted(warmup)
+    assert all(floor - 1e-12 <= factor <= 1 + 1e-12 for factor in rest)
+    assert all(later <= earlier + 1e-12 for earlier, later in itertools.pairwise(rest))
+    assert rest[0] == pytest.approx(1.0)  # the decay starts where the warm-up arrived
+    assert factors[num_steps] == pytest.approx(floor, abs=1e-12)
+    assert factors[num_steps + 1] == pytest.approx(floor, abs=1e-12)
+
+
+@settings(max_examples=100, deadline=None)
+@given(runs())
+def test_no_jump_larger_than_the_steepest_part_of_the_curve(run):
+    """Continuity: consecutive factors differ by at most the largest slope that each phase can have."""
+    num_steps, num_warmup = run["num_training_steps"], run["num_warmup_steps"]
+    decay_steps = num_steps - num_warmup
+    if run["name"] == "warmup_stable_decay":
+        decay_steps = run["num_decay_steps"]
+    shape = run["decay_shape"] if run["name"] == "warmup_stable_decay" else run["name"]
+    steepest = decay_factor(0, shape) - decay_factor(1 / decay_steps, shape)
+    if shape == "cosine":
+        steepest = math.pi / 2 / decay_steps
+    allowed = max(1 / max(1, num_warmup), steepest) + 1e-12
+    factors = [lr_factor(step, **run) for step in range(num_steps + 1)]
+    assert max(abs(a - b) for a, b in itertools.pairwise(factors)) <= allowed
+
+
+@given(st.sampled_from(SHAPES), st.floats(0, 1), st.floats(0, 1))
+def test_decay_shapes_fall_from_one_to_zero(shape, a, b):
+    low, high = min(a, b), max(a, b)
+    assert decay_factor(0.0, shape) == 1.0
+    assert decay_factor(1.0, shape) == pytest.approx(0.0, abs=1e-15)
+    assert decay_factor(high, shape) <= decay_factor(low, shape)
+
+
+def test_known_values():
+    # 1-sqrt a quarter into the decay: 1 - sqrt(1/4) = 1/2; with a floor of 0.2 that is 0.2 + 0.8 / 2.
+    wsd = {
+        "name": "warmup_stable_decay",
+        "num_training_steps": 100,
+        "num_warmup_steps": 10,
+        "num_decay_steps": 40,
+    }
+    assert lr_factor(0, **wsd) == pytest.approx(0.1)
+    assert lr_factor(9, **wsd) == 1.0
+    assert lr_factor(59, **wsd) == 1.0
+    assert lr_factor(70, **wsd) == pytest.approx(0.5)
+    assert lr_factor(70, **wsd, min_lr_ratio=0.2) == pytest.approx(0.6)
+    assert lr_factor(80, **wsd, decay_shape="linear") == pytest.approx(0.5)
+    assert lr_factor(50, name="cosine", num_training_steps=100, min_lr_ratio=0.1) == pytest.approx(0.55)
+    assert lr_factor(10**6, name="constant_with_warmup", num_training_steps=5, num_warmup_steps=3) == 1.0
+
+
+def _optimizer(lr: float = 0.5) -> torch.optim.Optimizer:
+    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
+
+
+def _learning_rates(optimizer, schedule, num_steps: int) -> list[float]:
+    rates = []
+    for _ in range(num_steps):
+        rates.append(float(optimizer.param_groups[0]["lr"]))
+        optimizer.step()
+        schedule.step()
+    return rates
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine", "constant"])
+def test_without_warmup_or_floor_equals_transformers(name):
+    from transformers import get_scheduler
+
+    ours, theirs = _optimizer(), _optimizer()
+    schedule = create_schedule(ours, name, num_training_steps=37)
+    reference = get_scheduler(name, optimizer=theirs, num_warmup_steps=0, num_training_steps=37)
+    assert _learning_rates(ours, schedule, 37) == pytest.approx(_learning_rates(theirs, reference, 37))
+
+
+def test_cosine_floor_equals_transformers_cosine_with_min_lr():
+    from transformers import get_scheduler
+
+    ours, theirs = _optimizer(), _optimizer()
+    schedule = create_schedule(ours, "cosine", num_training_steps=50, min_lr_ratio=0.1)
+    reference = get_scheduler(
+        "cosine_with_min_lr",
+        optimizer=theirs,
+        num_warmup_steps=0,
+        num_training_steps=50,
+        scheduler_specific_kwargs={"min_lr_rate": 0.1},
+    )
+    assert _learning_rates(ours, schedule, 50) == pytest.approx(_learning_rates(theirs, reference, 50))
+
+
+def test_wsd_by_ratios_needs_no_hand_computed_steps():
+    optimizer = _optimizer(lr=1.0)
+    schedule = create_schedule(
+        optimizer, "wsd", num_training_steps=200, warmup_ratio=0.05, decay_ratio=0.2, min_lr_ratio=0.1
+    )
+    rates = _learning_rates(optimizer, schedule, 200)
+    assert sum(rate == 1.0 for rate in rates) == 200 - 9 - 39  # both joints touch the peak
+    assert rates[0] == pytest.approx(0.1)
+    assert rates[160] == 1.0
+    assert rates[161] < 1.0
+    assert 0.1 < rates[-1] < 0.13
+
+
+@pytest.mark.parametrize("name", OWN_SCHEDULES)
+def test_resumes_from_plain_numbers(name):
+    settings_ = {"num_training_steps": 30, "warmup_ratio": 0.0 if name == "constant" else 0.2}
+    whole_optimizer = _optimizer()
+    whole = _learning_rates(whole_optimizer, create_schedule(whole_optimizer, name, **settings_), 30)
+
+    first = _optimizer()
+    schedule = create_schedule(first, name, **settings_)
+    rates = _learning_rates(first, schedule, 12)
+    file = io.BytesIO()
+    torch.save({"schedule": schedule.state_dict(), "optimizer": first.state_dict()}, file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)  # refuses anything but plain data
+
+    second = _optimizer()
+    resumed = create_schedule(second, name, **settings_)
+    second.load_state_dict(state["optimizer"])
+    resumed.load_state_dict(state["schedule"])
+    assert rates + _learning_rates(second, resumed, 18) == pytest.approx(whole)
+
+
+def test_a_longer_run_resumed_follows_the_new_length():
+    optimizer = _optimizer(lr=1.0)
+    schedule = create_schedule(optimizer, "linear", num_training_steps=10)
+    _learning_rates(optimizer, schedule, 5)
+    state = schedule.state_dict()
+    longer = _optimizer(lr=1.0)
+    resumed = create_schedule(longer, "linear", num_training_steps=20)
+    resumed.load_state_dict(state)
+    longer.step()
+    resumed.step()
+    assert longer.param_groups[0]["lr"] == pytest.approx(1 - 6 / 20)
+
+
+def test_scales_every_group_and_learning_rates_held_in_tensors():
+    tensor_lr = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=torch.tensor(2.0))
+    tensor_lr.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))], "lr": torch.tensor(4.0)})
+    schedule = create_schedule(tensor_lr, "linear", num_training_steps=4)
+    tensor_lr.step()
+    schedule.step()
+    assert [float(group["lr"]) for group in tensor_lr.param_groups] == [1.5, 3.0]
+    assert isinstance(tensor_lr.param_groups[0]["lr"], torch.Tensor)  # torchao's optimizers insist on it
+
+
+@pytest.mark.parametrize(
+    ("steps", "settings_", "expected"),
+    [
+        (1875, {"warmup_ratio": 0.03}, 57),
+        (100, {"warmup_steps": 7}, 7),
+        (100, {"warmup_steps": 0.07}, 7),
+        (3, {"warmup_ratio": 0.03}, 1),
+        (100, {}, 0),
+    ],
+)
+def test_warmup_step_count(steps, settings_, expected):
+    assert warmup_step_count(steps, **settings_) == expected
+
+
+def test_other_schedules_are_transformers_own():
+    optimizer = _optimizer(lr=1.0)
+    schedule = create_schedule(optimizer, "polynomial", num_training_steps=10, scheduler_kwargs={"power": 2.0})
+    assert _learning_rates(optimizer, schedule, 6)[5] == pytest.approx(0.25, abs=1e-5)
+    floor = _optimizer(lr=1.0)
+    with_floor = create_schedule(floor, "cosine_with_min_lr", num_training_steps=4, min_lr_ratio=0.3)
+    assert _learning_rates(floor, with_floor, 5)[4] == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings_", "place"),
+    [
+        ("constant", {"min_lr_ratio": 0.1}, "--min_lr_ratio"),
+        ("constant", {"warmup_ratio": 0.1}, "--lr_scheduler_type"),
+        ("polynomial", {"min_lr_ratio": 0.1}, "--min_lr_ratio"),
+        (
+            "cosine_with_min_lr",
+            {"min_lr_ratio": 0.1, "scheduler_kwargs": {"min_lr_rate": 0.2}},
+            "--min_lr_ratio",
+        ),
+        ("cosine", {"warmup_ratio": 0.1, "warmup_steps": 5}, "--warmup_ratio"),
+        ("cosine", {"warmup_ratio": 1.5}, "--warmup_ratio"),
+        ("cosine", {"warmup_steps": -1}, "--warmup_steps"),
+        ("cosine", {"scheduler_kwargs": {"num_cycles": 2}}, "--lr_scheduler_kwargs"),
+        ("wsd", {"warmup_ratio": 0.6, "decay_ratio": 0.5}, "--decay_ratio"),
+        ("wsd", {"decay_shape": "sqrt"}, "--decay_shape"),
+        ("cosin", {}, "--lr_scheduler_type"),
+    ],
+)
+def test_refuses_what_it_cannot_honour(name, settings_, place):
+    with pytest.raises(ConfigError) as error:
+        create_schedule(_optimizer(), name, num_training_steps=10, **settings_)
+    assert error.value.place == place
+    assert error.value.fix
+
+
+def test_names_and_aliases():
+    from transformers import SchedulerType
+
+    assert schedule_name("wsd") == schedule_name(SchedulerType.WARMUP_STABLE_DECAY) == "warmup_stable_decay"
+    assert {member.value for member in SchedulerType} | {"wsd"} == set(SCHEDULE_NAMES)
+
+
+@pytest.mark.parametrize(("rule", "expected"), [(None, 2e-4), ("linear", 8e-4), ("sqrt", 4e-4)])
+def test_scaled_learning_rate(rule, expected):
+    assert scaled_learning_rate(2e-4, global_batch_size=128, base_batch_size=32, rule=rule) == pytest.approx(expected)
+
+
+def test_unknown_scaling_rule():
+    with pytest.raises(ConfigError, match="linear or sqrt"):
+        scaled_learning_rate(1.0, global_batch_size=1, base_batch_size=1, rule="cubic")

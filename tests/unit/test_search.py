@@ -1,0 +1,255 @@
+"""The search: what fits is found, nothing that fits is missed, the simplest of equals comes first, 70B in a second."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accel_scale.errors import ConfigError
+from accel_scale.planning.activations import _walk
+from accel_scale.planning.catalogue import load_model_facts
+from accel_scale.planning.hardware import Machine, find_gpu
+from accel_scale.planning.memory import predict_memory
+from accel_scale.planning.search import Candidate, Request, cheapest_changes, search
+from accel_scale.planning.strategies import choices, conflict, tensor_parallel_choices
+from accel_scale.planning.timing import predict_time
+from accel_scale.planning.training_setup import METHODS, ParallelSetup, TrainingSetup
+
+GIB = 2**30
+
+
+def machine(gpu: str, num_gpus: int = 1, **kwargs) -> Machine:
+    return Machine(find_gpu(gpu), num_gpus=num_gpus, gpus_per_node=min(8, num_gpus), **kwargs)
+
+
+def request(model: str, gpu: str, num_gpus: int = 1, **kwargs) -> Request:
+    return Request(load_model_facts(model), machine(gpu, num_gpus), **kwargs)
+
+
+def fits(asked: Request, setup: TrainingSetup) -> bool:
+    return predict_memory(asked.model, setup).high_bytes <= asked.machine.gpu.memory_bytes
+
+
+def test_70b_on_8_cards_takes_less_than_a_second():
+    asked = request("Llama-3.1-70B", "H100-SXM", 8, methods=METHODS)
+    seconds = []
+    for _ in range(3):
+        _walk.cache_clear()
+        before = time.process_time()
+        plan = search(asked)
+        seconds.append(time.process_time() - before)
+    assert plan.num_considered > 500
+    assert min(seconds) < 1.0
+
+
+def test_every_branch_is_answered():
+    plan = search(request("Llama-3.1-8B", "A100-80GB-SXM", 4, methods=METHODS))
+    answered = [(c.choice.label, c.setup.method) for c in plan.candidates]
+    answered += [(r.label, r.method) for r in plan.rejections]
+    labels = [choice.label for choice in choices(4, 4)]
+    assert sorted(answered) == sorted((label, method) for label in labels for method in METHODS)
+    assert all(rejection.reason for rejection in plan.rejections)
+
+
+def test_what_is_found_fits_keeps_the_batch_and_can_run():
+    asked = request("Qwen/Qwen2.5-7B", "L40S", 8, methods=METHODS, global_batch_size=96, sequence_length=4096)
+    plan = search(asked)
+    assert len(plan.candidates) > 10
+    for candidate in plan.candidates:
+        assert candidate.setup.global_batch_size == 96
+        assert candidate.setup.sequence_length == 4096
+        assert candidate.memory.high_bytes <= asked.machine.gpu.memory_bytes
+        assert candidate.memory == predict_memory(asked.model, candidate.setup)
+        assert conflict(candidate.setup) is None
+
+
+def test_what_is_rejected_does_not_fit_with_any_setting():
+    asked = request("Llama-3.2-3B", "24GiB", 2)
+    plan = search(asked)
+    assert {r.label for r in plan.rejections} >= {"DDP"}
+    parallel = next(choice.parallel for choice in choices(2, 2) if choice.label == "DDP")
+    for policy in ("none", "selective", "full"):
+        for optimizer in ("adamw_torch_fused", "adamw_torch_8bit", "paged_adamw_8bit"):
+            for size in (1, 2, 4, 8, 16, 32):
+                setup = TrainingSetup(
+                    checkpointing=policy, optimizer=optimizer, micro_batch_size=size, accumulation=32 // size,
+                    sequence_length=2048, parallel=parallel,
+                )  # fmt: skip
+                assert not fits(asked, setup)
+
+
+def test_fastest_first_and_the_simplest_of_those_that_are_about_as_fast():
+    plan = search(request("Llama-3.1-8B", "A100-80GB-SXM", 8, methods=("full", "lora")))
+    times = [candidate.time.step_seconds for candidate in plan.candidates if candidate.time]
+    for position, candidate in enumerate(plan.candidates[: len(times)]):
+        fastest = min(times[position:])
+        assert candidate.time.step_seconds <= fastest * 1.03
+        for other in plan.candidates[position + 1 : len(times)]:
+            if other.time.step_seconds <= fastest * 1.03:
+                assert candidate.simplicity <= other.simplicity
+
+
+def test_no_setting_of_the_best_strategy_is_faster():
+    """Against brute force over all settings of one strategy, with none left out."""
+    asked = request("Llama-3.2-1B", "4090", strategies=("one GPU",), global_batch_size=16)
+    best = search(asked).best
+    everything = []
+    for policy in ("none", "selective", "full"):
+        for optimizer in ("adamw_torch_fused", "adamw_torch_8bit", "paged_adamw_8bit"):
+            for size in (1, 2, 4, 8, 16):
+                setup = replace(
+                    best.setup, checkpointing=policy, optimizer=optimizer, micro_batch_size=size,
+                    accumulation=16 // size,
+                )  # fmt: skip
+                if fits(asked, setup):
+                    everything.append(predict_time(asked.model, setup, asked.machine).step_seconds)
+    assert everything
+    assert min(everything) <= best.time.step_seconds <= min(everything) * 1.03
+
+
+def test_the_whole_share_in_one_micro_batch_is_tried_where_smaller_ones_do_not_fit():
+    """Without accumulation no gradients wait during the forward pass, so more rows can need less memory."""
+    asked = request("Llama-3.2-1B", "4090", global_batch_size=2, sequence_length=128)
+    fixed = {"checkpointing": "full", "optimizer": "adamw_torch_fused"}
+    one, two = (
+        TrainingSetup(**fixed, micro_batch_size=size, accumulation=2 // size, sequence_length=128) for size in (1, 2)
+    )
+    low, high = (predict_memory(asked.model, setup).high_bytes for setup in (two, one))
+    if low >= high:
+        pytest.skip("the larger micro-batch needs more on this model")
+    between = replace(asked.machine, gpu=replace(asked.machine.gpu, memory_bytes=int((low + high) / 2)))
+    plan = search(replace(asked, machine=between, fixed=fixed, strategies=("one GPU",)))
+    assert plan.best.setup.micro_batch_size == 2
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    small=st.integers(8, 40),
+    more=st.integers(1, 60),
+    num_gpus=st.sampled_from([1, 2, 4, 8]),
+    method=st.sampled_from(METHODS),
+)
+def test_a_larger_card_never_fits_less(small, more, num_gpus, method):
+    def labels(size: int) -> set[str]:
+        asked = request("Llama-3.2-3B", f"{size}GiB", num_gpus, methods=(method,), global_batch_size=16)
+        # Tensor parallelism is asked for only where nothing else fits.
+        return {c.choice.label for c in search(asked).candidates if c.setup.parallel.tensor_parallel == 1}
+
+    assert labels(small) <= labels(small + more)
+
+
+def test_an_unknown_speed_prefers_the_simplest_and_the_fewest_micro_batches():
+    plan = search(request("SmolLM2-360M", "80GiB", 2))
+    assert all(candidate.time is None for candidate in plan.candidates)
+    assert plan.best.choice.label == "DDP"
+    assert plan.best.setup.checkpointing == "none"
+    efforts = [candidate.choice.effort for candidate in plan.candidates]
+    assert efforts == sorted(efforts)
+
+
+def test_host_memory_rules_out_offload():
+    asked = request("Llama-3.1-8B", "4090", strategies=("ZeRO-3 + CPU offload",))
+    assert search(asked).best is not None
+    small = replace(asked, machine=replace(asked.machine, host_memory_bytes=64 * GIB))
+    plan = search(small)
+    assert plan.best is None
+    assert "host memory > 64 GiB" in plan.rejections[0].reason
+
+
+def test_fixed_settings_stay():
+    fixed = {
+        "checkpointing": "every_2",
+        "optimizer": "adamw_bnb_8bit",
+        "micro_batch_size": 2,
+        "precision": "bf16_true",
+    }
+    plan = search(request("Llama-3.2-1B", "A100-80GB-SXM", 2, fixed=fixed))
+    assert plan.best.choice.label == "DDP"
+    for candidate in plan.candidates:
+        setup = candidate.setup
+        values = (setup.checkpointing, setup.optimizer, setup.micro_batch_size, setup.precision)
+        assert values == ("every_2", "adamw_bnb_8bit", 2, "bf16_true")
+    reasons = {rejection.label: rejection.reason for rejection in plan.rejections}
+    assert reasons["FSDP2"] == "adamw_bnb_8bit cannot step FSDP2's sharded tensors."
+    assert reasons["ZeRO-3"] == "DeepSpeed does not run bf16_true."
+
+
+def test_nearest_miss_and_changes_that_fit():
+    asked = request("Llama-3.1-8B", "4090", strategies=("one GPU",))
+    plan = search(asked)
+    assert plan.best is None
+    miss = plan.nearest_miss
+    assert miss.memory.high_bytes > asked.machine.gpu.memory_bytes
+    changes = cheapest_changes(asked, miss.setup)
+    assert 1 <= len(changes) <= 3
+    times = [predict_time(asked.model, setup, asked.machine).step_seconds for _, setup in changes]
+    assert times == sorted(times)
+    for _, setup in changes:
+        assert fits(asked, setup)
+        assert conflict(setup) is None
+
+
+def test_tensor_parallelism_is_the_last_resort():
+    asked = request("Llama-3.1-405B", "H100-SXM", 8, methods=("qlora",))
+    asked = replace(asked, machine=replace(asked.machine, host_memory_bytes=1024 * GIB))
+    assert not any("TP" in c.choice.label for c in search(request("Llama-3.2-1B", "H100-SXM", 8)).candidates)
+    labels = {item.label for item in search(replace(asked, strategies=("FSDP2 × TP8",))).rejections}
+    found = {item.choice.label for item in search(replace(asked, strategies=("FSDP2 × TP8",))).candidates}
+    assert labels | found == {"FSDP2 × TP8"}
+    assert [choice.parallel.tensor_parallel for choice in tensor_parallel_choices(16, 8, 8)] == [2, 4, 8]
+    assert not list(tensor_parallel_choices(16, 8, 1))
+
+
+def test_choices_grow_with_the_machine():
+    alone = [choice.label for choice in choices(1, 8)]
+    assert alone == ["one GPU", "ZeRO-2 + CPU offload", "ZeRO-3 + CPU offload", "ZeRO-Infinity"]
+    assert "FSDP2 hybrid" not in [choice.label for choice in choices(8, 8)]
+    hybrid = next(choice.parallel for choice in choices(16, 8) if choice.label == "FSDP2 hybrid")
+    assert (hybrid.num_replicas, hybrid.num_shards) == (2, 8)
+
+
+@pytest.mark.parametrize(
+    ("setup", "reason"),
+    [
+        ({"optimizer": "paged_adamw_8bit", "strategy": "fsdp2"}, "FSDP2"),
+        ({"optimizer": "adamw_torch_8bit", "strategy": "zero2"}, "ZeRO flattens"),
+        ({"optimizer": "adamw_torch_8bit", "strategy": "fsdp2"}, None),
+        ({"optimizer": "deepspeed_cpu_adam", "strategy": "ddp"}, "host memory"),
+        ({"optimizer": "adamw_cpu_offload", "strategy": "ddp"}, "one process"),
+        ({"checkpointing": "selective", "method": "lora", "strategy": "zero3"}, "recompute"),
+        ({"checkpointing": "offload", "method": "qlora", "strategy": "zero3"}, "recompute"),
+        ({"checkpointing": "full", "method": "lora", "strategy": "zero3"}, None),
+        ({"checkpointing": "selective", "strategy": "zero3"}, None),
+        ({"precision": "fp8", "strategy": "zero1"}, "fp8"),
+    ],
+)
+def test_conflicts(setup, reason):
+    strategy = setup.pop("strategy")
+    found = conflict(TrainingSetup(**setup, parallel=ParallelSetup(strategy, 2)))
+    assert (found is None) == (reason is None)
+    assert reason is None or reason in found
+
+
+def test_a_batch_that_does_not_divide_is_refused():
+    with pytest.raises(ConfigError, match="use a multiple of 6") as error:
+        search(request("Llama-3.2-1B", "4090", 6))
+    assert error.value.place == "--global_batch_size"
+
+
+def test_simplicity_orders_strategy_before_checkpointing_before_optimizer():
+    plan = search(request("Llama-3.2-1B", "A100-80GB-SXM", 2))
+    best: Candidate = plan.best
+    slower = replace(best, setup=replace(best.setup, checkpointing="full"))
+    leaner = replace(best, setup=replace(best.setup, optimizer="paged_adamw_8bit"))
+    assert best.simplicity <= leaner.simplicity < slower.simplicity
+
+
+def test_states_that_cannot_be_resumed_are_chosen_on_request_only():
+    asked = request("Qwen/Qwen2.5-14B", "H100-SXM", 8)
+    assert "adamw_torch_8bit" not in {c.setup.optimizer for c in search(asked).candidates if "FSDP2" in c.choice.label}
+    found = search(replace(asked, fixed={"optimizer": "adamw_torch_8bit"}, strategies=("FSDP2",)))
+    assert found.best.setup.optimizer == "adamw_torch_8bit"

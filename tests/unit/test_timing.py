@@ -1,0 +1,351 @@
+"""Step times: FLOPs by method, what makes a step slower or faster, and published speeds within the stated error."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accel_scale.errors import ConfigError
+from accel_scale.planning.flops import (
+    attention_flops,
+    hardware_flops_per_token,
+    mean_context,
+    model_flops_per_token,
+    trained_params,
+)
+from accel_scale.planning.hardware import Gpu, Machine, find_gpu
+from accel_scale.planning.model_facts import LayerFacts, LinearFacts, MixtureFacts, ModelFacts
+from accel_scale.planning.timing import optimizer_traffic_bytes, predict_time
+from accel_scale.planning.training_setup import LoraSetup, ParallelSetup, TrainingSetup
+
+A100 = Machine(find_gpu("A100-80GB"), num_gpus=8)
+
+
+def llama(
+    hidden: int = 4096,
+    layers: int = 32,
+    heads: int = 32,
+    kv_heads: int = 8,
+    width: int = 14336,
+    vocab: int = 128256,
+    *,
+    head_dim: int | None = None,
+    tied: bool = False,
+    fused: bool = False,
+    window: int | None = None,
+) -> ModelFacts:
+    """A dense gated decoder; Llama-3.1-8B unless told otherwise."""
+    head_dim = head_dim or hidden // heads
+    query, value = heads * head_dim, kv_heads * head_dim
+    separate = (
+        LinearFacts("q_proj", hidden, query),
+        LinearFacts("k_proj", hidden, value),
+        LinearFacts("v_proj", hidden, value),
+    )
+    inputs = (LinearFacts("c_attn", hidden, query + 2 * value),) if fused else separate
+    mlp = tuple(LinearFacts(name, hidden, width) for name in ("gate_proj", "up_proj"))
+    mlp += (LinearFacts("down_proj", width, hidden),)
+    attention = (*inputs, LinearFacts("o_proj", query, hidden))
+    return ModelFacts(
+        name="llama",
+        model_type="llama",
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=width,
+        vocab_size=vocab,
+        tied_embeddings=tied,
+        gated_mlp=True,
+        activation="silu",
+        norm="rms",
+        layers=(LayerFacts(layers, attention, mlp, 2 * hidden, sliding_window=window),),
+        final_norm_params=hidden,
+    )
+
+
+FACTS = llama()
+SETUP = TrainingSetup(precision="bf16_true", micro_batch_size=2, sequence_length=4096, checkpointing="none")
+
+
+def with_method(method: str, checkpointing: str) -> TrainingSetup:
+    return replace(SETUP, method=method, checkpointing=checkpointing)
+
+
+@pytest.mark.parametrize(
+    ("method", "checkpointing", "k"),
+    [
+        ("full", "none", 6),
+        ("full", "full", 8),
+        ("full", "offload", 8),
+        ("full", "every_2", 7),
+        ("full", "selective", 6),
+        ("lora", "none", 4),
+        ("lora", "full", 6),
+        ("qlora", "full", 6),
+    ],
+)
+def test_flops_per_weight(method: str, checkpointing: str, k: float) -> None:
+    """k FLOPs for every weight of the layers, 6 or 4 for the head's, which is never recomputed."""
+    flops = hardware_flops_per_token(FACTS, with_method(method, checkpointing))
+    weights = 32 * sum(linear.in_features * linear.out_features for linear in FACTS.layers[0].linears)
+    without_attention = flops.total - flops.attention * (
+        3 + {"none": 0, "selective": 0, "every_2": 0.5}.get(checkpointing, 1)
+    )
+    expected = k * weights + (6 if method == "full" else 4) * 128256 * 4096
+    # Adapters of rank 16 add their own few.
+    assert without_attention == pytest.approx(expected, rel=1e-12 if method == "full" else 0.02)
+    assert without_attention >= expected * (1 - 1e-12)
+
+
+def test_mfu_counts_six_per_weight_whatever_the_method() -> None:
+    weights = FACTS.num_active_params
+    useful = model_flops_per_token(FACTS, SETUP)
+    assert useful == pytest.approx(6 * weights + 3 * attention_flops(FACTS, 4096))
+    assert model_flops_per_token(FACTS, with_method("lora", "full")) == useful
+
+
+def test_attention_is_the_usual_12_l_h_s() -> None:
+    full = attention_flops(FACTS, 4096, scores="full")
+    assert 3 * full == 12 * 32 * 4096 * 4096
+    assert attention_flops(FACTS, 4096) == pytest.approx(full / 2, rel=1e-3)
+    eager = hardware_flops_per_token(FACTS, replace(SETUP, attention="eager"))
+    assert eager.attention == full
+
+
+def test_windows_and_documents_shorten_attention() -> None:
+    windowed = llama(window=1024)
+    assert attention_flops(windowed, 8192) < 0.25 * attention_flops(FACTS, 8192)
+    assert attention_flops(windowed, 512) == attention_flops(FACTS, 512)
+    assert attention_flops(FACTS, 8192, document_length=512) == attention_flops(FACTS, 512)
+    assert attention_flops(FACTS, 512, document_length=8192) == attention_flops(FACTS, 512)
+
+
+@given(st.integers(1, 3000), st.integers(1, 3000))
+def test_mean_context_is_the_mean(length: int, window: int) -> None:
+    counted = sum(min(position + 1, window) for position in range(length)) / length
+    assert mean_context(length, window) == pytest.approx(counted)
+
+
+def test_experts_count_only_where_a_token_passes() -> None:
+    layer = FACTS.layers[0]
+    experts = tuple(replace(linear, copies=8, active_copies=2) for linear in layer.mlp)
+    mixture = MixtureFacts(8, 2, FACTS.intermediate_size)
+    sparse = replace(FACTS, layers=(replace(layer, mlp=experts, mixture=mixture),))
+    dense_linears = hardware_flops_per_token(FACTS, SETUP).linears
+    mlp = 32 * 3 * 2 * 4096 * 14336
+    assert hardware_flops_per_token(sparse, SETUP).linears == dense_linears + mlp
+
+
+def test_trained_parameters() -> None:
+    assert trained_params(FACTS, SETUP) == FACTS.num_params
+    query_only = replace(SETUP, method="lora", lora=LoraSetup(rank=8, targets=("q_proj",), full_modules=("lm_head",)))
+    assert trained_params(FACTS, query_only) == 32 * 8 * (4096 + 4096) + 128256 * 4096
+
+
+speeds = st.floats(1.05, 8)
+
+
+@settings(max_examples=25, deadline=None)
+@given(speeds, st.sampled_from(["full", "lora", "qlora"]), st.sampled_from(["ddp", "fsdp2", "zero2", "zero3"]))
+def test_a_faster_machine_is_never_slower(factor: float, method: str, strategy: str) -> None:
+    setup = replace(SETUP, method=method, parallel=ParallelSetup(strategy=strategy, num_gpus=8))
+    base = predict_time(FACTS, setup, A100).step_seconds
+    gpu = A100.gpu
+    peaks = {dtype: peak and peak * factor for dtype, peak in (gpu.peak_flops or {}).items()}
+    for faster in (
+        replace(gpu, memory_bandwidth=gpu.bandwidth() * factor),
+        replace(gpu, peak_flops=peaks),
+        replace(gpu, link_bytes_per_second=gpu.link_bandwidth() * factor),
+    ):
+        assert predict_time(FACTS, setup, replace(A100, gpu=faster)).step_seconds <= base
+    assert predict_time(FACTS, setup, replace(A100, gpu=replace(gpu, peak_flops=peaks))).step_seconds < base
+
+
+def test_terms_add_up_and_speeds_follow() -> None:
+    parallel = ParallelSetup(strategy="fsdp2", num_gpus=8)
+    setup = replace(SETUP, accumulation=4, mean_length=1024.0, parallel=parallel)
+    found = predict_time(FACTS, setup, A100)
+    parts = (
+        found.matmul_seconds
+        + found.memory_seconds
+        + found.launch_wait_seconds
+        + found.bubble_seconds
+        + found.exposed_communication_seconds
+        + found.optimizer_seconds
+        + found.offload_seconds
+        + found.data_seconds
+    )
+    assert parts == pytest.approx(found.step_seconds)
+    assert found.low_seconds < found.step_seconds < found.high_seconds
+    # A quarter of every row is text: padding is computed, and not counted.
+    assert found.tokens_per_second * found.step_seconds == pytest.approx(8 * 4 * 2 * 1024)
+    assert found.tokens_per_second_per_gpu == pytest.approx(found.tokens_per_second / 8)
+    assert 0.2 < found.mfu < 0.8
+    assert found.hfu == pytest.approx(found.mfu)
+
+
+def test_what_the_field_knows_about_speed() -> None:
+    def seconds(facts: ModelFacts = FACTS, **changes: Any) -> float:
+        return predict_time(facts, replace(SETUP, **changes), A100).step_seconds
+
+    base = seconds()
+    assert 1.2 < seconds(checkpointing="full") / base < 1.4  # ~30% more for activation checkpointing
+    assert seconds(checkpointing="selective") < seconds(checkpointing="every_2") < seconds(checkpointing="full")
+    assert seconds(compile=True) < base
+    assert seconds(method="lora") < base
+    assert seconds(method="lora") < seconds(method="qlora")
+    assert seconds(attention="eager") > 1.1 * base
+    assert seconds(precision="fp32") > 5 * base
+    eight = ParallelSetup(strategy="ddp", num_gpus=8)
+    offloaded = replace(eight, strategy="zero2", offload_optimizer="cpu")
+    assert seconds(parallel=offloaded) > 1.2 * seconds(parallel=replace(eight, strategy="zero2"))
+
+
+def test_ddp_scales_as_the_field_says() -> None:
+    """Four GPUs give 3.6–3.9 times one."""
+    one = predict_time(FACTS, SETUP, A100).tokens_per_second
+    four = replace(SETUP, parallel=ParallelSetup(strategy="ddp", num_gpus=4))
+    assert 3.6 <= predict_time(FACTS, four, A100).tokens_per_second / one <= 4.0
+
+
+def test_pipelines_wait() -> None:
+    staged = ParallelSetup(num_gpus=4, pipeline_parallel=4)
+    found = predict_time(FACTS, replace(SETUP, accumulation=12, parallel=staged), A100)
+    computing = found.matmul_seconds + found.memory_seconds + found.launch_wait_seconds
+    assert found.bubble_seconds / (computing + found.bubble_seconds) == pytest.approx(3 / 15)
+
+
+def test_slow_loaders_show() -> None:
+    fed = predict_time(FACTS, SETUP, A100)
+    starved = predict_time(FACTS, SETUP, A100, loader_tokens_per_second=100.0)
+    assert fed.data_seconds == 0
+    assert starved.step_seconds == pytest.approx(2 * 4096 / 100)
+
+
+def test_offload_says_what_it_assumes() -> None:
+    parallel = ParallelSetup(strategy="zero3", num_gpus=8, offload_optimizer="cpu", offload_params="cpu")
+    setup = replace(SETUP, parallel=parallel)
+    found = predict_time(FACTS, setup, A100)
+    assert found.optimizer_seconds == 0
+    assert "host memory" in found.assumptions[0]
+    known = predict_time(FACTS, setup, replace(A100, host_bandwidth=200e9))
+    assert not known.assumptions
+    # CPU Adam: 28 B per parameter; all ranks of a server share its memory.
+    assert found.offload_seconds - known.offload_seconds == pytest.approx(
+        28 * FACTS.num_params * (1 / 100e9 - 1 / 200e9)
+    )
+    with pytest.raises(ConfigError, match="NVMe"):
+        predict_time(FACTS, replace(setup, parallel=replace(parallel, offload_optimizer="nvme")), A100)
+
+
+def test_optimizer_traffic_follows_the_states() -> None:
+    fused = optimizer_traffic_bytes(SETUP)
+    by_name = {
+        name: optimizer_traffic_bytes(replace(SETUP, optimizer=name))
+        for name in ("adamw_bnb_8bit", "sgd", "lion_32bit")
+    }
+    assert fused == 2 * 2 + 4 * 2 + 2 * 2 * 2
+    assert by_name["adamw_bnb_8bit"] == fused - 4
+    assert by_name["sgd"] == fused - 8
+    assert by_name["lion_32bit"] == fused - 4
+
+
+def test_unknown_speeds_are_refused() -> None:
+    with pytest.raises(ConfigError, match="not known"):
+        predict_time(FACTS, SETUP, Machine(find_gpu("24GiB")))
+    two_servers = replace(SETUP, parallel=ParallelSetup(strategy="ddp", num_gpus=16))
+    with pytest.raises(ConfigError, match="network"):
+        predict_time(FACTS, two_servers, replace(A100, num_gpus=16))
+    with pytest.raises(ConfigError, match="machine has 8"):
+        predict_time(FACTS, two_servers, A100)
+    with pytest.raises(ConfigError, match="lack"):
+        predict_time(FACTS, SETUP, Machine(find_gpu("T4")))
+
+
+def test_budget() -> None:
+    found = predict_time(FACTS, SETUP, A100)
+    budget = found.budget(1e9, price_per_gpu_hour=1.5)
+    assert budget.hours == pytest.approx(1e9 / found.tokens_per_second / 3600)
+    assert budget.gpu_hours == budget.hours
+    assert budget.price == pytest.approx(1.5 * budget.gpu_hours)
+    assert budget.energy_kwh == pytest.approx(budget.gpu_hours * 0.4 * 0.9 * 1.5)
+    assert found.budget(1e9).price is None
+    with pytest.raises(ConfigError, match="tokens"):
+        found.budget(0)
+
+
+def test_power_that_is_not_known_gives_no_energy() -> None:
+    gpu = replace(A100.gpu, watts=None)
+    assert isinstance(gpu, Gpu)
+    assert predict_time(FACTS, SETUP, replace(A100, gpu=gpu)).budget(1e9).energy_kwh is None
+
+
+def published(shared_data: Path) -> list[dict[str, Any]]:
+    rows = json.loads((shared_data / "memory_measurements.json").read_text())
+    return [
+        row
+        for row in rows
+        if row["grade"] in "AB" and row["seq_len"] and row["n_gpus"] == 1 and row["gpu"][:4] == "A100"
+    ]
+
+
+def row_facts(row: dict[str, Any], fused: bool) -> ModelFacts:
+    model = row["model"]
+    sizes = [model[name] for name in ("hidden", "layers", "heads", "kv_heads", "intermediate", "vocab")]
+    return llama(*sizes, head_dim=model["head_dim"], tied=model["tied_embeddings"], fused=fused)
+
+
+def median_error(pairs: list[tuple[float, float]]) -> float:
+    return statistics.median(abs(predicted / measured - 1) for predicted, measured in pairs)
+
+
+def test_published_lora_steps_with_checkpointing(shared_data: Path) -> None:
+    """Qwen's table: 1.8B to 14B, 256 to 8,192 tokens, launch-bound to compute-bound; fitted rows."""
+    pairs = []
+    for row in published(shared_data):
+        if "QwenLM" not in row["source"] or row["strategy"] != "single" or row["peft"].get("modules_to_save"):
+            continue
+        lora = LoraSetup(rank=64, targets=("c_attn", "o_proj", "gate_proj", "up_proj", "down_proj"))
+        setup = TrainingSetup(
+            method="lora",
+            sequence_length=row["seq_len"],
+            accumulation=row["grad_accum"],
+            attention="flash_attention_2",
+            loss="full",
+            lora=lora,
+        )
+        pairs.append((predict_time(row_facts(row, True), setup, A100).step_seconds, row["step_time_s"]))
+    assert len(pairs) == 18
+    assert median_error(pairs) < 0.08
+    assert max(abs(predicted / measured - 1) for predicted, measured in pairs) < 0.25
+
+
+def test_published_full_steps_by_flag(shared_data: Path) -> None:
+    """torchtune's ladder on Llama-3.2-3B: eager, compiled, chunked loss, checkpointing, 8-bit Adam; fitted rows."""
+    pairs = {}
+    for row in published(shared_data):
+        if "ladder" not in row["source"] or row["peft"]:
+            continue
+        kept = "offload" if "offload" in row["checkpointing"] else row["checkpointing"]
+        setup = replace(
+            SETUP,
+            checkpointing=kept,
+            compile=row["torch_compile"],
+            loss="chunked" if "chunk" in row["loss"] else "full",
+            optimizer="adamw_bnb_8bit" if "8bit" in row["optimizer"] else "adamw_torch_fused",
+        )
+        predicted = predict_time(row_facts(row, False), setup, A100).tokens_per_second
+        pairs[row["id"]] = (predicted, row["tokens_per_s"])
+    assert len(pairs) == 7
+    assert median_error(list(pairs.values())) < 0.06
+    # What every flag changes goes the way it was measured.
+    assert pairs[55][0] < pairs[56][0]
+    assert pairs[57][0] > pairs[58][0] > pairs[61][0] * 0.98
