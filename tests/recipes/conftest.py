@@ -4,14 +4,29 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 Recipe = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(autouse=True)
+def process_as_found() -> Iterator[None]:
+    """Undoes what a finished recipe leaves behind: quieter loggers, and bitsandbytes' table of 32-bit parameters.
+
+    That table goes by position and by ``id()``, so it would reach optimizers of models made later.
+    """
+    levels = {name: logging.getLogger(name).level for name in list(logging.root.manager.loggerDict)}
+    yield
+    for name in list(logging.root.manager.loggerDict):
+        logging.getLogger(name).setLevel(levels.get(name, logging.NOTSET))
+    if "bitsandbytes" in sys.modules:
+        sys.modules["bitsandbytes"].optim.GlobalOptimManager.get_instance().initialize()
 
 
 @pytest.fixture(scope="session")
