@@ -39,7 +39,7 @@ def optimizer_and_launch(case: Case) -> Finding | None:
         return None
     fix = "use --optim adamw_torch_fused, or another launch file."
     if p.is_fsdp and optimizer_of(case).state_bits == 8:
-        fix = "use --optim adamw_torch_8bit, whose 8-bit states are sharded too."
+        fix = "use --optim adamw_torch_8bit with fsdp_state_dict_type: SHARDED_STATE_DICT."
     return error(case.run.place("optim"), f"{case.run.optim} does not work here: {reason}.", fix)
 
 

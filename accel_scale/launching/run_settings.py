@@ -53,6 +53,7 @@ class RunSettings:
     dataset_bytes: int | None = None
     ddp_timeout: int = 1800
     output_dir: str = "outputs/sft"
+    save_strategy: str = "steps"
     resume_from_checkpoint: str | None = None
     resume_num_ranks: int | None = None
     fp8_emulate: bool = False

@@ -59,6 +59,11 @@ class Strategy:
         return self.is_fsdp or self.name == "zero3"
 
     @property
+    def saves_whole_checkpoints(self) -> bool:
+        """Whether FSDP gathers weights and optimizer states on rank 0 for every checkpoint."""
+        return self.is_fsdp and str(self.fsdp.get("fsdp_state_dict_type")) == "FULL_STATE_DICT"
+
+    @property
     def label(self) -> str:
         """For tables: ``FSDP2 hybrid, 2 × 2``, ``ZeRO-3, NVMe offload``, ``DDP``."""
         single = "one CPU process" if self.use_cpu else "one process"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from accel_scale.planning.model_facts import ModelFacts
 from accel_scale.planning.search import Candidate
-from accel_scale.planning.training_setup import ParallelSetup
+from accel_scale.planning.training_setup import ParallelSetup, TrainingSetup
 
 DEEPSPEED = "zero_infinity.json"
 MARK = "Written by accel-scale plan"
@@ -35,7 +35,7 @@ def launch_yaml(candidate: Candidate, command: str, folder: Path) -> str:
     if nodes > 1:
         lines += _NODES
     if kind is None:
-        lines += _fsdp(parallel)
+        lines += _fsdp(setup)
     if parallel.is_deepspeed:
         lines += _deepspeed(parallel, folder)
     return "\n".join(lines) + "\n"
@@ -56,8 +56,17 @@ _NODES = (
 )
 
 
-def _fsdp(parallel: ParallelSetup) -> list[str]:
-    lines = []
+def _fsdp(setup: TrainingSetup) -> list[str]:
+    parallel, lines = setup.parallel, []
+    checkpoints = [
+        "  # Checkpoints are whole models that `from_pretrained` loads.",
+        "  fsdp_state_dict_type: FULL_STATE_DICT",
+    ]
+    if setup.optimizer == "adamw_torch_8bit":
+        checkpoints = [
+            "  # In shards: whole checkpoints of adamw_torch_8bit cannot be resumed. The final model is whole.",
+            "  fsdp_state_dict_type: SHARDED_STATE_DICT",
+        ]
     if parallel.num_replicas > 1:
         lines += [
             "# Sharded inside each node, replicated between nodes.",
@@ -79,8 +88,7 @@ def _fsdp(parallel: ParallelSetup) -> list[str]:
         "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
         "  # Rank 0 alone reads the checkpoint and sends each rank its shard.",
         "  fsdp_cpu_ram_efficient_loading: true",
-        "  # Checkpoints are whole models that `from_pretrained` loads.",
-        "  fsdp_state_dict_type: FULL_STATE_DICT",
+        *checkpoints,
         "  # Left to the recipe's checkpointing_policy.",
         "  fsdp_activation_checkpointing: false",
     ]

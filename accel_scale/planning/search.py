@@ -182,7 +182,7 @@ def _settings(request: Request, choice: Choice, method: str) -> Iterator[list[Tr
     fixed = dict(request.fixed)
     per_rank = request.global_batch_size // choice.parallel.data_parallel
     policies = (fixed.pop("checkpointing"),) if "checkpointing" in fixed else ("full", "selective", "none")
-    optimizers = (fixed.pop("optimizer"),) if "optimizer" in fixed else _optimizers(method, choice)
+    optimizers = (fixed.pop("optimizer"),) if "optimizer" in fixed else _optimizers(method)
     micro_batches = (fixed.pop("micro_batch_size"),) if "micro_batch_size" in fixed else _divisors(per_rank)
     for policy in policies:
         for optimizer in optimizers:
@@ -203,14 +203,10 @@ def _settings(request: Request, choice: Choice, method: str) -> Iterator[list[Tr
                 ]
 
 
-def _optimizers(method: str, choice: Choice) -> tuple[str, ...]:
+def _optimizers(method: str) -> tuple[str, ...]:
     """Those to choose from: adapters' states are too small to matter."""
     if method != "full":
         return _LEAN_OPTIMIZERS[:1]
-    if choice.parallel.strategy.startswith("fsdp"):
-        # Whole-model checkpoints of torchao's states under FSDP2 cannot be resumed (torch 2.13, torchao 0.18): they
-        # hold AsyncCollectiveTensors, which torch.load refuses. On request only.
-        return tuple(name for name in _LEAN_OPTIMIZERS if name != "adamw_torch_8bit")
     return _LEAN_OPTIMIZERS
 
 

@@ -181,7 +181,7 @@ def _alternative(name: str, condition: str) -> str:
     if condition == "zero" and OPTIMIZERS[name].state_bits in (4, 8):
         return "use --optim adamw_bnb_8bit, whose states have 8 bits at any size."
     if condition == "fsdp" and OPTIMIZERS[name].state_bits in (4, 8):
-        return "use --optim adamw_torch_8bit, whose 8-bit states are sharded too."
+        return "use --optim adamw_torch_8bit with fsdp_state_dict_type: SHARDED_STATE_DICT."
     if name == "deepspeed_cpu_adam" and condition in ("cuda", "zero"):
         return "use the launch file zero2_offload.yaml, or --optim adamw_torch_fused."
     return "use --optim adamw_torch_fused."

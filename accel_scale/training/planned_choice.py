@@ -151,6 +151,8 @@ def _dearest_first(
         if method != "full":
             continue  # adapters' states are too small to matter
         for optimizer in _OPTIMIZERS[1:]:
+            if optimizer == "adamw_torch_8bit" and launch.parallel.saves_whole_checkpoints:
+                continue  # such checkpoints could not be resumed
             try:
                 check_optimizer(
                     optimizer,

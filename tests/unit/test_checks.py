@@ -428,6 +428,16 @@ def test_fsdp_wrapping(edited):
     silent("fsdp_wrapping", RunSettings(), shipped("fsdp2"), AMPERE)
 
 
+def test_whole_checkpoint_of_quantised_states(edited):
+    rule, run = "whole_checkpoint_of_quantised_states", RunSettings(optim="adamw_torch_8bit")
+    place = shipped("fsdp2").place("fsdp_config.fsdp_state_dict_type")
+    fires(rule, run, shipped("fsdp2"), AMPERE, place=place, fix="SHARDED_STATE_DICT")
+    silent(rule, run, edited("fsdp2", "FULL_STATE_DICT", "SHARDED_STATE_DICT"), AMPERE)
+    silent(rule, dataclasses.replace(run, save_strategy="no"), shipped("fsdp2"), AMPERE)
+    silent(rule, run, shipped("ddp"), AMPERE)
+    silent(rule, RunSettings(), shipped("fsdp2"), AMPERE)
+
+
 def test_checkpointing_twice(edited):
     rule = "checkpointing_twice"
     file = edited("fsdp2", "fsdp_activation_checkpointing: false", "fsdp_activation_checkpointing: true")

@@ -13,6 +13,7 @@ from accel_scale.errors import ConfigError
 from accel_scale.planning.activations import _walk
 from accel_scale.planning.catalogue import load_model_facts
 from accel_scale.planning.hardware import Machine, find_gpu
+from accel_scale.planning.launch_writing import launch_yaml
 from accel_scale.planning.memory import predict_memory
 from accel_scale.planning.search import Candidate, Request, cheapest_changes, search
 from accel_scale.planning.strategies import choices, conflict, tensor_parallel_choices
@@ -248,8 +249,11 @@ def test_simplicity_orders_strategy_before_checkpointing_before_optimizer():
     assert best.simplicity <= leaner.simplicity < slower.simplicity
 
 
-def test_states_that_cannot_be_resumed_are_chosen_on_request_only():
+def test_quantised_states_under_fsdp2_are_written_with_sharded_checkpoints(tmp_path):
     asked = request("Qwen/Qwen2.5-14B", "H100-SXM", 8)
-    assert "adamw_torch_8bit" not in {c.setup.optimizer for c in search(asked).candidates if "FSDP2" in c.choice.label}
     found = search(replace(asked, fixed={"optimizer": "adamw_torch_8bit"}, strategies=("FSDP2",)))
     assert found.best.setup.optimizer == "adamw_torch_8bit"
+    written = launch_yaml(found.best, "accelerate launch", tmp_path)
+    assert "  fsdp_state_dict_type: SHARDED_STATE_DICT\n" in written
+    usual = replace(found.best, setup=replace(found.best.setup, optimizer="adamw_torch_fused"))
+    assert "  fsdp_state_dict_type: FULL_STATE_DICT\n" in launch_yaml(usual, "accelerate launch", tmp_path)
