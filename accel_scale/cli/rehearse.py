@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _MARKS = {
     "passed": "[green]passed[/]",
     "failed": "[red]FAILED[/]",
+    "not offered": "[yellow]not offered[/]",
     "not reached": "[dim]–[/]",
 }
 _VALUE_FLAGS = ("--config_file", "--timeout_seconds", "--keep")

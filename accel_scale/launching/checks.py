@@ -110,13 +110,14 @@ def warning(place: str, problem: str, fix: str) -> Finding:
 
 def check_run(run: RunSettings, launch: Launch, machine: Machine) -> list[Finding]:
     """All findings of all rules, errors first. Pure: asks nothing but its arguments."""
+    from accel_scale.launching.checkpoint_rules import CHECKPOINT_RULES
     from accel_scale.launching.deepspeed_rules import DEEPSPEED_RULES
     from accel_scale.launching.launch_rules import LAUNCH_RULES
     from accel_scale.launching.precision_rules import PRECISION_RULES
     from accel_scale.launching.recipe_rules import RECIPE_RULES
 
     case = Case(run, launch, machine)
-    rules = (*PRECISION_RULES, *RECIPE_RULES, *LAUNCH_RULES, *DEEPSPEED_RULES)
+    rules = (*PRECISION_RULES, *RECIPE_RULES, *LAUNCH_RULES, *DEEPSPEED_RULES, *CHECKPOINT_RULES)
     findings = [finding for rule in rules if (finding := rule(case)) is not None]
     return sorted(findings, key=lambda finding: finding.level)
 

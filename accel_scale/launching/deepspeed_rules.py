@@ -210,30 +210,6 @@ def zero3_saving(case: Case) -> Finding | None:
     )
 
 
-def resumed_ranks(case: Case) -> Finding | None:
-    """DeepSpeed through the Trainer cannot resume on another number of ranks."""
-    before, now = case.run.resume_num_ranks, case.launch.num_processes
-    if not case.parallel.is_deepspeed or before is None or now is None or before == now:
-        return None
-    return error(
-        case.run.place("resume_from_checkpoint"),
-        f"{case.run.resume_from_checkpoint} was written by {before} ranks, and DeepSpeed cannot resume it on {now}.",
-        f"launch {before} processes, or start anew from its weights with --model_name_or_path.",
-    )
-
-
-def resumed_nvme(case: Case) -> Finding | None:
-    """Optimizer states on NVMe are in no checkpoint: DeepSpeed 0.19.8 resumes without them and says nothing."""
-    is_new = str(case.run.resume_from_checkpoint).lower() in ("none", "", "false")
-    if is_new or case.parallel.offload_optimizer != "nvme":
-        return None
-    return error(
-        case.run.place("resume_from_checkpoint"),
-        "DeepSpeed does not restore optimizer states that are on NVMe.",
-        "start anew from the checkpoint's weights with --model_name_or_path; zero3_offload.yaml can resume.",
-    )
-
-
 def reentrant_needed(case: Case) -> Finding | None:
     """ZeRO-3 with adapters needs reentrant checkpointing: without it torch meets partitioned weights again."""
     run = case.run
@@ -296,7 +272,5 @@ DEEPSPEED_RULES: tuple[Rule, ...] = (
     deepspeed_clipping,
     deepspeed_keys_twice,
     zero3_saving,
-    resumed_ranks,
-    resumed_nvme,
     reentrant_needed,
 )

@@ -163,23 +163,6 @@ def fsdp_wrapping(case: Case) -> Finding | None:
     )
 
 
-def whole_checkpoint_of_quantised_states(case: Case) -> Finding | None:
-    """torchao's 8-bit states in a whole-model checkpoint of FSDP2, which cannot be read back.
-
-    Gathered states hold AsyncCollectiveTensors, which `torch.load` refuses (torch 2.13, torchao 0.18). Sharded
-    checkpoints of them resume.
-    """
-    if case.run.optim != "adamw_torch_8bit" or not case.parallel.saves_whole_checkpoints:
-        return None
-    if case.run.save_strategy == "no":
-        return None
-    return error(
-        case.launch.place("fsdp_config.fsdp_state_dict_type"),
-        "whole-model checkpoints of adamw_torch_8bit under FSDP2 cannot be resumed.",
-        "write fsdp_state_dict_type: SHARDED_STATE_DICT there (the final model stays whole), or --save_strategy no.",
-    )
-
-
 def checkpointing_twice(case: Case) -> Finding | None:
     """FSDP's activation checkpointing on top of the recipe's."""
     if not is_true(case.parallel.fsdp.get("fsdp_activation_checkpointing", False)) or not case.checkpoints:
@@ -232,7 +215,6 @@ LAUNCH_RULES: tuple[Rule, ...] = (
     fsdp1_keys,
     fsdp_reshard,
     fsdp_wrapping,
-    whole_checkpoint_of_quantised_states,
     checkpointing_twice,
     trainer_launch_flags,
     cpu_flag,

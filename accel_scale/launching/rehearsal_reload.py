@@ -8,12 +8,13 @@ from typing import Any
 LOGIT_TOLERANCE = 1e-5
 
 
-def compare_final_folders(*, start: Path, uninterrupted: Path, resumed: Path) -> str:
+def compare_final_folders(*, start: Path, uninterrupted: Path, resumed: Path | None) -> str:
     """Load the final folders as a user would; they must be whole, trained, and the same.
 
     Args:
         start: The model before training.
-        uninterrupted, resumed: Final folders of a run, and of the same run resumed half-way.
+        uninterrupted: Final folder of a run.
+        resumed: That of the same run resumed half-way; None where the launch cannot resume.
 
     Returns:
         What was compared, in a line.
@@ -26,7 +27,7 @@ def compare_final_folders(*, start: Path, uninterrupted: Path, resumed: Path) ->
     from accel_scale.launching.rehearse import CheckFailed
 
     ids = torch.arange(3, 35).unsqueeze(0)
-    loaded = [_load(folder) for folder in (uninterrupted, resumed)]
+    loaded = [_load(folder) for folder in (uninterrupted, resumed) if folder is not None]
     with torch.no_grad():
         logits = [model(input_ids=ids).logits.float() for model, _ in loaded]
     if not torch.isfinite(logits[0]).all():
@@ -36,6 +37,8 @@ def compare_final_folders(*, start: Path, uninterrupted: Path, resumed: Path) ->
         raise CheckFailed(f"nothing in {uninterrupted.name} differs from the model before training")
     kind = type(loaded[0][0]).__name__
     text = f"{kind}: {len(loaded[0][1])} tensors, {len(trained)} trained"
+    if len(logits) == 1:
+        return f"{text}; logits finite"
     logit_diff = float((logits[0] - logits[1]).abs().max() / logits[0].abs().max())
     if not logit_diff <= LOGIT_TOLERANCE:
         raise CheckFailed(f"logits of the resumed and the uninterrupted run differ by {logit_diff:.1e} of the largest")

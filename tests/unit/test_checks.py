@@ -13,6 +13,7 @@ import pytest
 from accel_scale.errors import ConfigError
 from accel_scale.launching import checks
 from accel_scale.launching.checks import Finding, check_run, refuse_errors
+from accel_scale.launching.checkpoint_rules import CHECKPOINT_RULES
 from accel_scale.launching.deepspeed_rules import DEEPSPEED_RULES, KEYS_OF_DEEPSPEED_FILE
 from accel_scale.launching.environment import LaunchEnvironment, current_launch
 from accel_scale.launching.launch_file import LaunchFile, read_launch_file
@@ -23,7 +24,10 @@ from accel_scale.launching.recipe_rules import RECIPE_RULES
 from accel_scale.launching.run_settings import RunSettings, deepspeed_ranks_in_checkpoint
 
 ROOT = Path(__file__).parents[2]
-ALL_RULES = {rule.__name__ for rule in (*PRECISION_RULES, *RECIPE_RULES, *LAUNCH_RULES, *DEEPSPEED_RULES)}
+ALL_RULES = {
+    rule.__name__: rule
+    for rule in (*PRECISION_RULES, *RECIPE_RULES, *LAUNCH_RULES, *DEEPSPEED_RULES, *CHECKPOINT_RULES)
+}
 TOOLS: dict[str, Any] = {
     "packages": dict.fromkeys(PACKAGES, "1"),
     "has_compiler": True,
@@ -81,10 +85,7 @@ def single(**changes: Any) -> LaunchEnvironment:
 
 def rule_findings(rule: str, run: RunSettings, launch: checks.Launch, machine: Machine) -> list[Finding]:
     """What one rule says, asked for through the public function's own tables."""
-    function = next(
-        f for f in (*PRECISION_RULES, *RECIPE_RULES, *LAUNCH_RULES, *DEEPSPEED_RULES) if f.__name__ == rule
-    )
-    found = function(checks.Case(run, launch, machine))
+    found = ALL_RULES[rule](checks.Case(run, launch, machine))
     assert (found is None) or (found in check_run(run, launch, machine))
     return [] if found is None else [found]
 

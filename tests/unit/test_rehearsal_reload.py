@@ -47,6 +47,10 @@ def test_equal_and_trained(folders: dict[str, Path]) -> None:
     )
 
 
+def test_a_run_that_cannot_be_resumed_is_loaded_alone(folders: dict[str, Path]) -> None:
+    assert compare_final_folders(**{**folders, "resumed": None}).endswith("21 tensors, 1 trained; logits finite")
+
+
 def test_a_missing_tensor_is_named(folders: dict[str, Path]) -> None:
     edit(folders["uninterrupted"], "model.norm.weight", None)
     with pytest.raises(CheckFailed, match=r"uninterrupted does not load whole: model\.norm\.weight"):
