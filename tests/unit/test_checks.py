@@ -12,8 +12,8 @@ import pytest
 
 from accel_scale.errors import ConfigError
 from accel_scale.launching import checks
-from accel_scale.launching.checks import Finding, check_run, refuse_errors
 from accel_scale.launching.checkpoint_rules import CHECKPOINT_RULES
+from accel_scale.launching.checks import Finding, check_run, refuse_errors
 from accel_scale.launching.deepspeed_rules import DEEPSPEED_RULES, KEYS_OF_DEEPSPEED_FILE
 from accel_scale.launching.environment import LaunchEnvironment, current_launch
 from accel_scale.launching.launch_file import LaunchFile, read_launch_file
