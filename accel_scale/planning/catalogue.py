@@ -78,11 +78,17 @@ def _facts_from_file(path: Path, *, name: str) -> ModelFacts:
     return facts_from_config(config, name=name, place=str(path))
 
 
+def full_names() -> tuple[str, ...]:
+    """``owner/name`` of every model in the catalogue, variants included."""
+    names = (name for entry, item in _catalogue().items() for name in (entry, *item["variants"]))
+    return tuple(name for name in names if "/" in name)
+
+
 def _hub_config(model: str, allow_download: bool) -> Path:
     """The path of the hub's config.json. Only ``owner/name`` is looked up: a bare name is a slip or a local folder."""
     if model.count("/") != 1 or model.startswith((".", "/", "~")) or model.endswith("/"):
         raise _not_found(model, "no catalogue name and no folder")
-    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
 
     try:
         cached = try_to_load_from_cache(model, "config.json")
@@ -93,9 +99,15 @@ def _hub_config(model: str, allow_download: bool) -> Path:
     if not allow_download or constants.HF_HUB_OFFLINE:
         raise _not_found(model, "not in the catalogue or the local cache, and downloads are off")
     try:
+        get_hf_file_metadata(hf_hub_url(model, "config.json"))  # asks once; the download would retry for half a minute
         return Path(hf_hub_download(model, "config.json"))
     except (OSError, ValueError) as error:
         raise _not_found(model, f"not in the catalogue, and the hub answers {type(error).__name__}") from None
+    except Exception as error:
+        # Errors of the connection belong to the hub client's HTTP library, which changes its name (httpx, httpx2).
+        if not type(error).__module__.startswith("httpx"):
+            raise
+        raise _not_found(model, f"not in the catalogue, and the hub cannot be reached ({error})") from None
 
 
 def _not_found(model: str, reason: str) -> ConfigError:

@@ -118,10 +118,10 @@ def model_for_recipe(model: str) -> str:
     path = Path(model).expanduser()
     if path.exists():
         return str((path.parent if path.is_file() else path).resolve())
-    items = catalogue._catalogue().items()
-    full = [name for entry, item in items for name in (entry, *item["variants"]) if "/" in name]
     wanted = model.lower()
-    return next((name for name in full if wanted in (name.lower(), name.lower().rpartition("/")[2])), model)
+    return next(
+        (name for name in catalogue.full_names() if wanted in (name.lower(), name.lower().rpartition("/")[2])), model
+    )
 
 
 @contextlib.contextmanager

@@ -36,7 +36,6 @@ _SHARDED: tuple[tuple[str, str, dict[str, object]], ...] = (
     ("ZeRO-3 + CPU offload", "zero3", {"offload_params": "cpu", "offload_optimizer": "cpu"}),
     ("ZeRO-Infinity", "zero3", {"offload_params": "nvme", "offload_optimizer": "nvme"}),
 )
-LABELS = ("one GPU", *(label for label, _, _ in _SHARDED), "FSDP2 hybrid")
 _ALONE = ("ZeRO-2 + CPU offload", "ZeRO-3 + CPU offload", "ZeRO-Infinity")
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -150,3 +153,18 @@ def test_a_broken_file_is_named(tmp_path: Path, content: str, says: str) -> None
 def test_a_folder_without_config_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"holds no config\.json"):
         load_model_facts(str(tmp_path))
+
+
+def test_a_hub_out_of_reach_is_said_at_once() -> None:
+    """Its client would retry the download for half a minute."""
+    code = (
+        "import time\nfrom accel_scale.planning.catalogue import load_model_facts\n"
+        "begin = time.perf_counter()\ntry:\n    load_model_facts('someone/their-model')\n"
+        "except Exception as error:\n    print(type(error).__name__, error, time.perf_counter() - begin < 5)\n"
+    )
+    environment = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stderr == ""
+    assert done.stdout.startswith("ConfigError model: no model 'someone/their-model': not in the catalogue, and the ")
+    assert "cannot be reached" in done.stdout
+    assert done.stdout.endswith("True\n")
