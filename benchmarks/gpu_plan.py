@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from apart import run_apart
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
@@ -145,15 +145,8 @@ def measure(case: Case) -> dict[str, Any]:
 def measure_apart(case: Case, limit: float) -> dict[str, Any]:
     """Run the case in a process of its own; what it measured, or the last line of its failure."""
     command = [sys.executable, str(Path(__file__).resolve()), "--case", json.dumps(asdict(case))]
-    environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}"}
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=limit, check=False)
-    except subprocess.TimeoutExpired:
-        return {"error": f"not finished in {limit:.0f} s"}
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
-        return {"error": lines[-1][:200] if lines else f"exit status {done.returncode}"}
-    return json.loads(done.stdout.splitlines()[-1])
+    printed, failure = run_apart(command, limit_seconds=limit)
+    return {"error": failure} if failure else json.loads(printed.splitlines()[-1])
 
 
 def error_of(row: dict[str, Any], name: str) -> float | None:

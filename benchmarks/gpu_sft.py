@@ -13,17 +13,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from apart import run_apart
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
@@ -143,15 +143,10 @@ def run_case(case: Case, model: Path, data: Path, work: Path, *, steps: int, lim
     command += ["--model_name_or_path", str(model), "--dataset_name", str(data), "--max_steps", str(steps)]
     command += ["--output_dir", str(out), "--save_strategy", "no", "--logging_steps", "1"]
     command += ["--verify_first_checkpoint", "false"]
-    environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}"}
     started = time.perf_counter()
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=limit, check=False)
-    except subprocess.TimeoutExpired:
-        return {"error": f"not finished in {limit:.0f} s"}
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
-        return {"error": lines[-1][:300] if lines else f"exit status {done.returncode}"}
+    _, failure = run_apart(command, limit_seconds=limit)
+    if failure:
+        return {"error": failure}
     summary = json.loads((out / "run_summary.json").read_text())
     kept = ("tokens_per_second", "peak_device_bytes", "peak_host_bytes", "losses", "attention", "parameters")
     return {**{name: summary[name] for name in kept}, "process_seconds": time.perf_counter() - started}
