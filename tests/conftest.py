@@ -16,6 +16,15 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 SHARED_DATA = REPOSITORY.parent / "shared" / "data"
 
 
+def pytest_configure() -> None:
+    """Workers that test side by side share the cores; alone, a process keeps torch's choice."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if workers > 1:
+        import torch
+
+        torch.set_num_threads(max(1, torch.get_num_threads() // workers))
+
+
 @pytest.fixture(scope="session")
 def repository() -> Path:
     return REPOSITORY
