@@ -27,6 +27,7 @@ from published_rows import HF_STACKS, PublishedRow, load_rows, published_row
 from accel_scale.errors import ConfigError
 from accel_scale.planning.memory import MemoryEstimate, predict_memory
 from accel_scale.planning.parameters import parameter_groups
+from accel_scale.quiet import quiet_imports
 
 GIB = 2**30
 CARDS_GIB = (8, 12, 16, 24, 32, 40, 48, 80, 96, 141, 192)
@@ -103,6 +104,7 @@ def accelerate_gib(row: PublishedRow) -> float:
 
 def deepspeed_gib(row: PublishedRow) -> float:
     """DeepSpeed's estimate of model states on the row's GPUs, for its stage (ZeRO-2 on one GPU elsewhere)."""
+    quiet_imports()
     from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
     from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
 

@@ -213,6 +213,8 @@ class _Model:
             looked_up = self._positions(self.outside.base("positions", model.position_params))
             self.frame.append(looked_up.view())
             x = ops.add(x, looked_up)
+        if model.embedding_dropout:
+            x = ops.dropout(x)
         self.tables = make_tables(ops, model, self.setup, x.itemsize)
         if self.family.makes_both_masks and self.setup.attention == "eager":
             unused = make_mask(ops, self.setup, None, x.itemsize)

@@ -116,7 +116,9 @@ class ModelFacts:
         final_norm_params: Parameters of the norm before the head.
         head_bias: Whether the head adds a bias.
         max_positions: Longest sequence the model was made for.
-        dropout: Largest dropout probability in its layers.
+        attention_dropout: Probability with which attention weights are dropped in training.
+        embedding_dropout: The same for the embedding's result.
+        residual_dropout: The same for what attention and MLP add to the hidden states.
         logit_softcap: Whether final logits pass a tanh cap (Gemma 2).
         attention_softcap: Whether attention scores pass one.
         embedding_size: Width of the embedding and the head where not `hidden_size` (OPT-350M); 0 elsewhere.
@@ -146,7 +148,9 @@ class ModelFacts:
     final_norm_params: int = 0
     head_bias: bool = False
     max_positions: int = 0
-    dropout: float = 0.0
+    attention_dropout: float = 0.0
+    embedding_dropout: float = 0.0
+    residual_dropout: float = 0.0
     logit_softcap: bool = False
     attention_softcap: bool = False
     parallel_residual: bool = False

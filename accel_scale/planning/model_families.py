@@ -279,7 +279,9 @@ def llama_like_facts(config: ConfigFields, style: Style, *, name: str, model_typ
         rotary_dims=int(heads.dim * config.fraction("partial_rotary_factor")),
         final_norm_params=style.norm_weights * hidden,
         max_positions=config.whole("max_position_embeddings"),
-        dropout=config.largest("attention_dropout", "resid_pdrop", "residual_dropout", "hidden_dropout"),
+        attention_dropout=config.largest("attention_dropout"),
+        embedding_dropout=config.largest("embd_pdrop", "embedding_dropout"),
+        residual_dropout=config.largest("resid_pdrop", "residual_dropout", "hidden_dropout"),
         logit_softcap=config.get("final_logit_softcapping") is not None,
         attention_softcap=config.get("attn_logit_softcapping") is not None,
     )

@@ -79,7 +79,9 @@ def _gpt2(config: ConfigFields, **named: Any) -> ModelFacts:
         mlp=_two_layers(config, ("c_fc", "c_proj")),
         activation=config.text("activation_function"),
         position_params=positions * config.whole("hidden_size"),
-        dropout=config.largest("attn_pdrop", "resid_pdrop"),
+        attention_dropout=config.largest("attn_pdrop"),
+        embedding_dropout=config.largest("embd_pdrop"),
+        residual_dropout=config.largest("resid_pdrop"),
         embedding_name="wte",
         **named,
     )
@@ -98,7 +100,8 @@ def _gptj(config: ConfigFields, **named: Any) -> ModelFacts:
         parallel_residual=True,
         rotary_dims=config.whole_or_none("rotary_dim") or heads.dim,
         head_bias=True,
-        dropout=config.largest("attn_pdrop", "resid_pdrop"),
+        attention_dropout=config.largest("attn_pdrop"),
+        residual_dropout=config.largest("resid_pdrop"),
         embedding_name="wte",
         **named,
     )
@@ -114,7 +117,9 @@ def _gpt_neox(config: ConfigFields, **named: Any) -> ModelFacts:
         activation=config.text("hidden_act"),
         parallel_residual=config.flag("use_parallel_residual"),
         rotary_dims=int(heads.dim * config.fraction("partial_rotary_factor")),
-        dropout=config.largest("attention_dropout", "hidden_dropout"),
+        attention_dropout=config.largest("attention_dropout"),
+        embedding_dropout=config.largest("hidden_dropout"),
+        residual_dropout=config.largest("hidden_dropout"),
         embedding_name="embed_in",
         **named,
     )
@@ -136,7 +141,8 @@ def _opt(config: ConfigFields, **named: Any) -> ModelFacts:
         activation=config.text("activation_function"),
         # The class leaves two rows free before position 0.
         position_params=(config.whole("max_position_embeddings") + 2) * hidden,
-        dropout=config.largest("dropout", "attention_dropout"),
+        attention_dropout=config.largest("attention_dropout"),
+        residual_dropout=config.largest("dropout"),
         embedding_size=0 if embedding == hidden else embedding,
         outside_linears=() if embedding == hidden else projections,
         **named,
@@ -151,7 +157,8 @@ def _bloom(config: ConfigFields, **named: Any) -> ModelFacts:
         mlp=_two_layers(config, ("dense_h_to_4h", "dense_4h_to_h")),
         activation="gelu_pytorch_tanh",
         max_positions=config.whole_or_none("seq_length") or config.whole("max_position_embeddings"),
-        dropout=config.largest("attention_dropout", "hidden_dropout"),
+        attention_dropout=config.largest("attention_dropout"),
+        residual_dropout=config.largest("hidden_dropout"),
         outside_other_params=2 * config.whole("hidden_size"),
         embedding_name="word_embeddings",
         **named,
@@ -192,7 +199,8 @@ def _falcon(config: ConfigFields, **named: Any) -> ModelFacts:
         parallel_block=parallel and num_norms == 1,
         parallel_residual=parallel,
         rotary_dims=0 if config.flag("alibi") else heads.dim,
-        dropout=config.largest("attention_dropout", "hidden_dropout"),
+        attention_dropout=config.largest("attention_dropout"),
+        residual_dropout=config.largest("hidden_dropout"),
         embedding_name="word_embeddings",
         **named,
     )
@@ -219,7 +227,8 @@ def _phi(config: ConfigFields, **named: Any) -> ModelFacts:
         parallel_residual=True,
         rotary_dims=int(heads.dim * config.fraction("partial_rotary_factor")),
         head_bias=True,
-        dropout=config.largest("attention_dropout", "resid_pdrop"),
+        attention_dropout=config.largest("attention_dropout"),
+        residual_dropout=config.largest("resid_pdrop"),
         **named,
     )
 
@@ -245,7 +254,7 @@ def _qwen(config: ConfigFields, **named: Any) -> ModelFacts:
         activation="silu",
         rotary_dims=int(heads.dim * config.fraction("rotary_pct")),
         max_positions=config.whole_or_none("seq_length") or config.whole("max_position_embeddings"),
-        dropout=config.largest("attn_dropout_prob"),
+        attention_dropout=config.largest("attn_dropout_prob"),
         embedding_name="wte",
         **named,
     )
@@ -263,7 +272,8 @@ def _bert(config: ConfigFields, **named: Any) -> ModelFacts:
         position_params=(config.whole("max_position_embeddings") + config.whole("type_vocab_size")) * hidden,
         final_norm_params=2 * hidden,
         head_bias=True,
-        dropout=config.largest("hidden_dropout_prob", "attention_probs_dropout_prob"),
+        attention_dropout=config.largest("attention_probs_dropout_prob"),
+        residual_dropout=config.largest("hidden_dropout_prob"),
         outside_linears=(LinearFacts("dense", hidden, hidden, True),),
         # The class keeps the head's bias twice where it does not tie them.
         outside_other_params=2 * hidden + (0 if config.flag("tie_word_embeddings") else config.whole("vocab_size")),

@@ -204,6 +204,8 @@ class Attention:
         else:
             weights = ops.softmax(weights, FP32 if ops.tape.is_cuda and ops.tape.autocast_bytes else weights.itemsize)
         weights = ops.cast(weights, query.itemsize)
+        if self.model.attention_dropout:
+            weights = ops.dropout(weights)
         # Returned beside the result, and kept until the layer ends.
         self.kept = weights
         return ops.copy(ops.matmul(weights, self._by_head(value, is_shared), query.numel))

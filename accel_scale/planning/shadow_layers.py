@@ -42,14 +42,14 @@ class Layer:
         residual = x
         if self.family.block != "after":
             x = self._norm("input_norm", x)
-        x = self.attention(x)
+        x = self._dropped(self.attention(x))
         if self.family.block != "sequential":
             x = self._norm("post_attention_norm", x)
         x = self._add(residual, x)
         residual = x
         if self.family.block != "after":
             x = self._norm("mlp_norm", x)
-        x = self.mlp(x)
+        x = self._dropped(self.mlp(x))
         if self.family.block != "sequential":
             x = self._norm("post_mlp_norm", x)
         return self._add(residual, x)
@@ -58,25 +58,28 @@ class Layer:
         """The branches' results have names of their own, which keep them until the layer returns."""
         residual = x
         x = self._norm("input_norm", x)
-        attention = self.attention(x)
+        attention = self._dropped(self.attention(x))
         x = self.ops.add(attention, residual)
         residual = x
         x = self._norm("mlp_norm", x)
-        mlp = self.mlp(x)
+        mlp = self._dropped(self.mlp(x))
         return self.ops.add(residual, mlp)
 
     def _joined(self, x: Tensor) -> Tensor:
         residual = x
         x = self._norm("input_norm", x)
-        attention = self.attention(x)
+        attention = self._dropped(self.attention(x))
         if self.facts.num_norms > 1:
             del x
-            mlp = self.mlp(self._norm("mlp_norm", residual))
+            mlp = self._dropped(self.mlp(self._norm("mlp_norm", residual)))
         else:
-            mlp = self.mlp(x)
+            mlp = self._dropped(self.mlp(x))
         first = residual if self.family.joined_order == "residual" else mlp
         last = mlp if self.family.joined_order == "residual" else residual
         return self.ops.add(self.ops.add(first, attention), last)
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        return self.ops.dropout(x) if self.model.residual_dropout else x
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         return norm(self.ops, self.model, self.family, self.weights, name, x, self.rows, self.model.hidden_size)

@@ -73,9 +73,9 @@ LLAMA_SETUPS = {
 }
 
 
-def real_bytes(architecture: str, setup: TrainingSetup) -> tuple[float, float]:
+def real_bytes(architecture: str, setup: TrainingSetup, **fields) -> tuple[float, float]:
     """(kept after the forward pass, highest) of a real pass, weights not counted."""
-    config = CONFIG_MAPPING[architecture](**FIELDS[architecture])
+    config = CONFIG_MAPPING[architecture](**{**FIELDS[architecture], **fields})
     config._attn_implementation = register_packed_attention() if setup.packing else setup.attention
     if setup.attention == "eager":
         config._attn_implementation = "eager"
@@ -115,8 +115,8 @@ def real_inputs(setup: TrainingSetup) -> dict[str, torch.Tensor]:
     return inputs
 
 
-def predicted(architecture: str, setup: TrainingSetup):
-    config = CONFIG_MAPPING[architecture](**FIELDS[architecture]).to_dict()
+def predicted(architecture: str, setup: TrainingSetup, **fields):
+    config = CONFIG_MAPPING[architecture](**{**FIELDS[architecture], **fields}).to_dict()
     return step_bytes(facts_from_config(config, name=architecture), setup, is_cuda=False, is_tracked=True)
 
 
@@ -131,6 +131,29 @@ def test_families_keep_and_reach_what_is_predicted(architecture, setup_name):
     said = predicted(architecture, setup)
     assert said.saved_bytes == pytest.approx(saved, rel=0.015)
     assert said.peak_bytes == pytest.approx(peak, rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize(
+    ("architecture", "fields"),
+    [
+        ("gpt2", {"resid_pdrop": 0.1}),
+        ("gpt2", {"resid_pdrop": 0.1, "attn_pdrop": 0.1, "embd_pdrop": 0.1}),
+        ("opt", {"dropout": 0.1}),
+        ("starcoder2", {"residual_dropout": 0.1, "embedding_dropout": 0.1}),
+        ("phi", {"resid_pdrop": 0.1}),
+        ("gpt_neox", {"hidden_dropout": 0.1, "attention_dropout": 0.1}),
+    ],
+)
+def test_masks_of_dropout_are_counted(architecture, fields, checkpointing):
+    setup = replace(PLAIN, attention="eager", checkpointing=checkpointing)
+    saved, peak = real_bytes(architecture, setup, **fields)
+    said = predicted(architecture, setup, **fields)
+    assert said.saved_bytes == pytest.approx(saved, rel=0.015)
+    assert said.peak_bytes == pytest.approx(peak, rel=0.02)
+    if checkpointing == "none":
+        assert saved > 1.05 * real_bytes(architecture, setup)[0]
 
 
 @pytest.mark.slow
