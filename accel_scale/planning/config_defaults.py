@@ -125,6 +125,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         activation_function="gelu_new",
         resid_pdrop=0.1,
         attn_pdrop=0.1,
+        embd_pdrop=0.1,
         tie_word_embeddings=True,
     ),
     "gptj": _without_width(50400, 4096, 28, 16, 2048, activation_function="gelu_new", rotary_dim=64),
