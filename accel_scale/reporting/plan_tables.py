@@ -262,6 +262,6 @@ def print_verification(what: str, rows: Sequence[tuple[str, float, float]], file
     for name in ("", "predicted", "measured", "off by"):
         table.add_column(name, justify="left" if not name else "right")
     for name, predicted, measured in rows:
-        off = f"{predicted / measured - 1:+.1%}" if measured else ""
+        off = f"{round(predicted / measured - 1, 3) + 0.0:+.1%}" if measured else ""  # no minus before a zero
         table.add_row(name, format_bytes(predicted), format_bytes(measured), off)
     _console(file).print(table)
