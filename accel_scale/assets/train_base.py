@@ -18,13 +18,11 @@ from random import Random
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from accel_scale.assets.base_text import FINAL_TASKS, HARD_TASKS, Document, base_documents
+from accel_scale.assets.base_text import Document, base_documents
 from accel_scale.assets.generate_data import SEED
 from accel_scale.assets.tasks import FAMILIES
 from accel_scale.assets.tokenizer import DOCUMENT_END, MAX_LENGTH, VOCAB_SIZE, build_tokenizer
 
-# Steps, seed of the documents, families that come often, learning rate.
-_Stage = tuple[int, int, tuple[str, ...], float]
 MODEL_FOLDER = Path(__file__).parent / "default" / "model"
 
 
@@ -76,9 +74,10 @@ def encode(tokenizer: PreTrainedTokenizerFast, documents: list[Document]) -> tup
 
 
 def token_batches(
-    tokenizer: PreTrainedTokenizerFast, documents: Iterator[Document], *, batch_size: int, length: int
+    tokenizer: PreTrainedTokenizerFast, *, seed: int, batch_size: int, length: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Endless ``(input_ids, labels)``, each ``(batch_size, length)``, cut from one stream of documents."""
+    documents = base_documents(seed)
     size = batch_size * length
     ids: list[int] = []
     labels: list[int] = []
@@ -139,11 +138,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=MODEL_FOLDER, help="Folder to write (default: the package's own).")
     parser.add_argument("--seed", type=int, default=SEED)
-    parser.add_argument("--num_steps", type=int, default=4000, help="On the mixture that favours calculations.")
-    parser.add_argument(
-        "--final_steps", type=int, default=1600, help="After them, on the one that favours what is asked later."
-    )
-    parser.add_argument("--init_from", type=Path, help="A model of --num_steps to go on from, instead of training it.")
+    parser.add_argument("--num_steps", type=int, default=4000)
     parser.add_argument("--batch_size", type=int, default=16, help="Sequences per step.")
     parser.add_argument("--length", type=int, default=128, help="Tokens per sequence.")
     parser.add_argument("--lr", type=float, default=3e-3)
@@ -152,18 +147,11 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(arguments.seed)
     tokenizer = build_tokenizer(tokenizer_texts(arguments.seed))
-    first: _Stage = (arguments.num_steps, arguments.seed, HARD_TASKS, arguments.lr)
-    final: _Stage = (arguments.final_steps, arguments.seed + 1, FINAL_TASKS, arguments.lr / 2)
-    if arguments.init_from:
-        model, stages = LlamaForCausalLM.from_pretrained(arguments.init_from, dtype=torch.float32), [final]
-    else:
-        model, stages = LlamaForCausalLM(model_config(tokenizer)), [first, final]
+    model = LlamaForCausalLM(model_config(tokenizer))
     model.to(device)  # type: ignore[arg-type]
     print(f"{model.num_parameters():,} weights on {device}", flush=True)
-    for num_steps, seed, often, lr in stages:
-        documents = base_documents(seed, often)
-        batches = token_batches(tokenizer, documents, batch_size=arguments.batch_size, length=arguments.length)
-        train(model, batches, num_steps=num_steps, lr=lr, device=device)
+    batches = token_batches(tokenizer, seed=arguments.seed, batch_size=arguments.batch_size, length=arguments.length)
+    train(model, batches, num_steps=arguments.num_steps, lr=arguments.lr, device=device)
 
     document_end = tokenizer.convert_tokens_to_ids(DOCUMENT_END)
     model.generation_config = GenerationConfig(
