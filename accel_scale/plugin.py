@@ -173,6 +173,15 @@ class ScalePlugin:
                 fix="make it before the first Accelerator or TrainingArguments.",
             )
 
+    def check_checkpoints(self) -> None:
+        """Refuse checkpoints that could not be resumed: FSDP2's whole ones of torchao's 8-bit states."""
+        if self.optimizer == "adamw_torch_8bit" and self.launch.parallel.saves_whole_checkpoints:
+            raise ConfigError(
+                "whole-model checkpoints of adamw_torch_8bit under FSDP2 cannot be resumed.",
+                place=self.launch.place("fsdp_config.fsdp_state_dict_type"),
+                fix="write fsdp_state_dict_type: SHARDED_STATE_DICT there.",
+            )
+
     def resolve_precision(self, device_type: str, *, trains_adapters: bool) -> Precision | None:
         """The precision that plugin, launch and device agree on; None where the plugin leaves it to the script."""
         if self.precision is None:

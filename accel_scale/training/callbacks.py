@@ -53,6 +53,8 @@ class ScaleTrainerMixin(MemoryRecoveryMixin, AtomicSavingMixin):
         """What must be known before the trainer makes its `Accelerator`."""
         scale = self.scale
         scale.check_rehearsal(training_args.world_size)
+        if training_args.save_strategy != "no":
+            scale.check_checkpoints()
         device_type = training_args.device.type
         self._precision = scale.resolve_precision(device_type, trains_adapters=scale.adapter is not None)
         if self._precision is not None:

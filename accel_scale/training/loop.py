@@ -63,6 +63,7 @@ def make_accelerator(scale: ScalePlugin, kwargs: dict[str, Any]) -> Any:
             return scale.prepare(self, *args, **kwargs)
 
         def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
+            scale.check_checkpoints()
             if output_dir is None:  # automatic naming: Accelerate also rotates
                 return super().save_state(output_dir, *args, **kwargs)
             with save_atomically(output_dir) as staging:

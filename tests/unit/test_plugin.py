@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from accelerate import Accelerator
@@ -308,3 +310,24 @@ def _dataset(rows):
     from datasets import Dataset
 
     return Dataset.from_list(rows)
+
+
+@pytest.mark.parametrize(("kind", "is_refused"), [("FULL_STATE_DICT", True), ("SHARDED_STATE_DICT", False)])
+def test_whole_checkpoints_of_quantised_states_are_refused(tmp_path, kind, is_refused):
+    """What the launch says is all that matters here; that the others resume is what rehearsals show."""
+    from accel_scale.launching.environment import current_launch
+
+    fsdp2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "WORLD_SIZE": "1", "FSDP_STATE_DICT_TYPE": kind}
+    expected = pytest.raises(ConfigError, match="SHARDED_STATE_DICT") if is_refused else nullcontext()
+    plugin = ScalePlugin(optimizer="adamw_torch_8bit")
+    accelerator, *_ = prepared(plugin)
+    plugin.launch = current_launch(fsdp2)
+    with expected:
+        accelerator.save_state(str(tmp_path / "state"))
+    assert (tmp_path / "state").is_dir() is not is_refused
+    AcceleratorState._reset_state(reset_partial_state=True)
+    args = TrainingArguments(str(tmp_path / "out"), use_cpu=True, save_strategy="steps", report_to=[])
+    with expected:
+        plugin.trainer(Trainer)(model=tiny(), args=args)
+    args.save_strategy = "no"
+    plugin.trainer(Trainer)(model=tiny(), args=args)
