@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-LOGIT_TOLERANCE = 1e-5
+# Of the largest logit. Weights saved in 16 bit may each be rounded the other way where the CPU Adam of an offloading
+# launch vectorised differently (one value in 10,000, by its last bit: 2.4e-4 measured); a lost state moves them all.
+LOGIT_TOLERANCE, LOGIT_TOLERANCE_16_BIT = 1e-5, 1e-3
 
 
 def compare_final_folders(*, start: Path, uninterrupted: Path, resumed: Path | None) -> str:
@@ -40,8 +42,11 @@ def compare_final_folders(*, start: Path, uninterrupted: Path, resumed: Path | N
     if len(logits) == 1:
         return f"{text}; logits finite"
     logit_diff = float((logits[0] - logits[1]).abs().max() / logits[0].abs().max())
-    if not logit_diff <= LOGIT_TOLERANCE:
+    is_16_bit = any(tensor.is_floating_point() and tensor.itemsize == 2 for tensor in loaded[0][1].values())
+    if not logit_diff <= (LOGIT_TOLERANCE_16_BIT if is_16_bit else LOGIT_TOLERANCE):
         raise CheckFailed(f"logits of the resumed and the uninterrupted run differ by {logit_diff:.1e} of the largest")
+    if logit_diff > LOGIT_TOLERANCE:
+        return f"{text}; logits equal to {logit_diff:.0e} after both runs (weights saved in 16 bit)"
     return f"{text}; logits equal after both runs"
 
 
