@@ -1,7 +1,7 @@
 """Twenty varied plans, written by `accel-scale plan --write` and rehearsed on CPU processes as they are.
 
     python benchmarks/rehearse_plans.py                 # all of them, and writes benchmarks/results/rehearse_plans.md
-    python benchmarks/rehearse_plans.py zero3 hybrid    # those whose name contains a word; writes nothing
+    python benchmarks/rehearse_plans.py zero3 hybrid    # those whose name contains a word; the other rows stay
 
 Models are given as folders with their configuration from the catalogue, so nothing is downloaded. A rehearsal
 shrinks the model, launches, saves, resumes, reloads and compares. One after another: about a minute each on two
@@ -148,23 +148,32 @@ def _judge(out: str, err: str, status: int) -> tuple[str, str]:
     return "failed", f"{failed[0]}: {re.sub('[│┃]', ' ', out[start : start + 600])}"
 
 
-def report(outcomes: list[Outcome]) -> str:
+def table_row(o: Outcome) -> str:
+    """One row of the table."""
+    flags, details = REQUESTS[o.name].replace("|", "\\|"), o.details.replace("|", "\\|")
+    return f"| {o.name} | `{flags}` | {o.setting} | {o.status}: {details} | {o.seconds:.0f} |"
+
+
+def rows_so_far(text: str) -> dict[str, str]:
+    """Name → row of a table written before, of requests that are still the same."""
+    rows = {line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("| ")}
+    return {name: row for name, row in rows.items() if name in REQUESTS and f"`{REQUESTS[name]}`" in row}
+
+
+def report(rows: dict[str, str]) -> str:
     """The table as Markdown."""
-    good = sum(outcome.status != "failed" for outcome in outcomes)
+    good = sum("| passed" in row for row in rows.values())
     lines = [
         "# Plans rehearsed as they were written",
         "",
-        f"`python benchmarks/rehearse_plans.py`: {good} of {len(outcomes)} plans ran as written, on CPU processes of "
-        f"one {platform.machine()} machine with {os.cpu_count()} cores; seconds include planning, two launches and "
-        "the comparison.",
+        f"`python benchmarks/rehearse_plans.py`: {good} of {len(rows)} plans ran as written, on CPU processes of one "
+        f"{platform.machine()} machine with {os.cpu_count()} cores; seconds include planning, two launches and the "
+        "comparison.",
         "",
         "| plan | flags | best setting | result | seconds |",
         "|---|---|---|---|--:|",
     ]
-    for o in outcomes:
-        flags, details = REQUESTS[o.name].replace("|", "\\|"), o.details.replace("|", "\\|")
-        lines.append(f"| {o.name} | `{flags}` | {o.setting} | {o.status}: {details} | {o.seconds:.0f} |")
-    return "\n".join([*lines, ""])
+    return "\n".join([*lines, *(rows[name] for name in REQUESTS if name in rows), ""])
 
 
 def main() -> int:
@@ -175,14 +184,15 @@ def main() -> int:
     args = parser.parse_args()
     names = [name for name in REQUESTS if not args.words or any(word in name for word in args.words)]
     outcomes = []
+    rows = rows_so_far(RESULTS.read_text(encoding="utf-8")) if args.words and RESULTS.is_file() else {}
     with tempfile.TemporaryDirectory(prefix="plans-") as temporary:
         work = Path(args.keep or temporary)
         for name in names:
             outcomes.append(rehearse(name, work / name))
             last = outcomes[-1]
             print(f"{last.status:<6}  {last.seconds:4.0f} s  {name}: {last.setting}; {last.details}", flush=True)
-            if not args.words:
-                RESULTS.write_text(report(outcomes), encoding="utf-8")
+            rows[name] = table_row(last)
+            RESULTS.write_text(report(rows), encoding="utf-8")
     return int(any(outcome.status == "failed" for outcome in outcomes))
 
 
