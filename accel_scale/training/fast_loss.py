@@ -100,6 +100,23 @@ def _whole(parameter: Any) -> Any:
     return parameter.full_tensor(grad_placements=[Replicate() if n == "tp" else Partial("avg") for n in names])
 
 
+def _tell_zero3(model: Any) -> None:
+    """Tell ZeRO-3 that the model's own forward uses the head's weights, which belong to a module that is not called.
+
+    DeepSpeed (0.19.8) finds that out by itself only where a weight is still partitioned when it is used. After a
+    forward without gradients that did call the head, such as `generate`, it fetches the weights ahead, does not
+    notice, and has freed them again when their gradient arrives.
+    """
+    from transformers.integrations import is_deepspeed_zero3_enabled
+
+    if not is_deepspeed_zero3_enabled():
+        return
+    import deepspeed
+
+    for parameter in model.get_output_embeddings().parameters():
+        deepspeed.zero.register_external_parameter(model, parameter)
+
+
 class FastLossMixin:
     """Put before `trl.SFTTrainer`: ``class Trainer(FastLossMixin, SFTTrainer)``. Training and evaluation use it.
 
@@ -113,7 +130,9 @@ class FastLossMixin:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         model: Any = self.model  # type: ignore[attr-defined]
-        add_fast_lm_head(model.get_base_model() if hasattr(model, "get_base_model") else model)
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        add_fast_lm_head(base)
+        _tell_zero3(base)
         self._fast_loss_covers_run = self._covers_run()
         self._new_tokens: Any = 0
 

@@ -60,3 +60,15 @@ def test_settings_are_printed_with_their_origin(repository: Path, tmp_path: Path
     assert done.returncode == 0, done.stderr
     assert "lora_r: 64  # recipes/configs/qlora_guanaco_7b.yaml:" in done.stdout
     assert "load_in_4bit: true" in done.stdout
+
+
+def test_questions_before_training_do_not_disturb_zero3(repository: Path, tmp_path: Path) -> None:
+    """Answering them calls the head as a module; the loss uses its weights without calling it."""
+    losses = []
+    for count in ("0", "8"):
+        flags = ["--max_steps", "2", "--logging_steps", "1", "--exact_match_samples", count]
+        done = launch(repository, *flags, "--output_dir", str(tmp_path / count), launch_file="zero3.yaml")
+        assert done.returncode == 0, done.stderr
+        losses.append(json.loads((tmp_path / count / "run_summary.json").read_text())["losses"])
+    assert len(losses[0]) == 2
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
