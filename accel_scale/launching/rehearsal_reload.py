@@ -8,6 +8,7 @@ from typing import Any
 # Of the largest logit. Weights saved in 16 bit may each be rounded the other way where the CPU Adam of an offloading
 # launch vectorised differently (one value in 10,000, by its last bit: 2.4e-4 measured); a lost state moves them all.
 LOGIT_TOLERANCE, LOGIT_TOLERANCE_16_BIT = 1e-5, 1e-3
+ROUNDED_OTHERWISE = 1e-3  # share of the values that may differ at all for the wider one to apply
 
 
 def compare_final_folders(*, start: Path, uninterrupted: Path, resumed: Path | None) -> str:
@@ -42,12 +43,20 @@ def compare_final_folders(*, start: Path, uninterrupted: Path, resumed: Path | N
     if len(logits) == 1:
         return f"{text}; logits finite"
     logit_diff = float((logits[0] - logits[1]).abs().max() / logits[0].abs().max())
-    is_16_bit = any(tensor.is_floating_point() and tensor.itemsize == 2 for tensor in loaded[0][1].values())
-    if not logit_diff <= (LOGIT_TOLERANCE_16_BIT if is_16_bit else LOGIT_TOLERANCE):
+    is_rounding = _only_rounded_otherwise(loaded[0][1], loaded[1][1])
+    if not logit_diff <= (LOGIT_TOLERANCE_16_BIT if is_rounding else LOGIT_TOLERANCE):
         raise CheckFailed(f"logits of the resumed and the uninterrupted run differ by {logit_diff:.1e} of the largest")
     if logit_diff > LOGIT_TOLERANCE:
         return f"{text}; logits equal to {logit_diff:.0e} after both runs (weights saved in 16 bit)"
     return f"{text}; logits equal after both runs"
+
+
+def _only_rounded_otherwise(saved: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether these are 16-bit weights of which only a few differ."""
+    if saved.keys() != other.keys() or any(tensor.itemsize != 2 for tensor in saved.values()):
+        return False
+    num_different = sum(int((tensor != other[name]).sum()) for name, tensor in saved.items())
+    return num_different <= ROUNDED_OTHERWISE * sum(tensor.numel() for tensor in saved.values())
 
 
 def _load(folder: Path) -> tuple[Any, dict[str, Any]]:
