@@ -25,6 +25,7 @@ GROUPED = {
     "gemma",
     "phi",
     "stablelm",
+    "olmo",
     "olmo2",
     "mistral",
     "qwen2",

@@ -9,7 +9,6 @@ from dataclasses import dataclass, fields, replace
 from accel_scale.errors import ConfigError
 from accel_scale.planning.model_facts import LayerFacts, ModelFacts
 from accel_scale.planning.shadow import Tape
-from accel_scale.planning.shadow_attention import Tables, make_mask, make_tables
 from accel_scale.planning.shadow_families import family_of
 from accel_scale.planning.shadow_head import Head
 from accel_scale.planning.shadow_layers import Layer
@@ -17,6 +16,7 @@ from accel_scale.planning.shadow_linears import Weights, adapter_key
 from accel_scale.planning.shadow_norms import norm
 from accel_scale.planning.shadow_ops import Ops
 from accel_scale.planning.shadow_parallel import tensor_parallel_share
+from accel_scale.planning.shadow_tables import Tables, make_mask, make_tables
 from accel_scale.planning.shadow_tensors import Parameter, Tensor
 from accel_scale.planning.training_setup import TrainingSetup
 
@@ -215,7 +215,7 @@ class _Model:
             x = ops.add(x, looked_up)
         if model.embedding_dropout:
             x = ops.dropout(x)
-        self.tables = make_tables(ops, model, self.setup, x.itemsize)
+        self.tables = make_tables(ops, model, self.family, self.setup, x.itemsize)
         if self.family.makes_both_masks and self.setup.attention == "eager":
             unused = make_mask(ops, self.setup, None, x.itemsize)
             self.frame += [unused] if unused is not None else []

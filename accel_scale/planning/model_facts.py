@@ -121,6 +121,7 @@ class ModelFacts:
         residual_dropout: The same for what attention and MLP add to the hidden states.
         logit_softcap: Whether final logits pass a tanh cap (Gemma 2).
         attention_softcap: Whether attention scores pass one.
+        projection_clip: Whether queries, keys and values are clamped as they leave their projections (OLMo 1.7).
         embedding_size: Width of the embedding and the head where not `hidden_size` (OPT-350M); 0 elsewhere.
         embedding_name: Last module name of the embedding.
         outside_linears: Matrix products outside of the layers, the head excepted.
@@ -154,6 +155,7 @@ class ModelFacts:
     logit_softcap: bool = False
     attention_softcap: bool = False
     parallel_residual: bool = False
+    projection_clip: bool = False
     embedding_size: int = 0
     embedding_name: str = "embed_tokens"
     outside_linears: tuple[LinearFacts, ...] = ()

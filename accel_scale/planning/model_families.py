@@ -284,4 +284,5 @@ def llama_like_facts(config: ConfigFields, style: Style, *, name: str, model_typ
         residual_dropout=config.largest("resid_pdrop", "residual_dropout", "hidden_dropout"),
         logit_softcap=config.get("final_logit_softcapping") is not None,
         attention_softcap=config.get("attn_logit_softcapping") is not None,
+        projection_clip=config.get("clip_qkv") is not None,
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from accel_scale.errors import ConfigError
 from accel_scale.planning.model_facts import LayerFacts, ModelFacts
 from accel_scale.planning.shadow_families import Family
@@ -11,48 +9,13 @@ from accel_scale.planning.shadow_linears import Weights, linear
 from accel_scale.planning.shadow_norms import norm
 from accel_scale.planning.shadow_ops import FP32, Ops
 from accel_scale.planning.shadow_parallel import exchanged
+from accel_scale.planning.shadow_rotation import turned
+from accel_scale.planning.shadow_tables import Tables
 from accel_scale.planning.shadow_tensors import Tensor
 from accel_scale.planning.training_setup import TrainingSetup
 
 # Documents of a bucket are padded to the longest: the mean over lengths drawn from log-normal distributions.
 _SLOTS_PER_TOKEN = 1.18
-
-
-@dataclass
-class Tables:
-    """What all layers share: cosines and sines of the positions, and a mask for each window."""
-
-    cos: Tensor
-    sin: Tensor
-    masks: dict[int | None, Tensor | None] = field(default_factory=dict)
-
-
-def make_tables(ops: Ops, model: ModelFacts, setup: TrainingSetup, hidden_bytes: int) -> Tables:
-    """The tables of one micro-batch; positions are one row for all, unless rows are packed."""
-    rows = setup.micro_batch_size if setup.packing else 1
-    positions = rows * setup.sequence_length / setup.parallel.sequence_parallel * model.rotary_dims
-    tables = Tables(ops.new(positions, hidden_bytes), ops.new(positions, hidden_bytes))
-    for layer in model.layers:
-        window = layer.sliding_window
-        if window not in tables.masks:
-            tables.masks[window] = make_mask(ops, setup, window, hidden_bytes)
-    return tables
-
-
-def is_padded(setup: TrainingSetup) -> bool:
-    """Whether rows of a batch differ in length."""
-    return not setup.packing and setup.mean_length is not None and setup.mean_length < setup.sequence_length
-
-
-def make_mask(ops: Ops, setup: TrainingSetup, window: int | None, hidden_bytes: int) -> Tensor | None:
-    """The mask of all layers with `window`: numbers for eager attention, booleans for sdpa where it needs one."""
-    values = setup.sequence_length**2 * setup.micro_batch_size
-    if setup.attention == "eager":
-        return ops.new(values, hidden_bytes)
-    slides = window is not None and window <= setup.sequence_length
-    if setup.attention == "sdpa" and not setup.packing and (slides or is_padded(setup)):
-        return ops.new(values, 1)
-    return None
 
 
 class Attention:
@@ -72,7 +35,7 @@ class Attention:
         query, key, value = self._project(x)
         del x
         if self.family.rotation != "none" and self.model.rotary_dims:
-            query, key = self._turned(query, key)
+            query, key = turned(self.ops, self.model, self.family, query, key, self.tables)
         out = self._attend(query, key, value)
         if self._is_joined() and self.setup.attention != "eager":
             # Joined queries lie head by head, and so does the result.
@@ -94,6 +57,10 @@ class Attention:
             else:
                 query, key, value = (self.ops.part(fused, size) for size in sizes)
             return query, key, value
+        if self.model.projection_clip:
+            query, key, value = (self._linear(index, x) for index in range(3))
+            query, key, value = (self.ops.relaid(self.ops.clamp(part)) for part in (query, key, value))
+            return query, key, value
         query = self._linear(0, x)
         if self.family.scales_query:
             query = self.ops.scale(query)
@@ -109,27 +76,6 @@ class Attention:
             (self.rows * heads, self.model.head_dim) if per_head else (self.rows, heads * self.model.head_dim)
         )
         return norm(self.ops, self.model, self.family, self.weights, name, x, rows, width)
-
-    def _turned(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotary embedding of the first `rotary_dims` of each head."""
-        ops, tables = self.ops, self.tables
-        if self.family.rotation == "whole":
-            turned = rotate(ops, query, tables)
-            return turned, rotate(ops, key, tables)
-        (query, query_rest), (key, key_rest) = self._cut(query), self._cut(key)
-        if self.family.rotation == "inline":
-            joined = ops.join([rotate(ops, query, tables), query_rest])
-            return joined, ops.join([rotate(ops, key, tables), key_rest])
-        query = rotate(ops, query, tables)
-        key = rotate(ops, key, tables)
-        joined = ops.join([query, query_rest])
-        return joined, ops.join([key, key_rest])
-
-    def _cut(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """What is turned, and the rest, which may be empty."""
-        turned = x.numel * self.model.rotary_dims / self.model.head_dim
-        first = x if turned == x.numel else self.ops.part(x, turned)
-        return first, self.ops.part(x, x.numel - turned)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention over whole sequences: under sequence parallelism heads are exchanged for positions and back."""
@@ -221,15 +167,3 @@ class Attention:
         """`x` as a batched product takes it: copied unless it lies head by head already."""
         x = self.ops.autocast(x)
         return x if is_by_head or self.setup.micro_batch_size == 1 else self.ops.copy(x)
-
-
-def rotate(ops: Ops, x: Tensor, tables: Tables) -> Tensor:
-    """``x * cos + rotate_half(x) * sin``."""
-    turned = ops.mul(x, tables.cos)
-    return ops.add(turned, ops.mul(rotate_half(ops, x), tables.sin))
-
-
-def rotate_half(ops: Ops, x: Tensor) -> Tensor:
-    """``cat(-x2, x1)`` of the two halves."""
-    first, second = ops.part(x, x.numel / 2), ops.part(x, x.numel / 2)
-    return ops.join([ops.scale(second), first])

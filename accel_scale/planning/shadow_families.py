@@ -19,6 +19,7 @@ class Family:
         keeps_names: Whether the branches' inputs and results have names of their own, which keep them in memory.
         rms: ``llama`` (weight in the input's type), ``gemma`` (one plus the weight in fp32) or ``olmo`` (weight in
             fp32, the product cast).
+        layer_norm: ``torch`` (its own), or ``bare`` (its own in fp32, without weights).
         projections: Of fused queries, keys and values: ``split`` (one operation), ``slices`` (three) or ``separate``.
         norms_before_heads: Whether queries and keys are normalised as they leave the projections, all heads at once.
         scales_query: Whether the query is scaled by itself (OPT).
@@ -27,6 +28,8 @@ class Family:
         scales_logits: Whether logits are divided by a number.
         rotation: ``whole``, ``partial`` (turned parts are joined with the rest), ``inline`` (each as soon as it is
             turned) or ``none``.
+        rotation_type: ``input``: in the types that queries and tables come in; ``tables``: tables are in fp32 and the
+            result is cast back.
         eager_fp32: Whether eager attention's softmax is in fp32.
         passes_mask: Whether layers take the mask by position, so that checkpoints move it to the host too.
         makes_both_masks: Whether a mask with and one without a window are made, whatever the layers use.
@@ -36,6 +39,7 @@ class Family:
     joined_order: str = "branches"
     keeps_names: bool = False
     rms: str = "llama"
+    layer_norm: str = "torch"
     projections: str = "separate"
     norms_before_heads: bool = False
     scales_query: bool = False
@@ -43,6 +47,7 @@ class Family:
     embedding_scale: str = "no"
     scales_logits: bool = False
     rotation: str = "whole"
+    rotation_type: str = "input"
     eager_fp32: bool = True
     makes_both_masks: bool = False
     passes_mask: bool = False
@@ -50,7 +55,7 @@ class Family:
 
 _LLAMA = Family()
 _GEMMA = Family(rms="gemma", embedding_scale="tensor")
-_OLMO2 = Family(block="after", rms="olmo", norms_before_heads=True)
+_OLMO2 = Family(block="after", rms="olmo", norms_before_heads=True, rotation_type="tables")
 
 FAMILIES: dict[str, Family] = {
     "llama": _LLAMA,
@@ -67,6 +72,7 @@ FAMILIES: dict[str, Family] = {
     "gemma3_text": replace(_GEMMA, block="both"),
     "granite": Family(scales_residual=True, embedding_scale="cast", scales_logits=True),
     "smollm3": _LLAMA,
+    "olmo": Family(layer_norm="bare", rotation_type="tables"),
     "olmo2": _OLMO2,
     "olmo3": _OLMO2,
     "starcoder2": _LLAMA,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 from accel_scale.planning.model_facts import ModelFacts
-from accel_scale.planning.shadow_attention import is_padded
 from accel_scale.planning.shadow_families import Family
 from accel_scale.planning.shadow_ops import FP32, Ops
+from accel_scale.planning.shadow_tables import is_padded
 from accel_scale.planning.shadow_tensors import Parameter, Tensor
 from accel_scale.planning.training_setup import TrainingSetup
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from accel_scale.planning.model_facts import LayerFacts, ModelFacts
-from accel_scale.planning.shadow_attention import Attention, Tables
+from accel_scale.planning.shadow_attention import Attention
 from accel_scale.planning.shadow_experts import mixture
 from accel_scale.planning.shadow_families import Family
 from accel_scale.planning.shadow_linears import Weights, linear
 from accel_scale.planning.shadow_norms import norm
 from accel_scale.planning.shadow_ops import FP32, Ops
+from accel_scale.planning.shadow_tables import Tables
 from accel_scale.planning.shadow_tensors import Tensor
 from accel_scale.planning.training_setup import TrainingSetup
 

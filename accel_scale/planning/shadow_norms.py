@@ -13,6 +13,8 @@ def norm(
     ops: Ops, model: ModelFacts, family: Family, weights: Weights, name: str, x: Tensor, rows: float, width: float
 ) -> Tensor:
     """The model's norm over `rows` rows of `width` values."""
+    if model.norm == "layer" and family.layer_norm == "bare":
+        return ops.cast(ops.layer_norm(ops.cast(x, FP32), None, None, rows), x.itemsize)
     if model.norm == "layer":
         return ops.layer_norm(x, weights.base(name, width), weights.base(f"{name}.bias", width), rows)
     return rms_norm(ops, x, weights.base(name, width), rows, family.rms)

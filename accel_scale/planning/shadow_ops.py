@@ -130,6 +130,19 @@ class Ops:
 
         return self.tape.record(out, [x], [x if saves_input else out], backward)
 
+    def clamp(self, x: Tensor) -> Tensor:
+        """``x.clamp_(min, max)``: in place, so that a copy of the input is saved; backward needs two masks."""
+        numel, itemsize = x.numel, x.itemsize
+        before = self.new(numel, itemsize)
+
+        def backward(grad: Tensor) -> list[Tensor | None]:
+            masks = [self.new(numel, 1) for _ in range(2)]
+            result = self.new(numel, itemsize)
+            del masks
+            return [result]
+
+        return self.tape.record(x.view(), [x], [before], backward)
+
     def square_mean(self, x: Tensor, rows: float) -> Tensor:
         """``x.pow(2).mean(-1)``, `rows` values."""
         numel, itemsize = x.numel, x.itemsize
@@ -229,7 +242,7 @@ class Ops:
         out = x.view(numel) if is_view else self.new(numel, itemsize)
         return self.tape.record(out, [x], [], lambda grad: [self.new(source, itemsize)])
 
-    def layer_norm(self, x: Tensor, weight: Parameter, bias: Parameter | None, rows: float) -> Tensor:
+    def layer_norm(self, x: Tensor, weight: Parameter | None, bias: Parameter | None, rows: float) -> Tensor:
         """torch's own layer norm: saves its input and two fp32 statistics per row; fp32 under CUDA's autocast."""
         if self.tape.autocast_bytes is not None and self.tape.is_cuda:
             x = self.cast(x, FP32)

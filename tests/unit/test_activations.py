@@ -34,6 +34,7 @@ FIELDS = {
     "gemma3_text": {**GROUPED, "head_dim": 16, "sliding_window": 48},
     "phi3": GROUPED,
     "phi": {**GROUPED, "resid_pdrop": 0.0},
+    "olmo": GROUPED,
     "olmo2": GROUPED,
     "granite": {**GROUPED, "logits_scaling": 8.0},
     "stablelm": GROUPED,
@@ -129,6 +130,24 @@ def test_families_keep_and_reach_what_is_predicted(architecture, setup_name):
         setup = replace(setup, attention="eager")
     saved, peak = real_bytes(architecture, setup)
     said = predicted(architecture, setup)
+    assert said.saved_bytes == pytest.approx(saved, rel=0.015)
+    assert said.peak_bytes == pytest.approx(peak, rel=0.02)
+
+
+# What a config can switch, beside dropout.
+VARIANTS = {
+    "olmo, clipped": ("olmo", {"clip_qkv": 8.0}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_of_a_family_keep_and_reach_what_is_predicted(variant, checkpointing):
+    architecture, fields = VARIANTS[variant]
+    setup = replace(PLAIN, checkpointing=checkpointing, precision="bf16")
+    saved, peak = real_bytes(architecture, setup, **fields)
+    said = predicted(architecture, setup, **fields)
     assert said.saved_bytes == pytest.approx(saved, rel=0.015)
     assert said.peak_bytes == pytest.approx(peak, rel=0.02)
 

@@ -1,0 +1,49 @@
+"""What all layers of a model share: cosines and sines of the positions, and masks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from accel_scale.planning.model_facts import ModelFacts
+from accel_scale.planning.shadow_families import Family
+from accel_scale.planning.shadow_ops import FP32, Ops
+from accel_scale.planning.shadow_tensors import Tensor
+from accel_scale.planning.training_setup import TrainingSetup
+
+
+@dataclass
+class Tables:
+    """Cosines and sines of the positions, and a mask for each window."""
+
+    cos: Tensor
+    sin: Tensor
+    masks: dict[int | None, Tensor | None] = field(default_factory=dict)
+
+
+def make_tables(ops: Ops, model: ModelFacts, family: Family, setup: TrainingSetup, hidden_bytes: int) -> Tables:
+    """The tables of one micro-batch; positions are one row for all, unless rows are packed."""
+    rows = setup.micro_batch_size if setup.packing else 1
+    positions = rows * setup.sequence_length / setup.parallel.sequence_parallel * model.rotary_dims
+    itemsize = FP32 if family.rotation_type == "tables" else hidden_bytes
+    tables = Tables(ops.new(positions, itemsize), ops.new(positions, itemsize))
+    for layer in model.layers:
+        window = layer.sliding_window
+        if window not in tables.masks:
+            tables.masks[window] = make_mask(ops, setup, window, hidden_bytes)
+    return tables
+
+
+def is_padded(setup: TrainingSetup) -> bool:
+    """Whether rows of a batch differ in length."""
+    return not setup.packing and setup.mean_length is not None and setup.mean_length < setup.sequence_length
+
+
+def make_mask(ops: Ops, setup: TrainingSetup, window: int | None, hidden_bytes: int) -> Tensor | None:
+    """The mask of all layers with `window`: numbers for eager attention, booleans for sdpa where it needs one."""
+    values = setup.sequence_length**2 * setup.micro_batch_size
+    if setup.attention == "eager":
+        return ops.new(values, hidden_bytes)
+    slides = window is not None and window <= setup.sequence_length
+    if setup.attention == "sdpa" and not setup.packing and (slides or is_padded(setup)):
+        return ops.new(values, 1)
+    return None
