@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 
+from accel_scale.reporting.metrics_log import MetricsLog
 from accel_scale.training.meters import ThroughputMeter
 
 
@@ -29,6 +30,21 @@ class MeterCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._meter.end_step()
+
+
+class MetricsCallback(TrainerCallback):
+    """Writes every number that the trainer logs to ``metrics.jsonl`` in the output folder, while it trains."""
+
+    def __init__(self) -> None:
+        self._log: MetricsLog | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._log = MetricsLog(args.output_dir, state.is_world_process_zero, resumed_step=state.global_step)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        # The last entry sums the run up ("train_loss"); `run_summary.json` does that.
+        if self._log is not None and logs and ("loss" in logs or any(name.startswith("eval_") for name in logs)):
+            self._log.write(state.global_step, **{name: float(value) for name, value in logs.items()})
 
 
 def quiet_progress(trainer: Trainer) -> None:

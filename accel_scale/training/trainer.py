@@ -14,7 +14,7 @@ from accel_scale.training.exact_match import ExactMatch, exact_match
 from accel_scale.training.fast_loss import FastLossMixin
 from accel_scale.training.meters import ThroughputMeter
 from accel_scale.training.precision import enable_fp16_on_cpu
-from accel_scale.training.progress import MeterCallback, quiet_progress
+from accel_scale.training.progress import MeterCallback, MetricsCallback, quiet_progress
 from accel_scale.training.recovery_mixin import MemoryRecoveryMixin
 from accel_scale.training.saving import AtomicSavingMixin
 from accel_scale.training.schedules import create_schedule
@@ -58,6 +58,7 @@ class ScaleSFTTrainer(MemoryRecoveryMixin, AtomicSavingMixin, FastLossMixin, SFT
         if adapter_dtype is not None:
             cast_trainable(self.model, adapter_dtype)
         self.add_callback(MeterCallback(self.meter))
+        self.add_callback(MetricsCallback())
         if questions:
             self.add_callback(_AnswerCallback(self))
         quiet_progress(self)
