@@ -1,0 +1,284 @@
+"""Which optimizer steps should not be taken: non-finite values and upward spikes of loss and gradient norm.
+
+Pure: numbers in, a decision out, the same on every process that is given the same numbers. `GuardedStep` (plain
+loops) and `GuardMixin` (trainers) bring the numbers and do what was decided.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from accel_scale.errors import ConfigError
+
+POLICIES = ("off", "skip", "lower_lr", "rollback", "stop")
+# sysexits.h's EX_DATAERR: what was fed in was wrong, and the same command would come here again.
+GUARD_STATUS = 65
+# MAD × 1.4826 is the standard deviation of a normal distribution.
+_MAD_TO_SIGMA = 1.4826
+# A curve can be almost constant; then a deviation below a hundredth of its level is still no news.
+_SMALLEST_SIGMA = 0.01
+
+
+@dataclass(frozen=True)
+class GuardSettings:
+    """What counts as a bad step and what is done about it.
+
+    Args:
+        policy: ``skip``: the step is not taken; ``lower_lr``: a spike is taken at a lower learning rate, what is not
+            finite is skipped; ``rollback``: the caller loads its last good checkpoint and goes around the batch;
+            ``stop``; ``off``.
+        window: Accepted steps that median and MAD are taken over.
+        min_steps: Accepted steps before spikes are judged; values that are not finite are caught from the first on.
+        threshold: Robust standard deviations above the median that make a spike. The gradient norm's are those of its
+            logarithm.
+        max_skips: Events tolerated within `skip_window` steps; one more stops the run.
+        skip_window: See `max_skips`.
+        lr_factor, lr_steps: `lower_lr` multiplies the learning rate by this for so many steps, the spike's included.
+        max_overflows: fp16 overflows in a row that are left to the loss scaler; from then on each is an event.
+
+    Raises:
+        ConfigError: for a value that cannot be honoured.
+    """
+
+    policy: str = "skip"
+    window: int = 128
+    min_steps: int = 32
+    threshold: float = 8.0
+    max_skips: int = 10
+    skip_window: int = 1000
+    lr_factor: float = 0.1
+    lr_steps: int = 50
+    max_overflows: int = 16
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise ConfigError(
+                f"{self.policy!r} is unknown.", place=_place("policy"), fix=f"use {', '.join(POLICIES)}."
+            )
+        smallest = {"window": 4, "min_steps": 2, "max_skips": 0, "skip_window": 1, "lr_steps": 1, "max_overflows": 1}
+        for name, least in smallest.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError(f"{value} cannot be used.", place=_place(name), fix=f"use {least} or more.")
+        if self.min_steps > self.window:
+            raise ConfigError(
+                f"{self.min_steps} steps never are in a window of {self.window}, so no spike would ever be judged.",
+                place=_place("min_steps"),
+                fix=f"use at most {self.window}, or a larger window.",
+            )
+        if not (math.isfinite(self.threshold) and self.threshold > 0):
+            raise ConfigError(f"{self.threshold} is no distance.", place=_place("threshold"), fix="use e.g. 8.")
+        if not 0 < self.lr_factor < 1:
+            raise ConfigError(
+                f"{self.lr_factor} does not lower the learning rate.",
+                place=_place("lr_factor"),
+                fix="use a number between 0 and 1, e.g. 0.1.",
+            )
+
+
+def _place(name: str) -> str:
+    """The flag where there is one, as `GuardArguments` names them."""
+    return "--guard" if name == "policy" else f"--guard_{name}"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What is done about one optimizer step.
+
+    Attributes:
+        action: ``stepped``, ``skipped``, ``lowered``, ``rollback`` or ``stop``.
+        reason: Why it is not simply taken; None if it is.
+        loss_threshold, grad_norm_threshold: Above which each would have been a spike; None while too little is known.
+        lr_factor: The learning rate of this step is multiplied by it.
+        is_event: Whether it is to be logged; an fp16 overflow that the loss scaler handles is skipped without.
+        is_overflow: The step goes to the loss scaler, which drops it and lowers its scale.
+    """
+
+    action: str
+    reason: str | None = None
+    loss_threshold: float | None = None
+    grad_norm_threshold: float | None = None
+    lr_factor: float = 1.0
+    is_event: bool = False
+    is_overflow: bool = False
+
+    @property
+    def taken(self) -> bool:
+        """Whether the optimizer steps."""
+        return self.action in ("stepped", "lowered")
+
+
+class RunningEstimate:
+    """Median and MAD over the last accepted values.
+
+    Args:
+        is_logarithmic: For positive, heavy-tailed values: distances are ratios.
+    """
+
+    def __init__(self, window: int, min_steps: int, *, is_logarithmic: bool = False) -> None:
+        self.values: deque[float] = deque(maxlen=window)
+        self._min_steps, self._is_logarithmic = min_steps, is_logarithmic
+
+    def add(self, value: float) -> None:
+        """Accept a value; one that is not finite, or has no logarithm, has nothing to say about the level."""
+        if math.isfinite(value) and (value > 0 or not self._is_logarithmic):
+            self.values.append(value)
+
+    def threshold(self, sigmas: float) -> float | None:
+        """The value that lies `sigmas` robust standard deviations above the median; None while too few are known."""
+        if len(self.values) < self._min_steps:
+            return None
+        values = [math.log(value) for value in self.values] if self._is_logarithmic else list(self.values)
+        median = statistics.median(values)
+        sigma = _MAD_TO_SIGMA * statistics.median([abs(value - median) for value in values])
+        if self._is_logarithmic:
+            distance = sigmas * max(sigma, _SMALLEST_SIGMA)
+            return math.exp(min(median + distance, 700.0))  # the largest float is e^709
+        return median + sigmas * max(sigma, _SMALLEST_SIGMA * abs(median))
+
+
+class Guard:
+    """Judges optimizer steps one after the other.
+
+    Every process of a run has one and gives it the same numbers, so all of them decide alike.
+
+    Attributes:
+        settings: As given.
+        num_judged: Steps judged so far; repeated ones, after a rollback, count again.
+        num_events: Of them, those that were not simply taken.
+    """
+
+    def __init__(self, settings: GuardSettings | None = None) -> None:
+        self.settings = settings or GuardSettings()
+        self.num_judged = 0
+        self.num_events = 0
+        self._loss = RunningEstimate(self.settings.window, self.settings.min_steps)
+        self._grad_norm = RunningEstimate(self.settings.window, self.settings.min_steps, is_logarithmic=True)
+        self._recent_events: list[int] = []
+        self._overflows = 0
+        self._lowered_steps_left = 0
+
+    def judge(self, loss: float, grad_norm: float | None, *, has_loss_scaler: bool = False) -> Decision:
+        """Decide about one step from the global batch's loss and gradient norm, before it is clipped.
+
+        Args:
+            grad_norm: None where there is none to be had; the loss decides alone.
+            has_loss_scaler: Whether gradients are scaled (fp16), so that an overflow of them alone is ordinary.
+        """
+        self.num_judged += 1
+        settings = self.settings
+        if settings.policy == "off":
+            return Decision("stepped")
+        finite_norm = grad_norm is None or math.isfinite(grad_norm)
+        if has_loss_scaler and math.isfinite(loss):
+            self._overflows = 0 if finite_norm else self._overflows + 1
+            if 0 < self._overflows < settings.max_overflows:
+                return Decision("skipped", "fp16 overflow, left to the loss scaler", is_overflow=True)
+        loss_threshold = self._loss.threshold(settings.threshold)
+        norm_threshold = self._grad_norm.threshold(settings.threshold)
+        reasons = _reasons(loss, grad_norm, loss_threshold, norm_threshold)
+        if not reasons:
+            self._loss.add(loss)
+            if grad_norm is not None:
+                self._grad_norm.add(grad_norm)
+            return Decision("stepped", None, loss_threshold, norm_threshold, self._lr_factor())
+        if self._overflows >= settings.max_overflows:
+            reasons = [f"fp16 overflow for the {self._overflows}th time in a row, the loss scaler does not help"]
+        is_finite = math.isfinite(loss) and finite_norm
+        action, reason = self._act("; ".join(reasons), is_finite=is_finite)
+        return Decision(
+            action,
+            reason,
+            loss_threshold,
+            norm_threshold,
+            lr_factor=self._lr_factor() if action == "lowered" else 1.0,
+            is_event=True,
+            is_overflow=self._overflows > 0 and math.isfinite(loss),
+        )
+
+    def _act(self, reason: str, *, is_finite: bool) -> tuple[str, str]:
+        """What the policy does about an event, and the reason with what the budget has to say."""
+        settings = self.settings
+        self.num_events += 1
+        self._recent_events = [at for at in self._recent_events if at > self.num_judged - settings.skip_window]
+        self._recent_events.append(self.num_judged)
+        if settings.policy == "stop":
+            return "stop", reason
+        if len(self._recent_events) > settings.max_skips:
+            return "stop", (
+                f"{reason}; this is event {len(self._recent_events)} within {settings.skip_window} steps, more than "
+                f"the {settings.max_skips} that are tolerated"
+            )
+        if settings.policy == "lower_lr" and is_finite:
+            self._lowered_steps_left = settings.lr_steps
+            return "lowered", reason
+        return ("rollback" if settings.policy == "rollback" else "skipped"), reason
+
+    def _lr_factor(self) -> float:
+        if self._lowered_steps_left == 0:
+            return 1.0
+        self._lowered_steps_left -= 1
+        return self.settings.lr_factor
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything an exact resume needs, as plain numbers and lists."""
+        return {
+            "num_judged": self.num_judged,
+            "num_events": self.num_events,
+            "loss": list(self._loss.values),
+            "grad_norm": list(self._grad_norm.values),
+            "recent_events": list(self._recent_events),
+            "overflows": self._overflows,
+            "lowered_steps_left": self._lowered_steps_left,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on as the guard did that `state` is of."""
+        self._restore_estimates(state)
+        self.num_judged, self.num_events = int(state["num_judged"]), int(state["num_events"])
+        self._recent_events = [int(at) for at in state["recent_events"]]
+
+    def roll_back(self, state: Mapping[str, Any]) -> None:
+        """After a rollback: the estimates of the checkpoint, but the events since then stay counted.
+
+        `load_state_dict` would forget them, and a batch that fails every time would be rolled back for ever.
+        """
+        self._restore_estimates(state)
+
+    def _restore_estimates(self, state: Mapping[str, Any]) -> None:
+        for estimate, values in ((self._loss, state["loss"]), (self._grad_norm, state["grad_norm"])):
+            estimate.values.clear()
+            estimate.values.extend(float(value) for value in values)
+        self._overflows = int(state["overflows"])
+        self._lowered_steps_left = int(state["lowered_steps_left"])
+
+
+def _reasons(
+    loss: float, grad_norm: float | None, loss_threshold: float | None, norm_threshold: float | None
+) -> list[str]:
+    """What is wrong with the step, in words; nothing if it is good."""
+    found = []
+    for name, value, threshold in (
+        ("loss", loss, loss_threshold),
+        ("gradient norm", grad_norm, norm_threshold),
+    ):
+        if value is None:
+            continue
+        if not math.isfinite(value):
+            found.append(f"{name} is {value}")
+        elif threshold is not None and value > threshold:
+            found.append(f"{name} {value:.4g} is above {threshold:.4g}")
+    return found
+
+
+def settings_from(arguments: Any) -> GuardSettings:
+    """`GuardSettings` from flags as `GuardArguments` has them."""
+    given = {f.name: getattr(arguments, f"guard_{f.name}", None) for f in fields(GuardSettings)}
+    return GuardSettings(
+        **{name: value for name, value in {**given, "policy": arguments.guard}.items() if value is not None}
+    )
