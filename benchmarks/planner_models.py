@@ -26,6 +26,11 @@ GROUPED = {
     "phi",
     "stablelm",
     "olmo",
+    "glm",
+    "glm4",
+    "cohere",
+    "cohere2",
+    "smollm3",
     "olmo2",
     "mistral",
     "qwen2",
@@ -37,7 +42,7 @@ GROUPED = {
     "starcoder2",
     *MIXTURES,
 }
-WINDOWED = {"mistral", "gemma2", "gemma3_text"}
+WINDOWED = {"mistral", "gemma2", "gemma3_text", "cohere2"}
 OWN_NAMES = {
     "gpt2": ("n_embd", "n_head", "n_layer"),
     "opt": ("hidden_size", "num_attention_heads", "num_hidden_layers"),
@@ -68,7 +73,7 @@ def draw_config(architecture: str, rng: Random) -> Any:
         fields["tie_word_embeddings"] = rng.random() < 0.5
     if architecture in GROUPED:
         fields["num_key_value_heads"] = rng.choice([n for n in (1, 2, heads) if heads % n == 0])
-    if architecture in ("qwen3", "gemma", "gemma2", "gemma3_text", "qwen3_moe"):
+    if architecture in ("qwen3", "gemma", "gemma2", "gemma3_text", "qwen3_moe", "glm", "glm4"):
         fields["head_dim"] = head_dim
     if architecture in WINDOWED:
         fields["sliding_window"] = rng.choice((64, 4096))

@@ -216,7 +216,7 @@ class _Model:
         if model.embedding_dropout:
             x = ops.dropout(x)
         self.tables = make_tables(ops, model, self.family, self.setup, x.itemsize)
-        if self.family.makes_both_masks and self.setup.attention == "eager":
+        if self.family.makes_both_masks and len(self.tables.masks) == 1 and self.setup.attention == "eager":
             unused = make_mask(ops, self.setup, None, x.itemsize)
             self.frame += [unused] if unused is not None else []
         return x
@@ -231,9 +231,10 @@ class _Model:
         policy = self.setup.checkpointing
         for index, facts in enumerate(self.model.each_layer()):
             assert self.tables is not None
+            tables = self.tables.of_window(facts.sliding_window)
             weights = Weights(self.setup, self.adapted)
             self.weights.append(weights)
-            layer = Layer(self.ops, self.model, facts, self.family, self.setup, weights, self.tables)
+            layer = Layer(self.ops, self.model, facts, self.family, self.setup, weights, tables)
             x = self.ops.tape.mark(self._run(layer, x, index, policy), note)
         return x
 

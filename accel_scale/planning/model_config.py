@@ -10,8 +10,9 @@ from accel_scale.errors import ConfigError
 from accel_scale.planning.config_defaults import ALIASES, DEFAULTS, OWN_WIDTHS
 from accel_scale.planning.config_fields import ConfigFields
 from accel_scale.planning.model_facts import ModelFacts
-from accel_scale.planning.model_families import STYLES, llama_like_facts
+from accel_scale.planning.model_families import llama_like_facts
 from accel_scale.planning.model_families_gpt import FAMILIES
+from accel_scale.planning.model_styles import STYLES
 
 MODEL_TYPES: tuple[str, ...] = tuple(sorted({*STYLES, *FAMILIES}))
 

@@ -67,6 +67,7 @@ class LayerFacts:
         query_key_norm: Whether queries and keys are normalised per head.
         sliding_window: Tokens that attention looks back, `None` for all.
         mixture: The experts, `None` in a dense layer.
+        rotates: Whether rotary embeddings turn its queries and keys, where the model has them.
         other_params: Parameters that are neither a matrix product's nor a norm's.
     """
 
@@ -78,6 +79,7 @@ class LayerFacts:
     query_key_norm: bool = False
     sliding_window: int | None = None
     mixture: MixtureFacts | None = None
+    rotates: bool = True
     other_params: int = 0
 
     @property

@@ -6,7 +6,7 @@ from accel_scale.errors import ConfigError
 from accel_scale.planning.model_facts import LayerFacts, ModelFacts
 from accel_scale.planning.shadow_families import Family
 from accel_scale.planning.shadow_linears import Weights, linear
-from accel_scale.planning.shadow_norms import norm
+from accel_scale.planning.shadow_norms import norm, spelt_layer_norm
 from accel_scale.planning.shadow_ops import FP32, Ops
 from accel_scale.planning.shadow_parallel import exchanged
 from accel_scale.planning.shadow_rotation import turned
@@ -34,7 +34,7 @@ class Attention:
     def __call__(self, x: Tensor) -> Tensor:
         query, key, value = self._project(x)
         del x
-        if self.family.rotation != "none" and self.model.rotary_dims:
+        if self.family.rotation != "none" and self.model.rotary_dims and self.facts.rotates:
             query, key = turned(self.ops, self.model, self.family, query, key, self.tables)
         out = self._attend(query, key, value)
         if self._is_joined() and self.setup.attention != "eager":
@@ -61,6 +61,10 @@ class Attention:
             query, key, value = (self._linear(index, x) for index in range(3))
             query, key, value = (self.ops.relaid(self.ops.clamp(part)) for part in (query, key, value))
             return query, key, value
+        if self.family.layer_norm == "spelt":
+            query, key, value = (self._linear(index, x) for index in range(3))
+            query = self.ops.relaid(self._normed("q_norm", query, self.model.num_heads))
+            return query, self.ops.relaid(self._normed("k_norm", key, self.model.num_kv_heads)), value
         query = self._linear(0, x)
         if self.family.scales_query:
             query = self.ops.scale(query)
@@ -71,6 +75,9 @@ class Attention:
     def _normed(self, name: str, x: Tensor, heads: int) -> Tensor:
         if not self.facts.query_key_norm:
             return x
+        if self.family.layer_norm == "spelt":
+            weight = self.weights.base(name, heads * self.model.head_dim)
+            return spelt_layer_norm(self.ops, x, weight, self.rows * heads)
         per_head = not self.family.norms_before_heads
         rows, width = (
             (self.rows * heads, self.model.head_dim) if per_head else (self.rows, heads * self.model.head_dim)
@@ -158,7 +165,7 @@ class Attention:
 
     def _is_joined(self) -> bool:
         """Whether queries and keys were joined from parts, and so lie head by head."""
-        return self.family.rotation in ("partial", "inline")
+        return self.family.rotation in ("partial", "inline", "interleaved")
 
     def _repeated(self, x: Tensor, query: Tensor) -> Tensor:
         return self.ops.repeat(x, query.numel, is_view=self.model.num_kv_heads == 1)

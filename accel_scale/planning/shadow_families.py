@@ -19,7 +19,8 @@ class Family:
         keeps_names: Whether the branches' inputs and results have names of their own, which keep them in memory.
         rms: ``llama`` (weight in the input's type), ``gemma`` (one plus the weight in fp32) or ``olmo`` (weight in
             fp32, the product cast).
-        layer_norm: ``torch`` (its own), or ``bare`` (its own in fp32, without weights).
+        layer_norm: ``torch`` (its own), ``bare`` (its own in fp32, without weights) or ``spelt`` (in single
+            operations, without a bias, and for queries and keys with weights for every head).
         projections: Of fused queries, keys and values: ``split`` (one operation), ``slices`` (three) or ``separate``.
         norms_before_heads: Whether queries and keys are normalised as they leave the projections, all heads at once.
         scales_query: Whether the query is scaled by itself (OPT).
@@ -27,9 +28,9 @@ class Family:
         embedding_scale: ``no``, ``cast`` (a number) or ``tensor``: what the embedding is multiplied by.
         scales_logits: Whether logits are divided by a number.
         rotation: ``whole``, ``partial`` (turned parts are joined with the rest), ``inline`` (each as soon as it is
-            turned) or ``none``.
+            turned), ``interleaved`` (partial, by tables that each layer makes for pairs of neighbours) or ``none``.
         rotation_type: ``input``: in the types that queries and tables come in; ``tables``: tables are in fp32 and the
-            result is cast back.
+            result is cast back; ``fp32``: queries and keys are cast before and back after.
         eager_fp32: Whether eager attention's softmax is in fp32.
         passes_mask: Whether layers take the mask by position, so that checkpoints move it to the host too.
         makes_both_masks: Whether a mask with and one without a window are made, whatever the layers use.
@@ -57,6 +58,8 @@ _LLAMA = Family()
 _GEMMA = Family(rms="gemma", embedding_scale="tensor")
 _OLMO2 = Family(block="after", rms="olmo", norms_before_heads=True, rotation_type="tables")
 
+_COHERE = Family(block="joined", joined_order="residual", layer_norm="spelt", rotation_type="fp32", scales_logits=True)
+
 FAMILIES: dict[str, Family] = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
@@ -70,6 +73,10 @@ FAMILIES: dict[str, Family] = {
     "gemma": _GEMMA,
     "gemma2": replace(_GEMMA, block="both"),
     "gemma3_text": replace(_GEMMA, block="both"),
+    "glm": Family(rotation="interleaved"),
+    "glm4": Family(block="both", rotation="interleaved"),
+    "cohere": _COHERE,
+    "cohere2": replace(_COHERE, makes_both_masks=True),
     "granite": Family(scales_residual=True, embedding_scale="cast", scales_logits=True),
     "smollm3": _LLAMA,
     "olmo": Family(layer_norm="bare", rotation_type="tables"),

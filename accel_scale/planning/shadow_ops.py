@@ -151,6 +151,19 @@ class Ops:
         out = self.new(rows, itemsize)
         return self.tape.record(out, [squared], [], lambda grad: [self.new(numel, itemsize)])
 
+    def mean(self, x: Tensor, rows: float) -> Tensor:
+        """``x.mean(-1)``, `rows` values."""
+        numel, itemsize = x.numel, x.itemsize
+        return self.tape.record(self.new(rows, itemsize), [x], [], lambda grad: [self.new(numel, itemsize)])
+
+    def less(self, x: Tensor, y: Tensor) -> Tensor:
+        """``x - y``, the smaller `y` broadcast: its gradient is negated whole before it is summed."""
+        numel, itemsize = x.numel, x.itemsize
+        shapes = [(t.numel, t.itemsize) for t in (x, y)]
+        return self.tape.record(
+            self.new(numel, itemsize), [x, y], [], lambda grad: [grad.view(), self.new(numel, itemsize)], shapes
+        )
+
     def attention(
         self, query: Tensor, key: Tensor, value: Tensor, statistics: float, mask: Tensor | None = None
     ) -> Tensor:

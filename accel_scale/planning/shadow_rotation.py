@@ -15,6 +15,9 @@ def turned(
     """Queries and keys with the first `rotary_dims` of each head turned, as `family.rotation` says."""
     if family.rotation == "whole":
         return _whole(ops, family, query, key, tables)
+    if family.rotation == "interleaved":
+        cos, sin = (ops.new(table.numel, table.itemsize) for table in (tables.cos, tables.sin))
+        tables = Tables(cos, sin)
     (query, query_rest), (key, key_rest) = _cut(ops, model, query), _cut(ops, model, key)
     if family.rotation == "inline":
         joined = ops.join([rotate(ops, query, tables), query_rest])
@@ -22,6 +25,9 @@ def turned(
     query = rotate(ops, query, tables)
     key = rotate(ops, key, tables)
     joined = ops.join([query, query_rest])
+    if family.rotation == "interleaved":
+        # The joined query takes its name.
+        del query
     return joined, ops.join([key, key_rest])
 
 

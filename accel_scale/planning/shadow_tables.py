@@ -19,6 +19,10 @@ class Tables:
     sin: Tensor
     masks: dict[int | None, Tensor | None] = field(default_factory=dict)
 
+    def of_window(self, window: int | None) -> Tables:
+        """What a layer with `window` is handed, and so keeps where it is checkpointed."""
+        return Tables(self.cos, self.sin, {window: self.masks[window]})
+
 
 def make_tables(ops: Ops, model: ModelFacts, family: Family, setup: TrainingSetup, hidden_bytes: int) -> Tables:
     """The tables of one micro-batch; positions are one row for all, unless rows are packed."""
@@ -40,10 +44,11 @@ def is_padded(setup: TrainingSetup) -> bool:
 
 def make_mask(ops: Ops, setup: TrainingSetup, window: int | None, hidden_bytes: int) -> Tensor | None:
     """The mask of all layers with `window`: numbers for eager attention, booleans for sdpa where it needs one."""
-    values = setup.sequence_length**2 * setup.micro_batch_size
+    square, rows = setup.sequence_length**2, setup.micro_batch_size
     if setup.attention == "eager":
-        return ops.new(values, hidden_bytes)
+        return ops.new(square * rows, hidden_bytes)
     slides = window is not None and window <= setup.sequence_length
     if setup.attention == "sdpa" and not setup.packing and (slides or is_padded(setup)):
-        return ops.new(values, 1)
+        # Without padding all rows look at one.
+        return ops.new(square * (rows if is_padded(setup) else 1), 1).view(square * rows)
     return None

@@ -1,0 +1,104 @@
+"""Small real models beside the planner's activations: what is built, how, and what both say."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import nullcontext
+from dataclasses import replace
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from accel_scale.planning.activations import step_bytes
+from accel_scale.planning.model_config import facts_from_config
+from accel_scale.planning.training_setup import LoraSetup, TrainingSetup
+from accel_scale.training.checkpointing import CheckpointingPolicy, apply_checkpointing
+from accel_scale.training.fast_loss import add_fast_lm_head
+from accel_scale.training.measured_memory import StorageTracker
+from accel_scale.training.packed_attention import register_packed_attention
+
+SHAPE = {"hidden_size": 96, "num_attention_heads": 6, "vocab_size": 300, "num_hidden_layers": 5}
+GROUPED = {**SHAPE, "num_key_value_heads": 2, "intermediate_size": 256, "pad_token_id": 0}
+FIELDS = {
+    "llama": GROUPED,
+    "mistral": {**GROUPED, "sliding_window": 48},
+    "qwen3": {**GROUPED, "head_dim": 16},
+    "gemma2": {**GROUPED, "head_dim": 16, "sliding_window": 48},
+    "gemma3_text": {**GROUPED, "head_dim": 16, "sliding_window": 48},
+    "phi3": GROUPED,
+    "phi": {**GROUPED, "resid_pdrop": 0.0},
+    "olmo": GROUPED,
+    "olmo2": GROUPED,
+    "glm": {**GROUPED, "head_dim": 16},
+    "glm4": {**GROUPED, "head_dim": 16},
+    "cohere": GROUPED,
+    "cohere2": {**GROUPED, "sliding_window": 48},
+    "smollm3": GROUPED,
+    "granite": {**GROUPED, "logits_scaling": 8.0},
+    "stablelm": GROUPED,
+    "starcoder2": {**GROUPED, "residual_dropout": 0.0, "embedding_dropout": 0.0},
+    "gpt_neox": {**SHAPE, "intermediate_size": 384},
+    "opt": {**SHAPE, "ffn_dim": 384, "word_embed_proj_dim": 96, "dropout": 0.0},
+    "gpt2": {
+        "n_embd": 96, "n_head": 6, "n_layer": 5, "vocab_size": 300,
+        "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+    },
+    "mixtral": {**GROUPED, "num_local_experts": 4},
+    "qwen3_moe": {**GROUPED, "head_dim": 16, "moe_intermediate_size": 96, "num_experts": 4, "num_experts_per_tok": 2},
+}  # fmt: skip
+# What a config can switch, beside dropout.
+VARIANTS = {
+    "olmo, clipped": ("olmo", {"clip_qkv": 8.0}),
+    "cohere, norms for each head": ("cohere", {"use_qk_norm": True}),
+}
+PLAIN = TrainingSetup(
+    precision="fp32", checkpointing="none", packing=False, micro_batch_size=2, sequence_length=96, loss="chunked"
+)
+LORA = replace(PLAIN, method="lora", precision="bf16", lora=LoraSetup(rank=8))
+
+
+def real_bytes(architecture: str, setup: TrainingSetup, **fields) -> tuple[float, float]:
+    """(kept after the forward pass, highest) of a real pass, weights not counted."""
+    config = CONFIG_MAPPING[architecture](**{**FIELDS[architecture], **fields})
+    config._attn_implementation = register_packed_attention() if setup.packing else setup.attention
+    if setup.attention == "eager":
+        config._attn_implementation = "eager"
+    is_16_bit = setup.precision == "bf16_true" or (setup.method == "lora" and setup.precision == "bf16")
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if is_16_bit else torch.float32).train()
+    base = model
+    if setup.method == "lora":
+        from peft import LoraConfig, get_peft_model
+
+        targets = "all-linear" if setup.lora.targets == ("all-linear",) else list(setup.lora.targets)
+        model = get_peft_model(model, LoraConfig(r=setup.lora.rank, target_modules=targets, use_dora=setup.lora.dora))
+    if setup.loss == "chunked":
+        add_fast_lm_head(base)
+    if setup.checkpointing != "none":
+        apply_checkpointing(model, CheckpointingPolicy.parse(setup.checkpointing))
+    inputs = real_inputs(setup)
+    tracker = StorageTracker()
+    gc.collect()
+    with tracker:
+        with torch.autocast("cpu", dtype=torch.bfloat16) if setup.autocast else nullcontext():
+            loss = model(**inputs, use_cache=False, **({"fast_lm_head": True} if setup.loss == "chunked" else {})).loss
+        saved = tracker.live_bytes
+        loss.backward()
+    return saved, tracker.peak_bytes
+
+
+def real_inputs(setup: TrainingSetup) -> dict[str, torch.Tensor]:
+    shape = (setup.micro_batch_size, setup.sequence_length)
+    ids = torch.randint(3, 300, shape, generator=torch.Generator().manual_seed(0))
+    inputs = {"input_ids": ids, "labels": ids}
+    if setup.mean_length is not None:
+        lengths = torch.tensor([setup.sequence_length, round(2 * setup.mean_length) - setup.sequence_length])
+        mask = torch.arange(setup.sequence_length)[None] < lengths[:, None]
+        inputs |= {"attention_mask": mask.long(), "labels": torch.where(mask, ids, -100)}
+    if setup.packing:
+        inputs["position_ids"] = torch.cat([torch.arange(40), torch.arange(56)]).repeat(shape[0], 1)
+    return inputs
+
+
+def predicted(architecture: str, setup: TrainingSetup, **fields):
+    config = CONFIG_MAPPING[architecture](**{**FIELDS[architecture], **fields}).to_dict()
+    return step_bytes(facts_from_config(config, name=architecture), setup, is_cuda=False, is_tracked=True)
