@@ -1,17 +1,17 @@
 """Checkpoints of a plain Accelerate loop: published whole or not at all, checked before they are trusted.
 
-    manager = CheckpointManager(accelerator, "runs/a", keep_last=2)
-    manager.register("guard", guard)
-    resumed = manager.resume("auto")  # after accelerator.prepare
-    for step in range(resumed.step + 1 if resumed else 1, num_steps + 1):
-        ...
-        if step % 100 == 0:
-            manager.save(step, state={"rows": rows})
-        if manager.should_stop():
-            manager.save(step, state={"rows": rows}, final=True)
-            manager.finish()
-            raise SystemExit(EXIT_STOPPED)
-    manager.finish()
+manager = CheckpointManager(accelerator, "runs/a", keep_last=2)
+manager.register("guard", guard)
+resumed = manager.resume("auto")  # after accelerator.prepare
+for step in range(resumed.step + 1 if resumed else 1, num_steps + 1):
+    ...
+    stopping = manager.should_stop()
+    if stopping or step % 100 == 0 or step == num_steps:
+        manager.save(step, state={"rows": rows}, final=stopping or step == num_steps)
+    if stopping:
+        manager.finish()
+        raise SystemExit(EXIT_STOPPED)
+manager.finish()
 """
 
 from __future__ import annotations
@@ -19,6 +19,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+from accel_scale.errors import ConfigError
+from accel_scale.training.atomic import recover, staging_root
+from accel_scale.training.checkpoint_contents import (
+    Write,
+    capture_common,
+    load_common,
+    load_random_states,
+    load_scaler,
+    read_state,
+)
+from accel_scale.training.checkpoint_folders import Found, choose, open_checkpoint
+from accel_scale.training.checkpoint_manifest import Manifest, fast_algorithm, library_versions
+from accel_scale.training.checkpoint_ranks import FailedSomewhere, Meeting
+from accel_scale.training.checkpoint_signals import StopSignals
+from accel_scale.training.checkpoint_strategies import check_fit, contents_of, refuse_pickled_objects
+from accel_scale.training.checkpoint_writing import Job, Writer, clean_up_after
+from accel_scale.training.preparing import strategy_of
 
 # HTCondor's and others' status for "saved itself, start me again"; 75 is taken by memory running out (clean_stop.py).
 EXIT_STOPPED = 85
@@ -78,14 +96,43 @@ class CheckpointManager:
         keep_every: int | None = None,
         asynchronous: bool = False,
     ) -> None:
-        raise NotImplementedError("in work")
+        for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}.", place=f"CheckpointManager({name}=)", fix="keep 1 or more.")
+        self._accelerator = accelerator
+        self._output_dir = Path(output_dir).absolute()
+        self._keep_last, self._keep_every = keep_last, keep_every
+        self._registered: dict[str, Stateful] = {}
+        self._strategy = strategy_of(accelerator)
+        self._contents = contents_of(accelerator, self._strategy)
+        reason = self._contents.refuse_asynchronous() if asynchronous else None
+        if reason:
+            raise ConfigError(
+                f"{self._strategy} cannot write checkpoints while training goes on: {reason}.",
+                place="CheckpointManager(asynchronous=)",
+                fix="leave it out.",
+            )
+        self._meeting = Meeting()
+        self._writer = Writer(Meeting(separate=True)) if asynchronous else None
+        self._signals = StopSignals()
+        self._signals.install()
+        self._stopping = False
+        self._last_failure: str | None = None
+        self._has_recovered = False
 
     def register(self, name: str, obj: Stateful) -> None:
-        """Save and load `obj` with every checkpoint; call before `resume`.
+        """Save and load `obj` with every checkpoint; call before `resume`. Rank 0's state is what is kept.
 
         Raises:
             ConfigError: if the name is taken or `obj` has no state.
         """
+        if name in self._registered:
+            raise ConfigError(f"{name!r} is registered already.", place="register", fix="choose another name.")
+        if not (hasattr(obj, "state_dict") and hasattr(obj, "load_state_dict")):
+            raise ConfigError(
+                f"{type(obj).__name__} has no state_dict and load_state_dict.", place="register", fix="add both."
+            )
+        self._registered[name] = obj
 
     def resume(self, how: str | Path = "auto") -> ResumedState | None:
         """Load a checkpoint into everything that was prepared and registered; collective.
@@ -99,6 +146,27 @@ class CheckpointManager:
         Raises:
             ConfigError: if the named checkpoint is not good, or was written by something that cannot be loaded here.
         """
+        self._recover()
+        if how == "no":
+            return None
+        if how == "auto":
+            found = choose(self._output_dir, self._meeting, self._say)
+        else:
+            found = open_checkpoint(Path(how).absolute(), self._meeting)
+        if found is None:
+            return None
+        content = read_state(found.folder)
+        check_fit(found, self._strategy, set(content["registered"]), set(self._registered))
+        refuse_pickled_objects(self._accelerator)
+        accelerator, scratch = self._accelerator, staging_root(self._output_dir) / "converted"
+        load_scaler(accelerator, content)
+        self._contents.load(found.folder, found.manifest, scratch)
+        load_common(accelerator, found.folder, content, self._registered)
+        self._meeting.gather(None)  # all have read it
+        self._recover(again=True)  # the scratch folder
+        load_random_states(accelerator, found.folder, found.manifest)
+        self._say(_resumed_line(found, self._meeting.world_size))
+        return ResumedState(found.manifest.step, content["state"], found.folder)
 
     def save(self, step: int, state: dict[str, Any] | None = None, *, final: bool = False) -> Path | None:
         """Write ``checkpoint_<step>``; collective.
@@ -116,10 +184,39 @@ class CheckpointManager:
             CheckpointNotSaved: if `final` and it could not be written.
             ConfigError: if a state is not JSON-able.
         """
+        self._recover()
+        self._wait()
+        refuse_pickled_objects(self._accelerator)
+        is_asynchronous = self._writer is not None and not final
+        meeting = self._writer.meeting if self._writer is not None and is_asynchronous else self._meeting
+        writes: list[Write] = []
+
+        def capture() -> None:
+            writes.append(capture_common(self._accelerator, state or {}, self._registered))
+            writes.append(self._contents.capture(copy=is_asynchronous, group=meeting.group))
+
+        self._meeting.together(capture)
+        job = Job(
+            output_dir=self._output_dir,
+            manifest=self._manifest(step),
+            writes=tuple(writes),
+            meeting=meeting,
+            clean_up=clean_up_after(self._output_dir, keep_last=self._keep_last, keep_every=self._keep_every),
+        )
+        if is_asynchronous:
+            assert self._writer is not None
+            self._writer.start(job)
+            return job.folder
+        self._note(job, job.run())
+        if self._last_failure and final:
+            raise CheckpointNotSaved(self._last_failure)
+        return None if self._last_failure else job.folder
 
     def should_stop(self) -> bool:
         """Whether SIGTERM or SIGUSR1 has reached any rank; collective, a few bytes over the hosts."""
-        return False
+        if not self._stopping:
+            self._stopping = self._meeting.any(self._signals.received is not None)
+        return self._stopping
 
     def finish(self) -> None:
         """Wait for what is being written; collective.
@@ -127,6 +224,63 @@ class CheckpointManager:
         Raises:
             CheckpointNotSaved: if the newest checkpoint could not be written.
         """
+        self._wait()
+        if self._last_failure:
+            raise CheckpointNotSaved(self._last_failure)
 
     def close(self) -> None:
         """`finish`, then give the signals back; for programs that go on to other things."""
+        try:
+            self.finish()
+        finally:
+            self._signals.restore()
+
+    def _wait(self) -> None:
+        if self._writer is not None and self._writer.job is not None:
+            job = self._writer.job
+            self._note(job, self._writer.wait())
+
+    def _note(self, job: Job, failure: str | None) -> None:
+        self._last_failure = failure and f"{job.folder.name} was not saved: {failure}"
+        if failure:
+            self._say(f"warning: {self._last_failure}. Older checkpoints are untouched.")
+
+    def _recover(self, *, again: bool = False) -> None:
+        """Remove what an earlier run was writing when it was killed, before anything else is written."""
+        if self._has_recovered and not again:
+            return
+        self._has_recovered = True
+        try:
+            lines = self._meeting.on_main(lambda: recover(self._output_dir))
+        except FailedSomewhere as error:
+            raise ConfigError(
+                f"{self._output_dir} cannot be used ({error}).", place="output_dir", fix="choose another one."
+            ) from error
+        for line in lines if not again else []:
+            self._say(f"{self._output_dir.name}: {line}")
+
+    def _manifest(self, step: int) -> Manifest:
+        import torch
+
+        return Manifest(
+            step=step,
+            sequence=0,
+            world_size=self._meeting.world_size,
+            strategy=self._strategy,
+            layout=self._contents.layout,
+            seed=torch.initial_seed(),
+            stopped_by=self._signals.received if self._stopping else None,
+            versions=library_versions(),
+            algorithm=fast_algorithm(),
+            files={},
+        )
+
+    def _say(self, line: str) -> None:
+        if self._meeting.rank == 0:
+            print(line, flush=True)
+
+
+def _resumed_line(found: Found, world_size: int) -> str:
+    before = found.manifest.world_size
+    change = "" if before == world_size else f", written by {before} ranks and now on {world_size}"
+    return f"resumed from {found.folder} (step {found.manifest.step}{change})"

@@ -1,0 +1,169 @@
+"""The manifest of a checkpoint: size and checksum of every file, written last and checked before loading."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from accel_scale.errors import ConfigError
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+_CHUNK_BYTES = 8 * 2**20
+_NUM_THREADS = 8
+
+
+class Damaged(Exception):
+    """A checkpoint that is not what was written; the message says what is wrong, in one line."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint is and holds.
+
+    Attributes:
+        step: Optimizer steps that are done.
+        sequence: Counts the checkpoints of an output folder in the order in which they were saved.
+        world_size: Ranks that wrote it.
+        strategy: As from `strategy_of`.
+        layout: How the strategy wrote it, e.g. ``SHARDED_STATE_DICT``.
+        seed: Of rank 0; what the random states of additional ranks are derived from.
+        stopped_by: The signal that the run was ended by, if it was.
+        versions: Of the libraries that wrote it.
+        algorithm: Of the checksums.
+        files: Size in bytes and checksum by path inside the folder.
+    """
+
+    step: int
+    sequence: int
+    world_size: int
+    strategy: str
+    layout: str
+    seed: int
+    stopped_by: str | None
+    versions: dict[str, str]
+    algorithm: str
+    files: dict[str, tuple[int, str]]
+    format: int = FORMAT
+
+
+def fast_algorithm() -> str:
+    """The fastest checksum that is installed here."""
+    try:
+        import xxhash  # noqa: F401
+    except ImportError:
+        return "blake2b"
+    return "xxh3_128"
+
+
+def _new_hash(algorithm: str) -> Any:
+    if algorithm == "blake2b":
+        return hashlib.blake2b(digest_size=16)
+    if algorithm != "xxh3_128":
+        raise Damaged(f"its checksums are of an unknown kind ({algorithm!r})")
+    try:
+        import xxhash
+    except ImportError as error:
+        raise ConfigError(
+            "the checkpoint's checksums need the package xxhash.", place="resume", fix="install xxhash."
+        ) from error
+    return xxhash.xxh3_128()
+
+
+def _describe(path: Path, algorithm: str, *, sync: bool) -> tuple[int, str]:
+    digest, size = _new_hash(algorithm), 0
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            size += len(chunk)
+        if sync:
+            os.fsync(file.fileno())
+    return size, digest.hexdigest()
+
+
+def describe_files(folder: Path, names: Iterable[str], algorithm: str, *, sync: bool) -> dict[str, tuple[int, str]]:
+    """Size and checksum of each file, several at a time: both hashing and syncing leave the interpreter alone.
+
+    Args:
+        folder: The checkpoint.
+        names: Paths inside it.
+        algorithm: As from `fast_algorithm`.
+        sync: Force each file to disk as well.
+    """
+    names = list(names)
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        found = pool.map(lambda name: _describe(folder / name, algorithm, sync=sync), names)
+        return dict(zip(names, found, strict=True))
+
+
+def _own_checksum(content: dict[str, Any]) -> str:
+    text = json.dumps({key: value for key, value in content.items() if key != "checksum"}, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write ``manifest.json``; the last file of a checkpoint."""
+    content = asdict(manifest)
+    content["checksum"] = _own_checksum(content)
+    with open(folder / MANIFEST, "w", encoding="utf-8") as file:
+        json.dump(content, file, indent=1)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of `folder`, with every file there and of its size.
+
+    Raises:
+        Damaged: if it is not so.
+    """
+    try:
+        content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        checksum = content.pop("checksum")
+        if checksum != _own_checksum(content):
+            raise Damaged(f"{MANIFEST} was changed")
+        if content["format"] != FORMAT:
+            raise Damaged(f"its format is {content['format']}, this version reads {FORMAT}")
+        content["files"] = {name: (size, digest) for name, (size, digest) in content["files"].items()}
+        manifest = Manifest(**content)
+    except FileNotFoundError as error:
+        raise Damaged(f"{MANIFEST} is missing") from error
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise Damaged(f"{MANIFEST} cannot be read") from error
+    for name, (size, _) in manifest.files.items():
+        try:
+            found = (folder / name).stat().st_size
+        except OSError as error:
+            raise Damaged(f"{name} is missing") from error
+        if found != size:
+            raise Damaged(f"{name} has {found} bytes instead of {size}")
+    return manifest
+
+
+def changed_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
+    """One line for each of `names` whose content is not what was written."""
+    try:
+        found = describe_files(folder, names, manifest.algorithm, sync=False)
+    except OSError as error:
+        return [f"{error.filename} cannot be read ({error.strerror})"]
+    return [f"{name} was changed" for name, entry in found.items() if entry != manifest.files[name]]
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of what a checkpoint's format depends on, where installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {}
+    for package in ("torch", "accelerate", "transformers", "deepspeed", "numpy", "accel-scale"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,101 @@
+"""Files written with `torch.save` or pickled by the libraries: read only where nothing in them can run code."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel_scale.errors import ConfigError
+
+# What torch.distributed.checkpoint pickles into `.metadata` (2.13).
+_METADATA_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+_METADATA_NAMES = {
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("torch.distributed.checkpoint.planner", "TensorWriteData"),
+    ("pathlib", "PosixPath"),
+    ("collections", "OrderedDict"),
+    ("torch", "device"),
+    ("torch.distributed.checkpoint.metadata", "TensorProperties"),
+}
+# What DeepSpeed 0.19.8 pickles beside tensors; it reads its files without restrictions.
+_DEEPSPEED_NAMES = {
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.LossScalerBase",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+}
+
+
+def load_safely(path: Path) -> Any:
+    """The tensors and plain values in `path`, in host memory.
+
+    Raises:
+        ConfigError: if it holds anything else.
+    """
+    refuse_unsafe(path)
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def refuse_unsafe(file: Any, *, allowed: set[str] | frozenset[str] = frozenset()) -> None:
+    """Look through a file of `torch.save` without unpickling it.
+
+    Raises:
+        ConfigError: if it would need anything but tensors, plain values and `allowed`.
+    """
+    unsafe = sorted(set(torch.serialization.get_unsafe_globals_in_checkpoint(file)) - allowed)
+    if unsafe:
+        name = file.name if isinstance(file, Path) else "a state"
+        raise ConfigError(
+            f"{name} holds {unsafe[0]}, which only an unrestricted unpickler reads.",
+            place="checkpoint",
+            fix="keep such state in a registered object, or pass its class to torch.serialization.add_safe_globals.",
+        )
+
+
+def refuse_unsafe_folder(folder: Path) -> None:
+    """Look through everything pickled below `folder`, before a library reads it in its own way.
+
+    Raises:
+        ConfigError: if something in it could run code.
+    """
+    for path in sorted(folder.rglob("*")):
+        if path.name == ".metadata":
+            _refuse_unsafe_metadata(path)
+        elif path.suffix in (".pt", ".bin") and path.is_file():
+            refuse_unsafe(path, allowed=_DEEPSPEED_NAMES)
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Knows the classes of `.metadata` and no others."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name) if _is_metadata_name(module, name) else None
+        if found is None:
+            raise pickle.UnpicklingError(f"{module}.{name}")
+        return found
+
+
+def _is_metadata_name(module: str, name: str) -> bool:
+    # A dotted name would reach through a module's imports.
+    return "." not in name and (
+        (module, name) in _METADATA_NAMES
+        or (module in _METADATA_MODULES and name[0].isupper())
+        or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype))
+    )
+
+
+def _refuse_unsafe_metadata(path: Path) -> None:
+    try:
+        with open(path, "rb") as file:
+            _MetadataUnpickler(file).load()
+    except pickle.UnpicklingError as error:
+        raise ConfigError(
+            f"{path.parent.name}/.metadata holds {error}, which does not belong there.",
+            place="checkpoint",
+            fix="do not load this checkpoint.",
+        ) from error

@@ -1,0 +1,100 @@
+"""What all ranks of a save or a load decide together: an error on one of them is an error on all, and nobody hangs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from accel_scale.errors import ConfigError
+
+T = TypeVar("T")
+
+
+class FailedSomewhere(Exception):
+    """Work that failed on one or more ranks; raised on all of them, with the first one's reason."""
+
+
+class Meeting:
+    """Small collectives over the hosts, beside those of the training.
+
+    Args:
+        separate: Use a process group of its own, for a thread that talks while the main program does.
+    """
+
+    def __init__(self, *, separate: bool = False) -> None:
+        self.is_distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        self.group: Any = None
+        # Over the hosts, so that asking does not wait for the accelerators' queues.
+        if self.is_distributed and (separate or "gloo" not in str(dist.get_backend())):
+            self.group = dist.new_group(backend="gloo")
+
+    @property
+    def rank(self) -> int:
+        """This process."""
+        return dist.get_rank() if self.is_distributed else 0
+
+    @property
+    def world_size(self) -> int:
+        """How many there are."""
+        return dist.get_world_size() if self.is_distributed else 1
+
+    def gather(self, value: T) -> list[T]:
+        """Everybody's picklable `value`, by rank."""
+        if not self.is_distributed:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def from_main(self, value: T) -> T:
+        """Rank 0's `value`."""
+        if not self.is_distributed:
+            return value
+        values: list[Any] = [value]
+        dist.broadcast_object_list(values, src=0, group=self.group)
+        return values[0]
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is true on any rank: one all-reduce of four bytes."""
+        if not self.is_distributed:
+            return flag
+        number = torch.tensor(int(flag), dtype=torch.int32)
+        dist.all_reduce(number, dist.ReduceOp.MAX, group=self.group)
+        return bool(number.item())
+
+    def together(self, work: Callable[[], T]) -> list[T]:
+        """Everybody's result of `work`, which does nothing collective.
+
+        Raises:
+            ConfigError: if it was raised on any rank; on all of them.
+            FailedSomewhere: if it failed otherwise on any rank; on all of them.
+        """
+        result, failure, cause = None, None, None
+        try:
+            result = work()
+        except ConfigError as error:
+            failure = ("config", error.problem, error.place, error.fix)
+        except Exception as error:
+            failure, cause = ("other", one_line(error), None, None), error
+        outcomes = self.gather((failure, result))
+        for rank, (problem, _) in enumerate(outcomes):
+            if problem is None:
+                continue
+            kind, text, place, fix = problem
+            if kind == "config":
+                raise ConfigError(text, place=place, fix=fix)
+            raise FailedSomewhere(text if self.world_size == 1 else f"rank {rank}: {text}") from cause
+        return [value for _, value in outcomes]  # type: ignore[misc]
+
+    def on_main(self, work: Callable[[], T]) -> T:
+        """Rank 0's result of `work`, which only it does; fails as `together` does."""
+        return self.together(lambda: work() if self.rank == 0 else None)[0]  # type: ignore[return-value]
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of an error's message, or its name."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,68 @@
+"""Signals that ask a run to save and stop: remembered where they arrive, acted on between two steps."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_LAUNCHERS = ("accelerate", "torchrun", "torch/distributed/run", "torch.distributed.run")
+_PR_SET_PDEATHSIG = 1
+
+
+class StopSignals:
+    """Remembers SIGTERM and SIGUSR1 instead of dying of them.
+
+    Where the parent is `accelerate launch` or torchrun, its death counts as SIGTERM (Linux): the launcher of a
+    single process does not forward signals, it dies and leaves the process behind.
+
+    Attributes:
+        received: Name of the first signal, None before it.
+    """
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+        self._previous: dict[signal.Signals, Any] = {}
+        self._asked_for_parents_death = False
+
+    def install(self) -> None:
+        """Replace the handlers; only the main thread can, elsewhere nothing is changed and nothing will be seen."""
+        if self._previous or threading.current_thread() is not threading.main_thread():
+            return
+        for number in STOP_SIGNALS:
+            self._previous[number] = signal.signal(number, self._remember)
+        if sys.platform == "linux" and _is_launcher(os.getppid()):
+            self._asked_for_parents_death = _signal_at_parents_death(signal.SIGTERM)
+
+    def restore(self) -> None:
+        """Put the handlers back that were there before."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        self._previous.clear()
+        if self._asked_for_parents_death:
+            _signal_at_parents_death(0)
+            self._asked_for_parents_death = False
+
+    def _remember(self, number: int, frame: Any) -> None:
+        # Nothing else: Python runs this between two instructions of whatever the program was doing.
+        self.received = self.received or signal.Signals(number).name
+
+
+def _is_launcher(pid: int) -> bool:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return False
+    return any(name in word for word in words[:4] for name in _LAUNCHERS)
+
+
+def _signal_at_parents_death(number: int) -> bool:
+    try:
+        return ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0) == 0
+    except (OSError, AttributeError):
+        return False
