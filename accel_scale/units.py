@@ -36,3 +36,27 @@ def format_bytes(num_bytes: float) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.3g} {unit}"
         value /= 1024
     return f"{value:.3g} TiB"
+
+
+_DURATION_UNITS = {"d": 86400, "h": 3600, "m": 60, "min": 60, "s": 1}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(d|h|min|m|s)\s*", re.IGNORECASE)
+
+
+def parse_duration(text: str | float, *, place: str | None = None) -> float:
+    """Seconds in ``90m``, ``11h30m``, ``45 s`` or ``2d``; a bare number is seconds.
+
+    Raises:
+        ConfigError: if `text` is not a positive length of time.
+    """
+    stripped = str(text).strip()
+    parts = _DURATION.findall(stripped)
+    if parts and not _DURATION.sub("", stripped):
+        seconds = sum(float(number) * _DURATION_UNITS[unit.lower()] for number, unit in parts)
+    else:
+        try:
+            seconds = float(stripped)
+        except ValueError:
+            seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise ConfigError(f"{text!r} is not a length of time.", place=place, fix="write it like 90m or 11h30m.")
+    return seconds

@@ -28,6 +28,24 @@ DEFAULT_TRAINING = MappingProxyType(
     }
 )
 
+# Flags of the pretraining recipe on the embedded text where the user sets none.
+DEFAULT_PRETRAINING = MappingProxyType(
+    {
+        "learning_rate": 3e-3,
+        "lr_scheduler_type": "wsd",
+        "decay_ratio": 0.5,
+        "decay_shape": "linear",
+        "weight_decay": 0.0,
+        "per_device_train_batch_size": 16,
+        "max_length": 128,
+        "max_steps": 500,
+        "precision": "bf16",
+        "checkpointing_policy": "none",
+        "logging_steps": 10,
+        "save_steps": 0,
+    }
+)
+
 
 def default_model_path() -> str:
     """Folder of the embedded base model and tokenizer, for `from_pretrained`."""
@@ -55,3 +73,23 @@ def default_dataset() -> tuple[Dataset, Dataset]:
 
     train_path, heldout_path = default_data_paths()
     return read(train_path), read(heldout_path)
+
+
+def default_pretraining_text(folder: str, *, num_documents: int = 40_000) -> str:
+    """Path of the embedded base model's training text in `folder` (JSON lines), made there where it is missing."""
+    import itertools
+    import json
+    from pathlib import Path
+
+    from accel_scale.assets.base_text import base_documents
+    from accel_scale.assets.generate_data import SEED
+
+    path = Path(folder) / f"base_text_{num_documents}.jsonl"
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        with open(partial, "w", encoding="utf-8") as file:
+            for document in itertools.islice(base_documents(SEED), num_documents):
+                file.write(json.dumps({"text": document.text}) + "\n")
+        partial.replace(path)
+    return str(path)

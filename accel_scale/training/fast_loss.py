@@ -100,7 +100,7 @@ def _whole(parameter: Any) -> Any:
     return parameter.full_tensor(grad_placements=[Replicate() if n == "tp" else Partial("avg") for n in names])
 
 
-def _tell_zero3(model: Any) -> None:
+def tell_zero3(model: Any) -> None:
     """Tell ZeRO-3 that the model's own forward uses the head's weights, which belong to a module that is not called.
 
     DeepSpeed (0.19.8) finds that out by itself only where a weight is still partitioned when it is used. After a
@@ -132,7 +132,7 @@ class FastLossMixin:
         model: Any = self.model  # type: ignore[attr-defined]
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         add_fast_lm_head(base)
-        _tell_zero3(base)
+        tell_zero3(base)
         self._fast_loss_covers_run = self._covers_run()
         self._new_tokens: Any = 0
 

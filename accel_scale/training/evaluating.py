@@ -1,0 +1,126 @@
+"""Validation loss of a language model, token-weighted over all ranks, and a sample of what it writes."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+# Perplexity beyond this overflows a float; such a model has learned nothing anyway.
+_LARGEST_EXPONENT = 700.0
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Mean loss in nats per labelled token, and how many there were."""
+
+    loss: float
+    num_tokens: int
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss)."""
+        return math.exp(min(self.loss, _LARGEST_EXPONENT)) if not math.isnan(self.loss) else math.nan
+
+
+def language_model_loss(model: Any, batch: Mapping[str, Any], num_items: torch.Tensor | int) -> torch.Tensor:
+    """Sum of the labelled tokens' cross-entropies ÷ `num_items`, by the head that `add_fast_lm_head` has added."""
+    inputs = {name: batch[name] for name in ("input_ids", "labels", "position_ids") if name in batch}
+    loss: torch.Tensor = model(**inputs, num_items_in_batch=num_items, fast_lm_head=True).loss
+    return loss
+
+
+@contextlib.contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """The model in evaluation mode, without gradients; as it was afterwards."""
+    import torch
+
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
+
+
+def evaluate_loss(accelerator: Any, model: Any, batches: Iterable[Mapping[str, Any]]) -> Evaluation:
+    """Loss over every rank's `batches`; every rank must have as many of them (sharded weights are gathered together).
+
+    Batches hold ``input_ids``, ``labels`` (-100: not counted) and perhaps ``position_ids``.
+    """
+    import torch
+
+    from accel_scale.training.loss import count_loss_tokens
+
+    total = torch.zeros(2, dtype=torch.float64)
+    with evaluating(model):
+        for batch in batches:
+            moved = {name: t.to(accelerator.device) for name, t in batch.items() if isinstance(t, torch.Tensor)}
+            count = count_loss_tokens(moved["labels"])
+            with accelerator.autocast():
+                summed = language_model_loss(model, moved, 1)
+            # No label at all is a sum of nothing.
+            total += torch.tensor([summed.item() if count else 0.0, count.item()], dtype=torch.float64)
+    loss, tokens = reduce_sum(accelerator, total).tolist()
+    return Evaluation(loss / tokens if tokens else math.nan, int(tokens))
+
+
+def count_labels(accelerator: Any, micro_batches: Iterable[Mapping[str, Any]]) -> torch.Tensor:
+    """Labelled tokens of the global batch, an integer scalar: what its loss is a mean over, whoever holds them."""
+    import torch
+
+    from accel_scale.training.loss import count_loss_tokens
+
+    counts = [count_loss_tokens(batch["labels"]) for batch in micro_batches]
+    count = torch.stack(counts).sum().to(accelerator.device)
+    return accelerator.reduce(count, "sum") if accelerator.num_processes > 1 else count
+
+
+def reduce_sum(accelerator: Any, values: torch.Tensor) -> torch.Tensor:
+    """Host `values` summed over all ranks, back on the host."""
+    if accelerator.num_processes == 1:
+        return values
+    reduced: torch.Tensor = accelerator.reduce(values.to(accelerator.device), "sum").cpu()
+    return reduced
+
+
+def sample_text(
+    accelerator: Any, model: Any, tokenizer: Any, prompt: str, *, max_new_tokens: int, seed: int = 0
+) -> str:
+    """What the model writes after `prompt`, drawn at temperature 0.8 from the 50 likeliest; on every rank.
+
+    Sharded weights are gathered layer by layer by their own hooks, so all ranks generate the same text in step.
+    """
+    import torch
+
+    from accel_scale.training.gathering import is_partitioned
+
+    ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    if ids.shape[1] == 0:
+        ids = torch.tensor([[tokenizer.eos_token_id or 0]])
+    generator = model if hasattr(model, "generate") else model.module
+    in_step = accelerator.num_processes > 1 and any(
+        is_partitioned(p) or hasattr(p, "device_mesh") for p in generator.parameters()
+    )
+    cuda = [accelerator.device] if accelerator.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=cuda), evaluating(model), accelerator.autocast():
+        torch.manual_seed(seed)
+        out = generator.generate(
+            input_ids=ids.to(accelerator.device),
+            attention_mask=torch.ones_like(ids).to(accelerator.device),
+            max_new_tokens=max_new_tokens,
+            do_sample=True,
+            temperature=0.8,
+            top_k=50,
+            use_cache=True,
+            synced_gpus=in_step,
+            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+        )
+    text: str = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+    return text

@@ -1,0 +1,155 @@
+"""The pretraining recipe's tokenizer and model: taken, trained or made from nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from accel_scale.errors import ConfigError
+from accel_scale.training.pretrain_arguments import PretrainDataArguments, PretrainModelArguments
+from accel_scale.training.scratch import config_from_file, config_of_size, model_from_nothing, parse_count
+
+_BUILT_IN = ("byte", "char")
+TOKENIZER_FOLDER = "tokenizer"
+
+
+def run_tokenizer(
+    model_args: PretrainModelArguments, data_args: PretrainDataArguments, output_dir: str, *, default: str
+) -> Any:
+    """The run's tokenizer. One that is made from the data is kept in the output folder, and found there afterwards.
+
+    Args:
+        model_args, data_args: The recipe's flags.
+        output_dir: Of the run.
+        default: Folder of the embedded tokenizer, for the embedded model.
+
+    Raises:
+        ConfigError: if there is none, or a kept one is not the one that is asked for.
+    """
+    from accel_scale.data.pretraining import load_pretraining_tokenizer, sample_texts, train_tokenizer
+    from accel_scale.training.model import load_tokenizer
+
+    name = model_args.tokenizer
+    if not model_args.train_tokenizer and name not in _BUILT_IN:
+        beside = model_args.model_config and str(_folder_of(model_args.model_config))
+        found = name or model_args.model_name_or_path or beside or default
+        return load_tokenizer(
+            found, revision=model_args.model_revision, trust_remote_code=model_args.trust_remote_code
+        )
+    kept = Path(output_dir) / TOKENIZER_FOLDER
+    if kept.is_dir() and (name == "char" or model_args.train_tokenizer):
+        tokenizer = load_tokenizer(str(kept))
+        _check_kept(tokenizer, model_args, kept)
+        return tokenizer
+    if name == "byte":
+        return load_pretraining_tokenizer("byte")
+    texts = sample_texts(
+        data_args.data,
+        text_column=data_args.text_column,
+        text_documents=data_args.text_documents,
+        **({"max_bytes": None} if name == "char" else {}),
+    )
+    if name == "char":
+        tokenizer = load_pretraining_tokenizer("char", texts=texts)
+    else:
+        tokenizer = train_tokenizer(texts, model_args.vocab_size)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(kept)
+    return tokenizer
+
+
+def _check_kept(tokenizer: Any, model_args: PretrainModelArguments, folder: Path) -> None:
+    if model_args.train_tokenizer and len(tokenizer) > model_args.vocab_size:
+        raise ConfigError(
+            f"{folder} holds a tokenizer of {len(tokenizer):,} tokens from an earlier run.",
+            place="--vocab_size",
+            fix="use another --output_dir, or remove that folder.",
+        )
+
+
+def _folder_of(config: str) -> Path:
+    path = Path(config).expanduser()
+    return path if path.is_dir() else path.parent
+
+
+def run_config(model_args: PretrainModelArguments, max_length: int, tokenizer: Any) -> Any:
+    """The model's configuration: of a model, of a config.json, of a size, or of the embedded model.
+
+    Raises:
+        ConfigError: if it cannot be read, or does not go with rows of `max_length` tokens.
+    """
+    from accel_scale.training.model import load_config
+
+    if model_args.model_name_or_path:
+        config = load_config(
+            model_args.model_name_or_path,
+            revision=model_args.model_revision,
+            trust_remote_code=model_args.trust_remote_code,
+        )
+    elif model_args.model_config:
+        config = config_from_file(
+            model_args.model_config, tokenizer=tokenizer, trust_remote_code=model_args.trust_remote_code
+        )
+    elif model_args.num_params:
+        size = parse_count(model_args.num_params, place="--num_params")
+        config = config_of_size(size, vocab_size=len(tokenizer), max_length=max_length, tokenizer=tokenizer)
+    else:
+        from accel_scale.assets.train_base import model_config
+
+        config = model_config(tokenizer)
+    # Learned positions end there; rotary ones may be stretched at the user's risk, and --max_length says so.
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if longest is not None and max_length > longest:
+        raise ConfigError(
+            f"rows of {max_length:,} tokens are longer than the model's {longest:,} positions.",
+            place="--max_length",
+            fix=f"use {longest} or less.",
+        )
+    return config
+
+
+def build_model(model_args: PretrainModelArguments, config: Any, precision: Any, attention: str, *, seed: int) -> Any:
+    """The model on the host, its weights loaded or drawn from `seed`; partitioned as they come under ZeRO-3."""
+    from transformers import set_seed
+
+    from accel_scale.training.model import load_model
+
+    dtype = precision.frozen_dtype if model_args.method == "lora" else precision.model_dtype
+    if not model_args.model_name_or_path:
+        return model_from_nothing(config, dtype=dtype, attention=attention, seed=seed)
+    set_seed(seed)  # of adapters and dropout
+    return load_model(
+        model_args.model_name_or_path,
+        dtype=dtype,
+        attn_implementation=attention,
+        revision=model_args.model_revision,
+        trust_remote_code=model_args.trust_remote_code,
+    )
+
+
+def adapter_config(model_args: PretrainModelArguments) -> Any:
+    """PEFT's configuration of ``--method lora``; None where every weight is trained."""
+    if model_args.method != "lora":
+        return None
+    from peft import LoraConfig
+
+    targets = model_args.lora_target_modules
+    return LoraConfig(
+        r=model_args.lora_r,
+        lora_alpha=model_args.lora_alpha,
+        lora_dropout=model_args.lora_dropout,
+        target_modules=targets[0] if len(targets) == 1 else targets,
+        task_type="CAUSAL_LM",
+    )
+
+
+def plan_memory(settings: Any, launch: Any, config: Any, attention: str, say: Callable[[str], None]) -> Any:
+    """What is predicted for the run before its model is made; None where nothing is asked for.
+
+    Raises:
+        ConfigError: if the run cannot be expected to fit.
+    """
+    from accel_scale.training.planned import mode_of, plan_run
+
+    return plan_run(settings, launch, config, attention, say) if mode_of(settings) != "off" else None

@@ -1,0 +1,213 @@
+"""What the pretraining recipe says: figures of every step, validations, the tables at start and end."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from accel_scale.training.meters import ThroughputMeter, peak_device_bytes, peak_host_bytes
+
+if TYPE_CHECKING:
+    from accel_scale.reporting.metrics_log import MetricsLog
+
+# Above this share of the time the loader is worth a word.
+_WAITING_SHARE = 0.1
+
+
+class Report:
+    """Follows one run.
+
+    Args:
+        run: The recipe's `Run`.
+        metrics: Where every logged figure goes.
+        meter: Told by the loop when a step begins, has its data and ends.
+        started: `time.perf_counter()` at the program's start.
+    """
+
+    def __init__(self, run: Any, metrics: MetricsLog, meter: ThroughputMeter, started: float) -> None:
+        self.run, self.metrics, self.meter, self.started = run, metrics, meter, started
+        self.losses: list[float] = []
+        self.eval_losses: list[float] = []
+        self.num_skipped = 0
+        self.sample: str | None = None
+        self.flops_per_token = self.peak = 0.0
+        self._bar: Any = None
+
+    # ── Start ──
+
+    def start(self) -> None:
+        """The table before the first step, trackers and the progress bar."""
+        from accel_scale.training.peak_flops import model_flops, peak_flops
+
+        run, args = self.run, self.run.args
+        self.flops_per_token, counted = model_flops(
+            run.model_config, sequence_length=run.data_args.max_length, num_params=run.parameters[0]
+        )
+        self.peak, origin = peak_flops(run.accelerator.device, run.settings.precision.compute_dtype)
+        self._mfu_basis = f"{counted}; peak {self.peak / 1e12:.3g} TFLOP/s per rank ({origin})"
+        if args.report_to:
+            settings = {k: v for k, v in run.settings.values.items() if isinstance(v, (int, float, str, bool))}
+            run.accelerator.init_trackers(args.run_name or "accel-scale-pretrain", config=settings)
+        if not run.is_main:
+            return
+        self._print_start()
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=run.length.num_steps, initial=run.step, unit="step", dynamic_ncols=True)
+
+    def _print_start(self) -> None:
+        from accel_scale.reporting.tables import format_count, print_table
+
+        run, args, settings = self.run, self.run.args, self.run.settings
+        total, trainable = run.parameters
+        per_step = settings.global_batch_size * run.data_args.max_length
+        accumulation = settings.values.get("gradient_accumulation_steps", 1)
+        shape = run.model_config.get_text_config()
+        print_table(
+            "pretrain",
+            {
+                "model": f"{run.model_config.model_type}, {format_count(total)} parameters: {shape.num_hidden_layers} "
+                f"layers of {shape.hidden_size}, vocabulary {shape.vocab_size:,}",
+                "weights": run.model_args.model_name_or_path or f"from nothing, seed {args.seed}",
+                "method": f"{settings.method}, {format_count(trainable)} trainable",
+                "precision": settings.precision.name,
+                "strategy": f"{run.launch.parallel.label}, {run.launch.world_size} × {run.start.machine.device_name}",
+                "data": run.data.description,
+                "batch": f"{settings.global_batch_size} rows of {run.data_args.max_length} = "
+                f"{args.per_device_train_batch_size} × {accumulation} accumulated × {run.launch.world_size} ranks",
+                "length": f"{run.length.num_steps:,} steps, {format_count(run.length.num_steps * per_step)} tokens"
+                + (f", from step {run.step:,} on" if run.step else ""),
+                "attention": run.attention + (", documents isolated" if run.isolates else ""),
+                "memory": run.plan and run.plan.text,
+                "checkpointing": str(settings.checkpointing),
+                "optimizer": f"{args.optim}, {run.settings.values['lr_scheduler_type']} from "
+                f"{settings.values['learning_rate']:g}",
+                "guard": run.guard_args.guard,
+                "output": args.output_dir,
+            },
+        )
+
+    # ── Steps ──
+
+    def stepped(self, outcome: Any, *, tokens: int) -> None:
+        """Count one step that was judged; log it when it is time, or when it was not simply taken."""
+        run = self.run
+        self.num_skipped += not outcome.taken
+        if outcome.taken:
+            run.tokens += tokens
+            self.meter.add_tokens(tokens)
+            self.meter.end_step()
+        if outcome.taken and self._bar is not None:
+            self._bar.update(1)
+            self._bar.set_postfix(loss=f"{outcome.loss:.4f}")
+        due = run.step % run.args.logging_steps == 0 or run.step in (1, run.length.num_steps)
+        if not outcome.taken or not due:
+            return
+        self.losses.append(outcome.loss)
+        speed = self.tokens_per_second
+        values = {
+            "loss": outcome.loss,
+            "grad_norm": outcome.grad_norm if outcome.grad_norm is not None else math.nan,
+            "learning_rate": run.learning_rate * outcome.lr_factor,
+            "tokens": run.tokens,
+        }
+        if speed:
+            values |= {"tokens_per_second": speed, "mfu": self.mfu or 0.0}
+            values["data_wait_ratio"] = self.meter.data_wait_ratio or 0.0
+        self._log(values)
+        if run.is_main and self._bar is None:
+            line = f"step {run.step:>6,}  loss {outcome.loss:.4f}  lr {values['learning_rate']:.2e}"
+            if speed:
+                line += f"  {speed:,.0f} tokens/s  MFU {self.mfu:.0%}"
+            print(line, flush=True)
+
+    def _log(self, values: dict[str, float]) -> None:
+        self.metrics.write(self.run.step, **values)
+        if self.run.args.report_to:
+            self.run.accelerator.log(values, step=self.run.step)
+
+    def evaluated(self, evaluation: Any) -> None:
+        """Log a validation."""
+        run = self.run
+        self.eval_losses.append(evaluation.loss)
+        self._log({"eval_loss": evaluation.loss, "perplexity": evaluation.perplexity})
+        run.say(f"step {run.step:>6,}  validation loss {evaluation.loss:.4f}  perplexity {evaluation.perplexity:,.2f}")
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of all ranks, without padding; `None` before the second step."""
+        return self.meter.tokens_per_second
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOP/s ÷ what the devices could do."""
+        speed = self.tokens_per_second
+        return speed * self.flops_per_token / (self.peak * self.run.launch.world_size) if speed else None
+
+    # ── End ──
+
+    def end(self, verified: Any, why_stopped: str | None) -> dict[str, Any]:
+        """The table after the last step, and ``run_summary.json`` beside the model."""
+        from accel_scale.reporting.summary import write_summary
+        from accel_scale.reporting.tables import print_table
+
+        run, args = self.run, self.run.args
+        self.metrics.close()
+        if self._bar is not None:
+            self._bar.close()
+        if not run.is_main:
+            return {}
+        seconds = time.perf_counter() - self.started
+        summary = {
+            "recipe": "pretrain.py",
+            "steps": run.step,
+            "losses": self.losses,
+            "eval_loss": self.eval_losses[-1] if self.eval_losses else None,
+            "eval_losses": self.eval_losses,
+            "tokens": run.tokens,
+            "tokens_per_second": self.tokens_per_second,
+            "mfu": self.mfu,
+            "mfu_basis": self._mfu_basis,
+            "data_wait_ratio": self.meter.data_wait_ratio,
+            "skipped_steps": self.num_skipped,
+            "stopped_by": why_stopped,
+            "seconds": seconds,
+            "peak_host_bytes": peak_host_bytes(),
+            "peak_device_bytes": peak_device_bytes(),
+            "parameters": {"total": run.parameters[0], "trainable": run.parameters[1]},
+            "verified": None
+            if verified is None
+            else {"tensors": verified.num_tensors, "max_diff": verified.max_abs_diff},
+            "strategy": run.launch.strategy,
+            "world_size": run.launch.world_size,
+            "rehearsal": run.start.announcement is not None,
+            "attention": run.attention,
+            "sample": self.sample,
+            "settings": run.settings.values,
+            "origins": run.settings.sources,
+        }
+        path = write_summary(args.output_dir, summary)
+        print_table("done", {**self._end_rows(summary), "saved": f"{args.output_dir} (with {path.name})"})
+        waiting = summary["data_wait_ratio"]
+        if waiting is not None and waiting > _WAITING_SHARE:
+            print(
+                f"warning: {waiting:.0%} of the time went on waiting for data. Fix: more --dataloader_num_workers, or "
+                "tokenise once with accel-scale prepare."
+            )
+        return summary
+
+    def _end_rows(self, summary: dict[str, Any]) -> dict[str, str | None]:
+        from accel_scale.reporting.run_tables import end_rows
+
+        rows = end_rows({**summary, "exact_match": {}})
+        if self.eval_losses:
+            perplexity = math.exp(min(self.eval_losses[-1], 700.0))
+            rows["evaluation loss"] = f"{self.eval_losses[-1]:.4f} nats per token, perplexity {perplexity:,.2f}"
+        rows["MFU"] = f"{summary['mfu']:.1%}: {self._mfu_basis}" if summary["mfu"] else None
+        rows["skipped steps"] = str(self.num_skipped) if self.num_skipped else None
+        rows["stopped early"] = summary["stopped_by"]
+        rows["sample"] = self.sample
+        return rows

@@ -1,0 +1,84 @@
+"""What every recipe does first: find out how it was launched, on what, and refuse what cannot work there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from accel_scale.training.flags import ParsedFlags
+from accel_scale.training.resolve import LaunchFacts, Resolved
+
+if TYPE_CHECKING:
+    from accel_scale.launching.environment import LaunchEnvironment
+    from accel_scale.launching.machine import Machine
+
+
+@dataclass(frozen=True)
+class Start:
+    """How and where a recipe was started.
+
+    Attributes:
+        launch: How it was launched.
+        machine: What is here.
+        announcement: What a rehearsal on CPU processes says of itself; None in an ordinary run.
+        facts: Launch and machine in the terms of `resolve`.
+    """
+
+    launch: LaunchEnvironment
+    machine: Machine
+    announcement: str | None
+    facts: LaunchFacts
+
+
+def start_recipe(parsed: ParsedFlags, *, output_dir: str) -> Start:
+    """Call before anything asks torch.distributed or Accelerate for a device; sets up the console too."""
+    from accel_scale.launching.environment import current_launch
+    from accel_scale.launching.machine import detect_machine
+    from accel_scale.launching.rehearsal import enable_rehearsal_if_needed
+    from accel_scale.reporting.console import set_up_console
+
+    announcement = enable_rehearsal_if_needed()
+    launch = current_launch()
+    machine = detect_machine([output_dir, *launch.parallel.nvme_paths])
+    set_up_console(is_main=launch.rank == 0, verbose="log_level" in parsed.explicit)
+    on_cpu = parsed.explicit.get("use_cpu") or launch.parallel.use_cpu
+    facts = LaunchFacts(
+        world_size=launch.world_size,
+        strategy=launch.strategy,
+        mixed_precision=launch.mixed_precision,
+        mixed_precision_place=launch.place("mixed_precision"),
+        device_type="cpu" if on_cpu else machine.device,
+        supports_bf16=machine.supports_bf16,
+        native_bf16=machine.native_bf16,
+    )
+    return Start(launch, machine, announcement, facts)
+
+
+def check_settings(settings: Resolved, start: Start) -> list[str]:
+    """Refuse contradictions between flags, launch and machine; returns what the user may want to change.
+
+    Raises:
+        ConfigError: for the first contradiction.
+    """
+    from accel_scale.launching.checks import check_run, refuse_errors
+    from accel_scale.launching.run_settings import RunSettings
+    from accel_scale.training.device import fragmentation_advice
+    from accel_scale.training.optimizers import check_optimizer
+
+    values: dict[str, Any] = settings.values
+    findings = check_run(RunSettings.from_flags(values, settings.sources), start.launch, start.machine)
+    refuse_errors(findings)
+    notes = check_optimizer(
+        values["optim"],
+        device_type=settings.launch.device_type,
+        strategy=start.launch.strategy,
+        offload_optimizer=start.launch.parallel.offload_optimizer != "none",
+        precision=settings.precision.name,
+        max_grad_norm=values["max_grad_norm"],
+        gradient_accumulation_steps=values.get("gradient_accumulation_steps", 1),
+        optim_args=values.get("optim_args"),
+        place=settings.sources.get("optim", "--optim"),
+    )
+    advice = fragmentation_advice(device_type=settings.launch.device_type)
+    said = [*notes, *settings.precision.notes, *([advice] if advice else [])]
+    return [*(finding.one_line() for finding in findings), *said]

@@ -1,0 +1,401 @@
+"""Pretrain a causal language model, from nothing or from a model, in a plain Accelerate loop that loses no work.
+
+    accelerate launch recipes/pretrain.py                    # embedded text and model: 2 minutes on two CPU cores
+    accelerate launch recipes/pretrain.py --num_params 124M --train_tokenizer --data 'web/*.jsonl' --max_tokens 2.5B
+    accelerate launch --config_file accelerate_configs/fsdp2.yaml recipes/pretrain.py \
+        --model_name_or_path meta-llama/Llama-3.1-8B --data law=0.7 web=0.3 --max_steps 2000 --lr_scheduler_type wsd
+
+The same command again goes on where the last good checkpoint left off. `--help` lists the flags, `--config_file` reads
+them from YAML, `--print_config` shows what was decided and why.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from accel_scale.errors import user_errors
+from accel_scale.quiet import quiet_imports
+
+quiet_imports()  # before the libraries that would print at import
+
+from accel_scale.training.flags import ParsedFlags, parse_flags  # noqa: E402
+from accel_scale.training.guard_arguments import GuardArguments  # noqa: E402
+from accel_scale.training.pretrain_arguments import (  # noqa: E402
+    PretrainArguments,
+    PretrainDataArguments,
+    PretrainModelArguments,
+)
+
+PROGRAM = "pretrain.py"
+FLAG_CLASSES = (PretrainModelArguments, PretrainDataArguments, PretrainArguments, GuardArguments)
+
+
+@dataclass
+class Run:
+    """Everything decided before training, and where training is."""
+
+    settings: Any  # accel_scale.training.resolve.Resolved
+    start: Any  # accel_scale.training.recipe_start.Start
+    model_args: PretrainModelArguments
+    data_args: PretrainDataArguments
+    args: PretrainArguments
+    guard_args: GuardArguments
+    embedded: bool
+    accelerator: Any = None
+    tokenizer: Any = None
+    model_config: Any = None
+    attention: str = ""
+    data: Any = None  # accel_scale.data.pretraining.PretrainingData
+    batches: Any = None
+    model: Any = None
+    optimizer: Any = None
+    schedule: Any = None
+    length: Any = None  # accel_scale.training.pretrain_resolve.RunLength
+    parameters: tuple[int, int] = (0, 0)
+    plan: Any = None
+    isolates: bool = False
+    num_workers: int = 0
+    held_out: Any = None
+    schedule_record: dict[str, Any] = field(default_factory=dict)
+    step: int = 0  # optimizer steps taken
+    drawn: int = 0  # batches taken from the data: more than steps once the guard has skipped some
+    avoided: list[int] = field(default_factory=list)  # batches to go around after a rollback
+    tokens: int = 0
+
+    @property
+    def launch(self) -> Any:
+        """How the process was launched."""
+        return self.start.launch
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next step."""
+        return float(self.schedule.get_last_lr()[0])
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process speaks."""
+        return self.launch.rank == 0
+
+    def say(self, line: str) -> None:
+        """Print one line, on one process."""
+        if self.is_main:
+            print(line, flush=True)
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any] | None:
+    """Run the recipe; returns what `run_summary.json` holds."""
+    started = time.perf_counter()
+    parsed = parse_flags(FLAG_CLASSES, argv, program=PROGRAM, description=__doc__)
+    run = resolve_run(parsed)
+    if run.settings.scale.print_config:
+        if run.is_main:
+            print(run.settings.as_yaml(FLAG_CLASSES))
+        return None
+    check(run)
+    load_data(run)
+    load_model(run)
+    return train(run, started)
+
+
+# ── Resolve ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def resolve_run(parsed: ParsedFlags) -> Run:
+    """Flags, launch and machine brought together; contradictions are refused here."""
+    from accel_scale.data.default import DEFAULT_PRETRAINING
+    from accel_scale.training.pretrain_resolve import refuse_contradictions
+    from accel_scale.training.recipe_start import start_recipe
+    from accel_scale.training.resolve import resolve
+
+    start = start_recipe(parsed, output_dir=parsed.explicit.get("output_dir", PretrainArguments.output_dir))
+    refuse_contradictions(parsed)
+    embedded = not parsed.explicit.get("data")
+    settings = resolve(parsed, start.facts, preset=DEFAULT_PRETRAINING if embedded else None)
+    flags = [settings.build(cls) for cls in FLAG_CLASSES]
+    for group in flags:  # what nobody has set has its default from here on
+        settings.values = {**vars(group), **settings.values}
+    return Run(settings, start, *flags, embedded=embedded)
+
+
+def check(run: Run) -> None:
+    """Refuse what cannot work before anything is loaded; say what the user may want to change."""
+    from accel_scale.training.device import cap_device_memory
+    from accel_scale.training.recipe_start import check_settings
+
+    if run.start.announcement:
+        run.say(run.start.announcement)
+    for line in check_settings(run.settings, run.start):
+        run.say(f"warning: {line}")
+    if run.args.device_memory:
+        device = run.settings.launch.device_type
+        cap_device_memory(run.args.device_memory, device_type=device, device_index=run.launch.local_rank)
+
+
+# ── Load ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def load_data(run: Run) -> None:
+    """Accelerator, tokenizer and data; rank 0 makes what all of them read."""
+    from accel_scale.data.default import default_model_path, default_pretraining_text
+    from accel_scale.data.pretraining import open_pretraining_data
+    from accel_scale.training.plain_accelerator import plain_accelerator
+    from accel_scale.training.pretrain_model import run_tokenizer
+
+    args, data_args, settings = run.args, run.data_args, run.settings
+    run.accelerator = plain_accelerator(
+        mixed_precision=settings.precision.mixed_precision,
+        micro_batch_size=args.per_device_train_batch_size,
+        accumulation=int(settings.values.get("gradient_accumulation_steps", 1)),
+        max_grad_norm=args.max_grad_norm,
+        output_dir=args.output_dir,
+        report_to=args.report_to,
+        compile_layers=run.model_args.torch_compile,
+    )
+    if run.embedded:
+        with run.accelerator.main_process_first():
+            data_args.data = [default_pretraining_text(f"{args.output_dir}/data")]
+    with run.accelerator.main_process_first():
+        run.tokenizer = run_tokenizer(run.model_args, data_args, args.output_dir, default=default_model_path())
+    run.data = open_pretraining_data(
+        data_args.data,
+        tokenizer=run.tokenizer,
+        row_length=data_args.max_length,
+        seed=args.seed,
+        text_column=data_args.text_column,
+        text_documents=data_args.text_documents,
+        validation_data=data_args.validation_data or None,
+        validation_share=data_args.validation_share,
+        isolate_documents=data_args.isolate_documents,
+    )
+
+
+def load_model(run: Run) -> None:
+    """Model, optimizer and schedule, prepared for the launch's strategy."""
+    from accel_scale.training import attention, pretrain_resolve
+    from accel_scale.training.checkpoints import read_checkpoint
+    from accel_scale.training.fast_loss import add_fast_lm_head, tell_zero3
+    from accel_scale.training.model import count_parameters
+    from accel_scale.training.preparing import prepare_model, step_once_per_update
+    from accel_scale.training.pretrain_model import adapter_config, build_model, plan_memory, run_config
+    from accel_scale.training.schedules import create_schedule
+
+    args, settings, device_type = run.args, run.settings, run.settings.launch.device_type
+    run.model_config = run_config(run.model_args, run.data_args.max_length, run.tokenizer)
+    run.isolates = run.data_args.isolate_documents and run.data.packs_documents
+    run.attention = attention.resolve_attention(
+        run.model_args.attn_implementation,
+        device_type=device_type,
+        dtype=settings.precision.compute_dtype,
+        packing=run.isolates,
+        model_config=run.model_config,
+    )
+    run.plan = plan_memory(settings, run.launch, run.model_config, run.attention, run.say)
+    model = build_model(run.model_args, run.model_config, settings.precision, run.attention, seed=args.seed)
+    if run.isolates and not run.launch.parallel.shards_weights:
+        attention.check_documents_isolated(model)
+    add_fast_lm_head(model)
+    tell_zero3(model)
+    model = prepare_model(
+        model,
+        strategy=run.launch.strategy,
+        device_type=device_type,
+        precision=settings.precision,
+        policy=settings.checkpointing,
+        adapter=adapter_config(run.model_args),
+    )
+    run.parameters = count_parameters(model)
+    trunk = read_checkpoint(args.decay_from) if args.decay_from else None
+    if trunk:
+        pretrain_resolve.check_trunk(trunk.state["schedule"], trunk.step, place="--decay_from")
+    run.length = pretrain_resolve.run_length(
+        settings, trunk_step=trunk.step if trunk else None, num_params=run.parameters[0]
+    )
+    optimizer = pretrain_resolve.make_optimizer(model, settings, run.launch)
+    schedule = create_schedule(optimizer, **pretrain_resolve.schedule_settings(settings, run.length))
+    run.model, run.optimizer, run.schedule = run.accelerator.prepare(model, optimizer, schedule)
+    step_once_per_update(run.schedule)
+
+
+# ── Train ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def train(run: Run, started: float) -> dict[str, Any]:
+    """The loop: draw, forward, backward, step; log, validate and save when it is time."""
+    from accel_scale.reporting.metrics_log import MetricsLog
+    from accel_scale.training.checkpoints import EXIT_STOPPED, CheckpointManager
+    from accel_scale.training.evaluating import count_labels, language_model_loss
+    from accel_scale.training.guard import Guard, settings_from
+    from accel_scale.training.guarded_step import GuardedStep, stop_run
+    from accel_scale.training.meters import ThroughputMeter
+    from accel_scale.training.pretrain_report import Report
+    from accel_scale.training.profiling import step_profiler
+
+    accelerator, args, length = run.accelerator, run.args, run.length
+    manager = CheckpointManager(
+        accelerator,
+        args.output_dir,
+        keep_last=args.keep_last,
+        keep_every=args.keep_every,
+        asynchronous=args.async_save,
+    )
+    guard = Guard(settings_from(run.guard_args))
+    manager.register("guard", guard)
+    resume(run, manager, args.resume)
+    step = GuardedStep(
+        accelerator, run.model, run.optimizer, run.schedule, guard=guard, max_grad_norm=args.max_grad_norm,
+        output_dir=args.output_dir, first_step=run.step + 1,
+    )  # fmt: skip
+    report = Report(run, MetricsLog(args.output_dir, run.is_main, resumed_step=run.step), ThroughputMeter(), started)
+    report.start()
+    run.model.train()
+    why_stopped = None
+    with step_profiler(args.profile_steps, args.output_dir, is_main=run.is_main) as profiler:
+        while run.step < length.num_steps and why_stopped is None:
+            report.meter.start_step()
+            micro_batches = next(run.batches).micro_batches
+            report.meter.fetched()
+            run.drawn += 1
+            if run.drawn in run.avoided:
+                continue
+            num_tokens = count_labels(accelerator, micro_batches)
+            for index, batch in enumerate(micro_batches):
+                batch = {**batch, **{k: v.to(accelerator.device) for k, v in batch.items() if hasattr(v, "to")}}
+                with step.micro_batch(is_last=index + 1 == len(micro_batches), row_ids=batch["row_ids"]):
+                    with accelerator.autocast():
+                        loss = language_model_loss(run.model, batch, num_tokens)
+                    step.backward(loss * step.loss_factor)
+            outcome = step.finish()
+            if outcome.action == "stop":
+                stop_run(accelerator, outcome, program=PROGRAM)
+            if outcome.action == "rollback":
+                roll_back(run, manager, guard)
+                continue
+            run.step += outcome.taken
+            report.stepped(outcome, tokens=run.settings.global_batch_size * run.data_args.max_length)
+            profiler.step()
+            why_stopped = reason_to_stop(run, manager, started)
+            is_last = run.step == length.num_steps or why_stopped is not None
+            if outcome.taken and is_due(run.step, length.eval_steps, is_last=is_last):
+                evaluate(run, report)
+            if outcome.taken and length.save_steps and is_due(run.step, length.save_steps, is_last=is_last):
+                manager.save(run.step, run_state(run), final=is_last)
+    manager.finish()
+    verified = save_model(run, report, why_stopped)
+    summary = report.end(verified, why_stopped)
+    accelerator.end_training()
+    if why_stopped == "a signal":
+        raise SystemExit(EXIT_STOPPED)
+    return summary
+
+
+def is_due(step: int, every: int, *, is_last: bool) -> bool:
+    """Whether something happens after `step`: at multiples of `every`, and at the end."""
+    return is_last or (every > 0 and step % every == 0)
+
+
+def reason_to_stop(run: Run, manager: Any, started: float) -> str | None:
+    """A signal on any rank, or the time limit by rank 0's clock; the same answer on all of them."""
+    from accel_scale.training.gathering import broadcast_from_main
+
+    if manager.should_stop():
+        return "a signal"
+    if run.length.seconds is None:
+        return None
+    return "--max_train_time" if broadcast_from_main(time.perf_counter() - started > run.length.seconds) else None
+
+
+def evaluate(run: Run, report: Any) -> None:
+    """Loss on held-out rows, if there are any."""
+    from accel_scale.training.evaluating import evaluate_loss
+
+    if run.held_out is not None:
+        report.evaluated(evaluate_loss(run.accelerator, run.model, run.held_out))
+
+
+# ── Save and resume ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def run_state(run: Run) -> dict[str, Any]:
+    """What a checkpoint holds beside weights, optimizer, schedule and random states; collective."""
+    from accelerate.utils import gather_object
+
+    from accel_scale.data.pretraining import merge_states
+
+    return {
+        "drawn": run.drawn,
+        "avoided": run.avoided,
+        "tokens": run.tokens,
+        "data": merge_states(gather_object([run.batches.state_dict()])),
+        "schedule": run.schedule_record,
+    }
+
+
+def resume(run: Run, manager: Any, how: str) -> None:
+    """Take up a checkpoint where there is one; the data goes on from its position, without a replay."""
+    resumed = manager.resume(how)
+    if resumed is None and run.args.decay_from:
+        resumed = manager.resume(run.args.decay_from)  # a branch begins; its own checkpoints come first
+    state = resumed.state if resumed else {}
+    run.step, run.drawn, run.tokens = resumed.step if resumed else 0, state.get("drawn", 0), state.get("tokens", 0)
+    run.avoided = sorted({*run.avoided, *state.get("avoided", [])})
+    if resumed:
+        run.say(f"resumed from {resumed.folder} at step {resumed.step:,}")
+    open_batches(run, state.get("data"))
+
+
+def open_batches(run: Run, position: dict[str, Any] | None) -> None:
+    """The endless batches from a position on, and the held-out rows."""
+    rank = {"rank": run.launch.rank, "world_size": run.launch.world_size}
+    micro = run.args.per_device_train_batch_size
+    if run.batches is not None:
+        run.batches.close()
+    run.batches = run.data.train_loader(
+        global_batch_size=run.settings.global_batch_size,
+        micro_batch_size=micro,
+        num_workers=run.num_workers,
+        state=position,
+        pin_memory=run.accelerator.device.type == "cuda",
+        **rank,
+    )
+    if run.data.has_validation:
+        run.held_out = run.data.validation_loader(micro_batch_size=micro, max_rows=run.args.eval_rows, **rank)
+
+
+def roll_back(run: Run, manager: Any, guard: Any) -> None:
+    """Back to the last good checkpoint, to go around the batch that was just drawn."""
+    kept, bad = guard.state_dict(), run.drawn
+    run.avoided.append(bad)
+    resume(run, manager, "auto")
+    restored = guard.state_dict()
+    guard.load_state_dict(kept)  # events since the checkpoint stay counted, so that there is an end to it
+    guard.roll_back(restored)
+    run.say(f"rolled back to step {run.step:,}; batch {bad:,} will be left out")
+
+
+def save_model(run: Run, report: Any, why_stopped: str | None) -> Any:
+    """The final folder, which plain `from_pretrained` loads, and a sample of what the model writes."""
+    from accel_scale.training.evaluating import sample_text
+    from accel_scale.training.final_model import save_final
+
+    if why_stopped == "a signal":
+        return None  # little time is left, and the checkpoint is there
+    if run.args.sample_tokens:
+        prompt = run.args.sample_prompt or run.data.sample_prompt()
+        written = sample_text(
+            run.accelerator,
+            run.model,
+            run.tokenizer,
+            prompt,
+            max_new_tokens=run.args.sample_tokens,
+            seed=run.args.seed,
+        )
+        report.sample = f"{prompt}▸{written}"
+    return save_final((run.accelerator, run.model, run.tokenizer), run.args.output_dir)
+
+
+if __name__ == "__main__":
+    with user_errors(PROGRAM):
+        main()
