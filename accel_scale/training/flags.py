@@ -142,7 +142,12 @@ def _unknown(parser: argparse.ArgumentParser, key: str, *, place: str, dashes: s
     return ConfigError(f"{key!r} is not a flag of {parser.prog}.", place=place, fix=fix)
 
 
-def _read_yaml(parser: argparse.ArgumentParser, path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+def read_mapping(path: Path) -> list[tuple[str, str, yaml.Node]]:
+    """Key, place (``file.yaml:12``) and value of every top-level entry of a YAML file, in order.
+
+    Raises:
+        ConfigError: unreadable, not YAML, not a mapping, a key given twice.
+    """
     try:
         node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except OSError as error:
@@ -153,27 +158,41 @@ def _read_yaml(parser: argparse.ArgumentParser, path: Path) -> tuple[dict[str, A
         problem = getattr(error, "problem", None) or "not text in UTF-8"
         raise ConfigError(f"not valid YAML: {problem}.", place=place, fix="mend the syntax of this line.") from None
     if node is None:
-        return {}, {}
+        return []
     if not isinstance(node, yaml.MappingNode):
         raise ConfigError("holds no flags.", place=f"{path}:1", fix="write one `flag: value` per line.")
-    explicit: dict[str, Any] = {}
-    origins: dict[str, str] = {}
+    places: dict[str, str] = {}
+    entries = []
     for key_node, value_node in node.value:
         key, place = str(key_node.value), f"{path}:{key_node.start_mark.line + 1}"
-        if key in _LAUNCH_FILE_KEYS and not any(a.dest == key for a in parser._actions):
-            raise ConfigError(
-                f"{key!r} belongs to an Accelerate launch file, not to a recipe.",
-                place=place,
-                fix=f"pass it to the launcher: accelerate launch --config_file {path} recipes/{parser.prog} …",
-            )
-        if key in explicit:
-            raise ConfigError(f"{key!r} is given twice.", place=place, fix=f"keep one (the other: {origins[key]}).")
-        explicit[key] = _parse_entry(parser, key, value_node, place)
+        if key in places:
+            raise ConfigError(f"{key!r} is given twice.", place=place, fix=f"keep one (the other: {places[key]}).")
+        places[key] = place
+        entries.append((key, place, value_node))
+    return entries
+
+
+def _read_yaml(parser: argparse.ArgumentParser, path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    explicit: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for key, place, value_node in read_mapping(path):
+        refuse_launch_key(parser, key, place=place, path=path)
+        explicit[key] = parse_entry(parser, key, value_node, place)
         origins[key] = place
     return explicit, origins
 
 
-def _parse_entry(parser: argparse.ArgumentParser, key: str, node: yaml.Node, place: str) -> Any:
+def refuse_launch_key(parser: argparse.ArgumentParser, key: str, *, place: str, path: Path) -> None:
+    """Say so where a key of an Accelerate launch file stands in a recipe's file."""
+    if key in _LAUNCH_FILE_KEYS and not any(a.dest == key for a in parser._actions):
+        raise ConfigError(
+            f"{key!r} belongs to an Accelerate launch file, not to a recipe.",
+            place=place,
+            fix=f"pass it to the launcher: accelerate launch --config_file {path} recipes/{parser.prog} …",
+        )
+
+
+def parse_entry(parser: argparse.ArgumentParser, key: str, node: yaml.Node, place: str) -> Any:
     """One YAML entry, run through the very argparse action of its flag, so types and choices are checked alike."""
     action = next((a for a in parser._actions if a.dest == key and f"--{key}" in a.option_strings), None)
     if action is None or key in ("config_file", "help"):
