@@ -20,8 +20,9 @@ POLICIES = ("off", "skip", "lower_lr", "rollback", "stop")
 GUARD_STATUS = 65
 # MAD × 1.4826 is the standard deviation of a normal distribution.
 _MAD_TO_SIGMA = 1.4826
-# A curve can be almost constant; then a deviation below a hundredth of its level is still no news.
-_SMALLEST_SIGMA = 0.01
+# However quiet a curve is, or few its values, less than this above the median is no spike.
+_LEAST_LOSS_RATIO = 1.05
+_LEAST_NORM_RATIO = 2.0
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,8 @@ class GuardSettings:
             ``stop``; ``off``.
         window: Accepted steps that median and MAD are taken over.
         min_steps: Accepted steps before spikes are judged; values that are not finite are caught from the first on.
-        threshold: Robust standard deviations above the median that make a spike. The gradient norm's are those of its
-            logarithm.
+        threshold: Robust standard deviations above the median that make a spike, the gradient norm's being those of
+            its logarithm. A loss less than 5 % above its median, or a norm less than twice its own, never is one.
         max_skips: Events tolerated within `skip_window` steps; one more stops the run.
         skip_window: See `max_skips`.
         lr_factor, lr_steps: `lower_lr` multiplies the learning rate by this for so many steps, the spike's included.
@@ -117,12 +118,13 @@ class RunningEstimate:
     """Median and MAD over the last accepted values.
 
     Args:
+        least_ratio: Of threshold to median, at least.
         is_logarithmic: For positive, heavy-tailed values: distances are ratios.
     """
 
-    def __init__(self, window: int, min_steps: int, *, is_logarithmic: bool = False) -> None:
+    def __init__(self, window: int, min_steps: int, *, least_ratio: float, is_logarithmic: bool = False) -> None:
         self.values: deque[float] = deque(maxlen=window)
-        self._min_steps, self._is_logarithmic = min_steps, is_logarithmic
+        self._min_steps, self._least_ratio, self._is_logarithmic = min_steps, least_ratio, is_logarithmic
 
     def add(self, value: float) -> None:
         """Accept a value; one that is not finite, or has no logarithm, has nothing to say about the level."""
@@ -135,11 +137,11 @@ class RunningEstimate:
             return None
         values = [math.log(value) for value in self.values] if self._is_logarithmic else list(self.values)
         median = statistics.median(values)
-        sigma = _MAD_TO_SIGMA * statistics.median([abs(value - median) for value in values])
+        distance = sigmas * _MAD_TO_SIGMA * statistics.median([abs(value - median) for value in values])
         if self._is_logarithmic:
-            distance = sigmas * max(sigma, _SMALLEST_SIGMA)
-            return math.exp(min(median + distance, 700.0))  # the largest float is e^709
-        return median + sigmas * max(sigma, _SMALLEST_SIGMA * abs(median))
+            exponent = median + max(distance, math.log(self._least_ratio))
+            return math.exp(min(exponent, 700.0))  # the largest float is e^709
+        return median + max(distance, (self._least_ratio - 1) * abs(median))
 
 
 class Guard:
@@ -157,8 +159,9 @@ class Guard:
         self.settings = settings or GuardSettings()
         self.num_judged = 0
         self.num_events = 0
-        self._loss = RunningEstimate(self.settings.window, self.settings.min_steps)
-        self._grad_norm = RunningEstimate(self.settings.window, self.settings.min_steps, is_logarithmic=True)
+        sizes = self.settings.window, self.settings.min_steps
+        self._loss = RunningEstimate(*sizes, least_ratio=_LEAST_LOSS_RATIO)
+        self._grad_norm = RunningEstimate(*sizes, least_ratio=_LEAST_NORM_RATIO, is_logarithmic=True)
         self._recent_events: list[int] = []
         self._overflows = 0
         self._lowered_steps_left = 0

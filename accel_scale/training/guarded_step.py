@@ -4,39 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from accel_scale.errors import ConfigError
 from accel_scale.training.guard import Guard
+from accel_scale.training.step_gate import make_gate
+from accel_scale.training.step_judge import MicroBatch, StepJudge, StepOutcome, stop_run
 
-
-@dataclass(frozen=True)
-class StepOutcome:
-    """What became of one optimizer step; the same on every process.
-
-    Attributes:
-        action: ``stepped``; ``skipped`` (nothing has changed, gradients are gone); ``lowered`` (taken at a lower
-            learning rate); ``rollback`` (not taken: load the last good checkpoint, `Guard.roll_back`, and go around
-            the batch); ``stop`` (not taken: end with `stop_run`).
-        loss: Of the global batch, over all its tokens.
-        grad_norm: Of the global batch, before clipping; None where the engine has none.
-        reason: Why it was not simply taken.
-        lr_factor: What the learning rate was multiplied by in this step.
-    """
-
-    action: str
-    loss: float
-    grad_norm: float | None
-    reason: str | None = None
-    lr_factor: float = 1.0
-
-    @property
-    def taken(self) -> bool:
-        """Whether the optimizer stepped."""
-        return self.action in ("stepped", "lowered")
+__all__ = ["GuardedStep", "StepOutcome", "stop_run"]
 
 
 class GuardedStep:
@@ -59,9 +37,10 @@ class GuardedStep:
     Args:
         accelerator: Accelerate's, after `prepare`.
         model, optimizer: As `prepare` returned them.
-        scheduler: Prepared or not; steps once per optimizer step that is taken. None if there is none.
+        scheduler: Prepared or not; its `step` is called once per optimizer step that is taken. None if there is none.
         guard: None takes every step, as an ordinary loop does.
-        max_grad_norm: Gradients are clipped to it; None or 0 does not clip.
+        max_grad_norm: Gradients are clipped to it, also where a DeepSpeed launch file says otherwise; None or 0 does
+            not clip.
         output_dir: ``guard_events.jsonl`` is written there; None: the accelerator's `project_dir`.
         first_step: Number of the first step, as a resumed run counts.
 
@@ -71,7 +50,7 @@ class GuardedStep:
         step_number: Of the step that is being taken.
 
     Raises:
-        ConfigError: where steps cannot be guarded, or events have nowhere to go.
+        ConfigError: where steps cannot be held back, or events have nowhere to go.
     """
 
     def __init__(
@@ -86,24 +65,44 @@ class GuardedStep:
         output_dir: str | Path | None = None,
         first_step: int = 1,
     ) -> None:
-        raise NotImplementedError
+        folder = output_dir or accelerator.project_dir
+        if guard is not None and not folder:
+            raise ConfigError(
+                "the guard's events have nowhere to go.",
+                place="GuardedStep(output_dir=)",
+                fix="name the run's folder, or give the Accelerator a project_dir.",
+            )
+        parallelism = accelerator.parallelism_config
+        replicas = parallelism.tp_size if parallelism is not None else 1  # their gradients are not averaged
+        self.loss_factor = accelerator.num_processes // replicas
+        self.step_number = first_step
+        self._accelerator, self._scheduler, self._optimizer = accelerator, scheduler, optimizer
+        self._max_grad_norm = max_grad_norm
+        self._gate = make_gate(accelerator, model, optimizer)
+        self._judge = StepJudge(accelerator, guard, folder or "")
+        self._parts: list[MicroBatch] = []
+        self._is_complete = False
 
     @contextlib.contextmanager
     def micro_batch(self, *, is_last: bool, row_ids: Sequence[Any] = ()) -> Iterator[None]:
         """Around forward and backward of one micro-batch: gradients are reduced in the last one of the step only.
 
         Args:
-            row_ids: Names of this process's rows, for the log of events.
+            row_ids: Names of this process's rows, for the log of events; texts, numbers or a tensor of them.
         """
-        raise NotImplementedError
-        yield
+        self._parts.append(MicroBatch(row_ids=row_ids))
+        self._is_complete = is_last
+        with self._gate.micro_batch(is_last=is_last):
+            yield
 
     def backward(self, loss: torch.Tensor) -> None:
         """Backward pass of `loss`; gradients of micro-batches add up, those of processes are averaged.
 
-        It is not divided by the number of accumulated micro-batches, unlike in `accelerator.backward`.
+        It is not divided by the number of accumulated micro-batches, unlike in `accelerator.backward`. Call it inside
+        of `micro_batch`.
         """
-        raise NotImplementedError
+        self._parts[-1].losses.append(loss.detach())
+        self._gate.backward(loss)
 
     def finish(self, loss_sum: torch.Tensor | float | None = None, row_ids: Sequence[Any] = ()) -> StepOutcome:
         """Judge the step and take it, or drop it; gradients are gone afterwards in any case.
@@ -111,11 +110,33 @@ class GuardedStep:
         Args:
             loss_sum: This process's share of the global loss: its sum over tokens ÷ the global number of tokens.
                 None: what `backward` was given ÷ `loss_factor`.
-            row_ids: Names of this process's rows, beside those given to `micro_batch`.
+            row_ids: Names of this process's rows, if not given to `micro_batch`.
         """
-        raise NotImplementedError
-
-
-def stop_run(accelerator: Any, outcome: StepOutcome, *, program: str = "training") -> None:
-    """Say why in one line, once, and end every process with `GUARD_STATUS`; raises `SystemExit`."""
-    raise NotImplementedError
+        if not self._is_complete:
+            raise RuntimeError("finish comes after the micro-batch with is_last=True, whose gradients are reduced")
+        parts, self._parts, self._is_complete = self._parts, [], False
+        if loss_sum is None:
+            loss = torch.stack([value.float() for part in parts for value in part.losses]).sum()
+        else:
+            loss = torch.as_tensor(loss_sum, dtype=torch.float32) * self.loss_factor
+        if len(row_ids):
+            losses = [value for part in parts for value in part.losses]
+            named = any(len(part.row_ids) for part in parts)
+            parts = [*parts, MicroBatch(row_ids=row_ids)] if named else [MicroBatch(losses, row_ids)]
+        outcome, decision = self._judge.judge(
+            loss,
+            self._gate.clip(self._max_grad_norm),
+            parts,
+            step_number=self.step_number,
+            loss_factor=self.loss_factor,
+            has_loss_scaler=self._gate.has_loss_scaler,
+        )
+        if outcome.taken or decision.is_overflow:
+            self._gate.take(outcome.lr_factor)
+            if self._scheduler is not None and not self._optimizer.step_was_skipped:
+                self._scheduler.step()
+            self._gate.zero_grad()
+        else:
+            self._gate.drop()
+        self.step_number += 1
+        return outcome
