@@ -12,19 +12,21 @@ Signatures (all raise `ConfigError` for what cannot be honoured):
 
 * `open_pretraining_data(data, *, tokenizer, row_length, seed=42, text_column="text", text_documents="file",
   isolate_documents=False, validation_share=0.0, validation_data=None) -> PretrainingData`
-* `PretrainingData.train_loader(*, global_batch_size, micro_batch_size, rank=0, world_size=1, num_workers=0, state=None,
-  pin_memory=False) -> TrainLoader`: an endless iterator of `TrainStep`; `TrainStep.micro_batches` is a list of dicts of
-  tensors, each with `row_ids` (list of str) beside them. `TrainLoader.state_dict()`, `.wait_seconds` (total),
-  `.last_wait_seconds`, `.close()`.
+* `PretrainingData.train_loader(*, global_batch_size, micro_batch_size, rank=0, world_size=1, num_workers=0,
+  state=None, pin_memory=False) -> TrainLoader`: an endless iterator of `TrainStep`; `TrainStep.micro_batches` is a
+  list of dicts of tensors for ``model(**micro_batch)``, `.row_ids` the lists of their rows' ids, `.num_predicted` the
+  labels of the step on this rank that something is predicted for. `TrainLoader.state_dict()`, `.wait_seconds` (total),
+  `.last_wait_seconds`, `.close()`; it is a context manager, too.
 * `PretrainingData.validation_loader(*, micro_batch_size, rank=0, world_size=1, max_rows=None) -> ValidationLoader`:
-  iterable as often as wanted, the same number of micro-batches on every rank; raises if there is no validation data.
+  iterable as often as wanted, gives dicts of tensors, as many on every rank; raises if there is no validation data.
   `PretrainingData.has_validation` tells.
 * `PretrainingData.row_text(row_id) -> str`, `.sources` (tuple of `SourceFacts`), `.notes` (lines for the user),
   `.estimate_tokens() -> TokenEstimate(tokens, exact)` of one epoch of training data.
 * `merge_states(states) -> dict`: all ranks' states into one JSON-able dict, from which any number of ranks resumes.
 * `load_pretraining_tokenizer(name, *, texts=None) -> PreTrainedTokenizerFast`
 * `train_tokenizer(texts, vocab_size) -> PreTrainedTokenizerFast`
-* `sample_texts(data, *, text_column="text", text_documents="file", validation_share=0.0, max_bytes=…) -> Iterator[str]`
+* `sample_texts(data, *, text_column="text", text_documents="file", validation_share=0.0, max_bytes=256 MiB)
+  -> Iterator[str]`
 * `prepare_data(data, *, tokenizer, output_dir, text_column="text", text_documents="file", num_workers=None)
   -> PreparedSummary`
 

@@ -1,0 +1,81 @@
+"""Parquet files with large row groups, converted once to Arrow files, whose rows can be read in any order."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from accel_scale.data.pretraining.tables import parquet_metadata
+from accel_scale.errors import ConfigError
+
+_VERSION = 1
+_BATCH_ROWS = 8192
+OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def converted_parquet(name: str, paths: Sequence[str], text_column: str) -> tuple[str, ...]:
+    """Arrow files with the text of Parquet files, in the same order of rows; from `datasets`' cache if it is there.
+
+    Processes that ask at the same time wait for the first one, on every machine that shares the cache. A folder in
+    the cache is complete: it is written beside its place and renamed. Memory used is that of a few thousand rows.
+    """
+    from datasets import config
+    from filelock import FileLock
+
+    root = Path(config.HF_DATASETS_CACHE) / "accel_scale_pretraining"
+    root.mkdir(parents=True, exist_ok=True)
+    folder = root / _key(paths, text_column)
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            for leftover in root.glob(f"{folder.name}.*/"):  # of a process that was killed: the lock says so
+                shutil.rmtree(leftover, ignore_errors=True)
+            unfinished = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=root))
+            try:
+                _convert(name, paths, text_column, unfinished)
+                os.replace(unfinished, folder)
+            except OSError as error:
+                if error.errno not in OUT_OF_SPACE:
+                    raise
+                raise ConfigError(
+                    f"the disk of the cache {root} is full: {name} needs as much space there as its text is long.",
+                    place="HF_DATASETS_CACHE",
+                    fix="free space, or set the variable to a folder on a larger disk.",
+                ) from error
+            finally:
+                shutil.rmtree(unfinished, ignore_errors=True)
+    return tuple(str(folder / f"{index:05d}.arrow") for index in range(len(paths)))
+
+
+def _key(paths: Sequence[str], text_column: str) -> str:
+    digest = hashlib.sha256(f"{_VERSION}\0{text_column}".encode())
+    for path in paths:
+        status = os.stat(path)
+        digest.update(f"{os.path.abspath(path)}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
+    return digest.hexdigest()[:32]
+
+
+def _convert(name: str, paths: Sequence[str], text_column: str, folder: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    from tqdm import tqdm
+
+    total = sum(parquet_metadata(path, text_column).num_rows for path in paths)
+    speaks = os.environ.get("RANK", "0") == "0" and sys.stderr.isatty()
+    schema = pa.schema([(text_column, pa.large_string())])
+    with tqdm(total=total, unit=" rows", desc=f"converting {name}", disable=not speaks, file=sys.stderr) as bar:
+        for index, path in enumerate(paths):
+            with contextlib.ExitStack() as stack:
+                # Buffered, with page-wise decoding: a row group of a gigabyte is never in memory as a whole.
+                file = stack.enter_context(pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20))
+                sink = stack.enter_context(pa.OSFile(str(folder / f"{index:05d}.arrow"), "wb"))
+                writer = stack.enter_context(pa.ipc.new_file(sink, schema))
+                for batch in file.iter_batches(_BATCH_ROWS, columns=[text_column], use_threads=False):
+                    writer.write_batch(pa.record_batch([batch.column(0).cast(pa.large_string())], schema=schema))
+                    bar.update(batch.num_rows)
