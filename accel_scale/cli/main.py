@@ -27,6 +27,7 @@ COMMANDS: dict[str, Command] = {
     "doctor": Command("accel_scale.cli.doctor", "versions, devices, and what contradicts what before a launch"),
     "rehearse": Command("accel_scale.cli.rehearse", "run a launch file on CPU processes with a shrunken model"),
     "merge": Command("accel_scale.cli.merge", "merge LoRA or QLoRA adapters into their base"),
+    "prepare": Command("accel_scale.cli.prepare", "tokenise pretraining data once, for runs that read tokens"),
     "scaling": Command(
         "accel_scale.cli.scaling", "parameters, tokens and compute from one another, loss, time and price"
     ),

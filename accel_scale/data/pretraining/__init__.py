@@ -41,14 +41,14 @@ from typing import Any
 
 _EXPORTS: dict[str, str] = {
     "open_pretraining_data": "opening",
-    "PretrainingData": "opening",
+    "PretrainingData": "opened",
     "TrainLoader": "loader",
     "TrainStep": "loader",
     "merge_states": "states",
     "ValidationLoader": "validation",
     "load_pretraining_tokenizer": "tokenizers",
     "train_tokenizer": "tokenizers",
-    "sample_texts": "opening",
+    "sample_texts": "sampling",
     "prepare_data": "prepare",
 }
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -93,3 +95,16 @@ class Encoder:
             told = json.loads(backend.to_str())
             described |= {name: value for name, value in told.items() if name not in _NOT_ENCODING}
         return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:32]
+
+
+@contextlib.contextmanager
+def one_thread_tokenizers(applies: bool = True) -> Iterator[None]:
+    """Workers started within tokenise on one thread each: there are as many of them as cores."""
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    if applies and before is None:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    try:
+        yield
+    finally:
+        if applies and before is None:
+            del os.environ["TOKENIZERS_PARALLELISM"]

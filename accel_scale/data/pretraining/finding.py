@@ -88,10 +88,12 @@ def find_sources(
         for share, group in found
         for one in group
     ]
+    # Rounded, so that shares that were written to a manifest and read again decide every turn alike.
     total = sum(one.weight for one in sources)
     labels = _labels([one.label for one in sources])
     return [
-        replace(one, label=label, weight=one.weight / total) for one, label in zip(sources, labels, strict=True)
+        replace(one, label=label, weight=round(one.weight / total, 12))
+        for one, label in zip(sources, labels, strict=True)
     ], notes
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from accel_scale.data.pretraining.encoding import Encoder
+from accel_scale.data.pretraining.encoding import Encoder, one_thread_tokenizers
 from accel_scale.data.pretraining.lanes import LaneSet, LaneState, TrainingSource
 from accel_scale.data.pretraining.states import STATE_VERSION, check_state
 from accel_scale.errors import ConfigError
@@ -158,7 +156,7 @@ class TrainLoader:
     def __next__(self) -> TrainStep:
         started = time.perf_counter()
         if self._parts is None:
-            with _one_thread_tokenizers(self._num_workers > 0):
+            with one_thread_tokenizers(self._num_workers > 0):
                 self._parts = iter(self._loader)
         parts = [self._received() for _ in range(max(1, self._num_workers))]
         step = self._assembled(parts)
@@ -231,16 +229,3 @@ def check_shape(global_batch_size: int, micro_batch_size: int, rank: int, world_
 
 def _as_it_is(part: Any) -> Any:
     return part
-
-
-@contextlib.contextmanager
-def _one_thread_tokenizers(applies: bool) -> Iterator[None]:
-    """Workers started within tokenise on one thread each: there are as many of them as cores."""
-    before = os.environ.get("TOKENIZERS_PARALLELISM")
-    if applies and before is None:
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    try:
-        yield
-    finally:
-        if applies and before is None:
-            del os.environ["TOKENIZERS_PARALLELISM"]

@@ -15,7 +15,7 @@ import numpy as np
 from accel_scale.data.pretraining.blocks import Block, BlockSource
 from accel_scale.errors import ConfigError
 
-MANIFEST, FORMAT_VERSION = "manifest.json", 1
+MANIFEST, PLAN, FORMAT_VERSION = "manifest.json", "plan.json", 1
 TOKENS, DOCUMENTS, BLOCKS, FRAGMENTS, FACTS = (
     "tokens.bin",  # uint16 or uint32: all tokens of the shard
     "documents.bin",  # int64: where each document begins in tokens.bin, and the end of the last one
@@ -27,7 +27,7 @@ TOKENS, DOCUMENTS, BLOCKS, FRAGMENTS, FACTS = (
 
 def is_prepared(folder: str) -> bool:
     """Whether `folder` is the work of `accel-scale prepare`, finished or not."""
-    return os.path.isfile(os.path.join(folder, MANIFEST)) or os.path.isfile(os.path.join(folder, "plan.json"))
+    return os.path.isfile(os.path.join(folder, MANIFEST)) or os.path.isfile(os.path.join(folder, PLAN))
 
 
 def read_manifest(folder: str) -> dict[str, Any]:
@@ -62,7 +62,7 @@ class _Shard:
     fragments: np.ndarray
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=64)  # each mapped file takes a file descriptor, of which a process may have a thousand
 def _shard(folder: str, dtype: str) -> _Shard:
     """Memory-mapped: nothing is read until it is used, and all processes share the pages."""
 
