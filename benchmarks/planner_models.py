@@ -45,9 +45,15 @@ GROUPED = {
 WINDOWED = {"mistral", "gemma2", "gemma3_text", "cohere2"}
 OWN_NAMES = {
     "gpt2": ("n_embd", "n_head", "n_layer"),
+    "gptj": ("n_embd", "n_head", "n_layer"),
+    "bloom": ("hidden_size", "n_head", "n_layer"),
     "opt": ("hidden_size", "num_attention_heads", "num_hidden_layers"),
 }
-ARCHITECTURES = (*sorted(GROUPED - set(MIXTURES)), "gpt2", "gpt_neox", "opt", *MIXTURES)
+ARCHITECTURES = (
+    *sorted(GROUPED - set(MIXTURES)), "gpt2", "gpt_neox", "opt", "falcon", "gptj", "bloom", *MIXTURES
+)  # fmt: skip
+EAGER_ONLY = ("gemma2", "gptj", "bloom")
+SEES_NEIGHBOURS = ("opt", "falcon", "bloom")
 OPTIMIZERS = ("adamw_torch_fused", "adamw_torch_fused", "adamw_torch_foreach", "sgd_momentum", "sgd", "adafactor")
 POLICIES = ("none", "none", "full", "every_2", "selective", "offload")
 
@@ -64,8 +70,14 @@ def draw_config(architecture: str, rng: Random) -> Any:
     fields: dict[str, Any] = {"vocab_size": rng.choice((256, 500, 1000)), **NO_DROPOUT.get(architecture, {})}
     names = OWN_NAMES.get(architecture, ("hidden_size", "num_attention_heads", "num_hidden_layers"))
     fields |= dict(zip(names, (hidden, heads, layers), strict=True))
-    if architecture == "gpt2":
-        fields |= {"n_positions": 1024, "n_inner": width}
+    if architecture in ("gpt2", "gptj"):
+        fields |= {"n_positions": 1024, "n_inner": width} | ({"rotary_dim": 8} if architecture == "gptj" else {})
+    elif architecture == "bloom":
+        fields["tie_word_embeddings"] = True
+    elif architecture == "falcon":
+        fields |= {name: rng.random() < 0.5 for name in ("new_decoder_architecture", "multi_query", "alibi", "bias")}
+        fields["num_kv_heads"] = rng.choice((1, heads))
+        fields["parallel_attn"] = fields["new_decoder_architecture"] or rng.random() < 0.5
     elif architecture == "opt":
         fields |= {"ffn_dim": width, "word_embed_proj_dim": hidden, "max_position_embeddings": 1024}
     else:
@@ -90,10 +102,10 @@ def draw_setup(architecture: str, rng: Random) -> TrainingSetup:
     """A random way to train it."""
     method = rng.choice(("full", "full", "lora", "qlora"))
     precision = rng.choice(("fp32", "bf16", "bf16", "bf16_true")) if method == "full" else rng.choice(("fp32", "bf16"))
-    attention = "eager" if architecture == "gemma2" else rng.choice(("sdpa", "sdpa", "eager"))
-    # In bf16 this project's CPU attention for packed rows has another kernel, of no use for plans; OPT sees through
+    attention = "eager" if architecture in EAGER_ONLY else rng.choice(("sdpa", "sdpa", "eager"))
+    # In bf16 this project's CPU attention for packed rows has another kernel, of no use for plans; some see through
     # the borders of documents.
-    can_pack = attention == "sdpa" and precision == "fp32" and architecture != "opt"
+    can_pack = attention == "sdpa" and precision == "fp32" and architecture not in SEES_NEIGHBOURS
     packing = can_pack and rng.random() < 0.4
     dora = method != "full" and architecture not in MIXTURES and rng.random() < 0.25
     return TrainingSetup(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from accel_scale.errors import ConfigError
 from accel_scale.planning.model_facts import LayerFacts, ModelFacts
 from accel_scale.planning.shadow import Tape
-from accel_scale.planning.shadow_families import family_of
+from accel_scale.planning.shadow_families import check_attention, family_of
 from accel_scale.planning.shadow_head import Head
 from accel_scale.planning.shadow_layers import Layer
 from accel_scale.planning.shadow_linears import Weights, adapter_key
@@ -81,6 +81,7 @@ def step_bytes(
     """
     _check_policy(setup)
     family_of(model)
+    check_attention(model, setup)
     model = tensor_parallel_share(model, setup.parallel.tensor_parallel)
     ends, extras = _walked_layers(model, setup)
     if not extras:
@@ -188,6 +189,8 @@ class _Model:
         self.entry: Parameter | None = None
         # What the model's forward keeps a name for until it returns.
         self.frame: list[Tensor] = []
+        # Of its last layer, weights of attention beside the result.
+        self.returned: list[Tensor] | None = None
         # Parameters, and so their gradients, outlive the graph.
         self.weights = [self.outside]
 
@@ -209,6 +212,8 @@ class _Model:
         if self.family.embedding_scale == "cast":
             x = ops.scale(x)
         self.frame.append(x.view())
+        if self.family.embedding_norm:
+            x = norm(ops, model, self.family, self.outside, "embed_norm", x, self.rows, model.hidden_size)
         if model.position_params:
             looked_up = self._positions(self.outside.base("positions", model.position_params))
             self.frame.append(looked_up.view())
@@ -217,7 +222,7 @@ class _Model:
             x = ops.dropout(x)
         self.tables = make_tables(ops, model, self.family, self.setup, x.itemsize)
         if self.family.makes_both_masks and len(self.tables.masks) == 1 and self.setup.attention == "eager":
-            unused = make_mask(ops, self.setup, None, x.itemsize)
+            unused = make_mask(ops, model, self.family, self.setup, None, x.itemsize)
             self.frame += [unused] if unused is not None else []
         return x
 
@@ -235,7 +240,9 @@ class _Model:
             weights = Weights(self.setup, self.adapted)
             self.weights.append(weights)
             layer = Layer(self.ops, self.model, facts, self.family, self.setup, weights, tables)
+            layer.returned = [] if self.family.returns_weights else None
             x = self.ops.tape.mark(self._run(layer, x, index, policy), note)
+            self.returned, layer.returned = layer.returned, None
         return x
 
     def _run(self, layer: Layer, x: Tensor, index: int, policy: str) -> Tensor:
@@ -267,7 +274,7 @@ class _Model:
     def finish(self, x: Tensor) -> Tensor:
         """The final norm; the model's forward returns, and what only its frame held is gone."""
         x = norm(self.ops, self.model, self.family, self.outside, "norm", x, self.rows, self.model.hidden_size)
-        self.tables = None
+        self.tables = self.returned = None
         self.frame.clear()
         return x
 

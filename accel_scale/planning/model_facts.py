@@ -20,6 +20,7 @@ class LinearFacts:
         quantisable: Whether a 4-bit load replaces it (`nn.Linear` modules; experts kept as one 3-D tensor are not).
         lora_names: Names that PEFT targets it by, where not by `name`: experts kept as one tensor answer to the names
             they had as modules, all of which must be targeted, at rank r each. Empty: PEFT cannot adapt it.
+        written_out: Whether the class multiplies by the transposed weight and adds the bias itself (Falcon).
     """
 
     name: str
@@ -30,6 +31,7 @@ class LinearFacts:
     active_copies: int = 1
     quantisable: bool = True
     lora_names: tuple[str, ...] | None = None
+    written_out: bool = False
 
     @property
     def num_params(self) -> int:
@@ -124,6 +126,7 @@ class ModelFacts:
         logit_softcap: Whether final logits pass a tanh cap (Gemma 2).
         attention_softcap: Whether attention scores pass one.
         projection_clip: Whether queries, keys and values are clamped as they leave their projections (OLMo 1.7).
+        layer_variant: Which of a family's layouts its layers have, where shapes do not tell; empty: the usual one.
         embedding_size: Width of the embedding and the head where not `hidden_size` (OPT-350M); 0 elsewhere.
         embedding_name: Last module name of the embedding.
         outside_linears: Matrix products outside of the layers, the head excepted.
@@ -158,6 +161,7 @@ class ModelFacts:
     attention_softcap: bool = False
     parallel_residual: bool = False
     projection_clip: bool = False
+    layer_variant: str = ""
     embedding_size: int = 0
     embedding_name: str = "embed_tokens"
     outside_linears: tuple[LinearFacts, ...] = ()

@@ -16,6 +16,7 @@ from accel_scale.planning.optimizer_states import optimizer_bytes
 from accel_scale.planning.parameters import lora_params
 from accel_scale.planning.scaling_laws import parse_count
 from accel_scale.planning.search import Request
+from accel_scale.planning.shadow_families import has_kernel
 from accel_scale.planning.strategies import choices, tensor_parallel_choices
 from accel_scale.planning.training_setup import ATTENTIONS, METHODS, PRECISIONS, LoraSetup
 from accel_scale.units import parse_bytes
@@ -215,8 +216,8 @@ def _fixed(wish: Wish, model: ModelFacts, gpu: hardware.Gpu) -> dict[str, Any]:
         fixed["checkpointing"] = wish.checkpointing_policy
     if wish.attn_implementation is not None:
         fixed["attention"] = one_of(wish.attn_implementation, ATTENTIONS, "--attn_implementation")
-    elif model.attention_softcap:
-        fixed["attention"] = "eager"  # sdpa cannot cap scores
+    elif not has_kernel(model, "sdpa"):
+        fixed["attention"] = "eager"
     if wish.mean_length is not None:
         fixed["mean_length"] = parse_count(wish.mean_length, place="--mean_length")
     if wish.per_device_train_batch_size is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from accel_scale.errors import ConfigError
 from accel_scale.planning.model_facts import LayerFacts, ModelFacts
 from accel_scale.planning.shadow_families import Family
 from accel_scale.planning.shadow_linears import Weights, linear
@@ -100,12 +99,6 @@ class Attention:
         setup = self.setup
         if setup.attention == "eager":
             return self._eager(query, key, value)
-        if self.model.attention_softcap and setup.attention == "sdpa":
-            raise ConfigError(
-                f"{self.model.name} caps its attention scores, which sdpa cannot.",
-                place="attention",
-                fix="use eager, flash_attention_2 or flex_attention.",
-            )
         if setup.attention == "sdpa" and setup.packing:
             return self._packed(query, key, value)
         mask = self.tables.masks.get(self.facts.sliding_window)

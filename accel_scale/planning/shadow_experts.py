@@ -59,15 +59,15 @@ def _experts(layer: Layer, x: Tensor, routing: Tensor) -> Tensor:
     linears = {item.name: item for item in layer.facts.mlp if item.copies > 1}
     copies = layer.rows * facts.experts_per_token
     itemsize, width = x.itemsize, layer.model.hidden_size
-    tokens = _gather(ops, x, copies * width, copies)
-    scales = _gather(ops, routing, copies, copies)
+    tokens = gathered(ops, x, copies * width, copies)
+    scales = gathered(ops, routing, copies, copies)
     inner = _grouped(layer, linears["gate_up_proj"], tokens)
     gate, up = ops.split(inner, [inner.numel / 2] * 2)
     inner = ops.mul(layer.activate(gate), up)
     del gate, up
     inner = _grouped(layer, linears["down_proj"], inner)
     weighted = ops.mul(inner, scales)
-    weighted = _gather(ops, weighted, weighted.numel, copies)
+    weighted = gathered(ops, weighted, weighted.numel, copies)
     size, wide = weighted.numel, weighted.itemsize
     # The sum's gradient is expanded to every copy.
     summed = ops.custom([weighted], layer.rows * width, wide, [], lambda grad: [ops.new(size, wide)])
@@ -126,7 +126,7 @@ def _whole(parameter: Parameter) -> Tensor:
     return Tensor(None, parameter.numel, parameter.itemsize, parameter.node)
 
 
-def _gather(ops: Ops, x: Tensor, numel: float, indices: float) -> Tensor:
+def gathered(ops: Ops, x: Tensor, numel: float, indices: float) -> Tensor:
     """Rows picked by index; the gradient is written into zeros."""
     total, itemsize = x.numel, x.itemsize
     index = ops.new(indices * _INDEX_BYTES, 1)

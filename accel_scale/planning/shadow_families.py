@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from accel_scale.errors import ConfigError
 from accel_scale.planning.model_facts import ModelFacts
+from accel_scale.planning.training_setup import ATTENTIONS, TrainingSetup
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,12 @@ class Family:
             result is cast back; ``fp32``: queries and keys are cast before and back after.
         eager_fp32: Whether eager attention's softmax is in fp32.
         passes_mask: Whether layers take the mask by position, so that checkpoints move it to the host too.
+        attention: ``interface`` (transformers' attention interface), or the family whose own code it is.
+        embedding_norm: Whether the embedding's result is normalised (BLOOM).
+        returns_weights: Whether layers return attention weights, which live until the next layer has returned.
+        always_masks: Whether sdpa gets a mask even where all rows are full.
+        kernels: The implementations of attention that it has.
+        packs: Those of them that keep packed documents apart.
         makes_both_masks: Whether a mask with and one without a window are made, whatever the layers use.
     """
 
@@ -50,6 +57,12 @@ class Family:
     rotation: str = "whole"
     rotation_type: str = "input"
     eager_fp32: bool = True
+    attention: str = "interface"
+    embedding_norm: bool = False
+    returns_weights: bool = False
+    always_masks: bool = False
+    kernels: tuple[str, ...] = ATTENTIONS
+    packs: tuple[str, ...] = ATTENTIONS
     makes_both_masks: bool = False
     passes_mask: bool = False
 
@@ -89,6 +102,30 @@ FAMILIES: dict[str, Family] = {
     "gpt_neox": Family(block="joined", projections="split", keeps_names=True, rotation="partial"),
     "stablelm": Family(block="joined", joined_order="residual", keeps_names=True, rotation="partial"),
     "opt": Family(rotation="none", scales_query=True),
+    "falcon": Family(
+        block="falcon",
+        attention="falcon",
+        returns_weights=True,
+        always_masks=True,
+        kernels=("eager", "sdpa", "flash_attention_2"),
+        packs=("flash_attention_2",),
+    ),
+    "gptj": Family(
+        block="joined",
+        attention="gptj",
+        returns_weights=True,
+        kernels=("eager", "flash_attention_2"),
+        packs=("eager",),
+    ),
+    "bloom": Family(
+        block="bloom",
+        attention="bloom",
+        rotation="none",
+        embedding_norm=True,
+        returns_weights=True,
+        kernels=("eager",),
+        packs=(),
+    ),
 }
 
 
@@ -105,9 +142,45 @@ def family_of(model: ModelFacts) -> Family:
         raise _refuse(model, "StableLM with a norm for each head is not modelled")
     if model.model_type == "opt" and (model.embedding_size or not model.final_norm_params):
         raise _refuse(model, "OPT with norms after its blocks is not modelled")
+    if model.layer_variant not in ("", "grouped"):
+        raise _refuse(model, f"{model.model_type} with the variant {model.layer_variant!r} is not modelled")
     if family.block == "joined" and not model.parallel_residual:
         family = replace(family, block="sequential")
     return family
+
+
+def has_kernel(model: ModelFacts, attention: str) -> bool:
+    """Whether the model's layers can run with an implementation of attention."""
+    family = FAMILIES.get(model.model_type, _LLAMA)
+    if attention == "sdpa" and model.attention_softcap:
+        return False
+    is_alibi = model.model_type == "falcon" and not model.rotary_dims
+    return attention in family.kernels and not (is_alibi and attention.startswith("flash"))
+
+
+def check_attention(model: ModelFacts, setup: TrainingSetup) -> None:
+    """Refuse what the model's own code does not have.
+
+    Raises:
+        ConfigError: for an implementation of attention, or packed rows, that it cannot run.
+    """
+    if setup.attention == "sdpa" and model.attention_softcap:
+        raise ConfigError(
+            f"{model.name} caps its attention scores, which sdpa cannot.",
+            place="attention",
+            fix="use eager, flash_attention_2 or flex_attention.",
+        )
+    if not has_kernel(model, setup.attention):
+        kernels = [name for name in ATTENTIONS if has_kernel(model, name)]
+        raise ConfigError(
+            f"{model.name} has no {setup.attention} attention.", place="attention", fix=f"use {' or '.join(kernels)}."
+        )
+    if setup.packing and setup.attention not in family_of(model).packs:
+        raise ConfigError(
+            f"{model.name} lets packed documents see each other with {setup.attention} attention.",
+            place="packing",
+            fix="switch packing off with --no_packing.",
+        )
 
 
 def _refuse(model: ModelFacts, problem: str) -> ConfigError:

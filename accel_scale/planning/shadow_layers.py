@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from accel_scale.planning.model_facts import LayerFacts, ModelFacts
+from accel_scale.planning.shadow_activations import WRITTEN_OUT, bloom_gelu, written_out_gelu
 from accel_scale.planning.shadow_attention import Attention
 from accel_scale.planning.shadow_experts import mixture
 from accel_scale.planning.shadow_families import Family
+from accel_scale.planning.shadow_gpt_attention import BloomAttention, FalconAttention, GptjAttention
 from accel_scale.planning.shadow_linears import Weights, linear
 from accel_scale.planning.shadow_norms import norm
-from accel_scale.planning.shadow_ops import FP32, Ops
+from accel_scale.planning.shadow_ops import Ops
 from accel_scale.planning.shadow_tables import Tables
 from accel_scale.planning.shadow_tensors import Tensor
 from accel_scale.planning.training_setup import TrainingSetup
 
-# Activation functions that transformers writes out in torch operations.
-_WRITTEN_OUT = ("gelu_new", "gelu_fast")
+_ATTENTIONS: dict[str, type[Attention]] = {
+    "interface": Attention,
+    "falcon": FalconAttention,
+    "gptj": GptjAttention,
+    "bloom": BloomAttention,
+}
 
 
 class Layer:
@@ -26,18 +32,26 @@ class Layer:
     ) -> None:  # fmt: skip
         self.ops, self.model, self.facts, self.family = ops, model, facts, family
         self.setup, self.weights = setup, weights
-        self.attention = Attention(ops, model, facts, family, setup, weights, tables)
+        self.attention = _ATTENTIONS[family.attention](ops, model, facts, family, setup, weights, tables)
+        # Filled with the attention's weights where somebody put a list here.
+        self.returned: list[Tensor] | None = None
         self.rows = self.attention.rows
 
     def __call__(self, x: Tensor) -> Tensor:
         try:
             return self._run(x)
         finally:
+            if self.returned is not None and self.attention.kept is not None:
+                self.returned.append(self.attention.kept)
             self.attention.kept = None
 
     def _run(self, x: Tensor) -> Tensor:
         if self.family.block == "joined":
             return self._joined(x)
+        if self.family.block == "falcon":
+            return self._falcon(x)
+        if self.family.block == "bloom":
+            return self._bloom(x)
         if self.family.keeps_names:
             return self._sequential_keeping_names(x)
         residual = x
@@ -79,6 +93,32 @@ class Layer:
         last = mlp if self.family.joined_order == "residual" else residual
         return self.ops.add(self.ops.add(first, attention), last)
 
+    def _falcon(self, x: Tensor) -> Tensor:
+        residual = x
+        x = self._norm("input_norm", x)
+        is_parallel = self.model.parallel_residual
+        mlp_input = self._norm("mlp_norm", residual) if is_parallel and self.facts.num_norms > 1 else x
+        attention = self.attention(x)
+        if not is_parallel:
+            dropped = self.ops.dropout(attention) if self.model.attention_dropout else attention
+            residual = self.ops.add(residual, dropped)
+            del dropped
+            mlp_input = self._norm("mlp_norm", residual)
+        mlp = self.mlp(mlp_input)
+        if is_parallel:
+            mlp = self.ops.add_in_place(mlp, attention)
+        return self.ops.add(residual, self._dropped(mlp))
+
+    def _bloom(self, x: Tensor) -> Tensor:
+        residual = x
+        normed = self._norm("input_norm", x)
+        del x
+        assert isinstance(self.attention, BloomAttention)
+        attention = self.attention(normed, residual)
+        normed = self._norm("mlp_norm", attention)
+        mlp = self._dropped(self.mlp(normed))
+        return self.ops.add(attention, mlp)
+
     def _dropped(self, x: Tensor) -> Tensor:
         return self.ops.dropout(x) if self.model.residual_dropout else x
 
@@ -117,23 +157,8 @@ class Layer:
 
     def activate(self, x: Tensor) -> Tensor:
         """The activation function."""
-        if self.model.activation in _WRITTEN_OUT:
-            return _written_out_gelu(self.ops, x)
+        if self.model.model_type == "bloom":
+            return bloom_gelu(self.ops, x)
+        if self.model.activation in WRITTEN_OUT:
+            return written_out_gelu(self.ops, x)
         return self.ops.elementwise(x, saves_input=self.model.activation != "relu")
-
-
-def _written_out_gelu(ops: Ops, x: Tensor) -> Tensor:
-    """``0.5 * x * (1 + tanh(c * (x + 0.044715 * x³)))`` in single operations."""
-    half = ops.scale(x)
-    # CUDA's autocast takes powers in fp32, and what follows stays there.
-    is_wide = ops.tape.is_cuda and ops.tape.autocast_bytes is not None
-    source = ops.cast(x, FP32) if is_wide else x
-    # Nothing in between has a name.
-    return ops.mul(
-        half,
-        ops.shift(
-            ops.elementwise(
-                ops.scale(ops.add(x, ops.scale(ops.elementwise(source, temporaries=2)))), saves_input=False
-            )
-        ),
-    )

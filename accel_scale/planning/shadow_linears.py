@@ -51,7 +51,11 @@ def linear(ops: Ops, weights: Weights, facts: LinearFacts, x: Tensor, block: str
         out = ops.quantised_linear(x, facts.in_features, facts.out_features)
     else:
         weight = weights.base(name, facts.in_features * facts.out_features)
-        out = ops.linear(x, weight, facts.out_features, bias)
+        if facts.written_out:
+            out = ops.linear(x, weight, facts.out_features, is_cached=False)
+            out = out if bias is None else ops.add(out, Tensor(None, bias.numel, bias.itemsize, bias.node))
+        else:
+            out = ops.linear(x, weight, facts.out_features, bias)
     if adapter_key(facts) not in weights.adapted:
         return out
     # Handed over, so that it dies with its last name, as in PEFT.

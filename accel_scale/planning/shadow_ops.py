@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
-from accel_scale.planning.shadow import Tape
+from accel_scale.planning.shadow_layouts import Layouts
 from accel_scale.planning.shadow_tensors import Parameter, Tensor
 
 FP32 = 4
 
 
-class Ops:
+class Ops(Layouts):
     """torch's operations as transformers' layers use them, on a `Tape`."""
-
-    def __init__(self, tape: Tape) -> None:
-        self.tape = tape
-        self.new = tape.new
-
-    def cast(self, x: Tensor, itemsize: int) -> Tensor:
-        """``x.to(dtype)``: itself where nothing changes."""
-        if x.itemsize == itemsize:
-            return x
-        numel, source = x.numel, x.itemsize
-        return self.tape.record(self.new(numel, itemsize), [x], [], lambda grad: [self.new(numel, source)])
 
     def autocast(self, x: Tensor) -> Tensor:
         """`x` as a matrix product under autocast takes it."""
         return x if self.tape.autocast_bytes is None else self.cast(x, self.tape.autocast_bytes)
 
-    def weight(self, parameter: Parameter) -> Tensor:
-        """A weight as a matrix product takes it; trained ones are cast once per forward pass."""
+    def weight(self, parameter: Parameter, *, is_cached: bool = True) -> Tensor:
+        """A weight as a matrix product takes it; trained ones are cast once per forward pass, unless transposed."""
         itemsize = self.tape.autocast_bytes
         if itemsize is None or itemsize == parameter.itemsize:
             return Tensor(None, parameter.numel, parameter.itemsize, parameter.node)
@@ -39,13 +26,16 @@ class Ops:
         cast = self.new(numel, itemsize)
         if parameter.trained:
             self.tape.record(cast, [parameter], [], lambda grad: [self.new(numel, source)])
-            if cast.node is not None:
+            if cast.node is not None and is_cached:
                 self.tape.weight_casts[id(parameter)] = cast
         return cast
 
-    def linear(self, x: Tensor, parameter: Parameter, out_features: float, bias: Parameter | None = None) -> Tensor:
-        """``x @ weight.T + bias``; `parameter` has in × out values."""
-        x, weight = self.autocast(x), self.weight(parameter)
+    def linear(
+        self, x: Tensor, parameter: Parameter, out_features: float, bias: Parameter | None = None, *,
+        is_cached: bool = True,
+    ) -> Tensor:  # fmt: skip
+        """``x @ weight.T + bias``; `parameter` has in × out values. `is_cached` as for `weight`."""
+        x, weight = self.autocast(x), self.weight(parameter, is_cached=is_cached)
         in_features = parameter.numel / out_features
         tokens = x.numel / in_features
         offset = None if bias is None else self.weight(bias)
@@ -108,6 +98,15 @@ class Ops:
         numel, itemsize = a.numel, a.itemsize
         return self.tape.record(self.new(numel, itemsize), [a], [], lambda grad: [self.new(numel, itemsize)])
 
+    def scaled_in_place(self, a: Tensor) -> Tensor:
+        """``a *= number``."""
+        numel, itemsize = a.numel, a.itemsize
+        return self.tape.record(a.view(), [a], [], lambda grad: [self.new(numel, itemsize)])
+
+    def add_in_place(self, a: Tensor, b: Tensor) -> Tensor:
+        """``a += b``."""
+        return self.tape.record(a.view(), [a, b], [], lambda grad: [grad.view(), grad.view()])
+
     def shift(self, a: Tensor) -> Tensor:
         """``a + number``."""
         return self.tape.record(self.new(a.numel, a.itemsize), [a], [], lambda grad: [grad.view()])
@@ -169,10 +168,12 @@ class Ops:
     ) -> Tensor:
         """Fused attention: saves its inputs, its result and `statistics` fp32 values.
 
-        A mask of booleans is turned into numbers of the query's type, which are saved too.
+        A mask of booleans is turned into numbers of the query's type; numbers are saved too.
         """
         query, key, value = self.autocast(query), self.autocast(key), self.autocast(value)
-        bias = None if mask is None else self.new(mask.numel, query.itemsize)
+        bias = mask
+        if mask is not None and mask.itemsize != query.itemsize:
+            bias = self.new(mask.numel, query.itemsize)
         sizes = [(t.numel, t.itemsize, t.requires_grad) for t in (query, key, value)]
         out = self.tape.product(query.numel, query.itemsize)
         logsumexp = self.tape.product(statistics, FP32)
@@ -188,14 +189,21 @@ class Ops:
         mask = self.new(numel, 1 if self.tape.is_cuda else itemsize)
         return self.tape.record(self.new(numel, itemsize), [x], [mask], lambda grad: [self.new(numel, itemsize)])
 
-    def matmul(self, a: Tensor, b: Tensor, numel: float) -> Tensor:
-        """A batched product with `numel` results."""
-        a, b = self.autocast(a), self.autocast(b)
+    def matmul(
+        self, a: Tensor, b: Tensor, numel: float, *, is_autocast: bool = True, is_scaled: bool = False
+    ) -> Tensor:
+        """A batched product with `numel` results; times a number, its gradients are multiplied in other memory."""
+        if is_autocast:
+            a, b = self.autocast(a), self.autocast(b)
         sizes = [(t.numel, t.itemsize, t.requires_grad) for t in (a, b)]
 
         def backward(grad: Tensor) -> list[Tensor | None]:
             # Torch's order: the second factor's gradient first.
-            grads = [self.new(size, itemsize) if wanted else None for size, itemsize, wanted in reversed(sizes)]
+            grads = []
+            for size, itemsize, wanted in reversed(sizes):
+                product = self.new(size, itemsize) if wanted else None
+                grads.append(self.new(size, itemsize) if wanted and is_scaled else product)
+                del product
             return grads[::-1]
 
         saved = [b if a.requires_grad else None, a if b.requires_grad else None]
@@ -203,64 +211,20 @@ class Ops:
 
     def softmax(self, x: Tensor, itemsize: int = FP32) -> Tensor:
         """Softmax in a type, by default fp32 whatever the input's; its result is saved."""
-        x = self.cast(x, itemsize)
+        # The input lives as long as the call.
+        converted = self.cast(x, itemsize)
         numel = x.numel
         out = self.new(numel, itemsize)
-        return self.tape.record(out, [x], [out], lambda grad: [self.new(numel, itemsize)])
-
-    def part(self, x: Tensor, numel: float) -> Tensor:
-        """A slice: a view whose gradient is written into zeros of the whole size."""
-        total, itemsize = x.numel, x.itemsize
-        return self.tape.record(x.view(numel), [x], [], lambda grad: [self.new(total, itemsize)])
-
-    def split(self, x: Tensor, sizes: Sequence[float]) -> list[Tensor]:
-        """Views of parts by one operation, which joins their gradients in one tensor of the whole size."""
-        total, itemsize = x.numel, x.itemsize
-        held: list[Tensor] = []
-
-        def join(grad: Tensor) -> list[Tensor | None]:
-            whole = self.new(total, itemsize)
-            held.clear()
-            return [whole]
-
-        def hold(grad: Tensor) -> list[Tensor | None]:
-            held.append(grad.view())
-            return [Tensor(None, 0, itemsize)]
-
-        joint = self.tape.record(x.view(), [x], [], join)
-        return [self.tape.record(joint.view(size), [joint], [], hold) for size in sizes]
-
-    def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """``cat`` in the widest type: gradients are views of parts."""
-        itemsize = max(part.itemsize for part in parts)
-        parts = [self.cast(part, itemsize) for part in parts]
-        sizes = [part.numel for part in parts]
-        out = self.new(sum(sizes), itemsize)
-        return self.tape.record(out, list(parts), [], lambda grad: [grad.view(size) for size in sizes])
-
-    def copy(self, x: Tensor) -> Tensor:
-        """The same values in other memory (``contiguous`` of a transposed tensor); gradients are views."""
-        return self.tape.record(self.new(x.numel, x.itemsize), [x], [], lambda grad: [grad.view()])
-
-    def relaid(self, x: Tensor) -> Tensor:
-        """A view whose gradient comes in another layout and is copied."""
-        numel, itemsize = x.numel, x.itemsize
-        return self.tape.record(x.view(), [x], [], lambda grad: [self.new(numel, itemsize)])
-
-    def repeat(self, x: Tensor, numel: float, *, is_view: bool = False) -> Tensor:
-        """Key or value heads repeated to `numel` values; a single head can be repeated as a view."""
-        if x.numel == numel:
-            return x
-        source, itemsize = x.numel, x.itemsize
-        out = x.view(numel) if is_view else self.new(numel, itemsize)
-        return self.tape.record(out, [x], [], lambda grad: [self.new(source, itemsize)])
+        return self.tape.record(out, [converted], [out], lambda grad: [self.new(numel, itemsize)])
 
     def layer_norm(self, x: Tensor, weight: Parameter | None, bias: Parameter | None, rows: float) -> Tensor:
         """torch's own layer norm: saves its input and two fp32 statistics per row; fp32 under CUDA's autocast."""
         if self.tape.autocast_bytes is not None and self.tape.is_cuda:
             x = self.cast(x, FP32)
         numel, itemsize, wanted = x.numel, x.itemsize, x.requires_grad
-        out, statistics = self.new(numel, itemsize), self.new(2 * rows, FP32)
+        # The CPU's are of the weight's type.
+        wide = FP32 if self.tape.is_cuda or weight is None else weight.itemsize
+        out, statistics = self.new(numel, itemsize), self.new(2 * rows, wide)
 
         def backward(grad: Tensor) -> list[Tensor | None]:
             result = self.new(numel, itemsize) if wanted else None
@@ -270,14 +234,3 @@ class Ops:
             ]
 
         return self.tape.record(out, [x, weight, bias], [x, statistics], backward)
-
-    def custom(
-        self,
-        inputs: list[Tensor | Parameter | None],
-        numel: float,
-        itemsize: int,
-        saved: list[Tensor | None],
-        backward: Callable[[Tensor], list[Tensor | None]],
-    ) -> Tensor:
-        """Any other operation."""
-        return self.tape.record(self.new(numel, itemsize), inputs, saved, backward)

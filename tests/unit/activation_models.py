@@ -43,13 +43,26 @@ FIELDS = {
         "n_embd": 96, "n_head": 6, "n_layer": 5, "vocab_size": 300,
         "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
     },
+    "falcon": {**SHAPE, "attention_dropout": 0.0, "hidden_dropout": 0.0},
+    "gptj": {"n_embd": 96, "n_head": 6, "n_layer": 5, "vocab_size": 300, "rotary_dim": 8, "n_positions": 128},
+    "bloom": {"hidden_size": 96, "n_head": 6, "n_layer": 5, "vocab_size": 300},
     "mixtral": {**GROUPED, "num_local_experts": 4},
     "qwen3_moe": {**GROUPED, "head_dim": 16, "moe_intermediate_size": 96, "num_experts": 4, "num_experts_per_tok": 2},
 }  # fmt: skip
+# Families without sdpa.
+EAGER_ONLY = ("gemma2", "gptj", "bloom")
 # What a config can switch, beside dropout.
-VARIANTS = {
+VARIANTS: dict[str, tuple[str, dict]] = {
     "olmo, clipped": ("olmo", {"clip_qkv": 8.0}),
     "cohere, norms for each head": ("cohere", {"use_qk_norm": True}),
+    "falcon, new decoder": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon, one norm": (
+        "falcon",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1, "bias": True},
+    ),
+    "falcon, all heads": ("falcon", {"multi_query": False, "bias": True}),
+    "falcon, ALiBi": ("falcon", {"multi_query": False, "alibi": True, "parallel_attn": False, "bias": True}),
+    "falcon, ALiBi and one head": ("falcon", {"alibi": True}),
 }
 PLAIN = TrainingSetup(
     precision="fp32", checkpointing="none", packing=False, micro_batch_size=2, sequence_length=96, loss="chunked"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from activation_models import FIELDS, LORA, PLAIN, VARIANTS, predicted, real_bytes
+from activation_models import EAGER_ONLY, FIELDS, LORA, PLAIN, VARIANTS, predicted, real_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING
@@ -45,7 +45,7 @@ LLAMA_SETUPS = {
 @pytest.mark.parametrize("architecture", FIELDS)
 def test_families_keep_and_reach_what_is_predicted(architecture, setup_name):
     setup = FAMILY_SETUPS[setup_name]
-    if architecture == "gemma2":
+    if architecture in EAGER_ONLY:
         setup = replace(setup, attention="eager")
     saved, peak = real_bytes(architecture, setup)
     said = predicted(architecture, setup)
@@ -76,6 +76,9 @@ def test_variants_of_a_family_keep_and_reach_what_is_predicted(variant, checkpoi
         ("starcoder2", {"residual_dropout": 0.1, "embedding_dropout": 0.1}),
         ("phi", {"resid_pdrop": 0.1}),
         ("gpt_neox", {"hidden_dropout": 0.1, "attention_dropout": 0.1}),
+        ("falcon", {"hidden_dropout": 0.1, "attention_dropout": 0.1, "alibi": True, "parallel_attn": False}),
+        ("gptj", {"resid_pdrop": 0.1, "attn_pdrop": 0.1, "embd_pdrop": 0.1}),
+        ("bloom", {"hidden_dropout": 0.1, "attention_dropout": 0.1}),
     ],
 )
 def test_masks_of_dropout_are_counted(architecture, fields, checkpointing):
@@ -145,6 +148,13 @@ def test_unknown_architectures_and_policies_are_refused():
         step_bytes(facts, replace(PLAIN, checkpointing="evry_2"))
     with pytest.raises(ConfigError, match="caps its attention scores"):
         step_bytes(load_model_facts("google/gemma-2-2b"), PLAIN)
+    with pytest.raises(ConfigError, match=r"no sdpa attention. Fix: use eager or flash_attention_2\."):
+        step_bytes(load_model_facts("EleutherAI/gpt-j-6b"), PLAIN)
+    with pytest.raises(ConfigError, match="lets packed documents see each other"):
+        step_bytes(load_model_facts("tiiuae/falcon-7b"), replace(PLAIN, packing=True))
+    broken = facts_from_config({"model_type": "falcon", "num_ln_in_parallel_attn": 2}, name="falcon")
+    with pytest.raises(ConfigError, match="two norms"):
+        step_bytes(broken, PLAIN)
 
 
 facts_drawn = st.sampled_from(
