@@ -1,0 +1,31 @@
+"""Flags of the guard, for any recipe; `settings_from` in `guard` makes settings of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from accel_scale.training.arguments import _flag
+from accel_scale.training.guard import POLICIES, GuardSettings
+
+
+@dataclass
+class GuardArguments:
+    """What happens to a step whose loss or gradient norm is not finite or spikes."""
+
+    guard: str = _flag(
+        "skip",
+        "skip: the step is not taken; lower_lr: a spike is taken at a lower learning rate; rollback: back to the last "
+        "good checkpoint and around the batch; stop; off.",
+        choices=POLICIES,
+    )
+    guard_window: int = _flag(GuardSettings.window, "Accepted steps whose median and MAD say what a spike is.")
+    guard_min_steps: int = _flag(GuardSettings.min_steps, "Accepted steps before spikes are judged.")
+    guard_threshold: float = _flag(
+        GuardSettings.threshold, "A spike is so many robust standard deviations above the median."
+    )
+    guard_max_skips: int = _flag(
+        GuardSettings.max_skips, "Events tolerated within --guard_skip_window steps; one more stops the run."
+    )
+    guard_skip_window: int = _flag(GuardSettings.skip_window, "See --guard_max_skips.")
+    guard_lr_factor: float = _flag(GuardSettings.lr_factor, "lower_lr: what the learning rate is multiplied by.")
+    guard_lr_steps: int = _flag(GuardSettings.lr_steps, "lower_lr: for so many steps.")
