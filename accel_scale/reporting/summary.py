@@ -15,17 +15,17 @@ from typing import Any
 SUMMARY_NAME = "run_summary.json"
 _PACKAGES = (
     "accel-scale", "torch", "transformers", "accelerate", "trl", "peft", "bitsandbytes", "datasets", "deepspeed",
-    "torchao", "flash-attn",
+    "torchao", "flash-attn", "optuna",
 )  # fmt: skip
 _SECRET = re.compile(r"^(token|.*(hub|access|auth|api|bearer)_?(token|key))$|password|secret", re.IGNORECASE)
 
 
-def write_summary(folder: str | os.PathLike[str], content: dict[str, Any]) -> Path:
+def write_summary(folder: str | os.PathLike[str], content: dict[str, Any], *, name: str = SUMMARY_NAME) -> Path:
     """Write `content` with versions, machine and date to ``folder/run_summary.json``, complete or not at all.
 
     Values under names that hold credentials (``hub_token`` and the like) are left out.
     """
-    path = Path(folder) / SUMMARY_NAME
+    path = Path(folder) / name
     path.parent.mkdir(parents=True, exist_ok=True)
     document = {
         **content,

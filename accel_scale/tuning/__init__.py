@@ -1,0 +1,1 @@
+"""Searching a recipe's flags with Optuna, each trial a launch of its own."""

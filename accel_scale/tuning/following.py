@@ -1,0 +1,40 @@
+"""Follows the `metrics.jsonl` of a run that is being written."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from accel_scale.reporting.metrics_log import METRICS_NAME, parse_lines
+
+
+class MetricsFollower:
+    """Hands out each line of ``folder/metrics.jsonl`` once, as it is completed.
+
+    Attributes:
+        seen: Names of every value that was in a line so far.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self._path = Path(folder) / METRICS_NAME
+        self._offset, self._inode = 0, -1
+        self.seen: set[str] = set()
+
+    def new_lines(self) -> list[dict[str, Any]]:
+        """The lines that were completed since the last call; from the beginning where the file was replaced."""
+        try:
+            with open(self._path, "rb") as file:
+                status = os.fstat(file.fileno())
+                if status.st_ino != self._inode or status.st_size < self._offset:
+                    self._offset, self._inode = 0, status.st_ino
+                file.seek(self._offset)
+                content = file.read()
+        except FileNotFoundError:
+            return []
+        complete = content[: content.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        lines = list(parse_lines(complete.decode("utf-8", errors="replace")))
+        for line in lines:
+            self.seen.update(line.keys() - {"step"})
+        return lines

@@ -1,0 +1,84 @@
+"""One launch of a recipe in the background: its log in a file, its end certain."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from accel_scale.errors import ConfigError
+from accel_scale.launching.launch_file import LaunchFile, read_launch_file
+
+GRACE_SECONDS = 10.0
+
+
+class Launch:
+    """`command` under a guard that outlives this process just long enough to end it.
+
+    Args:
+        command: What to run.
+        log: Where everything it prints goes.
+        grace_seconds: Time between asking its processes to end and killing them.
+    """
+
+    def __init__(self, command: Sequence[str], log: Path, *, grace_seconds: float = GRACE_SECONDS) -> None:
+        self._grace_seconds = grace_seconds
+        guarded = [sys.executable, "-m", "accel_scale.tuning.guard", str(grace_seconds), *command]
+        with log.open("wb") as output:
+            # A session of its own: Ctrl-C in the terminal reaches the search alone, which then ends the launch.
+            self._guard = subprocess.Popen(
+                guarded, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True
+            )
+
+    @property
+    def pid(self) -> int:
+        """Of the guard, whose descendants are the launch."""
+        return self._guard.pid
+
+    def wait(self, seconds: float) -> int | None:
+        """The exit status, or `None` when it still runs after `seconds`."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._guard.wait(seconds)
+        return None
+
+    def end(self) -> None:
+        """End every process of the launch; returns when they are gone."""
+        assert self._guard.stdin is not None
+        self._guard.stdin.close()  # the guard takes it from here, as it would if this process were killed
+        if self.wait(self._grace_seconds + 30) is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._guard.pid, signal.SIGKILL)
+            self._guard.wait()
+
+
+def read_trial_launch_file(path: str | Path) -> LaunchFile:
+    """The launch file of the trials, checked.
+
+    Raises:
+        ConfigError: as `read_launch_file`, and where the launch spans machines.
+    """
+    launch_file = read_launch_file(path)
+    if (launch_file.values.get("num_machines") or 1) > 1:
+        raise ConfigError(
+            "a trial is launched from one machine, and this launch needs several.",
+            place=launch_file.place("num_machines"),
+            fix="search on one machine with num_machines: 1; several machines can share a study by --storage.",
+        )
+    return launch_file
+
+
+def launch_command(recipe: Path, flags: Path, launch_file: LaunchFile | None) -> list[str]:
+    """`accelerate launch` of `recipe` with a YAML file of flags."""
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+    if launch_file is not None:
+        command += ["--config_file", str(launch_file.path)]
+        if launch_file.num_processes != 1:
+            from accelerate.utils.other import get_free_port
+
+            # Other trials may run on this machine, each with a port of its own.
+            command += ["--main_process_port", str(get_free_port())]
+    return [*command, str(recipe), "--config_file", str(flags)]

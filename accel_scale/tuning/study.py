@@ -1,0 +1,269 @@
+"""The study: where it is kept, who proposes and who prunes, and the loop that several machines may run at once."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import optuna
+from optuna.distributions import BaseDistribution
+from optuna.trial import FrozenTrial, TrialState
+
+from accel_scale.errors import ConfigError
+from accel_scale.tuning.ownership import fail_abandoned, is_interrupted, retry
+from accel_scale.tuning.space import SearchSpace
+from accel_scale.tuning.trials import Interrupted, TrialFailed, TrialSettings, run_trial
+
+SAMPLERS = ("tpe", "random", "grid")
+PRUNERS = ("median", "halving", "none")
+HEARTBEAT_SECONDS, GRACE_SECONDS = 30, 120
+MAX_FIRST_FAILURES = 3
+_ATTRIBUTE = "accel_scale"
+
+
+def open_storage(url: str, say: Callable[[str], None]) -> optuna.storages.BaseStorage:
+    """The storage at `url`: a database by SQLAlchemy's URL, or Redis.
+
+    Raises:
+        ConfigError: it is no URL, its driver is missing, or it cannot be reached.
+    """
+    if "://" not in url:
+        raise ConfigError(f"{url!r} is no storage URL.", place="--storage", fix=f"write sqlite:///{url}.")
+    try:
+        if url.startswith(("redis://", "rediss://", "unix://")):
+            from optuna.storages.journal import JournalRedisBackend
+
+            return optuna.storages.JournalStorage(JournalRedisBackend(url))
+        # Writers of a SQLite file wait for each other.
+        arguments = {"connect_args": {"timeout": 60}} if url.startswith("sqlite") else {}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # heartbeats
+            return optuna.storages.RDBStorage(
+                url,
+                engine_kwargs=arguments,
+                heartbeat_interval=HEARTBEAT_SECONDS,
+                grace_period=GRACE_SECONDS,
+                heartbeat_stale_trial_callback=lambda study, trial: retry(study, trial, say),
+            )
+    except Exception as error:
+        shown = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError(
+            f"{masked(url)} cannot be used: {shown}.", place="--storage", fix="check the URL, its driver and access."
+        ) from None
+
+
+def masked(url: str) -> str:
+    """`url` without its password."""
+    from sqlalchemy.engine import make_url
+
+    with contextlib.suppress(Exception):
+        return make_url(url).render_as_string(hide_password=True)
+    return url.partition("://")[0] + "://…"
+
+
+class PerTrialSampler(optuna.samplers.BaseSampler):
+    """Makes a sampler anew for each trial, seeded by the trial's number.
+
+    A study that is interrupted and continued then proposes what it would have without the break, and machines that
+    share one do not draw the same numbers. (A seeded sampler begins its sequence again in every process.)
+    """
+
+    def __init__(self, make: Callable[[int], optuna.samplers.BaseSampler], seed: int) -> None:
+        self._make, self._seed = make, seed
+        self._current = make(seed)
+
+    def before_trial(self, study: optuna.Study, trial: FrozenTrial) -> None:
+        # Mixed: generators that are seeded with neighbouring numbers begin alike.
+        self._current = self._make(int(np.random.SeedSequence([self._seed, trial.number]).generate_state(1)[0]))
+        self._current.before_trial(study, trial)
+
+    def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        return self._current.infer_relative_search_space(study, trial)
+
+    def sample_relative(
+        self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        return self._current.sample_relative(study, trial, search_space)
+
+    def sample_independent(
+        self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:
+        return self._current.sample_independent(study, trial, param_name, param_distribution)
+
+    def after_trial(self, study: optuna.Study, trial: FrozenTrial, state: TrialState, values: Any) -> None:
+        self._current.after_trial(study, trial, state, values)
+
+
+class _GridSampler(optuna.samplers.GridSampler):
+    """Optuna's, without its stop: the loop below counts, and a queued trial, which has no place in the grid, made
+    Optuna's `after_trial` raise KeyError when one point was left (5.0.0)."""
+
+    def after_trial(self, study: optuna.Study, trial: FrozenTrial, state: TrialState, values: Any) -> None:
+        pass
+
+
+def make_sampler(name: str, space: SearchSpace, seed: int) -> tuple[optuna.samplers.BaseSampler, int | None]:
+    """The sampler, and how many trials exhaust it (`None`: none do)."""
+    if name == "grid":
+        grid = space.grid()
+        size = 1
+        for values in grid.values():
+            size *= len(values)
+        return _GridSampler(grid, seed=seed), size
+    if name == "random":
+        return PerTrialSampler(lambda seed: optuna.samplers.RandomSampler(seed=seed), seed), None
+    # Five random trials before the model, of the twelve that are the default; Optuna's ten leave too few.
+    return PerTrialSampler(lambda seed: optuna.samplers.TPESampler(seed=seed, n_startup_trials=5), seed), None
+
+
+def make_pruner(name: str, *, prune_after: int) -> optuna.pruners.BasePruner:
+    """The pruner; nothing is pruned at or before step `prune_after`."""
+    if name == "median":
+        return optuna.pruners.MedianPruner(n_startup_trials=3, n_warmup_steps=prune_after)
+    if name == "halving":
+        resource = {"min_resource": prune_after} if prune_after else {}
+        return optuna.pruners.SuccessiveHalvingPruner(**resource)  # type: ignore[arg-type]
+    return optuna.pruners.NopPruner()
+
+
+def open_study(
+    storage: optuna.storages.BaseStorage,
+    *,
+    name: str,
+    direction: str,
+    sampler: optuna.samplers.BaseSampler,
+    pruner: optuna.pruners.BasePruner,
+    definition: Mapping[str, Any],
+) -> optuna.Study:
+    """Create the study, or continue it where the storage has it.
+
+    Args:
+        definition: What makes results comparable: recipe, metric, space, fixed flags. It may not change.
+
+    Raises:
+        ConfigError: the study was made for another definition.
+    """
+    study = optuna.create_study(
+        study_name=name,
+        storage=storage,
+        direction=optuna.study.StudyDirection[direction.upper()],
+        sampler=sampler,
+        pruner=pruner,
+        load_if_exists=True,
+    )
+    definition = json.loads(json.dumps({**definition, "direction": direction}))
+    known = study.user_attrs.get(_ATTRIBUTE)
+    if known is None:
+        if study.get_trials(deepcopy=False):
+            raise ConfigError(
+                f"study {name!r} holds trials that tune.py did not make.",
+                place="--study_name",
+                fix="use another name.",
+            )
+        study.set_user_attr(_ATTRIBUTE, definition)
+        return study
+    for key in sorted({*known, *definition}):
+        before, now = known.get(key), definition.get(key)
+        if before != now:
+            if isinstance(before, dict) and isinstance(now, dict):
+                key = next(k for k in [*before, *now] if before.get(k) != now.get(k))
+                before, now = before.get(key), now.get(key)
+            raise ConfigError(
+                f"study {name!r} was begun with {key} = {_shown(before)}, and this is {_shown(now)}: its trials could "
+                "not be compared.",
+                place="--study_name",
+                fix="go on with what it was begun with, or use another --study_name and --output_dir.",
+            )
+    return study
+
+
+def _shown(value: Any) -> str:
+    return "nothing" if value is None else str(value)
+
+
+def counted_trials(study: optuna.Study) -> list[FrozenTrial]:
+    """The trials that count towards ``--num_trials``: finished or running somewhere, not interrupted or queued."""
+    return [
+        trial
+        for trial in study.get_trials(deepcopy=False)
+        if trial.state != TrialState.WAITING and not is_interrupted(trial)
+    ]
+
+
+def search(
+    study: optuna.Study,
+    settings: TrialSettings,
+    *,
+    num_trials: int,
+    timeout_seconds: float | None,
+    on_end: Callable[[FrozenTrial], None],
+    say: Callable[[str], None],
+) -> None:
+    """Run trials until the study, in all processes together, has `num_trials` or the time is over.
+
+    Raises:
+        ConfigError: the first trials all failed, with the reason of the last.
+        Interrupted: asked to stop; the trial that ran is queued again.
+    """
+    deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+    failures = 0
+    while True:
+        fail_abandoned(study, say)
+        if settings.interrupted():
+            raise Interrupted
+        if len(counted_trials(study)) >= num_trials:
+            return
+        if deadline is not None and time.monotonic() >= deadline:
+            say(f"--timeout: no further trial after {timeout_seconds:g} s")
+            return
+        trial = _run_next(study, settings, say)
+        if trial is None:
+            continue
+        on_end(trial)
+        if trial.state == TrialState.FAIL:
+            failures += 1
+        works = any(t.state in (TrialState.COMPLETE, TrialState.PRUNED) for t in study.get_trials(deepcopy=False))
+        if not works and failures >= min(MAX_FIRST_FAILURES, num_trials):
+            raise ConfigError(
+                f"the first {failures} trial{'s' * (failures > 1)} failed, the last by: {trial.user_attrs['reason']}",
+                place=str(settings.folder / str(trial.number) / "trial.log"),
+                fix="mend what it says, then give the same command again.",
+            )
+
+
+def _run_next(study: optuna.Study, settings: TrialSettings, say: Callable[[str], None]) -> FrozenTrial | None:
+    """One trial; `None` if another process declared it stale meanwhile."""
+    begun: list[optuna.Trial] = []
+    lost = ended = False
+
+    def objective(trial: optuna.Trial) -> float:
+        nonlocal lost, ended
+        begun.append(trial)
+        try:
+            value = run_trial(trial, settings)
+        except optuna.exceptions.UpdateFinishedTrialError:
+            lost = True
+            raise
+        except optuna.TrialPruned:
+            ended = True
+            raise
+        ended = True
+        return value
+
+    try:
+        study.optimize(objective, n_trials=1, catch=(TrialFailed,))
+    except Interrupted:
+        retry(study, study.trials[begun[-1].number], say)
+        raise
+    except (optuna.exceptions.UpdateFinishedTrialError, ValueError):
+        if not (lost or (ended and is_interrupted(study.trials[begun[-1].number]))):
+            raise
+        # Its heartbeats did not arrive; whoever missed them has queued its parameters again.
+        say(f"trial {begun[-1].number} was taken for dead by another process; its result is not used")
+        return None
+    return study.trials[begun[-1].number]
