@@ -55,8 +55,6 @@ class Run:
     length: Any = None  # accel_scale.training.pretrain_resolve.RunLength
     parameters: tuple[int, int] = (0, 0)
     plan: Any = None
-    isolates: bool = False
-    num_workers: int = 0
     held_out: Any = None
     schedule_record: dict[str, Any] = field(default_factory=dict)
     step: int = 0  # optimizer steps taken
@@ -71,7 +69,7 @@ class Run:
 
     @property
     def learning_rate(self) -> float:
-        """Of the next step."""
+        """Of the next step, unless the guard lowers it."""
         return float(self.schedule.get_last_lr()[0])
 
     @property
@@ -154,10 +152,9 @@ def load_data(run: Run) -> None:
         report_to=args.report_to,
         compile_layers=run.model_args.torch_compile,
     )
-    if run.embedded:
-        with run.accelerator.main_process_first():
-            data_args.data = [default_pretraining_text(f"{args.output_dir}/data")]
     with run.accelerator.main_process_first():
+        if run.embedded:
+            data_args.data = [default_pretraining_text(f"{args.output_dir}/data")]
         run.tokenizer = run_tokenizer(run.model_args, data_args, args.output_dir, default=default_model_path())
     run.data = open_pretraining_data(
         data_args.data,
@@ -167,7 +164,7 @@ def load_data(run: Run) -> None:
         text_column=data_args.text_column,
         text_documents=data_args.text_documents,
         validation_data=data_args.validation_data or None,
-        validation_share=data_args.validation_share,
+        validation_share=0.0 if data_args.validation_data else data_args.validation_share,
         isolate_documents=data_args.isolate_documents,
     )
 
@@ -175,7 +172,6 @@ def load_data(run: Run) -> None:
 def load_model(run: Run) -> None:
     """Model, optimizer and schedule, prepared for the launch's strategy."""
     from accel_scale.training import attention, pretrain_resolve
-    from accel_scale.training.checkpoints import read_checkpoint
     from accel_scale.training.fast_loss import add_fast_lm_head, tell_zero3
     from accel_scale.training.model import count_parameters
     from accel_scale.training.preparing import prepare_model, step_once_per_update
@@ -184,17 +180,16 @@ def load_model(run: Run) -> None:
 
     args, settings, device_type = run.args, run.settings, run.settings.launch.device_type
     run.model_config = run_config(run.model_args, run.data_args.max_length, run.tokenizer)
-    run.isolates = run.data_args.isolate_documents and run.data.packs_documents
     run.attention = attention.resolve_attention(
         run.model_args.attn_implementation,
         device_type=device_type,
         dtype=settings.precision.compute_dtype,
-        packing=run.isolates,
+        packing=run.data_args.isolate_documents,
         model_config=run.model_config,
     )
     run.plan = plan_memory(settings, run.launch, run.model_config, run.attention, run.say)
     model = build_model(run.model_args, run.model_config, settings.precision, run.attention, seed=args.seed)
-    if run.isolates and not run.launch.parallel.shards_weights:
+    if run.data_args.isolate_documents and not run.launch.parallel.shards_weights:
         attention.check_documents_isolated(model)
     add_fast_lm_head(model)
     tell_zero3(model)
@@ -207,14 +202,11 @@ def load_model(run: Run) -> None:
         adapter=adapter_config(run.model_args),
     )
     run.parameters = count_parameters(model)
-    trunk = read_checkpoint(args.decay_from) if args.decay_from else None
-    if trunk:
-        pretrain_resolve.check_trunk(trunk.state["schedule"], trunk.step, place="--decay_from")
-    run.length = pretrain_resolve.run_length(
-        settings, trunk_step=trunk.step if trunk else None, num_params=run.parameters[0]
-    )
+    trunk_step = pretrain_resolve.trunk_step(args.decay_from)
+    run.length = pretrain_resolve.run_length(settings, trunk_step=trunk_step, num_params=run.parameters[0])
     optimizer = pretrain_resolve.make_optimizer(model, settings, run.launch)
-    schedule = create_schedule(optimizer, **pretrain_resolve.schedule_settings(settings, run.length))
+    rates = pretrain_resolve.schedule_settings(settings, run.length)
+    schedule, run.schedule_record = create_schedule(optimizer, **rates), pretrain_resolve.schedule_record(rates)
     run.model, run.optimizer, run.schedule = run.accelerator.prepare(model, optimizer, schedule)
     step_once_per_update(run.schedule)
 
@@ -226,7 +218,7 @@ def train(run: Run, started: float) -> dict[str, Any]:
     """The loop: draw, forward, backward, step; log, validate and save when it is time."""
     from accel_scale.reporting.metrics_log import MetricsLog
     from accel_scale.training.checkpoints import EXIT_STOPPED, CheckpointManager
-    from accel_scale.training.evaluating import count_labels, language_model_loss
+    from accel_scale.training.evaluating import language_model_loss, total_over_ranks
     from accel_scale.training.guard import Guard, settings_from
     from accel_scale.training.guarded_step import GuardedStep, stop_run
     from accel_scale.training.meters import ThroughputMeter
@@ -255,26 +247,26 @@ def train(run: Run, started: float) -> dict[str, Any]:
     with step_profiler(args.profile_steps, args.output_dir, is_main=run.is_main) as profiler:
         while run.step < length.num_steps and why_stopped is None:
             report.meter.start_step()
-            micro_batches = next(run.batches).micro_batches
+            drawn = next(run.batches)
             report.meter.fetched()
             run.drawn += 1
             if run.drawn in run.avoided:
                 continue
-            num_tokens = count_labels(accelerator, micro_batches)
-            for index, batch in enumerate(micro_batches):
-                batch = {**batch, **{k: v.to(accelerator.device) for k, v in batch.items() if hasattr(v, "to")}}
-                with step.micro_batch(is_last=index + 1 == len(micro_batches), row_ids=batch["row_ids"]):
+            num_tokens = total_over_ranks(accelerator, drawn.num_predicted)
+            for index, (batch, row_ids) in enumerate(zip(drawn.micro_batches, drawn.row_ids, strict=True)):
+                batch = {name: tensor.to(accelerator.device, non_blocking=True) for name, tensor in batch.items()}
+                with step.micro_batch(is_last=index + 1 == len(drawn.row_ids), row_ids=row_ids):
                     with accelerator.autocast():
                         loss = language_model_loss(run.model, batch, num_tokens)
                     step.backward(loss * step.loss_factor)
-            outcome = step.finish()
+            rate, outcome = run.learning_rate, step.finish()
             if outcome.action == "stop":
                 stop_run(accelerator, outcome, program=PROGRAM)
             if outcome.action == "rollback":
                 roll_back(run, manager, guard)
                 continue
             run.step += outcome.taken
-            report.stepped(outcome, tokens=run.settings.global_batch_size * run.data_args.max_length)
+            report.stepped(outcome, rate, tokens=run.settings.global_batch_size * run.data_args.max_length)
             profiler.step()
             why_stopped = reason_to_stop(run, manager, started)
             is_last = run.step == length.num_steps or why_stopped is not None
@@ -348,16 +340,24 @@ def resume(run: Run, manager: Any, how: str) -> None:
 
 def open_batches(run: Run, position: dict[str, Any] | None) -> None:
     """The endless batches from a position on, and the held-out rows."""
+    from accel_scale.training.pretrain_model import num_workers
+
     rank = {"rank": run.launch.rank, "world_size": run.launch.world_size}
+    device_type = run.accelerator.device.type
     micro = run.args.per_device_train_batch_size
     if run.batches is not None:
         run.batches.close()
     run.batches = run.data.train_loader(
         global_batch_size=run.settings.global_batch_size,
         micro_batch_size=micro,
-        num_workers=run.num_workers,
+        num_workers=num_workers(
+            run.data_args.dataloader_num_workers,
+            device_type=device_type,
+            embedded=run.embedded,
+            processes_on_node=run.launch.local_world_size,
+        ),
         state=position,
-        pin_memory=run.accelerator.device.type == "cuda",
+        pin_memory=device_type == "cuda",
         **rank,
     )
     if run.data.has_validation:
@@ -377,13 +377,13 @@ def roll_back(run: Run, manager: Any, guard: Any) -> None:
 
 def save_model(run: Run, report: Any, why_stopped: str | None) -> Any:
     """The final folder, which plain `from_pretrained` loads, and a sample of what the model writes."""
-    from accel_scale.training.evaluating import sample_text
+    from accel_scale.training.evaluating import beginning_of, sample_text
     from accel_scale.training.final_model import save_final
 
     if why_stopped == "a signal":
         return None  # little time is left, and the checkpoint is there
     if run.args.sample_tokens:
-        prompt = run.args.sample_prompt or run.data.sample_prompt()
+        prompt = run.args.sample_prompt or beginning_of(run.held_out, run.tokenizer)
         written = sample_text(
             run.accelerator,
             run.model,

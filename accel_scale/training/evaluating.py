@@ -71,15 +71,12 @@ def evaluate_loss(accelerator: Any, model: Any, batches: Iterable[Mapping[str, A
     return Evaluation(loss / tokens if tokens else math.nan, int(tokens))
 
 
-def count_labels(accelerator: Any, micro_batches: Iterable[Mapping[str, Any]]) -> torch.Tensor:
-    """Labelled tokens of the global batch, an integer scalar: what its loss is a mean over, whoever holds them."""
+def total_over_ranks(accelerator: Any, count: int) -> torch.Tensor:
+    """`count` summed over all ranks, an integer scalar on the device."""
     import torch
 
-    from accel_scale.training.loss import count_loss_tokens
-
-    counts = [count_loss_tokens(batch["labels"]) for batch in micro_batches]
-    count = torch.stack(counts).sum().to(accelerator.device)
-    return accelerator.reduce(count, "sum") if accelerator.num_processes > 1 else count
+    total = torch.tensor(count, device=accelerator.device)
+    return accelerator.reduce(total, "sum") if accelerator.num_processes > 1 else total
 
 
 def reduce_sum(accelerator: Any, values: torch.Tensor) -> torch.Tensor:
@@ -88,6 +85,15 @@ def reduce_sum(accelerator: Any, values: torch.Tensor) -> torch.Tensor:
         return values
     reduced: torch.Tensor = accelerator.reduce(values.to(accelerator.device), "sum").cpu()
     return reduced
+
+
+def beginning_of(batches: Iterable[Mapping[str, Any]] | None, tokenizer: Any, *, num_tokens: int = 12) -> str:
+    """The first tokens of the first row that rank 0 holds, as text, on every rank; nothing where there is none."""
+    from accel_scale.training.gathering import broadcast_from_main
+
+    batch = next(iter(batches), None) if batches is not None else None
+    text = "" if batch is None else tokenizer.decode(batch["input_ids"][0, :num_tokens], skip_special_tokens=True)
+    return str(broadcast_from_main(text))
 
 
 def sample_text(

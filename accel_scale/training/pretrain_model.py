@@ -11,6 +11,7 @@ from accel_scale.training.pretrain_arguments import PretrainDataArguments, Pretr
 from accel_scale.training.scratch import config_from_file, config_of_size, model_from_nothing, parse_count
 
 _BUILT_IN = ("byte", "char")
+_ALL_BYTES = 2**62
 TOKENIZER_FOLDER = "tokenizer"
 
 
@@ -35,7 +36,7 @@ def run_tokenizer(
         beside = model_args.model_config and str(_folder_of(model_args.model_config))
         found = name or model_args.model_name_or_path or beside or default
         return load_tokenizer(
-            found, revision=model_args.model_revision, trust_remote_code=model_args.trust_remote_code
+            str(found), revision=model_args.model_revision, trust_remote_code=model_args.trust_remote_code
         )
     kept = Path(output_dir) / TOKENIZER_FOLDER
     if kept.is_dir() and (name == "char" or model_args.train_tokenizer):
@@ -48,7 +49,7 @@ def run_tokenizer(
         data_args.data,
         text_column=data_args.text_column,
         text_documents=data_args.text_documents,
-        **({"max_bytes": None} if name == "char" else {}),
+        **({"max_bytes": _ALL_BYTES} if name == "char" else {}),
     )
     if name == "char":
         tokenizer = load_pretraining_tokenizer("char", texts=texts)
@@ -153,3 +154,14 @@ def plan_memory(settings: Any, launch: Any, config: Any, attention: str, say: Ca
     from accel_scale.training.planned import mode_of, plan_run
 
     return plan_run(settings, launch, config, attention, say) if mode_of(settings) != "off" else None
+
+
+def num_workers(given: int | None, *, device_type: str, embedded: bool, processes_on_node: int) -> int:
+    """Worker processes of each rank's loader: as given, else from the cores."""
+    from accel_scale.data.loaders import loader_settings
+
+    if given is not None:
+        return given
+    rows = 1 if embedded else None
+    settings = loader_settings(device_type=device_type, num_rows=rows, processes_on_node=processes_on_node)
+    return int(settings["dataloader_num_workers"])

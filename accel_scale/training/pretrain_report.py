@@ -75,12 +75,12 @@ class Report:
                 "method": f"{settings.method}, {format_count(trainable)} trainable",
                 "precision": settings.precision.name,
                 "strategy": f"{run.launch.parallel.label}, {run.launch.world_size} × {run.start.machine.device_name}",
-                "data": run.data.description,
+                "data": self._data_text(),
                 "batch": f"{settings.global_batch_size} rows of {run.data_args.max_length} = "
                 f"{args.per_device_train_batch_size} × {accumulation} accumulated × {run.launch.world_size} ranks",
                 "length": f"{run.length.num_steps:,} steps, {format_count(run.length.num_steps * per_step)} tokens"
                 + (f", from step {run.step:,} on" if run.step else ""),
-                "attention": run.attention + (", documents isolated" if run.isolates else ""),
+                "attention": run.attention + (", documents isolated" if run.data_args.isolate_documents else ""),
                 "memory": run.plan and run.plan.text,
                 "checkpointing": str(settings.checkpointing),
                 "optimizer": f"{args.optim}, {run.settings.values['lr_scheduler_type']} from "
@@ -90,9 +90,17 @@ class Report:
             },
         )
 
+    def _data_text(self) -> str:
+        from accel_scale.reporting.tables import format_count
+
+        data = self.run.data
+        tokens = data.estimate_tokens()
+        named = ", ".join(f"{facts.name} ({facts.share:.0%})" for facts in data.sources)
+        return f"{named}: {'' if tokens.exact else 'about '}{format_count(tokens.tokens)} tokens in an epoch"
+
     # ── Steps ──
 
-    def stepped(self, outcome: Any, *, tokens: int) -> None:
+    def stepped(self, outcome: Any, learning_rate: float, *, tokens: int) -> None:
         """Count one step that was judged; log it when it is time, or when it was not simply taken."""
         run = self.run
         self.num_skipped += not outcome.taken
@@ -111,7 +119,7 @@ class Report:
         values = {
             "loss": outcome.loss,
             "grad_norm": outcome.grad_norm if outcome.grad_norm is not None else math.nan,
-            "learning_rate": run.learning_rate * outcome.lr_factor,
+            "learning_rate": learning_rate * outcome.lr_factor,
             "tokens": run.tokens,
         }
         if speed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from accel_scale.errors import ConfigError
@@ -191,6 +192,30 @@ def schedule_record(schedule: dict[str, Any]) -> dict[str, Any]:
     )
     decay = round(schedule.get("decay_ratio", 0.0) * total) if schedule["name"] == "warmup_stable_decay" else 0
     return {"name": schedule["name"], "warmup_steps": warmup, "decay_begins": total - decay}
+
+
+def trunk_step(folder: str | None, *, place: str = "--decay_from") -> int | None:
+    """The step of a trunk's checkpoint; None without one.
+
+    Raises:
+        ConfigError: if it is no checkpoint of this recipe, or not in a stable phase.
+    """
+    if not folder:
+        return None
+    from accel_scale.training.checkpoint_contents import read_state
+    from accel_scale.training.checkpoint_manifest import Damaged, read_manifest
+
+    try:
+        step = read_manifest(Path(folder)).step
+        record = read_state(Path(folder))["state"]["schedule"]
+    except (Damaged, OSError, KeyError, ValueError) as error:
+        raise ConfigError(
+            f"{folder} is no checkpoint to branch off from ({error}).",
+            place=place,
+            fix="give the path of a checkpoint_<step> that this recipe wrote.",
+        ) from None
+    check_trunk(record, step, place=place)
+    return step
 
 
 def check_trunk(record: dict[str, Any], step: int, *, place: str) -> None:
