@@ -59,7 +59,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade pip setuptools wheel
 	$(BIN)/python -m pip install -q -c constraints.txt torch
-	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[deepspeed,fp8,dev]'
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[deepspeed,fp8,tune,dev]'
 	@touch $@
 
 clean:
