@@ -16,6 +16,8 @@ from accel_scale.errors import ConfigError
 
 # Documents are tokenised this many characters at a time: a lane's first row must not wait for a whole block.
 _ENCODE_CHARACTERS = 32 << 10
+# The cut that a phase makes into a document must be rare beside those that the ends of rows make.
+_LONG_DOCUMENT_ROWS = 8
 # Per lane and source: rows taken (with the lane's late entry), position in the units, document in it, tokens of it.
 LaneState = list[list[int]]
 
@@ -77,21 +79,28 @@ class _OpenUnit:
     def stretches(self, index: int) -> list[tuple[int, int, np.ndarray]]:
         """(document, first token, tokens) of one document in the order its lane takes them.
 
-        A document is one stretch. A fragment of continuous text is taken from a place that differs by epoch to its
-        end, and then from its beginning to there: rows are cut elsewhere in each epoch.
+        A document is one stretch. A fragment of continuous text, or a document of many rows, is taken from a place
+        that differs by epoch to its end, and then from its beginning to there: rows are cut elsewhere in each epoch,
+        and lanes that meet in one document, because there are few, do not take the same rows.
         """
         document, tokens = self.documents[index], self._tokens(index)
         phase = 0
-        if self._block.is_fragment(document) and len(tokens) > self._length:
-            phase = mixed(self._key, document) % self._length
+        if len(tokens) > (1 if self._block.is_fragment(document) else _LONG_DOCUMENT_ROWS) * self._length:
+            phase = mixed(self._key, document) % len(tokens)
         part, parts = self._cut
         parts = max(1, min(parts, len(tokens) // self._length))  # no part is shorter than a row
         if part >= parts:
             return []
-        rest = len(tokens) - phase
-        start, end = phase + rest * part // parts, phase + rest * (part + 1) // parts
-        found = [(document, start, tokens[start:end])]
-        return [*found, (document, 0, tokens[:phase])] if phase and part == parts - 1 else found
+        first, last = len(tokens) * part // parts, len(tokens) * (part + 1) // parts
+        found = []
+        # What is taken first are the tokens from `phase` on, what follows are those before it.
+        for start, end, shift in (
+            (first, min(last, len(tokens) - phase), phase),
+            (max(first, len(tokens) - phase), last, phase - len(tokens)),
+        ):
+            if start < end:
+                found.append((document, start + shift, tokens[start + shift : end + shift]))
+        return found
 
 
 class _Cursor:

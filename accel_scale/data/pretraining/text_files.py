@@ -228,9 +228,11 @@ def _paragraphs(path: str, start: int, end: int, size: int) -> list[Span]:
             data += _until(file, path, len(data), _PARAGRAPH_END, before=data)
     found = []
     for position, stop in _paragraph_bounds(data, first):
-        text = data[position:stop].strip(b"\r\n")
+        text = data[position:stop]
+        if first + position == 0:
+            text = text.removeprefix(BOM)
         if text.strip() and start <= first + position < end:
-            found.append((first + position, text.removeprefix(BOM) if first + position == 0 else text))
+            found.append((first + position, text.strip(b"\r\n")))
     return found
 
 

@@ -1,0 +1,309 @@
+"""Training rows: one order for any number of ranks and workers, resuming anywhere, every document once per epoch."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from accel_scale.data.pretraining import load_pretraining_tokenizer, merge_states, open_pretraining_data
+from accel_scale.data.pretraining.blocks import Block, BlockSource
+from accel_scale.data.pretraining.encoding import Encoder
+from accel_scale.data.pretraining.lanes import TrainingSource, _OpenUnit
+from accel_scale.data.pretraining.opened import PretrainingData
+from accel_scale.data.pretraining.order import UnitOrder
+from accel_scale.errors import ConfigError
+
+GLOBAL_BATCH = 8
+BYTE = load_pretraining_tokenizer("byte")
+EOS = BYTE.eos_token_id
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, write_jsonl: Callable[..., str]) -> list[str]:
+    """A mixture of JSON lines and one continuous text."""
+    draw = random.Random(1)
+    rows = [{"text": f"document {index} " + "word " * draw.randrange(60)} for index in range(1500)]
+    book = tmp_path / "book.txt"
+    book.write_text("".join(f"Line {index} of the book, é.\n" for index in range(8000)))
+    return [f"{write_jsonl('rows.jsonl', rows)}=0.75", f"{book}=0.25"]
+
+
+def open_data(data: Any, **options: Any) -> PretrainingData:
+    return open_pretraining_data(
+        data, **{"tokenizer": BYTE, "row_length": 64, "isolate_documents": True, "seed": 3, **options}
+    )
+
+
+def take(
+    data: PretrainingData,
+    steps: int,
+    *,
+    world_size: int = 1,
+    num_workers: int = 0,
+    micro_batch_size: int = 1,
+    state: dict[str, Any] | None = None,
+    global_batch_size: int = GLOBAL_BATCH,
+) -> tuple[list[list[Any]], dict[str, Any]]:
+    """(rows of each global batch, the merged state after them)."""
+    loaders = [
+        data.train_loader(
+            global_batch_size=global_batch_size,
+            micro_batch_size=micro_batch_size,
+            rank=rank,
+            world_size=world_size,
+            num_workers=num_workers,
+            state=state,
+        )
+        for rank in range(world_size)
+    ]
+    batches = []
+    for _ in range(steps):
+        rows: list[Any] = []
+        for loader in loaders:
+            step = next(loader)
+            for micro_batch, names in zip(step.micro_batches, step.row_ids, strict=True):
+                assert {values.dtype for values in micro_batch.values()} == {torch.int64}
+                assert all(len(values) == micro_batch_size for values in micro_batch.values())
+                rows += zip(*(values.tolist() for values in micro_batch.values()), names, strict=True)
+        batches.append(rows)
+    states = [loader.state_dict() for loader in loaders]
+    for loader in loaders:
+        loader.close()
+    return batches, json.loads(json.dumps(merge_states(states[::-1])))
+
+
+def test_one_order_for_all_ranks_workers_and_micro_batches(corpus) -> None:
+    data = open_data(corpus)
+    expected, state = take(data, 12)
+    for world_size, num_workers, micro_batch_size in ((1, 1, 8), (1, 2, 2), (2, 0, 4), (2, 1, 1), (4, 0, 2)):
+        found = take(data, 12, world_size=world_size, num_workers=num_workers, micro_batch_size=micro_batch_size)
+        assert found == (expected, state)
+    other, _ = take(open_data(corpus, seed=4), 12)
+    assert other != expected
+
+
+def test_resuming_anywhere_on_any_number_of_ranks_goes_on_as_if_uninterrupted(corpus) -> None:
+    data = open_data(corpus)
+    expected, end = take(data, 24)
+    for steps in (1, 7, 16):
+        first, state = take(data, steps)
+        assert first == expected[:steps]
+        for world_size, num_workers in ((1, 0), (4, 0), (2, 1)):
+            rest, last = take(
+                open_data(corpus), 24 - steps, world_size=world_size, num_workers=num_workers, state=state
+            )
+            assert rest == expected[steps:]
+            assert last == end
+
+
+def test_the_state_is_that_of_the_last_step_consumed_however_far_workers_ran_ahead(corpus) -> None:
+    data = open_data(corpus)
+    _, expected = take(data, 2)
+    with data.train_loader(global_batch_size=GLOBAL_BATCH, micro_batch_size=8, num_workers=2) as loader:
+        steps = [next(loader), next(loader)]
+        assert loader.state_dict() == expected
+        assert loader.step == 2
+        assert loader.wait_seconds >= loader.last_wait_seconds > 0
+    # Going around a step is taking it and not training on it.
+    with data.train_loader(global_batch_size=GLOBAL_BATCH, micro_batch_size=8, state=expected) as loader:
+        assert next(loader).row_ids != steps[1].row_ids
+
+
+def test_labels_and_positions_stop_at_documents(corpus) -> None:
+    batches, _ = take(open_data(corpus), 20)
+    for ids, labels, positions, name in (row for batch in batches for row in batch):
+        begins = [index for index, label in enumerate(labels) if label == -100]
+        assert all(label in (-100, token) for token, label in zip(ids, labels, strict=True))
+        after_eos = [index + 1 for index, token in enumerate(ids[:-1]) if token == EOS]
+        assert set(after_eos) <= set(begins)
+        expected = [index - max([0, *(begin for begin in begins if begin <= index)]) for index in range(64)]
+        assert positions == expected
+        assert name.split(":")[0] in ("rows.jsonl", "book.txt")
+
+
+def test_rows_without_isolation_have_no_positions(corpus) -> None:
+    step = next(open_data(corpus, isolate_documents=False).train_loader(global_batch_size=4, micro_batch_size=2))
+    assert [set(batch) for batch in step.micro_batches] == [{"input_ids", "labels"}] * 2
+    predicted = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in step.micro_batches)
+    assert step.num_predicted == predicted
+
+
+def test_shares_are_shares_of_tokens(corpus) -> None:
+    batches, _ = take(open_data(corpus), 100)
+    counts = Counter(row[-1].split(":")[0] for batch in batches for row in batch)
+    assert counts["rows.jsonl"] == pytest.approx(600, abs=2)
+    assert all(sum(row[-1].startswith("book") for row in batch) == 2 for batch in batches)  # in each batch, too
+
+
+def test_a_row_id_leads_to_the_text(corpus) -> None:
+    data = open_data(corpus)
+    for row in take(data, 6)[0][-1]:
+        shown = data.row_text(row[-1])
+        texts = "".join(part.split("\n", 1)[1] for part in f"\n{shown}".split("\n── ")[1:])
+        assert texts == BYTE.decode(row[0])
+    assert "book.txt, byte" in shown or "rows.jsonl:" in shown
+    with pytest.raises(ConfigError, match="not a row id"):
+        data.row_text("nonsense")
+    with pytest.raises(ConfigError, match="no source is called"):
+        data.row_text("other:1:2")
+
+
+# ── Every document once per epoch ────────────────────────────────────────────────────────────────────────────────────
+
+
+class ListSource(BlockSource):
+    """Blocks of given texts."""
+
+    def __init__(self, blocks: list[list[str]], *, cut: bool) -> None:
+        self.kind, self.size_bytes, self.num_blocks = "text", 1, len(blocks)
+        self._blocks, self._cut = blocks, cut
+
+    def read(self, block: int) -> Block:
+        return Block(list(self._blocks[block]), begins=not self._cut, ends=not self._cut)
+
+    def place(self, block: int, document: int) -> str:
+        return f"{block}, {document}"
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    sizes=st.lists(st.lists(st.integers(1, 200), max_size=6), min_size=1, max_size=6),
+    num_lanes=st.integers(1, 40),
+    row_length=st.integers(2, 50),
+    cut=st.booleans(),
+    seed=st.integers(0, 9),
+)
+def test_every_token_of_every_document_once_per_epoch(sizes, num_lanes, row_length, cut, seed) -> None:
+    blocks = [["x" * size for size in block] for block in sizes]
+    source = TrainingSource("list", ListSource(blocks, cut=cut), len(blocks), 1.0, seed)
+    order, encoder = UnitOrder(len(blocks), num_lanes, seed), Encoder(BYTE)
+    for epoch in range(2):
+        seen: Counter = Counter()
+        for position in range(epoch * order.num_units, (epoch + 1) * order.num_units):
+            unit = _OpenUnit(source, order, position, encoder, row_length)
+            for index in range(len(unit.documents)):
+                for document, start, tokens in unit.stretches(index):
+                    seen.update((unit.unit.block, document, start + offset) for offset in range(len(tokens)))
+        expected = Counter(
+            (number, document, offset)
+            for number, block in enumerate(sizes)
+            for document, size in enumerate(block)
+            for offset in range(size + (not (cut and document == len(block) - 1)))
+        )
+        assert seen == expected
+
+
+def test_one_lane_takes_each_document_once_before_any_twice(write_jsonl) -> None:
+    texts = [f"<{index}>" + "y" * (index % 37) for index in range(800)]
+    data = open_data(write_jsonl("a.jsonl", [{"text": text} for text in texts]), row_length=32)
+    num_tokens = sum(len(text) + 1 for text in texts)
+    batches, _ = take(data, -(-num_tokens // 32), global_batch_size=1)
+    stream = [token for batch in batches for token in batch[0][0]][:num_tokens]
+    found = BYTE.decode(stream).split(BYTE.eos_token)
+    assert sorted(found[:-1]) == sorted(texts)
+    assert found[:-1] != texts
+
+
+@pytest.mark.parametrize("num_documents", [1, 5, 300])
+def test_small_data_is_covered_evenly_by_many_lanes(write_jsonl, num_documents: int) -> None:
+    """Fewer blocks, or even documents, than rows in the batch."""
+    rows = [{"text": f"{index:04d}" * (20 if num_documents == 300 else 1000)} for index in range(num_documents)]
+    data = open_data(write_jsonl("small.jsonl", rows), row_length=40)
+    total = sum(len(row["text"]) + 1 for row in rows)
+    steps = max(1, 20 * total // (64 * 40))
+    batches, _ = take(data, steps, global_batch_size=64)
+    names = [row[-1] for row in batches[0]]
+    # A row twice in a batch is rare, even where a batch has more than half of all tokens.
+    assert len(set(names)) >= (64 if num_documents == 300 else 60)
+    counts = Counter(token for batch in batches for row in batch for token in row[0])
+    share = counts[EOS] / sum(counts.values())
+    assert share == pytest.approx(num_documents / total, rel=0.35)
+
+
+def test_continuous_text_is_cut_elsewhere_in_each_epoch(tmp_path: Path) -> None:
+    path = tmp_path / "book.txt"
+    path.write_text("0123456789abcde\n" * 4096)  # rows of 64 bytes would begin at the same places for ever
+    data = open_data(str(path))
+    per_epoch = 4096 * 16 // 64
+    batches, _ = take(data, per_epoch * 3, global_batch_size=1)
+    epochs = [batches[index * per_epoch : (index + 1) * per_epoch] for index in range(3)]
+    begins = [Counter(row[-1].split("@")[1].split("-")[0] for batch in epoch for row in batch) for epoch in epochs]
+    assert len(set(begins[0]) & set(begins[1])) < len(begins[0]) / 3
+    assert len(set(begins[1]) & set(begins[2])) < len(begins[1]) / 3
+
+
+# ── What is refused ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_batches_that_do_not_divide_are_refused(corpus) -> None:
+    data = open_data(corpus)
+    with pytest.raises(ConfigError, match="not a multiple of 3 rows on each of 2 ranks"):
+        data.train_loader(global_batch_size=8, micro_batch_size=3, world_size=2)
+    with pytest.raises(ConfigError, match="no rank 2 of 2"):
+        data.train_loader(global_batch_size=8, micro_batch_size=1, rank=2, world_size=2)
+
+
+def test_states_of_other_runs_are_refused(corpus) -> None:
+    _, state = take(open_data(corpus), 1)
+    for options, problem in (
+        ({"seed": 9}, "the seed changed"),
+        ({"row_length": 32}, "the row length changed"),
+        ({"validation_share": 0.1}, "the data"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            take(open_data(corpus, **options), 1, state=state)
+    with pytest.raises(ConfigError, match="the global batch size changed"):
+        take(open_data(corpus), 1, state=state, global_batch_size=4)
+    part = open_data(corpus).train_loader(global_batch_size=8, micro_batch_size=1, world_size=2).state_dict()
+    with pytest.raises(ConfigError, match="merge_states"):
+        open_data(corpus).train_loader(global_batch_size=8, micro_batch_size=1, state=part)
+    with pytest.raises(ConfigError, match="4 of the global batch's 8 rows"):
+        merge_states([part])
+
+
+def test_a_bad_row_stops_training_with_its_line(write_jsonl) -> None:
+    path = write_jsonl("rows.jsonl", [{"text": "fine"}] * 50 + [{"text": 7}])
+    for num_workers in (0, 1):
+        loader = open_data(path).train_loader(global_batch_size=1, micro_batch_size=1, num_workers=num_workers)
+        with pytest.raises(ConfigError, match="holds int") as error:
+            list(loader)
+        assert error.value.place == f"{path}:51"
+
+
+def test_data_without_text_is_refused(write_jsonl) -> None:
+    loader = open_data(write_jsonl("empty.jsonl", [{"text": ""}] * 9)).train_loader(
+        global_batch_size=1, micro_batch_size=1
+    )
+    with pytest.raises(ConfigError, match="has no text"):
+        next(loader)
+
+
+def test_memory_stays_flat(write_jsonl) -> None:
+    """Blocks come and go; private memory after 300 steps is that after 100. The long proof is a benchmark."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        pytest.skip("needs /proc")
+
+    def private_bytes() -> int:
+        line = next(line for line in status.read_text().splitlines() if line.startswith("RssAnon"))
+        return int(line.split()[1]) * 1024
+
+    rows = [{"text": "some words of a document " * (index % 20)} for index in range(20_000)]
+    loader = open_data(write_jsonl("rows.jsonl", rows), row_length=512).train_loader(
+        global_batch_size=16, micro_batch_size=16
+    )
+    for _ in range(100):
+        next(loader)
+    before = private_bytes()
+    for _ in range(200):
+        next(loader)
+    assert private_bytes() < before * 1.1
