@@ -39,6 +39,7 @@ _EXPORTS: dict[str, str] = {
     "derive_accumulation": "accel_scale.training.batch",
     "CheckpointingPolicy": "accel_scale.training.checkpointing",
     "apply_checkpointing": "accel_scale.training.checkpointing",
+    "CheckpointManager": "accel_scale.training.checkpoints",
     "cap_device_memory": "accel_scale.training.device",
     "ExactMatch": "accel_scale.training.exact_match",
     "exact_match": "accel_scale.training.exact_match",

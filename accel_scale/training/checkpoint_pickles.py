@@ -15,11 +15,9 @@ _METADATA_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed
 _METADATA_NAMES = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
-    ("torch.distributed.checkpoint.planner", "TensorWriteData"),
     ("pathlib", "PosixPath"),
     ("collections", "OrderedDict"),
     ("torch", "device"),
-    ("torch.distributed.checkpoint.metadata", "TensorProperties"),
 }
 # What DeepSpeed 0.19.8 pickles beside tensors; it reads its files without restrictions.
 _DEEPSPEED_NAMES = {
@@ -74,19 +72,15 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Knows the classes of `.metadata` and no others."""
 
     def find_class(self, module: str, name: str) -> Any:
-        found = super().find_class(module, name) if _is_metadata_name(module, name) else None
-        if found is None:
-            raise pickle.UnpicklingError(f"{module}.{name}")
-        return found
-
-
-def _is_metadata_name(module: str, name: str) -> bool:
-    # A dotted name would reach through a module's imports.
-    return "." not in name and (
-        (module, name) in _METADATA_NAMES
-        or (module in _METADATA_MODULES and name[0].isupper())
-        or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype))
-    )
+        if (module, name) in _METADATA_NAMES:
+            return super().find_class(module, name)
+        if module in _METADATA_MODULES and "." not in name:  # a dotted name would reach through its imports
+            found = super().find_class(module, name)
+            if isinstance(found, type) and found.__module__ == module:
+                return found
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise pickle.UnpicklingError(f"{module}.{name}")
 
 
 def _refuse_unsafe_metadata(path: Path) -> None:

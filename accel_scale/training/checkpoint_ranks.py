@@ -79,15 +79,19 @@ class Meeting:
             failure = ("config", error.problem, error.place, error.fix)
         except Exception as error:
             failure, cause = ("other", one_line(error), None, None), error
-        outcomes = self.gather((failure, result))
-        for rank, (problem, _) in enumerate(outcomes):
-            if problem is None:
-                continue
-            kind, text, place, fix = problem
-            if kind == "config":
-                raise ConfigError(text, place=place, fix=fix)
-            raise FailedSomewhere(text if self.world_size == 1 else f"rank {rank}: {text}") from cause
-        return [value for _, value in outcomes]  # type: ignore[misc]
+        try:
+            outcomes = self.gather((failure, result))
+            for rank, (problem, _) in enumerate(outcomes):
+                if problem is None:
+                    continue
+                kind, text, place, fix = problem
+                if kind == "config":
+                    raise ConfigError(text, place=place, fix=fix)
+                raise FailedSomewhere(text if self.world_size == 1 else f"rank {rank}: {text}") from cause
+            return [value for _, value in outcomes]  # type: ignore[misc]
+        finally:
+            # The error's frames hold files half written, and this frame, which would hold it: no space on a full disk.
+            del cause
 
     def on_main(self, work: Callable[[], T]) -> T:
         """Rank 0's result of `work`, which only it does; fails as `together` does."""

@@ -16,6 +16,9 @@ from accel_scale.training.checkpoint_folders import checkpoint_folder, delete_ol
 from accel_scale.training.checkpoint_manifest import Manifest, describe_files, write_manifest
 from accel_scale.training.checkpoint_ranks import FailedSomewhere, Meeting
 
+# Writers report a full disk in words of their own; with less than this left, it was that.
+_FULL_BYTES = 2**20
+
 
 @dataclass(frozen=True)
 class Job:
@@ -57,13 +60,13 @@ class Job:
             described = meeting.together(lambda: self._describe(staged))
             meeting.on_main(lambda: self._publish(staged, {k: v for files in described for k, v in files.items()}))
         except (FailedSomewhere, ConfigError) as error:
-            meeting.gather(None)  # nobody writes any more
+            free = meeting.from_main(_free_bytes(self.output_dir))  # nobody writes any more
             if meeting.rank == 0:
                 _remove(staged)
             meeting.gather(None)
             if isinstance(error, ConfigError):
                 raise
-            return f"{error}{_space_left(self.output_dir)}"
+            return f"the disk is full ({error})" if free < _FULL_BYTES else str(error)
         # What is old can wait for the next time if it cannot be removed now.
         with contextlib.suppress(FailedSomewhere):
             meeting.on_main(self.clean_up)
@@ -143,9 +146,8 @@ def _remove(staged: Path) -> None:
         staged.parent.rmdir()
 
 
-def _space_left(folder: Path) -> str:
+def _free_bytes(folder: Path) -> int:
     try:
-        free = shutil.disk_usage(folder).free
+        return shutil.disk_usage(folder).free
     except OSError:
-        return ""
-    return f"; {free / 2**20:.0f} MiB are free in {folder}"
+        return 0

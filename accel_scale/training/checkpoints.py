@@ -16,6 +16,7 @@ manager.finish()
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -225,6 +226,10 @@ class CheckpointManager:
             CheckpointNotSaved: if the newest checkpoint could not be written.
         """
         self._wait()
+        if self._meeting.is_distributed:
+            # gloo's thread needs the interpreter to give back the last `should_stop`'s tensor; a program that frees
+            # its process group before that waits forever (torch 2.13).
+            time.sleep(0.02)
         if self._last_failure:
             raise CheckpointNotSaved(self._last_failure)
 

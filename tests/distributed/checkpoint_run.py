@@ -1,0 +1,158 @@
+"""A plain Accelerate loop with a `CheckpointManager`, for `test_checkpoints_sharded.py`.
+
+accelerate launch --config_file F checkpoint_run.py --output_dir D --report R.json     one run
+accelerate launch --config_file F checkpoint_run.py --runs runs.json                   several, libraries imported once
+
+``runs.json`` lists ``{"argv", "port", "log", "num_processes"}``: a run takes the first of the launched processes,
+which form a group of their own. Rows depend on the step alone: a global batch is the same on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin
+from run_recipe_forked import run_once
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from accel_scale import ConfigError
+from accel_scale.launching.rehearsal import enable_rehearsal_if_needed
+from accel_scale.training.checkpoints import EXIT_NOT_SAVED, EXIT_STOPPED, CheckpointManager, CheckpointNotSaved
+
+GLOBAL_BATCH_SIZE, LENGTH, VOCABULARY = 4, 16, 64
+
+
+class Counter:
+    """Something registered: counts the steps that it has seen."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def state_dict(self) -> dict:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.steps = list(state["steps"])
+
+
+def several(runs: list[dict]) -> int:
+    """Fork once per run in which this process takes part."""
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        import deepspeed  # noqa: F401
+    worst = 0
+    for run in runs:
+        if int(os.environ["RANK"]) >= run["num_processes"]:
+            continue
+        child = os.fork()
+        if child == 0:
+            for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+                os.environ[name] = str(run["num_processes"])
+            os._exit(run_once({**run, "recipe": __file__}))
+        worst = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) or worst
+    return worst
+
+
+def batch_of(step: int, accelerator: Accelerator) -> torch.Tensor:
+    """This rank's rows of a step's global batch."""
+    rows = torch.randint(
+        0, VOCABULARY, (GLOBAL_BATCH_SIZE, LENGTH), generator=torch.Generator().manual_seed(1000 + step)
+    )
+    return rows[accelerator.process_index :: accelerator.num_processes]
+
+
+def one(args: argparse.Namespace) -> None:
+    """Train, save, resume as the flags say; rank 0 writes what was seen."""
+    enable_rehearsal_if_needed()
+    # The launch files leave accumulation to the script.
+    accelerator = Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1))
+    if accelerator.state.deepspeed_plugin is not None:
+        accelerator.state.deepspeed_plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = (
+            GLOBAL_BATCH_SIZE // accelerator.num_processes
+        )
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=args.hidden_size,
+        intermediate_size=2 * args.hidden_size,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=VOCABULARY,
+        attention_dropout=args.dropout,
+        tie_word_embeddings=True,
+    )
+    model = LlamaForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: 1 / (1 + 0.3 * done))
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    manager = CheckpointManager(accelerator, args.output_dir, keep_last=None, asynchronous=args.asynchronous)
+    counter = Counter()
+    manager.register("counter", counter)
+    resumed = manager.resume(args.resume)
+    for name, seed in (("python", random.seed), ("numpy", np.random.seed), ("torch", torch.manual_seed)):
+        if resumed is None:
+            seed(len(name) + accelerator.process_index)  # every rank its own numbers
+    model.train()
+    report = {"resumed": resumed and resumed.step, "state": resumed and resumed.state, "losses": {}, "draws": {}}
+    for step in range((resumed.step if resumed else 0) + 1, args.num_steps + 1):
+        rows = batch_of(step, accelerator)
+        loss = model(input_ids=rows, labels=rows).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        counter.steps.append(step)
+        draws = torch.tensor([random.random(), np.random.rand(), torch.rand(()).item()], dtype=torch.float64)
+        report["losses"][step] = accelerator.gather(loss.detach().double().reshape(1)).mean().item()
+        report["draws"][step] = accelerator.gather(draws).tolist()
+        stopping = manager.should_stop()
+        if step == args.save_at or stopping or (args.save_every and step % args.save_every == 0):
+            manager.save(step, {"rows": step * GLOBAL_BATCH_SIZE}, final=stopping)
+        if accelerator.is_main_process:
+            print(f"step {step}", flush=True)
+        if stopping:
+            manager.finish()
+            accelerator.end_training()
+            sys.exit(EXIT_STOPPED)
+    manager.finish()
+    report["counter"] = counter.steps
+    report["learning_rate"] = optimizer.param_groups[0]["lr"]
+    if accelerator.is_main_process:
+        Path(args.report).write_text(json.dumps(report))
+    accelerator.end_training()
+
+
+def main() -> int | None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--runs", type=Path)
+    parser.add_argument("--output_dir")
+    parser.add_argument("--report", default=os.devnull)
+    parser.add_argument("--resume", default="auto")
+    parser.add_argument("--num_steps", type=int, default=6)
+    parser.add_argument("--save_at", type=int, default=0)
+    parser.add_argument("--save_every", type=int, default=0)
+    parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--hidden_size", type=int, default=32)
+    parser.add_argument("--asynchronous", action="store_true")
+    args = parser.parse_args()
+    if args.runs:
+        return several(json.loads(args.runs.read_text()))
+    try:
+        return one(args)
+    except ConfigError as error:
+        print(f"error: {error.one_line()}", file=sys.stderr)
+        return 2
+    except CheckpointNotSaved as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_NOT_SAVED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

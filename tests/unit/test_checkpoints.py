@@ -1,0 +1,511 @@
+"""Checkpoints of a plain loop on one process: the same numbers after a resume, and nothing damaged is ever used."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import pickle
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from torch import nn
+
+from accel_scale import CheckpointManager, ConfigError
+from accel_scale.training.atomic import checkpoint_problems
+from accel_scale.training.checkpoint_contents import host_copy
+from accel_scale.training.checkpoint_manifest import Damaged, read_manifest
+from accel_scale.training.checkpoint_pickles import load_safely, refuse_unsafe_folder
+from accel_scale.training.checkpoint_random import derive_random_states, put_random_states, take_random_states
+from accel_scale.training.checkpoints import EXIT_STOPPED, CheckpointNotSaved
+
+
+class Tied(nn.Module):
+    """An embedding used twice, dropout, a buffer."""
+
+    def __init__(self, size: int = 16) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, size)
+        self.middle = nn.Linear(size, size)
+        self.head = nn.Linear(size, 32, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, ids):
+        self.seen += 1
+        hidden = nn.functional.dropout(self.middle(self.embedding(ids)), 0.2, self.training)
+        return nn.functional.cross_entropy(self.head(hidden), ids.roll(1))
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.value = 0
+
+    def state_dict(self):
+        return {"value": self.value, "history": [0.1, None, float("inf")]}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+
+class Run:
+    """A model in training with its manager."""
+
+    def __init__(self, folder, *, size: int = 16, seed: int = 0, **settings) -> None:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        self.accelerator = Accelerator(cpu=True)
+        model = Tied(size)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
+        self.model, self.optimizer, self.scheduler = self.accelerator.prepare(model, optimizer, scheduler)
+        self.manager = CheckpointManager(self.accelerator, folder, **settings)
+        self.counter = Counter()
+        self.manager.register("counter", self.counter)
+
+    def steps(self, count: int) -> list[float]:
+        losses = []
+        for _ in range(count):
+            ids = torch.randint(0, 32, (8,)) + random.randint(0, 0)
+            loss = self.model(ids)
+            self.accelerator.backward(loss)
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+            self.counter.value += 1
+            losses += [loss.item(), random.random(), np.random.rand()]
+        return losses
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Makes runs in one folder, and puts signal handlers and Accelerate's state back."""
+    runs = []
+
+    def make(folder=tmp_path / "run", **settings) -> Run:
+        runs.append(Run(folder, **settings))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        run.manager._signals.restore()
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def saved(start, steps=(3, 6), **settings) -> tuple[Run, list[float]]:
+    """A run with checkpoints at `steps`, and what the three steps after the last of them gave."""
+    run, done = start(**settings), 0
+    for step in steps:
+        run.steps(step - done)
+        done = step
+        run.manager.save(step, {"rows": 8 * step})
+    return run, run.steps(3)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_going_on_is_bitwise_the_uninterrupted_run(start, asynchronous):
+    run, expected = saved(start, asynchronous=asynchronous)
+    run.manager.finish()
+    again = start(seed=7)
+    resumed = again.manager.resume("auto")
+    assert (resumed.step, resumed.state, resumed.folder.name) == (6, {"rows": 48}, "checkpoint_6")
+    assert again.counter.value == 6
+    assert again.steps(3) == expected
+    assert again.scheduler.get_last_lr() == run.scheduler.get_last_lr()
+    for name, tensor in run.model.state_dict().items():
+        assert torch.equal(tensor, again.model.state_dict()[name]), name
+    assert again.model.head.weight is again.model.embedding.weight
+
+
+def test_asynchronous_writes_the_same_bytes(start, tmp_path):
+    saved(start, folder=tmp_path / "a")
+    run, _ = saved(start, folder=tmp_path / "b", asynchronous=True)
+    run.manager.finish()
+    for path in sorted((tmp_path / "a" / "checkpoint_6").iterdir()):
+        assert path.read_bytes() == (tmp_path / "b" / "checkpoint_6" / path.name).read_bytes(), path.name
+
+
+def test_no_and_nothing_there(start, tmp_path):
+    assert start().manager.resume("auto") is None
+    saved(start)
+    assert start().manager.resume("no") is None
+    with pytest.raises(ConfigError, match=r"manifest.json is missing"):
+        start().manager.resume(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"holds checkpoints and is none.*name one, e.g. .*checkpoint_6"):
+        start().manager.resume(tmp_path / "run")
+
+
+def truncate(folder: Path) -> str:
+    os.truncate(folder / "optimizer.bin", 100)
+    return "optimizer.bin has 100 bytes instead of"
+
+
+def flip(folder: Path) -> str:
+    content = bytearray((folder / "model.safetensors").read_bytes())
+    content[-5] ^= 1
+    (folder / "model.safetensors").write_bytes(content)
+    return "model.safetensors was changed"
+
+
+def remove(folder: Path) -> str:
+    (folder / "random_states_0.pt").unlink()
+    return "random_states_0.pt is missing"
+
+
+def flip_manifest(folder: Path) -> str:
+    path = folder / "manifest.json"
+    path.write_text(path.read_text().replace('"step": 6', '"step": 7'))
+    return "manifest.json was changed"
+
+
+def cut_manifest(folder: Path) -> str:
+    os.truncate(folder / "manifest.json", 40)
+    return "manifest.json cannot be read"
+
+
+def remove_manifest(folder: Path) -> str:
+    (folder / "manifest.json").unlink()
+    return "manifest.json is missing"
+
+
+def flip_state(folder: Path) -> str:
+    (folder / "state.json").write_text((folder / "state.json").read_text().replace("48", "49"))
+    return "state.json was changed"
+
+
+DAMAGE = [truncate, flip, remove, flip_manifest, cut_manifest, remove_manifest, flip_state]
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda function: function.__name__)
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(start, tmp_path, capsys, damage):
+    saved(start)
+    expected = damage(tmp_path / "run" / "checkpoint_6")
+    with pytest.raises(ConfigError, match=expected):
+        start().manager.resume(tmp_path / "run" / "checkpoint_6")
+    resumed = start().manager.resume("auto")
+    assert resumed.step == 3
+    line = next(line for line in capsys.readouterr().out.splitlines() if "damaged" in line)
+    assert line.startswith(f"warning: checkpoint_6 is damaged ({expected}")
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["checkpoint_3", "checkpoint_6.damaged"]
+
+
+def test_every_single_flipped_byte_is_found(start, tmp_path):
+    """Of the small files; the checksum is the same for large ones."""
+    saved(start, steps=(1,))
+    folder = tmp_path / "run" / "checkpoint_1"
+    run = start()
+    for name in ("scheduler.bin", "state.json", "manifest.json"):
+        original = (folder / name).read_bytes()
+        for position in range(0, len(original), 7):
+            content = bytearray(original)
+            content[position] ^= 0x10
+            (folder / name).write_bytes(content)
+            with pytest.raises(ConfigError, match=r"no good checkpoint|is damaged"):
+                run.manager.resume(folder)
+        (folder / name).write_bytes(original)
+    assert run.manager.resume(folder).step == 1
+
+
+def test_nothing_good_left(start, tmp_path, capsys):
+    saved(start)
+    flip(tmp_path / "run" / "checkpoint_6")
+    truncate(tmp_path / "run" / "checkpoint_3")
+    assert start().manager.resume("auto") is None
+    assert "no good checkpoint is left" in capsys.readouterr().out
+
+
+def names(folder: Path) -> list[str]:
+    return sorted((path.name for path in folder.iterdir()), key=lambda name: int(name.split("_")[1].split(".")[0]))
+
+
+def test_what_is_kept(start, tmp_path):
+    saved(start, steps=range(1, 9), keep_last=2, keep_every=3)
+    assert names(tmp_path / "run") == ["checkpoint_3", "checkpoint_6", "checkpoint_7", "checkpoint_8"]
+
+
+def test_damaged_ones_are_not_counted(start, tmp_path):
+    run, _ = saved(start, steps=(1, 2, 3), keep_last=2)
+    truncate(tmp_path / "run" / "checkpoint_3")
+    run.manager.save(4)
+    assert names(tmp_path / "run") == ["checkpoint_2", "checkpoint_3", "checkpoint_4"]
+    run.manager.save(5)
+    assert names(tmp_path / "run") == ["checkpoint_3", "checkpoint_4", "checkpoint_5"]
+
+
+def test_going_back_makes_the_new_branch_the_newest(start, tmp_path):
+    saved(start, steps=(2, 4, 6), keep_last=3)
+    run = start(keep_last=2)
+    assert run.manager.resume(tmp_path / "run" / "checkpoint_2").step == 2
+    run.manager.save(3)
+    assert start().manager.resume("auto").step == 3
+    assert names(tmp_path / "run") == ["checkpoint_3", "checkpoint_6"]
+
+
+def test_saving_a_step_again_replaces_it(start, tmp_path):
+    run, _ = saved(start, steps=(3,))
+    run.manager.save(3, {"rows": "again"})
+    assert start().manager.resume("auto").state == {"rows": "again"}
+    assert names(tmp_path / "run") == ["checkpoint_3"]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A real filesystem of 8 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mount(b"tmpfs", str(folder).encode(), b"tmpfs", 0, b"size=8m") != 0:
+        pytest.skip("only root mounts a small filesystem")
+    yield folder
+    libc.umount2(str(folder).encode(), 2)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("part", [0.0, 0.2, 0.6, 0.99])
+def test_a_full_disk_costs_the_new_checkpoint_only(start, small_disk, capsys, part, asynchronous):
+    """There is room for `part` of a checkpoint: nothing, some weights, some of the optimizer, all but the manifest."""
+    run = start(folder=small_disk / "run", size=512, asynchronous=asynchronous)
+    run.steps(2)
+    before = shutil.disk_usage(small_disk).free
+    run.manager.save(2)
+    run.manager.finish()
+    needed = before - shutil.disk_usage(small_disk).free
+    expected = {path.name: path.read_bytes() for path in (small_disk / "run" / "checkpoint_2").iterdir()}
+    free = shutil.disk_usage(small_disk).free
+    (small_disk / "filler").write_bytes(bytes(free - int(part * needed)))
+    run.steps(2)
+    run.manager.save(4)
+    run.steps(1)  # it goes on
+    with pytest.raises(CheckpointNotSaved, match=r"checkpoint_5 was not saved: the disk is full"):
+        run.manager.save(5, final=True)
+    out = capsys.readouterr().out
+    assert "warning: checkpoint_4 was not saved: " in out
+    assert "Older checkpoints are untouched" in out
+    assert [path.name for path in (small_disk / "run").iterdir()] == ["checkpoint_2"]
+    assert {p.name: p.read_bytes() for p in (small_disk / "run" / "checkpoint_2").iterdir()} == expected
+    (small_disk / "filler").unlink()
+    assert run.manager.save(6, final=True).name == "checkpoint_6"
+    assert start(folder=small_disk / "run", size=512).manager.resume("auto").step == 6
+
+
+def test_finish_reports_a_last_checkpoint_that_was_not_written(start, small_disk):
+    run = start(folder=small_disk / "run", size=512, asynchronous=True)
+    run.steps(1)
+    (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free - 100_000))
+    run.manager.save(1)
+    with pytest.raises(CheckpointNotSaved, match="checkpoint_1 was not saved: the disk is full"):
+        run.manager.finish()
+
+
+@pytest.mark.parametrize(
+    ("state", "problem"),
+    [
+        ({"a": torch.ones(1)}, r"state\['a'\] is a Tensor"),
+        ({"a": [{1: 2}]}, r"state\['a'\]\[0\] has the key 1"),
+        ({"a": {"b": {3}}}, r"state\['a'\]\['b'\] is a set"),
+    ],
+)
+def test_state_must_be_json(start, tmp_path, state, problem):
+    with pytest.raises(ConfigError, match=problem):
+        start().manager.save(1, state)
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_is_registered_must_agree(start):
+    saved(start)
+    run = start()
+    run.manager.register("other", Counter())
+    with pytest.raises(ConfigError, match="differ in what is registered: other"):
+        run.manager.resume("auto")
+    with pytest.raises(ConfigError, match="'other' is registered already"):
+        run.manager.register("other", Counter())
+    with pytest.raises(ConfigError, match="int has no state_dict"):
+        run.manager.register("number", 1)
+
+
+def test_another_model_is_refused(start):
+    saved(start)
+    with pytest.raises(
+        ConfigError, match=r"checkpoint_6 does not fit this model \(size mismatch for embedding.weight"
+    ):
+        start(size=8).manager.resume("auto")
+
+
+def test_what_accelerate_would_pickle_is_refused(start):
+    run = start()
+    run.accelerator.register_for_checkpointing(run.counter)
+    with pytest.raises(ConfigError, match=r"CheckpointManager.register"):
+        run.manager.save(1)
+
+
+class Evil:
+    def __reduce__(self):
+        return os.system, ("touch /tmp/accel-scale-was-here",)
+
+
+def test_pickled_code_is_not_run(start, tmp_path):
+    saved(start)
+    path = tmp_path / "run" / "checkpoint_6" / "optimizer.bin"
+    torch.save({"state": Evil()}, path)
+    with pytest.raises(ConfigError, match=r"optimizer\.bin holds posix\.system"):
+        load_safely(path)
+    with pytest.raises(ConfigError, match=r"optimizer\.bin holds posix\.system"):
+        refuse_unsafe_folder(path.parent)
+    metadata = tmp_path / "other" / "shards" / ".metadata"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(ConfigError, match=r"shards/.metadata holds posix.system"):
+        refuse_unsafe_folder(tmp_path / "other")
+    assert not Path("/tmp/accel-scale-was-here").exists()
+
+
+def test_counts(start):
+    with pytest.raises(ConfigError, match="keep_last is 0"):
+        start(keep_last=0)
+    with pytest.raises(ConfigError, match="keep_every is -1"):
+        start(keep_every=-1)
+
+
+def test_random_states_go_round_and_new_ranks_get_their_own():
+    before = take_random_states(torch.device("cpu"))
+    drawn = [random.random(), np.random.randn(), torch.rand(()).item()]
+    np.random.randn()
+    put_random_states(before, torch.device("cpu"))
+    assert [random.random(), np.random.randn(), torch.rand(()).item()] == drawn
+    seeds = {derive_random_states(1, step, rank) for step in (3, 4) for rank in (2, 3)}
+    assert len(seeds) == 4
+    derive_random_states(1, 3, 2)
+    first = torch.rand(3)
+    derive_random_states(1, 3, 2)
+    assert torch.equal(torch.rand(3), first)
+    put_random_states(before, torch.device("cpu"))
+
+
+def test_host_copies():
+    tensor = torch.arange(6.0)
+    value = {"a": tensor, "b": [tensor, tensor[2:4]], "c": (1, "x")}
+    kept, copied = host_copy(value, copy=False), host_copy(value, copy=True)
+    assert kept["a"].data_ptr() == tensor.data_ptr()
+    assert copied["a"] is copied["b"][0]
+    assert copied["a"].data_ptr() != tensor.data_ptr()
+    assert kept["b"][1].untyped_storage().nbytes() == 8  # a view does not carry the whole
+    tensor.zero_()
+    assert copied["b"][1].tolist() == [2.0, 3.0]
+
+
+def test_the_manifest_says_what_it_is(start, tmp_path):
+    saved(start)
+    folder = tmp_path / "run" / "checkpoint_6"
+    manifest = read_manifest(folder)
+    assert (manifest.step, manifest.world_size, manifest.strategy) == (6, 1, "single")
+    assert set(manifest.files) == {p.name for p in folder.iterdir()} - {"manifest.json"}
+    assert manifest.versions["torch"] == torch.__version__
+    assert checkpoint_problems(folder) == []
+    with pytest.raises(Damaged, match=r"manifest\.json is missing"):
+        read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_is_remembered(start, number):
+    before = signal.getsignal(number)
+    run = start()
+    assert not run.manager.should_stop()
+    os.kill(os.getpid(), number)
+    assert run.manager.should_stop()
+    run.manager.save(1)
+    assert read_manifest(run.manager._output_dir / "checkpoint_1").stopped_by == number.name
+    run.manager.close()
+    assert signal.getsignal(number) is before
+
+
+KILLED = """
+import os, signal, sys, threading, time
+from pathlib import Path
+sys.path.insert(0, {here!r})
+from test_checkpoints import Run
+run = Run({folder!r}, size=2048, asynchronous={asynchronous})
+run.steps(1)
+run.manager.save(1)
+run.manager.finish()
+def kill():
+    while not Path({folder!r}, ".partial", "checkpoint_2", {file!r}).exists():
+        pass
+    os.kill(os.getpid(), signal.SIGKILL)
+threading.Thread(target=kill, daemon=True).start()
+run.steps(1)
+run.manager.save(2)
+run.manager.finish()
+"""
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.bin"])
+def test_killed_in_the_middle_of_writing(start, tmp_path, asynchronous, file):
+    folder = tmp_path / "run"
+    script = KILLED.format(here=str(Path(__file__).parent), folder=str(folder), asynchronous=asynchronous, file=file)
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert process.returncode == -signal.SIGKILL, process.stderr
+    assert (folder / ".partial" / "checkpoint_2").is_dir()
+    assert not (folder / "checkpoint_2").exists()
+    run = start(size=2048)
+    assert run.manager.resume("auto").step == 1
+    assert [path.name for path in folder.iterdir()] == ["checkpoint_1"]
+
+
+STOPPED = """
+import sys, time
+sys.path.insert(0, {here!r})
+from test_checkpoints import EXIT_STOPPED, Run
+run = Run({folder!r})
+for step in range(1, 2000):
+    run.steps(1)
+    print("step", step, flush=True)
+    time.sleep(0.05)
+    if run.manager.should_stop():
+        run.manager.save(step, final=True)
+        run.manager.finish()
+        sys.exit(EXIT_STOPPED)
+"""
+
+
+def test_the_death_of_a_launcher_that_does_not_forward_signals_stops_the_run(tmp_path):
+    """`accelerate launch` of one process dies of SIGTERM and leaves the process behind."""
+    script = tmp_path / "script.py"
+    script.write_text(STOPPED.format(here=str(Path(__file__).parent), folder=str(tmp_path / "run")))
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", str(script)]
+    launcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None
+    for line in launcher.stdout:
+        if line.startswith("step"):
+            break
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(30) == -signal.SIGTERM
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not list((tmp_path / "run").glob("checkpoint_*")):
+        time.sleep(0.1)
+    launcher.stdout.read()  # until the process has ended, too
+    (folder,) = (tmp_path / "run").glob("checkpoint_*")
+    assert json.loads((folder / "manifest.json").read_text())["stopped_by"] == "SIGTERM"
+
+
+def test_exit_status_of_a_stopped_process(tmp_path):
+    script = STOPPED.format(here=str(Path(__file__).parent), folder=str(tmp_path / "run"))
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(signal.SIGUSR1)
+    process.stdout.read()
+    assert process.wait(30) == EXIT_STOPPED
+    assert list((tmp_path / "run").glob("checkpoint_*"))
