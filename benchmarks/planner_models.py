@@ -19,7 +19,12 @@ NO_DROPOUT = {
     "phi": {"resid_pdrop": 0.0, "embd_pdrop": 0.0},
     "starcoder2": {"residual_dropout": 0.0, "embedding_dropout": 0.0},
 }
-MIXTURES = {"mixtral": "num_local_experts", "qwen2_moe": "num_experts", "qwen3_moe": "num_experts"}
+MIXTURES = {
+    "mixtral": "num_local_experts",
+    "gpt_oss": "num_local_experts",
+    "qwen2_moe": "num_experts",
+    "qwen3_moe": "num_experts",
+}
 GROUPED = {
     "llama",
     "gemma",
@@ -42,7 +47,7 @@ GROUPED = {
     "starcoder2",
     *MIXTURES,
 }
-WINDOWED = {"mistral", "gemma2", "gemma3_text", "cohere2"}
+WINDOWED = {"mistral", "gemma2", "gemma3_text", "cohere2", "gpt_oss"}
 OWN_NAMES = {
     "gpt2": ("n_embd", "n_head", "n_layer"),
     "gptj": ("n_embd", "n_head", "n_layer"),
@@ -52,7 +57,7 @@ OWN_NAMES = {
 ARCHITECTURES = (
     *sorted(GROUPED - set(MIXTURES)), "gpt2", "gpt_neox", "opt", "falcon", "gptj", "bloom", *MIXTURES
 )  # fmt: skip
-EAGER_ONLY = ("gemma2", "gptj", "bloom")
+EAGER_ONLY = ("gemma2", "gptj", "bloom", "gpt_oss")
 SEES_NEIGHBOURS = ("opt", "falcon", "bloom")
 OPTIMIZERS = ("adamw_torch_fused", "adamw_torch_fused", "adamw_torch_foreach", "sgd_momentum", "sgd", "adafactor")
 POLICIES = ("none", "none", "full", "every_2", "selective", "offload")
@@ -76,7 +81,7 @@ def draw_config(architecture: str, rng: Random) -> Any:
         fields["tie_word_embeddings"] = True
     elif architecture == "falcon":
         fields |= {name: rng.random() < 0.5 for name in ("new_decoder_architecture", "multi_query", "alibi", "bias")}
-        fields["num_kv_heads"] = rng.choice((1, heads))
+        fields["num_kv_heads"] = rng.choice((1, heads)) if fields["new_decoder_architecture"] else heads
         fields["parallel_attn"] = fields["new_decoder_architecture"] or rng.random() < 0.5
     elif architecture == "opt":
         fields |= {"ffn_dim": width, "word_embed_proj_dim": hidden, "max_position_embeddings": 1024}
@@ -85,7 +90,7 @@ def draw_config(architecture: str, rng: Random) -> Any:
         fields["tie_word_embeddings"] = rng.random() < 0.5
     if architecture in GROUPED:
         fields["num_key_value_heads"] = rng.choice([n for n in (1, 2, heads) if heads % n == 0])
-    if architecture in ("qwen3", "gemma", "gemma2", "gemma3_text", "qwen3_moe", "glm", "glm4"):
+    if architecture in ("qwen3", "gemma", "gemma2", "gemma3_text", "qwen3_moe", "glm", "glm4", "gpt_oss"):
         fields["head_dim"] = head_dim
     if architecture in WINDOWED:
         fields["sliding_window"] = rng.choice((64, 4096))
@@ -93,7 +98,7 @@ def draw_config(architecture: str, rng: Random) -> Any:
         fields["logits_scaling"] = 8.0
     if architecture in MIXTURES:
         fields |= {MIXTURES[architecture]: rng.choice((4, 8)), "num_experts_per_tok": 2}
-        if architecture != "mixtral":
+        if architecture not in ("mixtral", "gpt_oss"):
             fields |= {"moe_intermediate_size": width // 2, "shared_expert_intermediate_size": width}
     return CONFIG_MAPPING[architecture](**fields)
 
@@ -107,12 +112,13 @@ def draw_setup(architecture: str, rng: Random) -> TrainingSetup:
     # the borders of documents.
     can_pack = attention == "sdpa" and precision == "fp32" and architecture not in SEES_NEIGHBOURS
     packing = can_pack and rng.random() < 0.4
+    policy = rng.choice([name for name in POLICIES if (architecture, name) != ("gpt_oss", "selective")])
     dora = method != "full" and architecture not in MIXTURES and rng.random() < 0.25
     return TrainingSetup(
         method=method,
         precision=precision,
         optimizer=rng.choice(OPTIMIZERS),
-        checkpointing=rng.choice(POLICIES),
+        checkpointing=policy,
         attention=attention,
         loss=rng.choice(("chunked", "chunked", "full")),
         micro_batch_size=rng.choice((1, 2, 4)),

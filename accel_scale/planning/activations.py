@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from accel_scale.errors import ConfigError
 from accel_scale.planning.model_facts import LayerFacts, ModelFacts
 from accel_scale.planning.shadow import Tape
-from accel_scale.planning.shadow_families import check_attention, family_of
+from accel_scale.planning.shadow_families import check_setup, family_of
 from accel_scale.planning.shadow_head import Head
 from accel_scale.planning.shadow_layers import Layer
 from accel_scale.planning.shadow_linears import Weights, adapter_key
@@ -81,7 +81,7 @@ def step_bytes(
     """
     _check_policy(setup)
     family_of(model)
-    check_attention(model, setup)
+    check_setup(model, setup)
     model = tensor_parallel_share(model, setup.parallel.tensor_parallel)
     ends, extras = _walked_layers(model, setup)
     if not extras:

@@ -84,6 +84,20 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "mixtral": _sizes(
         32000, 4096, 32, 32, 14336, 131072, num_key_value_heads=8, num_local_experts=8, num_experts_per_tok=2
     ),
+    "gpt_oss": _sizes(
+        201088,
+        2880,
+        36,
+        64,
+        2880,
+        131072,
+        num_key_value_heads=8,
+        head_dim=64,
+        sliding_window=128,
+        num_local_experts=128,
+        num_experts_per_tok=4,
+        attention_bias=True,
+    ),
     "qwen2_moe": _sizes(
         151936,
         2048,
@@ -197,4 +211,5 @@ ALIASES: dict[str, dict[str, str]] = {
     "gpt_neox": {"rotary_pct": "partial_rotary_factor"},
     "qwen3_moe": {"num_local_experts": "num_experts"},
     "mixtral": {"num_experts": "num_local_experts"},
+    "gpt_oss": {"num_experts": "num_local_experts"},
 }

@@ -67,6 +67,7 @@ def _mixture_mlp(
     config: ConfigFields, style: Style, mixture: MixtureFacts, model_type: str
 ) -> tuple[LinearFacts, ...]:
     hidden, width = config.whole("hidden_size"), mixture.expert_intermediate_size
+    bias = style.router_bias
     router, fused, down = _EXPERT_NAMES.get(model_type, ((), (), ()))
     stacked: dict[str, Any] = {
         "copies": mixture.num_experts,
@@ -74,9 +75,9 @@ def _mixture_mlp(
         "quantisable": False,
     }
     linears = (
-        LinearFacts("gate", hidden, mixture.num_experts, quantisable=False, lora_names=router),
-        LinearFacts("gate_up_proj", hidden, 2 * width, lora_names=fused, **stacked),
-        LinearFacts("down_proj", width, hidden, lora_names=down, **stacked),
+        LinearFacts(style.router, hidden, mixture.num_experts, bias, quantisable=False, lora_names=router),
+        LinearFacts("gate_up_proj", hidden, 2 * width, bias, lora_names=fused, **stacked),
+        LinearFacts("down_proj", width, hidden, bias, lora_names=down, **stacked),
     )
     if not mixture.shared_intermediate_size:
         return linears
@@ -121,6 +122,7 @@ def _layers(config: ConfigFields, style: Style, heads: Heads, model_type: str) -
             sliding_window=window,
             mixture=mixture if is_sparse else None,
             rotates=rotates,
+            other_params=heads.num if style.sinks else 0,
         )
         for (window, is_sparse, rotates), count in Counter(zip(windows, sparse, turning, strict=True)).items()
     )

@@ -40,6 +40,9 @@ class Style:
         activation: The config's field that names the activation.
         windows: The layers' windows.
         rotates: Tells from a layer's index, its window and the config whether it turns queries and keys.
+        router: Name of the experts' router; with its bias, the experts have biases too.
+        router_bias: Whether they do.
+        sinks: Whether each head has a parameter of its own (gpt-oss).
         mixture: Reads the experts of a mixture, `None` for dense families.
     """
 
@@ -59,6 +62,9 @@ class Style:
     activation: str = "hidden_act"
     windows: Windows = no_windows
     rotates: Callable[[int, int | None, ConfigFields], bool] = lambda i, window, config: True
+    router: str = "gate"
+    router_bias: bool = False
+    sinks: bool = False
     mixture: Callable[[ConfigFields], MixtureFacts] | None = None
 
 
@@ -130,6 +136,9 @@ STYLES: dict[str, Style] = {
     "glm": Style(o_bias=False, fused_mlp=True),
     "glm4": Style(o_bias=False, fused_mlp=True, num_norms=4),
     "mixtral": replace(_PLAIN, windows=all_windows, mixture=_mixtral_experts),
+    "gpt_oss": Style(
+        windows=typed_windows(pattern(2)), router="router", router_bias=True, sinks=True, mixture=_mixtral_experts
+    ),
     "qwen2_moe": Style(
         "qkv_bias",
         o_bias=False,

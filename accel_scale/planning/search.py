@@ -161,7 +161,7 @@ def _fastest(request: Request, choice: Choice, method: str) -> tuple[Candidate |
         count += len(sizes)
         # Memory grows with the micro-batch: after the first that does not fit no other of them can.
         for setup in sizes:
-            if (why := conflict(setup)) is not None:
+            if (why := conflict(setup, request.model)) is not None:
                 rejection = rejection if rejection.memory else replace(rejection, reason=f"{why}.")
                 break
             memory = predict_memory(request.model, setup, is_cuda=request.is_cuda)
@@ -273,7 +273,7 @@ def cheapest_changes(request: Request, setup: TrainingSetup, count: int = 3) -> 
     fitting: list[tuple[float, int, str, TrainingSetup]] = []
     for flag, setups in [*changes, ("launch file", launch)]:
         for changed in setups:
-            if changed == setup or conflict(changed) is not None:
+            if changed == setup or conflict(changed, request.model) is not None:
                 continue
             memory = predict_memory(request.model, changed, is_cuda=request.is_cuda)
             if _problem(request.machine, changed, memory) is None:

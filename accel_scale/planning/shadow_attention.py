@@ -13,6 +13,7 @@ from accel_scale.planning.shadow_tables import Tables
 from accel_scale.planning.shadow_tensors import Tensor
 from accel_scale.planning.training_setup import TrainingSetup
 
+_INDEX_BYTES = 8
 # Documents of a bucket are padded to the longest: the mean over lengths drawn from log-normal distributions.
 _SLOTS_PER_TOKEN = 1.18
 
@@ -145,7 +146,9 @@ class Attention:
         mask = self.tables.masks[self.facts.sliding_window]
         assert mask is not None
         weights = ops.add(weights, mask)
-        if self.family.eager_fp32:
+        if self.family.sinks:
+            weights = self._with_sinks(weights)
+        elif self.family.eager_fp32:
             weights = ops.softmax(weights)
         else:
             weights = ops.softmax(weights, FP32 if ops.tape.is_cuda and ops.tape.autocast_bytes else weights.itemsize)
@@ -156,9 +159,24 @@ class Attention:
         self.kept = weights
         return ops.copy(ops.matmul(weights, self._by_head(value, is_shared), query.numel))
 
+    def _with_sinks(self, weights: Tensor) -> Tensor:
+        """Probabilities of scores and one sink for each head, the largest taken away first; the sinks' are dropped."""
+        ops, rows, size = self.ops, self.rows * self.model.num_heads, weights.numel
+        parameter = self.weights.base("sinks", self.model.num_heads)
+        sinks = ops.expanded(parameter, rows)
+        joined = ops.join([weights, sinks])
+        total, itemsize = joined.numel, joined.itemsize
+        positions = ops.new(rows * _INDEX_BYTES, 1)
+        largest = ops.custom([joined], rows, itemsize, [positions], lambda grad: [ops.new(total, itemsize)])
+        del positions
+        joined = ops.less(joined, largest)
+        del largest
+        probabilities = ops.softmax(joined, itemsize)
+        return ops.part(probabilities, size)
+
     def _is_joined(self) -> bool:
         """Whether queries and keys were joined from parts, and so lie head by head."""
-        return self.family.rotation in ("partial", "inline", "interleaved")
+        return self.family.rotation in ("partial", "inline", "interleaved", "halves")
 
     def _repeated(self, x: Tensor, query: Tensor) -> Tensor:
         return self.ops.repeat(x, query.numel, is_view=self.model.num_kv_heads == 1)

@@ -37,9 +37,11 @@ def _route(layer: Layer, x: Tensor, per_token: int) -> Tensor:
     """Weights of each token's experts: softmax over all of them in fp32, the largest kept."""
     ops, rows = layer.ops, layer.rows
     chosen = rows * per_token
-    gate = next(item for item in layer.facts.mlp if item.name == "gate")
+    gate = next(item for item in layer.facts.mlp if item.name in ("gate", "router"))
     # An adapter of the router changes its weight, as the experts' do: it is no module of its own.
     logits = _product(ops, gate, ops.autocast(x), ops.autocast(_weight(layer, gate)))
+    if gate.bias:
+        return _softmax_of_top(ops, logits, chosen)
     probabilities = ops.softmax(logits)
     total = probabilities.numel
     positions = ops.new(chosen * _INDEX_BYTES, 1)
@@ -53,6 +55,15 @@ def _route(layer: Layer, x: Tensor, per_token: int) -> Tensor:
     return ops.cast(weights, FP32 if layer.model.model_type == "mixtral" else logits.itemsize)
 
 
+def _softmax_of_top(ops: Ops, logits: Tensor, chosen: float) -> Tensor:
+    """Softmax over the largest only, in the logits' type (gpt-oss)."""
+    total, itemsize = logits.numel, logits.itemsize
+    positions = ops.new(chosen * _INDEX_BYTES, 1)
+    top = ops.new(chosen, itemsize)
+    ops.tape.record(top, [logits], [positions], lambda grad: [_written(ops, total, itemsize)])
+    return ops.softmax(top, itemsize)
+
+
 def _experts(layer: Layer, x: Tensor, routing: Tensor) -> Tensor:
     ops, facts = layer.ops, layer.facts.mixture
     assert facts is not None
@@ -61,11 +72,12 @@ def _experts(layer: Layer, x: Tensor, routing: Tensor) -> Tensor:
     itemsize, width = x.itemsize, layer.model.hidden_size
     tokens = gathered(ops, x, copies * width, copies)
     scales = gathered(ops, routing, copies, copies)
-    inner = _grouped(layer, linears["gate_up_proj"], tokens)
-    gate, up = ops.split(inner, [inner.numel / 2] * 2)
-    inner = ops.mul(layer.activate(gate), up)
-    del gate, up
-    inner = _grouped(layer, linears["down_proj"], inner)
+    # With biases: of which expert each copy is.
+    experts = ops.new(copies * _INDEX_BYTES, 1) if linears["down_proj"].bias else None
+    # The first biases live until the second take their name.
+    inner, biases = _grouped(layer, linears["gate_up_proj"], tokens, experts)
+    inner = _clamped_gate(ops, inner) if layer.model.model_type == "gpt_oss" else _gate(layer, inner)
+    inner, biases = _grouped(layer, linears["down_proj"], inner, experts)  # noqa: RUF059
     weighted = ops.mul(inner, scales)
     weighted = gathered(ops, weighted, weighted.numel, copies)
     size, wide = weighted.numel, weighted.itemsize
@@ -74,10 +86,33 @@ def _experts(layer: Layer, x: Tensor, routing: Tensor) -> Tensor:
     return ops.cast(summed, itemsize)
 
 
-def _grouped(layer: Layer, facts: LinearFacts, x: Tensor) -> Tensor:
-    """A product per expert; autocast leaves it alone, so `x` takes the weights' type."""
-    weight = _weight(layer, facts)
-    return _product(layer.ops, facts, layer.ops.cast(x, weight.itemsize), weight)
+def _gate(layer: Layer, inner: Tensor) -> Tensor:
+    gate, up = layer.ops.split(inner, [inner.numel / 2] * 2)
+    return layer.ops.mul(layer.activate(gate), up)
+
+
+def _clamped_gate(ops: Ops, inner: Tensor) -> Tensor:
+    """gpt-oss: every second value is the gate, both are clamped, and one is added to the other half."""
+    half = inner.numel / 2
+    gate, up = ops.part(inner, half), ops.part(inner, half)
+    gate = ops.clamped(gate)
+    up = ops.clamped(up)
+    glu = ops.mul(gate, ops.elementwise(ops.scale(gate), saves_input=False))
+    return ops.mul(ops.shift(up), glu)
+
+
+def _grouped(layer: Layer, facts: LinearFacts, x: Tensor, experts: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """A product per expert, and the biases of each copy; autocast leaves it alone, so `x` takes the weights' type."""
+    ops, weight, biases = layer.ops, _weight(layer, facts), None
+    if experts is not None:
+        parameter = layer.weights.base(f"experts.{facts.name}.bias", facts.copies * facts.out_features)
+        bias, rows = _whole(parameter), x.numel / facts.in_features
+        size, itemsize = bias.numel, bias.itemsize
+        biases = ops.custom(
+            [bias], rows * facts.out_features, itemsize, [experts], lambda grad: [_written(ops, size, itemsize)]
+        )
+    out = _product(ops, facts, ops.cast(x, weight.itemsize), weight)
+    return (out, None) if biases is None else (ops.add_in_place(out, biases), biases)
 
 
 def _product(ops: Ops, facts: LinearFacts, x: Tensor, weight: Tensor) -> Tensor:

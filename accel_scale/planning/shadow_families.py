@@ -29,17 +29,20 @@ class Family:
         embedding_scale: ``no``, ``cast`` (a number) or ``tensor``: what the embedding is multiplied by.
         scales_logits: Whether logits are divided by a number.
         rotation: ``whole``, ``partial`` (turned parts are joined with the rest), ``inline`` (each as soon as it is
-            turned), ``interleaved`` (partial, by tables that each layer makes for pairs of neighbours) or ``none``.
+            turned), ``interleaved`` (partial, by tables that each layer makes for pairs of neighbours), ``halves``
+            (two products of halves and tables of half a head, joined) or ``none``.
         rotation_type: ``input``: in the types that queries and tables come in; ``tables``: tables are in fp32 and the
             result is cast back; ``fp32``: queries and keys are cast before and back after.
         eager_fp32: Whether eager attention's softmax is in fp32.
         passes_mask: Whether layers take the mask by position, so that checkpoints move it to the host too.
         attention: ``interface`` (transformers' attention interface), or the family whose own code it is.
+        sinks: Whether each head has one more score that takes no value (gpt-oss).
         embedding_norm: Whether the embedding's result is normalised (BLOOM).
         returns_weights: Whether layers return attention weights, which live until the next layer has returned.
         always_masks: Whether sdpa gets a mask even where all rows are full.
         kernels: The implementations of attention that it has.
         packs: Those of them that keep packed documents apart.
+        changes_products: Whether it changes results of matrix products in place, which selective checkpointing keeps.
         makes_both_masks: Whether a mask with and one without a window are made, whatever the layers use.
     """
 
@@ -58,11 +61,13 @@ class Family:
     rotation_type: str = "input"
     eager_fp32: bool = True
     attention: str = "interface"
+    sinks: bool = False
     embedding_norm: bool = False
     returns_weights: bool = False
     always_masks: bool = False
     kernels: tuple[str, ...] = ATTENTIONS
     packs: tuple[str, ...] = ATTENTIONS
+    changes_products: bool = False
     makes_both_masks: bool = False
     passes_mask: bool = False
 
@@ -83,6 +88,15 @@ FAMILIES: dict[str, Family] = {
     "mixtral": _LLAMA,
     "qwen2_moe": Family(makes_both_masks=True),
     "qwen3_moe": _LLAMA,
+    "gpt_oss": Family(
+        rms="olmo",
+        rotation="halves",
+        makes_both_masks=True,
+        sinks=True,
+        kernels=("eager",),
+        packs=(),
+        changes_products=True,
+    ),
     "gemma": _GEMMA,
     "gemma2": replace(_GEMMA, block="both"),
     "gemma3_text": replace(_GEMMA, block="both"),
@@ -158,11 +172,16 @@ def has_kernel(model: ModelFacts, attention: str) -> bool:
     return attention in family.kernels and not (is_alibi and attention.startswith("flash"))
 
 
-def check_attention(model: ModelFacts, setup: TrainingSetup) -> None:
+def changes_products(model: ModelFacts) -> bool:
+    """Whether the model changes results of matrix products in place."""
+    return FAMILIES.get(model.model_type, _LLAMA).changes_products
+
+
+def check_setup(model: ModelFacts, setup: TrainingSetup) -> None:
     """Refuse what the model's own code does not have.
 
     Raises:
-        ConfigError: for an implementation of attention, or packed rows, that it cannot run.
+        ConfigError: for an implementation of attention, packed rows or a checkpointing policy that it cannot run.
     """
     if setup.attention == "sdpa" and model.attention_softcap:
         raise ConfigError(
@@ -180,6 +199,12 @@ def check_attention(model: ModelFacts, setup: TrainingSetup) -> None:
             f"{model.name} lets packed documents see each other with {setup.attention} attention.",
             place="packing",
             fix="switch packing off with --no_packing.",
+        )
+    if setup.checkpointing == "selective" and changes_products(model):
+        raise ConfigError(
+            f"{model.name} changes results in place that selective checkpointing keeps.",
+            place="checkpointing",
+            fix="use full.",
         )
 
 

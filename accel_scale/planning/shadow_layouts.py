@@ -52,6 +52,12 @@ class Layouts:
         out = self.new(sum(sizes), itemsize)
         return self.tape.record(out, list(parts), [], lambda grad: [grad.view(size) for size in sizes])
 
+    def expanded(self, parameter: Parameter, numel: float) -> Tensor:
+        """A view of a weight for every row; its gradient is summed."""
+        source, itemsize = parameter.numel, parameter.itemsize
+        view = Tensor(None, numel, itemsize)
+        return self.tape.record(view, [parameter], [], lambda grad: [self.new(source, itemsize)])
+
     def copy(self, x: Tensor) -> Tensor:
         """The same values in other memory (``contiguous`` of a transposed tensor); gradients are views."""
         return self.tape.record(self.new(x.numel, x.itemsize), [x], [], lambda grad: [grad.view()])

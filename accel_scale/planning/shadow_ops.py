@@ -142,6 +142,18 @@ class Ops(Layouts):
 
         return self.tape.record(x.view(), [x], [before], backward)
 
+    def clamped(self, x: Tensor) -> Tensor:
+        """``x.clamp(min, max)``: in new memory, the input saved."""
+        numel, itemsize = x.numel, x.itemsize
+
+        def backward(grad: Tensor) -> list[Tensor | None]:
+            mask = self.new(numel, 1)
+            result = self.new(numel, itemsize)
+            del mask
+            return [result]
+
+        return self.tape.record(self.new(numel, itemsize), [x], [x], backward)
+
     def square_mean(self, x: Tensor, rows: float) -> Tensor:
         """``x.pow(2).mean(-1)``, `rows` values."""
         numel, itemsize = x.numel, x.itemsize
@@ -154,6 +166,13 @@ class Ops(Layouts):
         """``x.mean(-1)``, `rows` values."""
         numel, itemsize = x.numel, x.itemsize
         return self.tape.record(self.new(rows, itemsize), [x], [], lambda grad: [self.new(numel, itemsize)])
+
+    def minus(self, a: Tensor, b: Tensor) -> Tensor:
+        """``a - b`` of one size: the second gradient is negated."""
+        numel, itemsize = max(a.numel, b.numel), max(a.itemsize, b.itemsize)
+        return self.tape.record(
+            self.new(numel, itemsize), [a, b], [], lambda grad: [grad.view(), self.new(numel, itemsize)]
+        )
 
     def less(self, x: Tensor, y: Tensor) -> Tensor:
         """``x - y``, the smaller `y` broadcast: its gradient is negated whole before it is summed."""

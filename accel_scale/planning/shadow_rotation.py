@@ -15,6 +15,8 @@ def turned(
     """Queries and keys with the first `rotary_dims` of each head turned, as `family.rotation` says."""
     if family.rotation == "whole":
         return _whole(ops, family, query, key, tables)
+    if family.rotation == "halves":
+        return rotate_halves(ops, query, tables), rotate_halves(ops, key, tables)
     if family.rotation == "interleaved":
         cos, sin = (ops.new(table.numel, table.itemsize) for table in (tables.cos, tables.sin))
         tables = Tables(cos, sin)
@@ -54,6 +56,14 @@ def rotate(ops: Ops, x: Tensor, tables: Tables) -> Tensor:
     """``x * cos + rotate_half(x) * sin``."""
     turned_here = ops.mul(x, tables.cos)
     return ops.add(turned_here, ops.mul(rotate_half(ops, x), tables.sin))
+
+
+def rotate_halves(ops: Ops, x: Tensor, tables: Tables) -> Tensor:
+    """``cat(first * cos - second * sin, second * cos + first * sin)``."""
+    first, second = ops.split(x, [x.numel / 2] * 2)
+    one = ops.minus(ops.mul(first, tables.cos), ops.mul(second, tables.sin))
+    other = ops.add(ops.mul(second, tables.cos), ops.mul(first, tables.sin))
+    return ops.join([one, other])
 
 
 def rotate_half(ops: Ops, x: Tensor) -> Tensor:

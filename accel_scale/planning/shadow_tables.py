@@ -35,6 +35,8 @@ def make_tables(ops: Ops, model: ModelFacts, family: Family, setup: TrainingSetu
         sizes = [positions * model.head_dim] * 2
         if not model.rotary_dims:
             sizes[0] += setup.micro_batch_size * model.num_heads * setup.sequence_length
+    elif family.rotation == "halves":
+        sizes = [positions * model.rotary_dims / 2] * 2
     elif family.attention == "gptj":
         # Its layers make their own.
         sizes = [0, 0]

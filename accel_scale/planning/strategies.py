@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from accel_scale.planning.model_facts import ModelFacts
+from accel_scale.planning.shadow_families import changes_products
 from accel_scale.planning.training_setup import ParallelSetup, TrainingSetup
 
 
@@ -64,8 +66,10 @@ def tensor_parallel_choices(num_gpus: int, gpus_per_node: int, num_kv_heads: int
         degree *= 2
 
 
-def conflict(setup: TrainingSetup) -> str | None:
+def conflict(setup: TrainingSetup, model: ModelFacts | None = None) -> str | None:
     """Why the libraries cannot run this combination; None where they can."""
+    if model is not None and setup.checkpointing == "selective" and changes_products(model):
+        return "the model changes results in place that selective checkpointing keeps"
     parallel, optimizer = setup.parallel, setup.optimizer
     if parallel.is_deepspeed and setup.precision in ("bf16_true", "fp8"):
         return f"DeepSpeed does not run {setup.precision}"

@@ -47,10 +47,11 @@ FIELDS = {
     "gptj": {"n_embd": 96, "n_head": 6, "n_layer": 5, "vocab_size": 300, "rotary_dim": 8, "n_positions": 128},
     "bloom": {"hidden_size": 96, "n_head": 6, "n_layer": 5, "vocab_size": 300},
     "mixtral": {**GROUPED, "num_local_experts": 4},
+    "gpt_oss": {**GROUPED, "head_dim": 16, "sliding_window": 48, "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {**GROUPED, "head_dim": 16, "moe_intermediate_size": 96, "num_experts": 4, "num_experts_per_tok": 2},
 }  # fmt: skip
 # Families without sdpa.
-EAGER_ONLY = ("gemma2", "gptj", "bloom")
+EAGER_ONLY = ("gemma2", "gptj", "bloom", "gpt_oss")
 # What a config can switch, beside dropout.
 VARIANTS: dict[str, tuple[str, dict]] = {
     "olmo, clipped": ("olmo", {"clip_qkv": 8.0}),

@@ -69,8 +69,10 @@ def _own_fields(draw: st.DrawFn, model_type: str, config: dict[str, Any]) -> dic
         config |= {name: draw(flag) for name in ("new_decoder_architecture", "multi_query", "alibi")}
         config |= {"num_kv_heads": kv, "num_ln_in_parallel_attn": draw(st.sampled_from([None, 1, 2]))}
         config["parallel_attn"] = config["new_decoder_architecture"] or draw(flag)
-    if model_type in ("mixtral", "qwen2_moe", "qwen3_moe"):
-        config["num_local_experts" if model_type == "mixtral" else "num_experts"] = draw(st.integers(2, 5))
+    if model_type in ("mixtral", "gpt_oss", "qwen2_moe", "qwen3_moe"):
+        config["num_local_experts" if model_type in ("mixtral", "gpt_oss") else "num_experts"] = draw(
+            st.integers(2, 5)
+        )
         config |= {"num_experts_per_tok": 2, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 28}
         config |= {
             "decoder_sparse_step": draw(st.sampled_from([1, 2])),
@@ -130,6 +132,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 50},
     "opt": {**DENSE, "model_type": "opt", "ffn_dim": 48, "word_embed_proj_dim": 16},
     "mixtral": {**DENSE, "model_type": "mixtral", "num_key_value_heads": 2, "num_local_experts": 3},
+    "gpt_oss": {**DENSE, "model_type": "gpt_oss", "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 3},
     "qwen2_moe": {**SPARSE, "model_type": "qwen2_moe", "shared_expert_intermediate_size": 28},
     "qwen3_moe": {**SPARSE, "model_type": "qwen3_moe", "decoder_sparse_step": 2},
 }

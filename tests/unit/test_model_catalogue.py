@@ -35,6 +35,8 @@ PUBLISHED = {
     "Qwen/Qwen3-8B": 8_190_735_360,
     "Qwen/Qwen3-30B-A3B": 30_532_122_624,
     "Qwen/Qwen3-235B-A22B": 235_093_634_560,
+    "openai/gpt-oss-20b": 20_914_757_184,
+    "openai/gpt-oss-120b": 116_829_156_672,
     "Qwen/Qwen1.5-MoE-A2.7B": 14_315_784_192,
     "google/gemma-2b": 2_506_172_416,
     "google/gemma-2-9b": 9_241_705_984,

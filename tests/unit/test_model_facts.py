@@ -32,11 +32,15 @@ def shape(name: str, module: nn.Module) -> tuple[Any, ...]:
 def linears_of(layer: nn.Module) -> Counter:
     """Name, in, out, bias and copies of every matrix product: linears, routers and stacked experts."""
     found: Counter = Counter(shape(name, module) for name, module in layer.named_modules() if is_linear(module))
-    for name, weight in layer.named_parameters():
+    parameters = dict(layer.named_parameters())
+    for name, weight in parameters.items():
         if weight.ndim == 3:
-            found[(name.rsplit(".", 1)[-1], weight.shape[2], weight.shape[1], False, weight.shape[0])] += 1
-        elif name.endswith("mlp.gate.weight"):
-            found[("gate", weight.shape[1], weight.shape[0], False, 1)] += 1
+            # gpt-oss keeps its experts the other way round.
+            outputs, inputs = weight.shape[1:] if f"{name}_bias" not in parameters else weight.shape[:0:-1]
+            found[(name.rsplit(".", 1)[-1], inputs, outputs, f"{name}_bias" in parameters, weight.shape[0])] += 1
+        elif name.endswith(("mlp.gate.weight", "mlp.router.weight")):
+            router = name.removesuffix(".weight")
+            found[(router.rsplit(".", 1)[-1], *weight.shape[::-1], f"{router}.bias" in parameters, 1)] += 1
     return found
 
 
@@ -63,7 +67,7 @@ def real_layer(layer: nn.Module) -> tuple[Any, ...]:
 
 
 def stated_layer(layer: LayerFacts) -> tuple[Any, ...]:
-    return signature(stated(layer.linears), layer.norm_params)
+    return signature(stated(layer.linears), layer.norm_params + layer.other_params)
 
 
 def real_windows(config: Any, num_layers: int) -> Counter:
