@@ -27,11 +27,12 @@ from trl import ScriptArguments  # noqa: E402
 from accel_scale.training.arguments import ScaleArguments  # noqa: E402
 from accel_scale.training.config import RecipeModelConfig, RecipeSFTConfig  # noqa: E402
 from accel_scale.training.flags import ParsedFlags, parse_flags  # noqa: E402
+from accel_scale.training.guard_arguments import TrainerGuardArguments  # noqa: E402
 
 gc.enable()
 
 PROGRAM = "sft.py"
-FLAG_CLASSES = (ScriptArguments, RecipeSFTConfig, RecipeModelConfig, ScaleArguments)
+FLAG_CLASSES = (ScriptArguments, RecipeSFTConfig, RecipeModelConfig, ScaleArguments, TrainerGuardArguments)
 
 
 @dataclass
@@ -52,6 +53,7 @@ class Run:
     parameters: tuple[int, int] = (0, 0)
     plan: Any = None  # accel_scale.training.planned.RunPlan
     watch: Any = None  # accel_scale.training.measured_memory.MemoryWatch
+    guard: Any = None  # accel_scale.training.guard.GuardSettings
 
     @property
     def device_type(self) -> str:
@@ -75,8 +77,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any] | None:
     parsed = parse_flags(FLAG_CLASSES, argv, program=PROGRAM, description=__doc__)
     run = resolve_run(parsed)
     if run.settings.scale.print_config:
-        print_settings(run)
-        return None
+        return print_settings(run)
     check(run)
     load_data(run)
     trainer = load(run)
@@ -161,6 +162,7 @@ def check(run: Run) -> None:
     values = run.settings.values
     findings = check_run(RunSettings.from_flags(values, run.settings.sources), run.launch, run.machine)
     refuse_errors(findings)
+    run.guard = run.settings.build(TrainerGuardArguments).settings()
     optim = values.get("optim", RecipeSFTConfig.optim)
     notes = check_optimizer(
         optim,
@@ -243,13 +245,12 @@ def load(run: Run) -> Any:
     from accel_scale.training.trainer import ScaleSFTTrainer
 
     settings = run.settings
-    explicit = {name: value for name, value in settings.values.items() if name.startswith("dataloader_")}
     for name, value in loader_settings(
         device_type=run.device_type,
         num_rows=run.data.num_rows,
         processes_on_node=run.launch.local_world_size,
         num_shards=getattr(run.data.train, "num_shards", None) if run.data.num_rows is None else None,
-        explicit=explicit,
+        explicit={name: value for name, value in settings.values.items() if name.startswith("dataloader_")},
     ).items():
         settings.set(name, value, "derived from cores and data")
     args = settings.build(RecipeSFTConfig)
@@ -306,6 +307,7 @@ def load(run: Run) -> Any:
         adapter_dtype=settings.precision.adapter_dtype if trains_adapters else None,
         verify_first_checkpoint=settings.scale.verify_first_checkpoint,
         recover_from_oom=settings.scale.recover_from_oom,
+        guard=run.guard,
         questions=run.questions,
     )
     # ZeRO-3 partitions an adapter's frozen base while it is recomputed, which only reentrant checkpointing survives.

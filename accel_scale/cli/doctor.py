@@ -105,8 +105,10 @@ def read_recipe_flags(flags: Sequence[str]) -> ParsedFlags:
     from accel_scale.training.arguments import ScaleArguments
     from accel_scale.training.config import RecipeModelConfig, RecipeSFTConfig
     from accel_scale.training.flags import parse_flags
+    from accel_scale.training.guard_arguments import TrainerGuardArguments
 
-    return parse_flags((ScaleArguments, ScriptArguments, RecipeSFTConfig, RecipeModelConfig), flags, program="sft.py")
+    classes = (ScaleArguments, ScriptArguments, RecipeSFTConfig, RecipeModelConfig, TrainerGuardArguments)
+    return parse_flags(classes, flags, program="sft.py")
 
 
 def _refusals_of_the_recipe(parsed: ParsedFlags, launch: Launch, machine: Machine) -> list[Finding]:

@@ -113,6 +113,7 @@ class DeepSpeedGate(StepGate):
     def take(self, lr_factor: float = 1.0) -> None:
         with self._lowered_inside(lr_factor):
             self._engine.step()
+        self._step()  # Accelerate's, which does nothing, but by which torch's schedulers see that a step was taken
 
     def drop(self) -> None:
         with self._overflow_pretended():

@@ -7,19 +7,16 @@ loops) and `GuardMixin` (trainers) bring the numbers and do what was decided.
 from __future__ import annotations
 
 import math
-import statistics
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from accel_scale.errors import ConfigError
+from accel_scale.training.running_estimate import RunningEstimate
 
 POLICIES = ("off", "skip", "lower_lr", "rollback", "stop")
 # sysexits.h's EX_DATAERR: what was fed in was wrong, and the same command would come here again.
 GUARD_STATUS = 65
-# MAD × 1.4826 is the standard deviation of a normal distribution.
-_MAD_TO_SIGMA = 1.4826
 # However quiet a curve is, or few its values, less than this above the median is no spike.
 _LEAST_LOSS_RATIO = 1.05
 _LEAST_NORM_RATIO = 2.0
@@ -112,36 +109,6 @@ class Decision:
     def taken(self) -> bool:
         """Whether the optimizer steps."""
         return self.action in ("stepped", "lowered")
-
-
-class RunningEstimate:
-    """Median and MAD over the last accepted values.
-
-    Args:
-        least_ratio: Of threshold to median, at least.
-        is_logarithmic: For positive, heavy-tailed values: distances are ratios.
-    """
-
-    def __init__(self, window: int, min_steps: int, *, least_ratio: float, is_logarithmic: bool = False) -> None:
-        self.values: deque[float] = deque(maxlen=window)
-        self._min_steps, self._least_ratio, self._is_logarithmic = min_steps, least_ratio, is_logarithmic
-
-    def add(self, value: float) -> None:
-        """Accept a value; one that is not finite, or has no logarithm, has nothing to say about the level."""
-        if math.isfinite(value) and (value > 0 or not self._is_logarithmic):
-            self.values.append(value)
-
-    def threshold(self, sigmas: float) -> float | None:
-        """The value that lies `sigmas` robust standard deviations above the median; None while too few are known."""
-        if len(self.values) < self._min_steps:
-            return None
-        values = [math.log(value) for value in self.values] if self._is_logarithmic else list(self.values)
-        median = statistics.median(values)
-        distance = sigmas * _MAD_TO_SIGMA * statistics.median([abs(value - median) for value in values])
-        if self._is_logarithmic:
-            exponent = median + max(distance, math.log(self._least_ratio))
-            return math.exp(min(exponent, 700.0))  # the largest float is e^709
-        return median + max(distance, (self._least_ratio - 1) * abs(median))
 
 
 class Guard:
@@ -280,8 +247,22 @@ def _reasons(
 
 
 def settings_from(arguments: Any) -> GuardSettings:
-    """`GuardSettings` from flags as `GuardArguments` has them."""
-    given = {f.name: getattr(arguments, f"guard_{f.name}", None) for f in fields(GuardSettings)}
-    return GuardSettings(
-        **{name: value for name, value in {**given, "policy": arguments.guard}.items() if value is not None}
-    )
+    """`GuardSettings` from flags as `GuardArguments` has them: ``guard``, ``guard_window`` …
+
+    Raises:
+        ConfigError: for a value that cannot be honoured, or one that would do nothing.
+    """
+    policy = arguments.guard
+    given: dict[str, Any] = {}
+    for setting in fields(GuardSettings):
+        value = getattr(arguments, f"guard_{setting.name}", setting.default)
+        if setting.name == "policy" or value == setting.default:
+            continue
+        if policy == "off" or (setting.name.startswith("lr_") and policy != "lower_lr"):
+            raise ConfigError(
+                f"{value} does nothing with --guard {policy}.",
+                place=_place(setting.name),
+                fix=f"remove it, or use --guard {'lower_lr' if setting.name.startswith('lr_') else 'skip'}.",
+            )
+        given[setting.name] = value
+    return GuardSettings(policy=policy, **given)

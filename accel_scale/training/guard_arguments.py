@@ -1,11 +1,11 @@
-"""Flags of the guard, for any recipe; `settings_from` in `guard` makes settings of them."""
+"""Flags of the guard, for any recipe."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from accel_scale.training.arguments import _flag
-from accel_scale.training.guard import POLICIES, GuardSettings
+from accel_scale.training.guard import POLICIES, GuardSettings, settings_from
 
 
 @dataclass
@@ -29,3 +29,19 @@ class GuardArguments:
     guard_skip_window: int = _flag(GuardSettings.skip_window, "See --guard_max_skips.")
     guard_lr_factor: float = _flag(GuardSettings.lr_factor, "lower_lr: what the learning rate is multiplied by.")
     guard_lr_steps: int = _flag(GuardSettings.lr_steps, "lower_lr: for so many steps.")
+
+    def settings(self) -> GuardSettings:
+        """What they come to; refuses values that cannot be honoured, as `settings_from`."""
+        return settings_from(self)
+
+
+@dataclass
+class TrainerGuardArguments(GuardArguments):
+    """As `GuardArguments`, off by default and without going back, which a trainer's loop cannot."""
+
+    guard: str = _flag(
+        "off",
+        "A step whose loss or gradient norm is not finite or spikes. skip: it is not taken; lower_lr: a spike is "
+        "taken at a lower learning rate; stop; off: every step is taken.",
+        choices=tuple(policy for policy in POLICIES if policy != "rollback"),
+    )

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -73,7 +74,12 @@ class StepGate:
 
     def attach(self) -> None:
         """Let `optimizer.step()`, which a trainer calls, do what was decided."""
-        self.optimizer.step = self.step_as_decided
+
+        @functools.wraps(self._step)  # it keeps the mark by which torch's schedulers know the step they have wrapped
+        def step(*unused: Any) -> None:
+            self.step_as_decided()
+
+        self.optimizer.step = step
         self._is_attached = True
 
     def detach(self) -> None:
@@ -102,7 +108,7 @@ class StepGate:
             return None
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
-    def step_as_decided(self, *unused: Any) -> None:
+    def step_as_decided(self) -> None:
         """Take or drop the step, as `holds_back` and `lr_factor` say."""
         holds_back, factor = self.holds_back, self.lr_factor
         self.holds_back, self.lr_factor = False, 1.0

@@ -12,6 +12,8 @@ from trl import SFTTrainer
 from accel_scale.training.config import RecipeSFTConfig
 from accel_scale.training.exact_match import ExactMatch, exact_match
 from accel_scale.training.fast_loss import FastLossMixin
+from accel_scale.training.guard import GuardSettings
+from accel_scale.training.guard_mixin import GuardMixin
 from accel_scale.training.meters import ThroughputMeter
 from accel_scale.training.precision import enable_fp16_on_cpu
 from accel_scale.training.progress import MeterCallback, MetricsCallback, quiet_progress
@@ -20,7 +22,7 @@ from accel_scale.training.saving import AtomicSavingMixin
 from accel_scale.training.schedules import create_schedule
 
 
-class ScaleSFTTrainer(MemoryRecoveryMixin, AtomicSavingMixin, FastLossMixin, SFTTrainer):
+class ScaleSFTTrainer(GuardMixin, MemoryRecoveryMixin, AtomicSavingMixin, FastLossMixin, SFTTrainer):
     """`SFTTrainer` that honours what `resolve` decided.
 
     Args:
@@ -29,6 +31,7 @@ class ScaleSFTTrainer(MemoryRecoveryMixin, AtomicSavingMixin, FastLossMixin, SFT
             of the run, which loses small updates.
         verify_first_checkpoint: Read the first thing saved back and compare it with memory.
         recover_from_oom: Take a step that runs out of memory again in smaller passes.
+        guard: Which steps are not taken; None takes all.
         questions: Held-out rows answered before the first and after the last step.
         max_new_tokens: Length limit of those answers.
         **kwargs: As `SFTTrainer`.
@@ -43,6 +46,7 @@ class ScaleSFTTrainer(MemoryRecoveryMixin, AtomicSavingMixin, FastLossMixin, SFT
         adapter_dtype: torch.dtype | None = None,
         verify_first_checkpoint: bool = True,
         recover_from_oom: bool = True,
+        guard: GuardSettings | None = None,
         questions: Sequence[dict[str, Any]] = (),
         max_new_tokens: int = 32,
         **kwargs: Any,
@@ -54,6 +58,7 @@ class ScaleSFTTrainer(MemoryRecoveryMixin, AtomicSavingMixin, FastLossMixin, SFT
         enable_fp16_on_cpu(self.accelerator)
         self.verify_first_checkpoint = verify_first_checkpoint
         self.recover_from_oom = recover_from_oom
+        self.guard_settings = guard
         self._questions, self._max_new_tokens = questions, max_new_tokens
         if adapter_dtype is not None:
             cast_trainable(self.model, adapter_dtype)
@@ -126,6 +131,7 @@ class ScaleSFTTrainer(MemoryRecoveryMixin, AtomicSavingMixin, FastLossMixin, SFT
             "tokens_per_second": speed or None,
             "data_wait_ratio": meter.data_wait_ratio,
             "memory_recovery": self.recovery_summary(),
+            "guard": self.guard_summary(),
             "exact_match": {when: _as_dict(result) for when, result in self.answered.items()},
         }
 

@@ -1,0 +1,70 @@
+"""Which rows of a data set a batch is made of: a data loader's batches with the rows' numbers in them."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping, Sequence
+from typing import Any
+
+import torch
+
+ROW_IDS = "row_ids"
+
+
+def number_rows(loader: Any) -> bool:
+    """Let the batches of a prepared loader carry `ROW_IDS`: the numbers of their rows in the data set.
+
+    Accelerate's loaders hand over to a `base_dataloader`, whose data set torch does not let anybody replace after
+    construction; before its first iteration it is only looked up (checked on torch 2.13 and accelerate 1.15.0;
+    tests/unit/test_row_ids.py fails when that moves).
+
+    Returns:
+        Whether they do; streamed data sets have no numbers.
+    """
+    base = getattr(loader, "base_dataloader", loader)
+    if isinstance(base.dataset, torch.utils.data.IterableDataset) or not hasattr(base.dataset, "__getitem__"):
+        return False
+    vars(base)["dataset"] = NumberedRows(base.dataset)
+    base.collate_fn = NumberedCollator(base.collate_fn)
+    return True
+
+
+def take_row_ids(batch: Any) -> Any:
+    """Remove the numbers from `batch`; they, or nothing."""
+    return batch.pop(ROW_IDS, ()) if isinstance(batch, MutableMapping) else ()
+
+
+class NumberedRows(torch.utils.data.Dataset[Any]):
+    """A map-style data set whose rows come as (number, row); everything else is the data set's own."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, number: Any) -> tuple[Any, Any]:
+        return number, self._dataset[number]
+
+    def __getitems__(self, numbers: Sequence[Any]) -> list[tuple[Any, Any]]:
+        """All rows of a batch at once, as `datasets` reads them fastest."""
+        fetch = getattr(self._dataset, "__getitems__", None)
+        rows = [self._dataset[number] for number in numbers] if fetch is None else fetch(numbers)
+        return list(zip(numbers, rows, strict=True))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_dataset":  # while it is unpickled in a worker
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
+
+
+class NumberedCollator:
+    """A collator for (number, row): the one for rows, with the numbers put into its batch."""
+
+    def __init__(self, collate: Any) -> None:
+        self._collate = collate
+
+    def __call__(self, numbered: list[tuple[Any, Any]]) -> Any:
+        batch = self._collate([row for _, row in numbered])
+        if isinstance(batch, MutableMapping):
+            batch[ROW_IDS] = torch.tensor([int(number) for number, _ in numbered])
+        return batch
