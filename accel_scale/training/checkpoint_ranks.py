@@ -57,13 +57,13 @@ class Meeting:
         dist.broadcast_object_list(values, src=0, group=self.group)
         return values[0]
 
-    def any(self, flag: bool) -> bool:
-        """Whether it is true on any rank: one all-reduce of four bytes."""
+    def largest(self, number: int) -> int:
+        """Over all ranks: one all-reduce of four bytes."""
         if not self.is_distributed:
-            return flag
-        number = torch.tensor(int(flag), dtype=torch.int32)
-        dist.all_reduce(number, dist.ReduceOp.MAX, group=self.group)
-        return bool(number.item())
+            return number
+        reduced = torch.tensor(number, dtype=torch.int32)
+        dist.all_reduce(reduced, dist.ReduceOp.MAX, group=self.group)
+        return int(reduced.item())
 
     def together(self, work: Callable[[], T]) -> list[T]:
         """Everybody's result of `work`, which does nothing collective.

@@ -22,11 +22,11 @@ class StopSignals:
     single process does not forward signals, it dies and leaves the process behind.
 
     Attributes:
-        received: Name of the first signal, None before it.
+        received: Number of the first signal, 0 before it.
     """
 
     def __init__(self) -> None:
-        self.received: str | None = None
+        self.received = 0
         self._previous: dict[signal.Signals, Any] = {}
         self._asked_for_parents_death = False
 
@@ -50,7 +50,7 @@ class StopSignals:
 
     def _remember(self, number: int, frame: Any) -> None:
         # Nothing else: Python runs this between two instructions of whatever the program was doing.
-        self.received = self.received or signal.Signals(number).name
+        self.received = self.received or number
 
 
 def _is_launcher(pid: int) -> bool:

@@ -49,15 +49,21 @@ def check_fit(found: Found, strategy: str, stored: set[str], registered: set[str
         )
 
 
-def refuse_pickled_objects(accelerator: Any) -> None:
-    """Refuse objects that Accelerate would pickle.
+def refuse_other_savers(accelerator: Any) -> None:
+    """Refuse what `accelerator.save_state` would save and this manager would leave out.
 
     Raises:
-        ConfigError: if there are any.
+        ConfigError: if there is any.
     """
     if accelerator._custom_objects:
         raise ConfigError(
             "Accelerate pickles what is registered for checkpointing, and this manager does not load pickles.",
             place="accelerator.register_for_checkpointing",
+            fix="use CheckpointManager.register.",
+        )
+    if accelerator._save_model_state_pre_hook or accelerator._load_model_state_pre_hook:
+        raise ConfigError(
+            "hooks of save_state and load_state are not called by this manager.",
+            place="accelerator.register_save_state_pre_hook",
             fix="use CheckpointManager.register.",
         )

@@ -16,6 +16,7 @@ manager.finish()
 
 from __future__ import annotations
 
+import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,7 @@ from accel_scale.training.checkpoint_folders import Found, choose, open_checkpoi
 from accel_scale.training.checkpoint_manifest import Manifest, fast_algorithm, library_versions
 from accel_scale.training.checkpoint_ranks import FailedSomewhere, Meeting
 from accel_scale.training.checkpoint_signals import StopSignals
-from accel_scale.training.checkpoint_strategies import check_fit, contents_of, refuse_pickled_objects
+from accel_scale.training.checkpoint_strategies import check_fit, contents_of, refuse_other_savers
 from accel_scale.training.checkpoint_writing import Job, Writer, clean_up_after
 from accel_scale.training.preparing import strategy_of
 
@@ -117,7 +118,7 @@ class CheckpointManager:
         self._writer = Writer(Meeting(separate=True)) if asynchronous else None
         self._signals = StopSignals()
         self._signals.install()
-        self._stopping = False
+        self._stopped_by = 0  # the signal's number, on every rank
         self._last_failure: str | None = None
         self._has_recovered = False
 
@@ -158,7 +159,7 @@ class CheckpointManager:
             return None
         content = read_state(found.folder)
         check_fit(found, self._strategy, set(content["registered"]), set(self._registered))
-        refuse_pickled_objects(self._accelerator)
+        refuse_other_savers(self._accelerator)
         accelerator, scratch = self._accelerator, staging_root(self._output_dir) / "converted"
         load_scaler(accelerator, content)
         self._contents.load(found.folder, found.manifest, scratch)
@@ -187,7 +188,7 @@ class CheckpointManager:
         """
         self._recover()
         self._wait()
-        refuse_pickled_objects(self._accelerator)
+        refuse_other_savers(self._accelerator)
         is_asynchronous = self._writer is not None and not final
         meeting = self._writer.meeting if self._writer is not None and is_asynchronous else self._meeting
         writes: list[Write] = []
@@ -215,9 +216,9 @@ class CheckpointManager:
 
     def should_stop(self) -> bool:
         """Whether SIGTERM or SIGUSR1 has reached any rank; collective, a few bytes over the hosts."""
-        if not self._stopping:
-            self._stopping = self._meeting.any(self._signals.received is not None)
-        return self._stopping
+        if not self._stopped_by:
+            self._stopped_by = self._meeting.largest(self._signals.received)
+        return self._stopped_by != 0
 
     def finish(self) -> None:
         """Wait for what is being written; collective.
@@ -274,7 +275,7 @@ class CheckpointManager:
             strategy=self._strategy,
             layout=self._contents.layout,
             seed=torch.initial_seed(),
-            stopped_by=self._signals.received if self._stopping else None,
+            stopped_by=signal.Signals(self._stopped_by).name if self._stopped_by else None,
             versions=library_versions(),
             algorithm=fast_algorithm(),
             files={},

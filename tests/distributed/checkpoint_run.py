@@ -1,10 +1,11 @@
 """A plain Accelerate loop with a `CheckpointManager`, for `test_checkpoints_sharded.py`.
 
-accelerate launch --config_file F checkpoint_run.py --output_dir D --report R.json     one run
-accelerate launch --config_file F checkpoint_run.py --runs runs.json                   several, libraries imported once
+accelerate launch --config_file F checkpoint_run.py --output_dir D --report R.json                one run
+accelerate launch --config_file F --num_processes 1 checkpoint_run.py --runs runs.json            several, of any size
 
-``runs.json`` lists ``{"argv", "port", "log", "num_processes"}``: a run takes the first of the launched processes,
-which form a group of their own. Rows depend on the step alone: a global batch is the same on any number of ranks.
+``runs.json`` lists ``{"argv", "port", "log", "num_processes"}``: the libraries are imported once, each run then
+forks its ranks, with the launch's environment. Rows depend on the step alone: a global batch
+is the same on any number of ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ import argparse
 import json
 import os
 import random
+import signal
 import sys
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -44,20 +48,23 @@ class Counter:
 
 
 def several(runs: list[dict]) -> int:
-    """Fork once per run in which this process takes part."""
+    """Fork the ranks of one run after the other; the status is that of the first that failed."""
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         import deepspeed  # noqa: F401
     worst = 0
     for run in runs:
-        if int(os.environ["RANK"]) >= run["num_processes"]:
-            continue
-        child = os.fork()
-        if child == 0:
-            for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-                os.environ[name] = str(run["num_processes"])
-            os._exit(run_once({**run, "recipe": __file__}))
-        worst = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) or worst
+        size = str(run["num_processes"])
+        children = []
+        for rank in map(str, range(run["num_processes"])):
+            child = os.fork()
+            if child == 0:
+                os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+                os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(run["port"]))
+                os._exit(run_once({**run, "recipe": __file__}))
+            children.append(child)
+        for child in children:
+            worst = worst or os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     return worst
 
 
@@ -67,6 +74,13 @@ def batch_of(step: int, accelerator: Accelerator) -> torch.Tensor:
         0, VOCABULARY, (GLOBAL_BATCH_SIZE, LENGTH), generator=torch.Generator().manual_seed(1000 + step)
     )
     return rows[accelerator.process_index :: accelerator.num_processes]
+
+
+def kill_when_there(path: Path) -> None:
+    """No process can do anything about this signal."""
+    while not path.exists():
+        time.sleep(0.0002)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def one(args: argparse.Namespace) -> None:
@@ -93,6 +107,8 @@ def one(args: argparse.Namespace) -> None:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: 1 / (1 + 0.3 * done))
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     manager = CheckpointManager(accelerator, args.output_dir, keep_last=None, asynchronous=args.asynchronous)
+    if args.killed_at and accelerator.process_index == 1:
+        threading.Thread(target=kill_when_there, args=(Path(args.output_dir, args.killed_at),), daemon=True).start()
     counter = Counter()
     manager.register("counter", counter)
     resumed = manager.resume(args.resume)
@@ -115,11 +131,11 @@ def one(args: argparse.Namespace) -> None:
         stopping = manager.should_stop()
         if step == args.save_at or stopping or (args.save_every and step % args.save_every == 0):
             manager.save(step, {"rows": step * GLOBAL_BATCH_SIZE}, final=stopping)
-        if accelerator.is_main_process:
-            print(f"step {step}", flush=True)
+        print(f"rank {accelerator.process_index} pid {os.getpid()} step {step}", flush=True)
         if stopping:
             manager.finish()
             accelerator.end_training()
+            print(f"leaving with {EXIT_STOPPED}", flush=True)
             sys.exit(EXIT_STOPPED)
     manager.finish()
     report["counter"] = counter.steps
@@ -140,6 +156,7 @@ def main() -> int | None:
     parser.add_argument("--save_every", type=int, default=0)
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--hidden_size", type=int, default=32)
+    parser.add_argument("--killed_at", help="the second rank is killed when this file of the output folder appears")
     parser.add_argument("--asynchronous", action="store_true")
     args = parser.parse_args()
     if args.runs:

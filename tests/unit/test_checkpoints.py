@@ -348,6 +348,29 @@ def test_what_accelerate_would_pickle_is_refused(start):
     run.accelerator.register_for_checkpointing(run.counter)
     with pytest.raises(ConfigError, match=r"CheckpointManager.register"):
         run.manager.save(1)
+    run = start()
+    run.accelerator.register_save_state_pre_hook(lambda models, weights, folder: None)
+    with pytest.raises(ConfigError, match=r"hooks of save_state and load_state are not called"):
+        run.manager.save(1)
+
+
+def test_the_loss_scale_of_fp16(start):
+    run = start()
+    run.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    loss = run.model(torch.arange(8))
+    run.accelerator.scaler.scale(loss).backward()
+    for _ in range(3):
+        run.optimizer.optimizer.zero_grad()
+        run.accelerator.scaler.scale(run.model(torch.arange(8))).backward()
+        run.accelerator.scaler.step(run.optimizer.optimizer)
+        run.accelerator.scaler.update()
+    run.manager.save(1)
+    again = start()
+    again.accelerator.scaler = torch.amp.GradScaler("cpu")
+    again.manager.resume("auto")
+    assert again.accelerator.scaler.state_dict() == run.accelerator.scaler.state_dict()
+    assert again.accelerator.scaler.get_scale() == 16.0
+    assert again.accelerator.scaler.state_dict()["_growth_tracker"] == 1
 
 
 class Evil:

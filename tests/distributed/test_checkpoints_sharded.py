@@ -1,0 +1,218 @@
+"""`CheckpointManager` under every strategy, really launched: the same numbers after a resume on any ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import parity
+import pytest
+from accelerate.utils.other import get_free_port
+
+from accel_scale.training.checkpoint_manifest import read_manifest
+from accel_scale.training.checkpoints import EXIT_STOPPED
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = str(Path(__file__).with_name("checkpoint_run.py"))
+SHARDED = ["--fsdp_state_dict_type", "SHARDED_STATE_DICT"]
+VARIANTS = {
+    "ddp": ("ddp", []),
+    "fsdp2": ("fsdp2", []),
+    "fsdp2 sharded": ("fsdp2", SHARDED),
+    "zero1": ("zero1", []),
+    "zero2": ("zero2", []),
+    "zero3": ("zero3", []),
+}
+SAVED_AT, NUM_STEPS = 3, 6
+
+
+def command(name: str, num_processes: int, *arguments: str) -> list[str]:
+    launch = [sys.executable, "-m", "accelerate.commands.launch"]
+    launch += ["--config_file", str(parity.CONFIGS / f"{name}.yaml"), "--mixed_precision", "no"]
+    launch += ["--num_processes", str(num_processes), "--main_process_port", str(get_free_port())]
+    return [*launch, *arguments]
+
+
+@dataclass
+class Run:
+    """What one run left behind."""
+
+    report: dict
+    log: str
+
+    @property
+    def losses(self) -> dict[int, float]:
+        return {int(step): loss for step, loss in self.report["losses"].items()}
+
+    @property
+    def draws(self) -> dict[int, list[float]]:
+        return {int(step): draws for step, draws in self.report["draws"].items()}
+
+
+@functools.cache
+def outcome(variant: str) -> tuple[Path, dict[str, Run]]:
+    """One launch, whose runs take two, one and four ranks."""
+    name, changes = VARIANTS[variant]
+    folder = Path(tempfile.mkdtemp(prefix="checkpoints-"))
+
+    def run(label: str, num_processes: int, *argv: str) -> dict:
+        return {
+            "argv": ["--report", str(folder / f"{label}.json"), "--num_steps", str(NUM_STEPS), *argv],
+            "port": get_free_port(),
+            "log": str(folder / f"{label}.log"),
+            "num_processes": num_processes,
+        }
+
+    first, second = str(folder / "with dropout"), str(folder / "without")
+    runs = [
+        run("whole", 2, "--output_dir", first, "--save_at", str(SAVED_AT), "--dropout", "0.1"),
+        run("resumed", 2, "--output_dir", first, "--dropout", "0.1"),
+        run("reference", 2, "--output_dir", second, "--save_at", str(SAVED_AT)),
+        run("one", 1, "--output_dir", str(folder / "one"), "--resume", f"{second}/checkpoint_{SAVED_AT}"),
+        run("four", 4, "--output_dir", str(folder / "four"), "--resume", f"{second}/checkpoint_{SAVED_AT}"),
+    ]
+    if not name.startswith("zero"):
+        asynchronous = ["--save_at", str(SAVED_AT), "--asynchronous"]
+        runs += [run("asynchronous", 2, "--output_dir", str(folder / "asynchronous"), *asynchronous)]
+    (folder / "runs.json").write_text(json.dumps(runs))
+    parity._run_all([command(name, 1, *changes, SCRIPT, "--runs", str(folder / "runs.json"))], folder)
+    labels = [Path(run["log"]).stem for run in runs]
+    return folder, {
+        label: Run(json.loads((folder / f"{label}.json").read_text()), (folder / f"{label}.log.0").read_text())
+        for label in labels
+    }
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_going_on_with_the_same_ranks_is_bitwise(variant):
+    _, runs = outcome(variant)
+    whole, resumed = runs["whole"], runs["resumed"]
+    assert resumed.report["resumed"] == SAVED_AT
+    assert resumed.report["state"] == {"rows": 4 * SAVED_AT}
+    assert list(resumed.losses) == [4, 5, 6]
+    assert resumed.losses == {step: loss for step, loss in whole.losses.items() if step > SAVED_AT}
+    assert resumed.draws == {step: draws for step, draws in whole.draws.items() if step > SAVED_AT}
+    assert len(set(resumed.draws[4])) == 6  # every rank its own
+    assert resumed.report["counter"] == whole.report["counter"] == [1, 2, 3, 4, 5, 6]
+    assert resumed.report["learning_rate"] == whole.report["learning_rate"]
+
+
+@pytest.mark.parametrize("label", ["one", "four"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_going_on_with_other_ranks(variant, label):
+    _, runs = outcome(variant)
+    run, reference = runs[label], runs["reference"]
+    assert list(run.losses) == [4, 5, 6]
+    for step, loss in run.losses.items():
+        assert loss == pytest.approx(reference.losses[step], abs=1e-4)
+    assert run.report["counter"] == [1, 2, 3, 4, 5, 6]
+    assert run.report["learning_rate"] == reference.report["learning_rate"]
+    now = {"one": 1, "four": 4}[label]
+    assert f"(step 3, written by 2 ranks and now on {now})" in run.log
+    # Known ranks go on with their random numbers, new ones have some of their own.
+    for step in (4, 5, 6):
+        assert run.draws[step][:3] == reference.draws[step][:3]
+        assert len(set(run.draws[step])) == 3 * now
+
+
+@pytest.mark.parametrize("variant", ["ddp", "fsdp2", "fsdp2 sharded"])
+def test_asynchronous_writes_the_same_bytes(variant):
+    folder, _ = outcome(variant)
+    written = {}
+    for name in ("without", "asynchronous"):
+        root = folder / name / f"checkpoint_{SAVED_AT}"
+        files = {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+        # torch gives every collection of shards an identity of its own, which is in here.
+        written[name] = {k: v for k, v in files.items() if not k.endswith((".metadata", "manifest.json"))}
+    assert written["without"] == written["asynchronous"]
+
+
+def start(name: str, folder: Path, *arguments: str) -> subprocess.Popen:
+    """A launch of two processes whose output goes to ``log``."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    with (folder / "log").open("ab") as log:
+        return subprocess.Popen(
+            command(name, 2, *arguments, "--output_dir", str(folder / "run")),
+            cwd=parity.REPOSITORY,
+            env=environment,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+
+
+def until(condition, launcher: subprocess.Popen, folder: Path, seconds: float = 120.0):
+    """What `condition` gives once that is true."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        found = condition()
+        if found:
+            return found
+        if launcher.poll() is not None:
+            break
+        time.sleep(0.05)
+    os.killpg(launcher.pid, signal.SIGKILL)
+    raise AssertionError((folder / "log").read_text(errors="replace")[-3000:])
+
+
+def pid_of_second_rank(folder: Path) -> int | None:
+    match = re.search(r"rank 1 pid (\d+) step 2$", (folder / "log").read_text(errors="replace"), re.MULTILINE)
+    return int(match.group(1)) if match else None
+
+
+def finished(launcher: subprocess.Popen, folder: Path) -> int:
+    """The launcher's status; nothing of it is left running."""
+    try:
+        return launcher.wait(90)
+    except subprocess.TimeoutExpired:
+        raise AssertionError((folder / "log").read_text(errors="replace")[-3000:]) from None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(launcher.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("variant", "number", "to_launcher"),
+    [("ddp", signal.SIGTERM, True), ("zero2", signal.SIGUSR1, False)],
+    ids=["SIGTERM to the launcher", "SIGUSR1 to a worker"],
+)
+def test_a_signal_ends_in_a_checkpoint(tmp_path, variant, number, to_launcher):
+    launcher = start(VARIANTS[variant][0], tmp_path, *VARIANTS[variant][1], SCRIPT, "--num_steps", "1000000")
+    worker = until(lambda: pid_of_second_rank(tmp_path), launcher, tmp_path)
+    os.kill(launcher.pid if to_launcher else worker, number)
+    assert finished(launcher, tmp_path) == 1  # torchrun has no other status for a failed or stopped worker
+    log = (tmp_path / "log").read_text(errors="replace")
+    assert log.count(f"leaving with {EXIT_STOPPED}") == 2
+    if not to_launcher:
+        assert re.search(rf"exitcode\s*: {EXIT_STOPPED}", log)
+    (folder,) = (tmp_path / "run").iterdir()
+    manifest = read_manifest(folder)
+    steps = {int(step) for step in re.findall(r"step (\d+)$", log, re.MULTILINE)}
+    assert manifest.step == max(steps)  # saved at the step after which all ranks had heard of it
+    assert manifest.stopped_by == number.name
+
+
+def test_killed_in_the_middle_of_a_save(tmp_path):
+    """A rank of FSDP2 dies while the shards of the second checkpoint are written."""
+    name, changes = VARIANTS["fsdp2 sharded"]
+    arguments = [*changes, SCRIPT, "--save_every", "2", "--num_steps", "6", "--hidden_size", "256"]
+    killed = ["--killed_at", ".partial/checkpoint_4/optimizer_0/__1_0.distcp"]
+    assert finished(start(name, tmp_path, *arguments, *killed), tmp_path) == 1
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [".partial", "checkpoint_2"]
+    report = tmp_path / "report.json"
+    assert finished(start(name, tmp_path, *arguments, "--report", str(report)), tmp_path) == 0
+    assert json.loads(report.read_text())["resumed"] == 2
+    assert "run: removed unfinished checkpoint_4" in (tmp_path / "log").read_text(errors="replace")
+    names = sorted(path.name for path in (tmp_path / "run").iterdir())
+    assert names == ["checkpoint_2", "checkpoint_4", "checkpoint_6"]
