@@ -273,7 +273,7 @@ def say(line: str) -> None:
 def show_progress(number: int, step: int, value: float) -> None:
     """Where someone watches: how far the trial is."""
     if sys.stdout.isatty():
-        print(f"\r\033[Ktrial {number}: step {step}, {value:.4f}", end="", flush=True)
+        print(f"\r\033[Ktrial {number}: step {step}, {value:.5g}", end="", flush=True)
 
 
 # ── Report ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -347,7 +347,7 @@ def report_end(search: Search) -> int:
     print_table(
         "done",
         {
-            "best": f"trial {best.number}, {args.metric} {best.value:.4f}",
+            "best": f"trial {best.number}, {args.metric} {best.value:.5g}",
             **{f"  {name}": value for name, value in space.values_of(best.params).items()},
             f"importance ({complete} complete)": ", ".join(f"{n} {share:.0%}" for n, share in shares.items()) or None,
             "trials": ", ".join(f"{count} {name}" for name, count in document["counts"].items()),

@@ -14,7 +14,7 @@ def trial_line(row: Mapping[str, Any], flags: Sequence[str], metric: str) -> str
     step = f" at step {row['last_step']}" if row["last_step"] is not None and row["outcome"] != "complete" else ""
     parts = [f"{row['outcome']}{step}"]
     if row["value"] is not None:
-        parts.append(f"{metric} {row['value']:.4f}")
+        parts.append(f"{metric} {row['value']:.5g}")
     if row["seconds"] is not None:
         parts.append(f"{row['seconds']:.0f} s")
     values = " ".join(f"{flag}={short(row[flag])}" for flag in flags if flag in row)

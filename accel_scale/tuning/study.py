@@ -124,9 +124,9 @@ def make_sampler(name: str, space: SearchSpace, seed: int) -> tuple[optuna.sampl
 def make_pruner(name: str, *, prune_after: int) -> optuna.pruners.BasePruner:
     """The pruner; nothing is pruned at or before step `prune_after`."""
     if name == "median":
-        return optuna.pruners.MedianPruner(n_startup_trials=3, n_warmup_steps=prune_after)
+        return optuna.pruners.MedianPruner(n_startup_trials=3, n_warmup_steps=prune_after + 1)
     if name == "halving":
-        resource = {"min_resource": prune_after} if prune_after else {}
+        resource = {"min_resource": prune_after + 1} if prune_after else {}
         return optuna.pruners.SuccessiveHalvingPruner(**resource)  # type: ignore[arg-type]
     return optuna.pruners.NopPruner()
 
