@@ -36,6 +36,7 @@ class Encoder:
         pad = tokenizer.pad_token_id
         self.pad_id = int(pad) if pad is not None else (self.suffix[0] if self.suffix else 0)
         self._backend: Any = None
+        self._fingerprint: str | None = None
 
     @staticmethod
     def _opening(tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -87,6 +88,11 @@ class Encoder:
 
     def fingerprint(self) -> str:
         """A hash of all that decides which tokens a text becomes, the same after saving and loading."""
+        if self._fingerprint is None:
+            self._fingerprint = self._described()
+        return self._fingerprint
+
+    def _described(self) -> str:
         described: dict[str, Any] = {"prefix": self.prefix, "suffix": self.suffix}
         backend = self._fast()
         if backend is None:

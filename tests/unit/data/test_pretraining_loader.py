@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -116,6 +117,14 @@ def test_the_state_is_that_of_the_last_step_consumed_however_far_workers_ran_ahe
     # Going around a step is taking it and not training on it.
     with data.train_loader(global_batch_size=GLOBAL_BATCH, micro_batch_size=8, state=expected) as loader:
         assert next(loader).row_ids != steps[1].row_ids
+
+
+def test_what_workers_are_given_survives_pickling(corpus) -> None:
+    """Workers are forked on Linux; where they are started afresh they get a copy."""
+    data = open_data(corpus)
+    expected, _ = take(data, 3)
+    copy = pickle.loads(pickle.dumps(data))
+    assert take(copy, 3)[0] == expected
 
 
 def test_labels_and_positions_stop_at_documents(corpus) -> None:
