@@ -85,6 +85,8 @@ class Run:
 
 def main(argv: list[str] | None = None) -> dict[str, Any] | None:
     """Run the recipe; returns what `run_summary.json` holds."""
+    from accel_scale.training.exits import exit_if_not_saved
+
     started = time.perf_counter()
     parsed = parse_flags(FLAG_CLASSES, argv, program=PROGRAM, description=__doc__)
     run = resolve_run(parsed)
@@ -95,7 +97,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any] | None:
     check(run)
     load_data(run)
     load_model(run)
-    return train(run, started)
+    with exit_if_not_saved(PROGRAM):
+        return train(run, started)
 
 
 # ── Resolve ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -138,9 +141,8 @@ def check(run: Run) -> None:
 def load_data(run: Run) -> None:
     """Accelerator, tokenizer and data; rank 0 makes what all of them read."""
     from accel_scale.data.default import default_model_path, default_pretraining_text
-    from accel_scale.data.pretraining import open_pretraining_data
     from accel_scale.training.plain_accelerator import plain_accelerator
-    from accel_scale.training.pretrain_model import run_tokenizer
+    from accel_scale.training.pretrain_model import open_data, run_tokenizer
 
     args, data_args, settings = run.args, run.data_args, run.settings
     run.accelerator = plain_accelerator(
@@ -156,22 +158,14 @@ def load_data(run: Run) -> None:
         if run.embedded:
             data_args.data = [default_pretraining_text(f"{args.output_dir}/data")]
         run.tokenizer = run_tokenizer(run.model_args, data_args, args.output_dir, default=default_model_path())
-    run.data = open_pretraining_data(
-        data_args.data,
-        tokenizer=run.tokenizer,
-        row_length=data_args.max_length,
-        seed=args.seed,
-        text_column=data_args.text_column,
-        text_documents=data_args.text_documents,
-        validation_data=data_args.validation_data or None,
-        validation_share=0.0 if data_args.validation_data else data_args.validation_share,
-        isolate_documents=data_args.isolate_documents,
-    )
+    run.data = open_data(args, data_args, run.tokenizer)
+    for note in run.data.notes:
+        run.say(f"note: {note}")
 
 
 def load_model(run: Run) -> None:
     """Model, optimizer and schedule, prepared for the launch's strategy."""
-    from accel_scale.training import attention, pretrain_resolve
+    from accel_scale.training import attention, pretrain_resolve, pretrain_trunk
     from accel_scale.training.fast_loss import add_fast_lm_head, tell_zero3
     from accel_scale.training.model import count_parameters
     from accel_scale.training.preparing import prepare_model, step_once_per_update
@@ -188,7 +182,9 @@ def load_model(run: Run) -> None:
         model_config=run.model_config,
     )
     run.plan = plan_memory(settings, run.launch, run.model_config, run.attention, run.say)
-    model = build_model(run.model_args, run.model_config, settings.precision, run.attention, seed=args.seed)
+    model = build_model(
+        run.model_args, run.model_config, settings.precision, run.attention, seed=args.seed, launch=run.launch
+    )
     if run.data_args.isolate_documents and not run.launch.parallel.shards_weights:
         attention.check_documents_isolated(model)
     add_fast_lm_head(model)
@@ -202,11 +198,11 @@ def load_model(run: Run) -> None:
         adapter=adapter_config(run.model_args),
     )
     run.parameters = count_parameters(model)
-    trunk_step = pretrain_resolve.trunk_step(args.decay_from)
+    trunk_step = pretrain_trunk.trunk_step(args.decay_from)
     run.length = pretrain_resolve.run_length(settings, trunk_step=trunk_step, num_params=run.parameters[0])
     optimizer = pretrain_resolve.make_optimizer(model, settings, run.launch)
     rates = pretrain_resolve.schedule_settings(settings, run.length)
-    schedule, run.schedule_record = create_schedule(optimizer, **rates), pretrain_resolve.schedule_record(rates)
+    schedule, run.schedule_record = create_schedule(optimizer, **rates), pretrain_trunk.schedule_record(rates)
     run.model, run.optimizer, run.schedule = run.accelerator.prepare(model, optimizer, schedule)
     step_once_per_update(run.schedule)
 
@@ -221,6 +217,7 @@ def train(run: Run, started: float) -> dict[str, Any]:
     from accel_scale.training.evaluating import language_model_loss, total_over_ranks
     from accel_scale.training.guard import Guard, settings_from
     from accel_scale.training.guarded_step import GuardedStep, stop_run
+    from accel_scale.training.loop_watch import LoopWatch
     from accel_scale.training.meters import ThroughputMeter
     from accel_scale.training.pretrain_report import Report
     from accel_scale.training.profiling import step_profiler
@@ -236,11 +233,14 @@ def train(run: Run, started: float) -> dict[str, Any]:
     guard = Guard(settings_from(run.guard_args))
     manager.register("guard", guard)
     resume(run, manager, args.resume)
+    if run.guard_args.guard == "rollback" and run.step == 0:
+        manager.save(0, run_state(run))  # there must be something to roll back to
     step = GuardedStep(
         accelerator, run.model, run.optimizer, run.schedule, guard=guard, max_grad_norm=args.max_grad_norm,
         output_dir=args.output_dir, first_step=run.step + 1,
     )  # fmt: skip
     report = Report(run, MetricsLog(args.output_dir, run.is_main, resumed_step=run.step), ThroughputMeter(), started)
+    watch = LoopWatch(accelerator, run.model, run.optimizer, report.meter, run.plan)
     report.start()
     run.model.train()
     why_stopped = None
@@ -255,37 +255,41 @@ def train(run: Run, started: float) -> dict[str, Any]:
             num_tokens = total_over_ranks(accelerator, drawn.num_predicted)
             for index, (batch, row_ids) in enumerate(zip(drawn.micro_batches, drawn.row_ids, strict=True)):
                 batch = {name: tensor.to(accelerator.device, non_blocking=True) for name, tensor in batch.items()}
-                with step.micro_batch(is_last=index + 1 == len(drawn.row_ids), row_ids=row_ids):
+                is_last = index + 1 == len(drawn.row_ids)
+                with step.micro_batch(is_last=is_last, row_ids=row_ids), watch.micro_batch(batch):
                     with accelerator.autocast():
                         loss = language_model_loss(run.model, batch, num_tokens)
                     step.backward(loss * step.loss_factor)
             rate, outcome = run.learning_rate, step.finish()
+            watch.stepped()
             if outcome.action == "stop":
                 stop_run(accelerator, outcome, program=PROGRAM)
             if outcome.action == "rollback":
-                roll_back(run, manager, guard)
+                roll_back(run, manager, guard, report)
                 continue
             run.step += outcome.taken
-            report.stepped(outcome, rate, tokens=run.settings.global_batch_size * run.data_args.max_length)
+            tokens = run.settings.global_batch_size * run.data_args.max_length
+            report.stepped(outcome, rate, tokens=tokens, row_ids=drawn.row_ids)
             profiler.step()
             why_stopped = reason_to_stop(run, manager, started)
-            is_last = run.step == length.num_steps or why_stopped is not None
-            if outcome.taken and is_due(run.step, length.eval_steps, is_last=is_last):
+            is_end = run.step == length.num_steps or why_stopped is not None
+            if why_stopped != "a signal" and outcome.taken and is_due(run.step, length.eval_steps, is_end):
                 evaluate(run, report)
-            if outcome.taken and length.save_steps and is_due(run.step, length.save_steps, is_last=is_last):
-                manager.save(run.step, run_state(run), final=is_last)
+            if why_stopped or (outcome.taken and length.save_steps and is_due(run.step, length.save_steps, is_end)):
+                manager.save(run.step, run_state(run), final=is_end)
+            watch.resume_watch()
     manager.finish()
     verified = save_model(run, report, why_stopped)
-    summary = report.end(verified, why_stopped)
+    summary = report.end(verified, why_stopped, watch.report())
     accelerator.end_training()
     if why_stopped == "a signal":
         raise SystemExit(EXIT_STOPPED)
     return summary
 
 
-def is_due(step: int, every: int, *, is_last: bool) -> bool:
+def is_due(step: int, every: int, is_end: bool) -> bool:
     """Whether something happens after `step`: at multiples of `every`, and at the end."""
-    return is_last or (every > 0 and step % every == 0)
+    return is_end or (every > 0 and step % every == 0)
 
 
 def reason_to_stop(run: Run, manager: Any, started: float) -> str | None:
@@ -327,14 +331,16 @@ def run_state(run: Run) -> dict[str, Any]:
 
 def resume(run: Run, manager: Any, how: str) -> None:
     """Take up a checkpoint where there is one; the data goes on from its position, without a replay."""
+    from accel_scale.training.pretrain_trunk import refuse_leftovers
+
+    if how == "no":
+        refuse_leftovers(run.args.output_dir)
     resumed = manager.resume(how)
     if resumed is None and run.args.decay_from:
         resumed = manager.resume(run.args.decay_from)  # a branch begins; its own checkpoints come first
     state = resumed.state if resumed else {}
     run.step, run.drawn, run.tokens = resumed.step if resumed else 0, state.get("drawn", 0), state.get("tokens", 0)
     run.avoided = sorted({*run.avoided, *state.get("avoided", [])})
-    if resumed:
-        run.say(f"resumed from {resumed.folder} at step {resumed.step:,}")
     open_batches(run, state.get("data"))
 
 
@@ -350,12 +356,7 @@ def open_batches(run: Run, position: dict[str, Any] | None) -> None:
     run.batches = run.data.train_loader(
         global_batch_size=run.settings.global_batch_size,
         micro_batch_size=micro,
-        num_workers=num_workers(
-            run.data_args.dataloader_num_workers,
-            device_type=device_type,
-            embedded=run.embedded,
-            processes_on_node=run.launch.local_world_size,
-        ),
+        num_workers=num_workers(run.data_args, run.launch, device_type=device_type, embedded=run.embedded),
         state=position,
         pin_memory=device_type == "cuda",
         **rank,
@@ -364,7 +365,7 @@ def open_batches(run: Run, position: dict[str, Any] | None) -> None:
         run.held_out = run.data.validation_loader(micro_batch_size=micro, max_rows=run.args.eval_rows, **rank)
 
 
-def roll_back(run: Run, manager: Any, guard: Any) -> None:
+def roll_back(run: Run, manager: Any, guard: Any, report: Any) -> None:
     """Back to the last good checkpoint, to go around the batch that was just drawn."""
     kept, bad = guard.state_dict(), run.drawn
     run.avoided.append(bad)
@@ -372,6 +373,7 @@ def roll_back(run: Run, manager: Any, guard: Any) -> None:
     restored = guard.state_dict()
     guard.load_state_dict(kept)  # events since the checkpoint stay counted, so that there is an end to it
     guard.roll_back(restored)
+    report.rolled_back()
     run.say(f"rolled back to step {run.step:,}; batch {bad:,} will be left out")
 
 
@@ -384,15 +386,8 @@ def save_model(run: Run, report: Any, why_stopped: str | None) -> Any:
         return None  # little time is left, and the checkpoint is there
     if run.args.sample_tokens:
         prompt = run.args.sample_prompt or beginning_of(run.held_out, run.tokenizer)
-        written = sample_text(
-            run.accelerator,
-            run.model,
-            run.tokenizer,
-            prompt,
-            max_new_tokens=run.args.sample_tokens,
-            seed=run.args.seed,
-        )
-        report.sample = f"{prompt}▸{written}"
+        options = {"max_new_tokens": run.args.sample_tokens, "seed": run.args.seed}
+        report.sample = f"{prompt}▸{sample_text(run.accelerator, run.model, run.tokenizer, prompt, **options)}"
     return save_final((run.accelerator, run.model, run.tokenizer), run.args.output_dir)
 
 

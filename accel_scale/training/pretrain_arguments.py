@@ -106,6 +106,9 @@ class PretrainArguments:
     )
     decay_steps: int | None = _flag(None, "Steps of the decay of --decay_from.")
     logging_steps: int = _flag(10, "Steps between lines of the log.")
+    log_rows: bool = _flag(
+        False, "Log a checksum of each global batch's row ids too, to compare the order of the data between runs."
+    )
     eval_steps: int | None = _flag(None, "Steps between validations. Default: ten in a run; 0: only the last.")
     eval_rows: int = _flag(256, "Rows of --max_length that a validation reads at most.")
     sample_prompt: str | None = _flag(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,23 @@ def _folder_of(config: str) -> Path:
     return path if path.is_dir() else path.parent
 
 
+def open_data(args: Any, data_args: PretrainDataArguments, tokenizer: Any) -> Any:
+    """The run's `PretrainingData`, as the flags say."""
+    from accel_scale.data.pretraining import open_pretraining_data
+
+    return open_pretraining_data(
+        data_args.data,
+        tokenizer=tokenizer,
+        row_length=data_args.max_length,
+        seed=args.seed,
+        text_column=data_args.text_column,
+        text_documents=data_args.text_documents,
+        validation_data=data_args.validation_data or None,
+        validation_share=0.0 if data_args.validation_data else data_args.validation_share,
+        isolate_documents=data_args.isolate_documents,
+    )
+
+
 def run_config(model_args: PretrainModelArguments, max_length: int, tokenizer: Any) -> Any:
     """The model's configuration: of a model, of a config.json, of a size, or of the embedded model.
 
@@ -110,15 +128,23 @@ def run_config(model_args: PretrainModelArguments, max_length: int, tokenizer: A
     return config
 
 
-def build_model(model_args: PretrainModelArguments, config: Any, precision: Any, attention: str, *, seed: int) -> Any:
-    """The model on the host, its weights loaded or drawn from `seed`; partitioned as they come under ZeRO-3."""
+def build_model(
+    model_args: PretrainModelArguments, config: Any, precision: Any, attention: str, *, seed: int, launch: Any
+) -> Any:
+    """The model on the host, its weights loaded or drawn from `seed`.
+
+    Under ZeRO-3 weights that are loaded are partitioned as they come. Weights that are drawn are drawn whole where the
+    host has room for that on each of its ranks, so that every strategy begins with the same ones.
+    """
     from transformers import set_seed
 
-    from accel_scale.training.model import load_model
+    from accel_scale.training.model import load_model, plain_loading
 
     dtype = precision.frozen_dtype if model_args.method == "lora" else precision.model_dtype
     if not model_args.model_name_or_path:
-        return model_from_nothing(config, dtype=dtype, attention=attention, seed=seed)
+        context = plain_loading() if _fits_whole(config, launch.local_world_size) else contextlib.nullcontext()
+        with context:
+            return model_from_nothing(config, dtype=dtype, attention=attention, seed=seed)
     set_seed(seed)  # of adapters and dropout
     return load_model(
         model_args.model_name_or_path,
@@ -127,6 +153,19 @@ def build_model(model_args: PretrainModelArguments, config: Any, precision: Any,
         revision=model_args.model_revision,
         trust_remote_code=model_args.trust_remote_code,
     )
+
+
+def _fits_whole(config: Any, processes_on_node: int) -> bool:
+    """Whether each rank can hold the model in fp32 in a quarter of the host's memory."""
+    import psutil
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from accel_scale.training.model import plain_loading
+
+    with plain_loading(), torch.device("meta"):
+        num_params = AutoModelForCausalLM.from_config(config).num_parameters()
+    return 4 * num_params * processes_on_node <= psutil.virtual_memory().total / 4
 
 
 def adapter_config(model_args: PretrainModelArguments) -> Any:
@@ -156,12 +195,12 @@ def plan_memory(settings: Any, launch: Any, config: Any, attention: str, say: Ca
     return plan_run(settings, launch, config, attention, say) if mode_of(settings) != "off" else None
 
 
-def num_workers(given: int | None, *, device_type: str, embedded: bool, processes_on_node: int) -> int:
+def num_workers(data_args: PretrainDataArguments, launch: Any, *, device_type: str, embedded: bool) -> int:
     """Worker processes of each rank's loader: as given, else from the cores."""
     from accel_scale.data.loaders import loader_settings
 
-    if given is not None:
-        return given
+    if data_args.dataloader_num_workers is not None:
+        return data_args.dataloader_num_workers
     rows = 1 if embedded else None
-    settings = loader_settings(device_type=device_type, num_rows=rows, processes_on_node=processes_on_node)
+    settings = loader_settings(device_type=device_type, num_rows=rows, processes_on_node=launch.local_world_size)
     return int(settings["dataloader_num_workers"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+import zlib
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.training.meters import ThroughputMeter, peak_device_bytes, peak_host_bytes
@@ -100,7 +101,7 @@ class Report:
 
     # ── Steps ──
 
-    def stepped(self, outcome: Any, learning_rate: float, *, tokens: int) -> None:
+    def stepped(self, outcome: Any, learning_rate: float, *, tokens: int, row_ids: list[list[str]]) -> None:
         """Count one step that was judged; log it when it is time, or when it was not simply taken."""
         run = self.run
         self.num_skipped += not outcome.taken
@@ -111,17 +112,22 @@ class Report:
         if outcome.taken and self._bar is not None:
             self._bar.update(1)
             self._bar.set_postfix(loss=f"{outcome.loss:.4f}")
-        due = run.step % run.args.logging_steps == 0 or run.step in (1, run.length.num_steps)
-        if not outcome.taken or not due:
+        norm = outcome.grad_norm if outcome.grad_norm is not None else math.nan
+        if not outcome.taken:
+            self._log({"skipped_loss": outcome.loss, "skipped_grad_norm": norm})
+            return
+        if run.step % run.args.logging_steps and run.step not in (1, run.length.num_steps):
             return
         self.losses.append(outcome.loss)
         speed = self.tokens_per_second
         values = {
             "loss": outcome.loss,
-            "grad_norm": outcome.grad_norm if outcome.grad_norm is not None else math.nan,
+            "grad_norm": norm,
             "learning_rate": learning_rate * outcome.lr_factor,
             "tokens": run.tokens,
         }
+        if run.args.log_rows:
+            values["rows"] = rows_checksum(row_ids)
         if speed:
             values |= {"tokens_per_second": speed, "mfu": self.mfu or 0.0}
             values["data_wait_ratio"] = self.meter.data_wait_ratio or 0.0
@@ -144,6 +150,13 @@ class Report:
         self._log({"eval_loss": evaluation.loss, "perplexity": evaluation.perplexity})
         run.say(f"step {run.step:>6,}  validation loss {evaluation.loss:.4f}  perplexity {evaluation.perplexity:,.2f}")
 
+    def rolled_back(self) -> None:
+        """Drop what was logged after the step that the run has gone back to."""
+        from accel_scale.reporting.metrics_log import MetricsLog
+
+        self.metrics.close()
+        self.metrics = MetricsLog(self.run.args.output_dir, self.run.is_main, resumed_step=self.run.step)
+
     @property
     def tokens_per_second(self) -> float | None:
         """Of all ranks, without padding; `None` before the second step."""
@@ -157,7 +170,7 @@ class Report:
 
     # ── End ──
 
-    def end(self, verified: Any, why_stopped: str | None) -> dict[str, Any]:
+    def end(self, verified: Any, why_stopped: str | None, plan: dict[str, Any]) -> dict[str, Any]:
         """The table after the last step, and ``run_summary.json`` beside the model."""
         from accel_scale.reporting.summary import write_summary
         from accel_scale.reporting.tables import print_table
@@ -194,11 +207,14 @@ class Report:
             "rehearsal": run.start.announcement is not None,
             "attention": run.attention,
             "sample": self.sample,
+            "plan": plan or None,
             "settings": run.settings.values,
             "origins": run.settings.sources,
         }
         path = write_summary(args.output_dir, summary)
         print_table("done", {**self._end_rows(summary), "saved": f"{args.output_dir} (with {path.name})"})
+        if plan:
+            print(plan["line"])
         waiting = summary["data_wait_ratio"]
         if waiting is not None and waiting > _WAITING_SHARE:
             print(
@@ -219,3 +235,11 @@ class Report:
         rows["stopped early"] = summary["stopped_by"]
         rows["sample"] = self.sample
         return rows
+
+
+def rows_checksum(row_ids: list[list[str]]) -> int:
+    """CRC-32 of the global batch's row ids, whichever ranks hold them; collective."""
+    from accelerate.utils import gather_object
+
+    names = sorted(gather_object([name for batch in row_ids for name in batch]))
+    return zlib.crc32("\n".join(names).encode())

@@ -15,13 +15,12 @@ from accel_scale.training.pretrain_arguments import (
     PretrainModelArguments,
 )
 from accel_scale.training.pretrain_resolve import (
-    check_trunk,
     decay_groups,
     refuse_contradictions,
     run_length,
-    schedule_record,
     schedule_settings,
 )
+from accel_scale.training.pretrain_trunk import check_trunk, schedule_record
 from accel_scale.training.resolve import LaunchFacts, resolve
 from accel_scale.training.schedules import create_schedule
 from accel_scale.units import parse_duration
