@@ -145,20 +145,21 @@ class Guard:
         if settings.policy == "off":
             return Decision("stepped")
         finite_norm = grad_norm is None or math.isfinite(grad_norm)
-        if has_loss_scaler and math.isfinite(loss):
-            self._overflows = 0 if finite_norm else self._overflows + 1
-            if 0 < self._overflows < settings.max_overflows:
-                return Decision("skipped", "fp16 overflow, left to the loss scaler", is_overflow=True)
         loss_threshold = self._loss.threshold(settings.threshold)
         norm_threshold = self._grad_norm.threshold(settings.threshold)
+        # An overflow is ordinary where gradients are scaled, but not that of a loss which is bad by itself.
+        is_overflow = has_loss_scaler and not finite_norm and not _reasons(loss, None, loss_threshold, None)
+        self._overflows = self._overflows + 1 if is_overflow else 0
+        if 0 < self._overflows < settings.max_overflows:
+            return Decision("skipped", "fp16 overflow, left to the loss scaler", is_overflow=True)
         reasons = _reasons(loss, grad_norm, loss_threshold, norm_threshold)
         if not reasons:
             self._loss.add(loss)
             if grad_norm is not None:
                 self._grad_norm.add(grad_norm)
             return Decision("stepped", None, loss_threshold, norm_threshold, self._lr_factor())
-        if self._overflows >= settings.max_overflows:
-            reasons = [f"fp16 overflow for the {self._overflows}th time in a row, the loss scaler does not help"]
+        if is_overflow:
+            reasons = [f"fp16 overflow {self._overflows} times in a row, the loss scaler does not help"]
         is_finite = math.isfinite(loss) and finite_norm
         action, reason = self._act("; ".join(reasons), is_finite=is_finite)
         return Decision(
@@ -168,7 +169,7 @@ class Guard:
             norm_threshold,
             lr_factor=self._lr_factor() if action == "lowered" else 1.0,
             is_event=True,
-            is_overflow=self._overflows > 0 and math.isfinite(loss),
+            is_overflow=is_overflow,
         )
 
     def _act(self, reason: str, *, is_finite: bool) -> tuple[str, str]:

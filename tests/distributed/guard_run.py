@@ -87,6 +87,8 @@ class Training:
 
     def __init__(self, accelerator: Accelerator) -> None:
         accelerator.free_memory()
+        accelerator.scaler = None  # another one for every run
+        enable_fp16_on_cpu(accelerator)
         set_seed(1)
         model = LlamaForCausalLM(
             LlamaConfig(
@@ -208,7 +210,6 @@ def main() -> None:
         mixed_precision="fp16" if args.fp16 else None,
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),  # DeepSpeed's files say auto
     )
-    enable_fp16_on_cpu(accelerator)
     steps = make_steps(accelerator.num_processes)
     clean = [ranks for number, ranks in enumerate(steps, 1) if number not in POISON]
     without_nan = [ranks for number, ranks in enumerate(steps, 1) if number not in POISON or number in SPIKES]
