@@ -1,0 +1,251 @@
+"""The guard's decisions: what is caught, what is not, how often it is wrong, and that it goes on after a resume."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accel_scale.errors import ConfigError
+from accel_scale.training.guard import Guard, GuardSettings, settings_from
+from accel_scale.training.guard_arguments import GuardArguments, TrainerGuardArguments
+from accel_scale.training.guard_events import append_event, console_line, read_events
+from accel_scale.training.running_estimate import RunningEstimate
+
+NOT_FINITE = [math.nan, math.inf, -math.inf]
+
+
+def curve(num_steps: int, seed: int, *, noise: float = 0.1, start: float = 8.0, end: float = 2.5) -> list:
+    """Losses and gradient norms as of a language model: a fast fall and a long tail, noise that is skewed upwards,
+
+    and norms that are large at first, then spread like a logarithmic normal distribution.
+    """
+    random.seed(seed)
+    points = []
+    for step in range(num_steps):
+        level = end + (start - end) / (1 + step / 30) ** 0.8
+        loss = level + noise * random.gauss(0, 1) + 0.5 * noise * random.expovariate(1)
+        norm = (0.5 + 4 / (1 + step / 20)) * math.exp(random.gauss(0, 0.3))
+        points.append((loss, norm))
+    return points
+
+
+def run(guard: Guard, points: list) -> list[str]:
+    return [guard.judge(loss, norm).action for loss, norm in points]
+
+
+@pytest.mark.parametrize("noise", [0.01, 0.1, 0.4])
+def test_false_alarms_on_a_noisy_falling_curve_are_rare(noise: float) -> None:
+    alarms = judged = 0
+    for seed in range(8):
+        actions = run(Guard(GuardSettings(max_skips=10**6)), curve(2500, seed, noise=noise))
+        alarms += sum(action != "stepped" for action in actions)
+        judged += len(actions)
+    assert judged == 20_000
+    assert alarms / judged <= 1e-4, alarms
+
+
+def test_a_tighter_threshold_would_be_wrong_often() -> None:
+    """The number above means something: the same curves do raise alarms at three standard deviations."""
+    actions = run(Guard(GuardSettings(threshold=3.0, max_skips=10**6)), curve(2500, 0))
+    assert sum(action != "stepped" for action in actions) > 10
+
+
+@given(seed=st.integers(0, 1000), shift=st.floats(0, 1000), noise=st.floats(0, 0.3))
+@settings(max_examples=30, deadline=None)
+def test_a_stationary_curve_is_quiet_at_every_level(seed: int, shift: float, noise: float) -> None:
+    random.seed(seed)
+    points = [(2.0 + shift + noise * random.gauss(0, 1), math.exp(random.gauss(0, 0.3))) for _ in range(400)]
+    assert set(run(Guard(GuardSettings(max_skips=10**6)), points)) == {"stepped"}
+
+
+@given(values=st.lists(st.floats(-100, 100), min_size=8, max_size=40), shift=st.floats(0, 1e4))
+@settings(max_examples=100, deadline=None)
+def test_thresholds_move_with_the_curve(values: list[float], shift: float) -> None:
+    low, high = (RunningEstimate(64, 8, least_ratio=1.0) for _ in range(2))
+    for value in values:
+        low.add(value)
+        high.add(value + shift)
+    assert high.threshold(8) == pytest.approx(low.threshold(8) + shift, rel=1e-6, abs=1e-6)
+
+
+@given(
+    before=st.integers(0, 60),
+    bad=st.sampled_from(NOT_FINITE),
+    in_loss=st.booleans(),
+    policy=st.sampled_from(["skip", "lower_lr", "rollback", "stop"]),
+)
+@settings(max_examples=60, deadline=None)
+def test_what_is_not_finite_is_always_caught(before: int, bad: float, in_loss: bool, policy: str) -> None:
+    guard = Guard(GuardSettings(policy=policy))
+    run(guard, curve(before, 1))
+    decision = guard.judge(bad if in_loss else 2.0, 1.0 if in_loss else bad)
+    expected = {"skip": "skipped", "lower_lr": "skipped", "rollback": "rollback", "stop": "stop"}
+    assert decision.action == expected[policy]
+    assert decision.is_event
+    assert not decision.taken
+    assert str(bad) in decision.reason
+
+
+def test_spikes_are_caught_upwards_only_and_change_nothing() -> None:
+    guard = Guard()
+    points = curve(300, 2)
+    run(guard, points)
+    before = guard.state_dict()
+    for loss, norm, reason in ((9.0, 0.6, "loss 9"), (2.6, 60.0, "gradient norm 60"), (9.0, 60.0, "; gradient norm")):
+        decision = guard.judge(loss, norm)
+        assert decision.action == "skipped"
+        assert reason in decision.reason
+    assert guard.state_dict()["loss"] == before["loss"]
+    assert guard.state_dict()["grad_norm"] == before["grad_norm"]
+    assert guard.judge(0.01, 0.001).action == "stepped"
+
+
+def test_nothing_is_judged_a_spike_before_there_is_a_level() -> None:
+    guard = Guard(GuardSettings(min_steps=32))
+    assert run(guard, [(2.0, 1.0)] * 31 + [(500.0, 900.0)]) == ["stepped"] * 32
+    assert guard.judge(500.0, 1.0).action == "skipped"
+
+
+def test_a_constant_curve_needs_more_than_a_rounding_error() -> None:
+    guard = Guard()
+    run(guard, [(2.0, 1.0)] * 100)
+    assert guard.judge(2.09, 1.9).action == "stepped"
+    assert guard.judge(2.11, 1.0).action == "skipped"
+    assert guard.judge(2.0, 2.1).action == "skipped"
+
+
+def test_the_loss_decides_alone_where_there_is_no_norm() -> None:
+    guard = Guard()
+    for _ in range(64):
+        assert guard.judge(2.0, None).action == "stepped"
+    assert guard.judge(4.0, None).action == "skipped"
+
+
+def test_lower_learning_rate_lasts_as_long_as_asked_and_starts_over() -> None:
+    guard = Guard(GuardSettings(policy="lower_lr", lr_steps=3, lr_factor=0.5))
+    run(guard, [(2.0, 1.0)] * 64)
+    factors = [guard.judge(loss, 1.0).lr_factor for loss in (9.0, 2.0, 9.0, 2.0, 2.0, 2.0)]
+    assert factors == [0.5, 0.5, 0.5, 0.5, 0.5, 1.0]
+    skipped = guard.judge(math.nan, 1.0)
+    assert (skipped.action, skipped.lr_factor) == ("skipped", 1.0)
+
+
+def test_the_budget_stops_a_run_that_only_skips() -> None:
+    guard = Guard(GuardSettings(max_skips=2, skip_window=10))
+    bad = (math.nan, 1.0)
+    assert (
+        run(guard, [bad, bad] + [(2.0, 1.0)] * 8 + [bad, bad]) == ["skipped"] * 2 + ["stepped"] * 8 + ["skipped"] * 2
+    )
+    decision = guard.judge(*bad)
+    assert decision.action == "stop"
+    assert "event 3 within 10 steps, more than the 2 that are tolerated" in decision.reason
+    assert Guard(GuardSettings(max_skips=0)).judge(math.nan, 1.0).action == "stop"
+
+
+def test_fp16_overflows_are_the_scalers_until_there_are_too_many() -> None:
+    guard = Guard(GuardSettings(max_overflows=3))
+    first = [guard.judge(2.0, math.inf, has_loss_scaler=True) for _ in range(2)]
+    assert all((d.action, d.is_event, d.is_overflow) == ("skipped", False, True) for d in first)
+    assert guard.judge(2.0, 1.0, has_loss_scaler=True).action == "stepped"
+    decisions = [guard.judge(2.0, math.nan, has_loss_scaler=True) for _ in range(3)]
+    assert [d.is_event for d in decisions] == [False, False, True]
+    assert decisions[-1].is_overflow  # the scaler goes on lowering its scale
+    assert "3 times in a row" in decisions[-1].reason
+    loss = guard.judge(math.nan, math.nan, has_loss_scaler=True)
+    assert loss.is_event
+    assert not loss.is_overflow
+    assert guard.judge(2.0, math.inf).is_event  # nobody else would catch it
+
+
+@given(cut=st.integers(0, 300), seed=st.integers(0, 50), policy=st.sampled_from(["skip", "lower_lr"]))
+@settings(max_examples=25, deadline=None)
+def test_a_resumed_guard_decides_as_one_that_went_on(cut: int, seed: int, policy: str) -> None:
+    points = curve(300, seed)
+    for index in range(20, 300, 37):
+        points[index] = (math.nan, math.inf) if index % 2 else (50.0, 90.0)
+    chosen = GuardSettings(policy=policy, max_skips=5, skip_window=150, lr_steps=20)
+    going_on, first = Guard(chosen), Guard(chosen)
+    expected = [going_on.judge(*point) for point in points]
+    for point in points[:cut]:
+        first.judge(*point)
+    resumed = Guard(chosen)
+    resumed.load_state_dict(json.loads(json.dumps(first.state_dict(), allow_nan=False)))
+    assert [resumed.judge(*point) for point in points[cut:]] == expected[cut:]
+    assert resumed.state_dict() == going_on.state_dict()
+
+
+def test_a_rollback_restores_the_level_but_not_the_budget() -> None:
+    guard = Guard(GuardSettings(policy="rollback", max_skips=1))
+    run(guard, [(2.0, 1.0)] * 40)
+    saved = guard.state_dict()
+    run(guard, [(3.0, 1.0)] * 0 + [(1.5, 1.0)] * 30)
+    assert guard.judge(math.nan, 1.0).action == "rollback"
+    guard.roll_back(saved)
+    assert guard.state_dict()["loss"] == saved["loss"]
+    assert guard.judge(math.nan, 1.0).action == "stop"
+
+
+def test_off_judges_nothing() -> None:
+    assert Guard(GuardSettings(policy="off")).judge(math.nan, math.nan).action == "stepped"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "place"),
+    [
+        ({"policy": "ignore"}, "--guard"),
+        ({"window": 2}, "--guard_window"),
+        ({"window": 16}, "--guard_min_steps"),
+        ({"threshold": 0.0}, "--guard_threshold"),
+        ({"threshold": math.nan}, "--guard_threshold"),
+        ({"max_skips": -1}, "--guard_max_skips"),
+        ({"lr_factor": 1.0}, "--guard_lr_factor"),
+        ({"lr_steps": 0}, "--guard_lr_steps"),
+        ({"max_overflows": 0}, "--guard_max_overflows"),
+    ],
+)
+def test_settings_that_cannot_be_honoured_are_refused(wrong: dict, place: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        GuardSettings(**wrong)
+    assert caught.value.place == place
+
+
+def test_flags_that_would_do_nothing_are_refused() -> None:
+    assert settings_from(GuardArguments(guard_window=64)) == GuardSettings(window=64)
+    assert TrainerGuardArguments().settings().policy == "off"
+    with pytest.raises(ConfigError, match="does nothing with --guard off"):
+        settings_from(TrainerGuardArguments(guard_window=64))
+    with pytest.raises(ConfigError, match="does nothing with --guard skip"):
+        settings_from(GuardArguments(guard_lr_factor=0.5))
+    assert settings_from(GuardArguments(guard="lower_lr", guard_lr_factor=0.5)).lr_factor == 0.5
+
+
+def test_events_are_strict_json_and_come_back(tmp_path) -> None:
+    event = {
+        "step": 7,
+        "action": "skipped",
+        "reason": "loss is nan",
+        "loss": math.nan,
+        "grad_norm": math.inf,
+        "rows": list(range(40)),
+        "micro_batches": [
+            {"rank": 0, "loss": 1.0, "rows": list(range(20))},
+            {"rank": 1, "loss": math.nan, "rows": []},
+        ],
+    }
+    path = append_event(tmp_path / "run", event)
+    append_event(tmp_path / "run", event)
+    text = path.read_text()
+    assert text.count("\n") == 2
+    assert '"loss": "NaN", "grad_norm": "Infinity"' in text
+    first, _ = read_events(tmp_path / "run")
+    assert math.isnan(first["loss"])
+    assert first["grad_norm"] == math.inf
+    assert math.isnan(first["micro_batches"][1]["loss"])
+    assert console_line(event).endswith("rows in its batch: 0, 1, 2, 3, 4, 5, 6, 7 and 32 more")
+    event["micro_batches"][1]["rows"] = [31]
+    assert console_line(event) == ("warning: step 7 was not taken: loss is nan; rows whose loss is not finite: 31")
