@@ -97,6 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             run(search)
         except KeyboardInterrupt:
+            report_end(search)
             say("interrupted; the same command continues the study")
             return 128 + (stop.signal_number or signal.SIGINT)
     return report_end(search)

@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import os
 import socket
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -48,7 +49,13 @@ def is_abandoned(trial: FrozenTrial) -> bool:
 
 
 def fail_abandoned(study: optuna.Study, say: Callable[[str], None]) -> None:
-    """Mark what a killed search left running as failed, and queue its parameters again."""
+    """Mark what a killed search left running as failed, and queue its parameters again.
+
+    Of other machines' trials only the heartbeats tell, where the storage has them; it queues those itself.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        optuna.storages.fail_stale_trials(study)
     for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
         if is_abandoned(trial):
             with contextlib.suppress(ValueError, optuna.exceptions.UpdateFinishedTrialError):

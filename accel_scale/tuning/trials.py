@@ -91,14 +91,16 @@ def run_trial(trial: optuna.Trial, settings: TrialSettings) -> float:
 def _follow(trial: optuna.Trial, settings: TrialSettings, launch: Launch, folder: Path) -> float:
     """Report every value of the metric until the launch ends or is to be ended."""
     metrics, last, started = MetricsFollower(folder), None, time.monotonic()
-    status = None
+    status, reported = None, set[int]()
     while status is None:
         status = launch.wait(_POLL_SECONDS)
         for line in metrics.new_lines():  # also those of a launch that has just ended
             if settings.metric not in line:
                 continue
             last, step = float(line[settings.metric]), line["step"]
-            trial.report(last, step)
+            if step not in reported:  # a recipe that goes back takes steps twice; Optuna keeps the first
+                trial.report(last, step)
+            reported.add(step)
             trial.set_user_attr("last_step", step)
             settings.on_progress(trial.number, step, last)
             if not math.isfinite(last):

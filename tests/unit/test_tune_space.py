@@ -13,7 +13,6 @@ from accel_scale.training.flags import parse_flags
 from accel_scale.tuning.recipe import FixedFlags, Recipe, fixed_flags, load_recipe
 from accel_scale.tuning.results import importances, outcome, row, write_best, write_csv, write_plots
 from accel_scale.tuning.space import SearchSpace, read_space
-from accel_scale.tuning.study import PerTrialSampler, counted_trials, make_pruner, make_sampler, open_study
 from accel_scale.tuning.trials import RECORDS, refuse_foreign_trials, remove_model
 
 ROOT = Path(__file__).parents[2]
@@ -201,79 +200,6 @@ def test_the_embedded_space_fits_its_recipe(sft: Recipe) -> None:
     assert "learning_rate" in space.dimensions
     assert space.fixed["eval_strategy"][0] == "steps"
     assert space.fixed["max_steps"][0] / space.fixed["eval_steps"][0] >= 3, "nothing to prune by"
-
-
-def test_a_grid_needs_steps_and_tries_every_point_once(sft: Recipe, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"space.yaml:1: learning_rate: a grid needs finitely many values"):
-        make_sampler("grid", space_of(sft, tmp_path, "learning_rate: {low: 0.1, high: 0.2}"), 0)
-    space = space_of(sft, tmp_path, "warmup_ratio: {low: 0.0, high: 0.3, step: 0.1}\nlora_r: {low: 1, high: 2}")
-    sampler, size = make_sampler("grid", space, 0)
-    assert size == 8
-    study = optuna.create_study(sampler=sampler)
-    study.optimize(lambda trial: float(len(space.suggest(trial))), n_trials=8)
-    assert len({tuple(trial.params.values()) for trial in study.trials}) == 8
-    assert {trial.params["warmup_ratio"] for trial in study.trials} == {0.0, 0.1, 0.2, 0.3}
-
-
-def test_a_queued_trial_does_not_upset_the_grid(sft: Recipe, tmp_path: Path) -> None:
-    space = space_of(sft, tmp_path, "seed: [1, 2]")
-    sampler, _ = make_sampler("grid", space, 0)
-    study = optuna.create_study(sampler=sampler)
-    first = study.ask()
-    space.suggest(first)
-    study.tell(first, state=optuna.trial.TrialState.FAIL)
-    study.enqueue_trial(first.params)
-    study.optimize(lambda trial: float(space.suggest(trial)["seed"]), n_trials=2)
-    assert {trial.params["seed"] for trial in study.trials[1:]} == {1, 2}
-
-
-@pytest.mark.parametrize("name", ["tpe", "random"])
-def test_a_continued_study_proposes_what_it_would_have_without_the_break(
-    sft: Recipe, tmp_path: Path, name: str
-) -> None:
-    space = space_of(sft, tmp_path, "learning_rate: {low: 1e-5, high: 1e-3, log: true}\nlora_r: {low: 1, high: 64}")
-
-    def run(url: str, *counts: int) -> list[dict]:
-        for count in counts:
-            study = optuna.create_study(
-                storage=url, study_name="a", load_if_exists=True, sampler=make_sampler(name, space, 5)[0]
-            )
-            study.optimize(lambda trial: sum(space.suggest(trial).values()), n_trials=count)
-        return [trial.params for trial in study.trials]
-
-    whole, parts = run(f"sqlite:///{tmp_path}/a.db", 8), run(f"sqlite:///{tmp_path}/b.db", 3, 3, 2)
-    assert whole == parts
-    assert len({params["learning_rate"] for params in whole}) == 8
-    assert isinstance(make_sampler(name, space, 5)[0], PerTrialSampler)
-
-
-def test_a_study_refuses_another_definition(tmp_path: Path) -> None:
-    storage = optuna.storages.RDBStorage(f"sqlite:///{tmp_path}/a.db")
-
-    def open_with(**definition: object) -> optuna.Study:
-        return open_study(
-            storage,
-            name="a",
-            direction="minimize",
-            sampler=optuna.samplers.RandomSampler(),
-            pruner=make_pruner("median", prune_after=0),
-            definition=definition,
-        )
-
-    open_with(metric="eval_loss", fixed={"max_steps": 5, "seed": 1})
-    study = open_with(metric="eval_loss", fixed={"max_steps": 5, "seed": 1})
-    with pytest.raises(ConfigError, match="begun with max_steps = 5, and this is 6"):
-        open_with(metric="eval_loss", fixed={"max_steps": 6, "seed": 1})
-    with pytest.raises(ConfigError, match="begun with metric = eval_loss"):
-        open_with(metric="loss", fixed={"max_steps": 5, "seed": 1})
-    # Interrupted and queued trials do not count; failed, finished and running ones do.
-    interrupted, failed, done, _ = (study.ask() for _ in range(4))
-    failed.set_user_attr("reason", "no memory")
-    for trial in (interrupted, failed):
-        study.tell(trial, state=optuna.trial.TrialState.FAIL)
-    study.tell(done, 1.0)
-    study.enqueue_trial({})
-    assert [trial.number for trial in counted_trials(study)] == [1, 2, 3]
 
 
 def test_only_records_of_a_trial_stay(tmp_path: Path) -> None:
