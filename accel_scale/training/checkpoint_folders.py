@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accel_scale.errors import ConfigError
+from accel_scale.training.atomic import staging_root
 from accel_scale.training.checkpoint_manifest import MANIFEST, Damaged, Manifest, changed_files, read_manifest
 from accel_scale.training.checkpoint_ranks import Meeting
 
@@ -53,10 +54,13 @@ def delete_old(output_dir: Path, *, keep_last: int | None, keep_every: int | Non
     good, _ = list_checkpoints(output_dir)
     for found in good[keep_last:]:
         if keep_every is None or found.manifest.step % keep_every:
-            # Without its manifest it is no checkpoint any more, should the rest of this be interrupted.
+            # By one rename: a kill while it is being deleted leaves something unfinished, not something damaged.
+            leaving = staging_root(output_dir) / f"deleted-{found.folder.name}"
             with contextlib.suppress(OSError):
-                (found.folder / MANIFEST).unlink()
-            shutil.rmtree(found.folder, ignore_errors=True)
+                leaving.parent.mkdir(exist_ok=True)
+                os.rename(found.folder, leaving)
+                shutil.rmtree(leaving)
+                leaving.parent.rmdir()
 
 
 def files_of_rank(folder: Path, rank: int) -> list[str]:

@@ -37,17 +37,13 @@ class FsdpContents:
         return None
 
     def capture(self, *, copy: bool, group: Any) -> Write:
-        from torch.distributed.checkpoint.state_dict import (
-            StateDictOptions,
-            get_model_state_dict,
-            get_optimizer_state_dict,
-        )
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
         accelerator, full = self._accelerator, self.layout == FULL
         options = StateDictOptions(full_state_dict=full, cpu_offload=full and accelerator.num_processes > 1)
         pairs = list(zip(accelerator._models, accelerator._optimizers, strict=False))
         models = [get_model_state_dict(model, options=options) for model in accelerator._models]
-        optimizers = [get_optimizer_state_dict(model, optimizer, options=options) for model, optimizer in pairs]
+        optimizers = [_optimizer_state(model, optimizer, options) for model, optimizer in pairs]
         if full:
             return _writer_of_whole(models, optimizers, is_main=accelerator.is_main_process, copy=copy)
         return _writer_of_shards(models, optimizers, copy=copy, group=group)
@@ -74,6 +70,21 @@ class FsdpContents:
             ) from error
         finally:
             plugin.set_state_dict_type(configured)
+
+
+def _optimizer_state(model: Any, optimizer: Any, options: Any) -> Any:
+    """Of one that has not stepped yet, torch (2.13) makes a state by a step of zeros, and keeps it: that is undone."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    inner = optimizer.optimizer  # without Accelerate's loss scaling, which has no scale before the first step
+    has_stepped = bool(inner.state)
+    state: Any = get_optimizer_state_dict(model, inner, options=options)
+    if not has_stepped:
+        inner.state.clear()
+        for entries in state.get("state", {}).values():
+            if "step" in entries:
+                entries["step"] = entries["step"] * 0
+    return state
 
 
 def _writer_of_whole(models: list[Any], optimizers: list[Any], *, is_main: bool, copy: bool) -> Write:

@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import Any
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-_LAUNCHERS = ("accelerate", "torchrun", "torch/distributed/run", "torch.distributed.run")
+_LAUNCHER_PROGRAMS = {"accelerate", "accelerate-launch", "torchrun"}
+_LAUNCHER_MODULES = {
+    "accelerate.commands.launch",
+    "accelerate.commands.accelerate_cli",
+    "torch.distributed.run",
+    "torch.distributed.launch",
+}
 _PR_SET_PDEATHSIG = 1
 
 
@@ -36,8 +42,11 @@ class StopSignals:
             return
         for number in STOP_SIGNALS:
             self._previous[number] = signal.signal(number, self._remember)
-        if sys.platform == "linux" and _is_launcher(os.getppid()):
+        parent = os.getppid()
+        if sys.platform == "linux" and is_launcher(parent):
             self._asked_for_parents_death = _signal_at_parents_death(signal.SIGTERM)
+            if os.getppid() != parent:  # it died just before
+                self.received = signal.SIGTERM
 
     def restore(self) -> None:
         """Put the handlers back that were there before."""
@@ -53,12 +62,16 @@ class StopSignals:
         self.received = self.received or number
 
 
-def _is_launcher(pid: int) -> bool:
+def is_launcher(pid: int) -> bool:
+    """Whether the process is `accelerate launch` or torchrun."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
         return False
-    return any(name in word for word in words[:4] for name in _LAUNCHERS)
+    # `python -m` leaves the module's name in some places and its file in others.
+    modules = {word.partition("/site-packages/")[2].removesuffix(".py").replace("/", ".") for word in words[:5]}
+    names = {Path(word).name for word in words[:5]}
+    return bool(names & _LAUNCHER_PROGRAMS or (modules | set(words[:5])) & _LAUNCHER_MODULES)
 
 
 def _signal_at_parents_death(number: int) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from accel_scale.errors import ConfigError
-from accel_scale.training.checkpoint_contents import Contents, ReplicatedContents
+from accel_scale.training.checkpoint_contents import Contents, ReplicatedContents, schedules
 from accel_scale.training.checkpoint_folders import Found
 
 
@@ -47,6 +47,27 @@ def check_fit(found: Found, strategy: str, stored: set[str], registered: set[str
             place="resume",
             fix="register the same objects before resuming.",
         )
+
+
+def check_schedules(accelerator: Any, found: Found) -> None:
+    """Refuse a schedule that would go on at another speed.
+
+    Accelerate steps a prepared schedule once per rank at every optimizer step, unless told otherwise
+    (`AcceleratedScheduler.step`, 1.15): what it has counted means nothing on another number of ranks.
+
+    Raises:
+        ConfigError: if there is one and the number of ranks has changed.
+    """
+    before, now = found.manifest.world_size, accelerator.num_processes
+    if before == now:
+        return
+    for scheduler in schedules(accelerator):
+        if getattr(scheduler, "step_with_optimizer", False) and not scheduler.split_batches:
+            raise ConfigError(
+                f"the schedule counts {before} at every step of {found.folder.name} and would now count {now}.",
+                place="accelerator.prepare(scheduler)",
+                fix="make it in optimizer steps, and call accel_scale.training.preparing.step_once_per_update on it.",
+            )
 
 
 def refuse_other_savers(accelerator: Any) -> None:

@@ -36,7 +36,7 @@ from accel_scale.training.checkpoint_folders import Found, choose, open_checkpoi
 from accel_scale.training.checkpoint_manifest import Manifest, fast_algorithm, library_versions
 from accel_scale.training.checkpoint_ranks import FailedSomewhere, Meeting
 from accel_scale.training.checkpoint_signals import StopSignals
-from accel_scale.training.checkpoint_strategies import check_fit, contents_of, refuse_other_savers
+from accel_scale.training.checkpoint_strategies import check_fit, check_schedules, contents_of, refuse_other_savers
 from accel_scale.training.checkpoint_writing import Job, Writer, clean_up_after
 from accel_scale.training.preparing import strategy_of
 
@@ -149,6 +149,7 @@ class CheckpointManager:
             ConfigError: if the named checkpoint is not good, or was written by something that cannot be loaded here.
         """
         self._recover()
+        self._wait()  # a run that goes back may still be writing
         if how == "no":
             return None
         if how == "auto":
@@ -159,6 +160,7 @@ class CheckpointManager:
             return None
         content = read_state(found.folder)
         check_fit(found, self._strategy, set(content["registered"]), set(self._registered))
+        check_schedules(self._accelerator, found)
         refuse_other_savers(self._accelerator)
         accelerator, scratch = self._accelerator, staging_root(self._output_dir) / "converted"
         load_scaler(accelerator, content)

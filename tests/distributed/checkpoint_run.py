@@ -30,6 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from accel_scale import ConfigError
 from accel_scale.launching.rehearsal import enable_rehearsal_if_needed
 from accel_scale.training.checkpoints import EXIT_NOT_SAVED, EXIT_STOPPED, CheckpointManager, CheckpointNotSaved
+from accel_scale.training.preparing import step_once_per_update
 
 GLOBAL_BATCH_SIZE, LENGTH, VOCABULARY = 4, 16, 64
 
@@ -49,9 +50,7 @@ class Counter:
 
 def several(runs: list[dict]) -> int:
     """Fork the ranks of one run after the other; the status is that of the first that failed."""
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        import deepspeed  # noqa: F401
+    preload()
     worst = 0
     for run in runs:
         size = str(run["num_processes"])
@@ -66,6 +65,18 @@ def several(runs: list[dict]) -> int:
         for child in children:
             worst = worst or os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     return worst
+
+
+def preload() -> None:
+    """What every rank would import by itself: DeepSpeed whatever the strategy, and what a step needs."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed  # noqa: F401
+    import torch.distributed.checkpoint
+    import torch.distributed.fsdp
+
+    weight = torch.ones(1, requires_grad=True)
+    weight.grad = torch.ones(1)
+    torch.optim.AdamW([weight]).step()
 
 
 def batch_of(step: int, accelerator: Accelerator) -> torch.Tensor:
@@ -106,6 +117,8 @@ def one(args: argparse.Namespace) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: 1 / (1 + 0.3 * done))
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    if not args.schedule_counts_ranks:
+        step_once_per_update(scheduler)
     manager = CheckpointManager(accelerator, args.output_dir, keep_last=None, asynchronous=args.asynchronous)
     if args.killed_at and accelerator.process_index == 1:
         threading.Thread(target=kill_when_there, args=(Path(args.output_dir, args.killed_at),), daemon=True).start()
@@ -116,6 +129,8 @@ def one(args: argparse.Namespace) -> None:
         if resumed is None:
             seed(len(name) + accelerator.process_index)  # every rank its own numbers
     model.train()
+    if args.save_at == 0:
+        manager.save(0)
     report = {"resumed": resumed and resumed.step, "state": resumed and resumed.state, "losses": {}, "draws": {}}
     for step in range((resumed.step if resumed else 0) + 1, args.num_steps + 1):
         rows = batch_of(step, accelerator)
@@ -152,11 +167,12 @@ def main() -> int | None:
     parser.add_argument("--report", default=os.devnull)
     parser.add_argument("--resume", default="auto")
     parser.add_argument("--num_steps", type=int, default=6)
-    parser.add_argument("--save_at", type=int, default=0)
+    parser.add_argument("--save_at", type=int, default=-1)
     parser.add_argument("--save_every", type=int, default=0)
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--hidden_size", type=int, default=32)
     parser.add_argument("--killed_at", help="the second rank is killed when this file of the output folder appears")
+    parser.add_argument("--schedule_counts_ranks", action="store_true", help="as Accelerate has it")
     parser.add_argument("--asynchronous", action="store_true")
     args = parser.parse_args()
     if args.runs:

@@ -27,6 +27,7 @@ from accel_scale.training.checkpoint_contents import host_copy
 from accel_scale.training.checkpoint_manifest import Damaged, read_manifest
 from accel_scale.training.checkpoint_pickles import load_safely, refuse_unsafe_folder
 from accel_scale.training.checkpoint_random import derive_random_states, put_random_states, take_random_states
+from accel_scale.training.checkpoint_signals import is_launcher
 from accel_scale.training.checkpoints import EXIT_STOPPED, CheckpointNotSaved
 
 
@@ -233,6 +234,15 @@ def names(folder: Path) -> list[str]:
 def test_what_is_kept(start, tmp_path):
     saved(start, steps=range(1, 9), keep_last=2, keep_every=3)
     assert names(tmp_path / "run") == ["checkpoint_3", "checkpoint_6", "checkpoint_7", "checkpoint_8"]
+
+
+def test_killed_while_an_old_one_is_deleted(start, tmp_path, capsys):
+    saved(start, steps=(1, 2))
+    (tmp_path / "run" / ".partial").mkdir()
+    os.rename(tmp_path / "run" / "checkpoint_1", tmp_path / "run" / ".partial" / "deleted-checkpoint_1")
+    assert start().manager.resume("auto").step == 2
+    assert names(tmp_path / "run") == ["checkpoint_2"]
+    assert "damaged" not in capsys.readouterr().out
 
 
 def test_damaged_ones_are_not_counted(start, tmp_path):
@@ -521,6 +531,26 @@ def test_the_death_of_a_launcher_that_does_not_forward_signals_stops_the_run(tmp
     launcher.stdout.read()  # until the process has ended, too
     (folder,) = (tmp_path / "run").glob("checkpoint_*")
     assert json.loads((folder / "manifest.json").read_text())["stopped_by"] == "SIGTERM"
+
+
+def test_launchers_are_told_apart(tmp_path):
+    """Only their death is taken for a signal: a shell that starts a run in the background dies without meaning it."""
+    code = "import sys, time; print(0, flush=True); time.sleep(60)"
+    commands = {
+        "torchrun": [sys.executable, str(tmp_path / "torchrun")],
+        "-m": [sys.executable, str(tmp_path / "site-packages" / "accelerate" / "commands" / "launch.py")],
+        "shell": [sys.executable, str(tmp_path / "accelerate" / "run.py")],
+    }
+    found = {}
+    for name, command in commands.items():
+        Path(command[1]).parent.mkdir(parents=True, exist_ok=True)
+        Path(command[1]).write_text(code)
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            found[name] = is_launcher(process.pid)
+            process.kill()
+    assert found == {"torchrun": True, "-m": True, "shell": False}
 
 
 def test_exit_status_of_a_stopped_process(tmp_path):
