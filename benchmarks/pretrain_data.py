@@ -27,7 +27,7 @@ from typing import Any
 
 from apart import REPOSITORY, run_apart
 
-ROW_LENGTH, GLOBAL_BATCH, MICRO_BATCH, VOCAB_SIZE = 512, 16, 4, 8192
+ROW_LENGTH, GLOBAL_BATCH, MICRO_BATCH, VOCAB_SIZE = 256, 16, 4, 8192
 SAMPLE_EVERY, WARM_UP = 50, 200
 CASES = (
     ("jsonl", "corpus.jsonl"),

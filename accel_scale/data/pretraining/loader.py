@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
@@ -37,9 +38,13 @@ class TrainStep:
 
 @dataclass(frozen=True)
 class _Part:
-    """What one worker has of one step: its lanes' rows and their state afterwards."""
+    """What one worker has of one step: its lanes' rows and their state afterwards.
 
-    rows: torch.Tensor
+    An array, not a tensor: tensors travel through /dev/shm, which is small in many containers, and take a file
+    descriptor each.
+    """
+
+    rows: np.ndarray
     row_ids: list[str]
     state: dict[str, LaneState]
 
@@ -74,8 +79,7 @@ class _LaneRows(IterableDataset):
         try:
             while True:
                 rows = lanes.step()
-                stacked = torch.from_numpy(rows.stacked(positions=self._positions))
-                yield _Part(stacked, rows.row_ids, lanes.state())
+                yield _Part(rows.stacked(positions=self._positions), rows.row_ids, lanes.state())
         except ConfigError as error:
             yield error  # raised where it is received: torch would raise another one with a traceback for its message
 
@@ -177,7 +181,7 @@ class TrainLoader:
         return part
 
     def _assembled(self, parts: Sequence[_Part]) -> TrainStep:
-        rows = torch.cat([part.rows for part in parts], dim=1).long()
+        rows = torch.from_numpy(np.concatenate([part.rows for part in parts], axis=1)).long()
         if self._pin_memory:
             rows = rows.pin_memory()
         names = ("input_ids", "labels", "position_ids")[: len(rows)]
