@@ -54,8 +54,9 @@ OWN_NAMES = {
     "bloom": ("hidden_size", "n_head", "n_layer"),
     "opt": ("hidden_size", "num_attention_heads", "num_hidden_layers"),
 }
+LATENT = ("deepseek_v2", "deepseek_v3")
 ARCHITECTURES = (
-    *sorted(GROUPED - set(MIXTURES)), "gpt2", "gpt_neox", "opt", "falcon", "gptj", "bloom", *MIXTURES
+    *sorted(GROUPED - set(MIXTURES)), "gpt2", "gpt_neox", "opt", "falcon", "gptj", "bloom", *LATENT, *MIXTURES
 )  # fmt: skip
 EAGER_ONLY = ("gemma2", "gptj", "bloom", "gpt_oss")
 SEES_NEIGHBOURS = ("opt", "falcon", "bloom")
@@ -94,6 +95,16 @@ def draw_config(architecture: str, rng: Random) -> Any:
         fields["head_dim"] = head_dim
     if architecture in WINDOWED:
         fields["sliding_window"] = rng.choice((64, 4096))
+    if architecture in LATENT:
+        fields |= {
+            "num_key_value_heads": heads,
+            "qk_nope_head_dim": head_dim,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": head_dim,
+        }
+        fields |= {"q_lora_rank": rng.choice((None, 24)), "kv_lora_rank": 32, "moe_intermediate_size": width // 2}
+        fields |= {"n_routed_experts": rng.choice((4, 8)), "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+        fields["first_k_dense_replace"] = 1
     if architecture == "granite":
         fields["logits_scaling"] = 8.0
     if architecture in MIXTURES:
@@ -110,10 +121,15 @@ def draw_setup(architecture: str, rng: Random) -> TrainingSetup:
     attention = "eager" if architecture in EAGER_ONLY else rng.choice(("sdpa", "sdpa", "eager"))
     # In bf16 this project's CPU attention for packed rows has another kernel, of no use for plans; some see through
     # the borders of documents.
-    can_pack = attention == "sdpa" and precision == "fp32" and architecture not in SEES_NEIGHBOURS
+    can_pack = (
+        architecture not in LATENT
+        and attention == "sdpa"
+        and precision == "fp32"
+        and architecture not in SEES_NEIGHBOURS
+    )
     packing = can_pack and rng.random() < 0.4
     policy = rng.choice([name for name in POLICIES if (architecture, name) != ("gpt_oss", "selective")])
-    dora = method != "full" and architecture not in MIXTURES and rng.random() < 0.25
+    dora = method != "full" and architecture not in (*MIXTURES, *LATENT) and rng.random() < 0.25
     return TrainingSetup(
         method=method,
         precision=precision,

@@ -97,7 +97,7 @@ def attention_flops(
     """
     row = float(sequence_length)
     length = min(row, document_length) if document_length else row
-    width = 4.0 * facts.num_heads * facts.head_dim
+    width = 2.0 * facts.num_heads * (facts.head_dim + (facts.value_dim or facts.head_dim))
     return sum(
         layer.count * width * (row if scores == "full" else mean_context(length, layer.sliding_window))
         for layer in facts.layers

@@ -12,9 +12,10 @@ from accel_scale.planning.config_fields import ConfigFields
 from accel_scale.planning.model_facts import ModelFacts
 from accel_scale.planning.model_families import llama_like_facts
 from accel_scale.planning.model_families_gpt import FAMILIES
+from accel_scale.planning.model_families_latent import LATENT
 from accel_scale.planning.model_styles import STYLES
 
-MODEL_TYPES: tuple[str, ...] = tuple(sorted({*STYLES, *FAMILIES}))
+MODEL_TYPES: tuple[str, ...] = tuple(sorted({*STYLES, *FAMILIES, *LATENT}))
 
 
 def facts_from_config(config: Mapping[str, Any], *, name: str, place: str | None = None) -> ModelFacts:
@@ -42,7 +43,7 @@ def facts_from_config(config: Mapping[str, Any], *, name: str, place: str | None
     fields = ConfigFields(_common_names(model_type, config), DEFAULTS[model_type], place)
     if model_type in STYLES:
         return llama_like_facts(fields, STYLES[model_type], name=name, model_type=model_type)
-    return FAMILIES[model_type](fields, name=name, model_type=model_type)
+    return {**FAMILIES, **LATENT}[model_type](fields, name=name, model_type=model_type)
 
 
 def _gemma3_text(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -127,6 +127,7 @@ class ModelFacts:
         attention_softcap: Whether attention scores pass one.
         projection_clip: Whether queries, keys and values are clamped as they leave their projections (OLMo 1.7).
         layer_variant: Which of a family's layouts its layers have, where shapes do not tell; empty: the usual one.
+        value_dim: Width of a head's values where not `head_dim` (latent attention); 0 elsewhere.
         embedding_size: Width of the embedding and the head where not `hidden_size` (OPT-350M); 0 elsewhere.
         embedding_name: Last module name of the embedding.
         outside_linears: Matrix products outside of the layers, the head excepted.
@@ -162,6 +163,7 @@ class ModelFacts:
     parallel_residual: bool = False
     projection_clip: bool = False
     layer_variant: str = ""
+    value_dim: int = 0
     embedding_size: int = 0
     embedding_name: str = "embed_tokens"
     outside_linears: tuple[LinearFacts, ...] = ()

@@ -105,16 +105,17 @@ class Attention:
         mask = self.tables.masks.get(self.facts.sliding_window)
         if mask is not None or self._lacks_grouped_kernel(query):
             key, value = self._repeated(key, query), self._repeated(value, query)
-        return self.ops.attention(query, key, value, self.rows * self.model.num_heads, mask)
+        return self.ops.attention(query, key, value, self.rows * self.model.num_heads, mask, numel=self._out_numel())
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """This project's attention over packed rows: documents are gathered into padded buckets and back."""
-        ops, size = self.ops, query.numel
+        ops = self.ops
         query, key, value = (self._moved(ops.autocast(x), x.numel * _SLOTS_PER_TOKEN) for x in (query, key, value))
         if self._lacks_grouped_kernel(query):
             key, value = self._repeated(key, query), self._repeated(value, query)
         statistics = self.rows * self.model.num_heads * _SLOTS_PER_TOKEN
-        return self._moved(ops.attention(query, key, value, statistics), size)
+        out = ops.attention(query, key, value, statistics, numel=self._out_numel() * _SLOTS_PER_TOKEN)
+        return self._moved(out, self._out_numel())
 
     def _moved(self, x: Tensor, numel: float) -> Tensor:
         """Rows picked by index, as many again for the gradient."""
@@ -157,7 +158,7 @@ class Attention:
             weights = ops.dropout(weights)
         # Returned beside the result, and kept until the layer ends.
         self.kept = weights
-        return ops.copy(ops.matmul(weights, self._by_head(value, is_shared), query.numel))
+        return ops.copy(ops.matmul(weights, self._by_head(value, is_shared), self._out_numel()))
 
     def _with_sinks(self, weights: Tensor) -> Tensor:
         """Probabilities of scores and one sink for each head, the largest taken away first; the sinks' are dropped."""
@@ -174,11 +175,22 @@ class Attention:
         probabilities = ops.softmax(joined, itemsize)
         return ops.part(probabilities, size)
 
+    def _out_numel(self) -> float:
+        """Values of the result."""
+        return self.rows * self.model.num_heads * (self.model.value_dim or self.model.head_dim)
+
     def _is_joined(self) -> bool:
         """Whether queries and keys were joined from parts, and so lie head by head."""
-        return self.family.rotation in ("partial", "inline", "interleaved", "halves")
+        return self.family.attention == "latent" or self.family.rotation in (
+            "partial",
+            "inline",
+            "interleaved",
+            "halves",
+        )
 
     def _repeated(self, x: Tensor, query: Tensor) -> Tensor:
+        if self.model.num_kv_heads == self.model.num_heads:
+            return x
         return self.ops.repeat(x, query.numel, is_view=self.model.num_kv_heads == 1)
 
     def _by_head(self, x: Tensor, is_by_head: bool) -> Tensor:

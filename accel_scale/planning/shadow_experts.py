@@ -24,6 +24,12 @@ def mixture(layer: Layer, x: Tensor) -> Tensor:
     assert facts is not None
     if not facts.shared_intermediate_size:
         return _experts(layer, x, _route(layer, x, facts.experts_per_token))
+    if layer.family.attention == "latent":
+        chosen, routing = _route_in_fp32(layer, x, facts.experts_per_token)
+        routed = _experts(layer, x, routing)
+        out = layer.ops.add(routed, layer.dense_mlp(x, ["gate_proj", "up_proj", "down_proj"]))
+        del chosen
+        return out
     names = [item.name for item in layer.facts.mlp if item.copies == 1][1:]
     shared = layer.dense_mlp(x, names[:-1])
     routing = _route(layer, x, facts.experts_per_token)
@@ -53,6 +59,25 @@ def _route(layer: Layer, x: Tensor, per_token: int) -> Tensor:
     sums = ops.new(rows, FP32)
     weights = ops.tape.record(ops.new(chosen, FP32), [top], [top, sums], lambda grad: [ops.new(chosen, FP32)])
     return ops.cast(weights, FP32 if layer.model.model_type == "mixtral" else logits.itemsize)
+
+
+def _route_in_fp32(layer: Layer, x: Tensor, per_token: int) -> tuple[Tensor, Tensor]:
+    """DeepSeek's: scores of fp32 inputs, softmax or sigmoid, the largest times a number. (positions, weights)."""
+    ops, chosen = layer.ops, layer.rows * per_token
+    gate = next(item for item in layer.facts.mlp if item.name == "gate")
+    weight = ops.autocast(ops.cast(_weight(layer, gate), FP32))
+    logits = _product(ops, gate, ops.autocast(ops.cast(x, FP32)), weight)
+    is_softmax = layer.model.model_type == "deepseek_v2"
+    scores = ops.softmax(logits) if is_softmax else ops.elementwise(logits, saves_input=False)
+    total, itemsize = scores.numel, scores.itemsize
+    positions = ops.new(chosen * _INDEX_BYTES, 1)
+    top = ops.new(chosen, itemsize)
+    ops.tape.record(top, [scores], [positions], lambda grad: [_written(ops, total, itemsize)])
+    if not is_softmax:
+        # Divided by their sum, in place.
+        sums, before = ops.new(layer.rows, itemsize), ops.new(chosen, itemsize)
+        top = ops.tape.record(top.view(), [top], [sums, before], lambda grad: [ops.new(chosen, itemsize)])
+    return positions, ops.scale(top)
 
 
 def _softmax_of_top(ops: Ops, logits: Tensor, chosen: float) -> Tensor:

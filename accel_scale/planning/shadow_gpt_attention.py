@@ -6,6 +6,7 @@ from accel_scale.planning.shadow_attention import Attention
 from accel_scale.planning.shadow_experts import gathered
 from accel_scale.planning.shadow_ops import FP32, Ops
 from accel_scale.planning.shadow_rotation import rotate, turned
+from accel_scale.planning.shadow_spelt import spelt_attention
 from accel_scale.planning.shadow_tables import Tables
 from accel_scale.planning.shadow_tensors import Tensor
 
@@ -47,31 +48,9 @@ class FalconAttention(Attention):
         mask = self.tables.masks.get(self.facts.sliding_window)
         if self.setup.attention == "sdpa" and key.numel != query.numel:
             # No fused kernel takes one head of keys for many of queries.
-            return self._spelt(query, key, value, mask)
+            prepare = (self._whole, lambda x: self._for_all(x, query.numel), lambda x: self._for_all(x, query.numel))
+            return spelt_attention(self.ops, (query, key, value), mask, self._num_scores(), query.numel, prepare)
         return self.ops.attention(query, key, value, self.rows * self.model.num_heads, mask)
-
-    def _spelt(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """torch's SDPA in single operations, all of it in fp32."""
-        ops, numel = self.ops, query.numel
-        query, key, value = ops.autocast(query), ops.autocast(key), ops.autocast(value)
-        itemsize = query.itemsize
-        bias = None if mask is None else mask.view() if mask.itemsize == itemsize else ops.new(mask.numel, itemsize)
-        query, key, value = (ops.cast(part, FP32) for part in (query, key, value))
-        query, key = ops.scale(query), ops.scale(key)
-        keys = self._for_all(key, numel)
-        scores = ops.matmul(self._whole(query), keys, self._num_scores(), is_autocast=False)
-        del keys
-        if bias is not None and not ops.tape.adds_in_place:
-            scores = ops.add(scores, bias)
-        # Rows without any token are looked for.
-        probabilities = ops.softmax(scores)
-        del scores
-        out = ops.matmul(probabilities, self._for_all(value, numel), numel, is_autocast=False)
-        out = ops.cast(out, itemsize)
-        # Returned in the input's type beside the result, and dropped.
-        returned = ops.cast(probabilities, itemsize)
-        del returned, probabilities
-        return ops.copy(out)
 
     def _eager_falcon(self, query: Tensor, key: Tensor, value: Tensor, hidden_bytes: int) -> Tensor:
         ops, mask = self.ops, self.tables.masks[self.facts.sliding_window]

@@ -8,6 +8,7 @@ from accel_scale.planning.shadow_attention import Attention
 from accel_scale.planning.shadow_experts import mixture
 from accel_scale.planning.shadow_families import Family
 from accel_scale.planning.shadow_gpt_attention import BloomAttention, FalconAttention, GptjAttention
+from accel_scale.planning.shadow_latent import LatentAttention
 from accel_scale.planning.shadow_linears import Weights, linear
 from accel_scale.planning.shadow_norms import norm
 from accel_scale.planning.shadow_ops import Ops
@@ -20,6 +21,7 @@ _ATTENTIONS: dict[str, type[Attention]] = {
     "falcon": FalconAttention,
     "gptj": GptjAttention,
     "bloom": BloomAttention,
+    "latent": LatentAttention,
 }
 
 

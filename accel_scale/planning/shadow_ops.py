@@ -183,9 +183,10 @@ class Ops(Layouts):
         )
 
     def attention(
-        self, query: Tensor, key: Tensor, value: Tensor, statistics: float, mask: Tensor | None = None
-    ) -> Tensor:
-        """Fused attention: saves its inputs, its result and `statistics` fp32 values.
+        self, query: Tensor, key: Tensor, value: Tensor, statistics: float, mask: Tensor | None = None, *,
+        numel: float | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Fused attention: saves its inputs, its result of `numel` (or the query's) and `statistics` fp32 values.
 
         A mask of booleans is turned into numbers of the query's type; numbers are saved too.
         """
@@ -194,7 +195,7 @@ class Ops(Layouts):
         if mask is not None and mask.itemsize != query.itemsize:
             bias = self.new(mask.numel, query.itemsize)
         sizes = [(t.numel, t.itemsize, t.requires_grad) for t in (query, key, value)]
-        out = self.tape.product(query.numel, query.itemsize)
+        out = self.tape.product(query.numel if numel is None else numel, query.itemsize)
         logsumexp = self.tape.product(statistics, FP32)
 
         def backward(grad: Tensor) -> list[Tensor | None]:

@@ -11,7 +11,7 @@ from accel_scale.planning.shadow_tensors import Tensor
 
 # Matrix products whose inputs are divided; of all others the outputs are.
 _ROWWISE = {"o_proj", "out_proj", "dense", "down_proj", "c_proj", "dense_4h_to_h", "fc2", "w2"}
-_WHOLE = {"gate", "router", "shared_expert_gate"}
+_WHOLE = {"gate", "router", "shared_expert_gate", "q_a_proj", "kv_a_proj_with_mqa"}
 
 
 def tensor_parallel_share(model: ModelFacts, degree: int) -> ModelFacts:

@@ -35,6 +35,9 @@ def make_tables(ops: Ops, model: ModelFacts, family: Family, setup: TrainingSetu
         sizes = [positions * model.head_dim] * 2
         if not model.rotary_dims:
             sizes[0] += setup.micro_batch_size * model.num_heads * setup.sequence_length
+    elif model.model_type == "deepseek_v2":
+        # Cosine and sine are one complex number for each pair.
+        sizes[1] = 0
     elif family.rotation == "halves":
         sizes = [positions * model.rotary_dims / 2] * 2
     elif family.attention == "gptj":

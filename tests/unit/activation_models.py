@@ -18,6 +18,12 @@ from accel_scale.training.measured_memory import StorageTracker
 from accel_scale.training.packed_attention import register_packed_attention
 
 SHAPE = {"hidden_size": 96, "num_attention_heads": 6, "vocab_size": 300, "num_hidden_layers": 5}
+LATENT = {
+    **SHAPE, "intermediate_size": 256, "pad_token_id": 0, "num_key_value_heads": 6, "q_lora_rank": 48,
+    "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+    "moe_intermediate_size": 64, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1,
+}  # fmt: skip
 GROUPED = {**SHAPE, "num_key_value_heads": 2, "intermediate_size": 256, "pad_token_id": 0}
 FIELDS = {
     "llama": GROUPED,
@@ -47,6 +53,8 @@ FIELDS = {
     "gptj": {"n_embd": 96, "n_head": 6, "n_layer": 5, "vocab_size": 300, "rotary_dim": 8, "n_positions": 128},
     "bloom": {"hidden_size": 96, "n_head": 6, "n_layer": 5, "vocab_size": 300},
     "mixtral": {**GROUPED, "num_local_experts": 4},
+    "deepseek_v2": {**LATENT, "n_shared_experts": 2},
+    "deepseek_v3": LATENT,
     "gpt_oss": {**GROUPED, "head_dim": 16, "sliding_window": 48, "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {**GROUPED, "head_dim": 16, "moe_intermediate_size": 96, "num_experts": 4, "num_experts_per_tok": 2},
 }  # fmt: skip
@@ -56,6 +64,8 @@ EAGER_ONLY = ("gemma2", "gptj", "bloom", "gpt_oss")
 VARIANTS: dict[str, tuple[str, dict]] = {
     "olmo, clipped": ("olmo", {"clip_qkv": 8.0}),
     "cohere, norms for each head": ("cohere", {"use_qk_norm": True}),
+    "deepseek_v2, groups of experts": ("deepseek_v2", {"topk_method": "group_limited_greedy", "q_lora_rank": None}),
+    "deepseek_v3, halves": ("deepseek_v3", {"rope_interleave": False, "q_lora_rank": None}),
     "falcon, new decoder": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "falcon, one norm": (
         "falcon",

@@ -78,9 +78,21 @@ def _own_fields(draw: st.DrawFn, model_type: str, config: dict[str, Any]) -> dic
             "decoder_sparse_step": draw(st.sampled_from([1, 2])),
             "mlp_only_layers": draw(st.just([0]) | st.none()),
         }
+    if model_type in ("deepseek_v2", "deepseek_v3"):
+        config["num_key_value_heads"] = config["num_attention_heads"]
+        config |= {name: draw(st.sampled_from([8, 12])) for name in ("qk_nope_head_dim", "v_head_dim", "kv_lora_rank")}
+        config |= {
+            "q_lora_rank": draw(st.sampled_from([None, 10])),
+            "qk_rope_head_dim": 8,
+            "n_group": 1,
+            "topk_group": 1,
+        }
+        config |= {"n_routed_experts": draw(st.integers(2, 5)), "n_shared_experts": draw(st.sampled_from([1, 2]))}
+        config |= {"num_experts_per_tok": 2, "moe_intermediate_size": 20}
+        config["first_k_dense_replace"] = draw(st.integers(0, 3))
     if model_type == "bert":
         config["is_decoder"] = False
-    if model_type in ("phi", "stablelm", "opt", "falcon", "gpt_neox", "cohere2", "bert"):
+    if model_type in ("phi", "stablelm", "opt", "falcon", "gpt_neox", "cohere2", "bert", "deepseek_v2", "deepseek_v3"):
         config.pop("head_dim", None)
     return config
 
@@ -132,7 +144,12 @@ SMALL: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 50},
     "opt": {**DENSE, "model_type": "opt", "ffn_dim": 48, "word_embed_proj_dim": 16},
     "mixtral": {**DENSE, "model_type": "mixtral", "num_key_value_heads": 2, "num_local_experts": 3},
+    "deepseek_v3": {
+        **DENSE, "model_type": "deepseek_v3", "num_key_value_heads": 4, "q_lora_rank": 10, "kv_lora_rank": 12,
+        "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "moe_intermediate_size": 20,
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+    },
     "gpt_oss": {**DENSE, "model_type": "gpt_oss", "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 3},
     "qwen2_moe": {**SPARSE, "model_type": "qwen2_moe", "shared_expert_intermediate_size": 28},
     "qwen3_moe": {**SPARSE, "model_type": "qwen3_moe", "decoder_sparse_step": 2},
-}
+}  # fmt: skip

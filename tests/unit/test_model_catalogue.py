@@ -35,6 +35,10 @@ PUBLISHED = {
     "Qwen/Qwen3-8B": 8_190_735_360,
     "Qwen/Qwen3-30B-A3B": 30_532_122_624,
     "Qwen/Qwen3-235B-A22B": 235_093_634_560,
+    "deepseek-ai/DeepSeek-V2-Lite": 15_706_484_224,
+    "deepseek-ai/DeepSeek-V2": 235_741_434_880,
+    # Without the router's correction biases, which are buffers, and the module that predicts a second token.
+    "deepseek-ai/DeepSeek-R1": 671_026_404_352,
     "openai/gpt-oss-20b": 20_914_757_184,
     "openai/gpt-oss-120b": 116_829_156_672,
     "Qwen/Qwen1.5-MoE-A2.7B": 14_315_784_192,

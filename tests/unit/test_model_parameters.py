@@ -74,6 +74,9 @@ def peft_trainable(config: dict[str, Any], setup: LoraSetup) -> int:
         ("qwen2_moe", LoraSetup(4, ("gate_proj", "up_proj", "down_proj", "shared_expert_gate"))),
         ("qwen3_moe", LoraSetup(4, ("v_proj", "gate_proj", "up_proj"))),
         ("qwen3_moe", LoraSetup(4, ("down_proj",))),
+        ("deepseek_v3", LoraSetup(4, ("q_b_proj", "gate_proj", "up_proj"))),
+        ("deepseek_v3", LoraSetup(4, ("kv_a_proj_with_mqa", "down_proj", "gate"))),
+        ("gpt_oss", LoraSetup(4, ("q_proj", "o_proj"))),
     ],
 )
 def test_adapters_of_named_linears_are_pefts(model_type: str, setup: LoraSetup) -> None:
