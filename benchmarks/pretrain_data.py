@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +75,8 @@ def _chunks(num_rows: int) -> Iterator[list[str]]:
     """Short rows of words whose frequencies fall as those of a language."""
     draw = random.Random(0)
     words = ["".join(draw.choices("etaoinshrdlucmfwyp", k=draw.randrange(2, 10))) for _ in range(20_000)]
-    weights = [1 / (rank + 3) for rank in range(len(words))]
-    sentences = [" ".join(draw.choices(words, weights, k=draw.randrange(5, 26))) for _ in range(50_021)]
+    weights = list(accumulate(1 / (rank + 3) for rank in range(len(words))))
+    sentences = [" ".join(draw.choices(words, cum_weights=weights, k=draw.randrange(5, 26))) for _ in range(50_021)]
     for start in range(0, num_rows, _CHUNK_ROWS):
         rows = range(start, min(start + _CHUNK_ROWS, num_rows))
         yield [f"{row} {sentences[row * 7919 % len(sentences)]}" for row in rows]

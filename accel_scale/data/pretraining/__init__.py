@@ -25,7 +25,7 @@ Signatures (all raise `ConfigError` for what cannot be honoured):
 * `merge_states(states) -> dict`: all ranks' states into one JSON-able dict, from which any number of ranks resumes.
 * `load_pretraining_tokenizer(name, *, texts=None) -> PreTrainedTokenizerFast`
 * `train_tokenizer(texts, vocab_size) -> PreTrainedTokenizerFast`
-* `sample_texts(data, *, text_column="text", text_documents="file", validation_share=0.0, max_bytes=256 MiB)
+* `sample_texts(data, *, text_column="text", text_documents="file", validation_share=0.0, max_bytes=64 MiB)
   -> Iterator[str]`
 * `prepare_data(data, *, tokenizer, output_dir, text_column="text", text_documents="file", num_workers=None)
   -> PreparedSummary`

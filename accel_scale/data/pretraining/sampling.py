@@ -13,7 +13,7 @@ from accel_scale.data.pretraining.prepared import PreparedSource
 from accel_scale.errors import ConfigError
 
 _ESTIMATE_BLOCKS, _ESTIMATE_CHARACTERS = 16, 16 << 10
-_SAMPLE_BYTES = 256 << 20
+_SAMPLE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,8 @@ class TableSource(BlockSource):
         self.num_blocks = -(-self.num_rows // self._block_rows)
 
     def _rows(self) -> Any:
-        return self._open(self.paths, self._column, os.getpid())
+        # Handles of Parquet files must not be shared by processes that were forked; memory maps may be.
+        return self._open(self.paths, self._column, os.getpid() if self.kind == "parquet" else 0)
 
     def read(self, block: int) -> Block:
         return Block([text for _, text in self._texts(block)])
@@ -57,9 +58,6 @@ class TableSource(BlockSource):
             if text := checked_text(value, self._column, lambda row=row: f"{self._name}, row {row + 1}"):
                 found.append((row, text))
         return found
-
-
-# Opened tables are kept per process: a file handle must not be shared by processes that were forked.
 
 
 @lru_cache(maxsize=64)
