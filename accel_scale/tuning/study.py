@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -24,6 +25,8 @@ PRUNERS = ("median", "halving", "none")
 HEARTBEAT_SECONDS, GRACE_SECONDS = 30, 120
 MAX_FIRST_FAILURES = 3
 _ATTRIBUTE = "accel_scale"
+_MAX_ATTEMPTS = 6
+_TAKEN = re.compile(r"already exists|unique constraint|duplicate|locked", re.IGNORECASE)
 
 
 def open_storage(url: str, say: Callable[[str], None]) -> optuna.storages.BaseStorage:
@@ -39,22 +42,34 @@ def open_storage(url: str, say: Callable[[str], None]) -> optuna.storages.BaseSt
             from optuna.storages.journal import JournalRedisBackend
 
             return optuna.storages.JournalStorage(JournalRedisBackend(url))
-        # Writers of a SQLite file wait for each other.
-        arguments = {"connect_args": {"timeout": 60}} if url.startswith("sqlite") else {}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # heartbeats
-            return optuna.storages.RDBStorage(
-                url,
-                engine_kwargs=arguments,
-                heartbeat_interval=HEARTBEAT_SECONDS,
-                grace_period=GRACE_SECONDS,
-                heartbeat_stale_trial_callback=lambda study, trial: retry(study, trial, say),
-            )
+        return _open_database(url, say)
     except Exception as error:
         shown = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(
             f"{masked(url)} cannot be used: {shown}.", place="--storage", fix="check the URL, its driver and access."
         ) from None
+
+
+def _open_database(url: str, say: Callable[[str], None]) -> optuna.storages.BaseStorage:
+    # Writers of a SQLite file wait for each other.
+    arguments = {"connect_args": {"timeout": 60}} if url.startswith("sqlite") else {}
+    for attempt in range(1, _MAX_ATTEMPTS + 1):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # heartbeats
+                return optuna.storages.RDBStorage(
+                    url,
+                    engine_kwargs=arguments,
+                    heartbeat_interval=HEARTBEAT_SECONDS,
+                    grace_period=GRACE_SECONDS,
+                    heartbeat_stale_trial_callback=lambda study, trial: retry(study, trial, say),
+                )
+        except Exception as error:
+            # Searches that start together make the tables together, and all but one are told that these exist.
+            if attempt == _MAX_ATTEMPTS or not _TAKEN.search(str(error)):
+                raise
+        time.sleep(0.5 * attempt)
+    raise AssertionError("unreachable")
 
 
 def masked(url: str) -> str:

@@ -190,6 +190,31 @@ def test_another_machines_trial_is_judged_by_its_heartbeat(tmp_path: Path, monke
     assert lines == ["trial 0 was interrupted; its parameters are queued again"]
 
 
+def test_searches_that_start_together_make_one_study(tmp_path: Path) -> None:
+    """Optuna makes the tables without a lock: two at once are told that they exist."""
+    go = tmp_path / "go"
+    code = f"""
+import optuna, pathlib, time
+from accel_scale.tuning.study import open_storage
+print("ready", flush=True)
+while not pathlib.Path({str(go)!r}).exists():
+    time.sleep(0.001)
+storage = open_storage("sqlite:///{tmp_path}/a.db", print)
+print(optuna.create_study(study_name="a", storage=storage, load_if_exists=True)._study_id)
+"""
+    together = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(4)
+    ]
+    for process in together:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    go.touch()
+    for process in together:
+        printed, errors = process.communicate()
+        assert (process.returncode, printed) == (0, "1\n"), errors
+
+
 def test_passwords_are_not_shown() -> None:
     assert masked("postgresql://me:hunter2@host/db") == "postgresql://me:***@host/db"
     assert "hunter2" not in masked("redis://:hunter2@host:bad")
