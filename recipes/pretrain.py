@@ -281,6 +281,7 @@ def train(run: Run, started: float) -> dict[str, Any]:
     manager.finish()
     verified = save_model(run, report, why_stopped)
     summary = report.end(verified, why_stopped, watch.report())
+    manager.close()
     accelerator.end_training()
     if why_stopped == "a signal":
         raise SystemExit(EXIT_STOPPED)

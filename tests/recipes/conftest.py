@@ -39,6 +39,15 @@ def sft_module(repository: Path) -> Any:
 
 
 @pytest.fixture(scope="session")
+def pretrain_module(repository: Path) -> Any:
+    spec = importlib.util.spec_from_file_location("recipes_pretrain", repository / "recipes" / "pretrain.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
 def small_gsm8k(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The 48 shortest problems: quick, and still of different lengths."""
     lines = (shared_data / "gsm8k" / "train.jsonl").read_text().splitlines()
