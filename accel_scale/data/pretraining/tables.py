@@ -30,7 +30,10 @@ class TableSource(BlockSource):
 
     def __init__(self, kind: str, name: str, paths: Sequence[str], text_column: str) -> None:
         self.kind, self._name, self.paths, self._column = kind, name, tuple(paths), text_column
-        self._open: Callable[[tuple[str, ...], str, int], Any] = _arrow_rows if kind == "arrow" else _parquet_rows
+        self._open: Callable[[tuple[str, ...], str, tuple[int, ...]], Any] = (
+            _arrow_rows if kind == "arrow" else _parquet_rows
+        )
+        self._times = _times(self.paths)
         rows = self._rows()
         self.size_bytes, self.num_rows = int(rows.text_bytes), int(rows.num_rows)
         if not self.num_rows:
@@ -41,7 +44,7 @@ class TableSource(BlockSource):
 
     def _rows(self) -> Any:
         # Handles of Parquet files must not be shared by processes that were forked; memory maps may be.
-        return self._open(self.paths, self._column, os.getpid() if self.kind == "parquet" else 0)
+        return self._open(self.paths, self._column, (*self._times, os.getpid() if self.kind == "parquet" else 0))
 
     def read(self, block: int) -> Block:
         return Block([text for _, text in self._texts(block)])
@@ -60,13 +63,17 @@ class TableSource(BlockSource):
         return found
 
 
+def _times(paths: Sequence[str]) -> tuple[int, ...]:
+    return tuple(os.stat(path).st_mtime_ns for path in paths)
+
+
 @lru_cache(maxsize=64)
-def _arrow_rows(paths: tuple[str, ...], column: str, pid: int) -> _ArrowRows:
+def _arrow_rows(paths: tuple[str, ...], column: str, version: tuple[int, ...]) -> _ArrowRows:
     return _ArrowRows(paths, column)
 
 
 @lru_cache(maxsize=64)
-def _parquet_rows(paths: tuple[str, ...], column: str, pid: int) -> _ParquetRows:
+def _parquet_rows(paths: tuple[str, ...], column: str, version: tuple[int, ...]) -> _ParquetRows:
     return _ParquetRows(paths, column)
 
 
@@ -164,7 +171,7 @@ class _ParquetRows:
 
 def has_large_row_groups(paths: Sequence[str], text_column: str) -> bool:
     """Whether reading blocks from these Parquet files would decode everything several times."""
-    rows = _parquet_rows(tuple(paths), text_column, os.getpid())
+    rows = _parquet_rows(tuple(paths), text_column, (*_times(paths), os.getpid()))
     limit = max(_LEAST_LARGE_BYTES, LARGE_ROW_GROUP_BLOCKS * block_size(rows.text_bytes))
     return bool(rows.largest_group_bytes > limit)
 

@@ -94,13 +94,13 @@ def test_one_order_for_all_ranks_workers_and_micro_batches(corpus) -> None:
 
 def test_resuming_anywhere_on_any_number_of_ranks_goes_on_as_if_uninterrupted(corpus) -> None:
     data = open_data(corpus)
-    expected, end = take(data, 24)
-    for steps in (1, 7, 16):
+    expected, end = take(data, 16)
+    for steps in (1, 7):
         first, state = take(data, steps)
         assert first == expected[:steps]
         for world_size, num_workers in ((1, 0), (4, 0), (2, 1)):
             rest, last = take(
-                open_data(corpus), 24 - steps, world_size=world_size, num_workers=num_workers, state=state
+                open_data(corpus), 16 - steps, world_size=world_size, num_workers=num_workers, state=state
             )
             assert rest == expected[steps:]
             assert last == end
@@ -228,14 +228,14 @@ def test_small_data_is_covered_evenly_by_many_lanes(write_jsonl, num_documents: 
     rows = [{"text": f"{index:04d}" * (20 if num_documents == 300 else 1000)} for index in range(num_documents)]
     data = open_data(write_jsonl("small.jsonl", rows), row_length=40)
     total = sum(len(row["text"]) + 1 for row in rows)
-    steps = max(1, 20 * total // (64 * 40))
+    steps = max(1, 8 * total // (64 * 40))
     batches, _ = take(data, steps, global_batch_size=64)
     names = [row[-1] for row in batches[0]]
     # A row twice in a batch is rare, even where a batch has more than half of all tokens.
     assert len(set(names)) >= (64 if num_documents == 300 else 60)
     counts = Counter(token for batch in batches for row in batch for token in row[0])
     share = counts[EOS] / sum(counts.values())
-    assert share == pytest.approx(num_documents / total, rel=0.35)
+    assert share == pytest.approx(num_documents / total, rel=0.5)
 
 
 def test_continuous_text_is_cut_elsewhere_in_each_epoch(tmp_path: Path) -> None:
@@ -297,7 +297,7 @@ def test_data_without_text_is_refused(write_jsonl) -> None:
 
 
 def test_memory_stays_flat(write_jsonl) -> None:
-    """Blocks come and go; private memory after 300 steps is that after 100. The long proof is a benchmark."""
+    """Blocks come and go; private memory after 200 steps is that after 60. The long proof is a benchmark."""
     status = Path("/proc/self/status")
     if not status.exists():
         pytest.skip("needs /proc")
@@ -307,12 +307,12 @@ def test_memory_stays_flat(write_jsonl) -> None:
         return int(line.split()[1]) * 1024
 
     rows = [{"text": "some words of a document " * (index % 20)} for index in range(20_000)]
-    loader = open_data(write_jsonl("rows.jsonl", rows), row_length=512).train_loader(
+    loader = open_data(write_jsonl("rows.jsonl", rows), row_length=256).train_loader(
         global_batch_size=16, micro_batch_size=16
     )
-    for _ in range(100):
+    for _ in range(60):
         next(loader)
     before = private_bytes()
-    for _ in range(200):
+    for _ in range(140):
         next(loader)
     assert private_bytes() < before * 1.1
