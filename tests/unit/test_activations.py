@@ -15,6 +15,7 @@ from accel_scale.planning import shadow_head
 from accel_scale.planning.activations import _walk, step_bytes
 from accel_scale.planning.catalogue import load_model_facts
 from accel_scale.planning.model_config import facts_from_config
+from accel_scale.planning.strategies import conflict
 from accel_scale.planning.training_setup import LoraSetup, ParallelSetup, TrainingSetup
 from accel_scale.training import loss as real_loss
 
@@ -152,6 +153,10 @@ def test_unknown_architectures_and_policies_are_refused():
         step_bytes(load_model_facts("EleutherAI/gpt-j-6b"), PLAIN)
     with pytest.raises(ConfigError, match="lets packed documents see each other"):
         step_bytes(load_model_facts("tiiuae/falcon-7b"), replace(PLAIN, packing=True))
+    sparse = replace(PLAIN, attention="eager", checkpointing="selective")
+    with pytest.raises(ConfigError, match="in place that selective checkpointing keeps"):
+        step_bytes(load_model_facts("openai/gpt-oss-20b"), sparse)
+    assert conflict(sparse, load_model_facts("openai/gpt-oss-20b")) is not None
     broken = facts_from_config({"model_type": "falcon", "num_ln_in_parallel_attn": 2}, name="falcon")
     with pytest.raises(ConfigError, match="two norms"):
         step_bytes(broken, PLAIN)
