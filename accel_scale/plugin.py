@@ -15,6 +15,7 @@ from accel_scale.units import parse_bytes
 
 if TYPE_CHECKING:
     from accel_scale.launching.environment import LaunchEnvironment
+    from accel_scale.training.guard import GuardSettings
     from accel_scale.training.precision import Precision
 
 ENVIRONMENT_PREFIX = "ACCEL_SCALE_"
@@ -48,6 +49,9 @@ class ScalePlugin:
         device_memory: Cap on the CUDA allocator, e.g. ``24GiB``.
         fp8_emulate: Emulate fp8 products where there are none.
         verify_first_checkpoint: Read the first checkpoint of a trainer back and compare it with memory.
+        guard: ``skip``, ``lower_lr`` or ``stop``: what a trainer does about steps whose loss or gradient norm is not
+            finite or spikes. A plain loop uses `GuardedStep`.
+        guard_threshold, guard_max_skips: As the recipe's flags.
 
     Raises:
         ConfigError: for a value that cannot be honoured, naming the field or the environment variable.
@@ -74,6 +78,9 @@ class ScalePlugin:
     device_memory: str | None = None
     fp8_emulate: bool | None = None
     verify_first_checkpoint: bool | None = None
+    guard: str | None = None
+    guard_threshold: float | None = None
+    guard_max_skips: int | None = None
 
     def __post_init__(self) -> None:
         self._from_environment: set[str] = set()
@@ -104,6 +111,7 @@ class ScalePlugin:
         self._choose("precision", PRECISIONS)
         self._choose("decay_shape", DECAY_SHAPES)
         self._choose("scale_lr_from_batch_size", ("linear", "sqrt"))
+        self._choose("guard", ("off", "skip", "lower_lr", "stop"))
         if self.lr_schedule is not None:
             self.lr_schedule = schedule_name(self.lr_schedule)
             self._choose("lr_schedule", SCHEDULE_NAMES)
@@ -148,6 +156,8 @@ class ScalePlugin:
             "num_training_steps": "lr_schedule",
             "lr_base_batch_size": "scale_lr_from_batch_size",
             "fp8_emulate": "precision",
+            "guard_threshold": "guard",
+            "guard_max_skips": "guard",
         }
         for name, other in needs.items():
             if getattr(self, name) and getattr(self, other) is None:
@@ -228,6 +238,15 @@ class ScalePlugin:
             decay_ratio=self.decay_ratio if self.decay_ratio is not None else 0.1,
             decay_shape=self.decay_shape or "1-sqrt",
         )
+
+    def guard_settings(self) -> GuardSettings | None:
+        """What `GuardMixin` is given; None where nothing is guarded."""
+        if self.guard is None:
+            return None
+        from accel_scale.training.guard import GuardSettings
+
+        given: dict[str, Any] = {"threshold": self.guard_threshold, "max_skips": self.guard_max_skips}
+        return GuardSettings(policy=self.guard, **{k: v for k, v in given.items() if v is not None})
 
     def cap_memory(self, device_type: str, device_index: int) -> None:
         """Apply `device_memory`."""

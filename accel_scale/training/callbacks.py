@@ -6,6 +6,7 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
+from accel_scale.training.guard_mixin import GuardMixin
 from accel_scale.training.preparing import prepare_model, strategy_of
 from accel_scale.training.recovery_mixin import MemoryRecoveryMixin
 from accel_scale.training.saving import AtomicSavingMixin
@@ -14,9 +15,9 @@ if TYPE_CHECKING:
     from accel_scale.plugin import ScalePlugin
 
 
-class ScaleTrainerMixin(MemoryRecoveryMixin, AtomicSavingMixin):
-    """Put before a trainer class: the plugin's settings, recovery when memory runs out, atomic saving, and the first
-    checkpoint read back.
+class ScaleTrainerMixin(GuardMixin, MemoryRecoveryMixin, AtomicSavingMixin):
+    """Put before a trainer class: the plugin's settings, its guard, recovery when memory runs out, atomic saving, and
+    the first checkpoint read back.
 
         class ScaledSFTTrainer(ScaleTrainerMixin, SFTTrainer):
             scale = ScalePlugin(optimizer="adamw_torch_8bit", lr_schedule="wsd")
@@ -37,6 +38,7 @@ class ScaleTrainerMixin(MemoryRecoveryMixin, AtomicSavingMixin):
         self._adapt_arguments(training_args)
         super().__init__(*args, **kwargs)
         self.verify_first_checkpoint = bool(self.scale.verify_first_checkpoint)
+        self.guard_settings = self.scale.guard_settings()
         self.model = prepare_model(
             self.model,
             strategy=strategy_of(self.accelerator),

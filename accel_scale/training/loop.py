@@ -73,6 +73,12 @@ def make_accelerator(scale: ScalePlugin, kwargs: dict[str, Any]) -> Any:
                     self.first_verification = verify_checkpoint(self._models[0], staging)
             return output_dir
 
+    if scale.guard_settings() is not None:
+        raise ConfigError(
+            "in a plain loop the guard stands where the optimizer steps, which the plugin does not see.",
+            place="ScalePlugin(guard=)",
+            fix="remove it, and let accel_scale.GuardedStep take the steps.",
+        )
     if scale.precision is not None:
         precision = scale.resolve_precision(_device_type(kwargs), trains_adapters=scale.adapter is not None)
         assert precision is not None

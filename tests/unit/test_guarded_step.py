@@ -1,0 +1,183 @@
+"""`GuardedStep` on one process: what a step that is not taken leaves as it was, and what goes where."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+
+from accel_scale import ConfigError, Guard, GuardedStep, GuardSettings
+from accel_scale.training.guard import GUARD_STATUS
+from accel_scale.training.precision import enable_fp16_on_cpu
+from accel_scale.training.step_gate import lowered, make_gate
+from accel_scale.training.step_judge import stop_run
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def _fresh_state():
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+class Loop:
+    """A linear model with AdamW and a schedule, and steps of two micro-batches."""
+
+    def __init__(self, *, guard: Guard | None = None, fp16: bool = False, prepare_schedule: bool = True, **settings):
+        self.accelerator = Accelerator(cpu=True, mixed_precision="fp16" if fp16 else None)
+        enable_fp16_on_cpu(self.accelerator)
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.schedule = self.accelerator.prepare(schedule) if prepare_schedule else schedule
+        self.step = GuardedStep(self.accelerator, self.model, self.optimizer, self.schedule, guard=guard, **settings)
+
+    def take(self, factor: float = 1.0, row_ids=((), ()), **finish):
+        generator = torch.Generator().manual_seed(self.step.step_number)
+        for index in range(2):
+            with self.step.micro_batch(is_last=index == 1, row_ids=row_ids[index]):
+                rows = torch.rand(3, 4, generator=generator)
+                self.step.backward(self.model(rows).float().square().mean() * (factor if index else 1.0) / 2)
+        return self.step.finish(**finish)
+
+    def state(self) -> str:
+        return str([self.model.state_dict(), self.optimizer.state_dict(), self.schedule.state_dict()])
+
+
+@pytest.mark.parametrize("prepare_schedule", [True, False])
+@pytest.mark.parametrize("factor", [math.nan, math.inf])
+def test_a_step_that_is_not_taken_changes_nothing(tmp_path, factor, prepare_schedule):
+    loop = Loop(guard=Guard(), output_dir=tmp_path, prepare_schedule=prepare_schedule)
+    assert loop.take().action == "stepped"
+    before, rate = loop.state(), loop.schedule.get_last_lr()
+    outcome = loop.take(factor)
+    assert outcome.action == "skipped"
+    assert loop.state() == before
+    assert loop.optimizer.step_was_skipped
+    assert all(parameter.grad is None for parameter in loop.model.parameters())
+    assert loop.take().taken
+    assert not loop.optimizer.step_was_skipped
+    assert loop.state() != before
+    assert loop.schedule.get_last_lr() == [rate[0] / 2]
+
+
+def test_gradients_are_those_of_an_ordinary_loop():
+    guarded = Loop(max_grad_norm=0.01)
+    outcomes = [guarded.take() for _ in range(3)]
+    AcceleratorState._reset_state(reset_partial_state=True)
+    plain = Loop()
+    for number, outcome in enumerate(outcomes, 1):
+        generator, losses = torch.Generator().manual_seed(number), []
+        for _ in range(2):
+            losses.append(plain.model(torch.rand(3, 4, generator=generator)).square().mean() / 2)
+            plain.accelerator.backward(losses[-1])
+        norm = torch.nn.utils.clip_grad_norm_(plain.model.parameters(), 0.01)
+        plain.optimizer.step()
+        plain.schedule.step()
+        plain.optimizer.zero_grad()
+        assert outcome.loss == pytest.approx(float(sum(losses).detach()))
+        assert outcome.grad_norm == pytest.approx(float(norm))
+    assert guarded.state() == plain.state()
+
+
+def test_without_clipping_and_without_guard_there_is_still_a_norm():
+    loop = Loop(max_grad_norm=None)
+    assert loop.take(1000.0).grad_norm > 100
+    assert math.isnan(loop.take(math.nan).loss)
+    assert loop.step.step_number == 3
+    assert not loop.model.weight.isfinite().all()  # nobody held it back
+
+
+def test_events_name_rows_and_numbers(tmp_path, capsys):
+    loop = Loop(guard=Guard(), output_dir=tmp_path, first_step=41)
+    loop.take(math.nan, row_ids=(["a", "b", "c"], torch.tensor([7, 8, 9])))
+    loop.take(math.nan, loss_sum=3.5, row_ids=((), ()))
+    first, second = [json.loads(line) for line in (tmp_path / "guard_events.jsonl").read_text().splitlines()]
+    assert (first["step"], first["loss"], first["grad_norm"]) == (41, "NaN", "NaN")
+    assert first["rows"] == ["a", "b", "c", 7, 8, 9]
+    assert [part["rows"] for part in first["micro_batches"]] == [["a", "b", "c"], [7, 8, 9]]
+    assert (second["step"], second["loss"], second["reason"]) == (42, 3.5, "gradient norm is nan")
+    assert "rows whose loss is not finite: 7, 8, 9" in capsys.readouterr().out.splitlines()[0]
+
+
+def test_rows_may_be_named_at_the_end(tmp_path):
+    loop = Loop(guard=Guard(), output_dir=tmp_path)
+    for index in range(2):
+        with loop.step.micro_batch(is_last=index == 1):
+            loop.step.backward(loop.model(torch.ones(1, 4)).sum() * math.nan)
+    loop.step.finish(row_ids=["x", "y"])
+    event = json.loads((tmp_path / "guard_events.jsonl").read_text())
+    assert event["rows"] == ["x", "y"]
+
+
+def test_a_lower_learning_rate_is_seen_by_the_optimizer_alone(tmp_path):
+    guard = Guard(GuardSettings(policy="lower_lr", lr_factor=0.25, lr_steps=2, window=4, min_steps=2))
+    loop = Loop(guard=guard, output_dir=tmp_path)
+    seen = []
+    inner = loop.optimizer.optimizer
+    inner.register_step_pre_hook(lambda optimizer, *_: seen.append(optimizer.param_groups[0]["lr"]))
+    actions = [loop.take(factor).action for factor in (1, 1, 1e4, 1, 1)]
+    assert actions == ["stepped", "stepped", "lowered", "stepped", "stepped"]
+    assert seen == pytest.approx([0.1, 0.05, 0.025 / 4, 0.0125 / 4, 0.00625])
+    assert inner.param_groups[0]["lr"] == pytest.approx(0.1 / 32)
+
+
+def test_learning_rates_that_are_tensors_are_changed_in_place():
+    rate = torch.tensor(0.5)
+    groups = [{"lr": rate}, {"lr": 0.1}]
+    with lowered(groups, 0.1):
+        assert groups[0]["lr"] is rate
+        assert float(rate) == pytest.approx(0.05)
+        assert groups[1]["lr"] == pytest.approx(0.01)
+    assert (float(rate), groups[1]["lr"]) == (0.5, 0.1)
+
+
+def test_fp16_scale_is_kept_by_the_guard_and_lowered_by_the_scaler(tmp_path):
+    loop = Loop(guard=Guard(GuardSettings(max_overflows=2)), output_dir=tmp_path, fp16=True)
+    scaler = loop.accelerator.scaler
+    assert loop.take().taken
+    before, state = loop.state(), scaler.state_dict()
+    assert loop.take(math.nan).action == "skipped"
+    assert scaler.state_dict() == state
+    assert loop.state() == before
+    overflow = loop.take(1e36, loss_sum=1.0)  # the scaled gradient is infinite, the loss is not
+    assert overflow.action == "skipped"
+    assert "loss scaler" in overflow.reason
+    assert scaler.get_scale() == state["scale"] / 2
+    assert loop.state() == before
+    assert len((tmp_path / "guard_events.jsonl").read_text().splitlines()) == 1
+    again = loop.take(1e36, loss_sum=1.0)
+    assert "2 times in a row" in again.reason
+    assert scaler.get_scale() == state["scale"] / 4
+    assert len((tmp_path / "guard_events.jsonl").read_text().splitlines()) == 2
+    assert loop.take().taken
+
+
+def test_stop_says_why_once_and_ends_with_its_status(tmp_path, capsys):
+    loop = Loop(guard=Guard(GuardSettings(policy="stop")), output_dir=tmp_path)
+    outcome = loop.take(math.nan)
+    assert outcome.action == "stop"
+    with pytest.raises(SystemExit) as leaving:
+        stop_run(loop.accelerator, outcome, program="mine.py")
+    assert leaving.value.code == GUARD_STATUS == 65
+    assert capsys.readouterr().err == ("mine.py: the guard stops the run: loss is nan; gradient norm is nan\n")
+
+
+def test_what_cannot_be_guarded_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="nowhere to go"):
+        Loop(guard=Guard())
+    loop = Loop()
+    with pytest.raises(ConfigError, match="was not prepared"):
+        make_gate(loop.accelerator, loop.model, loop.optimizer.optimizer)
+    with loop.step.micro_batch(is_last=False):
+        loop.step.backward(loop.model(torch.ones(1, 4)).sum())
+    with pytest.raises(RuntimeError, match="is_last=True"):
+        loop.step.finish()
