@@ -10,6 +10,7 @@ checksums. Name the folder as the run's data.
 from __future__ import annotations
 
 import argparse
+import sys
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,13 +47,17 @@ def run(args: argparse.Namespace) -> int:
 
     options = {"text_column": args.text_column, "text_documents": args.text_documents}
     texts = sample_texts(args.data, **options) if args.tokenizer == "char" else None
-    done = prepare_data(
-        args.data,
-        tokenizer=load_pretraining_tokenizer(args.tokenizer, texts=texts),
-        output_dir=args.output,
-        num_workers=args.num_workers,
-        **options,
-    )
+    try:
+        done = prepare_data(
+            args.data,
+            tokenizer=load_pretraining_tokenizer(args.tokenizer, texts=texts),
+            output_dir=args.output,
+            num_workers=args.num_workers,
+            **options,
+        )
+    except KeyboardInterrupt:
+        print("interrupted: finished shards are kept, and the same command goes on from there.", file=sys.stderr)
+        return 130
     kept = f", {done.num_kept_shards} of them from before, checksums compared" if done.num_kept_shards else ""
     print(f"tokens     {format_count(done.num_tokens)} in {format_count(done.num_documents)} documents")
     print(f"written    {done.folder}: {format_bytes(done.token_bytes)} of tokens in {done.num_shards} shards{kept}")

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from accel_scale.data.pretraining import load_pretraining_tokenizer, open_pretraining_data, sample_texts
-from accel_scale.data.pretraining.finding import find_sources
+from accel_scale.data.pretraining.finding import _cached_files, find_sources
+from accel_scale.data.pretraining.tables import TableSource
 from accel_scale.errors import ConfigError
 
 BYTE = load_pretraining_tokenizer("byte")
@@ -135,6 +136,17 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path, write_jsonl, data, probl
     assert problem in error.value.problem
     assert place is None or error.value.place == place.format(folder=tmp_path)
     assert error.value.fix
+
+
+def test_what_the_datasets_library_loads_is_read_from_its_cache(write_jsonl, texts) -> None:
+    """As for a hub data set, whose files `load_dataset` brings into the cache."""
+    from datasets import load_dataset
+
+    path = write_jsonl("rows.jsonl", [{"text": text} for text in texts])
+    dataset = load_dataset("json", data_files=path, split="train")
+    source = TableSource("arrow", "some/name", _cached_files("some/name", dataset), "text")
+    assert [text for block in range(source.num_blocks) for text in source.read(block).texts] == texts
+    assert source.place(0, 2) == "some/name, row 3"
 
 
 def test_a_hub_data_set_that_cannot_be_reached() -> None:
