@@ -315,7 +315,7 @@ def space_text(described: Any) -> str:
 
 def report_end(search: Search) -> int:
     """Tables, best.yaml, trials.csv, plots and study_summary.json."""
-    from accel_scale.reporting.study_tables import print_trials
+    from accel_scale.reporting.study_tables import print_trials, short
     from accel_scale.reporting.summary import write_summary
     from accel_scale.reporting.tables import format_seconds, print_table
     from accel_scale.tuning import results
@@ -349,7 +349,7 @@ def report_end(search: Search) -> int:
         "done",
         {
             "best": f"trial {best.number}, {args.metric} {best.value:.5g}",
-            **{f"  {name}": value for name, value in space.values_of(best.params).items()},
+            **{f"  {name}": short(value) for name, value in space.values_of(best.params).items()},
             f"importance ({complete} complete)": ", ".join(f"{n} {share:.0%}" for n, share in shares.items()) or None,
             "trials": ", ".join(f"{count} {name}" for name, count in document["counts"].items()),
             "time": format_seconds(seconds),

@@ -22,6 +22,7 @@ from accel_scale.tuning.recipe import FixedFlags, Recipe, plain
 from accel_scale.tuning.space import SearchSpace
 
 BEST_NAME, CSV_NAME, SUMMARY_NAME = "best.yaml", "trials.csv", "study_summary.json"
+_MIN_COMPLETE = 4
 _PLOTS = {
     "optimization_history": "plot_optimization_history",
     "importances": "plot_param_importances",
@@ -57,12 +58,12 @@ def seconds_of(trial: FrozenTrial) -> float | None:
 
 
 def importances(study: optuna.Study) -> dict[str, float]:
-    """Flag → share of the metric's variance that it explains (PED-ANOVA); empty with fewer than two complete trials.
+    """Flag → share of the metric's variance that it explains (PED-ANOVA); empty with fewer than four complete trials.
 
     Flags with a single value among those trials have no share.
     """
     complete = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-    if len(complete) < 2 or len({trial.value for trial in complete}) < 2:
+    if len(complete) < _MIN_COMPLETE or len({trial.value for trial in complete}) < 2:
         return {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

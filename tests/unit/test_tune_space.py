@@ -159,7 +159,7 @@ def test_best_is_a_file_that_the_recipe_reads_back(sft: Recipe, tmp_path: Path) 
     fixed = fix(sft, space, "--columns", "prompt=a b", "completion=c", "--model_init_kwargs", '{"use_cache": false}')
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=3))
     tried = []
-    for value in (0.75, 0.25, 0.5):
+    for value in (0.75, 0.25, 0.5, 1.0):
         trial = study.ask()
         tried.append(space.suggest(trial))
         trial.report(value, 10)
@@ -175,7 +175,7 @@ def test_best_is_a_file_that_the_recipe_reads_back(sft: Recipe, tmp_path: Path) 
     assert "--config_file" in path.read_text().splitlines()[2]
 
     lines = write_csv(tmp_path, study.trials, space).read_text().splitlines()
-    assert len(lines) == 4
+    assert len(lines) == 5
     assert lines[0].startswith("trial,outcome,value,last_step,seconds,started,learning_rate")
     assert sum(importances(study).values()) == pytest.approx(1)
     assert set(write_plots(tmp_path, study)) == {"optimization_history.png", "importances.png", "slices.png"}
