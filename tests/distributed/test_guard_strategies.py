@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 HERE = Path(__file__).parent
 # Exact to the bit where every process keeps whole tensors, else to rounding.
 TOLERANCE = {"cpu": 0.0, "ddp": 0.0, "fsdp2": 1e-6, "zero1": 1e-6, "zero2": 1e-6, "zero3": 1e-6}
+OFFLOADED = ("fsdp2_offload", "zero2_offload", "zero3_offload")
 
 
 def launch(name: str, folder: Path, *args: str, script: str = "guard_run.py") -> subprocess.CompletedProcess[str]:
@@ -46,7 +47,7 @@ def reports(done: subprocess.CompletedProcess[str]) -> dict[str, dict]:
     return {line["case"]: line for line in lines}
 
 
-@pytest.mark.parametrize("name", TOLERANCE)
+@pytest.mark.parametrize("name", [*TOLERANCE, *(pytest.param(name, marks=pytest.mark.soak) for name in OFFLOADED)])
 def test_poisoned_batches_leave_no_trace(name: str, tmp_path: Path) -> None:
     done = launch(name, tmp_path, "--output_dir", str(tmp_path))
     found = reports(done)
@@ -54,7 +55,7 @@ def test_poisoned_batches_leave_no_trace(name: str, tmp_path: Path) -> None:
     skipped = found["skip"]
     assert skipped["actions"] == {str(step): "skipped" for step in guard_run.POISON}
     # The reference is Accelerate's own loop over the clean batches alone, without any guard.
-    assert skipped["difference"] <= TOLERANCE[name]
+    assert skipped["difference"] <= TOLERANCE.get(name, 1e-6)
     assert skipped["loss"] == pytest.approx(found["ordinary"]["loss"], rel=1e-5)
     assert skipped["loss"] < 0.7 * found["ordinary"]["first_loss"]
     _assert_rows_are_named(skipped["events"], done.stdout, num_processes)
@@ -62,7 +63,7 @@ def test_poisoned_batches_leave_no_trace(name: str, tmp_path: Path) -> None:
     lowered = found["lower_lr"]
     expected = {str(s): "lowered" if s in guard_run.SPIKES else "skipped" for s in guard_run.POISON}
     assert lowered["actions"] == expected
-    assert lowered["difference"] <= TOLERANCE[name]
+    assert lowered["difference"] <= TOLERANCE.get(name, 1e-6)
 
     assert found["stop"]["actions"] == {"1": "stop"}
     assert found["stop"]["difference"] == 0.0
