@@ -147,6 +147,7 @@ class TrainLoader:
             generator=torch.Generator(),  # else a seed would be drawn from the run's random numbers
         )
         self._parts: Iterator[_Part | ConfigError] | None = None
+        self._closed = False
 
     def __enter__(self) -> TrainLoader:
         return self
@@ -204,10 +205,11 @@ class TrainLoader:
 
     def close(self) -> None:
         """End the worker processes. A closed loader is done; make another one from its state."""
-        shut_down = getattr(self._parts, "_shutdown_workers", None)
-        self._parts = iter(())
-        if shut_down is not None:  # torch has no public way to end the workers of an endless iterator at once
-            shut_down()
+        parts, self._parts = self._parts, iter(())
+        was_closed, self._closed = self._closed, True
+        if parts is not None and self._num_workers and not was_closed:
+            # torch (checked on 2.13) has no public way to end the workers of an endless iterator at once.
+            parts._shutdown_workers()  # type: ignore[attr-defined]
 
 
 def check_shape(global_batch_size: int, micro_batch_size: int, rank: int, world_size: int, num_workers: int) -> None:

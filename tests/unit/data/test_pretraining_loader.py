@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import pickle
 import random
 from collections import Counter
@@ -117,6 +118,16 @@ def test_the_state_is_that_of_the_last_step_consumed_however_far_workers_ran_ahe
     # Going around a step is taking it and not training on it.
     with data.train_loader(global_batch_size=GLOBAL_BATCH, micro_batch_size=8, state=expected) as loader:
         assert next(loader).row_ids != steps[1].row_ids
+
+
+def test_closing_ends_the_workers(corpus) -> None:
+    loader = open_data(corpus).train_loader(global_batch_size=GLOBAL_BATCH, micro_batch_size=8, num_workers=2)
+    next(loader)
+    assert len(multiprocessing.active_children()) == 2
+    loader.close()
+    loader.close()
+    assert not multiprocessing.active_children()
+    assert list(loader) == []
 
 
 def test_what_workers_are_given_survives_pickling(corpus) -> None:
