@@ -170,7 +170,7 @@ def _files(name: str, path: str, notes: list[str]) -> tuple[str, list[str]]:
     if os.path.isdir(path):
         if any(os.path.exists(os.path.join(path, marker)) for marker in ("dataset_dict.json", "state.json")):
             return "arrow", _saved(name, path)
-        everything = [str(found) for found in sorted(Path(path).rglob("*"))]
+        everything = [str(found) for found in sorted(Path(path).rglob("*")) if not _is_hidden(found, path)]
         root = path
     elif glob.has_magic(name):
         everything = sorted(glob.glob(path, recursive=True))
@@ -191,12 +191,20 @@ def _files(name: str, path: str, notes: list[str]) -> tuple[str, list[str]]:
         raise ConfigError(
             f"{name} has no data files.", place="--data", fix=f"give files ending in {', '.join(_KINDS.values())}."
         )
-    kept = [one for one in files if _split_of(one, root) in (None, "train")]
-    if kept and len(kept) < len(files):
+    readable = [one for one in files if file_kind(one) in _KINDS or one.lower().endswith(COMPRESSIONS)] or files
+    if len(readable) < len(files):
+        stray = next(one for one in files if one not in readable)
+        notes.append(f"{name}: {len(files) - len(readable)} files such as {stray} are left out; they are no text.")
+    kept = [one for one in readable if _split_of(one, root) in (None, "train")] or readable
+    if len(kept) < len(readable):
         notes.append(
-            f"{name}: {len(files) - len(kept)} files of other splits than train are left out; name them to use them."
+            f"{name}: {len(readable) - len(kept)} files of other splits than train are left out; name them to use."
         )
-    return _kind_of(kept or files, name), kept or files
+    return _kind_of(kept, name), kept
+
+
+def _is_hidden(path: Path, folder: str) -> bool:
+    return any(part.startswith(".") for part in path.relative_to(folder).parts)
 
 
 def _split_of(path: str, root: str) -> str | None:

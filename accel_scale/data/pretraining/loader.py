@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -144,6 +145,7 @@ class TrainLoader:
             num_workers=self._num_workers,
             collate_fn=_as_it_is,
             prefetch_factor=_PREFETCHED_STEPS if self._num_workers else None,
+            worker_init_fn=_outlive_signals,
             generator=torch.Generator(),  # else a seed would be drawn from the run's random numbers
         )
         self._parts: Iterator[_Part | ConfigError] | None = None
@@ -231,6 +233,12 @@ def check_shape(global_batch_size: int, micro_batch_size: int, rank: int, world_
             place="global_batch_size",
             fix=f"use a multiple of {micro_batch_size * world_size}, or another micro-batch.",
         )
+
+
+def _outlive_signals(worker: int) -> None:
+    """Schedulers signal a job's whole group: the run that owns this worker saves first, and then ends it itself."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _as_it_is(part: Any) -> Any:

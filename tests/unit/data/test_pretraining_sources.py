@@ -72,10 +72,13 @@ def test_folders_and_globs_take_the_training_split(tmp_path: Path, write_jsonl) 
     write_jsonl("folder/train.jsonl", [{"text": "one"}])
     write_jsonl("folder/more/the test.jsonl", [{"text": "two"}])  # a title, not a split
     write_jsonl("folder/validation.jsonl", [{"text": "three"}])
+    write_jsonl("folder/.cache/old.jsonl", [{"text": "four"}])
     (tmp_path / "folder" / "README.md").write_text("no data")
+    (tmp_path / "folder" / "licences.csv").write_text("no text")
     sources, notes = find_sources(str(tmp_path / "folder"), **OPTIONS)
     assert sorted(all_texts(str(tmp_path / "folder"))) == ["one", "two"]
-    assert "1 files of other splits than train are left out" in notes[0]
+    assert "licences.csv are left out" in notes[0]
+    assert "1 files of other splits than train are left out" in notes[1]
     assert all_texts(str(tmp_path / "folder" / "val*.jsonl")) == ["three"]
     assert [one.label for one in sources] == ["folder"]
 
