@@ -207,14 +207,15 @@ def test_a_profile_and_a_prediction_are_written_where_asked_for(pretrain: Pretra
 
 def test_a_signal_saves_and_ends_with_its_status(inputs: Path, repository: Path, tmp_path: Path) -> None:
     line = f"--model_config {inputs}/config.json --tokenizer byte --data {inputs}/clean.jsonl {COMMON}"
+    line = line.replace("--dataloader_num_workers 0", "--dataloader_num_workers 1")
     line += f" --max_steps 100000 --save_steps 0 --eval_steps 0 --output_dir {tmp_path / 'run'}"
     command = [sys.executable, str(repository / "recipes" / "pretrain.py"), *line.split()]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
     metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
     while not metrics.is_file() and time.monotonic() < deadline:
         time.sleep(0.1)
-    process.send_signal(signal.SIGUSR1)
+    os.killpg(process.pid, signal.SIGTERM)  # as schedulers do: the loader's workers get it too
     process.communicate(timeout=120)
     assert process.returncode == EXIT_STOPPED
     last = logged(tmp_path / "run")[-1]["step"]
