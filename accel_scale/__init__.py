@@ -47,6 +47,7 @@ _EXPORTS: dict[str, str] = {
     "Guard": "accel_scale.training.guard",
     "GuardSettings": "accel_scale.training.guard",
     "GuardedStep": "accel_scale.training.guarded_step",
+    "GuardMixin": "accel_scale.training.guard_mixin",
     "chunked_cross_entropy": "accel_scale.training.loss",
     "OPTIMIZER_NAMES": "accel_scale.training.optimizers",
     "create_optimizer": "accel_scale.training.optimizers",
