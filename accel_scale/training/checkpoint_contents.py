@@ -230,7 +230,7 @@ class ReplicatedContents:
                 base.load_state_dict({n: given[first[n]] for n in held if first[n] in given} | unknown, strict=True)
             except RuntimeError as error:
                 raise ConfigError(
-                    f"{folder.name} does not fit this model ({_what_differs(error)}).",
+                    f"{folder.name} does not fit this model ({what_differs(error)}).",
                     place="resume",
                     fix="resume with the model it was written by.",
                 ) from error
@@ -246,8 +246,8 @@ class ReplicatedContents:
                 ) from error
 
 
-def _what_differs(error: BaseException) -> str:
-    """torch's message has one line for each kind of difference below its headline."""
+def what_differs(error: BaseException) -> str:
+    """In one line: torch has one for each kind of difference below its headline."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[1] if len(lines) > 1 else lines[0])[:200].rstrip(". ")
 

@@ -5,15 +5,18 @@ Names and contents are Accelerate's (`save_fsdp_model`, `save_fsdp_optimizer` of
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from accel_scale.errors import ConfigError
-from accel_scale.training.checkpoint_contents import Write, host_copy, numbered, write_tensors
+from accel_scale.training.checkpoint_contents import Write, host_copy, numbered, what_differs, write_tensors
 from accel_scale.training.checkpoint_manifest import Manifest
 from accel_scale.training.checkpoint_pickles import refuse_unsafe_folder
+from accel_scale.training.checkpoint_ranks import one_line
 
 FULL, SHARDED = "FULL_STATE_DICT", "SHARDED_STATE_DICT"
 
@@ -58,18 +61,31 @@ class FsdpContents:
         configured = plugin.state_dict_type
         plugin.set_state_dict_type(StateDictType[manifest.layout])  # it may have been written in the other layout
         try:
-            for index, model in enumerate(accelerator._models):
-                load_fsdp_model(plugin, accelerator, model, str(folder), index)
-            for index, optimizer in enumerate(accelerator._optimizers):
-                load_fsdp_optimizer(plugin, accelerator, optimizer, accelerator._models[index], str(folder), index)
+            with _one_reason():
+                for index, model in enumerate(accelerator._models):
+                    load_fsdp_model(plugin, accelerator, model, str(folder), index)
+                for index, optimizer in enumerate(accelerator._optimizers):
+                    load_fsdp_optimizer(plugin, accelerator, optimizer, accelerator._models[index], str(folder), index)
         except (RuntimeError, KeyError) as error:
             raise ConfigError(
-                f"{folder.name} does not fit this model and optimizer ({str(error).strip()[:200]}).",
+                f"{folder.name} does not fit this model and optimizer ({what_differs(error)}).",
                 place="resume",
                 fix="resume with those it was written by.",
             ) from error
         finally:
             plugin.set_state_dict_type(configured)
+
+
+@contextlib.contextmanager
+def _one_reason() -> Iterator[None]:
+    """torch.distributed.checkpoint raises on all ranks, what is no `Exception` and prints a traceback for each."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (reason, _) = min(error.failures.items(), key=lambda failure: failure[0])
+        raise RuntimeError(f"{one_line(reason)}, on rank {rank}") from None
 
 
 def _optimizer_state(model: Any, optimizer: Any, options: Any) -> Any:
@@ -113,7 +129,7 @@ def _writer_of_shards(models: list[Any], optimizers: list[Any], *, copy: bool, g
 
     def write(folder: Path) -> None:
         for name, state in states.items():
-            with torch.no_grad():
+            with torch.no_grad(), _one_reason():
                 dist_cp.save(state, storage_writer=dist_cp.FileSystemWriter(folder / name), process_group=group)
 
     return write

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import json
 import os
@@ -19,8 +20,8 @@ import parity
 import pytest
 from accelerate.utils.other import get_free_port
 
-from accel_scale.training.checkpoint_manifest import read_manifest
-from accel_scale.training.checkpoints import EXIT_STOPPED
+from accel_scale.training.checkpoint_manifest import changed_files, read_manifest
+from accel_scale.training.checkpoints import EXIT_NOT_SAVED, EXIT_STOPPED
 
 pytestmark = pytest.mark.slow
 
@@ -35,6 +36,8 @@ VARIANTS = {
     "zero3": ("zero3", []),
 }
 SAVED_AT, NUM_STEPS = 3, 6
+# One checkpoint of `checkpoint_run.py` and a half, in pages of a tmpfs.
+DISK_KILOBYTES = {"fsdp2 sharded": 600, "zero2": 740}
 
 
 def command(name: str, num_processes: int, *arguments: str) -> list[str]:
@@ -238,3 +241,26 @@ def test_killed_in_the_middle_of_a_save(tmp_path):
     assert "run: removed unfinished checkpoint_4" in (tmp_path / "log").read_text(errors="replace")
     names = sorted(path.name for path in (tmp_path / "run").iterdir())
     assert names == ["checkpoint_2", "checkpoint_4", "checkpoint_6"]
+
+
+@pytest.mark.parametrize("variant", ["fsdp2 sharded", "zero2"])
+def test_a_full_disk_costs_the_new_checkpoint_only(tmp_path, variant):
+    """On a real filesystem with room for one checkpoint and a half: all ranks hear of it, none waits for another."""
+    disk = tmp_path / "run"
+    disk.mkdir()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mount(b"tmpfs", str(disk).encode(), b"tmpfs", 0, b"size=%dk" % DISK_KILOBYTES[variant]) != 0:
+        pytest.skip("only root mounts a small filesystem")
+    try:
+        name, changes = VARIANTS[variant]
+        launcher = start(name, tmp_path, *changes, SCRIPT, "--save_every", "2", "--num_steps", "5")
+        assert finished(launcher, tmp_path) == 1
+        log = (tmp_path / "log").read_text(errors="replace")
+        assert log.count("warning: checkpoint_4 was not saved: the disk is full") == 1
+        assert len(re.findall(r"^rank \d pid \d+ step 5$", log, re.MULTILINE)) == 2  # it went on
+        assert re.search(rf"exitcode\s*: {EXIT_NOT_SAVED}", log)
+        assert [path.name for path in disk.iterdir()] == ["checkpoint_2"]
+        manifest = read_manifest(disk / "checkpoint_2")
+        assert changed_files(disk / "checkpoint_2", manifest, manifest.files) == []
+    finally:
+        libc.umount2(str(disk).encode(), 2)
