@@ -81,6 +81,8 @@ class GuardSettings:
 
 def _place(name: str) -> str:
     """The flag where there is one, as `GuardArguments` names them."""
+    if name == "max_overflows":
+        return "GuardSettings(max_overflows=)"
     return "--guard" if name == "policy" else f"--guard_{name}"
 
 

@@ -47,7 +47,8 @@ class GuardedStep:
     Attributes:
         loss_factor: What a sum over tokens ÷ the global number of tokens is to be multiplied by, because the engine
             averages gradients over the processes.
-        step_number: Of the step that is being taken.
+        step_number: Of the step that is being taken, for the log; one more after each `finish`. A loop in which
+            steps that are not taken do not count assigns its own.
 
     Raises:
         ConfigError: where steps cannot be held back, or events have nowhere to go.

@@ -205,7 +205,7 @@ def test_off_judges_nothing() -> None:
         ({"max_skips": -1}, "--guard_max_skips"),
         ({"lr_factor": 1.0}, "--guard_lr_factor"),
         ({"lr_steps": 0}, "--guard_lr_steps"),
-        ({"max_overflows": 0}, "--guard_max_overflows"),
+        ({"max_overflows": 0}, "GuardSettings(max_overflows=)"),
     ],
 )
 def test_settings_that_cannot_be_honoured_are_refused(wrong: dict, place: str) -> None:
