@@ -37,7 +37,7 @@ VARIANTS = {
 }
 SAVED_AT, NUM_STEPS = 3, 6
 # One checkpoint of `checkpoint_run.py` and a half, in pages of a tmpfs.
-DISK_KILOBYTES = {"fsdp2 sharded": 600, "zero2": 740}
+DISK_KILOBYTES = {"fsdp2 sharded": 920, "zero2": 720}
 
 
 def command(name: str, num_processes: int, *arguments: str) -> list[str]:
