@@ -181,3 +181,37 @@ def test_what_cannot_be_guarded_is_refused(tmp_path):
         loop.step.backward(loop.model(torch.ones(1, 4)).sum())
     with pytest.raises(RuntimeError, match="is_last=True"):
         loop.step.finish()
+
+
+def test_rolling_back_and_around_a_batch_ends_as_if_it_had_not_come(tmp_path):
+    guard = Guard(GuardSettings(policy="rollback"))
+    loop = Loop(guard=guard, output_dir=tmp_path)
+    loop.accelerator.register_for_checkpointing(guard)
+    batches, bad, avoided = [1, 2, 3, 4, 5, 6], 5, set()
+    position, saved_at = 0, 0
+    while position < len(batches):
+        batch = batches[position]
+        position += 1
+        if batch in avoided:
+            continue
+        loop.step.step_number = batch  # the batch follows from it
+        outcome = loop.take(math.nan if batch == bad else 1.0)
+        if outcome.action == "rollback":
+            kept = guard.state_dict()
+            loop.accelerator.load_state(str(tmp_path / "state"))
+            restored = guard.state_dict()
+            guard.load_state_dict(kept)
+            guard.roll_back(restored)
+            avoided.add(batch)
+            position = saved_at
+        elif batch == 3:
+            loop.accelerator.save_state(str(tmp_path / "state"))
+            saved_at = position
+    assert guard.num_events == 1
+    assert avoided == {bad}
+    AcceleratorState._reset_state(reset_partial_state=True)
+    clean = Loop()
+    for batch in (1, 2, 3, 4, 6):
+        clean.step.step_number = batch
+        clean.take()
+    assert loop.state() == clean.state()
