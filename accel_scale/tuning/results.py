@@ -53,8 +53,8 @@ def last_value(trial: FrozenTrial) -> float | None:
 
 
 def seconds_of(trial: FrozenTrial) -> float | None:
-    """How long it ran."""
-    return None if trial.duration is None else trial.duration.total_seconds()
+    """How long it ran; unknown where its search was killed, and the time until that was found counts."""
+    return None if trial.duration is None or is_interrupted(trial) else trial.duration.total_seconds()
 
 
 def importances(study: optuna.Study) -> dict[str, float]:
