@@ -3,8 +3,8 @@
     python benchmarks/pretrain_soak.py                                  # writes benchmarks/results/pretrain_soak.md
     python benchmarks/pretrain_soak.py --strategies ddp --kills 2 --results /tmp/results
 
-For each strategy recipes/pretrain.py trains a small model in fp32 on CPU processes: once undisturbed, and once with its
-whole process group killed (SIGKILL) at random moments, checkpoint writing included, and started again by the same
+For each strategy recipes/pretrain.py trains a small model in fp32 on CPU processes: once undisturbed, and once with
+its whole process group killed (SIGKILL) at random moments, checkpoint writing included, and started again by the same
 command. Every logged step's loss, gradient norm, learning rate and checksum of its global batch's row ids, and the
 final weights, must be the same to the last bit. Then a run of two ranks is killed half-way and resumed on four ranks
 and on one: losses within 1e-4. A kill counts as one while saving if it left an unfinished checkpoint behind.
@@ -201,7 +201,8 @@ def table(results: list[dict[str, Any]], options: argparse.Namespace) -> str:
     lines = [
         "# Killed and resumed", "",
         f"`python benchmarks/pretrain_soak.py`, whose first lines say what is compared: {options.steps} steps, a "
-        f"checkpoint every 3, fp32 on CPU processes, {named}, {datetime.date.today().isoformat()}, commit {_commit()}.",
+        f"checkpoint every 3, fp32 on CPU processes, {named}, {datetime.date.today().isoformat()}, commit "
+        f"{_commit()}.",
         "", "| strategy | kills | of them while saving | log, rows and weights | resumed on 4 ranks | on 1 |",
         "|---|---:|---:|---|---:|---:|",
     ]  # fmt: skip

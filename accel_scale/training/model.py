@@ -47,8 +47,14 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().split("\n", 1)[0]
 
 
-def load_tokenizer(name: str, *, revision: str = "main", trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The model's tokenizer; one without a padding token pads with its end-of-sequence token."""
+def load_tokenizer(
+    name: str, *, revision: str = "main", trust_remote_code: bool = False, place: str = "--model_name_or_path"
+) -> PreTrainedTokenizerBase:
+    """The model's tokenizer; one without a padding token pads with its end-of-sequence token.
+
+    Raises:
+        ConfigError: if it cannot be loaded; `place` is the flag that names it.
+    """
     from transformers import AutoTokenizer
 
     try:
@@ -56,7 +62,7 @@ def load_tokenizer(name: str, *, revision: str = "main", trust_remote_code: bool
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"the tokenizer of {name!r} cannot be loaded: {_first_line(error)}",
-            place="--model_name_or_path",
+            place=place,
             fix="a model folder needs tokenizer.json or its kind beside the weights.",
         ) from error
     if tokenizer.pad_token is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from accel_scale.errors import ConfigError
@@ -39,6 +40,8 @@ def plain_accelerator(
 
     dynamo = TorchDynamoPlugin(backend="inductor", use_regional_compilation=True) if compile_layers else None
     accumulating = GradientAccumulationPlugin(num_steps=accumulation, sync_with_dataloader=False)
+    # Said below, as an error.
+    warnings.filterwarnings("ignore", message=".*no supported trackers are currently installed.*")
     try:
         accelerator = Accelerator(
             mixed_precision=mixed_precision,

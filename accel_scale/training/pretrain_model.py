@@ -36,8 +36,12 @@ def run_tokenizer(
     if not model_args.train_tokenizer and name not in _BUILT_IN:
         beside = model_args.model_config and str(_folder_of(model_args.model_config))
         found = name or model_args.model_name_or_path or beside or default
+        place = "--tokenizer" if name else "--model_config" if beside else "--model_name_or_path"
         return load_tokenizer(
-            str(found), revision=model_args.model_revision, trust_remote_code=model_args.trust_remote_code
+            str(found),
+            revision=model_args.model_revision,
+            trust_remote_code=model_args.trust_remote_code,
+            place=place,
         )
     kept = Path(output_dir) / TOKENIZER_FOLDER
     if kept.is_dir() and (name == "char" or model_args.train_tokenizer):
