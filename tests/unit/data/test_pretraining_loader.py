@@ -1,4 +1,4 @@
-"""Training rows: one order for any number of ranks and workers, resuming anywhere, every document once per epoch."""
+"""Training rows: one order for any number of ranks and workers, resuming anywhere, what is refused."""
 
 from __future__ import annotations
 
@@ -13,15 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from accel_scale.data.pretraining import load_pretraining_tokenizer, merge_states, open_pretraining_data
-from accel_scale.data.pretraining.blocks import Block, BlockSource
-from accel_scale.data.pretraining.encoding import Encoder
-from accel_scale.data.pretraining.lanes import TrainingSource, _OpenUnit
 from accel_scale.data.pretraining.opened import PretrainingData
-from accel_scale.data.pretraining.order import UnitOrder
 from accel_scale.errors import ConfigError
 
 GLOBAL_BATCH = 8
@@ -175,90 +169,6 @@ def test_a_row_id_leads_to_the_text(corpus) -> None:
         data.row_text("nonsense")
     with pytest.raises(ConfigError, match="no source is called"):
         data.row_text("other:1:2")
-
-
-# ── Every document once per epoch ────────────────────────────────────────────────────────────────────────────────────
-
-
-class ListSource(BlockSource):
-    """Blocks of given texts."""
-
-    def __init__(self, blocks: list[list[str]], *, cut: bool) -> None:
-        self.kind, self.size_bytes, self.num_blocks = "text", 1, len(blocks)
-        self._blocks, self._cut = blocks, cut
-
-    def read(self, block: int) -> Block:
-        return Block(list(self._blocks[block]), begins=not self._cut, ends=not self._cut)
-
-    def place(self, block: int, document: int) -> str:
-        return f"{block}, {document}"
-
-
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    sizes=st.lists(st.lists(st.integers(1, 200), max_size=6), min_size=1, max_size=6),
-    num_lanes=st.integers(1, 40),
-    row_length=st.integers(2, 50),
-    cut=st.booleans(),
-    seed=st.integers(0, 9),
-)
-def test_every_token_of_every_document_once_per_epoch(sizes, num_lanes, row_length, cut, seed) -> None:
-    blocks = [["x" * size for size in block] for block in sizes]
-    source = TrainingSource("list", ListSource(blocks, cut=cut), len(blocks), 1.0, seed)
-    order, encoder = UnitOrder(len(blocks), num_lanes, seed), Encoder(BYTE)
-    for epoch in range(2):
-        seen: Counter = Counter()
-        for position in range(epoch * order.num_units, (epoch + 1) * order.num_units):
-            unit = _OpenUnit(source, order, position, encoder, row_length)
-            for index in range(len(unit.documents)):
-                for document, start, tokens in unit.stretches(index):
-                    seen.update((unit.unit.block, document, start + offset) for offset in range(len(tokens)))
-        expected = Counter(
-            (number, document, offset)
-            for number, block in enumerate(sizes)
-            for document, size in enumerate(block)
-            for offset in range(size + (not (cut and document == len(block) - 1)))
-        )
-        assert seen == expected
-
-
-def test_one_lane_takes_each_document_once_before_any_twice(write_jsonl) -> None:
-    texts = [f"<{index}>" + "y" * (index % 37) for index in range(800)]
-    data = open_data(write_jsonl("a.jsonl", [{"text": text} for text in texts]), row_length=32)
-    num_tokens = sum(len(text) + 1 for text in texts)
-    batches, _ = take(data, -(-num_tokens // 32), global_batch_size=1)
-    stream = [token for batch in batches for token in batch[0][0]][:num_tokens]
-    found = BYTE.decode(stream).split(BYTE.eos_token)
-    assert sorted(found[:-1]) == sorted(texts)
-    assert found[:-1] != texts
-
-
-@pytest.mark.parametrize("num_documents", [1, 5, 300])
-def test_small_data_is_covered_evenly_by_many_lanes(write_jsonl, num_documents: int) -> None:
-    """Fewer blocks, or even documents, than rows in the batch."""
-    rows = [{"text": f"{index:04d}" * (20 if num_documents == 300 else 1000)} for index in range(num_documents)]
-    data = open_data(write_jsonl("small.jsonl", rows), row_length=40)
-    total = sum(len(row["text"]) + 1 for row in rows)
-    steps = max(1, 8 * total // (64 * 40))
-    batches, _ = take(data, steps, global_batch_size=64)
-    names = [row[-1] for row in batches[0]]
-    # A row twice in a batch is rare, even where a batch has more than half of all tokens.
-    assert len(set(names)) >= (64 if num_documents == 300 else 60)
-    counts = Counter(token for batch in batches for row in batch for token in row[0])
-    share = counts[EOS] / sum(counts.values())
-    assert share == pytest.approx(num_documents / total, rel=0.5)
-
-
-def test_continuous_text_is_cut_elsewhere_in_each_epoch(tmp_path: Path) -> None:
-    path = tmp_path / "book.txt"
-    path.write_text("0123456789abcde\n" * 4096)  # rows of 64 bytes would begin at the same places for ever
-    data = open_data(str(path))
-    per_epoch = 4096 * 16 // 64
-    batches, _ = take(data, per_epoch * 3, global_batch_size=1)
-    epochs = [batches[index * per_epoch : (index + 1) * per_epoch] for index in range(3)]
-    begins = [Counter(row[-1].split("@")[1].split("-")[0] for batch in epoch for row in batch) for epoch in epochs]
-    assert len(set(begins[0]) & set(begins[1])) < len(begins[0]) / 3
-    assert len(set(begins[1]) & set(begins[2])) < len(begins[1]) / 3
 
 
 # ── What is refused ──────────────────────────────────────────────────────────────────────────────────────────────────
