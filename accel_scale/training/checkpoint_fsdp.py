@@ -58,8 +58,11 @@ class FsdpContents:
         accelerator = self._accelerator
         refuse_unsafe_folder(folder)
         plugin = accelerator.state.fsdp_plugin
-        configured = plugin.state_dict_type
-        plugin.set_state_dict_type(StateDictType[manifest.layout])  # it may have been written in the other layout
+        names = ("state_dict_type", "state_dict_config", "optim_state_dict_config")
+        configured = {name: getattr(plugin, name) for name in names}
+        if manifest.layout != self.layout:
+            plugin.state_dict_config = plugin.optim_state_dict_config = None  # set anew for the other layout only so
+            plugin.set_state_dict_type(StateDictType[manifest.layout])
         try:
             with _one_reason():
                 for index, model in enumerate(accelerator._models):
@@ -73,7 +76,8 @@ class FsdpContents:
                 fix="resume with those it was written by.",
             ) from error
         finally:
-            plugin.set_state_dict_type(configured)
+            for name, value in configured.items():
+                setattr(plugin, name, value)
 
 
 @contextlib.contextmanager

@@ -97,6 +97,8 @@ def kill_when_there(path: Path) -> None:
 def one(args: argparse.Namespace) -> None:
     """Train, save, resume as the flags say; rank 0 writes what was seen."""
     enable_rehearsal_if_needed()
+    if args.layout:
+        os.environ["FSDP_STATE_DICT_TYPE"] = args.layout  # as the launch file's fsdp_state_dict_type arrives
     # The launch files leave accumulation to the script.
     accelerator = Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1))
     if accelerator.state.deepspeed_plugin is not None:
@@ -173,6 +175,7 @@ def main() -> int | None:
     parser.add_argument("--hidden_size", type=int, default=32)
     parser.add_argument("--killed_at", help="the second rank is killed when this file of the output folder appears")
     parser.add_argument("--schedule_counts_ranks", action="store_true", help="as Accelerate has it")
+    parser.add_argument("--layout", help="FSDP2's")
     parser.add_argument("--asynchronous", action="store_true")
     args = parser.parse_args()
     if args.runs:

@@ -90,6 +90,16 @@ def outcome(variant: str) -> tuple[Path, dict[str, Run]]:
         runs += [run("asynchronous", 2, "--output_dir", str(folder / "asynchronous"), *asynchronous)]
     if name == "fsdp2":
         at_start = ["--output_dir", str(folder / "start"), "--dropout", "0.1"]
+        other = "FULL_STATE_DICT" if changes else "SHARDED_STATE_DICT"
+        resume = [
+            "--resume",
+            f"{second}/checkpoint_{SAVED_AT}",
+            "--output_dir",
+            str(folder / "other"),
+            "--layout",
+            other,
+        ]
+        runs += [run("other layout", 2, *resume, "--num_steps", "7", "--save_at", "7")]
         runs += [run("saved first", 2, *at_start, "--save_at", "0"), run("from the first", 2, *at_start)]
     (folder / "runs.json").write_text(json.dumps(runs))
     parity._run_all([command(name, 1, *changes, SCRIPT, "--runs", str(folder / "runs.json"))], folder)
@@ -139,6 +149,15 @@ def test_a_checkpoint_before_the_first_step_changes_nothing(variant):
     assert runs["from the first"].report["resumed"] == 0
     assert runs["saved first"].losses == runs["whole"].losses
     assert runs["from the first"].losses == runs["whole"].losses
+
+
+@pytest.mark.parametrize("variant", ["fsdp2", "fsdp2 sharded"])
+def test_the_layout_may_change(variant):
+    folder, runs = outcome(variant)
+    after = {step: loss for step, loss in runs["reference"].losses.items() if step > SAVED_AT}
+    assert {step: runs["other layout"].losses[step] for step in after} == after
+    written = read_manifest(folder / "without" / f"checkpoint_{SAVED_AT}").layout
+    assert {written, read_manifest(folder / "other" / "checkpoint_7").layout} == {"FULL_STATE_DICT", SHARDED[1]}
 
 
 @pytest.mark.parametrize("variant", ["ddp", "fsdp2", "fsdp2 sharded"])
