@@ -1,6 +1,6 @@
 """The planner's peak memory beside whole training steps measured on a CPU, over random small models.
 
-    python benchmarks/planner_measure.py                      # 76 configurations, printed per architecture
+    python benchmarks/planner_measure.py                      # 120 configurations, printed per architecture
     python benchmarks/planner_measure.py --num 16 --seed 3    # fewer, others
     python benchmarks/planner_measure.py --results benchmarks/results/planner_cpu
 
@@ -196,7 +196,7 @@ def write_results(stem: Path, seed: int, rows: list[Measured]) -> None:
 def main() -> int:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num", type=int, default=76, help="configurations")
+    parser.add_argument("--num", type=int, default=120, help="configurations")
     parser.add_argument("--seed", type=int, default=0, help="of the first; the others count on")
     parser.add_argument("--results", type=Path, help="write this path with .json and .md")
     parser.add_argument("--verbose", action="store_true", help="print each configuration")
