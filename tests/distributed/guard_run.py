@@ -26,7 +26,7 @@ from accel_scale.training.guard_events import read_events
 from accel_scale.training.precision import enable_fp16_on_cpu
 from accel_scale.training.step_judge import stop_run
 
-NUM_STEPS, MICRO_BATCHES, ROWS, LENGTH, VOCABULARY = 40, 2, 4, 16, 64
+NUM_STEPS, MICRO_BATCHES, ROWS, LENGTH, VOCABULARY = 32, 2, 4, 16, 64
 # step → (rank, micro-batch, loss weight): the first step, before spikes are judged, and in a row.
 POISON = {1: (0, 0, math.nan), 4: (1, 1, math.inf), 22: (1, 0, 400.0), 23: (0, 1, math.nan), 30: (0, 1, 400.0)}
 SPIKES = {step for step, (_, _, weight) in POISON.items() if math.isfinite(weight)}

@@ -57,7 +57,7 @@ def test_poisoned_batches_leave_no_trace(name: str, tmp_path: Path) -> None:
     # The reference is Accelerate's own loop over the clean batches alone, without any guard.
     assert skipped["difference"] <= TOLERANCE.get(name, 1e-6)
     assert skipped["loss"] == pytest.approx(found["ordinary"]["loss"], rel=1e-5)
-    assert skipped["loss"] < 0.7 * found["ordinary"]["first_loss"]
+    assert skipped["loss"] < 0.8 * found["ordinary"]["first_loss"]
     _assert_rows_are_named(skipped["events"], done.stdout, num_processes)
 
     lowered = found["lower_lr"]
