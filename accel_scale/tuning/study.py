@@ -84,8 +84,8 @@ def masked(url: str) -> str:
 class PerTrialSampler(optuna.samplers.BaseSampler):
     """Makes a sampler anew for each trial, seeded by the trial's number.
 
-    A study that is interrupted and continued then proposes what it would have without the break, and machines that
-    share one do not draw the same numbers. (A seeded sampler begins its sequence again in every process.)
+    A study that is continued after a finished trial then proposes what it would have without the break, and machines
+    that share one do not draw the same numbers. (A seeded sampler begins its sequence again in every process.)
     """
 
     def __init__(self, make: Callable[[int], optuna.samplers.BaseSampler], seed: int) -> None:
