@@ -4,15 +4,16 @@
     python benchmarks/pretrain_soak.py --strategies ddp --kills 2 --results /tmp/results
 
 For each strategy recipes/pretrain.py trains a small model in fp32 on CPU processes: once undisturbed, and once with
-its whole process group killed (SIGKILL) at random moments, checkpoint writing included, and started again by the same
-command. Every logged step's loss, gradient norm, learning rate and checksum of its global batch's row ids, and the
-final weights, must be the same to the last bit. Then a run of two ranks is killed half-way and resumed on four ranks
-and on one: losses within 1e-4. A kill counts as one while saving if it left an unfinished checkpoint behind.
+launcher, ranks and workers killed (SIGKILL) at random moments, checkpoint writing included, and started again by the
+same command. Every logged step's loss, gradient norm, learning rate and checksum of its global batch's row ids, and
+the final weights, must be the same to the last bit. Then a run of two ranks is ended half-way and resumed on four
+ranks and on one: losses within 1e-4. A kill counts as one while saving if it left an unfinished checkpoint behind.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
@@ -26,6 +27,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 STRATEGIES = {"single": ("cpu", 1), "ddp": ("ddp", 2), "fsdp2": ("fsdp2", 2), "zero2": ("zero2", 2)}
@@ -108,10 +111,21 @@ def kill_at_random(job: Job, generator: random.Random, longest: float) -> str:
     time.sleep(generator.uniform(0, longest))
     if process.poll() is not None:
         return "had ended"
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    time.sleep(0.2)  # workers of the loader notice that their parent is gone
+    kill_all(process)
     return "while saving" if (job.folder / ".partial").is_dir() else "between saves"
+
+
+def kill_all(process: subprocess.Popen[bytes]) -> None:
+    """SIGKILL to the launcher and everything below it: ranks have sessions of their own, and would save and leave."""
+    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    for member in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.send_signal(signal.SIGSTOP)  # so that none notices the others' end
+    for member in reversed(family):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()
+    process.wait()
+    psutil.wait_procs(family, timeout=10)
 
 
 def differences(reference: Path, other: Path, *, tolerance: float = 0.0) -> list[str]:

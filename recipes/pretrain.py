@@ -260,6 +260,7 @@ def train(run: Run, started: float) -> dict[str, Any]:
                     with accelerator.autocast():
                         loss = language_model_loss(run.model, batch, num_tokens)
                     step.backward(loss * step.loss_factor)
+            step.step_number = run.step + 1  # a skipped step does not count
             rate, outcome = run.learning_rate, step.finish()
             watch.stepped()
             if outcome.action == "stop":

@@ -205,7 +205,10 @@ def test_a_profile_and_a_prediction_are_written_where_asked_for(pretrain: Pretra
     assert plan["compared"]["allocated_bytes"] == pytest.approx(plan["measured"]["allocated_bytes"], rel=0.05)
 
 
-def test_a_signal_saves_and_ends_with_its_status(inputs: Path, repository: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_whole_group_ends_it_and_sigterm_saves(
+    inputs: Path, repository: Path, tmp_path: Path, number: int
+) -> None:
     line = f"--model_config {inputs}/config.json --tokenizer byte --data {inputs}/clean.jsonl {COMMON}"
     line = line.replace("--dataloader_num_workers 0", "--dataloader_num_workers 1")
     line += f" --max_steps 100000 --save_steps 0 --eval_steps 0 --output_dir {tmp_path / 'run'}"
@@ -215,8 +218,11 @@ def test_a_signal_saves_and_ends_with_its_status(inputs: Path, repository: Path,
     metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
     while not metrics.is_file() and time.monotonic() < deadline:
         time.sleep(0.1)
-    os.killpg(process.pid, signal.SIGTERM)  # as schedulers do: the loader's workers get it too
-    process.communicate(timeout=120)
+    os.killpg(process.pid, number)  # as schedulers and terminals do: the loader's workers get it too
+    process.communicate(timeout=60)
+    if number == signal.SIGINT:
+        assert process.returncode not in (0, EXIT_STOPPED)
+        return
     assert process.returncode == EXIT_STOPPED
     last = logged(tmp_path / "run")[-1]["step"]
     assert [path.name for path in (tmp_path / "run").glob("checkpoint_*")] == [f"checkpoint_{last}"]

@@ -21,7 +21,8 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "recipes" / "configs"
 CLASSES = (ScriptArguments, RecipeSFTConfig, RecipeModelConfig, ScaleArguments)
 # What tune_*.yaml holds is a search space: tests/unit/test_tune_space.py.
-FILES = sorted(path for path in FOLDER.glob("*.yaml") if not path.stem.startswith("tune_"))
+FILES = sorted(path for path in FOLDER.glob("*.yaml") if not path.stem.startswith(("tune_", "pretrain_")))
+PRETRAINING = sorted(FOLDER.glob("pretrain_*.yaml"))
 GUANACO = {"7b": (2e-4, 0.1), "13b": (2e-4, 0.1), "33b": (1e-4, 0.05), "65b": (1e-4, 0.05)}
 GIB = 1024**3
 
@@ -38,6 +39,23 @@ def test_the_promised_files_are_there():
     names = {path.stem for path in FILES}
     assert {f"qlora_guanaco_{size}" for size in GUANACO} <= names
     assert {"full_smollm2_135m", "lora_llama3_8b", "sft_default_lora", "sft_default_qlora"} <= names
+
+
+@pytest.mark.parametrize("path", PRETRAINING, ids=lambda path: path.stem)
+def test_pretraining_files_parse_strictly_and_contradict_nothing(path):
+    from accel_scale.training.guard_arguments import GuardArguments
+    from accel_scale.training.pretrain_arguments import (
+        PretrainArguments,
+        PretrainDataArguments,
+        PretrainModelArguments,
+    )
+    from accel_scale.training.pretrain_resolve import refuse_contradictions
+
+    classes = (PretrainModelArguments, PretrainDataArguments, PretrainArguments, GuardArguments)
+    argv = ["--config_file", str(path), "--data", "input.txt"]
+    parsed = parse_flags(classes, argv, program="pretrain.py")
+    refuse_contradictions(parsed)
+    assert resolve(parsed, LaunchFacts()).global_batch_size == parsed.explicit["global_batch_size"]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -236,9 +238,21 @@ def check_shape(global_batch_size: int, micro_batch_size: int, rank: int, world_
 
 
 def _outlive_signals(worker: int) -> None:
-    """Schedulers signal a job's whole group: the run that owns this worker saves first, and then ends it itself."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    """Schedulers and terminals signal a job's whole group: the run that owns this worker saves first, then ends it.
+
+    So SIGTERM counts only where it comes from that process, and the others do not count.
+    """
+    for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
+    if hasattr(signal, "sigwaitinfo"):  # not on macOS
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # before the thread, which inherits it
+        threading.Thread(target=_end_with_owner, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_with_owner(owner: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid not in (owner, os.getpid()):
+        pass
+    os._exit(0)
 
 
 def _as_it_is(part: Any) -> Any:
