@@ -15,7 +15,7 @@ def take_random_states(device: torch.device) -> dict[str, Any]:
     kind, keys, position, has_gauss, cached = np.random.get_state()  # type: ignore[misc]
     states: dict[str, Any] = {
         "python": random.getstate(),
-        "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached),  # type: ignore[union-attr]
+        "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached),  # type: ignore[union-attr, attr-defined]
         "torch": torch.get_rng_state(),
     }
     if device.type != "cpu":
