@@ -6,7 +6,7 @@
 litgpt pins libraries of its own, so it needs an environment of its own (python -m venv, pip install torch litgpt);
 without --litgpt_python it is left out and the table says so. What is the same for all: a Llama of one shape from
 random weights, the same tokens in rows of one length, micro-batch, bf16 autocast on fp32 weights, fused AdamW with
-the same settings, gradient clipping, number of threads. What differs is everything around it:
+the same settings, gradient clipping, number of threads; attention over whole rows. What differs is all around it:
 
 * bare loop: the same transformers model with this project's attention and loss, rows already tensors in memory,
   no logging, no checks, no data loading: what a loop could reach at most;
@@ -165,7 +165,7 @@ def ours(job: dict[str, Any], *, compiled: bool) -> dict[str, Any]:
         "max_length": job["length"], "per_device_train_batch_size": job["micro_batch"], "max_steps": job["steps"],
         "precision": "bf16" if job["bf16"] else "fp32", "learning_rate": ADAM["lr"], "lr_scheduler_type": "constant",
         "weight_decay": ADAM["weight_decay"], "logging_steps": 1, "eval_steps": 0, "save_steps": 0,
-        "sample_tokens": 0, "torch_compile": compiled,
+        "sample_tokens": 0, "torch_compile": compiled, "isolate_documents": False,
     }  # fmt: skip
     pretrain.main([part for name, value in flags.items() for part in (f"--{name}", str(value))])
     return clock.result(job["micro_batch"] * job["length"])

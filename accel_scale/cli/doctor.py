@@ -78,6 +78,7 @@ def _launch(config_file: str | None, more: list[Finding]) -> Launch:
 def _recipe_flags(words: Sequence[str], more: list[Finding]) -> ParsedFlags | None:
     """The recipe's flags, read by its own parser; None without any, or where it cannot read them."""
     flags = [word for position, word in enumerate(words) if position or word != "--"]
+    recipe = Path("sft.py")
     if flags and not flags[0].startswith("-"):
         recipe = Path(flags.pop(0))
         if not recipe.is_file():
@@ -85,21 +86,23 @@ def _recipe_flags(words: Sequence[str], more: list[Finding]) -> ParsedFlags | No
     if not flags:
         return None
     try:
-        return read_recipe_flags(flags)
+        return read_recipe_flags(flags, program=recipe.name)
     except ConfigError as error:
         more.append(_finding(error))
         return None
 
 
-def read_recipe_flags(flags: Sequence[str]) -> ParsedFlags:
-    """`flags` as recipes/sft.py reads them.
+def read_recipe_flags(flags: Sequence[str], *, program: str = "sft.py") -> ParsedFlags:
+    """`flags` as recipes/pretrain.py reads them, or, for any other `program`, recipes/sft.py.
 
     Raises:
-        ConfigError: an unknown flag, a wrong type or a bad choice.
+        ConfigError: an unknown flag, a wrong type, a bad choice, or flags that contradict each other.
     """
     from accel_scale.quiet import quiet_imports
 
     quiet_imports()
+    if program == "pretrain.py":
+        return _read_pretraining_flags(flags)
     from trl import ScriptArguments
 
     from accel_scale.training.arguments import ScaleArguments
@@ -109,6 +112,22 @@ def read_recipe_flags(flags: Sequence[str]) -> ParsedFlags:
 
     classes = (ScaleArguments, ScriptArguments, RecipeSFTConfig, RecipeModelConfig, TrainerGuardArguments)
     return parse_flags(classes, flags, program="sft.py")
+
+
+def _read_pretraining_flags(flags: Sequence[str]) -> ParsedFlags:
+    from accel_scale.training.flags import parse_flags
+    from accel_scale.training.guard_arguments import GuardArguments
+    from accel_scale.training.pretrain_arguments import (
+        PretrainArguments,
+        PretrainDataArguments,
+        PretrainModelArguments,
+    )
+    from accel_scale.training.pretrain_resolve import refuse_contradictions
+
+    classes = (PretrainModelArguments, PretrainDataArguments, PretrainArguments, GuardArguments)
+    parsed = parse_flags(classes, flags, program="pretrain.py")
+    refuse_contradictions(parsed)
+    return parsed
 
 
 def _refusals_of_the_recipe(parsed: ParsedFlags, launch: Launch, machine: Machine) -> list[Finding]:

@@ -22,6 +22,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accel_scale.errors import ConfigError
+
 if TYPE_CHECKING:
     from accel_scale.launching.rehearse import Check, Report
 
@@ -87,6 +89,13 @@ def _rehearse(args: argparse.Namespace, work: Path) -> int:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
     launch = read_launch_file(args.config_file)
     recipe = RecipeCommand.parse(args.recipe[0], args.recipe[1:])
+    if recipe.script.name == "pretrain.py":
+        raise ConfigError(
+            "rehearsals shrink a fine-tuning run; this recipe needs none.",
+            place=str(recipe.script),
+            fix="launch it here with --num_params 1M --max_steps 4: without a GPU every launch file runs on CPU "
+            "processes.",
+        )
     real_model = str(recipe.value("model_name_or_path", default_model_path()))
     with console.status("shrinking the model"):
         tiny = write_shrunken_model(

@@ -58,10 +58,16 @@ def refuse_contradictions(parsed: ParsedFlags) -> None:
     if given.get("validation_data") and "validation_share" in given:
         problem = "--validation_data and --validation_share both say what is held out."
         raise _refuse(parsed, "validation_share", problem, "keep one.")
-    for name, least in (("max_grad_norm", 0.0), ("max_length", 1), ("logging_steps", 0), ("keep_last", 0)):
+    for name, least in (
+        ("max_grad_norm", 0.0),
+        ("max_length", 1),
+        ("logging_steps", 0),
+        ("keep_last", 0),
+        ("eval_rows", 0),
+    ):
         if name in given and not given[name] > least:
             raise _refuse(parsed, name, f"{given[name]} is too small.", f"use more than {least:g}.")
-    for name in ("eval_steps", "save_steps", "eval_rows", "sample_tokens", "profile_steps"):
+    for name in ("eval_steps", "save_steps", "sample_tokens", "profile_steps"):
         if given.get(name) is not None and given[name] < 0:
             raise _refuse(parsed, name, f"{given[name]} is negative.", "use 0 or more.")
 

@@ -151,3 +151,17 @@ def test_terminal_gets_tables_and_a_log_gets_lines():
     assert "[x]" in terminal.getvalue()
     assert log.getvalue().splitlines()[-2:] == ["error: a.yaml:3: says [x]. Fix: write y.", "1 error, 0 warnings."]
     assert all(len(line) < 2000 and "│" not in line for line in log.getvalue().splitlines())
+
+
+def test_the_pretraining_recipe_is_read_by_its_own_flags():
+    launch = ("--config_file", "accelerate_configs/ddp.yaml", "recipes/pretrain.py")
+    for flags, expected in (
+        (("--max_steps", "5", "--max_tokens", "1M"), "both say how long"),
+        (("--max_stps", "5"), "did you mean --max_steps?"),
+    ):
+        done = accel_scale("doctor", *launch, *flags)
+        assert done.returncode == 1
+        assert expected in " ".join(done.stdout.split())
+    done = accel_scale("rehearse", *launch)
+    assert done.returncode == 2
+    assert "--num_params 1M --max_steps 4" in done.stderr
