@@ -38,7 +38,7 @@ DEFAULT_PRETRAINING = MappingProxyType(
         "weight_decay": 0.0,
         "per_device_train_batch_size": 16,
         "max_length": 128,
-        "max_steps": 500,
+        "max_steps": 400,
         "precision": "bf16",
         "checkpointing_policy": "none",
         "logging_steps": 10,

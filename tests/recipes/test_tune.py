@@ -151,6 +151,7 @@ def test_a_study_whose_first_trials_all_fail_stops_and_says_why(tune: Any, tmp_p
         tune([*argv, "--", "--max_steps", "5"])
 
 
+@pytest.mark.soak
 def test_two_searches_share_a_study_and_ctrl_c_queues_the_trial(repository: Path, tmp_path: Path) -> None:
     space = write_space(tmp_path, learning_rate={"low": 0.05, "high": 0.2}, max_steps=4)
     storage = f"sqlite:///{tmp_path}/shared.db"
