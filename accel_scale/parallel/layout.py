@@ -1,0 +1,109 @@
+"""How the ranks of a run divide rows, weights, layers, sequences and matrix products among themselves."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from accel_scale.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+# Outermost first: neighbours in rank, which share a server, are in one tensor-parallel group; stages are far apart.
+DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "sp", "tp")
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """Sizes of the five dimensions; their product is the number of ranks.
+
+    Attributes:
+        pp: Groups of pipeline stages: ranks that each hold some of the layers.
+        dp_replicate: Copies of everything below, each with rows of its own.
+        dp_shard: Ranks that share weights, gradients and optimizer states (FSDP2), each with rows of its own.
+        sp: Ranks that share each sequence (Ulysses), and the weights with `dp_shard`.
+        tp: Ranks that share each matrix product.
+    """
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    sp: int = 1
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        for name in DIMENSIONS:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}.", place=f"--{name}_size", fix="use 1 or more.")
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """In the order of `DIMENSIONS`."""
+        return tuple(getattr(self, name) for name in DIMENSIONS)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the run."""
+        return math.prod(self.sizes)
+
+    @property
+    def data_ranks(self) -> int:
+        """Groups of ranks that read different rows."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that read the same rows."""
+        return self.pp * self.sp * self.tp
+
+    @property
+    def gradient_ranks(self) -> int:
+        """Ranks whose gradients of a weight are averaged: they have other rows or another part of a sequence."""
+        return self.data_ranks * self.sp
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is data parallelism only, which Accelerate does by itself."""
+        return self.model_ranks == 1
+
+    @property
+    def label(self) -> str:
+        """For tables: ``PP 2 × DP 2 × TP 2``."""
+        names = {"pp": "PP", "dp_replicate": "DP", "dp_shard": "FSDP2", "sp": "SP", "tp": "TP"}
+        return (
+            " × ".join(f"{names[d]} {n}" for d, n in zip(DIMENSIONS, self.sizes, strict=True) if n > 1) or "one rank"
+        )
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Where `rank` stands in each dimension."""
+        place = {}
+        for name, size in reversed(list(zip(DIMENSIONS, self.sizes, strict=True))):
+            rank, place[name] = divmod(rank, size)
+        return place
+
+    def data_rank(self, rank: int) -> int:
+        """Which of the `data_ranks` shares of the rows `rank` reads."""
+        place = self.coordinate(rank)
+        return place["dp_replicate"] * self.dp_shard + place["dp_shard"]
+
+    def speaks_for_data(self, rank: int) -> bool:
+        """Whether `rank` is the first of those that read the same rows."""
+        place = self.coordinate(rank)
+        return not (place["pp"] or place["sp"] or place["tp"])
+
+
+def build_mesh(layout: ParallelLayout, device_type: str) -> DeviceMesh:
+    """A device mesh with every dimension of `layout`, those of size 1 too, so that any of them can be asked for.
+
+    ``mesh["dp"]`` (rows), ``mesh["grad"]`` (gradients of one weight; rows and parts of sequences) and
+    ``mesh["shard"]`` (weights of FSDP2) are joint dimensions. Collective; needs a process group.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh: Any = init_device_mesh(device_type, layout.sizes, mesh_dim_names=DIMENSIONS)
+    mesh["dp_replicate", "dp_shard"]._flatten("dp")
+    mesh["dp_shard", "sp"]._flatten("shard")
+    mesh["dp_replicate", "dp_shard", "sp"]._flatten("grad")
+    return mesh
