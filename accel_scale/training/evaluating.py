@@ -30,7 +30,8 @@ class Evaluation:
 
 def language_model_loss(model: Any, batch: Mapping[str, Any], num_items: torch.Tensor | int) -> torch.Tensor:
     """Sum of the labelled tokens' cross-entropies ÷ `num_items`, by the head that `add_fast_lm_head` has added."""
-    inputs = {name: batch[name] for name in ("input_ids", "labels", "position_ids") if name in batch}
+    names = ("input_ids", "labels", "shift_labels", "position_ids")
+    inputs = {name: batch[name] for name in names if name in batch}
     loss: torch.Tensor = model(**inputs, num_items_in_batch=num_items, fast_lm_head=True).loss
     return loss
 
@@ -52,7 +53,8 @@ def evaluating(model: Any) -> Iterator[None]:
 def evaluate_loss(accelerator: Any, model: Any, batches: Iterable[Mapping[str, Any]]) -> Evaluation:
     """Loss over every rank's `batches`; every rank must have as many of them (sharded weights are gathered together).
 
-    Batches hold ``input_ids``, ``labels`` (-100: not counted) and perhaps ``position_ids``.
+    Batches hold ``input_ids``, ``labels`` (-100: not counted) and perhaps ``position_ids``; parts of rows
+    ``shift_labels`` in place of ``labels``.
     """
     import torch
 
@@ -62,7 +64,8 @@ def evaluate_loss(accelerator: Any, model: Any, batches: Iterable[Mapping[str, A
     with evaluating(model):
         for batch in batches:
             moved = {name: t.to(accelerator.device) for name, t in batch.items() if isinstance(t, torch.Tensor)}
-            count = count_loss_tokens(moved["labels"])
+            shift = "shift_labels" not in moved
+            count = count_loss_tokens(moved["labels" if shift else "shift_labels"], shift=shift)
             with accelerator.autocast():
                 summed = language_model_loss(model, moved, 1)
             # No label at all is a sum of nothing.

@@ -28,6 +28,7 @@ class FastLossOutput(ModelOutput):
 def add_fast_lm_head(model: Any) -> None:
     """Let ``model(…, labels=…, fast_lm_head=True)`` return `FastLossOutput` by `chunked_cross_entropy`.
 
+    ``shift_labels`` in place of ``labels`` are not shifted again: parts of rows need that (sequence parallelism).
     Other calls go to the forward that was there. It is the model's own forward that changes, so wrappers (DDP,
     FSDP2, DeepSpeed, PEFT) see an ordinary call. Twice is harmless.
 
@@ -43,7 +44,8 @@ def add_fast_lm_head(model: Any) -> None:
     def forward(self: Any, *args: Any, fast_lm_head: bool = False, **kwargs: Any) -> Any:
         if not fast_lm_head:
             return previous(*args, **kwargs)
-        labels = kwargs.pop("labels")
+        shift = "shift_labels" not in kwargs
+        labels = kwargs.pop("labels" if shift else "shift_labels")
         num_items = kwargs.pop("num_items_in_batch", None)
         with_accuracy = kwargs.pop("with_accuracy", False)
         kwargs["use_cache"] = False
@@ -60,6 +62,7 @@ def add_fast_lm_head(model: Any) -> None:
                 bias=bias,
                 softcap=softcap,
                 logit_scale=logit_scale,
+                shift=shift,
                 return_num_correct=with_accuracy,
             )
         loss, num_correct = result if with_accuracy else (result, None)
