@@ -15,6 +15,7 @@ import torch
 from transformers.utils import ModelOutput
 
 from accel_scale.training.loss import chunked_cross_entropy, count_loss_tokens, gathered_head
+from accel_scale.training.vocabulary_parallel import held_head
 
 
 @dataclass
@@ -38,7 +39,6 @@ def add_fast_lm_head(model: Any) -> None:
     if getattr(model, "_has_fast_lm_head", False):
         return
     previous = model.forward
-    softcap, logit_scale = head_transform(model.config)
 
     @functools.wraps(type(model).forward)
     def forward(self: Any, *args: Any, fast_lm_head: bool = False, **kwargs: Any) -> Any:
@@ -50,26 +50,29 @@ def add_fast_lm_head(model: Any) -> None:
         with_accuracy = kwargs.pop("with_accuracy", False)
         kwargs["use_cache"] = False
         hidden = self.base_model(*args, **kwargs).last_hidden_state
-        # Looked up at each call: FSDP2 and PEFT replace modules after this was added.
-        head = self.get_output_embeddings()
-        weight, bias = _whole(head.weight), _whole(getattr(head, "bias", None))
-        with gathered_head(weight, bias):
-            result = chunked_cross_entropy(
-                hidden.to(weight.device),
-                weight,
-                labels.to(weight.device),
-                num_items=num_items,
-                bias=bias,
-                softcap=softcap,
-                logit_scale=logit_scale,
-                shift=shift,
-                return_num_correct=with_accuracy,
-            )
+        result = head_loss(self, hidden, labels, num_items=num_items, shift=shift, return_num_correct=with_accuracy)
         loss, num_correct = result if with_accuracy else (result, None)
         return FastLossOutput(loss=loss, num_correct=num_correct)
 
     model.forward = types.MethodType(forward, model)
     model._has_fast_lm_head = True
+
+
+def head_loss(model: Any, hidden: torch.Tensor, labels: torch.Tensor, **options: Any) -> Any:
+    """`chunked_cross_entropy` of final hidden states (batch, length, hidden size) by the head of `model`.
+
+    Args:
+        model: Its output embeddings and its configuration are used, its forward is not.
+        options: Of `chunked_cross_entropy`.
+    """
+    # Looked up at each call: FSDP2 and PEFT replace modules.
+    head = model.get_output_embeddings()
+    weight, bias, vocabulary = held_head(head.weight, getattr(head, "bias", None))
+    softcap, logit_scale = head_transform(model.config)
+    transform = {"bias": bias, "softcap": softcap, "logit_scale": logit_scale, "vocabulary": vocabulary}
+    with gathered_head(weight, bias):
+        hidden, labels = hidden.to(weight.device), labels.to(weight.device)
+        return chunked_cross_entropy(hidden, weight, labels, **transform, **options)
 
 
 def head_transform(config: Any) -> tuple[float | None, float]:
@@ -86,21 +89,6 @@ def head_transform(config: Any) -> tuple[float | None, float]:
     if scale is None and scaling is not None:
         scale = scaling if text_config.model_type == "hyperclovax" else 1 / scaling
     return getattr(text_config, "final_logit_softcapping", None), 1.0 if scale is None else scale
-
-
-def _whole(parameter: Any) -> Any:
-    """The whole of a parameter that FSDP2 still shows as shards; anything else is itself.
-
-    Inside of a wrapped model's forward the head is whole already. Where the head is wrapped by itself it is gathered
-    here, and its gradient, computed from this rank's tokens, is averaged over the data-parallel ranks as FSDP2 does
-    with every other: left to its default, `full_tensor` would take it for the same on all of them.
-    """
-    if not hasattr(parameter, "full_tensor"):
-        return parameter
-    from torch.distributed.tensor import Partial, Replicate
-
-    names = parameter.device_mesh.mesh_dim_names or ("",) * parameter.device_mesh.ndim
-    return parameter.full_tensor(grad_placements=[Replicate() if n == "tp" else Partial("avg") for n in names])
 
 
 def tell_zero3(model: Any) -> None:

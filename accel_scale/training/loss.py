@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional as F
 
 from accel_scale.errors import ConfigError
+
+if TYPE_CHECKING:
+    from accel_scale.training.vocabulary_parallel import VocabularyShard
 
 IGNORED_LABEL = -100
 # Logits of one chunk: small enough for a CPU's caches, large enough to keep a GPU's matrix units busy.
@@ -35,6 +38,7 @@ def chunked_cross_entropy(
     logit_scale: float = 1.0,
     shift: bool = True,
     return_num_correct: bool = False,
+    vocabulary: VocabularyShard | None = None,
 ) -> Any:
     """Token-weighted cross-entropy: the sum over labelled tokens ÷ `num_items`.
 
@@ -54,6 +58,8 @@ def chunked_cross_entropy(
         logit_scale: Factor on the logits.
         shift: Whether the state at position i predicts the label at i + 1 (otherwise the label at i).
         return_num_correct: Also return how many labels are their distribution's most likely token.
+        vocabulary: Under tensor parallelism, which rows of the head `lm_head_weight` and `bias` hold; the loss and
+            the hidden states' gradient are then the same on all its ranks. None: all of them.
 
     Returns:
         The loss, an fp32 scalar; with `return_num_correct`, a pair of it and an integer scalar.
@@ -74,7 +80,7 @@ def chunked_cross_entropy(
     size = chunk_size or default_chunk_size(lm_head_weight.shape[0], hidden.device.type)
     # Not `needs_input_grad` alone: that is true for the head's weight even where no gradient is wanted.
     with_grad = torch.is_grad_enabled()
-    options = (size, softcap, logit_scale, return_num_correct, with_grad)
+    options = (size, softcap, logit_scale, return_num_correct, with_grad, vocabulary)
     total, num_correct = _ChunkedCrossEntropy.apply(tokens, lm_head_weight, bias, targets, options)
     divisor = torch.as_tensor(kept.numel() if num_items is None else num_items, device=total.device)
     loss = total / divisor.clamp(min=1)  # no labelled token at all is a finite, differentiable zero
@@ -100,9 +106,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         targets: torch.Tensor,
-        options: tuple[int, float | None, float, bool, bool],
+        options: tuple[int, float | None, float, bool, bool, VocabularyShard | None],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        chunk_size, softcap, logit_scale, want_correct, with_grad = options
+        chunk_size, softcap, logit_scale, want_correct, with_grad, vocabulary = options
         needs_hidden, needs_weight, needs_bias = (need and with_grad for need in ctx.needs_input_grad[:3])
         device_type = hidden.device.type
         if torch.is_autocast_enabled(device_type):
@@ -110,7 +116,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         else:
             compute_dtype = torch.promote_types(hidden.dtype, weight.dtype)
         head_in_forward = weight.numel() * 4 <= _HEAD_GRAD_IN_FORWARD_BYTES
-        head = _Head(weight, bias, compute_dtype, softcap, logit_scale)
+        head = _Head(weight, bias, compute_dtype, softcap, logit_scale, vocabulary)
         grads = _HeadGrads(head, needs_weight and head_in_forward, needs_bias and head_in_forward)
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -122,9 +128,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 raw = head.logits(chunk)
                 logits = head.transform(raw)
                 if want_correct:
-                    num_correct += (logits.argmax(-1, keepdim=True) == target).sum()
-                log_probs = F.log_softmax(logits, -1, dtype=torch.float32)
-                total -= log_probs.gather(1, target).sum()
+                    num_correct += head.count_correct(logits, target)
+                log_probs, target_log_probs = head.log_softmax(logits, target)
+                total -= target_log_probs.sum()
                 if needs_hidden or grads.is_wanted:
                     grad = head.grad_logits(log_probs, target, raw)
                     if grad_hidden is not None:
@@ -149,6 +155,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             raise RuntimeError("The gradients of chunked_cross_entropy are used up by the first backward pass.")
         grad_hidden, grad_weight, grad_bias = ctx.in_forward
         ctx.in_forward = None
+        if grad_hidden is not None and ctx.options[-1] is not None:
+            grad_hidden = ctx.options[-1].sum(grad_hidden)
         if ctx.is_later:
             grad_weight, grad_bias = _head_grads_later(ctx)
         scaled = [None if grad is None else grad.mul_(scale) for grad in (grad_hidden, grad_weight, grad_bias)]
@@ -165,11 +173,12 @@ class _Head:
         compute_dtype: torch.dtype,
         softcap: float | None,
         logit_scale: float,
+        vocabulary: VocabularyShard | None,
     ) -> None:
         self.parameter, self.bias_parameter = weight, bias
         self.weight = weight.detach().to(compute_dtype)
         self.bias = None if bias is None else bias.detach().to(compute_dtype)
-        self.softcap, self.logit_scale = softcap, logit_scale
+        self.softcap, self.logit_scale, self.vocabulary = softcap, logit_scale, vocabulary
 
     def logits(self, chunk: torch.Tensor) -> torch.Tensor:
         return F.linear(chunk, self.weight, self.bias)
@@ -179,10 +188,25 @@ class _Head:
             logits = logits * self.logit_scale
         return logits if self.softcap is None else self.softcap * torch.tanh(logits.float() / self.softcap)
 
+    def log_softmax(self, logits: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """fp32 log-probabilities of the tokens held here, and of the targets."""
+        if self.vocabulary is not None:
+            return self.vocabulary.log_softmax(logits, target)
+        log_probs = F.log_softmax(logits, -1, dtype=torch.float32)
+        return log_probs, log_probs.gather(1, target)
+
+    def count_correct(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if self.vocabulary is not None:
+            return self.vocabulary.count_correct(logits, target)
+        return (logits.argmax(-1, keepdim=True) == target).sum()
+
     def grad_logits(self, log_probs: torch.Tensor, target: torch.Tensor, raw: torch.Tensor) -> torch.Tensor:
         """Gradient of the summed loss by the raw logits, in the compute type; overwrites `log_probs`."""
         grad = log_probs.exp_()
-        grad.scatter_add_(1, target, grad.new_full((), -1.0).expand_as(target))
+        if self.vocabulary is not None:
+            self.vocabulary.add_to_targets(grad, target, -1.0)
+        else:
+            grad.scatter_add_(1, target, grad.new_full((), -1.0).expand_as(target))
         if self.softcap is not None:
             grad.mul_(1 - torch.tanh(raw.float() * (self.logit_scale / self.softcap)).square_())
         if self.logit_scale != 1.0:
@@ -229,15 +253,16 @@ class _HeadGrads:
 def _head_grads_later(ctx: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The head's gradients, from the logits computed again. Under ZeRO-3 the head is gathered again for it."""
     hidden, weight, bias, targets = ctx.saved_tensors
-    chunk_size, softcap, logit_scale, _, _ = ctx.options
+    chunk_size, softcap, logit_scale, _, _, vocabulary = ctx.options
     with gathered_head(weight, bias), torch.autocast(hidden.device.type, enabled=False):
-        head = _Head(weight, bias, ctx.compute_dtype, softcap, logit_scale)
+        head = _Head(weight, bias, ctx.compute_dtype, softcap, logit_scale, vocabulary)
         grads = _HeadGrads(head, ctx.needs_input_grad[1], ctx.needs_input_grad[2])
         for begin in range(0, hidden.shape[0], chunk_size):
             chunk = hidden[begin : begin + chunk_size].to(ctx.compute_dtype)
             raw = head.logits(chunk)
-            log_probs = F.log_softmax(head.transform(raw), -1, dtype=torch.float32)
-            grads.add(head.grad_logits(log_probs, targets[begin : begin + chunk_size, None], raw), chunk)
+            target = targets[begin : begin + chunk_size, None]
+            log_probs, _ = head.log_softmax(head.transform(raw), target)
+            grads.add(head.grad_logits(log_probs, target, raw), chunk)
         return grads.weight, grads.bias
 
 
