@@ -12,7 +12,6 @@ them from YAML, `--print_config` shows what was decided and why.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
 from typing import Any
 
 from accel_scale.errors import user_errors
@@ -22,65 +21,22 @@ quiet_imports()  # before the libraries that would print at import
 
 from accel_scale.training.flags import ParsedFlags, parse_flags  # noqa: E402
 from accel_scale.training.guard_arguments import GuardArguments  # noqa: E402
+from accel_scale.training.parallel_arguments import ParallelArguments  # noqa: E402
 from accel_scale.training.pretrain_arguments import (  # noqa: E402
     PretrainArguments,
     PretrainDataArguments,
     PretrainModelArguments,
 )
+from accel_scale.training.pretrain_run import Run  # noqa: E402
 
 PROGRAM = "pretrain.py"
-FLAG_CLASSES = (PretrainModelArguments, PretrainDataArguments, PretrainArguments, GuardArguments)
-
-
-@dataclass
-class Run:
-    """Everything decided before training, and where training is."""
-
-    settings: Any  # accel_scale.training.resolve.Resolved
-    start: Any  # accel_scale.training.recipe_start.Start
-    model_args: PretrainModelArguments
-    data_args: PretrainDataArguments
-    args: PretrainArguments
-    guard_args: GuardArguments
-    embedded: bool
-    accelerator: Any = None
-    tokenizer: Any = None
-    model_config: Any = None
-    attention: str = ""
-    data: Any = None  # accel_scale.data.pretraining.PretrainingData
-    batches: Any = None
-    model: Any = None
-    optimizer: Any = None
-    schedule: Any = None
-    length: Any = None  # accel_scale.training.pretrain_resolve.RunLength
-    parameters: tuple[int, int] = (0, 0)
-    plan: Any = None
-    held_out: Any = None
-    schedule_record: dict[str, Any] = field(default_factory=dict)
-    step: int = 0  # optimizer steps taken
-    drawn: int = 0  # batches taken from the data: more than steps once the guard has skipped some
-    avoided: list[int] = field(default_factory=list)  # batches to go around after a rollback
-    tokens: int = 0
-
-    @property
-    def launch(self) -> Any:
-        """How the process was launched."""
-        return self.start.launch
-
-    @property
-    def learning_rate(self) -> float:
-        """Of the next step, unless the guard lowers it."""
-        return float(self.schedule.get_last_lr()[0])
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this process speaks."""
-        return self.launch.rank == 0
-
-    def say(self, line: str) -> None:
-        """Print one line, on one process."""
-        if self.is_main:
-            print(line, flush=True)
+FLAG_CLASSES = (
+    PretrainModelArguments,
+    PretrainDataArguments,
+    PretrainArguments,
+    ParallelArguments,
+    GuardArguments,
+)
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any] | None:
@@ -107,18 +63,21 @@ def main(argv: list[str] | None = None) -> dict[str, Any] | None:
 def resolve_run(parsed: ParsedFlags) -> Run:
     """Flags, launch and machine brought together; contradictions are refused here."""
     from accel_scale.data.default import DEFAULT_PRETRAINING
+    from accel_scale.training.parallel_arguments import layout_of, with_layout
     from accel_scale.training.pretrain_resolve import refuse_contradictions
     from accel_scale.training.recipe_start import start_recipe
     from accel_scale.training.resolve import resolve
 
     start = start_recipe(parsed, output_dir=parsed.explicit.get("output_dir", PretrainArguments.output_dir))
     refuse_contradictions(parsed)
+    layout = layout_of(parsed, start.launch)
+    start = with_layout(start, layout)
     embedded = not parsed.explicit.get("data")
     settings = resolve(parsed, start.facts, preset=DEFAULT_PRETRAINING if embedded else None)
     flags = [settings.build(cls) for cls in FLAG_CLASSES]
     for group in flags:  # what nobody has set has its default from here on
         settings.values = {**vars(group), **settings.values}
-    return Run(settings, start, *flags, embedded=embedded)
+    return Run(settings, start, *flags, layout=layout, embedded=embedded)
 
 
 def check(run: Run) -> None:
@@ -153,6 +112,9 @@ def load_data(run: Run) -> None:
         output_dir=args.output_dir,
         report_to=args.report_to,
         compile_layers=run.model_args.torch_compile,
+        ddp=args,
+        collective_timeout=args.collective_timeout,
+        ranks_share_model=not run.layout.is_plain,
     )
     with run.accelerator.main_process_first():
         if run.embedded:
@@ -170,6 +132,7 @@ def load_model(run: Run) -> None:
     from accel_scale.training.model import count_parameters
     from accel_scale.training.preparing import prepare_model, step_once_per_update
     from accel_scale.training.pretrain_model import adapter_config, build_model, plan_memory, run_config
+    from accel_scale.training.pretrain_parallel import check_layout, prepare_all, share_model
     from accel_scale.training.schedules import create_schedule
 
     args, settings, device_type = run.args, run.settings, run.settings.launch.device_type
@@ -181,6 +144,7 @@ def load_model(run: Run) -> None:
         packing=run.data_args.isolate_documents,
         model_config=run.model_config,
     )
+    check_layout(run)
     run.plan = plan_memory(settings, run.launch, run.model_config, run.attention, run.say)
     model = build_model(
         run.model_args, run.model_config, settings.precision, run.attention, seed=args.seed, launch=run.launch
@@ -200,10 +164,11 @@ def load_model(run: Run) -> None:
     run.parameters = count_parameters(model)
     trunk_step = pretrain_trunk.trunk_step(args.decay_from)
     run.length = pretrain_resolve.run_length(settings, trunk_step=trunk_step, num_params=run.parameters[0])
-    optimizer = pretrain_resolve.make_optimizer(model, settings, run.launch)
+    run.parallel = share_model(run, model)
+    optimizer = pretrain_resolve.make_optimizer(run.parallel or model, settings, run.launch)
     rates = pretrain_resolve.schedule_settings(settings, run.length)
     schedule, run.schedule_record = create_schedule(optimizer, **rates), pretrain_trunk.schedule_record(rates)
-    run.model, run.optimizer, run.schedule = run.accelerator.prepare(model, optimizer, schedule)
+    run.model, run.optimizer, run.schedule = prepare_all(run, model, optimizer, schedule)
     step_once_per_update(run.schedule)
 
 
@@ -214,7 +179,6 @@ def train(run: Run, started: float) -> dict[str, Any]:
     """The loop: draw, forward, backward, step; log, validate and save when it is time."""
     from accel_scale.reporting.metrics_log import MetricsLog
     from accel_scale.training.checkpoints import EXIT_STOPPED, CheckpointManager
-    from accel_scale.training.evaluating import language_model_loss, total_over_ranks
     from accel_scale.training.guard import Guard, settings_from
     from accel_scale.training.guarded_step import GuardedStep, stop_run
     from accel_scale.training.loop_watch import LoopWatch
@@ -252,14 +216,7 @@ def train(run: Run, started: float) -> dict[str, Any]:
             run.drawn += 1
             if run.drawn in run.avoided:
                 continue
-            num_tokens = total_over_ranks(accelerator, drawn.num_predicted)
-            for index, (batch, row_ids) in enumerate(zip(drawn.micro_batches, drawn.row_ids, strict=True)):
-                batch = {name: tensor.to(accelerator.device, non_blocking=True) for name, tensor in batch.items()}
-                is_last = index + 1 == len(drawn.row_ids)
-                with step.micro_batch(is_last=is_last, row_ids=row_ids), watch.micro_batch(batch):
-                    with accelerator.autocast():
-                        loss = language_model_loss(run.model, batch, num_tokens)
-                    step.backward(loss * step.loss_factor)
+            forward_backward(run, step, watch, drawn)
             step.step_number = run.step + 1  # a skipped step does not count
             rate, outcome = run.learning_rate, step.finish()
             watch.stepped()
@@ -287,6 +244,26 @@ def train(run: Run, started: float) -> dict[str, Any]:
     if why_stopped == "a signal":
         raise SystemExit(EXIT_STOPPED)
     return summary
+
+
+def forward_backward(run: Run, step: Any, watch: Any, drawn: Any) -> None:
+    """Gradients of one optimizer step: of its micro-batches one by one, or in the order of a pipeline's schedule."""
+    from accel_scale.training.evaluating import language_model_loss, total_over_ranks
+    from accel_scale.training.pretrain_parallel import run_pipeline
+
+    device = run.accelerator.device
+    num_tokens = total_over_ranks(run.accelerator, drawn.num_predicted)
+    if run.layout.pp > 1:
+        run_pipeline(run, step, drawn, num_tokens)
+        return
+    for index, (batch, row_ids) in enumerate(zip(drawn.micro_batches, drawn.row_ids, strict=True)):
+        batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+        batch = run.parallel.local(batch) if run.parallel else batch
+        is_last = index + 1 == len(drawn.row_ids)
+        with step.micro_batch(is_last=is_last, row_ids=row_ids), watch.micro_batch(batch):
+            with run.accelerator.autocast():
+                loss = language_model_loss(run.model, batch, num_tokens)
+            step.backward(loss * step.loss_factor)
 
 
 def is_due(step: int, every: int, is_end: bool) -> bool:
@@ -350,7 +327,7 @@ def open_batches(run: Run, position: dict[str, Any] | None) -> None:
     """The endless batches from a position on, and the held-out rows."""
     from accel_scale.training.pretrain_model import num_workers
 
-    rank = {"rank": run.launch.rank, "world_size": run.launch.world_size}
+    rank = {"rank": run.layout.data_rank(run.launch.rank), "world_size": run.layout.data_ranks}
     device_type = run.accelerator.device.type
     micro = run.args.per_device_train_batch_size
     if run.batches is not None:
@@ -382,7 +359,7 @@ def roll_back(run: Run, manager: Any, guard: Any, report: Any) -> None:
 def save_model(run: Run, report: Any, why_stopped: str | None) -> Any:
     """The final folder, which plain `from_pretrained` loads, and a sample of what the model writes."""
     from accel_scale.training.evaluating import beginning_of, sample_text
-    from accel_scale.training.final_model import save_final
+    from accel_scale.training.pretrain_parallel import save_model_of
 
     if why_stopped == "a signal":
         return None  # little time is left, and the checkpoint is there
@@ -390,7 +367,7 @@ def save_model(run: Run, report: Any, why_stopped: str | None) -> Any:
         prompt = run.args.sample_prompt or beginning_of(run.held_out, run.tokenizer)
         options = {"max_new_tokens": run.args.sample_tokens, "seed": run.args.seed}
         report.sample = f"{prompt}▸{sample_text(run.accelerator, run.model, run.tokenizer, prompt, **options)}"
-    return save_final((run.accelerator, run.model, run.tokenizer), run.args.output_dir)
+    return save_model_of(run)
 
 
 if __name__ == "__main__":

@@ -65,6 +65,13 @@ class Case:
         return self.launch.parallel
 
     @property
+    def model_ranks(self) -> int:
+        """Ranks that share the model, and so read the same rows: tensor, sequence and pipeline parallelism."""
+        tensor = max(self.parallel.tensor_parallel_size, self.run.tp_size or 1)
+        sequence = max(self.parallel.context_parallel_size, self.run.sp_size or 1)
+        return tensor * sequence * (self.run.pp_size or 1)
+
+    @property
     def precision(self) -> str:
         """As it will be resolved: ``--precision``, else the flags, else the launch's, else what the device has."""
         if self.run.precision:
@@ -111,13 +118,14 @@ def warning(place: str, problem: str, fix: str) -> Finding:
 def check_run(run: RunSettings, launch: Launch, machine: Machine) -> list[Finding]:
     """All findings of all rules, errors first. Pure: asks nothing but its arguments."""
     from accel_scale.launching.checkpoint_rules import CHECKPOINT_RULES
+    from accel_scale.launching.ddp_rules import DDP_RULES
     from accel_scale.launching.deepspeed_rules import DEEPSPEED_RULES
     from accel_scale.launching.launch_rules import LAUNCH_RULES
     from accel_scale.launching.precision_rules import PRECISION_RULES
     from accel_scale.launching.recipe_rules import RECIPE_RULES
 
     case = Case(run, launch, machine)
-    rules = (*PRECISION_RULES, *RECIPE_RULES, *LAUNCH_RULES, *DEEPSPEED_RULES, *CHECKPOINT_RULES)
+    rules = (*PRECISION_RULES, *RECIPE_RULES, *LAUNCH_RULES, *DEEPSPEED_RULES, *DDP_RULES, *CHECKPOINT_RULES)
     findings = [finding for rule in rules if (finding := rule(case)) is not None]
     return sorted(findings, key=lambda finding: finding.level)
 

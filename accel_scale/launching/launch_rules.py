@@ -87,7 +87,9 @@ def main_address(case: Case) -> Finding | None:
 
 
 def parallelism_unsupported(case: Case) -> Finding | None:
-    """Tensor and sequence parallelism in a launch file: the recipe does not split its model or batches for them."""
+    """Tensor and sequence parallelism in a launch file, for a recipe that does not split its model or batches."""
+    if case.run.shares_model:
+        return None
     sizes = {"tp": case.parallel.tensor_parallel_size, "cp or sp": case.parallel.context_parallel_size}
     wanted = next((name for name, size in sizes.items() if size > 1), None)
     if wanted is None:
@@ -96,7 +98,7 @@ def parallelism_unsupported(case: Case) -> Finding | None:
     return error(
         case.launch.place(f"parallelism_config.parallelism_config_{key}_size"),
         f"the recipe does not support {wanted}_size above 1.",
-        "set it to 1 and shard with FSDP2 (dp_shard_size).",
+        "set it to 1 and shard with FSDP2 (dp_shard_size), or use recipes/pretrain.py.",
     )
 
 
@@ -105,13 +107,18 @@ def hybrid_sizes(case: Case) -> Finding | None:
     p, total = case.parallel, case.launch.num_processes
     if p.num_shards is None or total is None:
         return None
-    product = p.num_replicas * p.num_shards * p.tensor_parallel_size * p.context_parallel_size
+    product = p.num_replicas * p.num_shards * case.model_ranks
     place = case.launch.place("parallelism_config.parallelism_config_dp_replicate_size")
     if product != total:
         return error(
             place,
-            f"{p.num_replicas} replicas × {p.num_shards} shards are not {total} processes.",
-            "make dp_replicate_size × dp_shard_size equal num_processes.",
+            f"{p.num_replicas} replicas × {p.num_shards} shards are not {total} processes."
+            if case.model_ranks == 1
+            else f"{p.num_replicas} replicas × {p.num_shards} shards × {case.model_ranks} ranks that share the model "
+            f"are not {total} processes.",
+            "make dp_replicate_size × dp_shard_size equal num_processes."
+            if case.model_ranks == 1
+            else "make the product of all sizes equal num_processes.",
         )
     if p.num_replicas > 1 and p.num_shards == 1:
         return error(place, "replicas of one shard each are not FSDP.", "use accelerate_configs/ddp.yaml.")

@@ -158,7 +158,7 @@ def changing_batch(case: Case) -> Finding | None:
 
 def global_batch(case: Case) -> Finding | None:
     """A global batch that micro-batches do not add up to."""
-    run, world = case.run, case.launch.num_processes or 1
+    run, world = case.run, max(1, (case.launch.num_processes or 1) // case.model_ranks)
     step = run.per_device_train_batch_size * world
     if run.global_batch_size is None or run.global_batch_size % step == 0:
         return None

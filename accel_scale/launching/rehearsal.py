@@ -17,12 +17,16 @@ def enable_rehearsal_if_needed() -> str | None:
     """Turn a distributed launch without an accelerator into a real one on CPU processes over gloo.
 
     Call before the first `Accelerator`, `PartialState` or `TrainingArguments`. Does nothing where there is an
-    accelerator, or where the launch is not a distributed one (one process with neither FSDP nor DeepSpeed).
+    accelerator, or where the launch is not a distributed one (one process with neither FSDP nor DeepSpeed), except
+    that such a process computes on all cores unless the user chose otherwise.
 
     Returns:
         One line that rank 0 should print, or None where nothing was changed.
     """
-    if not is_distributed_launch(os.environ) or _accelerator_name() is not None:
+    if _accelerator_name() is not None:
+        return None
+    if not is_distributed_launch(os.environ):
+        _use_all_cores(os.environ)
         return None
     _complete_environment(os.environ)
     _limit_threads(os.environ)
@@ -99,9 +103,20 @@ def _limit_threads(environment: MutableMapping[str, str]) -> None:
     chosen = environment.get("OMP_NUM_THREADS")
     if chosen == "1":
         chosen = _threads_chosen_at_launch()
-    num_threads = threads_per_process(num_cores, int(environment["LOCAL_WORLD_SIZE"]), chosen)
+    num_threads = threads_per_process(num_cores, int(environment.get("LOCAL_WORLD_SIZE", "1")), chosen)
     environment["OMP_NUM_THREADS"] = str(num_threads)
     torch.set_num_threads(num_threads)
+
+
+def _use_all_cores(environment: MutableMapping[str, str]) -> None:
+    """Undo the single thread that `accelerate launch` gives a lone process for which nothing was chosen."""
+    from accel_scale.launching.environment import find_launch_command
+
+    if environment.get("OMP_NUM_THREADS") != "1" or "ACCELERATE_MIXED_PRECISION" not in environment:
+        return
+    command = find_launch_command()
+    if command is not None and "num_cpu_threads_per_process" not in command.flags:
+        _limit_threads(environment)
 
 
 def _threads_chosen_at_launch() -> str | None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from accel_scale.units import parse_duration
+
 # Flags whose recipe name differs from the field here; older spellings that transformers and TRL still take.
 _ALIASES = {
     "attn_implementation": ("attn_implementation",),
@@ -52,11 +54,18 @@ class RunSettings:
     dataset_num_proc: int | None = None
     dataset_bytes: int | None = None
     ddp_timeout: int = 1800
+    ddp_bucket_cap_mb: int | None = None
+    ddp_comm_hook: str = "none"
+    powersgd_rank: int | None = None
+    powersgd_start_step: int | None = None
     output_dir: str = "outputs/sft"
     save_strategy: str = "steps"
     resume_from_checkpoint: str | None = None
     resume_num_ranks: int | None = None
     fp8_emulate: bool = False
+    tp_size: int | None = None
+    sp_size: int | None = None
+    pp_size: int | None = None  # None: the recipe has no such flag, and does not share its model between ranks
     deepspeed: Any = None
     fsdp: Any = None
     places: Mapping[str, str] = field(default_factory=dict, repr=False)
@@ -72,6 +81,8 @@ class RunSettings:
                 known[f.name] = getattr(value, "value", value)
         known.setdefault("use_reentrant", _use_reentrant(values))
         known.setdefault("dataset_bytes", _dataset_bytes(values))
+        if values.get("collective_timeout") is not None:
+            known["ddp_timeout"] = int(parse_duration(values["collective_timeout"], place="--collective_timeout"))
         if known.get("resume_from_checkpoint"):
             known["resume_num_ranks"] = deepspeed_ranks_in_checkpoint(Path(str(known["resume_from_checkpoint"])))
         return cls(**known, places=dict(places or {}))
@@ -79,6 +90,11 @@ class RunSettings:
     def place(self, flag: str) -> str:
         """Where `flag` was set, or the flag itself."""
         return self.places.get(flag, f"--{flag}")
+
+    @property
+    def shares_model(self) -> bool:
+        """Whether the recipe knows tensor, pipeline and sequence parallelism."""
+        return self.pp_size is not None
 
     @property
     def is_4bit(self) -> bool:

@@ -26,6 +26,7 @@ class Strategy:
         num_shards: Ranks that one replica is spread over; None: all ranks of the replica.
         tensor_parallel_size: Ranks that share each matrix product.
         context_parallel_size: Ranks that share each sequence (ring attention or Ulysses).
+        sequence_parallel_size: The same, where it is Ulysses.
         use_cpu: Whether accelerators are to be left alone.
         fsdp: The ``fsdp_config`` keys with their prefix.
         deepspeed: The DeepSpeed configuration in DeepSpeed's own layout.
@@ -39,6 +40,7 @@ class Strategy:
     num_shards: int | None = None
     tensor_parallel_size: int = 1
     context_parallel_size: int = 1
+    sequence_parallel_size: int = 1
     use_cpu: bool = False
     fsdp: Mapping[str, Any] = field(default_factory=dict)
     deepspeed: Mapping[str, Any] = field(default_factory=dict)
@@ -96,6 +98,7 @@ def strategy_of(values: Mapping[str, Any], deepspeed: Mapping[str, Any]) -> Stra
         "num_shards": size["dp_shard"] if kind == "FSDP" and sizes else None,
         "tensor_parallel_size": size["tp"],
         "context_parallel_size": max(size["cp"], size["sp"]),
+        "sequence_parallel_size": size["sp"],
     }
     if kind == "FSDP":
         fsdp = {

@@ -64,7 +64,7 @@ class FsdpContents:
             plugin.state_dict_config = plugin.optim_state_dict_config = None  # set anew for the other layout only so
             plugin.set_state_dict_type(StateDictType[manifest.layout])
         try:
-            with _one_reason():
+            with one_reason():
                 for index, model in enumerate(accelerator._models):
                     load_fsdp_model(plugin, accelerator, model, str(folder), index)
                 for index, optimizer in enumerate(accelerator._optimizers):
@@ -81,7 +81,7 @@ class FsdpContents:
 
 
 @contextlib.contextmanager
-def _one_reason() -> Iterator[None]:
+def one_reason() -> Iterator[None]:
     """torch.distributed.checkpoint raises on all ranks, what is no `Exception` and prints a traceback for each."""
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -133,7 +133,7 @@ def _writer_of_shards(models: list[Any], optimizers: list[Any], *, copy: bool, g
 
     def write(folder: Path) -> None:
         for name, state in states.items():
-            with torch.no_grad(), _one_reason():
+            with torch.no_grad(), one_reason():
                 dist_cp.save(state, storage_writer=dist_cp.FileSystemWriter(folder / name), process_group=group)
 
     return write

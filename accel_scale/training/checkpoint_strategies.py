@@ -17,6 +17,10 @@ def contents_of(accelerator: Any, strategy: str) -> Contents:
     """
     if strategy in ("single", "ddp"):
         return ReplicatedContents(accelerator)
+    if strategy == "model_parallel":
+        from accel_scale.training.checkpoint_parallel import ParallelContents
+
+        return ParallelContents(accelerator)
     if strategy.startswith("fsdp"):
         from accel_scale.training.checkpoint_fsdp import FsdpContents
 

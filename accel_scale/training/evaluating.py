@@ -59,27 +59,38 @@ def evaluate_loss(accelerator: Any, model: Any, batches: Iterable[Mapping[str, A
     import torch
 
     from accel_scale.training.loss import count_loss_tokens
+    from accel_scale.training.model_parallel import model_parallel_of
 
+    shared = model_parallel_of(accelerator)
     total = torch.zeros(2, dtype=torch.float64)
     with evaluating(model):
         for batch in batches:
             moved = {name: t.to(accelerator.device) for name, t in batch.items() if isinstance(t, torch.Tensor)}
+            moved = dict(shared.local(moved)) if shared else moved
             shift = "shift_labels" not in moved
             count = count_loss_tokens(moved["labels" if shift else "shift_labels"], shift=shift)
             with accelerator.autocast():
-                summed = language_model_loss(model, moved, 1)
-            # No label at all is a sum of nothing.
-            total += torch.tensor([summed.item() if count else 0.0, count.item()], dtype=torch.float64)
+                summed = shared.evaluate(model, moved) if shared else language_model_loss(model, moved, 1)
+            # No label at all is a sum of nothing; a pipeline's loss is in its last stage.
+            if summed is not None:
+                total += torch.tensor([summed.item() if count else 0.0, count.item()], dtype=torch.float64)
     loss, tokens = reduce_sum(accelerator, total).tolist()
+    if shared:
+        loss, tokens = loss / shared.layout.tp, tokens / shared.layout.tp  # ranks of one product count the same rows
     return Evaluation(loss / tokens if tokens else math.nan, int(tokens))
 
 
 def total_over_ranks(accelerator: Any, count: int) -> torch.Tensor:
-    """`count` summed over all ranks, an integer scalar on the device."""
+    """`count`, of a rank's rows, summed over the ranks with rows of their own; an integer scalar on the device."""
     import torch
 
+    from accel_scale.training.model_parallel import model_parallel_of
+
     total = torch.tensor(count, device=accelerator.device)
-    return accelerator.reduce(total, "sum") if accelerator.num_processes > 1 else total
+    if accelerator.num_processes > 1:
+        total = accelerator.reduce(total, "sum")
+    shared = model_parallel_of(accelerator)
+    return total // shared.layout.model_ranks if shared else total
 
 
 def reduce_sum(accelerator: Any, values: torch.Tensor) -> torch.Tensor:

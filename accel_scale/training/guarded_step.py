@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 
 from accel_scale.errors import ConfigError
 from accel_scale.training.guard import Guard
+from accel_scale.training.hang_watch import follow_steps
+from accel_scale.training.model_parallel import model_parallel_of
 from accel_scale.training.step_gate import make_gate
 from accel_scale.training.step_judge import MicroBatch, StepJudge, StepOutcome, stop_run
 
@@ -73,9 +76,9 @@ class GuardedStep:
                 place="GuardedStep(output_dir=)",
                 fix="name the run's folder, or give the Accelerator a project_dir.",
             )
-        parallelism = accelerator.parallelism_config
-        replicas = parallelism.tp_size if parallelism is not None else 1  # their gradients are not averaged
-        self.loss_factor = accelerator.num_processes // replicas
+        self._shared = model_parallel_of(accelerator)
+        # Ranks whose gradients the engine averages; those that share one row's computation are not among them.
+        self.loss_factor = self._shared.layout.gradient_ranks if self._shared else accelerator.num_processes
         self.step_number = first_step
         self._accelerator, self._scheduler, self._optimizer = accelerator, scheduler, optimizer
         self._max_grad_norm = max_grad_norm
@@ -83,6 +86,8 @@ class GuardedStep:
         self._judge = StepJudge(accelerator, guard, folder or "")
         self._parts: list[MicroBatch] = []
         self._is_complete = False
+        this = weakref.ref(self)  # the watch must not keep the model alive
+        follow_steps(lambda: step.step_number if (step := this()) is not None else 0)
 
     @contextlib.contextmanager
     def micro_batch(self, *, is_last: bool, row_ids: Sequence[Any] = ()) -> Iterator[None]:
@@ -105,6 +110,13 @@ class GuardedStep:
         self._parts[-1].losses.append(loss.detach())
         self._gate.backward(loss)
 
+    def record(self, losses: Sequence[torch.Tensor], row_ids: Sequence[Sequence[Any]]) -> None:
+        """Micro-batches whose passes a pipeline has run: their losses, where this rank computes them, and rows."""
+        self._gate.accelerator.gradient_state._set_sync_gradients(True)
+        for index, ids in enumerate(row_ids):
+            self._parts.append(MicroBatch([losses[index].detach()] if losses else [], ids))
+        self._is_complete = True
+
     def finish(self, loss_sum: torch.Tensor | float | None = None, row_ids: Sequence[Any] = ()) -> StepOutcome:
         """Judge the step and take it, or drop it; gradients are gone afterwards in any case.
 
@@ -117,13 +129,17 @@ class GuardedStep:
             raise RuntimeError("finish comes after the micro-batch with is_last=True, whose gradients are reduced")
         parts, self._parts, self._is_complete = self._parts, [], False
         if loss_sum is None:
-            loss = torch.stack([value.float() for part in parts for value in part.losses]).sum()
+            values = [value.float() for part in parts for value in part.losses]
+            loss = torch.stack(values).sum() if values else torch.zeros(())
         else:
             loss = torch.as_tensor(loss_sum, dtype=torch.float32) * self.loss_factor
         if len(row_ids):
             losses = [value for part in parts for value in part.losses]
             named = any(len(part.row_ids) for part in parts)
             parts = [*parts, MicroBatch(row_ids=row_ids)] if named else [MicroBatch(losses, row_ids)]
+        if self._shared is not None:
+            loss = loss * self._shared.layout.pp  # the mean over ranks counts stages that have no loss
+            parts = parts if self._shared.speaks_for_rows else []
         outcome, decision = self._judge.judge(
             loss,
             self._gate.clip(self._max_grad_norm),

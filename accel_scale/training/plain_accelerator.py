@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from typing import Any
 
@@ -17,6 +18,10 @@ def plain_accelerator(
     output_dir: str,
     report_to: list[str],
     compile_layers: bool = False,
+    ddp: Any = None,
+    ranks_share_model: bool = False,
+    collective_timeout: str | None = None,
+    program: str = "pretrain.py",
 ) -> Any:
     """Accelerate for this launch. DeepSpeed is told the micro-batch, accumulation and clipping that the loop uses.
 
@@ -28,18 +33,28 @@ def plain_accelerator(
         output_dir: Where trackers that write files do so.
         report_to: Names of trackers.
         compile_layers: Compile each of the model's layers when it is prepared.
+        ddp: Arguments with ``ddp_comm_hook`` and the like, see `DdpSettings`; None: DDP as it is.
+        ranks_share_model: `parallelize` will shard the model, and the launch file's FSDP must leave it alone.
+        collective_timeout: How long ranks wait for one another, e.g. ``10m``.
+        program: Begins the line that says which rank was missing.
 
     Raises:
         ConfigError: for a tracker that is not installed, or a DeepSpeed file that contradicts the flags.
     """
     import torch
     from accelerate import Accelerator
-    from accelerate.utils import GradientAccumulationPlugin, TorchDynamoPlugin
+    from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs, TorchDynamoPlugin
 
+    from accel_scale.training.collective_timeout import backend_timeout, watch_accelerator
+    from accel_scale.training.ddp_hooks import DdpSettings, use_ddp_settings
     from accel_scale.training.precision import enable_fp16_on_cpu
 
+    if ranks_share_model:
+        for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG"):
+            os.environ[name] = "false"
     dynamo = TorchDynamoPlugin(backend="inductor", use_regional_compilation=True) if compile_layers else None
     accumulating = GradientAccumulationPlugin(num_steps=accumulation, sync_with_dataloader=False)
+    handler = InitProcessGroupKwargs(timeout=backend_timeout(collective_timeout))
     # Said below, as an error.
     warnings.filterwarnings("ignore", message=".*no supported trackers are currently installed.*")
     try:
@@ -47,6 +62,7 @@ def plain_accelerator(
             mixed_precision=mixed_precision,
             gradient_accumulation_plugin=accumulating,
             dynamo_plugin=dynamo,
+            kwargs_handlers=[handler],
             log_with=report_to or None,
             project_dir=output_dir,
         )
@@ -68,6 +84,8 @@ def plain_accelerator(
         # Gradients and optimizer states of rare tokens are full of denormal numbers, which slow a CPU down.
         torch.set_flush_denormal(True)
     enable_fp16_on_cpu(accelerator)
+    use_ddp_settings(accelerator, DdpSettings.of(ddp))
+    watch_accelerator(accelerator, collective_timeout, program)
     return accelerator
 
 

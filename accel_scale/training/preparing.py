@@ -16,9 +16,13 @@ if TYPE_CHECKING:
 
 
 def strategy_of(accelerator: Any) -> str:
-    """How `accelerator` splits the run: ``single``, ``ddp``, ``fsdp2``, ``zero3`` …"""
+    """How `accelerator` splits the run: ``single``, ``ddp``, ``fsdp2``, ``zero3`` …, or ``model_parallel``."""
     from accelerate.utils import DistributedType
 
+    from accel_scale.training.model_parallel import model_parallel_of
+
+    if model_parallel_of(accelerator) is not None:
+        return "model_parallel"
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         return f"zero{accelerator.state.deepspeed_plugin.zero_stage}"
     if accelerator.distributed_type == DistributedType.FSDP:

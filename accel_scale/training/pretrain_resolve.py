@@ -218,22 +218,24 @@ def make_optimizer(model: Any, settings: Resolved, launch: Any) -> Any:
     """The optimizer of the flags over `decay_groups`.
 
     Args:
-        model: Before it is sharded.
+        model: Before it is sharded; or a `ModelParallel`, whose weights are.
         settings: The recipe's flags.
         launch: A `LaunchEnvironment`.
     """
+    from accel_scale.training.model_parallel import ModelParallel, decay_groups_of
     from accel_scale.training.optimizers import create_optimizer
 
     values = settings.values
+    groups = decay_groups_of if isinstance(model, ModelParallel) else decay_groups
     return create_optimizer(
         values["optim"],
-        decay_groups(model, values["weight_decay"]),
+        groups(model, values["weight_decay"]),
         lr=values["learning_rate"],
         weight_decay=values["weight_decay"],
         betas=(values["adam_beta1"], values["adam_beta2"]),
         eps=values["adam_epsilon"],
         optim_args=values["optim_args"],
         device_type=settings.launch.device_type,
-        strategy=launch.strategy,
+        strategy="fsdp2" if isinstance(model, ModelParallel) else launch.strategy,  # both hold DTensors
         offload_optimizer=launch.parallel.offload_optimizer != "none",
     )

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 from accel_scale.errors import ConfigError
+from accel_scale.training.ddp_hooks import hook_of
+from accel_scale.training.model_parallel import model_parallel_of
 from accel_scale.training.preparing import strategy_of
 
 
@@ -40,6 +42,12 @@ def make_gate(accelerator: Any, model: Any, optimizer: Any) -> StepGate:
             fix="use another optimizer, or turn the guard off.",
         )
     strategy = strategy_of(accelerator)
+    if strategy == "model_parallel":
+        from accel_scale.training.parallel_gate import ParallelGate
+
+        shared = model_parallel_of(accelerator)
+        assert shared is not None
+        return ParallelGate(accelerator, shared, optimizer)
     if strategy.startswith("zero"):
         from accel_scale.training.deepspeed_gate import DeepSpeedGate
 
@@ -129,6 +137,9 @@ class StepGate:
         `AcceleratedOptimizer._is_overflow` is behind `step_was_skipped`, which Accelerate's schedulers and
         transformers' Trainer ask (checked on accelerate 1.15.0; tests/unit/test_guarded_step.py fails when it moves).
         """
+        hook = hook_of(self.model)
+        if hook is not None and hook.is_stateful:
+            hook.undo()  # what it has kept of these gradients
         scaler = self.accelerator.scaler
         if self.has_loss_scaler:
             before = scaler.state_dict()

@@ -81,7 +81,7 @@ def verify_checkpoint(model: nn.Module, folder: str | Path, *, accelerator: Any 
             count, diff, found = compare_sharded(expected, folder / SHARDED_WEIGHTS)
             sources.append(SHARDED_WEIGHTS)
         else:
-            saved = _SavedTensors(subfolder, adapter) if process_index() == 0 else None
+            saved = SavedTensors(subfolder, adapter) if process_index() == 0 else None
             count, diff, found = _compare(base, expected, saved, is_adapter=adapter is not None)
             found_gathered = not adapter and not has_files
             sources.append(GATHERED_WEIGHTS if found_gathered else _weight_files(adapter)[0])
@@ -89,11 +89,12 @@ def verify_checkpoint(model: nn.Module, folder: str | Path, *, accelerator: Any 
         problems += found + _unsaved_trainable(base, expected, adapter)
     problems, num_tensors, max_abs_diff = broadcast_from_main((problems, num_tensors, max_abs_diff))
     if problems:
-        raise _mismatch(folder, problems)
+        raise mismatch(folder, problems)
     return VerifyResult(num_tensors, max_abs_diff, time.perf_counter() - started, " + ".join(sources))
 
 
-def _mismatch(folder: Path, problems: list[str]) -> CheckpointMismatch:
+def mismatch(folder: Path, problems: list[str]) -> CheckpointMismatch:
+    """The error that names the first of `problems`."""
     listed = "; ".join(problems[:_MAX_LISTED])
     more = f"; and {len(problems) - _MAX_LISTED} more" if len(problems) > _MAX_LISTED else ""
     return CheckpointMismatch(
@@ -129,7 +130,7 @@ def _weight_files(adapter: str | None) -> tuple[str, ...]:
     return (name, f"{name}.index.json")
 
 
-class _SavedTensors:
+class SavedTensors:
     """The tensors of one safetensors file or index, read one at a time."""
 
     def __init__(self, folder: Path, adapter: str | None) -> None:
@@ -183,7 +184,7 @@ class _SavedTensors:
 
 
 def _compare(
-    model: nn.Module, expected: dict[str, torch.Tensor], saved: _SavedTensors | None, *, is_adapter: bool
+    model: nn.Module, expected: dict[str, torch.Tensor], saved: SavedTensors | None, *, is_adapter: bool
 ) -> tuple[int, float, list[str]]:
     """Rank 0 compares with the files; the other ranks only take part in the gathering."""
     pairs = gather_whole(expected)

@@ -1,0 +1,128 @@
+"""Flags of model parallelism, and the layout of ranks that they, the launch and its file come to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from accel_scale.errors import ConfigError
+from accel_scale.parallel.layout import ParallelLayout
+from accel_scale.training.arguments import _flag
+
+if TYPE_CHECKING:
+    from accel_scale.launching.environment import LaunchEnvironment
+    from accel_scale.training.flags import ParsedFlags
+    from accel_scale.training.recipe_start import Start
+
+PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+_STAGES_PER_RANK = {"interleaved": 2, "zero_bubble": 2}
+
+
+@dataclass
+class ParallelArguments:
+    """How ranks share the model. The ranks that are left are data-parallel: replicas under a DDP launch file, shards
+    under an FSDP2 one."""
+
+    tp_size: int | None = _flag(
+        None, "Ranks that share each matrix product (tensor parallelism). Default: the launch file's, else 1."
+    )
+    pp_size: int = _flag(1, "Ranks that the layers are split over (pipeline parallelism).")
+    sp_size: int | None = _flag(
+        None, "Ranks that share each row (Ulysses sequence parallelism). Default: the launch file's, else 1."
+    )
+    pp_schedule: str | None = _flag(
+        None, "Order of a pipeline's micro-batches, which are those of gradient accumulation. Default: 1f1b.",
+        choices=PIPELINE_SCHEDULES,
+    )  # fmt: skip
+    pp_stages_per_rank: int | None = _flag(
+        None, "Stages that each rank of a pipeline holds, for interleaved schedules. Default: 2 for those, else 1."
+    )
+
+
+def layout_of(parsed: ParsedFlags, launch: LaunchEnvironment) -> ParallelLayout:
+    """The layout that the flags that were given and the launch agree on.
+
+    Raises:
+        ConfigError: if they contradict each other or do not come out even.
+    """
+    values = parsed.explicit
+    places = {name: parsed.place(name) for name in values}
+    tp = _size("tp", values, launch.parallel.tensor_parallel_size, places)
+    sp = _size("sp", values, launch.parallel.sequence_parallel_size, places)
+    pp = _size("pp", values, 1, places)
+    if launch.parallel.context_parallel_size > launch.parallel.sequence_parallel_size:
+        raise ConfigError(
+            "ring context parallelism is not available in a plain loop.",
+            place=launch.place("parallelism_config.parallelism_config_cp_size"),
+            fix="share rows by Ulysses: --sp_size.",
+        )
+    for name in ("pp_schedule", "pp_stages_per_rank"):
+        if values.get(name) is not None and pp == 1:
+            raise ConfigError(
+                f"--{name} does nothing without a pipeline.", place=places.get(name, f"--{name}"), fix="add --pp_size."
+            )
+    shared = tp * sp * pp
+    if shared == 1:
+        return _data_parallel(launch, launch.world_size)
+    asked = " × ".join(f"--{n}_size {s}" for n, s in (("tp", tp), ("sp", sp), ("pp", pp)) if s > 1)
+    place = next((places[f"{n}_size"] for n in ("tp", "sp", "pp") if f"{n}_size" in places), "launch file")
+    if launch.world_size % shared:
+        raise ConfigError(
+            f"the {launch.world_size} launched cannot be divided by {asked}.",
+            place=place,
+            fix=f"launch a multiple of {shared} processes (--num_processes).",
+        )
+    if launch.strategy not in ("single", "ddp", "fsdp2"):
+        raise ConfigError(
+            f"{launch.parallel.label} shards by itself and does not go with {asked}.",
+            place=place,
+            fix="use accelerate_configs/ddp.yaml or accelerate_configs/fsdp2.yaml.",
+        )
+    if launch.parallel.offload_params != "none":
+        raise ConfigError(
+            f"CPU offload does not go with {asked}.",
+            place=launch.place("fsdp_config.fsdp_offload_params"),
+            fix="set fsdp_offload_params: false.",
+        )
+    return replace(_data_parallel(launch, launch.world_size // shared), tp=tp, sp=sp, pp=pp)
+
+
+def _size(name: str, values: Mapping[str, Any], in_file: int, places: Mapping[str, str]) -> int:
+    given = values.get(f"{name}_size")
+    if given is None:
+        return in_file
+    place = places.get(f"{name}_size", f"--{name}_size")
+    if given < 1:
+        raise ConfigError(f"{given} is too small.", place=place, fix="use 1 or more.")
+    if in_file not in (1, given):
+        raise ConfigError(
+            f"--{name}_size is {given}, and the launch file says {in_file}.", place=place, fix="remove one of the two."
+        )
+    return int(given)
+
+
+def _data_parallel(launch: LaunchEnvironment, ranks: int) -> ParallelLayout:
+    """`ranks` with rows of their own: all shards, shards in replicas, or replicas, as the launch file says."""
+    if launch.strategy != "fsdp2":
+        return ParallelLayout(dp_replicate=ranks)
+    replicas = launch.parallel.num_replicas
+    if ranks % replicas:
+        raise ConfigError(
+            f"{ranks} data-parallel ranks cannot form {replicas} replicas.",
+            place=launch.place("parallelism_config.parallelism_config_dp_replicate_size"),
+            fix="make dp_replicate_size a divisor of the ranks that tensor, sequence and pipeline sizes leave.",
+        )
+    return ParallelLayout(dp_replicate=replicas, dp_shard=ranks // replicas)
+
+
+def stages_per_rank(args: ParallelArguments) -> int:
+    """Stages that each rank of a pipeline holds."""
+    return args.pp_stages_per_rank or _STAGES_PER_RANK.get(args.pp_schedule or "1f1b", 1)
+
+
+def with_layout(start: Start, layout: ParallelLayout) -> Start:
+    """`start` as a recipe sees it whose batch counts data-parallel ranks only."""
+    if layout.is_plain:
+        return start
+    return replace(start, facts=replace(start.facts, world_size=layout.data_ranks))

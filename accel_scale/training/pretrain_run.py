@@ -1,0 +1,68 @@
+"""What the pretraining recipe has decided, and where its training is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from accel_scale.training.guard_arguments import GuardArguments
+from accel_scale.training.parallel_arguments import ParallelArguments
+from accel_scale.training.pretrain_arguments import (
+    PretrainArguments,
+    PretrainDataArguments,
+    PretrainModelArguments,
+)
+
+
+@dataclass
+class Run:
+    """Everything decided before training, and where training is."""
+
+    settings: Any  # accel_scale.training.resolve.Resolved
+    start: Any  # accel_scale.training.recipe_start.Start
+    model_args: PretrainModelArguments
+    data_args: PretrainDataArguments
+    args: PretrainArguments
+    parallel_args: ParallelArguments
+    guard_args: GuardArguments
+    layout: Any  # accel_scale.parallel.layout.ParallelLayout
+    embedded: bool
+    accelerator: Any = None
+    tokenizer: Any = None
+    model_config: Any = None
+    attention: str = ""
+    data: Any = None  # accel_scale.data.pretraining.PretrainingData
+    batches: Any = None
+    parallel: Any = None  # accel_scale.training.model_parallel.ModelParallel, where ranks share the model
+    model: Any = None
+    optimizer: Any = None
+    schedule: Any = None
+    length: Any = None  # accel_scale.training.pretrain_resolve.RunLength
+    parameters: tuple[int, int] = (0, 0)
+    plan: Any = None
+    held_out: Any = None
+    schedule_record: dict[str, Any] = field(default_factory=dict)
+    step: int = 0  # optimizer steps taken
+    drawn: int = 0  # batches taken from the data: more than steps once the guard has skipped some
+    avoided: list[int] = field(default_factory=list)  # batches to go around after a rollback
+    tokens: int = 0
+
+    @property
+    def launch(self) -> Any:
+        """How the process was launched."""
+        return self.start.launch
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next step, unless the guard lowers it."""
+        return float(self.schedule.get_last_lr()[0])
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process speaks."""
+        return self.launch.rank == 0
+
+    def say(self, line: str) -> None:
+        """Print one line, on one process."""
+        if self.is_main:
+            print(line, flush=True)
