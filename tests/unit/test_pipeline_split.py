@@ -1,0 +1,139 @@
+"""Models of many architectures, taken apart and run part after part, compute what they did in one piece."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from accel_scale.errors import ConfigError
+from accel_scale.parallel.pipeline_split import owned_parameters, split_model, stage_layers, stage_of
+from accel_scale.training.checkpointing import CheckpointingPolicy, apply_checkpointing
+from accel_scale.training.fast_loss import head_loss
+
+BASE = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 32, "pad_token_id": 0, "head_dim": 8,
+}  # fmt: skip
+GPT = {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 32, "vocab_size": 64}
+ARCHITECTURES = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "mistral": {"sliding_window": 5},
+    "gemma": {},
+    "gemma2": {"sliding_window": 5, "_attn_implementation": "eager"},
+    "gemma3_text": {"sliding_window": 5},
+    "cohere": {},
+    "olmo2": {},
+    "phi3": {},
+    "stablelm": {},
+    "granite": {"logits_scaling": 2.0, "embedding_multiplier": 3.0},
+    "gpt_neox": {},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 16},
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "gpt2": GPT,
+    "gptj": {**GPT, "rotary_dim": 4},
+    "bloom": {"hidden_size": 32, "n_layer": 4, "n_head": 4, "vocab_size": 64},
+    "falcon": {},
+}
+
+
+def build(model_type: str):
+    own = dict(ARCHITECTURES[model_type])
+    attention = own.pop("_attn_implementation", "sdpa")
+    fields = own if "n_layer" in own else {**BASE, **own}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **fields)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    for parameter in model.parameters():  # norms of ones and biases of zeros would hide that they were left out
+        nn.init.normal_(parameter, std=0.2)
+    return model.eval()
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_parts_one_after_the_other_are_the_model(model_type):
+    model = build(model_type)
+    ids = torch.randint(1, 64, (2, 12))
+    positions = torch.cat([torch.arange(5), torch.arange(7)]).expand(2, 12)
+    extra = {} if model_type == "bloom" else {"position_ids": positions}
+    with torch.no_grad():
+        wanted = model.base_model(ids, use_cache=False, **extra).last_hidden_state
+        loss = head_loss(model, wanted, ids, num_items=3)
+    names = {name: parameter.shape for name, parameter in model.named_parameters()}
+    parts = split_model(model, [range(1), range(1, 3), range(3, 4)], [0, 1, 2])
+    stage_of(parts[-1]).loss, stage_of(parts[-1]).num_items = head_loss, 3
+    hidden = ids
+    with torch.no_grad():
+        for part in parts[:-1]:
+            hidden = part(hidden, **extra)
+        assert torch.equal(parts[-1](hidden, **extra), wanted)
+        assert torch.equal(parts[-1](hidden, labels=ids, **extra), loss)
+    held = [owned_parameters(part) for part in parts]
+    assert {name: p.shape for part in held for name, p in part.items()} == names
+    assert sum(len(part) for part in held) == len(names)
+    assert [len(stage_layers(part)) for part in parts] == [1, 2, 1]
+
+
+def test_a_tied_head_becomes_a_copy_that_nobody_owns():
+    model = build("gemma")
+    weight = model.get_input_embeddings().weight
+    first, last = split_model(model, [range(2), range(2, 4)], [0, 1])
+    assert first.get_input_embeddings().weight is weight
+    head = last.get_output_embeddings().weight
+    assert head is not weight
+    assert torch.equal(head, weight)
+    assert stage_of(first).tied_weight == "model.embed_tokens.weight"
+    assert stage_of(last).tied_weight == "lm_head.weight"
+    assert "lm_head.weight" not in owned_parameters(last)
+    assert "lm_head.weight" in dict(last.named_parameters())
+
+
+def test_other_stages_weights_are_freed():
+    model = build("llama")
+    part = split_model(model, [range(2), range(2, 4)], [1])[0]
+    assert part is model
+    assert {name.split(".")[2] for name in owned_parameters(part) if "layers" in name} == {"2", "3"}
+    assert not any(name.startswith("model.embed_tokens") for name in owned_parameters(part))
+
+
+def test_checkpointed_layers_are_still_recomputed():
+    model = build("llama").train()
+    apply_checkpointing(model, CheckpointingPolicy.parse("full"))
+    plain = copy.deepcopy(build("llama")).train()
+    counts = []
+    for candidate in (model, plain):
+        part = split_model(candidate, [range(2), range(2, 4)], [1])[0]
+        calls = []
+        stage_layers(part)[0].self_attn.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        part(torch.randn(1, 6, 32, requires_grad=True)).sum().backward()
+        counts.append(len(calls))
+    assert counts == [2, 1]
+
+
+def test_dropout_of_embeddings_happens_on_the_first_stage_only():
+    model = build("gpt2")
+    first, last = split_model(model, [range(2), range(2, 4)], [0, 1])
+    assert isinstance(first.transformer.drop, nn.Dropout)
+    assert not isinstance(last.transformer.drop, nn.Dropout)
+
+
+def test_what_cannot_be_split_is_refused():
+    from peft import LoraConfig, get_peft_model
+
+    with pytest.raises(ConfigError, match="adapters come after the split"):
+        split_model(
+            get_peft_model(build("llama"), LoraConfig(target_modules=["q_proj"])), [range(2), range(2, 4)], [0]
+        )
+    with pytest.raises(ConfigError, match="do not divide 4 layers"):
+        split_model(build("llama"), [range(2), range(3, 4)], [0])
+    config = AutoConfig.for_model(
+        "gemma3n_text", **{**BASE, "num_kv_shared_layers": 0, "vocab_size_per_layer_input": 64,
+        "hidden_size_per_layer_input": 8, "layer_types": ["full_attention"] * 4, "activation_sparsity_pattern": None},
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="cannot be split into pipeline stages"):
+        split_model(AutoModelForCausalLM.from_config(config), [range(2), range(2, 4)], [0])
