@@ -15,7 +15,7 @@ _EPSILON = 1e-6
 
 
 def global_grad_norm(parameters: Iterable[torch.Tensor], pp_group: ProcessGroup | None = None) -> torch.Tensor:
-    """Euclidean norm of the gradients of the whole model, an fp32 scalar on their device; bitwise the same on all ranks.
+    """Euclidean norm of the gradients of the model, an fp32 scalar on their device; the same bits on all ranks.
 
     Gradients may be plain tensors (taken for the same on all ranks of the meshes below, and not summed over them) and
     DTensors on any meshes, with any mixture of `Shard`, `Replicate` and `Partial`: FSDP2, tensor parallelism, both.

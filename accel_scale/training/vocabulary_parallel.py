@@ -1,4 +1,4 @@
-"""Cross-entropy over a vocabulary of which each tensor-parallel rank computes some logits, and none has all of them."""
+"""Cross-entropy over a vocabulary of which each tensor-parallel rank computes some logits and none has all."""
 
 from __future__ import annotations
 
@@ -68,9 +68,10 @@ class VocabularyShard:
 
     def _gather(self, values: torch.Tensor) -> torch.Tensor:
         """(ranks, \\*shape) of every rank's `values`."""
-        gathered = values.new_empty(dist.get_world_size(self.group), *values.shape)
+        ranks = dist.get_world_size(self.group)
+        gathered = values.new_empty(ranks * values.shape[0], *values.shape[1:])
         dist.all_gather_into_tensor(gathered, values.contiguous(), group=self.group)
-        return gathered
+        return gathered.unflatten(0, (ranks, -1))
 
 
 def held_head(weight: Any, bias: Any = None) -> tuple[Any, Any, VocabularyShard | None]:

@@ -1,0 +1,78 @@
+"""What tensor parallelism refuses, and the plans it goes by."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from accel_scale.errors import ConfigError
+from accel_scale.parallel.gradient_norm import clip_gradients, global_grad_norm
+from accel_scale.parallel.tensor import OWN_PLANS, check_tensor_parallel
+
+LLAMA = {"hidden_size": 768, "num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 3072}
+
+
+def config(model_type: str, **fields):
+    return CONFIG_MAPPING[model_type](**fields)
+
+
+@pytest.mark.parametrize(
+    ("given", "degree", "message"),
+    [
+        (config("llama", **LLAMA), 8, "12 attention heads and 4 key-value heads cannot be divided by 8 ranks.*2 or 4"),
+        (config("llama", **LLAMA | {"intermediate_size": 3075}), 4, "3075 intermediate features.*tp_size 1 and FSDP2"),
+        (config("gemma", num_key_value_heads=1), 2, "1 key-value heads cannot be divided by 2 ranks.*tp_size 1"),
+        (config("gpt2", n_head=12, n_embd=768), 8, "12 attention heads cannot be divided by 8 ranks.*2 or 3 or 4"),
+        (config("opt"), 2, "opt models have no tensor-parallel plan.*FSDP2"),
+        (config("qwen3_moe"), 2, "qwen3_moe models needs moe_tp_experts, packed_colwise.*not supported"),
+    ],
+)
+def test_refusals_name_the_sizes_and_what_would_work(given, degree, message):
+    with pytest.raises(ConfigError) as error:
+        check_tensor_parallel(given, degree, method="full")
+    assert re.search(message, str(error.value)), error.value
+    check_tensor_parallel(given, 1, method="full")
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi", "olmo2"])
+def test_plans_of_transformers_are_understood(model_type):
+    check_tensor_parallel(config(model_type), 2, method="full")
+
+
+def test_adapters_are_refused():
+    with pytest.raises(ConfigError, match="--method lora does not work with tensor parallelism"):
+        check_tensor_parallel(config("llama", **LLAMA), 2, method="lora")
+
+
+def test_own_plans_name_layers_that_exist():
+    for model_type, plan in OWN_PLANS.items():
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config(model_type))
+        names = {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name, _ in model.base_model.named_modules()} | {"lm_head"}
+        assert set(plan) <= names
+
+
+def test_norm_and_clipping_without_meshes_are_torchs_own():
+    torch.manual_seed(0)
+    ours = [torch.nn.Parameter(torch.zeros(5, 3)) for _ in range(4)]
+    theirs = [torch.nn.Parameter(torch.zeros(5, 3)) for _ in range(4)]
+    for one, other in zip(ours[1:], theirs[1:], strict=True):
+        one.grad = torch.randn(5, 3)
+        other.grad = one.grad.clone()
+    expected = torch.nn.utils.clip_grad_norm_(theirs, 0.7)
+    norm = clip_gradients([*ours, ours[1]], 0.7)  # the same parameter twice counts once
+    assert float(norm) == pytest.approx(float(expected), rel=1e-6)
+    for one, other in zip(ours[1:], theirs[1:], strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+    assert float(clip_gradients(ours, math.inf)) == pytest.approx(0.7, rel=1e-5)
+    assert float(global_grad_norm([torch.nn.Parameter(torch.zeros(2))])) == 0.0
+
+
+def test_a_gradient_that_is_not_finite_shows_in_the_norm():
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    parameter.grad = torch.tensor([1.0, math.nan, 2.0])
+    assert math.isnan(float(clip_gradients([parameter], 1.0)))
