@@ -1,0 +1,152 @@
+"""What can be divided along its sequences: by Ulysses, and by ring context parallelism."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accel_scale.errors import ConfigError
+
+# Layers that read other positions only through attention, whose functions and masks see whole rows.
+_ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+_ATTENTIONS = ("sdpa_packed", "sdpa", "eager", "flash_attention_2", "flash_attention_3")
+_PLACE = "--sp_size"
+_CONTEXT_PLACE = "parallelism_config_cp_size"
+
+
+def check_sequence_parallel(config: Any, sp_size: int, row_length: int, attention: str, *, tp_size: int = 1) -> None:
+    """Refuse what Ulysses cannot divide among `sp_size` ranks.
+
+    Sliding windows, packed documents and every mask of the model's own are fine, in each of the attentions taken
+    here: inside of attention a rank has all positions, and masks are built there, for whole rows.
+
+    Args:
+        config: The model's `PreTrainedConfig`.
+        sp_size: Ranks that share each row; 1 is always right.
+        row_length: Tokens of a row.
+        attention: Resolved attention implementation, as transformers calls it.
+        tp_size: Tensor-parallel ranks, which have divided the heads before.
+
+    Raises:
+        ConfigError: for heads or rows that do not divide, attention that has no place for the exchange, and models
+            with layers that mix positions elsewhere.
+    """
+    if sp_size == 1:
+        return
+    text_config = config.get_text_config()
+    _check_architecture(text_config, attention)
+    if attention not in _ATTENTIONS and "flash" not in attention:
+        raise ConfigError(
+            f"{attention} attention does not run with sequence parallelism.",
+            place="--attn_implementation",
+            fix=f"use {', '.join(_ATTENTIONS)}.",
+        )
+    _check_heads(text_config, sp_size, tp_size)
+    if row_length % sp_size:
+        raise ConfigError(
+            f"rows of {row_length} tokens cannot be cut into {sp_size} equal parts.",
+            place=_PLACE,
+            fix=f"use --max_length {-(-row_length // sp_size) * sp_size}.",
+        )
+
+
+def _check_heads(config: Any, sp_size: int, tp_size: int) -> None:
+    """Each rank needs as many query heads as every other, and whole key heads, of its own or shared ones."""
+    heads = config.num_attention_heads
+    keys = getattr(config, "num_key_value_heads", None) or heads
+    local_heads, local_keys = heads // tp_size, max(1, keys // tp_size)
+    shared = f" on each of {tp_size} tensor-parallel ranks" if tp_size > 1 else ""
+    if heads % tp_size or local_heads % sp_size:
+        raise ConfigError(
+            f"{local_heads} attention heads{shared} cannot be divided among {sp_size} sequence-parallel ranks.",
+            place=_PLACE,
+            fix=f"use {_divisors(local_heads)}.",
+        )
+    if local_keys % sp_size and sp_size % local_keys:
+        sizes = [
+            n for n in range(2, local_heads + 1) if not local_heads % n and not (local_keys % n and n % local_keys)
+        ]
+        raise ConfigError(
+            f"{local_keys} key heads{shared} neither divide nor are divided by {sp_size} sequence-parallel ranks.",
+            place=_PLACE,
+            fix=f"use {', '.join(map(str, sizes)) or '1'}.",
+        )
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(2, number + 1) if number % n == 0) or "1"
+
+
+def _check_architecture(config: Any, attention: str) -> None:
+    """Only attention may mix positions, and only through transformers' interface, where the exchange takes place."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    kind = config.model_type
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    layer_types = set(getattr(config, "layer_types", None) or ())
+    mixing = layer_types - _ATTENTION_LAYER_TYPES
+    if mixing or getattr(model_class, "_is_stateful", False):
+        layers = f" ({', '.join(sorted(mixing))} layers)" if mixing else ""
+        raise ConfigError(
+            f"{kind} models{layers} carry a state or a convolution along the sequence, across its parts.",
+            place=_PLACE,
+            fix="use 1 for this model.",
+        )
+    if model_class is not None and not getattr(model_class, "_supports_attention_backend", False):
+        raise ConfigError(
+            f"{model_class.__name__} does not use transformers' attention interface, where heads are exchanged.",
+            place=_PLACE,
+            fix="use 1 for this model.",
+        )
+    if getattr(config, "is_encoder_decoder", False) or getattr(config, "use_bidirectional_attention", False):
+        raise ConfigError(f"{kind} attention is not causal.", place=_PLACE, fix="use 1 for this model.")
+    if "chunked_attention" in layer_types and "flash" in attention:
+        raise ConfigError(
+            f"{attention} has no chunked attention, which {kind} models use.",
+            place="--attn_implementation",
+            fix="use sdpa.",
+        )
+
+
+def check_context_parallel(
+    device_type: str, *, cp_size: int, attention: str = "sdpa", packing: bool = False, config: Any = None
+) -> None:
+    """Refuse ring context parallelism (``cp_size`` of a launch file) where it cannot run or would be wrong.
+
+    It replaces SDPA by torch's ring attention, which has CUDA kernels only, and Accelerate drops the attention mask
+    for it: plain causal attention over the whole row is all that is left.
+
+    Args:
+        device_type: ``cuda``, ``cpu``, …
+        cp_size: Ranks that share each row; 1 is always right.
+        attention: Resolved attention implementation.
+        packing: Whether rows hold several documents.
+        config: The model's `PreTrainedConfig`, if known.
+
+    Raises:
+        ConfigError: naming the reason; the fix is Ulysses wherever that would do.
+    """
+    if cp_size == 1:
+        return
+    ulysses = f"use --sp_size {cp_size} (Ulysses), which has no such limit."
+    if device_type != "cuda":
+        problem = f"torch's ring attention has kernels for CUDA only and this run is on {device_type}."
+    elif packing:
+        problem = "context parallelism drops the mask that keeps packed documents apart."
+    elif attention != "sdpa":
+        problem = f"context parallelism replaces sdpa and this run has {attention} attention."
+        ulysses = "use --attn_implementation sdpa, or --sp_size (Ulysses)."
+    elif _has_windows(config):
+        problem = f"context parallelism drops the masks of {config.model_type} models' sliding or chunked layers."
+    else:
+        return
+    raise ConfigError(problem, place=_CONTEXT_PLACE, fix=ulysses)
+
+
+def _has_windows(config: Any) -> bool:
+    if config is None:
+        return False
+    text_config = config.get_text_config()
+    layer_types = getattr(text_config, "layer_types", None)
+    if layer_types:
+        return set(layer_types) != {"full_attention"}
+    return getattr(text_config, "sliding_window", None) is not None

@@ -1,0 +1,259 @@
+"""Processes that share each row, beside one process that has it whole: losses, weights, isolation, memory.
+
+Run by test_sequence_parallel.py under torchrun; rank 0 prints one JSON line per case. The argument is ``pair`` (two
+processes) or ``sharded`` (four: two groups of two, weights sharded over all of them).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from accel_scale.parallel.layout import ParallelLayout, build_mesh
+from accel_scale.parallel.sequence import check_sequence_parallel, check_ulysses, cut_batch, enable_ulysses, uncut_rows
+from accel_scale.training.checkpointing import CheckpointingPolicy, apply_checkpointing
+from accel_scale.training.evaluating import language_model_loss
+from accel_scale.training.fast_loss import add_fast_lm_head
+from accel_scale.training.loss import count_loss_tokens
+from accel_scale.training.measured_memory import StorageTracker
+from accel_scale.training.packed_attention import register_packed_attention
+
+VOCAB, LENGTH, STEPS = 96, 48, 4
+SHAPE = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": VOCAB}
+GROUPED = {**SHAPE, "num_key_value_heads": 2, "intermediate_size": 96, "pad_token_id": 0}
+FIELDS: dict[str, dict[str, Any]] = {
+    "llama": GROUPED,
+    "qwen3": {**GROUPED, "head_dim": 16},
+    "gemma": {**GROUPED, "head_dim": 16},
+    "gemma2": {**GROUPED, "head_dim": 16, "sliding_window": 10},
+    "gemma3_text": {**GROUPED, "head_dim": 16, "sliding_window": 10, "num_key_value_heads": 1},
+    "gpt2": {
+        "n_embd": 64, "n_head": 4, "n_layer": 4, "vocab_size": VOCAB, "n_positions": 128,
+        "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+    },
+}  # fmt: skip
+# Name: (architecture, attention, packed rows, checkpointing policy, autocast).
+CASES: dict[str, tuple[str, str, bool, str, bool]] = {
+    "llama": ("llama", "sdpa", False, "none", False),
+    "llama, packed": ("llama", "sdpa_packed", True, "none", False),
+    "llama, packed, sdpa": ("llama", "sdpa", True, "none", False),
+    "llama, packed, eager": ("llama", "eager", True, "none", False),
+    "llama, packed, full": ("llama", "sdpa_packed", True, "full", False),
+    "llama, packed, selective": ("llama", "sdpa_packed", True, "selective", False),
+    "llama, packed, offload": ("llama", "sdpa", True, "offload", False),
+    "llama, packed, bf16": ("llama", "sdpa_packed", True, "full", True),
+    "qwen3, packed": ("qwen3", "sdpa_packed", True, "none", False),
+    "gemma": ("gemma", "sdpa_packed", False, "none", False),
+    "gemma2, packed": ("gemma2", "eager", True, "every_2", False),
+    "gemma3, one key head": ("gemma3_text", "sdpa", False, "none", False),
+    "gemma3, one key head, packed": ("gemma3_text", "sdpa_packed", True, "none", False),
+    "gpt2": ("gpt2", "sdpa", False, "none", False),
+    "gpt2, packed": ("gpt2", "sdpa_packed", True, "none", False),
+}
+
+
+def build(kind: str, attention: str, policy: str = "none") -> Any:
+    """A small model with the same weights on every rank."""
+    torch.manual_seed(0)
+    register_packed_attention()
+    config = CONFIG_MAPPING[kind](**FIELDS[kind])
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).train()
+    with torch.no_grad():  # norms at 1 and biases at 0 would hide a gradient that goes wrong
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    add_fast_lm_head(model)
+    apply_checkpointing(model, CheckpointingPolicy.parse(policy))
+    return model
+
+
+def rows(step: int, *, packed: bool, num_rows: int = 2, length: int = LENGTH) -> dict[str, torch.Tensor]:
+    """Rows whose documents, and the labels left out, differ; documents cross every cut into two."""
+    generator = torch.Generator().manual_seed(100 + step)
+    ids = torch.randint(1, VOCAB, (num_rows, length), generator=generator)
+    labels = ids.clone()
+    labels[0, : length // 3] = -100
+    batch = {"input_ids": ids, "labels": labels}
+    if packed:
+        borders = [(7 + 5 * row, length // 2 - 6 + 3 * row, length // 2 + 9 + row) for row in range(num_rows)]
+        batch["position_ids"] = torch.stack([restarting(length, border) for border in borders])
+    return batch
+
+
+def restarting(length: int, borders: tuple[int, ...]) -> torch.Tensor:
+    return torch.cat([torch.arange(end - begin) for begin, end in zip((0, *borders), (*borders, length), strict=True)])
+
+
+def autocast(wanted: bool) -> Any:
+    return torch.autocast("cpu", dtype=torch.bfloat16) if wanted else nullcontext()
+
+
+def train(model: Any, batches: list[Any], totals: list[Any], group: Any, *, bf16: bool, factor: float = 1.0) -> Any:
+    """(losses, whole weights) after AdamW steps; sums losses and, where weights are whole, gradients over `group`."""
+    # Some gradients are zero but for rounding (GPT-2's key biases): a larger epsilon keeps Adam from scaling that up.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1, eps=1e-6)
+    losses = []
+    for batch, total in zip(batches, totals, strict=True):
+        with autocast(bf16):
+            loss = language_model_loss(model, batch, total)
+        (loss * factor).backward()
+        loss = loss.detach().clone()
+        if group is not None:
+            dist.all_reduce(loss, group=group)
+            for parameter in model.parameters():
+                if not hasattr(parameter, "full_tensor"):
+                    dist.all_reduce(parameter.grad, group=group)
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in model.named_parameters()}
+    return losses, {name: weight.detach() for name, weight in weights.items()}
+
+
+def compare(found: Any, expected: Any) -> dict[str, float]:
+    (losses, weights), (expected_losses, expected_weights) = found, expected
+    assert set(weights) == set(expected_weights)
+    difference = {name: (weights[name] - w).abs().max() / w.abs().max() for name, w in expected_weights.items()}
+    return {
+        "loss": max(abs(a - b) / b for a, b in zip(losses, expected_losses, strict=True)),
+        "weights": max(difference.values()).item(),
+        "learned": expected_losses[0] - expected_losses[-1],
+    }
+
+
+def parity(name: str, group: Any) -> dict[str, Any]:
+    kind, attention, packed, policy, bf16 = CASES[name]
+    rank, size = group.rank(), group.size()
+    batches = [rows(step % 2, packed=packed) for step in range(STEPS)]
+    totals = [int(count_loss_tokens(batch["labels"])) for batch in batches]
+    expected = train(build(kind, attention, policy), batches, totals, None, bf16=bf16)
+    model = build(kind, attention, policy)
+    check_sequence_parallel(model.config, size, LENGTH, attention)
+    enable_ulysses(model, group)
+    forward_difference = check_ulysses(model, group)
+    parts = [cut_batch(batch, rank, size) for batch in batches]
+    found = train(model, parts, totals, group, bf16=bf16)
+    return {**compare(found, expected), "forward": forward_difference}
+
+
+def isolation(group: Any) -> dict[str, float]:
+    """Loss of the document that crosses the cut: what changes it, and what does not."""
+    rank, size = group.rank(), group.size()
+    model = build("llama", "sdpa_packed").eval()
+    enable_ulysses(model, group)
+    batch = rows(0, packed=True, num_rows=1)
+    starts = (batch["position_ids"][0] == 0).nonzero().flatten().tolist()
+    begin, end = starts[2], starts[3]
+    assert begin < LENGTH // 2 < end
+    labels = torch.full_like(batch["labels"], -100)
+    labels[:, begin + 1 : end] = batch["input_ids"][:, begin + 1 : end]
+    batch["labels"] = labels
+
+    def loss(changed: slice | None = None, **replaced: torch.Tensor) -> float:
+        ids = batch["input_ids"].clone()
+        if changed is not None:
+            ids[:, changed] = (ids[:, changed] + 7) % VOCAB
+        with torch.no_grad():
+            part = cut_batch({**batch, "input_ids": ids, **replaced}, rank, size)
+            value = language_model_loss(model, part, 1)
+        dist.all_reduce(value, group=group)
+        return value.item()
+
+    with torch.no_grad(), uncut_rows():
+        whole = language_model_loss(model, batch, 1).item()
+    # What a cut without the shift would lose: each part shifts its own labels.
+    mine = slice(rank * LENGTH // size, (rank + 1) * LENGTH // size)
+    unshifted = batch["labels"][:, mine]
+    unshifted = torch.nn.functional.pad(unshifted[:, 1:], (0, 1), value=-100)
+    part = {**cut_batch(batch, rank, size), "shift_labels": unshifted}
+    with torch.no_grad():
+        lost = language_model_loss(model, part, 1)
+    dist.all_reduce(lost, group=group)
+    return {
+        "whole": whole,
+        "cut": loss(),
+        "other_documents_changed": loss(slice(0, begin)),
+        "beginning_changed": loss(slice(begin, begin + 1)),
+        "not_isolated": loss(position_ids=torch.arange(LENGTH)[None]),
+        "shifted_after_the_cut": lost.item(),
+    }
+
+
+def generation(group: Any) -> dict[str, Any]:
+    """Generating takes whole rows on each rank, as before."""
+    model = build("llama", "sdpa_packed").eval()
+    prompt = rows(0, packed=False)["input_ids"][:, :12]
+    keywords = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    before = model.generate(prompt, attention_mask=torch.ones_like(prompt), **keywords)
+    enable_ulysses(model, group)
+    after = model.generate(prompt, attention_mask=torch.ones_like(prompt), **keywords)
+    return {"same": bool(torch.equal(before, after)), "length": after.shape[1]}
+
+
+def memory(group: Any) -> dict[str, Any]:
+    """Bytes that a forward pass leaves for the backward pass, with the row cut and whole."""
+    batch = rows(0, packed=True, num_rows=1, length=1024)
+    live = {}
+    for size in (1, group.size()):
+        model = build("llama", "sdpa_packed")
+        if size > 1:
+            enable_ulysses(model, group)
+        part = cut_batch(batch, group.rank(), size) if size > 1 else batch
+        tracker = StorageTracker()
+        tracker.adopt([*model.parameters(), *model.buffers(), *part.values()])
+        before = tracker.live_bytes
+        with tracker:
+            loss = language_model_loss(model, part, 1)
+        live[size] = tracker.live_bytes - before
+        loss.backward()
+    return {"whole_bytes": live[1], "part_bytes": live[group.size()]}
+
+
+def sharded(layout: ParallelLayout, kind: str, attention: str) -> dict[str, Any]:
+    """Weights sharded over all ranks of ``mesh["shard"]``, whose gradients FSDP2 averages."""
+    mesh = build_mesh(layout, "cpu")
+    rank = dist.get_rank()
+    place, data_rank = layout.coordinate(rank), layout.data_rank(rank)
+    num_rows = layout.data_ranks
+    batches = [rows(step % 2, packed=True, num_rows=num_rows) for step in range(STEPS)]
+    totals = [int(count_loss_tokens(batch["labels"])) for batch in batches]
+    expected = train(build(kind, attention, "full"), batches, totals, None, bf16=False)
+    model = build(kind, attention, "full")
+    enable_ulysses(model, mesh["sp"])
+    for block in [*model.model.layers, model]:
+        fully_shard(block, mesh=mesh["shard"])
+    mine = [{n: t[data_rank : data_rank + 1] for n, t in batch.items()} for batch in batches]
+    parts = [cut_batch(batch, place["sp"], layout.sp) for batch in mine]
+    found = train(model, parts, totals, mesh["grad"].get_group(), bf16=False, factor=layout.gradient_ranks)
+    return compare(found, expected)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    if sys.argv[1] == "pair":
+        group = dist.new_group([0, 1])
+        results: dict[str, Any] = {name: parity(name, group) for name in CASES}
+        results["isolation"] = isolation(group)
+        results["generation"] = generation(group)
+        results["memory"] = memory(group)
+        results["fsdp2"] = sharded(ParallelLayout(sp=2), "llama", "sdpa_packed")
+    else:
+        results = {
+            "fsdp2": sharded(ParallelLayout(dp_shard=2, sp=2), "llama", "sdpa_packed"),
+            "fsdp2, gemma2": sharded(ParallelLayout(dp_shard=2, sp=2), "gemma2", "eager"),
+        }
+    if dist.get_rank() == 0:
+        for name, result in results.items():
+            print(json.dumps({"case": name, **result}))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
