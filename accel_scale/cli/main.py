@@ -28,6 +28,10 @@ COMMANDS: dict[str, Command] = {
     "rehearse": Command("accel_scale.cli.rehearse", "run a launch file on CPU processes with a shrunken model"),
     "merge": Command("accel_scale.cli.merge", "merge LoRA or QLoRA adapters into their base"),
     "prepare": Command("accel_scale.cli.prepare", "tokenise pretraining data once, for runs that read tokens"),
+    "launch-script": Command(
+        "accel_scale.cli.launch_script", "write what starts several nodes: Slurm, Kubernetes, SSH"
+    ),
+    "comm": Command("accel_scale.cli.comm", "what collectives cost: predicted, measured; sizes of DDP's buckets"),
     "scaling": Command(
         "accel_scale.cli.scaling", "parameters, tokens and compute from one another, loss, time and price"
     ),

@@ -34,6 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     machine.add_argument("--host_memory", help="of one node, e.g. 512GiB; not checked without")
     machine.add_argument("--host_bandwidth", metavar="SPEED", help="bytes per second of its memory, e.g. 200GB")
     machine.add_argument("--nvme", metavar="SPEED", help="bytes per second of a node's disks, e.g. 6GB")
+    machine.add_argument(
+        "--links", metavar="FILE", help="measured by accel-scale comm; `measured`: the last ones here"
+    )
     training = parser.add_argument_group("training, as the recipe's flags")
     training.add_argument("--method", default="full", help="full, lora, qlora, or auto: any of them (default: full)")
     training.add_argument("--precision", help="fp32, fp16, bf16, bf16_true or fp8 (default: bf16 where there is)")
@@ -99,7 +102,7 @@ def _request(args: argparse.Namespace) -> tuple[Request, list[str]]:
     lists = {name: tuple(values[name]) for name in ("lora_target_modules", "strategy")}
     packing = one_of(args.packing.lower(), ("true", "false"), "--packing") == "true" and not args.no_packing
     request = build_request(Wish(**{**values, **lists, "packing": packing}))
-    notes = []
+    notes = [] if request.machine.links is None else [f"communication from {request.machine.links.line}."]
     if request.model.max_positions and request.sequence_length > request.model.max_positions:
         notes.append(f"{request.model.name} was made for {request.model.max_positions} tokens.")
     if args.dataset_name and args.mean_length is None and Path(args.dataset_name).exists():

@@ -1,102 +1,23 @@
-"""What ranks send each other: bytes and seconds of collectives, and the collectives of every strategy."""
+"""What ranks send each other: the collectives of every strategy, their bytes and their seconds on a machine."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
+from accel_scale.planning.collectives import USUAL, Link, collective_cost, steps
 from accel_scale.planning.flops import recomputed_fraction, trained_params
 from accel_scale.planning.hardware import Machine
+from accel_scale.planning.links import (
+    ACHIEVED_LINK_FRACTION,
+    ACHIEVED_PCIE_FRACTION,
+    INTERNODE_LATENCY_SECONDS,
+    INTRANODE_LATENCY_SECONDS,
+)
 from accel_scale.planning.model_facts import ModelFacts
 from accel_scale.planning.training_setup import TrainingSetup
 
-# NCCL rings reach about this share of a link's peak ("bus bandwidth" of large messages, nccl-tests on A100 and H100:
-# 230–240 of 300 GB/s, 360–370 of 450); networks are alike. Over PCIe most cards go through host memory: two crossings.
-ACHIEVED_LINK_FRACTION = 0.8
-ACHIEVED_PCIE_FRACTION = 0.4
-# Per hop: an NCCL kernel's start and synchronisation inside a server, a network message between servers.
-INTRANODE_LATENCY_SECONDS = 5e-6
-INTERNODE_LATENCY_SECONDS = 20e-6
 # NF4 with double quantisation: 4 bits + 0.127 bit of constants per weight.
 NF4_BYTES_PER_PARAM = (4 + 0.127) / 8
-
-
-@dataclass(frozen=True)
-class Link:
-    """What one worker sends through: the α–β model of a message of K bytes, α + K/β.
-
-    Attributes:
-        bytes_per_second: β, one way.
-        latency_seconds: α.
-    """
-
-    bytes_per_second: float
-    latency_seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class Cost:
-    """One collective over N workers.
-
-    Attributes:
-        bytes_per_worker: What the busiest worker sends.
-        seconds: Until all workers are done.
-    """
-
-    bytes_per_worker: float
-    seconds: float
-
-
-def broadcast(num_bytes: float, workers: int, link: Link) -> Cost:
-    """A binary tree, pipelined: the root sends K twice, the last worker starts after log2 N hops."""
-    copies = min(2, workers - 1)
-    return _cost(copies * num_bytes, math.ceil(math.log2(workers)), link)
-
-
-def reduce(num_bytes: float, workers: int, link: Link) -> Cost:
-    """To one worker; a broadcast backwards."""
-    return broadcast(num_bytes, workers, link)
-
-
-def reduce_then_broadcast(num_bytes: float, workers: int, link: Link) -> Cost:
-    """All-reduce through one worker, which receives (N−1)K and sends (N−1)K: 2(N−1)K go through its link."""
-    return _cost(2 * (workers - 1) * num_bytes, 2 * (workers - 1), link)
-
-
-def all_gather(num_bytes: float, workers: int, link: Link) -> Cost:
-    """A ring: everybody ends with K bytes and sends (N−1)K/N of them."""
-    return _cost((workers - 1) / workers * num_bytes, workers - 1, link)
-
-
-def reduce_scatter(num_bytes: float, workers: int, link: Link) -> Cost:
-    """A ring: everybody starts with K bytes, ends with K/N reduced ones, and sends (N−1)K/N."""
-    return all_gather(num_bytes, workers, link)
-
-
-def all_reduce(num_bytes: float, workers: int, link: Link) -> Cost:
-    """A ring: reduce-scatter, then all-gather; each worker sends 2(N−1)K/N."""
-    return _cost(2 * (workers - 1) / workers * num_bytes, 2 * (workers - 1), link)
-
-
-def all_to_all(num_bytes: float, workers: int, link: Link) -> Cost:
-    """Each worker holds K bytes and keeps one N-th: it sends (N−1)K/N, one message to each."""
-    return _cost((workers - 1) / workers * num_bytes, workers - 1, link)
-
-
-def point_to_point(num_bytes: float, workers: int, link: Link) -> Cost:
-    """To the next stage; `workers` > 1."""
-    return _cost(num_bytes, 1, link)
-
-
-COLLECTIVES = {
-    "broadcast": broadcast,
-    "reduce": reduce,
-    "all_gather": all_gather,
-    "reduce_scatter": reduce_scatter,
-    "all_reduce": all_reduce,
-    "all_to_all": all_to_all,
-    "point_to_point": point_to_point,
-}
 
 
 def pipeline_bubble(stages: int, micro_batches: int) -> float:
@@ -110,7 +31,7 @@ class Collective:
 
     Attributes:
         name: What is sent, e.g. ``weights for the forward pass``.
-        kind: A name in `COLLECTIVES`.
+        kind: A name in `collectives.OPS`; it runs by its `collectives.USUAL` algorithm.
         num_bytes: K of each.
         workers: N.
         count: How many run in a step, for each rank.
@@ -129,38 +50,58 @@ class Collective:
     @property
     def bytes_per_rank(self) -> float:
         """What a rank sends in a step."""
-        return self.count * COLLECTIVES[self.kind](self.num_bytes, self.workers, Link(1)).bytes_per_worker
+        return self.count * steps(self.kind, USUAL[self.kind], self.num_bytes, self.workers).num_bytes
 
 
 def collective_seconds(collective: Collective, machine: Machine) -> float:
     """Seconds per step of a collective on a machine: one ring inside a server, two levels between servers.
 
     Between servers, every server first works inside, then the shards of its g ranks travel at once through its network
-    (a hierarchical all-reduce: reduce-scatter inside, all-reduce of K/g between, all-gather inside).
+    (a hierarchical all-reduce: reduce-scatter inside, all-reduce of K/g between, all-gather inside). Links that were
+    measured (`Machine.links`) take the place of the card's and the network's.
 
     Raises:
         ConfigError: where a link's speed is not known.
     """
-    workers, size = collective.workers, collective.num_bytes
+    workers, size, kind = collective.workers, collective.num_bytes, collective.kind
     if workers == 1 or size == 0:
         return 0.0
-    run = COLLECTIVES[collective.kind]
     inside = max(1, min(workers, machine.gpus_per_node // collective.spread))
     if inside == workers:
-        return collective.count * run(size, workers, _intranode(machine)).seconds
+        return collective.count * _seconds(kind, size, workers, _intranode(machine, kind))
     nodes = -(-workers // inside)
     # All groups of a server share its network: `spread` groups of `inside` ranks each.
-    network = machine.internode_bandwidth() / min(machine.gpus_per_node, inside * collective.spread)
-    between = Link(network * ACHIEVED_LINK_FRACTION, INTERNODE_LATENCY_SECONDS)
-    if collective.kind == "point_to_point":
-        return collective.count * run(size, 2, between).seconds
-    if collective.kind == "all_to_all":
+    between = _internode(machine, kind).shared_by(min(machine.gpus_per_node, inside * collective.spread))
+    if kind == "point_to_point":
+        return collective.count * _seconds(kind, size, 2, between)
+    if kind == "all_to_all":
         outside = size * (workers - inside) / workers
-        return collective.count * _cost(outside, workers - inside, between).seconds
-    seconds = run(size / inside, nodes, between).seconds
+        return collective.count * between.seconds(workers - inside, outside)
+    seconds = _seconds(kind, size / inside, nodes, between)
     if inside > 1:
-        seconds += run(size, inside, _intranode(machine)).seconds
+        seconds += _seconds(kind, size, inside, _intranode(machine, kind))
     return collective.count * seconds
+
+
+def _seconds(kind: str, num_bytes: float, workers: int, link: Link) -> float:
+    return collective_cost(kind, USUAL[kind], num_bytes, workers, link).seconds
+
+
+def _intranode(machine: Machine, kind: str) -> Link:
+    """A GPU's link inside its server: measured, or a share of what its maker states."""
+    measured = machine.links.inside_link(kind) if machine.links else None
+    if measured is not None:
+        return measured
+    fraction = ACHIEVED_PCIE_FRACTION if machine.gpu.link == "pcie" else ACHIEVED_LINK_FRACTION
+    return Link(machine.gpu.link_bandwidth() * fraction, INTRANODE_LATENCY_SECONDS)
+
+
+def _internode(machine: Machine, kind: str) -> Link:
+    """A server's link to the others: measured, or a share of the network's speed."""
+    measured = machine.links.between_link(kind) if machine.links else None
+    if measured is not None:
+        return measured
+    return Link(machine.internode_bandwidth() * ACHIEVED_LINK_FRACTION, INTERNODE_LATENCY_SECONDS)
 
 
 def step_collectives(facts: ModelFacts, setup: TrainingSetup) -> tuple[Collective, ...]:
@@ -275,12 +216,3 @@ def _sequence(facts: ModelFacts, setup: TrainingSetup) -> list[Collective]:
     count = 4 * facts.num_layers / parallel.pipeline_parallel * _passes(setup) * setup.accumulation
     ranks, spread = parallel.sequence_parallel, parallel.tensor_parallel
     return [Collective("sequence parallel", "all_to_all", size, ranks, count, spread, overlaps=False)]
-
-
-def _intranode(machine: Machine) -> Link:
-    fraction = ACHIEVED_PCIE_FRACTION if machine.gpu.link == "pcie" else ACHIEVED_LINK_FRACTION
-    return Link(machine.gpu.link_bandwidth() * fraction, INTRANODE_LATENCY_SECONDS)
-
-
-def _cost(num_bytes: float, hops: int, link: Link) -> Cost:
-    return Cost(num_bytes, hops * link.latency_seconds + num_bytes / link.bytes_per_second)

@@ -9,10 +9,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
 from accel_scale.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from accel_scale.planning.link_fit import MeasuredLinks
 
 DTYPES = ("fp32", "tf32", "fp16", "bf16", "fp8")
 
@@ -121,6 +124,7 @@ class Machine:
         internode_bytes_per_second: Out of one server, one way; `None`: unknown.
         nvme_bytes_per_second: Of one server's drives; `None`: unknown.
         price_per_gpu_hour: In any currency; `None`: unknown.
+        links: Measured ones, which replace the card's and the network's; `None`: none.
     """
 
     gpu: Gpu
@@ -131,6 +135,7 @@ class Machine:
     internode_bytes_per_second: float | None = None
     nvme_bytes_per_second: float | None = None
     price_per_gpu_hour: float | None = None
+    links: MeasuredLinks | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_gpus", "gpus_per_node"):
@@ -144,10 +149,8 @@ class Machine:
 
     def internode_bandwidth(self) -> float:
         """Bytes per second out of one server, one way; `ConfigError` where unknown."""
-        known = ", ".join(NETWORK_GBIT_PER_SECOND)
-        return _known(
-            self.internode_bytes_per_second, "the network between servers", f"give --network, one of {known}."
-        )
+        fix = f"give --network, one of {', '.join(NETWORK_GBIT_PER_SECOND)}."
+        return _known(self.internode_bytes_per_second, "the network between servers", fix)
 
 
 def pcie_bytes_per_second(generation: int, lanes: int = 16) -> float:
@@ -285,12 +288,7 @@ def _known(value: float | None, what: str, fix: str = "name a card of the catalo
 
 
 def _not_found(
-    text: str,
-    kind: str,
-    choices: Mapping[str, Any],
-    place: str,
-    fix: str,
-    aliases: Mapping[str, str] | None = None,
+    text: str, kind: str, choices: Mapping[str, Any], place: str, fix: str, aliases: Mapping[str, str] | None = None
 ) -> ConfigError:
     keys = dict(aliases or {name: name for name in choices})
     nearest = difflib.get_close_matches(_key(text) if aliases else text.lower(), list(keys), n=1, cutoff=0.5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from accel_scale.planning.communication import Link, all_reduce, reduce_then_broadcast
+from accel_scale.planning.collectives import steps
 from accel_scale.planning.hardware import PCIE_GIGATRANSFERS, catalogue
 from accel_scale.planning.scaling_laws import plan_scaling
 
@@ -110,11 +110,8 @@ def compute_optimal(sizes: tuple[float, ...] = (1e9, 7e9, 13e9, 70e9, 405e9)) ->
 
 def all_reduce_volumes(workers: tuple[int, ...] = (2, 4, 8, 64)) -> Table:
     """What the busiest worker moves for a tensor of K bytes: 2(N−1) K through one worker, 2(N−1)/N K in a ring."""
-    unit = Link(1.0)
-    rows = tuple(
-        (float(n), reduce_then_broadcast(1, n, unit).bytes_per_worker, all_reduce(1, n, unit).bytes_per_worker)
-        for n in workers
-    )
+    names = ("central", "ring")
+    rows = tuple((float(n), *(steps("all_reduce", name, 1, n).num_bytes for name in names)) for n in workers)
     return Table("All-reduce, bytes through the busiest worker over K", ("N", "reduce + broadcast", "ring"), rows)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from accel_scale.errors import ConfigError
 from accel_scale.planning import catalogue, hardware
+from accel_scale.planning.link_fit import load_links
 from accel_scale.planning.model_facts import ModelFacts
 from accel_scale.planning.optimizer_states import optimizer_bytes
 from accel_scale.planning.parameters import lora_params
@@ -56,6 +57,7 @@ class Wish:
     host_memory: str | None = None
     host_bandwidth: str | None = None
     nvme: str | None = None
+    links: str | None = None
     method: str = "full"
     precision: str | None = None
     optim: str | None = None
@@ -199,6 +201,7 @@ def _machine(wish: Wish, detect: Callable[[], hardware.Machine | None]) -> hardw
         host_memory_bytes=parse_bytes(host, place="--host_memory") if host else base.host_memory_bytes,
         host_bandwidth=float(parse_bytes(speed, place="--host_bandwidth")) if speed else None,
         nvme_bytes_per_second=float(parse_bytes(nvme, place="--nvme")) if nvme else None,
+        links=load_links(wish.links) if wish.links else None,
     )
 
 

@@ -1,0 +1,177 @@
+"""What collectives cost: predicted by algorithm, measured on this launch, and DDP's bucket size.
+
+  accel-scale comm --op all_reduce --size 1GiB --gpu h100 --nodes 2 --gpus_per_node 8
+  accel-scale comm --op all --size 64KiB..1GiB --link nvlink-a100 --gpus_per_node 8 --step_factor 16
+  accel-scale comm --measure --processes 2 --save links.json
+  torchrun --nproc_per_node 8 --no-python accel-scale comm --measure
+  accel-scale comm --ddp_buckets --num_params 30M --processes 2
+  accel-scale comm --catalogue
+
+Sizes and bandwidths are nccl-tests': K is the whole tensor, algbw is K ÷ time, busbw what each link carried.
+A measurement ends with a file that `accel-scale plan --links FILE` predicts communication from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+
+from accel_scale.errors import ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `accel-scale comm`."""
+    what = parser.add_argument_group("what")
+    what.add_argument("--op", nargs="+", metavar="OP", help="all_reduce, all_gather … or all (default: all_reduce)")
+    what.add_argument("--size", nargs="+", metavar="SIZE", help="K: 1GiB, several, or a range 64KiB..1GiB")
+    what.add_argument("--step_factor", metavar="X", default="2", help="between the sizes of a range (default: 2)")
+    what.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    what.add_argument("--catalogue", action="store_true", help="print the links that have names")
+    where = parser.add_argument_group("predicted on")
+    where.add_argument("--gpu", help="a card, for its link, e.g. H100 (default: those of this machine)")
+    where.add_argument("--nodes", metavar="N", help="servers (default: 1)")
+    where.add_argument("--gpus_per_node", metavar="N", help="GPUs of each (default: 8)")
+    where.add_argument("--link", help="between GPUs of a server, e.g. nvlink-h100, pcie4, ethernet-25")
+    where.add_argument("--network", help="between servers, e.g. ib-ndr, ethernet-100, or 25GB (per second)")
+    where.add_argument("--links", metavar="FILE", help="measured by --measure; `measured`: the last ones here")
+    where.add_argument("--bandwidth", metavar="SPEED", help="of a GPU's link, one way, as reached, e.g. 12.5GB")
+    where.add_argument("--latency", metavar="TIME", help="of a message between GPUs of a server, e.g. 20us")
+    where.add_argument("--network_latency", metavar="TIME", help="of a message between servers")
+    run = parser.add_argument_group("measured")
+    run.add_argument("--measure", action="store_true", help="run the collectives, fit the links and save them")
+    run.add_argument("--ddp_buckets", action="store_true", help="time steps of DDP by bucket size, suggest one")
+    run.add_argument("--processes", metavar="N", help="to start here (default: one for each GPU, or 2 on the CPU)")
+    run.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl where there is a GPU for each process")
+    run.add_argument("--repeats", metavar="N", default="40", help="times that are taken of each (default: 40)")
+    run.add_argument(
+        "--save", metavar="FILE", help="where the links go (default: accel_scale/links.json in the cache)"
+    )
+    run.add_argument("--model", help="of --ddp_buckets: a name of the catalogue, a folder or a config.json")
+    run.add_argument("--num_params", metavar="N", help="of --ddp_buckets: a Llama of about this size, e.g. 30M")
+    run.add_argument("--bucket_caps", nargs="+", metavar="MB", help="to try (default: 1 5 10 25 50 100)")
+    run.add_argument("--per_device_train_batch_size", metavar="N", default="1", help="rows of a step (default: 1)")
+    run.add_argument("--max_length", metavar="TOKENS", default="128", help="of a row (default: 128)")
+
+
+# Flags that mean something in one way of using the command only.
+_ONLY_PREDICTED = (
+    "gpu", "nodes", "gpus_per_node", "link", "network", "links", "bandwidth", "latency", "network_latency",
+)  # fmt: skip
+_ONLY_BUCKETS = ("model", "num_params", "bucket_caps")
+_ONLY_RUN = ("processes", "backend", "save")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Predict, measure or sweep."""
+    if args.measure and args.ddp_buckets:
+        raise ConfigError("two measurements at once.", place="--ddp_buckets", fix="run one after the other.")
+    if args.catalogue:
+        return _catalogue(args)
+    if args.measure or args.ddp_buckets:
+        _refuse(args, _ONLY_PREDICTED, "says what to predict on, and this measures.")
+    if args.measure:
+        _refuse(args, _ONLY_BUCKETS, "belongs to --ddp_buckets.")
+        from accel_scale.cli.comm_measure import run_measurement
+
+        return run_measurement(args)
+    if args.ddp_buckets:
+        _refuse(args, ("op", "size", "save"), "belongs to --measure.")
+        from accel_scale.cli.comm_measure import run_bucket_sweep
+
+        return run_bucket_sweep(args)
+    _refuse(args, (*_ONLY_BUCKETS, *_ONLY_RUN), "belongs to measurements: add --measure or --ddp_buckets.")
+    return _predict(args)
+
+
+def _refuse(args: argparse.Namespace, names: Sequence[str], why: str) -> None:
+    for name in names:
+        if getattr(args, name) is not None:
+            raise ConfigError(f"--{name} {why}", place=f"--{name}", fix="remove it.")
+
+
+def _catalogue(args: argparse.Namespace) -> int:
+    from accel_scale.planning.links import named_links
+    from accel_scale.reporting.comm_tables import print_links
+
+    links = list(named_links().values())
+    if args.json:
+        document = [
+            {
+                "name": entry.name,
+                "peak_bytes_per_second": entry.peak_bytes_per_second,
+                "bytes_per_second": entry.link.bytes_per_second,
+                "latency_seconds": entry.link.latency_seconds,
+            }
+            for entry in links
+        ]
+        print(json.dumps({"links": document}, indent=2))
+    else:
+        print_links(links)
+    return 0
+
+
+def _predict(args: argparse.Namespace) -> int:
+    from accel_scale.cli.comm_cluster import cluster_of_flags
+    from accel_scale.planning.links import predict
+    from accel_scale.reporting.comm_tables import prediction_dict, print_predictions
+
+    cluster, title, notes = cluster_of_flags(args)
+    if cluster.workers == 1:
+        raise ConfigError("one worker sends nothing.", place="--gpus_per_node", fix="use 2 or more.")
+    groups = [
+        predict(op, size, cluster)
+        for op in parse_ops(args.op, ("all_reduce",))
+        for size in parse_sizes(args.size or ["1GiB"], args.step_factor)
+    ]
+    if args.json:
+        rows = [prediction_dict(entry, is_best=index == 0) for group in groups for index, entry in enumerate(group)]
+        print(json.dumps({"on": title, "notes": notes, "predictions": rows}, indent=2))
+    else:
+        print_predictions(title, groups, notes)
+    return 0
+
+
+def parse_ops(words: Sequence[str] | None, default: Sequence[str]) -> tuple[str, ...]:
+    """Names of collectives; ``all`` is every one.
+
+    Raises:
+        ConfigError: naming the nearest.
+    """
+    from accel_scale.planning.collectives import OPS
+    from accel_scale.planning.requests import one_of
+
+    if words is None:
+        return tuple(default)
+    chosen = [op.replace("-", "_") for op in words]
+    found = OPS if chosen == ["all"] else [one_of(op, (*OPS, "all"), "--op") for op in chosen]
+    if "all" in found:
+        raise ConfigError("all is every one of them.", place="--op", fix="write --op all alone.")
+    return tuple(dict.fromkeys(found))
+
+
+def parse_sizes(words: Sequence[str], factor_text: str) -> list[int]:
+    """Bytes of ``1GiB``, of several, and of ranges ``64KiB..1GiB``, whose ends are both among them.
+
+    Raises:
+        ConfigError: for anything else.
+    """
+    from accel_scale.planning.scaling_laws import parse_count
+    from accel_scale.units import parse_bytes
+
+    factor = parse_count(factor_text, place="--step_factor")
+    if factor <= 1:
+        raise ConfigError(f"{factor_text} does not grow.", place="--step_factor", fix="use more than 1.")
+    sizes: list[int] = []
+    for word in words:
+        first, dots, last = word.partition("..")
+        low = parse_bytes(first, place="--size")
+        high = parse_bytes(last, place="--size") if dots else low
+        if high < low:
+            raise ConfigError(f"{word} ends before it begins.", place="--size", fix=f"write {last}..{first}.")
+        size = float(low)
+        while size < high * 0.999:
+            sizes.append(round(size))
+            size *= factor
+        sizes.append(high)
+    return list(dict.fromkeys(sizes))

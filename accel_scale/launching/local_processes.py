@@ -1,0 +1,136 @@
+"""Process groups on this machine: the one this process was launched in, or one of new processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accel_scale.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process is.
+
+    Attributes:
+        rank, world_size, local_rank, local_world_size: As torchrun's variables say.
+        backend: ``gloo`` or ``nccl``.
+        device: The `torch.device` of its tensors.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    backend: str
+    device: Any
+
+
+def launched_processes() -> int:
+    """Processes that torchrun or `accelerate launch` started this one with; 0 where neither did."""
+    return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else 0
+
+
+def choose_backend(asked: str | None, local_processes: int) -> str:
+    """``nccl`` where every process has a GPU of its own, else ``gloo``.
+
+    Raises:
+        ConfigError: if NCCL is asked for and there are too few GPUs.
+    """
+    import torch
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if asked == "nccl" and gpus < local_processes:
+        raise ConfigError(
+            f"NCCL needs a GPU for each process: {local_processes} processes, {gpus} GPUs.",
+            place="--backend",
+            fix="use --backend gloo, or fewer processes.",
+        )
+    return asked or ("nccl" if gpus >= local_processes > 0 else "gloo")
+
+
+def join_launch(asked_backend: str | None) -> Place:
+    """Make the process group of the launch that this process is part of."""
+    world = int(os.environ["WORLD_SIZE"])
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    backend = choose_backend(asked_backend, local_world)
+    return _join(int(os.environ["RANK"]), world, int(os.environ.get("LOCAL_RANK", "0")), local_world, backend)
+
+
+def run_locally(work: Callable[..., Any], num_processes: int, asked_backend: str | None, *args: Any) -> Any:
+    """Start `num_processes` here and run ``work(place, *args)`` in each.
+
+    Args:
+        work: Importable by its name. What it returns on rank 0 fits into JSON.
+        asked_backend: ``gloo``, ``nccl``, or None for what there is.
+
+    Returns:
+        What rank 0 returned.
+
+    Raises:
+        ConfigError: as raised by `work` on rank 0.
+    """
+    import torch.multiprocessing as processes
+
+    backend = choose_backend(asked_backend, num_processes)
+    kept = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT")}
+    with tempfile.TemporaryDirectory(prefix="accel-scale-") as folder:
+        answer = Path(folder) / "answer.json"
+        try:
+            os.environ.setdefault("OMP_NUM_THREADS", "1")
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
+            processes.spawn(_process, (num_processes, backend, str(answer), work, args), nprocs=num_processes)
+        finally:
+            for name, value in kept.items():
+                os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+        found = json.loads(answer.read_text(encoding="utf-8"))
+    if "error" in found:
+        raise ConfigError(**found["error"])
+    return found["answer"]
+
+
+def _process(
+    rank: int, world: int, backend: str, answer: str, work: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    """One process of `run_locally`; they end by themselves when their parent does."""
+    import torch.distributed as dist
+
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+    place = _join(rank, world, rank, world, backend)
+    try:
+        found: dict[str, Any] = {"answer": work(place, *args)}
+    except ConfigError as error:  # the same on all of them
+        found = {"error": {"problem": error.problem, "place": error.place, "fix": error.fix}}
+    if rank == 0:
+        Path(answer).write_text(json.dumps(found), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+def _join(rank: int, world: int, local_rank: int, local_world: int, backend: str) -> Place:
+    import warnings
+
+    import torch
+    import torch.distributed as dist
+
+    warnings.simplefilter("ignore", FutureWarning)  # new names of collectives that older torch does not have
+    device = torch.device("cuda", local_rank) if backend == "nccl" else torch.device("cpu")
+    if backend == "nccl":
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        dist.init_process_group("gloo")
+    return Place(rank, world, local_rank, local_world, backend, device)
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
