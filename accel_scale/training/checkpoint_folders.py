@@ -17,7 +17,7 @@ from accel_scale.training.checkpoint_ranks import Meeting
 
 _NAME = re.compile(r"checkpoint_(\d+)")
 # Files that a rank other than the first writes carry its number.
-_RANK_IN_NAME = re.compile(r"(?:__|pp_rank_|random_states_|tensors/rank)0*(\d+)")
+_RANK_IN_NAME = re.compile(r"(?:__|pp_rank_|random_states_|ddp_hook_|tensors/rank)0*(\d+)")
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ from accel_scale.training.checkpoint_ranks import FailedSomewhere, Meeting
 from accel_scale.training.checkpoint_signals import StopSignals
 from accel_scale.training.checkpoint_strategies import check_fit, check_schedules, contents_of, refuse_other_savers
 from accel_scale.training.checkpoint_writing import Job, Writer, clean_up_after
+from accel_scale.training.ddp_hooks import capture_hook_states, load_hook_states
 from accel_scale.training.preparing import strategy_of
 
 # HTCondor's and others' status for "saved itself, start me again"; 75 is taken by memory running out (clean_stop.py).
@@ -165,6 +166,7 @@ class CheckpointManager:
         accelerator, scratch = self._accelerator, staging_root(self._output_dir) / "converted"
         load_scaler(accelerator, content)
         self._contents.load(found.folder, found.manifest, scratch)
+        load_hook_states(accelerator, found.folder)
         load_common(accelerator, found.folder, content, self._registered)
         self._meeting.gather(None)  # all have read it
         self._recover(again=True)  # the scratch folder
@@ -198,6 +200,7 @@ class CheckpointManager:
         def capture() -> None:
             writes.append(capture_common(self._accelerator, state or {}, self._registered))
             writes.append(self._contents.capture(copy=is_asynchronous, group=meeting.group))
+            writes.append(capture_hook_states(self._accelerator, copy=is_asynchronous))
 
         self._meeting.together(capture)
         job = Job(

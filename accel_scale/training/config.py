@@ -7,6 +7,7 @@ from typing import Any
 
 from trl import ModelConfig, SFTConfig
 
+from accel_scale.training.ddp_arguments import DdpHookArguments
 from accel_scale.training.optimizers import OPTIMIZER_NAMES
 from accel_scale.training.schedules import SCHEDULE_NAMES
 
@@ -28,7 +29,7 @@ class RecipeModelConfig(ModelConfig):
 
 
 @dataclass
-class RecipeSFTConfig(SFTConfig):
+class RecipeSFTConfig(DdpHookArguments, SFTConfig):
     """TRL's `SFTConfig` with packing on, every optimizer and schedule of accel-scale as a choice, and quiet output.
 
     Attributes set after construction: `optimizer_name` and `schedule_name`, as the user wrote them; the base class

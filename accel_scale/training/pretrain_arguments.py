@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from accel_scale.training.arguments import DECAY_SHAPES, PLANS, PRECISIONS, _flag
+from accel_scale.training.ddp_arguments import DdpArguments
 from accel_scale.training.optimizers import OPTIMIZER_NAMES
 from accel_scale.training.schedules import SCHEDULE_NAMES
 
@@ -63,7 +64,7 @@ class PretrainDataArguments:
 
 
 @dataclass
-class PretrainArguments:
+class PretrainArguments(DdpArguments):
     """How it is trained. `None` means: decided by the launch file, the device or another flag."""
 
     output_dir: str = _flag("outputs/pretrain", "Where checkpoints, logs and the model go.")

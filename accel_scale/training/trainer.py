@@ -11,6 +11,7 @@ from trl import SFTTrainer
 
 from accel_scale.training.config import RecipeSFTConfig
 from accel_scale.training.exact_match import ExactMatch, exact_match
+from accel_scale.training.ddp_hooks import DdpHookMixin
 from accel_scale.training.fast_loss import FastLossMixin
 from accel_scale.training.guard import GuardSettings
 from accel_scale.training.guard_mixin import GuardMixin
@@ -22,7 +23,7 @@ from accel_scale.training.saving import AtomicSavingMixin
 from accel_scale.training.schedules import create_schedule
 
 
-class ScaleSFTTrainer(GuardMixin, MemoryRecoveryMixin, AtomicSavingMixin, FastLossMixin, SFTTrainer):
+class ScaleSFTTrainer(GuardMixin, MemoryRecoveryMixin, DdpHookMixin, AtomicSavingMixin, FastLossMixin, SFTTrainer):
     """`SFTTrainer` that honours what `resolve` decided.
 
     Args:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from accel_scale.training.ddp_hooks import hook_of
+
 # Where an exception leaves a collective half done: FSDP2's own, and the gathering of a head that is sharded alone.
 _COLLECTIVE_SOURCES = ("torch/distributed/fsdp/_fully_shard", "torch/distributed/tensor/")
 _HEAD_SOURCE = "accel_scale/training/loss.py"
@@ -56,6 +58,9 @@ class DdpCollectives(Collectives):
         ddp.register_forward_pre_hook(self._note_call)
         is_plain = not (ddp.static_graph or ddp.parameters_to_ignore)
         self.problem = None if is_plain else "DDP has a static graph or ignores parameters"
+        self._hook = hook_of(ddp)
+        if self._hook is not None and self._hook.is_stateful:
+            self.problem = "PowerSGD has begun to take up the gradients of the step"
 
     def _note_call(self, module: nn.Module, inputs: Any) -> None:
         self._was_called = True
@@ -68,6 +73,8 @@ class DdpCollectives(Collectives):
     def finish(self, source_files: Sequence[str]) -> None:
         if self.problem:
             raise CannotFinish(self.problem)
+        if self._hook is not None and self._hook.failed:
+            raise CannotFinish("memory ran out in the hook that compresses gradients")
         ddp = self._ddp
         if not self._was_called:
             ddp._pre_forward()  # may broadcast buffers and, once, the order of the buckets

@@ -1,0 +1,230 @@
+"""PowerSGD for DDP with a state that belongs to parameters: it survives new buckets, dropped steps and a resume.
+
+torch's hook (Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
+Optimization", 2019) keeps its error feedback and its factors by the number of a bucket, and DDP puts its buckets
+together anew after the first step of every process. Here torch's hook does the arithmetic; before it sees a bucket,
+the bucket's part of the state is put together from that of its parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+DEFAULT_RANK, DEFAULT_START_STEP = 4, 100
+# DDP builds its buckets anew after the first step, and torch's hook refuses to begin before two are done.
+FIRST_START_STEP = 3
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How torch's hook treats one parameter's gradient.
+
+    Attributes:
+        rows, columns: Of the matrix it is seen as.
+        rank: Of its factors; 0: it is sent whole.
+    """
+
+    rows: int
+    columns: int
+    rank: int
+
+    @property
+    def sent_values(self) -> int:
+        """Values that a rank sends: P and Q, or all."""
+        return (self.rows + self.columns) * self.rank if self.rank else self.rows * self.columns
+
+
+class PowerSgd:
+    """A DDP communication hook; register `run`.
+
+    Attributes of torch's `PowerSGDState` that are touched here: ``iter``, ``rng``, ``error_dict``, ``p_memory_dict``,
+    ``q_memory_dict`` (checked on torch 2.13; tests/distributed/test_ddp_hooks.py fails when they move).
+
+    Args:
+        parameters: Name → parameter, of all that DDP reduces.
+        rank: Of the factors.
+        start_step: Gradients travel whole before this optimizer step, counted from 1; at least `FIRST_START_STEP`.
+
+    Attributes:
+        sent_bytes: What this rank has given to all-reduces so far.
+        is_stateful: There is something to save, and to take back when a step is dropped.
+    """
+
+    is_stateful = True
+    failed = False
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor], *, rank: int, start_step: int) -> None:
+        self._powersgd = PowerSGDState(
+            None, matrix_approximation_rank=rank, start_powerSGD_iter=start_step - 1, orthogonalization_epsilon=1e-8
+        )
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self._parameters = dict(parameters)
+        # Bucket → names of its parameters, where the bucket has a state; parameter → its part, where no bucket has it.
+        self._layouts: dict[int, tuple[str, ...]] = {}
+        self._errors: dict[str, torch.Tensor] = {}
+        self._factors: dict[str, torch.Tensor] = {}
+        self._before: dict[int, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
+        self._step_begun: tuple[int, Any] | None = None
+        self._step_ended: tuple[int, Any] | None = None
+        self.sent_bytes = 0
+
+    # ── The hook ──
+
+    def run(self, state, bucket):  # not annotated: DDP compares annotations
+        """As DDP calls it: the bucket's future gradient, averaged over the ranks."""
+        powersgd = self._powersgd
+        if self._step_begun is None:
+            self._before, self._step_begun = {}, (powersgd.iter, powersgd.rng.get_state())
+        compresses = powersgd.iter >= powersgd.start_powerSGD_iter
+        names = tuple(self._names[id(parameter)] for parameter in bucket.parameters())
+        shapes = [self.shape_of(self._parameters[name]) for name in names]
+        if compresses:
+            self._arrange(bucket.index(), names)
+            self._remember(bucket.index())
+        values = sum(s.sent_values if compresses else s.rows * s.columns for s in shapes)
+        self.sent_bytes += values * bucket.buffer().element_size()
+        if bucket.is_last():
+            self._step_ended, self._step_begun = self._step_begun, None
+        try:
+            future = powerSGD_hook(powersgd, bucket)
+            if bucket.buffer().device.type == "cpu":
+                # Its callbacks wait for collectives in one of gloo's two threads: one bucket at a time.
+                future.wait()
+        except BaseException:
+            self.failed = True
+            raise
+        return future
+
+    def shape_of(self, parameter: torch.Tensor) -> Shape:
+        """As torch's hook decides: factors where they have less than half of the values."""
+        rows = parameter.shape[0] if parameter.ndim else 1
+        columns = parameter.numel() // max(1, rows)
+        rank = min(rows, columns, self._powersgd.matrix_approximation_rank)
+        is_worth_it = (rows + columns) * rank * self._powersgd.min_compression_rate < rows * columns
+        return Shape(rows, columns, rank if is_worth_it else 0)
+
+    def undo(self) -> None:
+        """The state before the last step, which was dropped."""
+        powersgd = self._powersgd
+        if self._step_ended is None:
+            return
+        powersgd.iter, rng = self._step_ended
+        powersgd.rng.set_state(rng)
+        for index, (error, factors) in self._before.items():
+            for kept, value in ((powersgd.error_dict, error), (powersgd.q_memory_dict, factors)):
+                if value is None:
+                    kept.pop(index, None)
+                else:
+                    kept[index] = value
+            if factors is None:
+                powersgd.p_memory_dict.pop(index, None)
+        self._before, self._step_ended = {}, None
+
+    def _remember(self, index: int) -> None:
+        """torch's hook puts a new error into its place, and changes the factors where they are."""
+        factors = self._powersgd.q_memory_dict.get(index)
+        error = self._powersgd.error_dict.get(index)
+        self._before[index] = (error, None if factors is None else factors.clone())
+
+    # ── Between buckets and parameters ──
+
+    def _arrange(self, index: int, names: tuple[str, ...]) -> None:
+        """Make the state of a bucket that of its parameters."""
+        if self._layouts.get(index) == names:
+            return
+        if index in self._layouts or any(set(names) & set(other) for other in self._layouts.values()):
+            self._take_apart()
+        self._layouts[index] = names
+        if not all(name in self._errors for name in names):
+            return  # the first time: torch's hook begins with no error and random factors
+        powersgd = self._powersgd
+        powersgd.error_dict[index] = torch.cat([self._errors.pop(name) for name in names])
+        order = self._in_order(names)
+        if not all(name in self._factors for name, _ in order):
+            return  # of another rank: torch's hook begins with random ones
+        factors = [self._factors.pop(name) for name, _ in order]
+        empty = powersgd.error_dict[index].new_empty(0)
+        powersgd.q_memory_dict[index] = torch.cat(factors) if factors else empty
+        rows = sum(shape.rows * shape.rank for _, shape in order)
+        powersgd.p_memory_dict[index] = powersgd.error_dict[index].new_empty(rows)
+
+    def _in_order(self, names: Sequence[str]) -> list[tuple[str, Shape]]:
+        """Compressed parameters as torch's hook lays out their factors: those of one shape side by side."""
+        groups: dict[tuple[int, int], list[tuple[str, Shape]]] = {}
+        for name in names:
+            shape = self.shape_of(self._parameters[name])
+            if shape.rank:
+                groups.setdefault((shape.rows, shape.columns), []).append((name, shape))
+        return [entry for group in groups.values() for entry in group]
+
+    def _take_apart(self) -> None:
+        self._errors, self._factors = self._by_parameter()
+        self._layouts.clear()
+        for kept in (self._powersgd.error_dict, self._powersgd.p_memory_dict, self._powersgd.q_memory_dict):
+            kept.clear()
+
+    def _by_parameter(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Errors and factors of every parameter, flat."""
+        errors, factors = dict(self._errors), dict(self._factors)
+        for index, names in self._layouts.items():
+            if index not in self._powersgd.error_dict:
+                continue
+            sizes = [self._parameters[name].numel() for name in names]
+            errors.update(zip(names, self._powersgd.error_dict[index].split(sizes), strict=True))
+            order = self._in_order(names)
+            parts = self._powersgd.q_memory_dict[index].split([s.columns * s.rank for _, s in order])
+            factors.update(zip((name for name, _ in order), parts, strict=True))
+        return errors, factors
+
+    # ── Saving ──
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain values; the errors are this rank's own, everything else is the same on all ranks."""
+        errors, factors = self._by_parameter()
+        _, keys, position, has_gauss, cached = self._powersgd.rng.get_state()
+        return {
+            "step": self._powersgd.iter,
+            "rank": self._powersgd.matrix_approximation_rank,
+            "errors": {name: tensor.clone() for name, tensor in errors.items()},
+            "factors": {name: tensor.clone() for name, tensor in factors.items()},
+            "rng": {
+                "keys": torch.tensor([int(key) for key in keys]),
+                "position": int(position),
+                "has_gauss": int(has_gauss),
+                "cached": float(cached),
+            },
+        }
+
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]], rank: int) -> None:
+        """Take up a state.
+
+        Args:
+            states: What every rank had saved, in order.
+            rank: This one. Where the number of ranks has changed, each gets the mean of all errors: what is added
+                to the averaged gradient stays the same.
+        """
+        import numpy as np
+
+        powersgd = self._powersgd
+        self._layouts.clear()
+        for kept in (powersgd.error_dict, powersgd.p_memory_dict, powersgd.q_memory_dict):
+            kept.clear()
+        world = torch.distributed.get_world_size()
+        mine = states[rank] if len(states) == world else states[0]
+        errors = mine["errors"]
+        if len(states) != world:
+            errors = {name: torch.stack([s["errors"][name] for s in states]).mean(0) for name in errors}
+        device = next(iter(self._parameters.values())).device
+        # Factors of another rank do not fit: they begin anew, errors stay.
+        same_rank = mine["rank"] == powersgd.matrix_approximation_rank
+        self._errors = {name: tensor.to(device) for name, tensor in errors.items()}
+        self._factors = {name: tensor.to(device) for name, tensor in mine["factors"].items()} if same_rank else {}
+        powersgd.iter = mine["step"]
+        rng = mine["rng"]
+        keys = np.array(rng["keys"].tolist(), dtype=np.uint32)
+        powersgd.rng.set_state(("MT19937", keys, rng["position"], rng["has_gauss"], rng["cached"]))
