@@ -184,7 +184,11 @@ class Pipeline:
             PipelineStage(part, index, self.num_stages, self.device, group=self.group)
             for part, index in zip(self.parts, self.stage_indices, strict=True)
         ]
-        options: dict[str, Any] = {"n_microbatches": self.num_micro_batches, "loss_fn": self._scaled, "scale_grads": False}
+        options: dict[str, Any] = {
+            "n_microbatches": self.num_micro_batches,
+            "loss_fn": self._scaled,
+            "scale_grads": False,
+        }
         single = {"gpipe": schedules.ScheduleGPipe, "1f1b": schedules.Schedule1F1B}
         if self.settings.schedule in single:
             return single[self.settings.schedule](stages[0], **options)

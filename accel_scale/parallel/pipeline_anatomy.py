@@ -33,6 +33,7 @@ class Anatomy:
         embedding: Weight of the input embedding.
         head: Weight of the head.
         tied: Whether those two are one parameter.
+        in_tuple: Whether layers return hidden states in a tuple.
     """
 
     layers: str
@@ -42,6 +43,7 @@ class Anatomy:
     embedding: str
     head: str
     tied: bool
+    in_tuple: bool
 
 
 def dissect(model: Any) -> Anatomy:
@@ -61,7 +63,7 @@ def dissect(model: Any) -> Anatomy:
     outside = _outside_modules(model, layers)
     names = {id(module): key for key, module in model.named_modules(remove_duplicate=False)}
     head_name = names[id(head)]
-    order = _call_order(model, layers, outside)
+    order, in_tuple = _call_order(model, layers, outside)
     before: list[str] = []
     after = [head_name]
     for key, module in outside.items():
@@ -84,6 +86,7 @@ def dissect(model: Any) -> Anatomy:
         embedding=embedding_name,
         head=head_name + ".weight",
         tied=model.get_input_embeddings().weight is head.weight,
+        in_tuple=in_tuple,
     )
 
 
@@ -126,55 +129,57 @@ def _outside_modules(model: nn.Module, layers: str) -> dict[str, nn.Module]:
     return found
 
 
-def _call_order(model: Any, layers: str, outside: dict[str, nn.Module]) -> dict[str, list[str]]:
-    """For each module outside of the layers, whether it is called ``before`` or ``after`` them, once per call."""
+def _call_order(model: Any, layers: str, outside: dict[str, nn.Module]) -> tuple[dict[str, list[str]], bool]:
+    """For each module outside of the layers, whether it is called ``before`` or ``after`` them, once per call.
+
+    And whether layers return tuples: with the other kind of stand-in the model does not run, or not to hidden states.
+    """
+    problem = "its layers return more than hidden states"
+    for in_tuple in (False, True):
+        try:
+            calls, seen, shape = _run_without_layers(model, layers, outside, in_tuple=in_tuple)
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            problem = f"it does not run without its layers ({str(error).splitlines()[0]})" if str(error) else problem
+            continue
+        if len(shape) == 3 and shape[:2] == (1, 2):
+            _check_layer_inputs(type(model).__name__, seen)
+            return calls, in_tuple
+    raise _cannot_split(type(model).__name__, problem)
+
+
+def _run_without_layers(
+    model: Any, layers: str, outside: dict[str, nn.Module], *, in_tuple: bool
+) -> tuple[dict[str, list[str]], list[tuple[Any, ...]], tuple[int, ...]]:
+    """Calls of modules, what layers were called with, and the shape of the last hidden states, of one row of two."""
     import torch
 
     calls: dict[str, list[str]] = {}
     moment = ["before"]
-    embedding = model.get_input_embeddings().weight
-    ids = torch.zeros((1, 2), dtype=torch.long, device=embedding.device)
-    handles = [
-        module.register_forward_pre_hook(lambda *_, key=key: calls.setdefault(key, []).append(moment[0]))
-        for key, module in outside.items()
-    ]
     seen: list[tuple[Any, ...]] = []
+    ids = torch.zeros((1, 2), dtype=torch.long, device=model.get_input_embeddings().weight.device)
 
     def at_layer(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         moment[0] = "after"
         seen.append((args, kwargs))
 
-    name = type(model).__name__
-    try:
-        with _skipping(model, layers, at_layer), _evaluating(model):
-            try:
-                output = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-            except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-                raise _cannot_split(
-                    name, f"it does not run without its layers ({str(error).splitlines()[0]})"
-                ) from error
-    finally:
-        for handle in handles:
-            handle.remove()
-    _check_layer_inputs(name, seen)
-    if output.ndim != 3 or output.shape[:2] != ids.shape:
-        raise _cannot_split(name, "its layers return more than hidden states")
-    return calls
-
-
-@contextlib.contextmanager
-def _skipping(model: nn.Module, layers: str, at_layer: Any) -> Iterator[None]:
-    """The model with layers that return what they are given, and call `at_layer` first."""
     stack: Any = model.get_submodule(layers)
     own = list(stack)
+    handles = [
+        module.register_forward_pre_hook(lambda *_, key=key: calls.setdefault(key, []).append(moment[0]))
+        for key, module in outside.items()
+    ]
     try:
         for index, layer in enumerate(own):
-            stack[index] = Skipped(layer)
+            stack[index] = Skipped(layer, in_tuple=in_tuple)
             stack[index].register_forward_pre_hook(at_layer, with_kwargs=True)
-        yield
+        with _evaluating(model):
+            hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
     finally:
         for index, layer in enumerate(own):
             stack[index] = layer
+        for handle in handles:
+            handle.remove()
+    return calls, seen, tuple(hidden.shape)
 
 
 @contextlib.contextmanager

@@ -12,28 +12,33 @@ class Skipped(nn.Module):
     """In place of a layer, a norm or a dropout: returns its first argument.
 
     Keeps the plain attributes of what it replaces, which some forwards read from their layers (``attention_type``).
+
+    Args:
+        replaced: The module.
+        in_tuple: Whether it returns hidden states in a tuple, as layers of some older architectures do.
     """
 
-    def __init__(self, replaced: nn.Module) -> None:
+    def __init__(self, replaced: nn.Module, *, in_tuple: bool = False) -> None:
         super().__init__()
+        self._in_tuple = in_tuple
         for name, value in vars(replaced).items():
             if isinstance(value, str | int | float) and not name.startswith("_") and name != "training":
                 setattr(self, name, value)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The hidden states, by position or by name."""
-        return args[0] if args else kwargs.get("hidden_states")
+        return self._returned(args[0] if args else kwargs.get("hidden_states"))
+
+    def _returned(self, hidden: Any) -> Any:
+        return (hidden,) if self._in_tuple else hidden
 
 
 class Elsewhere(nn.Module):
-    """In place of an embedding: a zero that changes nothing it is added to."""
+    """In place of a table of embeddings: a zero that changes nothing it is added to."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Hidden states go through; indices become a zero without dimensions, which takes any shape and type."""
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """A zero without dimensions, which takes any shape and type."""
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-        floating = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
-        if floating is not None:
-            return floating
         return torch.zeros((), device=tensors[0].device if tensors else None)
 
 
@@ -43,13 +48,13 @@ class Inlet(Skipped):
     Whatever the forward made of it on the way there (GPT-2 adds positions, others scale) is dropped.
     """
 
-    def __init__(self, replaced: nn.Module) -> None:
-        super().__init__(replaced)
+    def __init__(self, replaced: nn.Module, *, in_tuple: bool = False) -> None:
+        super().__init__(replaced, in_tuple=in_tuple)
         self.received: torch.Tensor | None = None
 
-    def forward(self, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+    def forward(self, *_args: Any, **_kwargs: Any) -> Any:
         """The received hidden states, once."""
         received, self.received = self.received, None
         if received is None:
             raise RuntimeError("a pipeline stage ran without hidden states of the stage before it")
-        return received
+        return self._returned(received)

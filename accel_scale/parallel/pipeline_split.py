@@ -155,12 +155,15 @@ def _prune(part: Any, anatomy: Anatomy, boundaries: Sequence[range], index: int,
     stack: Any = part.get_submodule(anatomy.layers)
     for layer in range(anatomy.num_layers):
         if layer not in own:
-            stack[layer] = Inlet(stack[layer]) if layer == own.start - 1 else Skipped(stack[layer])
+            kind = Inlet if layer == own.start - 1 else Skipped
+            stack[layer] = kind(stack[layer], in_tuple=anatomy.in_tuple)
     if not stage.is_first:
         for name in anatomy.before:
             module = part.get_submodule(name)
-            if isinstance(module, nn.Dropout) or any(True for _ in module.parameters()):
-                _replace(part, name, Skipped(module) if isinstance(module, nn.Dropout) else Elsewhere())
+            if any(isinstance(inner, nn.Embedding) for inner in module.modules()):
+                _replace(part, name, Elsewhere())
+            elif isinstance(module, nn.Dropout) or any(True for _ in module.parameters()):
+                _replace(part, name, Skipped(module))
     if not stage.is_last:
         for name in anatomy.after:
             _replace(part, name, Skipped(part.get_submodule(name)))

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
+from accelerate import PartialState
 from pipeline_bubble import measure_timed
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
@@ -241,7 +242,7 @@ CASES = [
 
 def main() -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    PartialState(cpu=True)  # as every recipe has one: saving waits for all processes by it
     chosen = sys.argv[1:]
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folder)

@@ -19,13 +19,14 @@ BASE = {
     "num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 32, "pad_token_id": 0, "head_dim": 8,
 }  # fmt: skip
 GPT = {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 32, "vocab_size": 64}
+EAGER = {"_attn_implementation": "eager"}
 ARCHITECTURES = {
     "llama": {},
     "qwen2": {},
     "qwen3": {},
     "mistral": {"sliding_window": 5},
     "gemma": {},
-    "gemma2": {"sliding_window": 5, "_attn_implementation": "eager"},
+    "gemma2": {"sliding_window": 5, **EAGER},
     "gemma3_text": {"sliding_window": 5},
     "cohere": {},
     "olmo2": {},
@@ -37,9 +38,9 @@ ARCHITECTURES = {
     "mixtral": {"num_local_experts": 4},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "gpt2": GPT,
-    "gptj": {**GPT, "rotary_dim": 4},
-    "bloom": {"hidden_size": 32, "n_layer": 4, "n_head": 4, "vocab_size": 64},
-    "falcon": {},
+    "gptj": {**GPT, "rotary_dim": 4, **EAGER},
+    "bloom": {"hidden_size": 32, "n_layer": 4, "n_head": 4, "vocab_size": 64, **EAGER},
+    "falcon": {"head_dim": None},
 }
 
 
@@ -47,6 +48,7 @@ def build(model_type: str):
     own = dict(ARCHITECTURES[model_type])
     attention = own.pop("_attn_implementation", "sdpa")
     fields = own if "n_layer" in own else {**BASE, **own}
+    fields = {name: value for name, value in fields.items() if value is not None}
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **fields)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
