@@ -106,8 +106,8 @@ def save_model_of(run: Any) -> Any:
     """The final folder, which plain `from_pretrained` loads, read back once; see `save_final`."""
     from accel_scale.training.final_model import save_final
 
-    if run.layout.pp > 1:
-        from accel_scale.training.final_stages import save_final_stages
+    if run.parallel and run.settings.method == "full":
+        from accel_scale.training.final_shared import save_final_shared
 
-        return save_final_stages(run.parallel, run.tokenizer, run.args.output_dir)
+        return save_final_shared(run.parallel, run.tokenizer, run.args.output_dir)
     return save_final((run.accelerator, run.model, run.tokenizer), run.args.output_dir)

@@ -1,4 +1,4 @@
-"""The final folder of a model that is split into pipeline stages: gathered on rank 0, one tensor at a time."""
+"""The final folder of a model that ranks share: stages and tensor-parallel parts, gathered one tensor at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def save_final_stages(shared: ModelParallel, tokenizer: Any, output_dir: str | Path) -> VerifyResult:
+def save_final_shared(shared: ModelParallel, tokenizer: Any, output_dir: str | Path) -> VerifyResult:
     """Write a folder that plain `from_pretrained` loads, and read it back; call it on every process.
 
     Rank 0 holds the whole model in host memory while it writes.
