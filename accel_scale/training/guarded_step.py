@@ -111,10 +111,10 @@ class GuardedStep:
         self._gate.backward(loss)
 
     def record(self, losses: Sequence[torch.Tensor], row_ids: Sequence[Sequence[Any]]) -> None:
-        """Micro-batches whose passes a pipeline has run: their losses, where this rank computes them, and rows."""
+        """Micro-batches whose passes a pipeline has run: losses, not × `loss_factor`, where this rank has them; rows."""
         self._gate.accelerator.gradient_state._set_sync_gradients(True)
         for index, ids in enumerate(row_ids):
-            self._parts.append(MicroBatch([losses[index].detach()] if losses else [], ids))
+            self._parts.append(MicroBatch([losses[index].detach() * self.loss_factor] if losses else [], ids))
         self._is_complete = True
 
     def finish(self, loss_sum: torch.Tensor | float | None = None, row_ids: Sequence[Any] = ()) -> StepOutcome:
