@@ -111,7 +111,7 @@ class GuardedStep:
         self._gate.backward(loss)
 
     def record(self, losses: Sequence[torch.Tensor], row_ids: Sequence[Sequence[Any]]) -> None:
-        """Micro-batches whose passes a pipeline has run: losses, not × `loss_factor`, where this rank has them; rows."""
+        """Micro-batches whose passes a pipeline has run: losses (not × `loss_factor`) where it has them, rows."""
         self._gate.accelerator.gradient_state._set_sync_gradients(True)
         for index, ids in enumerate(row_ids):
             self._parts.append(MicroBatch([losses[index].detach() * self.loss_factor] if losses else [], ids))
