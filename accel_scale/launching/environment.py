@@ -135,13 +135,12 @@ def values_from_environment(env: Mapping[str, str]) -> dict[str, Any]:
         values["distributed_type"] = "FSDP"
         values["fsdp_config"] = {k.lower(): v for k, v in env.items() if k.startswith("FSDP_")}
         values["fsdp_config"].setdefault("fsdp_version", "1")
-        if is_true(env.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false")):
-            sizes = {k.lower(): v for k, v in env.items() if k.startswith("PARALLELISM_CONFIG_")}
-            values["parallelism_config"] = sizes
     elif is_true(env.get("ACCELERATE_USE_MEGATRON_LM", "false")):
         values["distributed_type"] = "MEGATRON_LM"
     else:
         values["distributed_type"] = "MULTI_GPU" if world_size > 1 else "NO"
+    if is_true(env.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false")):
+        values["parallelism_config"] = {k.lower(): v for k, v in env.items() if k.startswith("PARALLELISM_CONFIG_")}
     return values
 
 

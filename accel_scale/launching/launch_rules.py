@@ -90,16 +90,32 @@ def parallelism_unsupported(case: Case) -> Finding | None:
     """Tensor and sequence parallelism in a launch file, for a recipe that does not split its model or batches."""
     if case.run.shares_model:
         return None
-    sizes = {"tp": case.parallel.tensor_parallel_size, "cp or sp": case.parallel.context_parallel_size}
+    p = case.parallel
+    sizes = {"tp": p.tensor_parallel_size, "sp": p.sequence_parallel_size}
     wanted = next((name for name, size in sizes.items() if size > 1), None)
     if wanted is None:
         return None
-    key = "tp" if wanted == "tp" else "cp"
+    problem = f"the recipe does not support {wanted}_size above 1."
+    if wanted == "sp" and p.is_deepspeed:
+        problem = "DeepSpeed's sequence parallelism drops the masks that keep packed documents and windows apart."
     return error(
-        case.launch.place(f"parallelism_config.parallelism_config_{key}_size"),
-        f"the recipe does not support {wanted}_size above 1.",
-        "set it to 1 and shard with FSDP2 (dp_shard_size), or use recipes/pretrain.py.",
+        case.launch.place(f"parallelism_config.parallelism_config_{wanted}_size"),
+        problem,
+        "set it to 1 and shard with FSDP2 (dp_shard_size), or use recipes/pretrain.py with FSDP2.",
     )
+
+
+def ring_context_parallelism(case: Case) -> Finding | None:
+    """Ring attention, of which torch has CUDA kernels only and Accelerate drops every mask."""
+    if case.parallel.context_parallel_size == case.parallel.sequence_parallel_size:
+        return None
+    place = case.launch.place("parallelism_config.parallelism_config_cp_size")
+    fix = "set it to 1, and share rows by Ulysses: recipes/pretrain.py --sp_size."
+    if case.machine.device != "cuda":
+        return error(
+            place, f"torch's ring attention has kernels for CUDA only, and this is {case.machine.device}.", fix
+        )
+    return error(place, "the recipes do not run ring context parallelism, which drops attention masks.", fix)
 
 
 def hybrid_sizes(case: Case) -> Finding | None:
@@ -217,6 +233,7 @@ LAUNCH_RULES: tuple[Rule, ...] = (
     uneven_nodes,
     main_address,
     parallelism_unsupported,
+    ring_context_parallelism,
     hybrid_sizes,
     fsdp_version,
     fsdp1_keys,

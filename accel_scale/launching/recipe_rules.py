@@ -108,8 +108,8 @@ def packing_attention(case: Case) -> Finding | None:
 
 
 def packing_context_parallel(case: Case) -> Finding | None:
-    """Context parallelism drops the mask that keeps packed documents apart."""
-    if not case.run.packing or case.parallel.context_parallel_size == 1:
+    """Ring context parallelism drops the mask that keeps packed documents apart; Ulysses keeps it."""
+    if not case.run.packing or case.parallel.context_parallel_size == case.parallel.sequence_parallel_size:
         return None
     return error(
         case.run.place("packing"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,14 +88,12 @@ def strategy_of(values: Mapping[str, Any], deepspeed: Mapping[str, Any]) -> Stra
     """The strategy in a launch file's top-level `values`, with DeepSpeed's configuration resolved."""
     kind = values.get("distributed_type", "NO")
     sizes = values.get("parallelism_config") or {}
-    # `accelerate launch` reads parallelism_config for FSDP only.
+    # `accelerate launch` hands the section of a file to whatever starts several processes.
     size = {
-        name: int(sizes.get(f"parallelism_config_{name}_size", 1) or 1) if kind == "FSDP" else 1
+        name: int(sizes.get(f"parallelism_config_{name}_size", 1) or 1) if kind != "NO" else 1
         for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
     }
-    common: dict[str, Any] = {
-        "num_replicas": size["dp_replicate"],
-        "num_shards": size["dp_shard"] if kind == "FSDP" and sizes else None,
+    shared: dict[str, Any] = {
         "tensor_parallel_size": size["tp"],
         "context_parallel_size": max(size["cp"], size["sp"]),
         "sequence_parallel_size": size["sp"],
@@ -107,13 +105,14 @@ def strategy_of(values: Mapping[str, Any], deepspeed: Mapping[str, Any]) -> Stra
         offload = "cpu" if is_true(fsdp.get("fsdp_offload_params", False)) else "none"
         # accelerate's own default is version 1.
         name = f"fsdp{fsdp.get('fsdp_version', 1)}"
-        return Strategy(name, offload_optimizer=offload, offload_params=offload, fsdp=fsdp, **common)
+        shared |= {"num_replicas": size["dp_replicate"], "num_shards": size["dp_shard"] if sizes else None}
+        return Strategy(name, offload_optimizer=offload, offload_params=offload, fsdp=fsdp, **shared)
     if kind == "DEEPSPEED":
-        return _deepspeed_strategy(deepspeed)
+        return replace(_deepspeed_strategy(deepspeed), **shared)
     if kind == "MEGATRON_LM":
         return Strategy("megatron")
     if kind.startswith("MULTI_") and kind != "MULTI_CPU":
-        return Strategy("ddp" if values.get("num_processes") != 1 else "single")
+        return Strategy("ddp" if values.get("num_processes") != 1 else "single", **shared)
     # MULTI_CPU starts several processes through MPI only.
     if kind == "MULTI_CPU" and (values.get("mpirun_config") or {}):
         return Strategy("ddp")

@@ -142,12 +142,13 @@ def _wrap_forward(base_model: Any, group: Any) -> None:
 
     from accel_scale.parallel.sequence_attention import whole_rows_of
 
-    previous, size = base_model.forward, group.size()
+    # The function, not the bound method: pipeline stages share it and are other objects.
+    previous, size = base_model.forward.__func__, group.size()
 
     @functools.wraps(type(base_model).forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _UNCUT.get() or kwargs.get("past_key_values") is not None:
-            return previous(*args, **kwargs)
+            return previous(self, *args, **kwargs)
         position_ids = kwargs.get("position_ids")
         if position_ids is None or kwargs.get("attention_mask") is not None:
             raise ConfigError(
@@ -158,7 +159,7 @@ def _wrap_forward(base_model: Any, group: Any) -> None:
         # Beside a mask transformers does not look for packed documents, of which the part knows too little.
         kwargs["attention_mask"] = torch.ones_like(position_ids)
         with whole_rows_of(position_ids, group, size):
-            return previous(*args, **kwargs)
+            return previous(self, *args, **kwargs)
 
     base_model.forward = types.MethodType(forward, base_model)
 

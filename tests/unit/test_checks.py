@@ -296,11 +296,27 @@ def test_context_parallelism(edited):
     silent("packing_context_parallel", RunSettings(), shipped("fsdp2"), HOPPER)
     place = file.place("parallelism_config.parallelism_config_cp_size")
     assert place.rpartition(":")[2].isdigit()
-    fires("parallelism_unsupported", RunSettings(), file, HOPPER, place=place, fix="set it to 1")
+    fires("ring_context_parallelism", RunSettings(), file, HOPPER, place=place, says="drops attention masks")
+    fires("ring_context_parallelism", RunSettings(packing=False), file, LAPTOP, place=place, says="CUDA only")
+    silent("parallelism_unsupported", RunSettings(), file, HOPPER)
     tensor = edited("fsdp2", new=sizes.replace("cp_size", "tp_size"))
     place = tensor.place("parallelism_config.parallelism_config_tp_size")
     fires("parallelism_unsupported", RunSettings(), tensor, HOPPER, place=place, says="tp_size")
     silent("parallelism_unsupported", RunSettings(), shipped("fsdp2_hybrid"), HOPPER)
+
+
+def test_sequence_parallelism(edited):
+    sizes = "parallelism_config:\n  parallelism_config_sp_size: 2\n"
+    for name in ("fsdp2", "zero3", "ddp"):
+        file = edited(name, new=sizes)
+        place = file.place("parallelism_config.parallelism_config_sp_size")
+        assert place.rpartition(":")[2].isdigit()
+        says = "drops the masks" if name == "zero3" else "sp_size above 1"
+        fires("parallelism_unsupported", RunSettings(), file, HOPPER, place=place, says=says)
+        # Where the recipe shares rows itself, masks are kept, and so may packed documents be.
+        silent("parallelism_unsupported", RunSettings(pp_size=1), file, HOPPER)
+        silent("packing_context_parallel", RunSettings(pp_size=1), file, HOPPER)
+        silent("ring_context_parallelism", RunSettings(), file, HOPPER)
 
 
 def test_streaming_needs_steps():
