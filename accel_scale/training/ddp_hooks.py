@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from accelerate.utils import DistributedDataParallelKwargs
@@ -13,7 +14,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from accel_scale.training.powersgd import DEFAULT_RANK, DEFAULT_START_STEP, PowerSgd
 
-_ATTRIBUTE = "_accel_scale_ddp_hook"
+# Accelerate keeps the model as it was before DDP wrapped it, loops have it wrapped: both lead to the hook.
+_HOOKS: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()
 STATE_FILE = "ddp_hook_{rank}.pt"
 
 
@@ -124,16 +126,17 @@ def use_ddp_settings(accelerator: Any, settings: DdpSettings) -> None:
 def register_hook(ddp: Any, settings: DdpSettings) -> Any:
     """Give a wrapped model its hook, before its first step; returns it."""
     hook = settings.make_hook(ddp)
+    _HOOKS.pop(ddp.module, None)  # of an earlier wrapping
     if hook is not None:
         ddp.register_comm_hook(None, hook.run)
-        setattr(ddp, _ATTRIBUTE, hook)
+        _HOOKS[ddp] = _HOOKS[ddp.module] = hook
     return hook
 
 
 def hook_of(model: Any) -> Any:
     """The hook of a prepared model; None where it has none of ours."""
     modules: Iterable[Any] = model.modules() if isinstance(model, torch.nn.Module) else ()
-    return next((vars(module)[_ATTRIBUTE] for module in modules if _ATTRIBUTE in vars(module)), None)
+    return next((_HOOKS[module] for module in modules if module in _HOOKS), None)
 
 
 # ── Checkpoints ──────────────────────────────────────────────────────────────────────────────────────────────────────

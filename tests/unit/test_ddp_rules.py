@@ -1,0 +1,91 @@
+"""Refused before anything is loaded: hooks and buckets without DDP, and PowerSGD where it could not be honoured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from accel_scale.launching.checks import check_run
+from accel_scale.launching.machine import Machine
+from accel_scale.launching.run_settings import RunSettings
+from accel_scale.launching.strategy import Strategy
+from accel_scale.training.config import RecipeSFTConfig
+from accel_scale.training.ddp_hooks import DdpSettings
+from accel_scale.training.flags import parse_flags
+from accel_scale.training.pretrain_arguments import PretrainArguments
+
+
+@dataclass
+class Launch:
+    """What the rules read of a launch."""
+
+    parallel: Strategy
+    mixed_precision: str | None = None
+    num_processes: int | None = 2
+    local_world_size: int | None = 2
+
+    @property
+    def file_values(self) -> dict[str, Any]:
+        return {}
+
+    def place(self, key: str) -> str:
+        return key
+
+
+def found(strategy: str, machine: Machine, **flags: Any) -> list[str]:
+    run = RunSettings.from_flags(flags)
+    names = ("ddp_", "powersgd_")
+    findings = check_run(run, Launch(Strategy(strategy)), machine)
+    return [f"{f.level}: {f.one_line()}" for f in findings if f.place.startswith(tuple(f"--{n}" for n in names))]
+
+
+@pytest.fixture(scope="module")
+def machine() -> Machine:
+    from accel_scale.launching.machine import detect_machine
+
+    return detect_machine(["."])
+
+
+@pytest.mark.parametrize("strategy", ["single", "fsdp2", "zero1", "zero3"])
+@pytest.mark.parametrize(
+    "flags",
+    [{"ddp_comm_hook": "bf16"}, {"ddp_bucket_cap_mb": 50}, {"ddp_comm_hook": "powersgd", "powersgd_rank": 2}],
+)
+def test_without_ddp_they_are_refused(strategy: str, flags: dict[str, Any], machine: Machine) -> None:
+    (line,) = found(strategy, machine, **flags)
+    assert line.startswith(f"error: --{next(iter(flags))}")
+    assert ("one process sends no gradients" if strategy == "single" else "no DDP buckets") in line
+    assert found("ddp", machine, **flags) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ({"ddp_bucket_cap_mb": 0}, "a bucket of 0 MB"),
+        ({"powersgd_rank": 4}, "is PowerSGD's"),
+        ({"ddp_comm_hook": "bf16", "powersgd_start_step": 10}, "is PowerSGD's"),
+        ({"ddp_comm_hook": "powersgd", "powersgd_rank": 0}, "factors of rank 0"),
+        ({"ddp_comm_hook": "powersgd", "powersgd_start_step": 2}, "cannot begin with step 2"),
+        ({"ddp_comm_hook": "powersgd", "max_steps": 50}, "begins with step 100, and the run has 50"),
+        ({"ddp_comm_hook": "powersgd", "precision": "fp16"}, "loss scale changes"),
+        ({"ddp_comm_hook": "bf16", "precision": "bf16_true"}, "16 bits already"),
+    ],
+)
+def test_what_cannot_be_honoured_is_said(flags: dict[str, Any], problem: str, machine: Machine) -> None:
+    (line,) = found("ddp", machine, **flags)
+    assert problem in line
+
+
+def test_ranks_that_share_a_model_have_no_buckets(machine: Machine) -> None:
+    (line,) = found("ddp", machine, ddp_comm_hook="bf16", tp_size=2, pp_size=1)
+    assert "share a model" in line
+
+
+def test_both_recipes_have_the_flags() -> None:
+    words = ["--ddp_comm_hook", "powersgd", "--powersgd_rank", "8", "--ddp_bucket_cap_mb", "50"]
+    for cls in (PretrainArguments, RecipeSFTConfig):
+        args = cls(**parse_flags((cls,), words, program="recipe.py").explicit)
+        assert DdpSettings.of(args) == DdpSettings(50, "powersgd", 8, 100)
+        assert DdpSettings.of(cls()) == DdpSettings()
