@@ -130,6 +130,19 @@ def fit_link(algorithm: str, samples: Sequence[Sample]) -> Link:
     return best
 
 
+def fit_pairs(rows: Sequence[tuple[float, float]], times: Sequence[float]) -> Link:
+    """One latency and bandwidth for collectives of `rows` (messages, bytes), whatever operations they are.
+
+    Raises:
+        ConfigError: if times do not grow with bytes.
+    """
+    found = _solve(rows, times)
+    if found is None:
+        raise ConfigError("times do not grow with bytes.", place="links", fix="measure larger sizes.")
+    latency, per_byte = found[0]
+    return Link(1 / per_byte, latency)
+
+
 def _solve(rows: Sequence[Sequence[float]], times: Sequence[float]) -> tuple[tuple[float, ...], float] | None:
     """The factors of the columns that give `times` with the least relative squares, and their root mean square.
 
