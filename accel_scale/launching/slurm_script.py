@@ -54,7 +54,7 @@ def slurm_script(job: ClusterJob, options: SlurmOptions) -> str:
     lines = [
         "#!/bin/bash",
         f"# Written by accel-scale launch-script: {job.about}.",
-        "# shellcheck disable=SC1091,SC2016,SC2329 # files of this machine, variables of the nodes, functions of traps",
+        "# shellcheck disable=SC1091,SC2016,SC2329 # files here, variables of the nodes, functions of traps",
         *_directives(job, options),
         "set -uo pipefail",
         *job.setup_lines(),

@@ -54,6 +54,13 @@ class RecipeSFTConfig(DdpHookArguments, SFTConfig):
     logging_nan_inf_filter: bool = field(
         default=False, metadata={"help": "Hide NaN losses from the log; off, so that they are seen."}
     )
+    collective_timeout: str | None = field(
+        default=None,
+        metadata={
+            "help": "How long ranks wait for one another, e.g. 10m, before the run ends and says which is missing "
+            "and where. Default: --ddp_timeout."
+        },
+    )
     gradient_checkpointing: bool | None = field(  # type: ignore[assignment]
         default=None,
         metadata={
@@ -64,6 +71,9 @@ class RecipeSFTConfig(DdpHookArguments, SFTConfig):
     )
 
     def __post_init__(self) -> None:
+        from accel_scale.training.collective_timeout import settle_timeouts
+
+        settle_timeouts(self)
         from transformers.trainer_utils import SchedulerType
         from transformers.training_args import OptimizerNames
 

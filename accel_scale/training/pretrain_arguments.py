@@ -120,6 +120,9 @@ class PretrainArguments(DdpArguments):
     keep_last: int = _flag(2, "Checkpoints that are kept.")
     keep_every: int | None = _flag(None, "Of every so many steps one checkpoint is kept for good.")
     async_save: bool = _flag(False, "Write checkpoints while training goes on, where the format allows it.")
+    collective_timeout: str = _flag(
+        "30m", "How long ranks wait for one another before the run ends and says which rank is missing, and where."
+    )
     resume: str = _flag(
         "auto", "auto: the newest good checkpoint in --output_dir; no: refuse to overwrite; or a path."
     )

@@ -62,16 +62,19 @@ class AtomicSavingMixin(_TrainerBase):
     _folder_to_push: str | None = None
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As the trainer's; removes what a killed run left; True resumes the newest complete checkpoint."""
+        """As the trainer's; removes what a killed run left.
+
+        True resumes the newest complete checkpoint; ``"auto"`` does where there is one, else begins.
+        """
         output_dir = str(self.args.output_dir)
         for line in prepare_output_dir(output_dir):
             if process_index() == 0:
                 print(f"{output_dir}: {line}")
         make_base_resolvable(self.model)
         make_generation_config_savable(self.model)
-        if resume_from_checkpoint is True:
+        if resume_from_checkpoint is True or resume_from_checkpoint == "auto":
             name = broadcast_from_main(latest_complete_checkpoint(output_dir))
-            if name is None:
+            if name is None and resume_from_checkpoint is True:
                 raise ConfigError(
                     f"there is no complete checkpoint in {output_dir}.",
                     place="--resume_from_checkpoint",

@@ -9,9 +9,10 @@ import torch
 from transformers import TrainerCallback
 from trl import SFTTrainer
 
+from accel_scale.training.collective_timeout import StepCallback, watch_accelerator
 from accel_scale.training.config import RecipeSFTConfig
-from accel_scale.training.exact_match import ExactMatch, exact_match
 from accel_scale.training.ddp_hooks import DdpHookMixin
+from accel_scale.training.exact_match import ExactMatch, exact_match
 from accel_scale.training.fast_loss import FastLossMixin
 from accel_scale.training.guard import GuardSettings
 from accel_scale.training.guard_mixin import GuardMixin
@@ -65,6 +66,8 @@ class ScaleSFTTrainer(GuardMixin, MemoryRecoveryMixin, DdpHookMixin, AtomicSavin
             cast_trainable(self.model, adapter_dtype)
         self.add_callback(MeterCallback(self.meter))
         self.add_callback(MetricsCallback())
+        watch_accelerator(self.accelerator, self.args.collective_timeout, "sft.py")
+        self.add_callback(StepCallback())
         if questions:
             self.add_callback(_AnswerCallback(self))
         quiet_progress(self)
