@@ -107,14 +107,15 @@ def enable_ulysses(model: Any, sp_group: Any) -> None:
     `uncut_rows` take whole rows as before.
 
     Args:
-        model: A `PreTrainedModel`; of a `PeftModel`, its base model.
+        model: A `PreTrainedModel` or `PeftModel`, or a pipeline stage of one: split first, then enable each part.
         sp_group: The ranks that share each row, in the order of the parts: a process group, or a device mesh of one
             dimension. One rank: nothing happens.
     """
     from accel_scale.parallel.sequence_attention import wrap_attention
 
     group = sp_group.get_group() if hasattr(sp_group, "get_group") else sp_group
-    if group.size() == 1 or hasattr(model, "_ulysses_size"):
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if group.size() == 1 or "_ulysses_size" in vars(model):
         return
     for module in model.modules():
         _refuse_weights_of_heads(module)

@@ -1,7 +1,7 @@
 """Processes that share each row, beside one process that has it whole: losses, weights, isolation, memory.
 
 Run by test_sequence_parallel.py under torchrun; rank 0 prints one JSON line per case. The argument is ``pair`` (two
-processes) or ``sharded`` (four: two groups of two, weights sharded over all of them).
+processes) or ``sharded`` (four: with weights sharded, tensor parallelism, a pipeline).
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from torch.distributed.fsdp import fully_shard
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from accel_scale.parallel.layout import ParallelLayout, build_mesh
+from accel_scale.parallel.pipeline import Pipeline, PipelineSettings, split_model, stages_of_rank
 from accel_scale.parallel.sequence import check_sequence_parallel, check_ulysses, cut_batch, enable_ulysses, uncut_rows
+from accel_scale.parallel.tensor import apply_tensor_parallel
 from accel_scale.training.checkpointing import CheckpointingPolicy, apply_checkpointing
 from accel_scale.training.evaluating import language_model_loss
 from accel_scale.training.fast_loss import add_fast_lm_head
@@ -216,7 +218,7 @@ def memory(group: Any) -> dict[str, Any]:
 
 
 def sharded(layout: ParallelLayout, kind: str, attention: str) -> dict[str, Any]:
-    """Weights sharded over all ranks of ``mesh["shard"]``, whose gradients FSDP2 averages."""
+    """Weights sharded by FSDP2, which averages gradients over `mesh["grad"]`, and by tensor parallelism."""
     mesh = build_mesh(layout, "cpu")
     rank = dist.get_rank()
     place, data_rank = layout.coordinate(rank), layout.data_rank(rank)
@@ -225,13 +227,48 @@ def sharded(layout: ParallelLayout, kind: str, attention: str) -> dict[str, Any]
     totals = [int(count_loss_tokens(batch["labels"])) for batch in batches]
     expected = train(build(kind, attention, "full"), batches, totals, None, bf16=False)
     model = build(kind, attention, "full")
+    if layout.tp > 1:
+        apply_tensor_parallel(model, mesh["tp"])
     enable_ulysses(model, mesh["sp"])
+    check_ulysses(model, mesh["sp"])
     for block in [*model.model.layers, model]:
         fully_shard(block, mesh=mesh["shard"])
     mine = [{n: t[data_rank : data_rank + 1] for n, t in batch.items()} for batch in batches]
     parts = [cut_batch(batch, place["sp"], layout.sp) for batch in mine]
     found = train(model, parts, totals, mesh["grad"].get_group(), bf16=False, factor=layout.gradient_ranks)
     return compare(found, expected)
+
+
+def piped(layout: ParallelLayout) -> dict[str, Any]:
+    """Stages of rows that are cut; losses only, since no rank has all weights."""
+    mesh = build_mesh(layout, "cpu")
+    place = layout.coordinate(dist.get_rank())
+    batches = [rows(step % 2, packed=True) for step in range(STEPS)]
+    totals = [int(count_loss_tokens(batch["labels"])) for batch in batches]
+    expected, _ = train(build("llama", "sdpa_packed", "full"), batches, totals, None, bf16=False)
+    settings = PipelineSettings("interleaved", stages_per_rank=2)
+    stages = stages_of_rank(settings, layout.pp, place["pp"])
+    boundaries = [range(stage, stage + 1) for stage in range(4)]
+    parts = split_model(build("llama", "sdpa_packed", "full"), boundaries, stages)
+    group = mesh["sp"].get_group()
+    for part in parts:
+        enable_ulysses(part, group)
+    pipeline = Pipeline(parts, stages, 4, mesh["pp"].get_group(), "cpu", settings, 2)
+    optimizer = torch.optim.AdamW([p for part in parts for p in part.parameters()], 3e-3, weight_decay=0.1, eps=1e-6)
+    found = []
+    for batch, total in zip(batches, totals, strict=True):
+        part = cut_batch(batch, place["sp"], layout.sp)
+        micro = [{name: tensor[row : row + 1] for name, tensor in part.items()} for row in range(2)]
+        losses = pipeline.forward_backward(micro, total)
+        loss = torch.stack(losses).sum().detach() if losses else torch.zeros(())
+        dist.all_reduce(loss)
+        found.append(loss.item())
+        for stage in parts:
+            for parameter in stage.parameters():
+                dist.all_reduce(parameter.grad, group=group)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"loss": max(abs(a - b) / b for a, b in zip(found, expected, strict=True)), "learned": found[0] - found[-1]}
 
 
 def main() -> None:
@@ -248,6 +285,9 @@ def main() -> None:
         results = {
             "fsdp2": sharded(ParallelLayout(dp_shard=2, sp=2), "llama", "sdpa_packed"),
             "fsdp2, gemma2": sharded(ParallelLayout(dp_shard=2, sp=2), "gemma2", "eager"),
+            "four ranks, two key heads": sharded(ParallelLayout(sp=4), "qwen3", "sdpa"),
+            "tensor parallel": sharded(ParallelLayout(sp=2, tp=2), "llama", "sdpa_packed"),
+            "pipeline": piped(ParallelLayout(pp=2, sp=2)),
         }
     if dist.get_rank() == 0:
         for name, result in results.items():

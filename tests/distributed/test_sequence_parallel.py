@@ -64,10 +64,10 @@ def test_each_rank_keeps_half_of_the_activations(pair):
 
 
 @pytest.mark.soak
-def test_with_weights_sharded_over_four_processes(repository):
+def test_beside_the_other_ways_of_sharing_a_model(repository):
     cases = launch(repository, 4, "sharded")
-    assert set(cases) == {"fsdp2", "fsdp2, gemma2"}
+    assert set(cases) == {"fsdp2", "fsdp2, gemma2", "four ranks, two key heads", "tensor parallel", "pipeline"}
     for name, case in cases.items():
         assert case["learned"] > 0.1, name
         assert case["loss"] < 1e-6, name
-        assert case["weights"] < 1e-4, name
+        assert case.get("weights", 0.0) < 1e-4, name
