@@ -134,14 +134,15 @@ def parallelize(
         from accel_scale.parallel.tensor import apply_tensor_parallel
 
         apply_tensor_parallel(model, mesh["tp"])
-    if layout.sp > 1:
-        from accel_scale.parallel.sequence import enable_ulysses
-
-        enable_ulysses(model, mesh["sp"].get_group())
     parts: list[Any] = [model]
     stages: Sequence[int] = ()
     if layout.pp > 1:
         parts, stages = _split(model, layout, mesh, pipeline, row_length)
+    if layout.sp > 1:
+        from accel_scale.parallel.sequence import enable_ulysses
+
+        for part in parts:
+            enable_ulysses(part, mesh["sp"].get_group())
     for part in parts:
         part.to(accelerator.device)
         apply_data_parallel(

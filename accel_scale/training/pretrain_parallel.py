@@ -40,7 +40,9 @@ def check_layout(run: Any) -> None:
     if layout.sp > 1:
         from accel_scale.parallel.sequence import check_sequence_parallel
 
-        check_sequence_parallel(run.model_config, layout.sp, run.data_args.max_length, run.attention)
+        check_sequence_parallel(
+            run.model_config, layout.sp, run.data_args.max_length, run.attention, tp_size=layout.tp
+        )
     if layout.pp > 1:
         from accel_scale.parallel.pipeline import check_pipeline
 
