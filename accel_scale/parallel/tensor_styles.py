@@ -27,7 +27,7 @@ Change = Callable[[str, torch.Tensor], torch.Tensor]
 @contextlib.contextmanager
 def local_parameters(module: nn.Module, change: Change | None = None) -> Iterator[None]:
     """`module` with this rank's parts in place of its own DTensor parameters; `change` gets each part and its name."""
-    whole = {name: p for name, p in module._parameters.items() if isinstance(p, DTensor)}
+    whole: dict[str, Any] = {name: p for name, p in module._parameters.items() if isinstance(p, DTensor)}
     for name, parameter in whole.items():
         part = parameter.to_local()
         module._parameters[name] = change(name, part) if change else part  # type: ignore[assignment]
@@ -102,10 +102,10 @@ class Colwise(Style):
 class FusedHeads(Colwise):
     """GPT-2's one layer for queries, keys and values, seen as three matrices of which each rank has some heads.
 
-    The weight (inputs, 3 · outputs) becomes (inputs, 3, outputs), the bias (3, outputs), sharded on the last dimension: the
-    same numbers in the same order, so that `full_tensor()` reshaped is the plain parameter for any number of
-    ranks, and a rank's part is one block, which `torch.distributed.checkpoint` can write (of strided shards, the other
-    way to describe this, it writes wrong places). The plain shapes are kept in the module's ``plain_shapes``.
+    The weight (inputs, 3 · outputs) becomes (inputs, 3, outputs) and the bias (3, outputs), sharded on the last
+    dimension: the same numbers in the same order, so that `full_tensor()` reshaped is the plain parameter for any
+    number of ranks, and a rank's part is one block, which `torch.distributed.checkpoint` can write (of strided shards,
+    the other way to describe this, it writes wrong places). The module keeps the plain shapes in ``plain_shapes``.
     """
 
     def placement(self, module: nn.Module, name: str) -> Placement:

@@ -67,11 +67,10 @@ class VocabularyShard:
         return grad_hidden
 
     def _gather(self, values: torch.Tensor) -> torch.Tensor:
-        """(ranks, \\*shape) of every rank's `values`."""
-        ranks = dist.get_world_size(self.group)
-        gathered = values.new_empty(ranks * values.shape[0], *values.shape[1:])
-        dist.all_gather_into_tensor(gathered, values.contiguous(), group=self.group)
-        return gathered.unflatten(0, (ranks, -1))
+        """The ranks' `values`, stacked."""
+        parts = [torch.empty_like(values) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(parts, values, group=self.group)
+        return torch.stack(parts)
 
 
 def held_head(weight: Any, bias: Any = None) -> tuple[Any, Any, VocabularyShard | None]:

@@ -1,0 +1,327 @@
+"""Processes that share each matrix product, beside one process that computes it whole.
+
+Run by test_tensor_parallel.py under torchrun; rank 0 prints one JSON line per case. The argument is ``pair`` (two
+processes) or ``sharded`` (four: weights divided by tensor parallelism over two, and by FSDP2 over two).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tempfile
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dist_cp
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from accel_scale.parallel.gradient_norm import clip_gradients, global_grad_norm
+from accel_scale.parallel.layout import ParallelLayout, build_mesh
+from accel_scale.parallel.tensor import apply_tensor_parallel, gather_state, plain_shapes
+from accel_scale.training.checkpointing import CheckpointingPolicy, apply_checkpointing
+from accel_scale.training.evaluating import language_model_loss
+from accel_scale.training.fast_loss import add_fast_lm_head
+from accel_scale.training.loss import count_loss_tokens
+from accel_scale.training.packed_attention import register_packed_attention
+
+VOCAB, LENGTH, STEPS, MICRO_BATCHES = 96, 32, 5, 2
+SHAPE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCAB}
+GROUPED = {**SHAPE, "num_key_value_heads": 2, "intermediate_size": 96, "pad_token_id": 50}
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+FIELDS: dict[str, dict[str, Any]] = {
+    "llama": {**GROUPED, "attention_bias": True, "mlp_bias": True, "vocab_size": 97},
+    "qwen3": {**GROUPED, "head_dim": 16},
+    "gemma": {**GROUPED, "head_dim": 16},
+    "gemma2": {**GROUPED, "head_dim": 16, "sliding_window": 10},
+    "olmo2": GROUPED,
+    "phi": {**SHAPE, "intermediate_size": 96, "resid_pdrop": 0.0, "pad_token_id": 0},
+    "gpt_neox": {**SHAPE, "intermediate_size": 96},
+    "gpt2": {"n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": VOCAB, "n_positions": 32, **NO_DROPOUT},
+}
+# Name: (architecture, attention, packed rows, checkpointing policy, autocast).
+CASES: dict[str, tuple[str, str, bool, str, bool]] = {
+    "llama": ("llama", "sdpa", False, "none", False),
+    "llama, packed, selective": ("llama", "sdpa_packed", True, "selective", False),
+    "qwen3, bf16": ("qwen3", "sdpa_packed", True, "full", True),
+    "qwen3, packed": ("qwen3", "sdpa_packed", True, "offload", False),
+    "gemma": ("gemma", "sdpa", False, "none", False),
+    "gemma2, packed": ("gemma2", "eager", True, "every_2", False),
+    "olmo2": ("olmo2", "sdpa", False, "none", False),
+    "phi": ("phi", "sdpa", False, "none", False),
+    "gpt_neox": ("gpt_neox", "sdpa", False, "none", False),
+    "gpt2": ("gpt2", "eager", False, "none", False),
+    "gpt2, packed": ("gpt2", "sdpa_packed", True, "full", False),
+}
+
+
+class Traffic(TorchDispatchMode):
+    """Counts the collectives that are called, and the bytes of what they are called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional") and not re.search("wait|wrap", str(func)):
+            self.calls += 1
+            self.num_bytes += sum(t.nbytes for t in tree_leaves(args) if isinstance(t, torch.Tensor))
+        return func(*args, **(kwargs or {}))
+
+
+def build(kind: str, attention: str = "sdpa", policy: str = "none", **fields: Any) -> Any:
+    """A small model with the same weights on every rank."""
+    torch.manual_seed(0)
+    register_packed_attention()
+    config = CONFIG_MAPPING[kind](**{**FIELDS[kind], **fields})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).train()
+    with torch.no_grad():  # norms at 1 and biases at 0 would hide a gradient that goes wrong
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    add_fast_lm_head(model)
+    apply_checkpointing(model, CheckpointingPolicy.parse(policy))
+    return model
+
+
+def micro_batch(seed: int, *, packed: bool) -> dict[str, torch.Tensor]:
+    """Two rows with a part that is not labelled, and a padding token among them."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, VOCAB, (2, LENGTH), generator=generator)
+    ids[:, 7] = 50
+    labels = ids.clone()
+    labels[:, : 3 + seed % 5] = -100
+    batch = {"input_ids": ids, "labels": labels}
+    if packed:
+        batch["position_ids"] = torch.cat([torch.arange(11), torch.arange(LENGTH - 11)]).expand(2, -1)
+    return batch
+
+
+def train(model: Any, *, packed: bool = False, autocast: bool = False, rank: int = 0, ranks: int = 1) -> dict:
+    """Losses and gradient norms of `STEPS` steps of AdamW, on every `ranks`-th micro-batch from `rank`."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1, eps=1e-6)
+    losses, norms = [], []
+    for _ in range(STEPS):
+        batches = [micro_batch(i, packed=packed) for i in range(MICRO_BATCHES * 2)]
+        num_tokens = sum(int(count_loss_tokens(b["labels"])) for b in batches)
+        total = torch.zeros(())
+        for batch in batches[rank::ranks]:
+            with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+                loss = language_model_loss(model, batch, num_tokens)
+            (loss * ranks).backward()  # gradients are averaged over the ranks that have other rows
+            total += loss.detach()
+        losses.append(total)
+        norms.append(clip_gradients(model.parameters(), 0.5))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"losses": torch.stack(losses), "norms": torch.stack(norms)}
+
+
+def compare(found: dict, expected: dict, state: dict, model: Any) -> dict[str, float]:
+    """Largest relative differences from the single process; of weights, by each tensor's largest entry."""
+    reference = model.state_dict()
+    weights = {n: float((state[n] - reference[n]).abs().max() / reference[n].abs().max()) for n in reference}
+    assert set(state) == set(reference)
+    return {
+        "loss": float(((found["losses"] - expected["losses"]) / expected["losses"]).abs().max()),
+        "norm": float(((found["norms"] - expected["norms"]) / expected["norms"]).abs().max()),
+        "weights": max(weights.values()),
+        "worst": max(weights, key=lambda name: weights[name]),
+        "learned": float(expected["losses"][0] - expected["losses"][-1]),
+        "clipped": float(expected["norms"].min()),
+    }
+
+
+def reload_difference(model: Any, state: dict, kind: str, batch: dict) -> float:
+    """Logits of the divided model beside those of what plain transformers loads from its files."""
+    inputs = {"input_ids": batch["input_ids"]}
+    with torch.no_grad():
+        logits = model.eval()(**inputs).logits
+    if not state:
+        return 0.0
+    with tempfile.TemporaryDirectory() as folder:
+        build(kind, "eager").save_pretrained(folder, state_dict=state)
+        plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    with torch.no_grad():
+        return float((plain(**inputs).logits - logits).abs().max())
+
+
+def same_on_ranks(tensors: list[torch.Tensor], group: Any = None) -> bool:
+    """Whether all ranks hold the same bits."""
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, [tensor.detach().float().numpy().tobytes() for tensor in tensors], group=group)
+    return all(one == everyone[0] for one in everyone)
+
+
+def replicated(model: Any) -> list[torch.Tensor]:
+    return [p.to_local() for p in model.parameters() if isinstance(p, DTensor) and p.placements[-1].is_replicate()]
+
+
+def pair() -> None:
+    mesh: Any = build_mesh(ParallelLayout(tp=2), "cpu")
+    for name, (kind, attention, packed, policy, autocast) in CASES.items():
+        options = {"packed": packed, "autocast": autocast}
+        plain = build(kind, attention, policy)
+        expected = train(plain, **options)
+        model = build(kind, attention, policy)
+        apply_tensor_parallel(model, mesh["tp"])
+        found = train(model, **options)
+        state = gather_state(model)
+        line = compare(found, expected, state, plain) if state else {}
+        line["reload"] = reload_difference(model, state, kind, micro_batch(77, packed=False))
+        line["same"] = same_on_ranks([*found["losses"], *found["norms"], *replicated(model)])
+        held = sum(p.to_local().numel() for p in model.parameters())
+        line["held"] = held / sum(p.numel() for p in plain.parameters())
+        line["tied"] = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+        show(name, **line)
+    show("dropout", same=dropout_is_alike(mesh))
+    for kind in ("llama", "gpt2", "qwen3"):
+        show(f"traffic of {kind}", **traffic_per_layer(kind, mesh))
+    show("evaluation", **evaluation(mesh))
+
+
+def dropout_is_alike(mesh: Any) -> bool:
+    """Ranks whose random states differ when the model is divided drop the same activations afterwards."""
+    model = build("gpt2", resid_pdrop=0.3, embd_pdrop=0.3, attn_pdrop=0.3)
+    torch.manual_seed(dist.get_rank())
+    apply_tensor_parallel(model, mesh["tp"])
+    losses = train(model)["losses"]
+    return same_on_ranks([*losses, *replicated(model)])
+
+
+def traffic_per_layer(kind: str, mesh: Any) -> dict[str, float]:
+    """Collectives of one forward and backward pass in each layer, and bytes in units of the hidden states'."""
+    seen = {}
+    for layers in (1, 2):
+        model = build(kind, **{"n_layer" if kind == "gpt2" else "num_hidden_layers": layers})
+        apply_tensor_parallel(model, mesh["tp"])
+        with Traffic() as seen[layers]:
+            language_model_loss(model, micro_batch(0, packed=False), 1).backward()
+    hidden_bytes = 2 * LENGTH * SHAPE["hidden_size"] * 4
+    return {
+        "calls": seen[2].calls - seen[1].calls,
+        "hidden_states": (seen[2].num_bytes - seen[1].num_bytes) / hidden_bytes,
+        "calls_beside_layers": 2 * seen[1].calls - seen[2].calls,
+    }
+
+
+def evaluation(mesh: Any) -> dict[str, Any]:
+    """Accuracy and gradients from the head where it is large (computed in the backward pass), and generation."""
+    from accel_scale.training import loss
+
+    loss._HEAD_GRAD_IN_FORWARD_BYTES = 0
+    plain, model = build("gemma2", "eager"), build("gemma2", "eager")
+    apply_tensor_parallel(model, mesh["tp"])
+    outputs = []
+    batch = micro_batch(5, packed=False)
+    with torch.no_grad():
+        likely = plain(input_ids=batch["input_ids"]).logits.argmax(-1)
+    batch["labels"][:, 9:20] = likely[:, 8:19]
+    for one in (plain, model):
+        output = one(**batch, fast_lm_head=True, with_accuracy=True)
+        output.loss.backward()
+        outputs.append(output)
+    grads = [gradient(one.get_input_embeddings().weight) for one in (plain, model)]
+    prompt = {"input_ids": batch["input_ids"][:, :6], "attention_mask": torch.ones(2, 6, dtype=torch.long)}
+    texts = [one.eval().generate(**prompt, max_new_tokens=8, do_sample=False) for one in (plain, model)]
+    return {
+        "correct": [int(output.num_correct) for output in outputs],
+        "head_gradient": float((grads[0] - grads[1]).abs().max() / grads[0].abs().max()),
+        "generated": bool(torch.equal(*texts)),
+    }
+
+
+def gradient(parameter: Any) -> torch.Tensor:
+    return parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
+
+
+def sharded() -> None:
+    mesh: Any = build_mesh(ParallelLayout(dp_shard=2, tp=2), "cpu")
+    for kind in ("llama", "gpt2"):
+        plain = build(kind)
+        expected = train(plain)
+        for head_apart in (False, True) if kind == "llama" else (False,):
+            model = build(kind)
+            divide(model, mesh, head_apart=head_apart)
+            found = train(model, rank=mesh["shard"].get_local_rank(), ranks=2)
+            dist.all_reduce(found["losses"], group=mesh["shard"].get_group())
+            state = gather_state(model)
+            line = compare(found, expected, state, plain) if state else {}
+            line["reload"] = reload_difference(model, state, kind, micro_batch(77, packed=False))
+            line["same"] = same_on_ranks([*found["losses"], *found["norms"]])
+            held = sum(p.to_local().numel() for p in model.parameters())
+            line["held"] = held / sum(p.numel() for p in plain.parameters())
+            line["resumed"] = checkpoint_difference(model, kind, mesh)
+            show(f"{kind}, head apart" if head_apart else kind, **line)
+    show("mixed meshes", **mixed_norm(mesh))
+
+
+def divide(model: Any, mesh: Any, *, head_apart: bool = False) -> None:
+    apply_tensor_parallel(model, mesh["tp"])
+    layers = [m for m in model.modules() if type(m).__name__ in model._no_split_modules]
+    for block in [*layers, *([model.lm_head] if head_apart else []), model]:
+        fully_shard(block, mesh=mesh["shard"])
+
+
+def checkpoint_difference(model: Any, kind: str, mesh: Any) -> float:
+    """What tensor parallelism alone reads from a checkpoint that it wrote together with FSDP2."""
+    other = build(kind)
+    apply_tensor_parallel(other, mesh["tp"])
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    folder = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [None]
+    dist.broadcast_object_list(folder)
+    dist_cp.save(model.state_dict(), checkpoint_id=folder[0])
+    dist_cp.load(other.state_dict(), checkpoint_id=folder[0])
+    found, expected = gather_state(other), gather_state(model)
+    assert not plain_shapes(other) or kind == "gpt2"
+    return max((float((found[name] - expected[name]).abs().max()) for name in expected), default=0.0)
+
+
+def mixed_norm(mesh: Any) -> dict[str, float]:
+    """Gradients on every kind of mesh, one of them a sum still to be taken, and a stage of its own per rank."""
+    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(7, 6, generator=generator) for _ in range(6)]
+    shard, tp, both = mesh["shard"], mesh["tp"], mesh["dp_shard", "tp"]
+    parameters = [torch.nn.Parameter(torch.zeros(7, 6))]
+    parameters[0].grad = whole[0].clone()
+    placed = [(tp, [Shard(1)]), (shard, [Shard(0)]), (both, [Shard(0), Shard(1)]), (both, [Shard(0), Replicate()])]
+    for gradient_, (where, placements) in zip(whole[1:5], placed, strict=True):
+        parameters.append(torch.nn.Parameter(distribute_tensor(torch.zeros(7, 6), where, placements)))
+        parameters[-1].grad = distribute_tensor(gradient_, where, placements)
+    parameters.append(torch.nn.Parameter(distribute_tensor(torch.zeros(7, 6), tp, [Replicate()])))
+    part = whole[5] * (0.25 if tp.get_local_rank() == 0 else 0.75)
+    parameters[-1].grad = DTensor.from_local(part, tp, [Partial()])
+    expected = torch.stack([gradient_.norm() for gradient_ in whole]).norm()
+    norm = global_grad_norm(parameters)
+    stages = global_grad_norm(parameters, dist.group.WORLD)  # as if each of the four ranks held a stage
+    clip_gradients(parameters, 1.0)
+    return {
+        "norm": abs(float(norm / expected) - 1),
+        "stages": abs(float(stages / expected) - 2),
+        "after": abs(float(global_grad_norm(parameters)) - 1),
+    }
+
+
+def show(case: str, **values: Any) -> None:
+    if dist.get_rank() == 0:
+        print(json.dumps({"case": case, **values}), flush=True)
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    {"pair": pair, "sharded": sharded}[sys.argv[1]]()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
