@@ -42,6 +42,8 @@ class Pipeline:
 
     Args:
         parts: This rank's stages, from `split_model`, wrapped by FSDP2's `fully_shard`, `replicate` or not at all.
+            Under ``zero_bubble`` FSDP2's weights stay gathered for the step; under other schedules they are gathered
+            for each micro-batch again, unless `fully_shard` was told not to reshard after forward.
         stage_indices: Theirs, from `stages_of_rank`.
         num_stages: Of the pipeline.
         group: Its ranks, in the order of `stages_of_rank`.
@@ -81,6 +83,8 @@ class Pipeline:
             stage = stage_of(part)
             stage.autocast = autocast
             stage.loss = repeatable(loss) if settings.splits_backward else loss
+            if settings.splits_backward:
+                _keep_gathered(part)
         self._tied = TiedWeights(self.parts, group)
         self._schedule: Any = None
         self._shapes: Any = None
@@ -202,3 +206,14 @@ class Pipeline:
         """What the backward pass starts from: the last stage's output is the loss already."""
         self._losses.append(loss.detach())
         return loss * self._loss_factor
+
+
+def _keep_gathered(part: nn.Module) -> None:
+    """Gather FSDP2's weights once per step: gradients of weights that are computed apart need them in place.
+
+    Weights that are freed after a forward pass would silently get no gradient (torch 2.13).
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    if isinstance(part, FSDPModule):
+        part.set_reshard_after_forward(False)

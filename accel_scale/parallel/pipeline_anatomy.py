@@ -105,7 +105,7 @@ def _find_layers(model: Any) -> str:
 
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
-        raise _cannot_split(name, "it is no plain model of transformers (adapters come after the split)")
+        raise _cannot_split(name, "it is no plain model of transformers (adapters are not supported)")
     wanted = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     found = {
         key: sum(parameter.numel() for parameter in module.parameters())

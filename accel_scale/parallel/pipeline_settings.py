@@ -53,7 +53,9 @@ def stages_of_rank(settings: PipelineSettings, pp_size: int, pp_rank: int) -> tu
     return tuple(pp_rank + pp_size * loop for loop in range(settings.stages_per_rank))
 
 
-def check_pipeline(config: Any, settings: PipelineSettings, pp_size: int, num_micro_batches: int) -> None:
+def check_pipeline(
+    config: Any, settings: PipelineSettings, pp_size: int, num_micro_batches: int, *, checkpointing: str = "none"
+) -> None:
     """Refuse a pipeline that cannot run, before a model is loaded.
 
     What only the model itself tells (layers that share state, modules without a place) is refused by `split_model`.
@@ -62,6 +64,7 @@ def check_pipeline(config: Any, settings: PipelineSettings, pp_size: int, num_mi
         config: The model's configuration, of transformers.
         pp_size: Ranks of a pipeline.
         num_micro_batches: Of each rank's optimizer step: what is called gradient accumulation without a pipeline.
+        checkpointing: Name of the activation checkpointing policy.
 
     Raises:
         ConfigError: with what to change.
@@ -86,6 +89,12 @@ def check_pipeline(config: Any, settings: PipelineSettings, pp_size: int, num_mi
             f"{num_layers} layers cannot be divided among {num_stages} stages.",
             place=_PLACE,
             fix=f"use {num_layers // settings.stages_per_rank} ranks at most, or fewer stages per rank.",
+        )
+    if settings.splits_backward and checkpointing == "selective":
+        raise ConfigError(
+            "the schedule zero_bubble runs backward passes twice, which selective checkpointing does not allow.",
+            place="--checkpointing_policy",
+            fix="use none or full, or the schedule 1f1b.",
         )
     _check_micro_batches(settings, pp_size, num_micro_batches)
 

@@ -182,6 +182,8 @@ def _replace(part: Any, name: str, module: nn.Module) -> None:
 
 def _forward(part: Any, inputs: torch.Tensor, **others: Any) -> torch.Tensor:
     """Forward pass of a part; see `split_model`."""
+    import torch
+
     stage = stage_of(part)
     labels = {name: others.pop(name) for name in ("labels", "shift_labels") if name in others}
     with stage.autocast():
@@ -189,7 +191,8 @@ def _forward(part: Any, inputs: torch.Tensor, **others: Any) -> torch.Tensor:
             others["input_ids"] = inputs
         else:
             inlet = part.get_submodule(stage.layer_names[0].rpartition(".")[0])[stage.layers.start - 1]
-            inlet.received = others["inputs_embeds"] = inputs
+            # What the forward makes of its embeddings is dropped; some work on them in place.
+            inlet.received, others["inputs_embeds"] = inputs, torch.zeros_like(inputs)
         hidden: torch.Tensor = part.base_model(use_cache=False, **others).last_hidden_state
         if stage.is_last and labels and stage.loss is not None:
             name, wanted = labels.popitem()

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.slow
-TIED = {"gemma", "gemma2", "gemma3", "gpt2", "gpipe", "interleaved", "zero_bubble", "fully_shard"}
-EXACT = ["llama", "qwen3", "gemma", "gemma2", "gemma3", "gpt2"]
+TIED = {"gemma", "gemma3", "gpt2", "gpipe", "zero_bubble", "fully_shard"}
+EXACT = ["llama", "qwen3", "gemma", "gemma3", "gpt2"]
 OTHERS = ["gpipe", "interleaved", "zero_bubble", "replicate", "fully_shard"]
 
 
@@ -60,4 +60,5 @@ def test_the_measured_bubble_is_the_formulas(cases):
     for name in ("bubble_gpipe", "bubble_1f1b"):
         case = cases[name]
         assert case["predicted"] == pytest.approx(3 / 7)
-        assert case["measured"] == pytest.approx(case["predicted"], rel=0.15), name
+        # What else runs on the machine can only make ranks wait longer: the least of a few steps is the pipeline's own.
+        assert case["least"] == pytest.approx(case["predicted"], rel=0.15), name

@@ -102,6 +102,14 @@ def test_pipelines_that_cannot_run_are_refused(settings, pp_size, micro_batches,
         check_pipeline(GPT2Config(n_layer=6), settings, pp_size, micro_batches)
 
 
+def test_selective_checkpointing_does_not_go_with_a_split_backward_pass():
+    config = GPT2Config(n_layer=6)
+    with pytest.raises(ConfigError, match="selective checkpointing"):
+        check_pipeline(config, PipelineSettings("zero_bubble"), 2, 4, checkpointing="selective")
+    check_pipeline(config, PipelineSettings("1f1b"), 2, 4, checkpointing="selective")
+    check_pipeline(config, PipelineSettings("zero_bubble"), 2, 4, checkpointing="full")
+
+
 def test_pipelines_that_can_run():
     check_pipeline(GPT2Config(n_layer=6), PipelineSettings("gpipe"), 4, 1)
     check_pipeline(GPT2Config(n_layer=8), PipelineSettings("interleaved", 2), 4, 8)

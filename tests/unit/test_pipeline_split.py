@@ -41,6 +41,7 @@ ARCHITECTURES = {
     "gptj": {**GPT, "rotary_dim": 4, **EAGER},
     "bloom": {"hidden_size": 32, "n_layer": 4, "n_head": 4, "vocab_size": 64, **EAGER},
     "falcon": {"head_dim": None},
+    "ctrl": {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 32, "vocab_size": 64, "dff": 48, **EAGER},
 }
 
 
@@ -127,7 +128,7 @@ def test_dropout_of_embeddings_happens_on_the_first_stage_only():
 def test_what_cannot_be_split_is_refused():
     from peft import LoraConfig, get_peft_model
 
-    with pytest.raises(ConfigError, match="adapters come after the split"):
+    with pytest.raises(ConfigError, match="adapters are not supported"):
         split_model(
             get_peft_model(build("llama"), LoraConfig(target_modules=["q_proj"])), [range(2), range(2, 4)], [0]
         )

@@ -1,0 +1,259 @@
+"""How long ranks of a pipeline wait for each other, measured beside the formula.
+
+    python benchmarks/pipeline_bubble.py            # p = 2 and 4, m = 4, 8 and 16, every schedule; writes the results
+
+Timed stages. A stage's forward pass takes f seconds on the clock and its backward pass 2f (f for the gradient of its
+input and f for that of its weight): autograd functions that sleep. Everything else is what trains a model: the
+`Pipeline` of this project, torch's schedules and stages, hidden states and gradients sent over gloo between processes.
+Sleeping keeps stages equal, and keeps two cores from being what is measured, as four computing processes on them would
+be. The bubble of a rank is 1 − (seconds inside of its stages) ÷ (seconds of the step); the table has the mean over
+ranks, and the median of several steps.
+
+Computing stages. Two ranks of one thread each train a Llama of equal layers without a head worth mentioning; a rank's
+bubble is 1 − (CPU seconds of its process) ÷ (seconds of the step), which waiting for a message does not count in. It
+holds what the formula leaves out, too: stages that are not quite equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+RESULTS = REPOSITORY / "benchmarks" / "results" / "pipeline_bubble.md"
+SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1))
+WIDTH, LENGTH = 32, 16
+
+
+def timed_part(index: int, num_stages: int, seconds: float, spent: list[float]) -> Any:
+    """A stage whose passes take `seconds` forward and twice that backward; adds what it took to `spent`."""
+    import torch
+    from torch import nn
+
+    from accel_scale.parallel.pipeline_split import Stage
+
+    def wait() -> None:
+        started = time.perf_counter()
+        time.sleep(seconds)
+        spent[0] += time.perf_counter() - started
+
+    class OfInput(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
+            wait()
+            return hidden.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+            wait()
+            return grads[0]
+
+    class OfWeight(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+            return weight.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+            wait()
+            return grads[0]
+
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(WIDTH))
+            self.pipeline_stage = Stage(index, num_stages, range(index, index + 1), (f"layers.{index}",), num_stages)
+
+        def forward(self, inputs: torch.Tensor, **_: Any) -> torch.Tensor:
+            stage = self.pipeline_stage
+            # The first stage's input has no gradient; one of its own makes its backward pass as long as the others'.
+            hidden = torch.ones(*inputs.shape, WIDTH, requires_grad=True) if stage.is_first else inputs
+            hidden = OfInput.apply(hidden) * OfWeight.apply(self.weight)
+            return hidden.mean() if stage.is_last else hidden
+
+    return Part()
+
+
+def measure_timed(
+    schedule: str, stages_per_rank: int, micro_batches: int, seconds: float, steps: int, group: Any = None
+) -> dict[str, float]:
+    """Bubble of timed stages over the ranks of `group`: median and least of some steps, predicted; the same on all.
+
+    Args:
+        seconds: f of all stages of a rank together.
+        steps: Measured; one more comes before them.
+        group: None: all ranks.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from accel_scale.parallel.pipeline import Pipeline, PipelineSettings, stages_of_rank
+    from accel_scale.planning.pipeline import bubble_fraction
+
+    group = dist.group.WORLD if group is None else group
+    size, settings = dist.get_world_size(group), PipelineSettings(schedule, stages_per_rank)
+    indices, num_stages, spent = stages_of_rank(settings, size, dist.get_rank(group)), size * stages_per_rank, [0.0]
+    parts = [timed_part(index, num_stages, seconds / stages_per_rank, spent) for index in indices]
+    pipeline = Pipeline(parts, indices, num_stages, group, "cpu", settings, micro_batches)
+    ids = torch.zeros((1, LENGTH), dtype=torch.long)
+    batches = [{"input_ids": ids, "labels": ids}] * micro_batches
+    bubbles, walls = [], []
+    for _ in range(steps + 1):
+        dist.barrier(group)
+        spent[0], started = 0.0, time.perf_counter()
+        pipeline.forward_backward(batches, 1)
+        dist.barrier(group)
+        wall = time.perf_counter() - started
+        shares: list[Any] = [None] * size
+        dist.all_gather_object(shares, 1 - spent[0] / wall, group=group)
+        bubbles.append(statistics.mean(shares))
+        walls.append(wall)
+    predicted = bubble_fraction(schedule, size, micro_batches, stages_per_rank)
+    measured = statistics.median(bubbles[1:])
+    least, seconds = min(bubbles[1:]), statistics.median(walls[1:])
+    return {"measured": measured, "least": least, "predicted": predicted, "seconds": seconds}
+
+
+def measure_computing(micro_batches: int, steps: int) -> dict[str, float]:
+    """The same of two processes that train a model, by CPU seconds."""
+    import torch
+    import torch.distributed as dist
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from accel_scale.parallel.pipeline import Pipeline, PipelineSettings, split_model, stage_boundaries
+    from accel_scale.parallel.pipeline_split import layer_costs
+    from accel_scale.planning.pipeline import bubble_fraction
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=384, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=6
+    )
+    rank, size = dist.get_rank(), dist.get_world_size()
+    costs = layer_costs(config.to_dict(), 256)
+    parts = split_model(LlamaForCausalLM(config), stage_boundaries(costs, size), [rank])
+    pipeline = Pipeline(parts, [rank], size, dist.group.WORLD, "cpu", PipelineSettings("1f1b"), micro_batches)
+    ids = torch.randint(0, 64, (1, 256))
+    batches = [{"input_ids": ids, "labels": ids}] * micro_batches
+    bubbles, walls = [], []
+    for _ in range(steps + 1):
+        dist.barrier()
+        busy, started = time.process_time(), time.perf_counter()
+        pipeline.forward_backward(batches, 1)
+        busy, wall = time.process_time() - busy, time.perf_counter() - started
+        shares: list[Any] = [None] * size
+        dist.all_gather_object(shares, 1 - busy / wall)
+        bubbles.append(statistics.mean(shares))
+        walls.append(wall)
+    measured = statistics.median(bubbles[1:])
+    predicted = bubble_fraction("1f1b", size, micro_batches)
+    return {"measured": measured, "predicted": predicted, "seconds": statistics.median(walls[1:])}
+
+
+def run_rank(num_micro_batches: list[int], seconds: float, steps: int, *, computing: bool) -> None:
+    """What every process of a launch does; rank 0 prints one JSON line per case."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    for count in num_micro_batches:
+        cases = [("1f1b, computing", 1)] if computing else SCHEDULES
+        for schedule, stages in cases:
+            found = (
+                measure_computing(count, steps)
+                if computing
+                else measure_timed(schedule, stages, count, seconds, steps)
+            )
+            line = {"p": dist.get_world_size(), "m": count, "schedule": schedule, "stages_per_rank": stages, **found}
+            if dist.get_rank() == 0:
+                print(json.dumps(line), flush=True)
+    dist.destroy_process_group()
+
+
+def launch(size: int, args: argparse.Namespace, *, computing: bool = False) -> list[dict[str, Any]]:
+    """One launch of `size` processes."""
+    from apart import run_apart
+
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={size}", "--standalone", __file__]
+    command += ["--worker", "--micro_batches", *map(str, args.micro_batches), "--seconds", str(args.seconds)]
+    command += ["--steps", str(args.steps), *(["--computing"] if computing else [])]
+    os.environ["OMP_NUM_THREADS"] = "1"
+    text, problem = run_apart(command, limit_seconds=1800)
+    if problem:
+        raise SystemExit(f"{size} processes: {problem}")
+    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown."""
+    lines = ["| schedule | ranks p | stages per rank v | micro-batches m | predicted | measured | off by | step, s |"]
+    lines.append("|---|---:|---:|---:|---:|---:|---:|---:|")
+    for row in sorted(rows, key=lambda row: (row["schedule"], row["p"], row["m"])):
+        off = row["measured"] / row["predicted"] - 1
+        lines.append(
+            f"| {row['schedule']} | {row['p']} | {row['stages_per_rank']} | {row['m']} | {row['predicted']:.2%} | "
+            f"{row['measured']:.2%} | {off:+.1%} | {row['seconds']:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def document(timed: list[dict[str, Any]], computing: list[dict[str, Any]], seconds: float, load: float) -> str:
+    """The committed page."""
+    import subprocess
+
+    import torch
+
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    machine = (
+        f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}, Python {platform.python_version()}"
+    )
+    worst = max(abs(row["measured"] / row["predicted"] - 1) for row in timed)
+    return f"""# The bubble of pipelines, measured
+
+{machine}, {datetime.now(UTC):%Y-%m-%d}, commit {commit.stdout.strip()}, load average {load:.1f} at the start. Made by
+`python benchmarks/pipeline_bubble.py`, whose first lines say how it is measured.
+
+## Timed stages
+
+A rank's stages sleep for {seconds * 1000:.0f} ms together in a forward pass and twice as long in a backward pass;
+schedules, stages and messages between processes are real. The largest difference from the formula is {worst:.1%}
+of it.
+
+{table(timed)}
+
+## Computing stages
+
+Two processes of one thread each, a Llama of 8 layers of 384, rows of 256 tokens.
+
+{table(computing)}
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=0.08, help="f of a rank: forward pass of a micro-batch")
+    parser.add_argument("--steps", type=int, default=3, help="measured, of each case")
+    parser.add_argument("--micro_batches", type=int, nargs="+", default=[4, 8, 16])
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--computing", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        run_rank(args.micro_batches, args.seconds, args.steps, computing=args.computing)
+        return
+    load = os.getloadavg()[0]
+    timed = [row for size in (2, 4) for row in launch(size, args)]
+    computing = launch(2, args, computing=True)
+    text = document(timed, computing, args.seconds, load)
+    RESULTS.write_text(text, encoding="utf-8")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
