@@ -153,9 +153,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategies", nargs="+", choices=list(LAUNCH_FILES), default=list(LAUNCH_FILES))
     parser.add_argument("--events", nargs="+", choices=EVENTS, default=list(EVENTS))
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--save_steps", type=int, default=20)
-    parser.add_argument("--at", type=int, default=70, help="the event happens once this step is logged")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--save_steps", type=int, default=12)
+    parser.add_argument("--at", type=int, default=28, help="the event happens once this step is logged")
     parser.add_argument("--results", type=Path, default=REPOSITORY / "benchmarks" / "results")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="two-nodes-") as folder:

@@ -121,7 +121,7 @@ class TwoNodes:
         """SIGKILL to the rank of `node`; its agent lives."""
         self.worker(node).kill()
 
-    def wait_for_step(self, step: int, *, timeout_seconds: float = 240.0) -> int:
+    def wait_for_step(self, step: int, *, timeout_seconds: float = 600.0) -> int:
         """Wait until `step` has been logged; the last step that is there by then.
 
         Raises:
@@ -136,7 +136,7 @@ class TwoNodes:
             time.sleep(0.02)
         raise RuntimeError(f"step {step} was not reached\n{self.tail()}")
 
-    def wait(self, *nodes: int, timeout_seconds: float = 300.0) -> list[int]:
+    def wait(self, *nodes: int, timeout_seconds: float = 900.0) -> list[int]:
         """Exit statuses of the agents of `nodes` (default: both)."""
         deadline = time.monotonic() + timeout_seconds
         try:
