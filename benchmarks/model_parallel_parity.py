@@ -39,6 +39,10 @@ LAYOUTS: dict[str, tuple[int, list[str], bool]] = {
     "pp2 x tp2 x dp2": (8, ["--pp_size", "2", "--tp_size", "2"], False),
     "pp2 x tp2 x fsdp2": (8, ["--pp_size", "2", "--tp_size", "2"], True),
 }
+# Trained in the first layout half-way, and from its checkpoint in the second one to the end. GPT-2's fused projections
+# are stored in another shape under tensor parallelism, so it resumes among layouts with the same.
+RESUMED = {"pp2, then tp2": ("pp2", "tp2"), "fsdp2 x tp2, then pp2": ("fsdp2 x tp2", "pp2")}
+FOLDER_PREFIX = "model-parallel-"
 FAMILIES = ("llama", "qwen3", "gemma", "gpt2")
 FSDP = {
     "ACCELERATE_USE_FSDP": "true",
@@ -54,14 +58,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=None, help="Folder of a small Llama with its tokenizer.")
     parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
+    parser.add_argument("--resumed", nargs="*", choices=list(RESUMED), default=list(RESUMED))
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=6, help="Even.")
     parser.add_argument("--bound", type=float, default=1e-4, help="Largest relative difference.")
     parser.add_argument("--results", type=Path, default=REPOSITORY / "benchmarks" / "results")
     options = parser.parse_args()
     preload()
     started, load = time.perf_counter(), os.getloadavg()[0]
-    with tempfile.TemporaryDirectory(prefix="model-parallel-") as name:
+    with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as name:
         rows = [row for family in options.families for row in compare_family(family, options, Path(name))]
     report = {"rows": rows, "about": about(options, load), "seconds": time.perf_counter() - started}
     options.results.mkdir(parents=True, exist_ok=True)
@@ -94,16 +99,27 @@ def compare_family(family: str, options: argparse.Namespace, work: Path) -> list
     alone = train(model, work / family / "one process", 1, [], False, options.steps)
     assert not alone["error"], alone["error"]
     rows = []
-    for name in options.layouts:
-        processes, flags, is_fsdp = LAYOUTS[name]
-        began = time.perf_counter()
-        run = train(model, work / family / name, processes, flags, is_fsdp, options.steps)
+    for name in [*options.layouts, *(options.resumed if family != "gpt2" else [])]:
+        began, out = time.perf_counter(), work / family / name
+        if name in LAYOUTS:
+            run = train(model, out, *LAYOUTS[name], options.steps)
+        else:
+            run = train_in_two(model, out, RESUMED[name], options.steps)
         row = {"family": family, "layout": name, "error": run["error"], "seconds": time.perf_counter() - began}
         row |= {"loss": 0.0, "validation": 0.0, "weights": 0.0, "logits": 0.0}
         rows.append(row if run["error"] else row | differences(alone, run))
         print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-        shutil.rmtree(work / family / name, ignore_errors=True)
+        shutil.rmtree(out, ignore_errors=True)
     return rows
+
+
+def text_file(out: Path) -> Path:
+    """The project's own documentation, to train on; the same file for all runs below one folder."""
+    root = next(folder for folder in out.parents if folder.name.startswith(FOLDER_PREFIX))
+    text = root / "text.txt"
+    if not text.exists():
+        text.write_text("\n\n".join(p.read_text() for p in sorted((REPOSITORY / "docs").glob("*.md"))))
+    return text
 
 
 def prepare_model(family: str, folder: Path | None, target: Path) -> Path:
@@ -137,15 +153,12 @@ def prepare_model(family: str, folder: Path | None, target: Path) -> Path:
 
 def train(model: Path, out: Path, processes: int, flags: list[str], is_fsdp: bool, steps: int) -> dict[str, Any]:
     """recipes/pretrain.py on forked processes; what it logged, and the folder of what it saved."""
-    out.mkdir(parents=True)
-    text = out.parent / "text.txt"
-    if not text.exists():
-        text.write_text("\n\n".join(p.read_text() for p in sorted((REPOSITORY / "docs").glob("*.md"))))
+    out.mkdir(parents=True, exist_ok=True)
     argv = [
-        "--model_name_or_path", str(model), "--data", str(text), "--text_documents", "paragraph", "--max_length", "64",
-        "--per_device_train_batch_size", "2", "--global_batch_size", "16", "--max_steps", str(steps),
+        "--model_name_or_path", str(model), "--data", str(text_file(out)), "--text_documents", "paragraph",
+        "--max_length", "64", "--per_device_train_batch_size", "2", "--global_batch_size", "16", "--max_steps", str(steps),
         "--precision", "fp32", "--learning_rate", "1e-3", "--logging_steps", "1", "--eval_steps", str(steps),
-        "--eval_rows", "16", "--save_steps", str(steps), "--sample_tokens", "0", "--checkpointing_policy", "none",
+        "--eval_rows", "16", "--save_steps", str(steps // 2), "--sample_tokens", "0", "--checkpointing_policy", "none",
         "--dataloader_num_workers", "0", "--output_dir", str(out / "run"), *flags,
     ]  # fmt: skip
     port = free_port()
@@ -162,6 +175,19 @@ def train(model: Path, out: Path, processes: int, flags: list[str], is_fsdp: boo
         "validation": [entry["eval_loss"] for entry in logged if "eval_loss" in entry],
         "folder": out / "run",
     }
+
+
+def train_in_two(model: Path, out: Path, layouts: tuple[str, str], steps: int) -> dict[str, Any]:
+    """A run in the first layout to its end; its half-way checkpoint goes on in the second."""
+    first = train(model, out / "first", *LAYOUTS[layouts[0]], steps)
+    if first["error"]:
+        return first
+    half = f"checkpoint_{steps // 2}"
+    shutil.copytree(first["folder"] / half, out / "second" / "run" / half)
+    second = train(model, out / "second", *LAYOUTS[layouts[1]], steps)
+    if not second["error"]:
+        second["losses"] = first["losses"][: steps // 2] + second["losses"]
+    return second
 
 
 def fork_rank(rank: int, processes: int, port: int, is_fsdp: bool, argv: list[str], log: Path) -> int:

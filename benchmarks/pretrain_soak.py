@@ -243,10 +243,12 @@ def main() -> int:
     parser.add_argument("--asynchronous", action="store_true", help="Checkpoints are written while training goes on.")
     parser.add_argument("--results", type=Path, default=REPOSITORY / "benchmarks" / "results")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        results = [soak(strategy, options, Path(folder)) for strategy in options.strategies]
     options.results.mkdir(parents=True, exist_ok=True)
-    (options.results / "pretrain_soak.md").write_text(table(results, options))
+    results: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for strategy in options.strategies:
+            results.append(soak(strategy, options, Path(folder)))
+            (options.results / "pretrain_soak.md").write_text(table(results, options))  # it takes hours: keep each
     print(table(results, options))
     return int(any(r["differences"] or max([0.0, *r["other_ranks"].values()]) > 1e-4 for r in results))
 
