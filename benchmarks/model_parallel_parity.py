@@ -154,13 +154,13 @@ def prepare_model(family: str, folder: Path | None, target: Path) -> Path:
 def train(model: Path, out: Path, processes: int, flags: list[str], is_fsdp: bool, steps: int) -> dict[str, Any]:
     """recipes/pretrain.py on forked processes; what it logged, and the folder of what it saved."""
     out.mkdir(parents=True, exist_ok=True)
-    argv = [
-        "--model_name_or_path", str(model), "--data", str(text_file(out)), "--text_documents", "paragraph",
-        "--max_length", "64", "--per_device_train_batch_size", "2", "--global_batch_size", "16", "--max_steps", str(steps),
-        "--precision", "fp32", "--learning_rate", "1e-3", "--logging_steps", "1", "--eval_steps", str(steps),
-        "--eval_rows", "16", "--save_steps", str(steps // 2), "--sample_tokens", "0", "--checkpointing_policy", "none",
-        "--dataloader_num_workers", "0", "--output_dir", str(out / "run"), *flags,
-    ]  # fmt: skip
+    given = {
+        "model_name_or_path": model, "data": text_file(out), "text_documents": "paragraph", "max_length": 64,
+        "per_device_train_batch_size": 2, "global_batch_size": 16, "max_steps": steps, "precision": "fp32",
+        "learning_rate": 1e-3, "logging_steps": 1, "eval_steps": steps, "eval_rows": 16, "save_steps": steps // 2,
+        "sample_tokens": 0, "checkpointing_policy": "none", "dataloader_num_workers": 0, "output_dir": out / "run",
+    }  # fmt: skip
+    argv = [word for name, value in given.items() for word in (f"--{name}", str(value))] + flags
     port = free_port()
     children = [fork_rank(rank, processes, port, is_fsdp, argv, out / f"log.{rank}") for rank in range(processes)]
     statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
