@@ -97,9 +97,10 @@ def run_locally(work: Callable[..., Any], num_processes: int, asked_backend: str
 def _process(
     rank: int, world: int, backend: str, answer: str, work: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
-    """One process of `run_locally`; they end by themselves when their parent does."""
+    """One process of `run_locally`; it ends when its parent does, however that ends."""
     import torch.distributed as dist
 
+    _die_with_parent()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     place = _join(rank, world, rank, world, backend)
     try:
@@ -109,6 +110,16 @@ def _process(
     if rank == 0:
         Path(answer).write_text(json.dumps(found), encoding="utf-8")
     dist.destroy_process_group()
+
+
+def _die_with_parent() -> None:
+    """torch asks for SIGINT, which a process that waits for the others in C++ never sees."""
+    import ctypes
+    import signal
+    import sys
+
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG of linux/prctl.h
 
 
 def _join(rank: int, world: int, local_rank: int, local_world: int, backend: str) -> Place:

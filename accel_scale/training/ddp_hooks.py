@@ -12,18 +12,17 @@ import torch
 from accelerate.utils import DistributedDataParallelKwargs
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from accel_scale.training.powersgd import DEFAULT_RANK, DEFAULT_START_STEP, PowerSgd
+from accel_scale.training.powersgd import DEFAULT_RANK, DEFAULT_START_STEP, CountedBytes, PowerSgd
 
 # Accelerate keeps the model as it was before DDP wrapped it, loops have it wrapped: both lead to the hook.
 _HOOKS: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()
 STATE_FILE = "ddp_hook_{rank}.pt"
 
 
-class CastHook:
+class CastHook(CountedBytes):
     """Gradients travel in 16 bits. Register `run`; torch's own by this name refuses bf16 on a CPU, where it works.
 
     Attributes:
-        sent_bytes: What this rank has given to all-reduces so far.
         failed: An exception left a bucket unreduced.
         is_stateful: Nothing is kept between steps.
     """
@@ -33,11 +32,10 @@ class CastHook:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._hook = default_hooks.bf16_compress_hook if dtype == torch.bfloat16 else default_hooks.fp16_compress_hook
-        self.sent_bytes = 0
 
     def run(self, state, bucket):  # not annotated: DDP compares annotations
         """As DDP calls it."""
-        self.sent_bytes += bucket.buffer().numel() * 2
+        self.count(bucket, bucket.buffer().numel() * 2)
         try:
             return self._hook(_all_ranks(), bucket)
         except BaseException:
@@ -45,18 +43,15 @@ class CastHook:
             raise
 
 
-class WholeHook:
+class WholeHook(CountedBytes):
     """Gradients travel as they are, and are counted: DDP's own all-reduce, as a hook. For measurements."""
 
     is_stateful = False
     failed = False
 
-    def __init__(self) -> None:
-        self.sent_bytes = 0
-
     def run(self, state, bucket):  # not annotated: DDP compares annotations
         """As DDP calls it."""
-        self.sent_bytes += bucket.buffer().numel() * bucket.buffer().element_size()
+        self.count(bucket, bucket.buffer().numel() * bucket.buffer().element_size())
         return default_hooks.allreduce_hook(_all_ranks(), bucket)
 
 
@@ -137,6 +132,15 @@ def hook_of(model: Any) -> Any:
     """The hook of a prepared model; None where it has none of ours."""
     modules: Iterable[Any] = model.modules() if isinstance(model, torch.nn.Module) else ()
     return next((_HOOKS[module] for module in modules if module in _HOOKS), None)
+
+
+def hook_figures(model: Any) -> dict[str, Any] | None:
+    """For a run's summary: what compressed gradients come to; None without a hook."""
+    hook = hook_of(model)
+    if hook is None:
+        return None
+    whole = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    return {"sent_bytes_per_step": hook.step_bytes, "gradient_bytes": whole}
 
 
 # ── Checkpoints ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -39,7 +39,26 @@ class Shape:
         return (self.rows + self.columns) * self.rank if self.rank else self.rows * self.columns
 
 
-class PowerSgd:
+class CountedBytes:
+    """What this rank gives to all-reduces.
+
+    Attributes:
+        sent_bytes: In all steps.
+        step_bytes: In the last step.
+    """
+
+    sent_bytes = 0
+    step_bytes = 0
+    _before_step = 0
+
+    def count(self, bucket: Any, num_bytes: int) -> None:
+        """Call once for each bucket."""
+        self.sent_bytes += num_bytes
+        if bucket.is_last():
+            self.step_bytes, self._before_step = self.sent_bytes - self._before_step, self.sent_bytes
+
+
+class PowerSgd(CountedBytes):
     """A DDP communication hook; register `run`.
 
     Attributes of torch's `PowerSGDState` that are touched here: ``iter``, ``rng``, ``error_dict``, ``p_memory_dict``,
@@ -51,7 +70,6 @@ class PowerSgd:
         start_step: Gradients travel whole before this optimizer step, counted from 1; at least `FIRST_START_STEP`.
 
     Attributes:
-        sent_bytes: What this rank has given to all-reduces so far.
         is_stateful: There is something to save, and to take back when a step is dropped.
     """
 
@@ -71,7 +89,6 @@ class PowerSgd:
         self._before: dict[int, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
         self._step_begun: tuple[int, Any] | None = None
         self._step_ended: tuple[int, Any] | None = None
-        self.sent_bytes = 0
 
     # ── The hook ──
 
@@ -87,7 +104,7 @@ class PowerSgd:
             self._arrange(bucket.index(), names)
             self._remember(bucket.index())
         values = sum(s.sent_values if compresses else s.rows * s.columns for s in shapes)
-        self.sent_bytes += values * bucket.buffer().element_size()
+        self.count(bucket, values * bucket.buffer().element_size())
         if bucket.is_last():
             self._step_ended, self._step_begun = self._step_begun, None
         try:

@@ -8,7 +8,9 @@ import time
 import zlib
 from typing import TYPE_CHECKING, Any
 
+from accel_scale.training.ddp_hooks import hook_figures
 from accel_scale.training.meters import ThroughputMeter, peak_device_bytes, peak_host_bytes
+from accel_scale.units import format_bytes
 
 if TYPE_CHECKING:
     from accel_scale.reporting.metrics_log import MetricsLog
@@ -207,6 +209,7 @@ class Report:
             "rehearsal": run.start.announcement is not None,
             "attention": run.attention,
             "sample": self.sample,
+            "ddp": hook_figures(run.model),
             "plan": plan or None,
             "settings": run.settings.values,
             "origins": run.settings.sources,
@@ -231,6 +234,9 @@ class Report:
             perplexity = math.exp(min(self.eval_losses[-1], 700.0))
             rows["evaluation loss"] = f"{self.eval_losses[-1]:.4f} nats per token, perplexity {perplexity:,.2f}"
         rows["MFU"] = f"{summary['mfu']:.1%}: {self._mfu_basis}" if summary["mfu"] else None
+        if ddp := summary["ddp"]:
+            sent, whole = ddp["sent_bytes_per_step"], ddp["gradient_bytes"]
+            rows["gradients"] = f"{format_bytes(sent)} of {format_bytes(whole)} sent per step and rank"
         rows["skipped steps"] = str(self.num_skipped) if self.num_skipped else None
         rows["stopped early"] = summary["stopped_by"]
         rows["sample"] = self.sample

@@ -11,7 +11,7 @@ from trl import SFTTrainer
 
 from accel_scale.training.collective_timeout import StepCallback, watch_accelerator
 from accel_scale.training.config import RecipeSFTConfig
-from accel_scale.training.ddp_hooks import DdpHookMixin
+from accel_scale.training.ddp_hooks import DdpHookMixin, hook_figures
 from accel_scale.training.exact_match import ExactMatch, exact_match
 from accel_scale.training.fast_loss import FastLossMixin
 from accel_scale.training.guard import GuardSettings
@@ -136,6 +136,7 @@ class ScaleSFTTrainer(GuardMixin, MemoryRecoveryMixin, DdpHookMixin, AtomicSavin
             "data_wait_ratio": meter.data_wait_ratio,
             "memory_recovery": self.recovery_summary(),
             "guard": self.guard_summary(),
+            "ddp": hook_figures(self.model_wrapped),
             "exact_match": {when: _as_dict(result) for when, result in self.answered.items()},
         }
 
