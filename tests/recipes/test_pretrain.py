@@ -245,3 +245,21 @@ def test_a_kill_changes_nothing(repository: Path, tmp_path: Path) -> None:
 def test_kills_of_two_ranks_change_nothing(repository: Path, tmp_path: Path) -> None:
     flags = ["--strategies", "ddp", "fsdp2", "zero2", "--kills", "5"]
     assert soaked(repository, tmp_path, *flags).count("the same, bit for bit") == 3
+
+
+@pytest.mark.soak
+def test_poisoned_data_under_every_strategy(repository: Path, tmp_path: Path) -> None:
+    script = str(repository / "benchmarks" / "pretrain_poison.py")
+    command = [sys.executable, script, "--results", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=3000)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+@pytest.mark.soak
+def test_real_text_is_learned(repository: Path, shared_data: Path, tmp_path: Path) -> None:
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu.yaml"]
+    flags = ["--config_file", "recipes/configs/pretrain_shakespeare.yaml", "--output_dir", str(tmp_path / "run")]
+    text = str(shared_data / "tinyshakespeare" / "input.txt")
+    command = [*launch, "recipes/pretrain.py", *flags, "--data", text, "--precision", "fp32"]
+    subprocess.run(command, check=True, cwd=repository, timeout=3000)
+    assert json.loads((tmp_path / "run" / "run_summary.json").read_text())["eval_loss"] <= 1.75
