@@ -23,8 +23,8 @@ _SAFE_WORD = re.compile(r"[A-Za-z0-9_./:@%+,=-]+")
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 # What every agent needs in its environment.
 #
-# In torch 2.13 agents keep one store for the workers of all rounds: after a restart workers find the dead ones'
-# addresses in it, and a node that comes back never learns where it is. With this set every round has a new store.
+# In torch 2.13 agents keep one store for the workers of all rounds, with the static rendezvous too: after a restart
+# workers find the dead ones' addresses in it and fail. With this set, every round of c10d has a new store.
 AGENT_ENVIRONMENT = {"PET_SIGNALS_TO_HANDLE": SIGNALS, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
@@ -81,6 +81,11 @@ class ClusterJob:
             text += " --main_process_port 0"
         text += f" --max_restarts {self.max_restarts}"
         return f"{text} {shlex.join([str(self.recipe.script), *self.recipe.words])}"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What agents need in their environment; one node alone must ask for the elastic rendezvous in this way."""
+        return {**AGENT_ENVIRONMENT, **({"PET_STANDALONE": "1"} if self.num_nodes == 1 else {})}
 
     @property
     def _waiting(self) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from accel_scale.errors import ConfigError
-from accel_scale.launching.cluster_job import AGENT_ENVIRONMENT, ClusterJob
+from accel_scale.launching.cluster_job import ClusterJob
 
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|[kMGTPE]|[KMGTPE]i)?")
@@ -81,7 +81,7 @@ def train_job(job: ClusterJob, options: KubernetesOptions) -> dict[str, Any]:
             "command": ["bash", "-c"],
             "args": ["\n".join([*job.setup_lines(), f"exec {agent}"])],
             "env": [
-                *({"name": name, "value": value} for name, value in AGENT_ENVIRONMENT.items()),
+                *({"name": name, "value": value} for name, value in job.environment.items()),
                 {"name": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "value": str(options.save_seconds)},
             ],
         },

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from accel_scale.errors import ConfigError
-from accel_scale.launching.cluster_job import AGENT_ENVIRONMENT, ClusterJob, safe_word
+from accel_scale.launching.cluster_job import ClusterJob, safe_word
 
 # Of the seconds between the signal and the time limit, what is left for Slurm to end the step.
 _END_SECONDS = 30
@@ -64,7 +64,7 @@ def slurm_script(job: ClusterJob, options: SlurmOptions) -> str:
         "HEAD_PORT=$((20000 + SLURM_JOB_ID % 10000))",
         'export HEAD_NODE HEAD_PORT PET_RDZV_ID="$SLURM_JOB_ID"',
         "# An agent that gets SIGUSR1 passes it on, and gives its workers this long to finish a step and save.",
-        *(f"export {name}={value}" for name, value in AGENT_ENVIRONMENT.items()),
+        *(f"export {name}={value}" for name, value in job.environment.items()),
         f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={options.save_seconds - _END_SECONDS}",
         "",
         f"AGENT={shlex.quote('exec ' + agent)}",

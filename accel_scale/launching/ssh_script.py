@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from accel_scale.errors import ConfigError
-from accel_scale.launching.cluster_job import AGENT_ENVIRONMENT, ClusterJob, safe_word
+from accel_scale.launching.cluster_job import ClusterJob, safe_word
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def ssh_script(job: ClusterJob, options: SshOptions) -> str:
     if not 0 < options.port < 65536:
         raise ConfigError(f"{options.port} is no port.", place="--port", fix="use one between 1 and 65535.")
     agent = job.agent_command(rank="NODE_RANK", address="HEAD_NODE", port="HEAD_PORT")
-    environment = " ".join(f"{name}={value}" for name, value in AGENT_ENVIRONMENT.items())
+    environment = " ".join(f"{name}={value}" for name, value in job.environment.items())
     lines = [
         "#!/usr/bin/env bash",
         f"# Written by accel-scale launch-script: {job.about}.",

@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from accel_scale.training.flight_recorder import num_collectives, unfinished_collective
 from accel_scale.training.hang_verdict import blamed, verdict
@@ -138,7 +138,7 @@ class HangWatch:
             beats = self._all_beats()
         except StoreUnreachable:
             self._say(self._verdict_without_store(self._beat()))
-            self._leave()
+            self._exit()
         now = self._beat()
         if (now.progress, now.step) != (beat.progress, beat.step) or self._closed.is_set():
             return  # it went on just now
@@ -183,7 +183,7 @@ class HangWatch:
     def _say(self, line: str) -> None:
         print(f"{self._program}: {line}", file=sys.stderr, flush=True)
 
-    def _leave(self) -> None:
+    def _leave(self) -> NoReturn:
         """End this process; the one that may host the store waits until the others have heard that it is over."""
         key, others = f"{_PREFIX}/heard", self._world_size - 1
         with contextlib.suppress(StoreUnreachable):
@@ -193,6 +193,9 @@ class HangWatch:
             while self._rank == 0 and heard < others and time.monotonic() < deadline:
                 time.sleep(0.1)
                 heard = self._link.ask(lambda store: store.add(key, 0), _ANSWER_SECONDS)
+        self._exit()
+
+    def _exit(self) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(HUNG_STATUS)  # the main program sits in a collective that never ends

@@ -169,6 +169,7 @@ def test_one_node_needs_no_rendezvous(tmp_path: Path) -> None:
     words = " ".join(agent_words(text))
     assert "--num_machines 1 --num_processes 2 --main_process_port 0 --max_restarts 3" in words
     assert "c10d" not in words
+    assert "export PET_STANDALONE=1" in text.splitlines()  # without it torch 2.13 finds dead workers' addresses
 
 
 @pytest.mark.parametrize(
