@@ -57,32 +57,36 @@ class Outcome:
     differences: list[str]
 
 
-def disturb(nodes: TwoNodes, event: str) -> None:
-    """Let `event` happen, and bring back what an operator or a scheduler would."""
-    if event == "worker":
-        nodes.kill_worker(1)
-    elif event == "node":
-        nodes.kill_node(1)
-        time.sleep(_BACK_SECONDS)
-        nodes.start(1)
-    elif event == "first node":
-        nodes.kill_node(0)
-        nodes.wait(1)  # its store is gone
-        nodes.start(0, 1)
-    else:
+def disturb(nodes: TwoNodes, event: str) -> int:
+    """Let `event` happen, and bring back what an operator or a scheduler would; the last step logged before."""
+    if event == "signal":
         for agent in nodes.agents.values():
             agent.send_signal(signal.SIGUSR1)
         nodes.wait()
+        last = nodes.last_step()
         nodes.start(0, 1)
+        return last
+    if event == "worker":
+        nodes.kill_worker(1)
+        return nodes.last_step()
+    nodes.kill_node(1 if event == "node" else 0)
+    last = nodes.last_step()
+    if event == "node":
+        time.sleep(_BACK_SECONDS)
+        nodes.start(1)
+    else:
+        nodes.wait(1)  # its store is gone
+        nodes.start(0, 1)
+    return last
 
 
 def run_event(nodes: TwoNodes, event: str, reference: Path, at: int) -> Outcome:
     """One disturbed run."""
     started = time.perf_counter()
     nodes.start(0, 1)
-    killed_at = nodes.wait_for_step(at)
+    nodes.wait_for_step(at)
     moment = time.perf_counter()
-    disturb(nodes, event)
+    killed_at = disturb(nodes, event)
     nodes.wait_for_step(killed_at + 1)
     pause = time.perf_counter() - moment
     statuses = nodes.wait()
@@ -159,9 +163,11 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=REPOSITORY / "benchmarks" / "results")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="two-nodes-") as folder:
-        outcomes = [o for strategy in options.strategies for o in run_strategy(strategy, options, Path(folder))]
-    options.results.mkdir(parents=True, exist_ok=True)
-    (options.results / "two_nodes.md").write_text(table(outcomes, options))
+        outcomes: list[Outcome] = []
+        for strategy in options.strategies:
+            outcomes += run_strategy(strategy, options, Path(folder))
+            options.results.mkdir(parents=True, exist_ok=True)
+            (options.results / "two_nodes.md").write_text(table(outcomes, options))
     print(table(outcomes, options))
     return int(any(outcome.differences for outcome in outcomes))
 

@@ -15,6 +15,7 @@ import socket
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,19 @@ def rank_main(scenario: str, rank: int, port: int) -> None:
     dist.destroy_process_group()
 
 
+def child_main(scenario: str, rank: int, port: int, log: str) -> int:
+    """A forked rank, from its first line of output to its exit status."""
+    output = os.open(log, os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    try:
+        rank_main(scenario, rank, port)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
 def batches_of(scenario: str, rank: int, model: Any, position: dict[str, int]) -> Iterator[Any]:
     """Random batches; the scenario happens before one is given."""
     import torch
@@ -111,7 +125,11 @@ def batches_of(scenario: str, rank: int, model: Any, position: dict[str, int]) -
 
 def main() -> None:
     """Fork all scenarios at once, wait, kill what is stopped, print."""
-    import torch.distributed  # before the forks: they share it
+    import torch._dynamo  # before the forks: they share what DDP would import in each of them
+    import torch.distributed
+    from torch.nn.parallel import DistributedDataParallel  # noqa: F401
+    from torch.optim import SGD  # noqa: F401
+    from torch.utils.data import DataLoader  # noqa: F401
 
     import accel_scale.training.hang_watch  # noqa: F401
 
@@ -125,14 +143,10 @@ def main() -> None:
             for rank in range(2):
                 child = os.fork()
                 if child == 0:
-                    log = os.open(f"{folder}/{scenario}_{rank}", os.O_WRONLY | os.O_CREAT)
-                    os.dup2(log, 1)
-                    os.dup2(log, 2)
-                    rank_main(scenario, rank, port)
-                    os._exit(0)
+                    os._exit(child_main(scenario, rank, port, f"{folder}/{scenario}_{rank}"))
                 children[child] = (scenario, rank)
         results: dict[str, Any] = {name: {"status": [None, None], "seconds": [None, None]} for name in SCENARIOS}
-        deadline = started + 60
+        deadline = started + 200
         while children and time.monotonic() < deadline:
             child, status = os.waitpid(-1, os.WNOHANG)
             if child in children:

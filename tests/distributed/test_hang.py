@@ -24,7 +24,7 @@ def scenarios() -> dict[str, Any]:
     """All scenarios of hang_run.py, in one process tree."""
     done = subprocess.run(
         [sys.executable, str(HERE / "hang_run.py")],
-        capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=280, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout))
