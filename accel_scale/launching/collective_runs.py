@@ -16,7 +16,7 @@ DEFAULT_REPEATS = 40
 LOW_QUANTILE = 0.1
 # Calls are timed in batches of about this long: enough that clock and barrier do not count, and less than the time
 # after which a busy machine gives the core to another process.
-BATCH_SECONDS = 0.002
+BATCH_SECONDS = 0.004
 MOST_CALLS = 50
 # Of all repeats of one size, about.
 MOST_SECONDS = 1.5
@@ -100,15 +100,10 @@ def measure_op(
     """
     unit = 4 * level.workers
     calls = [make_call(op, max(1, size // unit) * unit, level, device) for size in sizes]
-    plans = []
     for call in calls:
         if not call.is_right():
             raise RuntimeError(f"{op} of {call.num_bytes} bytes gave a wrong result on rank {level.ranks[level.rank]}")
-        for _ in range(WARM_UP):
-            _timed(call.run, 1, device)
-        (estimate,) = _slowest([min(_timed(call.run, 2, device) for _ in range(3))], device)
-        count = max(LEAST_REPEATS, min(repeats, round(MOST_SECONDS / estimate)))
-        plans.append((min(MOST_CALLS, max(1, round(BATCH_SECONDS / estimate))), count))
+    plans = [_plan(estimate, repeats) for estimate in _estimates(calls, device)]
     times: list[list[float]] = [[] for _ in calls]
     for turn in range(repeats):
         for call, (batch, count), found in zip(calls, plans, times, strict=True):
@@ -120,6 +115,26 @@ def measure_op(
         Sample(op, call.num_bytes, level.workers, low(found), _median(found))
         for call, found in zip(calls, slowest, strict=True)
     ]
+
+
+def _estimates(calls: Sequence[Call], device: Any) -> list[float]:
+    """About how long each takes; a smaller one no longer than a larger one, whatever disturbed it."""
+    tries = []
+    for call in calls:
+        for _ in range(WARM_UP):
+            _timed(call.run, 1, device)
+        tries.append(min(_timed(call.run, 3, device) for _ in range(5)))
+    seconds, least = _slowest(tries, device), math.inf
+    by_size = sorted(range(len(calls)), key=lambda index: -calls[index].num_bytes)
+    for index in by_size:
+        seconds[index] = least = min(least, seconds[index])
+    return seconds
+
+
+def _plan(estimate: float, repeats: int) -> tuple[int, int]:
+    """Calls of a batch, and batches."""
+    count = max(LEAST_REPEATS, min(repeats, round(MOST_SECONDS / estimate)))
+    return min(MOST_CALLS, max(1, round(BATCH_SECONDS / estimate))), count
 
 
 def low(ordered: Sequence[float]) -> float:

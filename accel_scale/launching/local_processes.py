@@ -98,6 +98,9 @@ def _process(
     rank: int, world: int, backend: str, answer: str, work: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     """One process of `run_locally`; it ends when its parent does, however that ends."""
+    from accel_scale.quiet import quiet_imports
+
+    quiet_imports()  # before the libraries that would print at import
     import torch.distributed as dist
 
     _die_with_parent()

@@ -17,7 +17,8 @@ from accel_scale.errors import ConfigError
 DEFAULT_CAP_MB = 25.0
 # A flag is worth giving if it saves more than this.
 WORTH = 0.03
-_VOCABULARY = 32768
+# Of models by size; small ones would be nothing but embedding.
+_VOCABULARY, _SMALL_VOCABULARY, _SMALL = 32768, 2048, 20e6
 # Weights, gradients and DDP's buckets in fp32; activations and the rest.
 _BYTES_PER_PARAM = 12
 _SHARE_OF_MEMORY = 0.8
@@ -49,13 +50,16 @@ class SweepSettings:
         """Refuse a model that this machine cannot hold once for each process.
 
         Raises:
-            ConfigError: naming the largest that it can.
+            ConfigError: naming the largest that it can; for a size that no sensible model has.
         """
         import torch
 
         from accel_scale.planning.hardware import host_memory_bytes
+        from accel_scale.training.scratch import choose_shape
 
         count = self.count
+        if self.num_params is not None:
+            choose_shape(round(self.num_params), self.vocabulary)
         if torch.cuda.is_available():
             limit, sharing = torch.cuda.get_device_properties(0).total_memory, 1
         else:
@@ -77,6 +81,11 @@ class SweepSettings:
 
         assert self.model is not None
         return float(load_model_facts(self.model).num_params)
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens of a model by size."""
+        return _SMALL_VOCABULARY if (self.num_params or _SMALL) < _SMALL else _VOCABULARY
 
 
 def sweep_buckets(place: Any, settings: SweepSettings) -> dict[str, Any]:
@@ -141,9 +150,9 @@ def _model(settings: SweepSettings) -> Any:
     from accel_scale.training.scratch import choose_shape, model_from_nothing
 
     if settings.num_params is not None:
-        shape = choose_shape(round(settings.num_params), _VOCABULARY)
+        shape = choose_shape(round(settings.num_params), settings.vocabulary)
         config: Any = LlamaConfig(
-            vocab_size=_VOCABULARY,
+            vocab_size=settings.vocabulary,
             hidden_size=shape.hidden_size,
             intermediate_size=shape.intermediate_size,
             num_hidden_layers=shape.num_layers,
