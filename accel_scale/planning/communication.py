@@ -110,7 +110,7 @@ def step_collectives(facts: ModelFacts, setup: TrainingSetup) -> tuple[Collectiv
     DDP, ZeRO-1: gradients once per step (and updated weights, ZeRO). ZeRO-2 reduces gradients at every micro-batch.
     FSDP, ZeRO-3: weights gathered for forward and backward, gradients scattered, at every micro-batch; a frozen base
     has no gradients and needs the two gathers only. Tensor parallelism: two all-reduces of activations per layer and
-    pass. Ulysses: four all-to-alls per layer and pass. Pipeline: one message per boundary and pass.
+    pass. Ulysses: two all-to-alls per layer and pass. Pipeline: one message per boundary and pass.
     """
     parallel = setup.parallel
     model_ranks = parallel.tensor_parallel * parallel.pipeline_parallel
@@ -148,15 +148,18 @@ def _sharded(facts: ModelFacts, setup: TrainingSetup, model_ranks: int) -> list[
     weights = gathered_weight_bytes(facts, setup) / model_ranks
     gradients = trained_params(facts, setup) * setup.compute_bytes / model_ranks
     times, shards = setup.accumulation, parallel.num_shards
+    # Ranks that share the model reduce gradients after a step's last micro-batch; stages gather weights once as well.
+    reductions = 1 if parallel.model_parallel > 1 else times
+    times = 1 if parallel.pipeline_parallel > 1 else times
     spread = parallel.tensor_parallel
     gathers = 2 if parallel.reshard_after_forward else 1
     found = [
         _per_layer(facts, "weights", "all_gather", weights, shards, times * gathers, spread),
-        _per_layer(facts, "gradients", "reduce_scatter", gradients, shards, times, spread),
+        _per_layer(facts, "gradients", "reduce_scatter", gradients, shards, reductions, spread),
     ]
     if parallel.num_replicas > 1:
         shard = gradients / shards
-        found.append(Collective("replicas", "all_reduce", shard, parallel.num_replicas, times, spread * shards))
+        found.append(Collective("replicas", "all_reduce", shard, parallel.num_replicas, reductions, spread * shards))
     return found
 
 
@@ -209,10 +212,13 @@ def _pipeline(facts: ModelFacts, setup: TrainingSetup) -> list[Collective]:
 
 
 def _sequence(facts: ModelFacts, setup: TrainingSetup) -> list[Collective]:
+    """Of Ulysses: an all-to-all of queries, keys and values, and one of what attention returns; their mean size.
+
+    `accel_scale.parallel.sequence_exchange`: a key head goes to every rank whose queries share it.
+    """
     parallel = setup.parallel
-    heads = facts.num_heads + facts.num_kv_heads
-    # Queries, keys, values and the attention's output: 2 × (heads + kv heads) × head size values per token.
-    size = _activation_bytes(facts, setup) / facts.hidden_size * heads * facts.head_dim / 2
-    count = 4 * facts.num_layers / parallel.pipeline_parallel * _passes(setup) * setup.accumulation
-    ranks, spread = parallel.sequence_parallel, parallel.tensor_parallel
-    return [Collective("sequence parallel", "all_to_all", size, ranks, count, spread, overlaps=False)]
+    ranks, tensor = parallel.sequence_parallel, parallel.tensor_parallel
+    heads = facts.num_heads / tensor + max(ranks, facts.num_kv_heads / tensor)
+    size = _activation_bytes(facts, setup) / facts.hidden_size * heads * facts.head_dim
+    count = 2 * facts.num_layers / parallel.pipeline_parallel * _passes(setup) * setup.accumulation
+    return [Collective("sequence parallel", "all_to_all", size, ranks, count, tensor, overlaps=False)]

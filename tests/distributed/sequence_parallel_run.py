@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from accel_scale.parallel.layout import ParallelLayout, build_mesh
@@ -45,9 +46,7 @@ FIELDS: dict[str, dict[str, Any]] = {
 CASES: dict[str, tuple[str, str, bool, str, bool]] = {
     "llama": ("llama", "sdpa", False, "none", False),
     "llama, packed": ("llama", "sdpa_packed", True, "none", False),
-    "llama, packed, sdpa": ("llama", "sdpa", True, "none", False),
     "llama, packed, eager": ("llama", "eager", True, "none", False),
-    "llama, packed, full": ("llama", "sdpa_packed", True, "full", False),
     "llama, packed, selective": ("llama", "sdpa_packed", True, "selective", False),
     "llama, packed, offload": ("llama", "sdpa", True, "offload", False),
     "llama, packed, bf16": ("llama", "sdpa_packed", True, "full", True),
@@ -199,22 +198,48 @@ def generation(group: Any) -> dict[str, Any]:
 
 
 def memory(group: Any) -> dict[str, Any]:
-    """Bytes that a forward pass leaves for the backward pass, with the row cut and whole."""
+    """Bytes that a forward pass leaves for the backward pass, and the most there are, with the row cut and whole."""
     batch = rows(0, packed=True, num_rows=1, length=1024)
-    live = {}
+    found = {}
     for size in (1, group.size()):
         model = build("llama", "sdpa_packed")
         if size > 1:
             enable_ulysses(model, group)
         part = cut_batch(batch, group.rank(), size) if size > 1 else batch
         tracker = StorageTracker()
-        tracker.adopt([*model.parameters(), *model.buffers(), *part.values()])
-        before = tracker.live_bytes
         with tracker:
             loss = language_model_loss(model, part, 1)
-        live[size] = tracker.live_bytes - before
+            found[f"kept_bytes_{size}"] = tracker.live_bytes
+            loss.backward()
+        found[f"peak_bytes_{size}"] = tracker.peak_bytes
+    return found
+
+
+class Exchanges(TorchDispatchMode):
+    """Counts all-to-alls and the bytes that this rank gives them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = self.num_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
+        if "all_to_all" in str(func):
+            self.count += 1
+            self.num_bytes += args[0].nbytes
+        return func(*args, **(kwargs or {}))
+
+
+def exchanges(name: str, group: Any) -> dict[str, Any]:
+    """All-to-alls of a micro-batch of two rows."""
+    kind, attention, packed, policy, bf16 = CASES[name]
+    model = build(kind, attention, policy)
+    enable_ulysses(model, group)
+    part = cut_batch(rows(0, packed=packed), group.rank(), group.size())
+    with Exchanges() as seen:
+        with autocast(bf16):
+            loss = language_model_loss(model, part, 1)
         loss.backward()
-    return {"whole_bytes": live[1], "part_bytes": live[group.size()]}
+    return {"count": seen.count, "num_bytes": seen.num_bytes}
 
 
 def sharded(layout: ParallelLayout, kind: str, attention: str) -> dict[str, Any]:
@@ -280,6 +305,8 @@ def main() -> None:
         results["isolation"] = isolation(group)
         results["generation"] = generation(group)
         results["memory"] = memory(group)
+        for name in ("llama", "llama, packed, bf16", "gemma2, packed", "gemma3, one key head"):
+            results[f"exchanges of {name}"] = exchanges(name, group)
         results["fsdp2"] = sharded(ParallelLayout(sp=2), "llama", "sdpa_packed")
     else:
         results = {
