@@ -1,17 +1,19 @@
 """How long ranks of a pipeline wait for each other, measured beside the formula.
 
     python benchmarks/pipeline_bubble.py            # p = 2 and 4, m = 4, 8 and 16, every schedule; writes the results
+    python benchmarks/pipeline_bubble.py --only timed --realtime    # where other programs use the machine, too
 
 Timed stages. A stage's forward pass takes f seconds on the clock and its backward pass 2f (f for the gradient of its
 input and f for that of its weight): autograd functions that sleep. Everything else is what trains a model: the
 `Pipeline` of this project, torch's schedules and stages, hidden states and gradients sent over gloo between processes.
 Sleeping keeps stages equal, and keeps two cores from being what is measured, as four computing processes on them would
 be. The bubble of a rank is 1 − (seconds inside of its stages) ÷ (seconds of the step); the table has the mean over
-ranks, and the median of several steps.
+ranks, and the median of several steps. `--realtime` gives these processes, which hardly compute, the right to run as
+soon as they wake up (SCHED_FIFO), so that other programs on the cores are not measured.
 
 Computing stages. Two ranks of one thread each train a Llama of equal layers without a head worth mentioning; a rank's
 bubble is 1 − (CPU seconds of its process) ÷ (seconds of the step), which waiting for a message does not count in. It
-holds what the formula leaves out, too: stages that are not quite equal.
+holds what the formula leaves out, too: stages that are not quite equal. Only an idle machine tells.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from datetime import UTC, datetime
@@ -28,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-RESULTS = REPOSITORY / "benchmarks" / "results" / "pipeline_bubble.md"
+RESULTS = REPOSITORY / "benchmarks" / "results" / "pipeline_bubble.json"
 SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1))
 WIDTH, LENGTH = 32, 16
 
@@ -158,37 +161,57 @@ def measure_computing(micro_batches: int, steps: int) -> dict[str, float]:
     return {"measured": measured, "predicted": predicted, "seconds": statistics.median(walls[1:])}
 
 
-def run_rank(num_micro_batches: list[int], seconds: float, steps: int, *, computing: bool) -> None:
+def run_rank(args: argparse.Namespace) -> None:
     """What every process of a launch does; rank 0 prints one JSON line per case."""
     import torch.distributed as dist
 
+    import accel_scale.parallel.pipeline  # noqa: F401  before anything is timed
+
+    if args.realtime:
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     dist.init_process_group("gloo")
-    for count in num_micro_batches:
-        cases = [("1f1b, computing", 1)] if computing else SCHEDULES
+    cases = [("1f1b, computing", 1)] if args.only == "computing" else SCHEDULES
+    for count in args.micro_batches:
         for schedule, stages in cases:
-            found = (
-                measure_computing(count, steps)
-                if computing
-                else measure_timed(schedule, stages, count, seconds, steps)
-            )
+            if args.only == "computing":
+                found = measure_computing(count, args.steps)
+            else:
+                found = measure_timed(schedule, stages, count, args.seconds, args.steps)
             line = {"p": dist.get_world_size(), "m": count, "schedule": schedule, "stages_per_rank": stages, **found}
             if dist.get_rank() == 0:
                 print(json.dumps(line), flush=True)
     dist.destroy_process_group()
 
 
-def launch(size: int, args: argparse.Namespace, *, computing: bool = False) -> list[dict[str, Any]]:
+def launch(size: int, args: argparse.Namespace, kind: str) -> list[dict[str, Any]]:
     """One launch of `size` processes."""
     from apart import run_apart
 
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={size}", "--standalone", __file__]
-    command += ["--worker", "--micro_batches", *map(str, args.micro_batches), "--seconds", str(args.seconds)]
-    command += ["--steps", str(args.steps), *(["--computing"] if computing else [])]
+    command += ["--worker", "--only", kind, "--micro_batches", *map(str, args.micro_batches)]
+    command += ["--seconds", str(args.seconds), "--steps", str(args.steps), *(["--realtime"] if args.realtime else [])]
     os.environ["OMP_NUM_THREADS"] = "1"
     text, problem = run_apart(command, limit_seconds=1800)
     if problem:
         raise SystemExit(f"{size} processes: {problem}")
     return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+
+
+def measure(kind: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Rows, and what they were measured on."""
+    import torch
+
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    load = os.getloadavg()[0]
+    rows = [row for size in ((2, 4) if kind == "timed" else (2,)) for row in launch(size, args, kind)]
+    return {
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}, "
+        f"Python {platform.python_version()}, {datetime.now(UTC):%Y-%m-%d}, commit {commit.stdout.strip()}, "
+        f"load average {load:.1f} at the start" + (", real-time priority" if args.realtime else ""),
+        "seconds": args.seconds,
+        "steps": args.steps,
+        "rows": rows,
+    }
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -204,36 +227,23 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def document(timed: list[dict[str, Any]], computing: list[dict[str, Any]], seconds: float, load: float) -> str:
+def document(found: dict[str, Any]) -> str:
     """The committed page."""
-    import subprocess
-
-    import torch
-
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    machine = (
-        f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}, Python {platform.python_version()}"
-    )
-    worst = max(abs(row["measured"] / row["predicted"] - 1) for row in timed)
-    return f"""# The bubble of pipelines, measured
-
-{machine}, {datetime.now(UTC):%Y-%m-%d}, commit {commit.stdout.strip()}, load average {load:.1f} at the start. Made by
-`python benchmarks/pipeline_bubble.py`, whose first lines say how it is measured.
-
-## Timed stages
-
-A rank's stages sleep for {seconds * 1000:.0f} ms together in a forward pass and twice as long in a backward pass;
-schedules, stages and messages between processes are real. The largest difference from the formula is {worst:.1%}
-of it.
-
-{table(timed)}
-
-## Computing stages
-
-Two processes of one thread each, a Llama of 8 layers of 384, rows of 256 tokens.
-
-{table(computing)}
-"""
+    lines = ["# The bubble of pipelines, measured", ""]
+    lines += ["Made by `python benchmarks/pipeline_bubble.py`, whose first lines say how it is measured."]
+    if "timed" in found:
+        timed = found["timed"]
+        worst = max(abs(row["measured"] / row["predicted"] - 1) for row in timed["rows"])
+        lines += ["", "## Timed stages", "", f"{timed['machine']}. Medians of {timed['steps']} steps."]
+        lines += [f"A rank's stages sleep for {timed['seconds'] * 1000:.0f} ms together in a forward pass and twice"]
+        lines += ["as long in a backward pass; schedules, stages and messages between processes are real."]
+        lines += [f"The largest difference from the formula is {worst:.1%} of it.", "", table(timed["rows"])]
+    if "computing" in found:
+        computing = found["computing"]
+        lines += ["", "## Computing stages", "", f"{computing['machine']}. Medians of {computing['steps']} steps."]
+        lines += ["Two processes of one thread each, a Llama of 8 layers of 384, rows of 256 tokens.", ""]
+        lines += [table(computing["rows"])]
+    return "\n".join([*lines, ""])
 
 
 def main() -> None:
@@ -241,17 +251,21 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.08, help="f of a rank: forward pass of a micro-batch")
     parser.add_argument("--steps", type=int, default=3, help="measured, of each case")
     parser.add_argument("--micro_batches", type=int, nargs="+", default=[4, 8, 16])
+    parser.add_argument("--only", choices=("timed", "computing"), help="one of the two; the other's results stay")
+    parser.add_argument("--realtime", action="store_true", help="SCHED_FIFO for timed stages; needs the right to it")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--computing", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        run_rank(args.micro_batches, args.seconds, args.steps, computing=args.computing)
+        run_rank(args)
         return
-    load = os.getloadavg()[0]
-    timed = [row for size in (2, 4) for row in launch(size, args)]
-    computing = launch(2, args, computing=True)
-    text = document(timed, computing, args.seconds, load)
-    RESULTS.write_text(text, encoding="utf-8")
+    if args.realtime and args.only != "timed":
+        parser.error("--realtime is for --only timed: computing processes would take the machine from all others")
+    found = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {}
+    for kind in (args.only,) if args.only else ("timed", "computing"):
+        found[kind] = measure(kind, args)
+    RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    text = document(found)
+    RESULTS.with_suffix(".md").write_text(text, encoding="utf-8")
     print(text)
 
 

@@ -140,7 +140,10 @@ class Pipeline:
         with contextlib.ExitStack() as stack:
             for part in self.parts:
                 stack.enter_context(evaluating(part))
-            return forward_through(self, inputs, self._sends)
+            summed = forward_through(self, inputs, self._sends)
+        for part in self.parts:
+            _free_gathered(part)
+        return summed
 
     def _wait_for_sends(self) -> None:
         for work, _ in self._sends:
@@ -217,3 +220,12 @@ def _keep_gathered(part: nn.Module) -> None:
 
     if isinstance(part, FSDPModule):
         part.set_reshard_after_forward(False)
+
+
+def _free_gathered(part: nn.Module) -> None:
+    """Without a backward pass nothing else frees them, and a loaded checkpoint would not reach them."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in part.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -4,7 +4,7 @@ A part keeps the names of the plain model's parameters and runs the model's own 
 replaced by modules that do nothing. Order: tensor parallelism and activation checkpointing on the whole model, the
 split, then FSDP2 or `replicate` on the parts, then the optimizer.
 
-    layers = stage_boundaries(layer_costs(model.config.to_dict(), length), num_stages)
+    layers = stage_boundaries(costs_of(model, length), num_stages)
     parts = split_model(model, layers, stages_of_rank(settings, pp_size, pp_rank))
 """
 
@@ -24,7 +24,16 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["Stage", "layer_costs", "owned_parameters", "split_model", "stage_boundaries", "stage_layers", "stage_of"]
+__all__ = [
+    "Stage",
+    "costs_of",
+    "layer_costs",
+    "owned_parameters",
+    "split_model",
+    "stage_boundaries",
+    "stage_layers",
+    "stage_of",
+]
 
 _ATTRIBUTE = "pipeline_stage"
 
@@ -70,6 +79,21 @@ class Stage:
     def holds_copy(self) -> bool:
         """Whether its head is a copy of the first stage's embedding."""
         return self.is_last and self.tied_weight is not None
+
+
+def costs_of(model: Any, sequence_length: int) -> tuple[float, ...]:
+    """Costs of the layers of `model` in order, the head's in the last one's, for `stage_boundaries`.
+
+    FLOPs where the planner knows the architecture, else numbers of parameters, which take a mixture of experts for a
+    dense layer.
+    """
+    try:
+        return layer_costs(model.config.get_text_config().to_dict(), sequence_length)
+    except ConfigError:
+        anatomy = dissect(model)
+    layers: Any = model.get_submodule(anatomy.layers)
+    costs = [float(sum(parameter.numel() for parameter in layer.parameters())) for layer in layers]
+    return (*costs[:-1], costs[-1] + model.get_output_embeddings().weight.numel())
 
 
 def split_model(model: Any, boundaries: Sequence[range], stage_indices: Sequence[int]) -> list[nn.Module]:

@@ -21,10 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from accelerate import PartialState
 from pipeline_bubble import measure_timed
 from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from accel_scale.parallel.layout import ParallelLayout, build_mesh
 from accel_scale.parallel.pipeline import (
     Pipeline,
     PipelineSettings,
@@ -33,11 +33,12 @@ from accel_scale.parallel.pipeline import (
     stage_boundaries,
     stages_of_rank,
 )
-from accel_scale.parallel.pipeline_save import save_stages
-from accel_scale.parallel.pipeline_split import layer_costs, owned_parameters, stage_layers, stage_of
+from accel_scale.parallel.pipeline_split import costs_of, owned_parameters, stage_layers, stage_of
 from accel_scale.training.checkpointing import CheckpointingPolicy, apply_checkpointing
 from accel_scale.training.evaluating import evaluating, language_model_loss
 from accel_scale.training.fast_loss import add_fast_lm_head
+from accel_scale.training.final_shared import save_final_shared
+from accel_scale.training.model_parallel import ModelParallel
 from accel_scale.training.packed_attention import register_packed_attention
 
 VOCAB, LENGTH, ROWS, MICRO_BATCHES, STEPS = 96, 24, 2, 8, 4
@@ -119,7 +120,7 @@ def train_staged(pipeline: Pipeline, share: int, shares: int) -> tuple[list[floa
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(sum(found)) if found else 0.0)
-    summed = [pipeline.evaluate(step_rows(99, 0)[0]) for _ in range(3)][-1]
+        summed = [pipeline.evaluate(step_rows(99, 0)[0]) for _ in range(2)][-1]
     assert (summed is not None) == pipeline.has_last_stage
     return losses, 0.0 if summed is None else summed.item()
 
@@ -144,9 +145,10 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     wrapping, shares = case.get("wrap", ""), 2 if case.get("wrap") else 1
     autocast = functools.partial(torch.autocast, "cpu", torch.bfloat16, enabled=case.get("bf16", False))
     options = {"attention": case.get("attention", "sdpa"), **case.get("changes", {})}
-    mesh = init_device_mesh("cpu", (pp, dist.get_world_size() // pp), mesh_dim_names=("pp", "dp"))
-    pp_rank, share = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
-    group = mesh.get_group("pp")
+    # Unwrapped, the pipelines beside each other train alike.
+    layout = ParallelLayout(pp=pp, dp_replicate=dist.get_world_size() // pp)
+    mesh = build_mesh(layout, "cpu")
+    pp_rank, share, group = mesh.get_local_rank("pp"), mesh.get_local_rank("dp_replicate"), mesh.get_group("pp")
 
     alone = build(name, **options)
     model = copy.deepcopy(alone)
@@ -157,11 +159,11 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         apply_checkpointing(model, CheckpointingPolicy.parse(case["checkpointing"]))
     indices = stages_of_rank(settings, pp, pp_rank)
     num_stages = pp * settings.stages_per_rank
-    boundaries = stage_boundaries(layer_costs(model.config.to_dict(), LENGTH), num_stages)
+    boundaries = stage_boundaries(costs_of(model, LENGTH), num_stages)
     parts = split_model(model, boundaries, indices)
     held = sum(p.numel() for part in parts for p in part.parameters())
     for part in parts:
-        wrap(part, mesh["dp"], wrapping)
+        wrap(part, mesh["dp_replicate"], wrapping)
     pipeline = Pipeline(parts, indices, num_stages, group, "cpu", settings, MICRO_BATCHES, autocast=autocast)
     losses, evaluation = train_staged(pipeline, share if wrapping else 0, shares)
 
@@ -176,7 +178,7 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     tied = {
         key: found[key].detach().clone() for part in parts for key in [stage_of(part).tied_weight] if key is not None
     }
-    save_stages(parts, folder, group)
+    save_final_shared(ModelParallel(layout, mesh, parts, pipeline), None, folder)
     report = {"errors": errors, "owned": owned, "tied": tied, "losses": losses, "evaluation": evaluation, "held": held}
     reports: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(reports, report)
@@ -241,7 +243,7 @@ def main() -> None:
     dist.broadcast_object_list(folder)
     for schedule in ("gpipe", "1f1b"):
         if not chosen or f"bubble_{schedule}" in chosen:
-            bubble = measure_timed(schedule, 1, 4, seconds=0.05, steps=4)
+            bubble = measure_timed(schedule, 1, 4, seconds=0.04, steps=3)
             if dist.get_rank() == 0:
                 print(json.dumps({"case": f"bubble_{schedule}", **bubble}), flush=True)
     for case in CASES:

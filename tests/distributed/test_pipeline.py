@@ -60,5 +60,5 @@ def test_the_measured_bubble_is_the_formulas(cases):
     for name in ("bubble_gpipe", "bubble_1f1b"):
         case = cases[name]
         assert case["predicted"] == pytest.approx(3 / 7)
-        # What else runs on the machine can only make ranks wait longer: the least of a few steps is the pipeline's own.
+        # What else runs on the machine can only make ranks wait longer: the least of a few steps is its own.
         assert case["least"] == pytest.approx(case["predicted"], rel=0.15), name

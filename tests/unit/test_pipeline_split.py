@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from accel_scale.errors import ConfigError
-from accel_scale.parallel.pipeline_split import owned_parameters, split_model, stage_layers, stage_of
+from accel_scale.parallel.pipeline_split import costs_of, owned_parameters, split_model, stage_layers, stage_of
 from accel_scale.training.checkpointing import CheckpointingPolicy, apply_checkpointing
 from accel_scale.training.fast_loss import head_loss
 
@@ -80,6 +80,12 @@ def test_parts_one_after_the_other_are_the_model(model_type):
     assert {name: p.shape for part in held for name, p in part.items()} == names
     assert sum(len(part) for part in held) == len(names)
     assert [len(stage_layers(part)) for part in parts] == [1, 2, 1]
+
+
+def test_architectures_that_the_planner_does_not_know_are_balanced_by_parameters():
+    model = build("ctrl")
+    layer = sum(p.numel() for p in model.transformer.h[0].parameters())
+    assert costs_of(model, 16) == (layer, layer, layer, layer + 64 * 32)
 
 
 def test_a_tied_head_becomes_a_copy_that_nobody_owns():
