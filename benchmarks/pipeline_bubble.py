@@ -36,8 +36,8 @@ SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1))
 WIDTH, LENGTH = 32, 16
 
 
-def timed_part(index: int, num_stages: int, seconds: float, spent: list[float]) -> Any:
-    """A stage whose passes take `seconds` forward and twice that backward; adds what it took to `spent`."""
+def timed_part(index: int, num_stages: int, clock: dict[str, float]) -> Any:
+    """A stage whose passes take ``clock["pass"]`` seconds forward and twice that backward, added to ``spent``."""
     import torch
     from torch import nn
 
@@ -45,8 +45,8 @@ def timed_part(index: int, num_stages: int, seconds: float, spent: list[float]) 
 
     def wait() -> None:
         started = time.perf_counter()
-        time.sleep(seconds)
-        spent[0] += time.perf_counter() - started
+        time.sleep(clock["pass"])
+        clock["spent"] += time.perf_counter() - started
 
     class OfInput(torch.autograd.Function):
         @staticmethod
@@ -92,7 +92,7 @@ def measure_timed(
 
     Args:
         seconds: f of all stages of a rank together.
-        steps: Measured; one more comes before them.
+        steps: Measured; a short one comes before them.
         group: None: all ranks.
     """
     import torch
@@ -103,20 +103,22 @@ def measure_timed(
 
     group = dist.group.WORLD if group is None else group
     size, settings = dist.get_world_size(group), PipelineSettings(schedule, stages_per_rank)
-    indices, num_stages, spent = stages_of_rank(settings, size, dist.get_rank(group)), size * stages_per_rank, [0.0]
-    parts = [timed_part(index, num_stages, seconds / stages_per_rank, spent) for index in indices]
+    indices, num_stages = stages_of_rank(settings, size, dist.get_rank(group)), size * stages_per_rank
+    clock = {"pass": 0.0, "spent": 0.0}
+    parts = [timed_part(index, num_stages, clock) for index in indices]
     pipeline = Pipeline(parts, indices, num_stages, group, "cpu", settings, micro_batches)
     ids = torch.zeros((1, LENGTH), dtype=torch.long)
     batches = [{"input_ids": ids, "labels": ids}] * micro_batches
     bubbles, walls = [], []
     for _ in range(steps + 1):
         dist.barrier(group)
-        spent[0], started = 0.0, time.perf_counter()
+        clock["spent"], started = 0.0, time.perf_counter()
         pipeline.forward_backward(batches, 1)
         dist.barrier(group)
         wall = time.perf_counter() - started
         shares: list[Any] = [None] * size
-        dist.all_gather_object(shares, 1 - spent[0] / wall, group=group)
+        dist.all_gather_object(shares, 1 - clock["spent"] / wall, group=group)
+        clock["pass"] = seconds / stages_per_rank
         bubbles.append(statistics.mean(shares))
         walls.append(wall)
     predicted = bubble_fraction(schedule, size, micro_batches, stages_per_rank)
@@ -248,8 +250,8 @@ def document(found: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=0.08, help="f of a rank: forward pass of a micro-batch")
-    parser.add_argument("--steps", type=int, default=3, help="measured, of each case")
+    parser.add_argument("--seconds", type=float, default=0.32, help="f of a rank: forward pass of a micro-batch")
+    parser.add_argument("--steps", type=int, default=2, help="measured, of each case")
     parser.add_argument("--micro_batches", type=int, nargs="+", default=[4, 8, 16])
     parser.add_argument("--only", choices=("timed", "computing"), help="one of the two; the other's results stay")
     parser.add_argument("--realtime", action="store_true", help="SCHED_FIFO for timed stages; needs the right to it")
