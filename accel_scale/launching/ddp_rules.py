@@ -28,7 +28,11 @@ def needs_ddp(case: Case) -> Finding | None:
         why = "one process sends no gradients"
     else:
         why = f"{parallel.label} has no DDP buckets"
-    return error(run.place(flag), f"{why}: --{flag} would change nothing.", "remove it, or launch with ddp.yaml.")
+    return error(
+        run.place(flag),
+        f"{why}: --{flag} would change nothing.",
+        "remove it, or launch with accelerate_configs/ddp.yaml.",
+    )
 
 
 def bucket_size(case: Case) -> Finding | None:
