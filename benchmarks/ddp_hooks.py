@@ -56,7 +56,7 @@ def run(args: argparse.Namespace, flags: list[str], *, seed: int) -> dict[str, A
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "accelerate.commands.launch"]
         command += ["--config_file", str(REPOSITORY / "accelerate_configs" / "ddp.yaml")]
-        command += ["--num_processes", str(args.processes), "--main_process_port", "0"]
+        command += ["--num_processes", str(args.processes), "--main_process_port", "0", "--mixed_precision", "no"]
         command += [str(REPOSITORY / "recipes" / "pretrain.py"), "--output_dir", folder, "--seed", str(seed)]
         command += ["--max_steps", str(args.steps), "--precision", "fp32", "--global_batch_size", "16"]
         command += ["--per_device_train_batch_size", "8", "--sample_tokens", "0", "--eval_steps", "0", *flags]

@@ -58,8 +58,6 @@ class SweepSettings:
         from accel_scale.training.scratch import choose_shape
 
         count = self.count
-        if self.num_params is not None:
-            choose_shape(round(self.num_params), self.vocabulary)
         if torch.cuda.is_available():
             limit, sharing = torch.cuda.get_device_properties(0).total_memory, 1
         else:
@@ -71,6 +69,8 @@ class SweepSettings:
                 place="--model" if self.model else "--num_params",
                 fix=f"use --num_params {largest / 1e6:.0f}M or less: what counts is how long backward takes.",
             )
+        if self.num_params is not None:
+            choose_shape(round(self.num_params), self.vocabulary)
 
     @property
     def count(self) -> float:
