@@ -29,6 +29,8 @@ OWN_PLANS = {
         "lm_head": "colwise_gather_output",
     }
 }
+# What transformers 5.23 leaves out of a plan: parameters that each rank applies to its part of the activations.
+ADDED_TO_PLANS = {"apertus": {"layers.*.mlp.act_fn": "replicated_with_grad_allreduce"}}
 STYLE_NAMES = (
     "colwise",
     "colwise_gather_output",
@@ -153,7 +155,8 @@ def _refuse(problem: str, fix: str) -> ConfigError:
 
 def _base_plan(config: Any) -> dict[str, str]:
     """Of the model without its head, with ``*`` for layer numbers; empty if there is none."""
-    return dict(OWN_PLANS.get(config.model_type) or getattr(config, "base_model_tp_plan", None) or {})
+    plan = OWN_PLANS.get(config.model_type) or getattr(config, "base_model_tp_plan", None)
+    return {**plan, **ADDED_TO_PLANS.get(config.model_type, {})} if plan else {}
 
 
 def _divided_sizes(config: Any, plan: dict[str, str]) -> dict[str, int]:
@@ -180,6 +183,7 @@ def _styles(model: Any, mesh: DeviceMesh) -> list[tuple[nn.Module, Any]]:
 
     plan = _whole_plan(model)
     modules = dict(model.named_modules())
+    _check_nothing_left_out(modules, plan, model.config.get_text_config().model_type)
     shared: dict[str, SharedInput] = {}
     found: list[tuple[nn.Module, Any]] = []
 
@@ -191,7 +195,7 @@ def _styles(model: Any, mesh: DeviceMesh) -> list[tuple[nn.Module, Any]]:
         return shared[parent]
 
     for name, module in modules.items():
-        style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name), "replicate")
+        style = plan.get(_wildcard(name), "replicate")
         if not any(p is not None for p in module._parameters.values()):
             continue
         if style in ("colwise", "colwise_gather_output", "colwise_rep"):
@@ -212,11 +216,32 @@ def _styles(model: Any, mesh: DeviceMesh) -> list[tuple[nn.Module, Any]]:
 
 def _whole_plan(model: Any) -> dict[str, str]:
     """The plan by the names that the modules have in `model`."""
-    own = OWN_PLANS.get(model.config.get_text_config().model_type)
-    if own is None:
-        return dict(model.tp_plan)
+    model_type = model.config.get_text_config().model_type
+    own, added = OWN_PLANS.get(model_type, {}), ADDED_TO_PLANS.get(model_type, {})
     prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
-    return {key if key == "lm_head" else prefix + key: style for key, style in own.items()}
+    plan = {key if key == "lm_head" else prefix + key: style for key, style in {**own, **added}.items()}
+    return plan if own else {**model.tp_plan, **plan}
+
+
+def _check_nothing_left_out(modules: dict[str, Any], plan: dict[str, str], model_type: str) -> None:
+    """Refuse parameters between divided layers that the plan does not mention, such as a norm on heads.
+
+    Their rank's gradient is that of a part of the activations, or of all of them: only the plan could tell which.
+    """
+    divided = ("colwise", "colwise_fused_heads")
+    parents = {name.rpartition(".")[0] for name in modules if plan.get(_wildcard(name)) in divided}
+    for name, module in modules.items():
+        inside = any(name.startswith(f"{parent}.") for parent in parents)
+        if inside and _wildcard(name) not in plan and any(p is not None for p in module._parameters.values()):
+            raise _refuse(
+                f"the tensor-parallel plan of {model_type} models leaves out {name}, between layers that it divides.",
+                "use --tp_size 1, and FSDP2 to divide the weights.",
+            )
+
+
+def _wildcard(name: str) -> str:
+    """`name` as plans spell it, with ``*`` for layer numbers."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def _same_placement(parameter: Any, placement: Any) -> Any:

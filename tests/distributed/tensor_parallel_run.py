@@ -40,9 +40,6 @@ FIELDS: dict[str, dict[str, Any]] = {
     "qwen3": {**GROUPED, "head_dim": 16},
     "gemma": {**GROUPED, "head_dim": 16},
     "gemma2": {**GROUPED, "head_dim": 16, "sliding_window": 10},
-    "olmo2": GROUPED,
-    "phi": {**SHAPE, "intermediate_size": 96, "resid_pdrop": 0.0, "pad_token_id": 0},
-    "gpt_neox": {**SHAPE, "intermediate_size": 96},
     "gpt2": {"n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": VOCAB, "n_positions": 32, **NO_DROPOUT},
 }
 # Name: (architecture, attention, packed rows, checkpointing policy, autocast).
@@ -53,12 +50,16 @@ CASES: dict[str, tuple[str, str, bool, str, bool]] = {
     "qwen3, packed": ("qwen3", "sdpa_packed", True, "offload", False),
     "gemma": ("gemma", "sdpa", False, "none", False),
     "gemma2, packed": ("gemma2", "eager", True, "every_2", False),
-    "olmo2": ("olmo2", "sdpa", False, "none", False),
-    "phi": ("phi", "sdpa", False, "none", False),
-    "gpt_neox": ("gpt_neox", "sdpa", False, "none", False),
     "gpt2": ("gpt2", "eager", False, "none", False),
     "gpt2, packed": ("gpt2", "sdpa_packed", True, "full", False),
 }
+
+
+ARCHITECTURES = (
+    *("apertus", "arcee", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma3_text", "glm", "glm4", "gpt_neox"),
+    *("granite", "helium", "mistral", "nemotron", "olmo", "olmo2", "olmo3", "phi", "phi3", "qwen2", "seed_oss"),
+    *("smollm3", "starcoder2"),
+)
 
 
 class Traffic(TorchDispatchMode):
@@ -183,6 +184,24 @@ def pair() -> None:
     for kind in ("llama", "gpt2", "qwen3"):
         show(f"traffic of {kind}", **traffic_per_layer(kind, mesh))
     show("evaluation", **evaluation(mesh))
+    show("architectures", **{kind: gradient_difference(kind, mesh) for kind in ARCHITECTURES})
+
+
+def gradient_difference(kind: str, mesh: Any) -> float:
+    """Largest difference of any gradient from one process's, by the largest gradient."""
+    known = vars(CONFIG_MAPPING[kind]())
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "head_dim": 16, "sliding_window": 10}
+    fields = SHAPE | GROUPED | {name: value for name, value in special.items() if name in known}
+    FIELDS[kind] = fields | {name: 0.0 for name, value in known.items() if "drop" in name and isinstance(value, float)}
+    plain, model = build(kind, "eager"), build(kind, "eager")
+    apply_tensor_parallel(model, mesh["tp"])
+    for one in (plain, model):
+        language_model_loss(one, micro_batch(1, packed=False), 60).backward()
+    expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    found = {name: gradient(p) for name, p in model.named_parameters() if p.grad is not None}
+    assert set(found) == set(expected)
+    largest = max(float(grad.abs().max()) for grad in expected.values())
+    return max(float((found[name] - grad).abs().max()) for name, grad in expected.items()) / largest
 
 
 def dropout_is_alike(mesh: Any) -> bool:

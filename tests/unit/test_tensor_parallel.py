@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from accel_scale.errors import ConfigError
 from accel_scale.parallel.gradient_norm import clip_gradients, global_grad_norm
-from accel_scale.parallel.tensor import OWN_PLANS, check_tensor_parallel
+from accel_scale.parallel.tensor import OWN_PLANS, apply_tensor_parallel, check_tensor_parallel
 
 LLAMA = {"hidden_size": 768, "num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 3072}
 
@@ -41,6 +41,23 @@ def test_refusals_name_the_sizes_and_what_would_work(given, degree, message):
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi", "olmo2"])
 def test_plans_of_transformers_are_understood(model_type):
     check_tensor_parallel(config(model_type), 2, method="full")
+
+
+def test_parameters_that_a_plan_leaves_out_are_refused():
+    given = config(
+        "phi", hidden_size=64, num_attention_heads=4, intermediate_size=96, vocab_size=64, qk_layernorm=True
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(given)
+    with pytest.raises(ConfigError, match=r"phi models leaves out model\.layers\.0\.self_attn\.q_layernorm"):
+        apply_tensor_parallel(model, FakeMesh())
+
+
+class FakeMesh:
+    """What is asked of a mesh before anything is divided."""
+
+    def size(self) -> int:
+        return 2
 
 
 def test_adapters_are_refused():
