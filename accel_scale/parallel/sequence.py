@@ -112,6 +112,7 @@ def enable_ulysses(model: Any, sp_group: Any) -> None:
             dimension. One rank: nothing happens.
     """
     from accel_scale.parallel.sequence_attention import wrap_attention
+    from accel_scale.parallel.sequence_rotary import use_longest_position
 
     group = sp_group.get_group() if hasattr(sp_group, "get_group") else sp_group
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -119,6 +120,7 @@ def enable_ulysses(model: Any, sp_group: Any) -> None:
         return
     for module in model.modules():
         _refuse_weights_of_heads(module)
+    use_longest_position(model)
     config = model.config.get_text_config()
     name = wrap_attention(config._attn_implementation)
     if name != config._attn_implementation:

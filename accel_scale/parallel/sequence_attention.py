@@ -82,6 +82,12 @@ def whole_rows_of(position_ids: torch.Tensor, group: Any, size: int) -> Iterator
         raise RuntimeError("The model asked transformers for no attention mask: its attention saw this part only.")
 
 
+def current_positions() -> torch.Tensor | None:
+    """Position ids of the whole rows, (batch, T), in a forward pass over parts of them; else None."""
+    rows = _ROWS.get()
+    return None if rows is None else rows.position_ids
+
+
 def wrap_attention(name: str) -> str:
     """Wrap the attention and mask functions that transformers knows as `name`; again is harmless.
 

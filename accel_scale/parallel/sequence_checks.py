@@ -97,6 +97,12 @@ def _check_architecture(config: Any, attention: str) -> None:
             place=_PLACE,
             fix="use 1 for this model.",
         )
+    if getattr(config, "index_topk", None):
+        raise ConfigError(
+            f"{kind} attention picks its keys by an index over the row, of which a part knows too little.",
+            place=_PLACE,
+            fix="use 1 for this model.",
+        )
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "use_bidirectional_attention", False):
         raise ConfigError(f"{kind} attention is not causal.", place=_PLACE, fix="use 1 for this model.")
     if "chunked_attention" in layer_types and "flash" in attention:

@@ -33,7 +33,17 @@ SHAPE = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "v
 GROUPED = {**SHAPE, "num_key_value_heads": 2, "intermediate_size": 96, "pad_token_id": 0}
 FIELDS: dict[str, dict[str, Any]] = {
     "llama": GROUPED,
-    "qwen3": {**GROUPED, "head_dim": 16},
+    "qwen3": {
+        **GROUPED, "head_dim": 16, "max_position_embeddings": 16,
+        "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+    },
+    "phi3": {
+        **GROUPED, "max_position_embeddings": 64, "original_max_position_embeddings": 30,
+        "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 30,
+            "short_factor": [1.0] * 8, "long_factor": [1.0 + 0.5 * i for i in range(8)],
+        },
+    },
     "gemma": {**GROUPED, "head_dim": 16},
     "gemma2": {**GROUPED, "head_dim": 16, "sliding_window": 10},
     "gemma3_text": {**GROUPED, "head_dim": 16, "sliding_window": 10, "num_key_value_heads": 1},
@@ -51,6 +61,8 @@ CASES: dict[str, tuple[str, str, bool, str, bool]] = {
     "llama, packed, offload": ("llama", "sdpa", True, "offload", False),
     "llama, packed, bf16": ("llama", "sdpa_packed", True, "full", True),
     "qwen3, packed": ("qwen3", "sdpa_packed", True, "none", False),
+    "qwen3, dynamic frequencies": ("qwen3", "sdpa_packed", False, "full", False),
+    "phi3, long frequencies": ("phi3", "sdpa", False, "none", False),
     "gemma": ("gemma", "sdpa_packed", False, "none", False),
     "gemma2, packed": ("gemma2", "eager", True, "every_2", False),
     "gemma3, one key head": ("gemma3_text", "sdpa", False, "none", False),

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import (
     BloomConfig,
+    DeepseekV32Config,
     FalconMambaConfig,
     GemmaConfig,
     GPT2Config,
@@ -58,6 +59,7 @@ def test_what_divides_is_accepted(config, size, attention):
         (Qwen3NextConfig(), 2, 48, "sdpa", "linear_attention", "use 1"),
         (Lfm2Config(num_hidden_layers=2, full_attn_idxs=[1]), 2, 48, "sdpa", "conv", "use 1"),
         (BloomConfig(), 2, 48, "eager", "attention interface", "use 1"),
+        (DeepseekV32Config(), 2, 48, "sdpa", "picks its keys", "use 1"),
     ],
 )
 def test_what_does_not_divide_is_refused(config, size, length, attention, problem, fix):
