@@ -3,6 +3,7 @@
   accel-scale plan meta-llama/Llama-3.1-8B --gpu "RTX 4090" --method auto
   accel-scale plan meta-llama/Llama-3.1-70B --gpu H100 --num_gpus 8 --max_length 4096 --explain
   accel-scale plan Qwen/Qwen3-8B --gpu 24GiB --method qlora --write plans/qwen3-8b
+  accel-scale plan meta-llama/Llama-3.1-70B --gpu H100 --num_gpus 64 --recipe pretrain --tp_size 4 --pp_size 4
 
 MODEL is a name of the catalogue, a folder, a config.json or a name on the hub. Exits with 1 if nothing fits.
 """
@@ -57,6 +58,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     training.add_argument("--use_dora", action="store_true", help="adapters with a magnitude vector")
     training.add_argument("--dataset_name", metavar="DATA", help="a local file's lengths are measured")
     training.add_argument("--columns", nargs="+", metavar="ROLE=COLUMN", default=[], help="as the recipe's")
+    sharing = parser.add_argument_group("ranks that share the model, as recipes/pretrain.py's flags")
+    sharing.add_argument(
+        "--recipe", default="sft", help="what will run it: sft or pretrain, which can share the model (default: sft)"
+    )
+    sharing.add_argument("--tp_size", metavar="N", help="tensor parallelism (default: where nothing simpler fits)")
+    sharing.add_argument("--pp_size", metavar="N", help="pipeline stages (default: likewise)")
+    sharing.add_argument("--sp_size", metavar="N", help="Ulysses sequence parallelism (default: likewise)")
+    sharing.add_argument("--pp_schedule", help="1f1b, gpipe, interleaved or zero_bubble (default: 1f1b)")
     answer = parser.add_argument_group("answer")
     answer.add_argument("--strategy", action="append", default=[], help='only this, e.g. "ZeRO-2"; repeatable')
     answer.add_argument("--tokens", metavar="D", help="a token budget, e.g. 1B: adds hours, energy and price")

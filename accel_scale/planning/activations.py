@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import re
 from dataclasses import dataclass, fields, replace
 
-from accel_scale.errors import ConfigError
+from accel_scale.planning.checkpointing_names import check_policy, period_of
 from accel_scale.planning.model_facts import LayerFacts, ModelFacts
 from accel_scale.planning.shadow import Tape
 from accel_scale.planning.shadow_families import check_setup, family_of
@@ -19,9 +18,6 @@ from accel_scale.planning.shadow_parallel import tensor_parallel_share
 from accel_scale.planning.shadow_tables import Tables, make_mask, make_tables
 from accel_scale.planning.shadow_tensors import Parameter, Tensor
 from accel_scale.planning.training_setup import TrainingSetup
-
-_EVERY_N = re.compile(r"every_([0-9]+)")
-_POLICIES = ("none", "full", "selective", "offload")
 
 
 @dataclass(frozen=True)
@@ -79,19 +75,21 @@ def step_bytes(
         ConfigError: for a checkpointing policy that does not exist, an architecture that is not modelled, or an
             attention that it does not have.
     """
-    _check_policy(setup)
+    check_policy(setup)
     family_of(model)
     check_setup(model, setup)
     model = tensor_parallel_share(model, setup.parallel.tensor_parallel)
     ends, extras = _walked_layers(model, setup)
+    edge = len(model.layers) * period_of(setup)
     if not extras:
-        return _walk(model, setup, is_cuda, is_tracked, None)
-    edge = len(model.layers) * _period(setup)
+        # Gradients of a whole model are counted as it leaves them; those of a stage add to earlier micro-batches'.
+        is_stage = not (model.has_embedding and model.has_head)
+        return _walk(model, setup, is_cuda, is_tracked, edge if is_stage and model.num_layers > edge else None)
     middle = len(ends) - edge
     base = _walk(replace(model, layers=ends), setup, is_cuda, is_tracked, edge)
     total = base
     for layer, factor in extras:
-        added = (layer,) * _period(setup)
+        added = (layer,) * period_of(setup)
         longer = replace(model, layers=(*ends[:middle], *added, *ends[middle:]))
         more = _walk(longer, setup, is_cuda, is_tracked, edge)
         total = total.plus(more, factor).plus(base, -factor)
@@ -102,7 +100,7 @@ def _walked_layers(
     model: ModelFacts, setup: TrainingSetup
 ) -> tuple[tuple[LayerFacts, ...], list[tuple[LayerFacts, float]]]:
     """A few layers at either end, and how many periods of each kind come between them."""
-    period, kinds = _period(setup), model.layers
+    period, kinds = period_of(setup), model.layers
     if model.num_layers <= 4 or (period > 1 and len(kinds) > 1):
         return (), []
     fewest = [min(kind.count, 2 * period + kind.count % period) for kind in kinds]
@@ -113,21 +111,6 @@ def _walked_layers(
         (replace(kind, count=1), (kind.count - count) / period) for kind, count in zip(kinds, fewest, strict=True)
     ]
     return tuple(ends), [(kind, factor) for kind, factor in extras if factor]
-
-
-def _period(setup: TrainingSetup) -> int:
-    match = _EVERY_N.fullmatch(setup.checkpointing)
-    return int(match.group(1)) if match else 1
-
-
-def _check_policy(setup: TrainingSetup) -> None:
-    policy = setup.checkpointing
-    if policy not in _POLICIES and not (_EVERY_N.fullmatch(policy) and _period(setup)):
-        raise ConfigError(
-            f"{policy!r} is not a checkpointing policy.",
-            place="checkpointing",
-            fix="use none, full, every_2 (or any every_n), selective or offload.",
-        )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -191,12 +174,16 @@ class _Model:
         self.frame: list[Tensor] = []
         # Of its last layer, weights of attention beside the result.
         self.returned: list[Tensor] | None = None
+        # What a stage sends on, and keeps until its backward pass is through.
+        self.sent: Tensor | None = None
         # Parameters, and so their gradients, outlive the graph.
         self.weights = [self.outside]
 
     def embed(self) -> Tensor:
         """Look-up (and learned positions); adapters under checkpointing make its result require gradients."""
         model, ops = self.model, self.ops
+        if not model.has_embedding:
+            return self._received()
         table = self.outside.base("embed_tokens", model.embedding_params)
         x = ops.new(self.rows * model.hidden_size, table.itemsize)
         numel, itemsize = table.numel, table.itemsize
@@ -226,6 +213,17 @@ class _Model:
             self.frame += [unused] if unused is not None else []
         return x
 
+    def _received(self) -> Tensor:
+        """Hidden states of the stage before, in a buffer that lives as long as the pipeline; see `pipeline_memory`."""
+        model, ops = self.model, self.ops
+        self.entry = Parameter(self.rows * model.hidden_size, self.setup.trained_bytes)
+        x = Tensor(None, self.entry.numel, self.entry.itemsize)
+        x = ops.tape.record(x, [self.entry], [], lambda grad: [grad.view()])
+        # Stands for the embeddings in the model's own forward.
+        self.frame.append(ops.new(x.numel, x.itemsize))
+        self.tables = make_tables(ops, model, self.family, self.setup, x.itemsize)
+        return x
+
     def _positions(self, positions: Parameter) -> Tensor:
         ops, numel, itemsize = self.ops, positions.numel, positions.itemsize
         width = self.rows / self.setup.micro_batch_size * self.model.hidden_size
@@ -246,7 +244,7 @@ class _Model:
         return x
 
     def _run(self, layer: Layer, x: Tensor, index: int, policy: str) -> Tensor:
-        if policy == "none" or index % _period(self.setup):
+        if policy == "none" or index % period_of(self.setup):
             return layer(x)
         if policy == "offload":
             return self._offloaded(layer, x, index)
@@ -273,14 +271,21 @@ class _Model:
 
     def finish(self, x: Tensor) -> Tensor:
         """The final norm; the model's forward returns, and what only its frame held is gone."""
-        x = norm(self.ops, self.model, self.family, self.outside, "norm", x, self.rows, self.model.hidden_size)
+        if self.model.has_head:
+            x = norm(self.ops, self.model, self.family, self.outside, "norm", x, self.rows, self.model.hidden_size)
         self.tables = self.returned = None
         self.frame.clear()
         return x
 
     def loss(self, x: Tensor) -> Tensor:
-        """Head and loss."""
+        """Head and loss; of a stage without them what it sends on."""
         model = self.model
+        if not model.has_head:
+            self.sent, numel, itemsize = x.view(), x.numel, x.itemsize
+            # The gradient comes in a buffer that lives as long as the pipeline.
+            return self.ops.tape.record(
+                Tensor(None, 1, itemsize), [x], [], lambda grad: [Tensor(None, numel, itemsize)]
+            )
         name = "embed_tokens" if model.tied_embeddings else "lm_head"
         weight = self.outside.base(name, model.embedding_params)
         bias = self.outside.base("lm_head.bias", model.vocab_size) if model.head_bias else None

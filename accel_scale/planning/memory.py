@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 from accel_scale.planning.activations import StepBytes, step_bytes
 from accel_scale.planning.model_facts import ModelFacts
 from accel_scale.planning.overheads import MARGIN_SHARE, Overhead, gpu_overhead
+from accel_scale.planning.rank_share import RankShare, rank_shares
 from accel_scale.planning.sharding import StateBytes, state_bytes
 from accel_scale.planning.training_setup import ParallelSetup, TrainingSetup
-from accel_scale.planning.transfers import transfers
+from accel_scale.planning.transfers import replicates_by_unit, transfers
 
 
 @dataclass(frozen=True)
@@ -89,25 +89,28 @@ def predict_memory(
     Raises:
         ConfigError: for a model, optimizer or policy that is not modelled.
     """
-    states = state_bytes(model, setup)
-    step = step_bytes(_stage(model, setup), _forward_setup(setup), is_cuda=is_cuda, is_tracked=is_tracked)
-    # 1F1B keeps as many micro-batches in flight as there are stages; the first stage keeps all of them.
-    waiting = min(setup.parallel.pipeline_parallel, setup.accumulation) - 1
-    step = step.with_waiting(waiting * step.saved_bytes)
-    phases = _phases(model, setup, states, step)
+    shares = rank_shares(model, setup)
+    estimates = [_of_rank(share, setup, is_cuda=is_cuda, is_tracked=is_tracked) for share in shares]
+    fullest = max(estimates, key=lambda estimate: estimate.high_bytes)
+    if setup.parallel.model_parallel == 1:
+        return fullest
+    # A model that ranks share is built whole on each of them, in host memory, before it is split.
+    return replace(fullest, host_bytes=max(fullest.host_bytes, model.num_params * setup.trained_bytes))
+
+
+def _of_rank(share: RankShare, setup: TrainingSetup, *, is_cuda: bool, is_tracked: bool) -> MemoryEstimate:
+    seen = _forward_setup(setup)
+    states = state_bytes(share.facts, setup)
+    step = step_bytes(share.facts, seen, is_cuda=is_cuda, is_tracked=is_tracked)
+    step = step.with_waiting(share.waiting * step.saved_bytes)
+    # Of every micro-batch, as torch's `PipelineStage` allocates them once for all steps.
+    hidden = setup.micro_batch_size * setup.sequence_length * share.facts.hidden_size * seen.trained_bytes
+    buffers = share.num_received * setup.accumulation * hidden / setup.parallel.sequence_parallel
+    phases = _phases(share.facts, setup, states, step, buffers)
     overhead = gpu_overhead(setup, is_cuda=is_cuda)
     peak = max(phase.total_bytes for phase in phases)
     reserved, device, low, high = _interval(peak, step, overhead)
     return MemoryEstimate(phases, states, step, reserved, device, states.host_bytes, low, high)
-
-
-def _stage(model: ModelFacts, setup: TrainingSetup) -> ModelFacts:
-    """The layers of the fullest pipeline stage, with embedding and head as if it had both."""
-    stages = setup.parallel.pipeline_parallel
-    if stages == 1:
-        return model
-    layers = tuple(replace(layer, count=math.ceil(layer.count / stages)) for layer in model.layers)
-    return replace(model, layers=layers)
 
 
 def _forward_setup(setup: TrainingSetup) -> TrainingSetup:
@@ -116,8 +119,7 @@ def _forward_setup(setup: TrainingSetup) -> TrainingSetup:
     Under mixed precision FSDP and DeepSpeed hand the layers 16-bit weights, and autocast has nothing to cast.
     """
     parallel = setup.parallel
-    tensor, sequence = parallel.tensor_parallel, parallel.sequence_parallel
-    seen = ParallelSetup(num_gpus=tensor * sequence, tensor_parallel=tensor, sequence_parallel=sequence)
+    seen = ParallelSetup(num_gpus=parallel.sequence_parallel, sequence_parallel=parallel.sequence_parallel)
     seen_setup = replace(setup, parallel=seen, optimizer="adamw_torch_fused", accumulation=1)
     if setup.precision in ("fp16", "bf16") and _casts_weights(setup):
         return replace(seen_setup, precision="bf16_true", weight_dtype=None)
@@ -125,19 +127,27 @@ def _forward_setup(setup: TrainingSetup) -> TrainingSetup:
 
 
 def _casts_weights(setup: TrainingSetup) -> bool:
-    return setup.parallel.is_deepspeed or setup.parallel.strategy.startswith("fsdp")
+    parallel = setup.parallel
+    return parallel.is_deepspeed or parallel.strategy.startswith("fsdp") or replicates_by_unit(setup)
 
 
-def _phases(model: ModelFacts, setup: TrainingSetup, states: StateBytes, step: StepBytes) -> tuple[Phase, ...]:
+def _phases(
+    model: ModelFacts, setup: TrainingSetup, states: StateBytes, step: StepBytes, pipeline_buffers: float
+) -> tuple[Phase, ...]:
     """The moments at which memory can be highest."""
-    resident = (
+    resident: tuple[tuple[str, float], ...] = (
         ("weights", states.weight_bytes),
         ("master weights", states.master_bytes),
         ("optimizer states", states.optimizer_bytes),
     )
+    if pipeline_buffers:
+        resident = (*resident, ("pipeline buffers", pipeline_buffers))
     moved = transfers(model, setup)
     kept = states.gradient_bytes
     from_earlier = max(kept, moved.waiting_gradient_bytes) if setup.accumulation > 1 else 0.0
+    if setup.parallel.pipeline_schedule == "gpipe":
+        # Gradients come when the first of the micro-batches has gone.
+        from_earlier = max(0.0, from_earlier - step.saved_bytes / setup.accumulation)
     gathered, buckets = ("gathered weights", moved.gathered_bytes), ("communication buckets", moved.bucket_bytes)
     forward = Phase(
         "forward and loss",
@@ -163,7 +173,11 @@ def _phases(model: ModelFacts, setup: TrainingSetup, states: StateBytes, step: S
         "backward, first layer",
         (
             *resident,
-            ("gradients", max(min(from_earlier, kept), kept * (1 - moved.unreduced_share))),
+            # Where all are still whole, no shard of them exists yet.
+            (
+                "gradients",
+                kept * max(float(from_earlier > 0 and moved.unreduced_share < 1), 1 - moved.unreduced_share),
+            ),
             ("unreduced gradients", moved.unreduced_bytes),
             ("activations and loss", max(0.0, step.backward_bottom_bytes - step.gradient_bytes)),
             ("gathered weights", moved.first_gathered_bytes),

@@ -133,6 +133,8 @@ class ModelFacts:
         outside_linears: Matrix products outside of the layers, the head excepted.
         outside_other_params: Parameters outside of the layers that belong to none of the above: the norm beside the
             embedding (BLOOM, BERT).
+        has_embedding: Whether the token embedding is here; not in later stages of a pipeline.
+        has_head: Whether the head is; not in earlier stages.
         layers: The kinds of layers, in order of first appearance.
     """
 
@@ -168,6 +170,8 @@ class ModelFacts:
     embedding_name: str = "embed_tokens"
     outside_linears: tuple[LinearFacts, ...] = ()
     outside_other_params: int = 0
+    has_embedding: bool = True
+    has_head: bool = True
 
     @property
     def num_layers(self) -> int:
@@ -182,6 +186,8 @@ class ModelFacts:
     @property
     def head_params(self) -> int:
         """Parameters the head adds: none of its own where tied."""
+        if not self.has_head:
+            return 0
         return (0 if self.tied_embeddings else self.embedding_params) + self.vocab_size * self.head_bias
 
     @property
@@ -197,7 +203,8 @@ class ModelFacts:
     @property
     def num_params(self) -> int:
         """All parameters, tied ones counted once: what ``model.num_parameters()`` says."""
-        outside = self.embedding_params + self.position_params + self.final_norm_params + self.head_params
+        outside = self.position_params + self.final_norm_params + self.head_params
+        outside += self.embedding_params if self.has_embedding else 0
         return outside + self.outside_params + self.layer_params
 
     @property

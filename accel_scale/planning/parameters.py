@@ -63,7 +63,7 @@ def parameter_groups(facts: ModelFacts, setup: TrainingSetup) -> ParameterGroups
     copies = _full_copies(facts, setup) if adapted else 0
     lora = lora_params(facts, setup.lora) if adapted else 0
     return ParameterGroups(
-        embedding=facts.embedding_params,
+        embedding=facts.embedding_params if facts.has_embedding else 0,
         positions=facts.position_params,
         layer_linears=sum(item.num_params * count for item, count in _layer_linears(facts)),
         layer_norms=sum(layer.count * (layer.norm_params + layer.other_params) for layer in facts.layers),

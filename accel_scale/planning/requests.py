@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,25 +12,20 @@ from accel_scale.errors import ConfigError
 from accel_scale.planning import catalogue, hardware
 from accel_scale.planning.link_fit import load_links
 from accel_scale.planning.model_facts import ModelFacts
+from accel_scale.planning.model_parallel import RECIPES, SHARING_RECIPES
 from accel_scale.planning.optimizer_states import optimizer_bytes
 from accel_scale.planning.parameters import lora_params
+from accel_scale.planning.request_strategy import degrees_of, methods_of, schedule_of, strategy_of
+from accel_scale.planning.request_words import one_of, whole
 from accel_scale.planning.scaling_laws import parse_count
 from accel_scale.planning.search import Request
 from accel_scale.planning.shadow_families import has_kernel
-from accel_scale.planning.strategies import choices, tensor_parallel_choices
-from accel_scale.planning.training_setup import ATTENTIONS, METHODS, PRECISIONS, LoraSetup
+from accel_scale.planning.training_setup import ATTENTIONS, PRECISIONS, LoraSetup
 from accel_scale.units import parse_bytes
 
+__all__ = ["Wish", "amount", "build_request", "flag_places", "model_for_recipe", "one_of", "whole", "with_lengths"]
+
 DEFAULT_LENGTH = 2048
-# Files of accelerate_configs/ and the strategies they launch.
-_LAUNCH_FILES = {
-    "single": "one GPU",
-    "single_gpu": "one GPU",
-    "fsdp2_grad_op": "FSDP2 SHARD_GRAD_OP",
-    "fsdp2_offload": "FSDP2 + CPU offload",
-    "zero2_offload": "ZeRO-2 + CPU offload",
-    "zero3_offload": "ZeRO-3 + CPU offload",
-}
 # The planner's own names of what the user sets by a flag.
 _FLAGS = {
     "model": "MODEL",
@@ -73,6 +67,11 @@ class Wish:
     lora_dropout: str = "0.05"
     use_dora: bool = False
     strategy: tuple[str, ...] = ()
+    recipe: str = "sft"
+    tp_size: str | None = None
+    pp_size: str | None = None
+    sp_size: str | None = None
+    pp_schedule: str | None = None
 
 
 def build_request(wish: Wish, *, detect: Callable[[], hardware.Machine | None] | None = None) -> Request:
@@ -89,15 +88,20 @@ def build_request(wish: Wish, *, detect: Callable[[], hardware.Machine | None] |
         machine = _machine(wish, detect or hardware.detect_local)
         fixed = _fixed(wish, model, machine.gpu)
         batch = whole(wish.global_batch_size, "--global_batch_size")
-        _check_batch(batch, machine.num_gpus, fixed.get("micro_batch_size"))
+        recipe = one_of(wish.recipe, RECIPES, "--recipe")
+        if recipe not in SHARING_RECIPES:
+            _check_batch(batch, machine.num_gpus, fixed.get("micro_batch_size"))
         return Request(
             model,
             machine,
             global_batch_size=batch,
             sequence_length=_length(wish, model),
-            methods=METHODS if wish.method == "auto" else (one_of(wish.method, (*METHODS, "auto"), "--method"),),
+            methods=methods_of(wish.method, recipe),
             fixed=fixed,
-            strategies=tuple(_strategy(text, machine, model) for text in wish.strategy),
+            strategies=tuple(strategy_of(text, machine, model, recipe) for text in wish.strategy),
+            recipe=recipe,
+            degrees=degrees_of({"tp": wish.tp_size, "pp": wish.pp_size, "sp": wish.sp_size}, recipe, machine.num_gpus),
+            schedule=schedule_of(wish.pp_schedule, wish.pp_size),
         )
 
 
@@ -138,17 +142,6 @@ def flag_places() -> Iterator[None]:
         raise ConfigError(error.problem, place=_FLAGS[error.place], fix=error.fix) from None
 
 
-def whole(text: str, place: str) -> int:
-    """A whole number above 0.
-
-    Raises:
-        ConfigError: for anything else.
-    """
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise ConfigError(f"{text!r} is not a whole number above 0.", place=place, fix="write it like 8.")
-    return int(text)
-
-
 def _share(text: str, place: str) -> float:
     try:
         value = float(text)
@@ -157,20 +150,6 @@ def _share(text: str, place: str) -> float:
     if not 0 <= value < 1:
         raise ConfigError(f"{text!r} is not a share.", place=place, fix="write it like 0.05.")
     return value
-
-
-def one_of(text: str, known: Iterable[str], place: str) -> str:
-    """`text`, which must be one of `known`.
-
-    Raises:
-        ConfigError: naming the nearest.
-    """
-    known = tuple(known)
-    if text not in known:
-        near = difflib.get_close_matches(text, known, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise ConfigError(f"{text!r} is unknown.", place=place, fix=f"{hint}use one of {', '.join(known)}.")
-    return text
 
 
 def _machine(wish: Wish, detect: Callable[[], hardware.Machine | None]) -> hardware.Machine:
@@ -264,29 +243,6 @@ def _check_batch(batch: int, num_gpus: int, micro_batch: int | None) -> None:
         place="--global_batch_size",
         fix=f"use a multiple of {per_step}.",
     )
-
-
-def _strategy(text: str, machine: hardware.Machine, model: ModelFacts) -> str:
-    """The label that ``--strategy`` means: in any case and punctuation, or the name of a launch file."""
-    sizes = machine.num_gpus, machine.gpus_per_node
-    labels = [choice.label for choice in choices(*sizes)]
-    labels += [choice.label for choice in tensor_parallel_choices(*sizes, model.num_kv_heads)]
-    stem = Path(text).name.removesuffix(".yaml")
-    wanted = _letters(_LAUNCH_FILES.get(stem, stem.removesuffix("_multinode")))
-    by_letters = {_letters(label): label for label in labels}
-    if wanted not in by_letters:
-        near = difflib.get_close_matches(wanted, by_letters, n=1, cutoff=0.5)
-        hint = f"did you mean {by_letters[near[0]]!r}? " if near else ""
-        raise ConfigError(
-            f"{text!r} is no strategy for {machine.num_gpus} GPU{'s' * (machine.num_gpus > 1)}.",
-            place="--strategy",
-            fix=f"{hint}use one of {', '.join(labels)}.",
-        )
-    return by_letters[wanted]
-
-
-def _letters(text: str) -> str:
-    return "".join(c for c in text.lower().replace("×", "x") if c.isalnum())
 
 
 def amount(text: str | None, place: str) -> float | None:

@@ -2,141 +2,117 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from accel_scale.errors import ConfigError
+from accel_scale.planning.activations import step_bytes
 from accel_scale.planning.hardware import Machine
 from accel_scale.planning.memory import MemoryEstimate, predict_memory
 from accel_scale.planning.model_facts import ModelFacts
-from accel_scale.planning.strategies import Choice, choices, conflict, tensor_parallel_choices
+from accel_scale.planning.model_parallel import SHARING_RECIPES, families, sharing_conflict
+from accel_scale.planning.plan import LEAN_OPTIMIZERS, Candidate, Plan, Rejection, Request
+from accel_scale.planning.strategies import Choice, choices, conflict
 from accel_scale.planning.timing import TimeEstimate, predict_time
 from accel_scale.planning.training_setup import TrainingSetup
 from accel_scale.units import format_bytes
 
+__all__ = ["Candidate", "Plan", "Rejection", "Request", "problem_of", "search", "time_of", "why_not"]
+
 # Predicted times closer than this are a tie, which the simpler setting wins.
 _TIE = 0.03
-_CHECKPOINTING = ("none", "selective", "full", "offload")
-_METHODS = ("full", "lora", "qlora")
-_LEAN_OPTIMIZERS = ("adamw_torch_fused", "adamw_torch_8bit", "paged_adamw_8bit")
-
-
-@dataclass(frozen=True)
-class Request:
-    """What is to be trained, on what, and what the user has already decided.
-
-    Attributes:
-        model: The model.
-        machine: Its cards.
-        global_batch_size: Sequences per optimizer step over all ranks.
-        sequence_length: Tokens per row.
-        methods: Ways to train that may be chosen from.
-        fixed: Fields of `TrainingSetup` that are decided, by name.
-        strategies: Labels of strategies to choose from; empty: all.
-        document_length: Tokens per document on average where rows are packed.
-        choices: Ways to spread the run to choose from, such as a launch file's; empty: all that the machine offers.
-        is_cuda: Whether the kernels are CUDA's.
-    """
-
-    model: ModelFacts
-    machine: Machine
-    global_batch_size: int = 64
-    sequence_length: int = 2048
-    methods: tuple[str, ...] = ("full",)
-    fixed: dict[str, Any] = field(default_factory=dict)
-    strategies: tuple[str, ...] = ()
-    document_length: float | None = None
-    choices: tuple[Choice, ...] = ()
-    is_cuda: bool = True
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One setting with what is predicted for it; `time` is None on a card whose speed is not known."""
-
-    choice: Choice
-    setup: TrainingSetup
-    memory: MemoryEstimate
-    time: TimeEstimate | None
-
-    @property
-    def simplicity(self) -> tuple[int, int, int]:
-        """Smaller is simpler: strategy, checkpointing, optimizer."""
-        setup = self.setup
-        lean = _LEAN_OPTIMIZERS.index(setup.optimizer) if setup.optimizer in _LEAN_OPTIMIZERS else 0
-        policy = setup.checkpointing
-        return self.choice.effort, _CHECKPOINTING.index(policy) if policy in _CHECKPOINTING else 1, lean
-
-
-@dataclass(frozen=True)
-class Rejection:
-    """A strategy of which no setting fits, or that cannot run.
-
-    Attributes:
-        setup: Its leanest setting; None where none can run.
-        memory: What is predicted for that.
-    """
-
-    label: str
-    method: str
-    reason: str
-    setup: TrainingSetup | None = None
-    memory: MemoryEstimate | None = None
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What fits, fastest first, and why the rest does not."""
-
-    request: Request
-    candidates: tuple[Candidate, ...]
-    rejections: tuple[Rejection, ...]
-    num_considered: int
-
-    @property
-    def best(self) -> Candidate | None:
-        """The first choice."""
-        return self.candidates[0] if self.candidates else None
-
-    @property
-    def nearest_miss(self) -> Rejection | None:
-        """Of what does not fit on the cards, the setting that needs least."""
-        missed = [rejection for rejection in self.rejections if rejection.memory is not None]
-        return min(missed, key=lambda rejection: rejection.memory.high_bytes, default=None)  # type: ignore[union-attr]
+# Rows whose activations, recomputed, take more than this share of a card are long ones.
+_LONG_ROWS = 0.5
 
 
 def search(request: Request) -> Plan:
     """Every combination of strategy, method, checkpointing, optimizer and micro-batch, ranked.
 
     Ranked by predicted time per step at the requested global batch; settings within 3 % of each other count as
-    equal, and the simplest of them comes first. Tensor parallelism is considered when nothing else fits.
+    equal, and the simplest of them comes first. Tensor, pipeline and sequence parallelism are considered when nothing
+    else fits or the global batch is too small for data parallelism alone, and where they are asked for.
 
     Raises:
         ConfigError: if the global batch does not divide among the ranks, or a fixed setting is not known.
     """
     machine = request.machine
     if request.choices:
-        return _plan(request, *_try(request, iter(request.choices)))
-    if request.global_batch_size % machine.num_gpus:
+        return _plan(request, *_try(request, request.choices))
+    can_share = request.recipe in SHARING_RECIPES and machine.num_gpus > 1
+    found: list[Candidate] = []
+    rejected: list[Rejection] = []
+    considered = 0
+    if request.global_batch_size % machine.num_gpus and not can_share:
         raise ConfigError(
             f"a global batch of {request.global_batch_size} does not divide among {machine.num_gpus} ranks.",
             place="--global_batch_size",
             fix=f"use a multiple of {machine.num_gpus}.",
         )
-    found, rejected, considered = _try(request, choices(machine.num_gpus, machine.gpus_per_node))
-    if not found and machine.num_gpus > 1:
-        more = tensor_parallel_choices(machine.num_gpus, machine.gpus_per_node, request.model.num_kv_heads)
-        found, also, again = _try(request, more)
+    if request.global_batch_size % machine.num_gpus:
+        reason = f"{request.global_batch_size} sequences do not divide among {machine.num_gpus} ranks"
+        rejected = [Rejection("data parallelism alone", method, reason) for method in request.methods]
+    elif request.degrees.is_open:
+        found, rejected, considered = _try(request, choices(machine.num_gpus, machine.gpus_per_node))
+    if not found and can_share:
+        found, also, again = _share_model(request)
         rejected, considered = rejected + also, considered + again
     return _plan(request, found, rejected, considered)
+
+
+def _share_model(request: Request) -> tuple[list[Candidate], list[Rejection], int]:
+    """Of every way to combine tensor, pipeline and sequence parallelism the lowest degree that fits."""
+    machine = request.machine
+    found: list[Candidate] = []
+    rejected: list[Rejection] = []
+    considered = 0
+    asked = machine.num_gpus, machine.gpus_per_node, request.degrees, request.schedule
+    for family in families(request.model, *asked, long_rows=_has_long_rows(request)):
+        refused: list[Rejection] = []
+        best: list[Candidate] = []
+        for level in family:
+            for _, options in itertools.groupby(level, key=lambda choice: choice.parallel.degrees):
+                fitting, reasons, count = _try(request, options)
+                considered += count
+                best += fitting
+                # Of one combination where nothing fits, why the leanest does not.
+                refused += reasons if fitting else list({reason.method: reason for reason in reasons}.values())
+            if best:
+                break
+        found += best
+        rejected += refused if best else _nearest(refused)
+    return found, rejected, considered
+
+
+def _nearest(refused: list[Rejection]) -> list[Rejection]:
+    """Of each method the one that needs least; where none can run at all, the first."""
+    by_method: dict[str, Rejection] = {}
+    for rejection in refused:
+        known = by_method.get(rejection.method)
+        if known is None or _high_bytes(rejection) < _high_bytes(known):
+            by_method[rejection.method] = rejection
+    return list(by_method.values())
+
+
+def _high_bytes(rejection: Rejection) -> float:
+    return math.inf if rejection.memory is None else rejection.memory.high_bytes
+
+
+def _has_long_rows(request: Request) -> bool:
+    """Whether one row takes so much of a card that it should be shared."""
+    fixed = {name: value for name, value in request.fixed.items() if name != "micro_batch_size"}
+    setup = TrainingSetup(**{"checkpointing": "full", **fixed, "sequence_length": request.sequence_length})
+    setup = replace(setup, precision="fp32" if setup.precision == "fp32" else "bf16_true")
+    step = step_bytes(request.model, setup, is_cuda=request.is_cuda)
+    return max(step.forward_bytes, step.loss_bytes) > _LONG_ROWS * request.machine.gpu.memory_bytes
 
 
 def _plan(request: Request, found: list[Candidate], rejected: list[Rejection], considered: int) -> Plan:
     return Plan(request, tuple(_rank(found)), tuple(rejected), considered)
 
 
-def _try(request: Request, options: Iterator[Choice]) -> tuple[list[Candidate], list[Rejection], int]:
+def _try(request: Request, options: Iterable[Choice]) -> tuple[list[Candidate], list[Rejection], int]:
     found: list[Candidate] = []
     rejected: list[Rejection] = []
     considered = 0
@@ -157,21 +133,30 @@ def _fastest(request: Request, choice: Choice, method: str) -> tuple[Candidate |
     """The fastest setting of a strategy that fits, or why the leanest does not, and how many were considered."""
     fitting: list[Candidate] = []
     rejection, count = Rejection(choice.label, method, "no micro-batch divides a rank's share of the batch"), 0
+    if request.global_batch_size % choice.parallel.data_parallel:
+        ranks = choice.parallel.data_parallel
+        reason = f"{request.global_batch_size} sequences do not divide among {ranks} data-parallel ranks"
+        return None, replace(rejection, reason=reason), 0
     for sizes in _settings(request, choice, method):
         count += len(sizes)
         # Memory grows with the micro-batch: after the first that does not fit no other of them can.
         for setup in sizes:
-            if (why := conflict(setup, request.model)) is not None:
+            if (why := why_not(setup, request.model)) is not None:
                 rejection = rejection if rejection.memory else replace(rejection, reason=f"{why}.")
                 break
             memory = predict_memory(request.model, setup, is_cuda=request.is_cuda)
-            if (problem := _problem(request.machine, setup, memory)) is not None:
+            if (problem := problem_of(request.machine, setup, memory)) is not None:
                 if rejection.memory is None or memory.high_bytes < rejection.memory.high_bytes:
                     rejection = Rejection(choice.label, method, problem, setup, memory)
                 break
-            fitting.append(Candidate(choice, setup, memory, _time(request, setup)))
+            fitting.append(Candidate(choice, setup, memory, time_of(request, setup)))
     ranked = _rank(fitting)
     return (ranked[0] if ranked else None), rejection, count
+
+
+def why_not(setup: TrainingSetup, model: ModelFacts) -> str | None:
+    """Why the recipes cannot run this combination; None where they can."""
+    return conflict(setup, model) or sharing_conflict(setup, model)
 
 
 def _settings(request: Request, choice: Choice, method: str) -> Iterator[list[TrainingSetup]]:
@@ -182,7 +167,7 @@ def _settings(request: Request, choice: Choice, method: str) -> Iterator[list[Tr
     fixed = dict(request.fixed)
     per_rank = request.global_batch_size // choice.parallel.data_parallel
     policies = (fixed.pop("checkpointing"),) if "checkpointing" in fixed else ("full", "selective", "none")
-    optimizers = (fixed.pop("optimizer"),) if "optimizer" in fixed else _optimizers(method)
+    optimizers = (fixed.pop("optimizer"),) if "optimizer" in fixed else _optimizers(method, choice)
     micro_batches = (fixed.pop("micro_batch_size"),) if "micro_batch_size" in fixed else _divisors(per_rank)
     for policy in policies:
         for optimizer in optimizers:
@@ -203,11 +188,11 @@ def _settings(request: Request, choice: Choice, method: str) -> Iterator[list[Tr
                 ]
 
 
-def _optimizers(method: str) -> tuple[str, ...]:
-    """Those to choose from: adapters' states are too small to matter."""
-    if method != "full":
-        return _LEAN_OPTIMIZERS[:1]
-    return _LEAN_OPTIMIZERS
+def _optimizers(method: str, choice: Choice) -> tuple[str, ...]:
+    """Those to choose from: adapters' states are too small to matter, and 8-bit ones are not for shared weights."""
+    if method != "full" or choice.parallel.model_parallel > 1:
+        return LEAN_OPTIMIZERS[:1]
+    return LEAN_OPTIMIZERS
 
 
 def _divisors(per_rank: int) -> tuple[int, ...]:
@@ -215,7 +200,7 @@ def _divisors(per_rank: int) -> tuple[int, ...]:
     return tuple(size for size in (1, 2, 4, 8, 16, 32, 64) if per_rank % size == 0)
 
 
-def _problem(machine: Machine, setup: TrainingSetup, memory: MemoryEstimate) -> str | None:
+def problem_of(machine: Machine, setup: TrainingSetup, memory: MemoryEstimate) -> str | None:
     """Why a setting does not fit; None if it does."""
     # The estimate holds the context and NCCL too, so the limit is all that CUDA reports.
     limit = machine.gpu.memory_bytes
@@ -226,7 +211,8 @@ def _problem(machine: Machine, setup: TrainingSetup, memory: MemoryEstimate) -> 
             f"({setup.checkpointing} checkpointing, micro-batch {setup.micro_batch_size}, {setup.optimizer})"
         )
     ranks = min(machine.num_gpus, machine.gpus_per_node)
-    host = memory.host_bytes * (1 if setup.parallel.strategy.startswith("fsdp") and not _offloads(setup) else ranks)
+    one_loads = setup.parallel.strategy.startswith("fsdp") and setup.parallel.model_parallel == 1
+    host = memory.host_bytes * (1 if one_loads and not _offloads(setup) else ranks)
     if machine.host_memory_bytes is not None and host > machine.host_memory_bytes:
         return f"{format_bytes(host)} of host memory > {format_bytes(machine.host_memory_bytes)}"
     return None
@@ -236,7 +222,8 @@ def _offloads(setup: TrainingSetup) -> bool:
     return setup.parallel.offload_optimizer != "none" or setup.parallel.offload_params != "none"
 
 
-def _time(request: Request, setup: TrainingSetup) -> TimeEstimate | None:
+def time_of(request: Request, setup: TrainingSetup) -> TimeEstimate | None:
+    """Predicted time; None where a speed is not known."""
     if request.machine.gpu.peak_flops is None:
         return None
     try:
@@ -258,37 +245,3 @@ def _rank(found: list[Candidate]) -> list[Candidate]:
         timed.remove(first)
     unknown = [c for c in found if c.time is None]
     return ordered + sorted(unknown, key=lambda c: (c.simplicity, c.setup.accumulation))
-
-
-def cheapest_changes(request: Request, setup: TrainingSetup, count: int = 3) -> list[tuple[str, TrainingSetup]]:
-    """Up to `count` single changes to `setup` that would make it fit, cheapest in time first."""
-    changes = [
-        ("--per_device_train_batch_size", _smaller_batches(setup)),
-        ("--checkpointing_policy", [replace(setup, checkpointing=p) for p in ("selective", "full", "offload")]),
-        ("--optim", [replace(setup, optimizer=o) for o in ("paged_adamw_8bit", "adamw_torch_8bit")]),
-        ("--method", [replace(setup, method=m) for m in ("lora", "qlora") if m != setup.method]),
-    ]
-    options = choices(request.machine.num_gpus, request.machine.gpus_per_node)
-    launch = [replace(setup, parallel=c.parallel) for c in options if c.parallel != setup.parallel]
-    fitting: list[tuple[float, int, str, TrainingSetup]] = []
-    for flag, setups in [*changes, ("launch file", launch)]:
-        for changed in setups:
-            if changed == setup or conflict(changed, request.model) is not None:
-                continue
-            memory = predict_memory(request.model, changed, is_cuda=request.is_cuda)
-            if _problem(request.machine, changed, memory) is None:
-                time = _time(request, changed)
-                fitting.append((time.step_seconds if time else 0.0, len(fitting), flag, changed))
-                break
-    fitting.sort(key=lambda item: item[:2])
-    return [(flag, changed) for _, _, flag, changed in fitting[:count]]
-
-
-def _smaller_batches(setup: TrainingSetup) -> list[TrainingSetup]:
-    sizes = []
-    size = setup.micro_batch_size
-    while size > 1 and size % 2 == 0:
-        size //= 2
-        accumulation = setup.accumulation * setup.micro_batch_size // size
-        sizes.append(replace(setup, micro_batch_size=size, accumulation=accumulation))
-    return sizes

@@ -45,16 +45,15 @@ class StateBytes:
 
 
 def state_bytes(model: ModelFacts, setup: TrainingSetup) -> StateBytes:
-    """Bytes of weights, gradients and optimizer states of the rank that needs most."""
+    """Bytes of weights, gradients and optimizer states of a rank.
+
+    Args:
+        model: What the rank's data-parallel group holds: under tensor and pipeline parallelism its `rank_share`.
+    """
     groups, optimizer = parameter_groups(model, setup), optimizer_bytes(setup.optimizer)
     if setup.parallel.is_deepspeed:
         return _deepspeed(model, setup, groups, optimizer)
     return _torch(model, setup, groups, optimizer)
-
-
-def model_share(setup: TrainingSetup) -> float:
-    """Share of the model on one rank of a tensor and pipeline parallel group; the largest stage holds most."""
-    return 1 / (setup.parallel.tensor_parallel * setup.parallel.pipeline_parallel)
 
 
 def frozen_weight_bytes(setup: TrainingSetup, groups: ParameterGroups) -> float:
@@ -64,10 +63,10 @@ def frozen_weight_bytes(setup: TrainingSetup, groups: ParameterGroups) -> float:
 
 
 def _torch(model: ModelFacts, setup: TrainingSetup, groups: ParameterGroups, optimizer: OptimizerBytes) -> StateBytes:
-    parallel, share = setup.parallel, model_share(setup)
+    parallel = setup.parallel
     shards = parallel.num_shards if parallel.shards_weights else 1
-    trained, width = groups.trainable * share / shards, setup.trained_bytes
-    frozen = frozen_weight_bytes(setup, groups) * share / shards
+    trained, width = groups.trainable / shards, setup.trained_bytes
+    frozen = frozen_weight_bytes(setup, groups) / shards
     weights, gradients = trained * width + frozen, trained * width
     states = trained * optimizer.state_bytes(width)
     update = trained * width * optimizer.transient_copies
@@ -84,12 +83,12 @@ def _deepspeed(
     model: ModelFacts, setup: TrainingSetup, groups: ParameterGroups, optimizer: OptimizerBytes
 ) -> StateBytes:
     """ZeRO keeps 16-bit weights and gradients beside fp32 masters and states (Rajbhandari et al. 2020, section 3)."""
-    parallel, share = setup.parallel, model_share(setup)
+    parallel = setup.parallel
     shards, width = parallel.num_shards, setup.compute_bytes
     weight_shards = shards if parallel.shards_weights else 1
     gradient_shards = shards if parallel.shards_gradients else 1
-    trained = groups.trainable * share
-    weights = (trained * width + frozen_weight_bytes(setup, groups) * share) / weight_shards
+    trained = groups.trainable
+    weights = (trained * width + frozen_weight_bytes(setup, groups)) / weight_shards
     masters = trained * 4 / shards if width < 4 else 0.0
     gradients = trained * width / gradient_shards
     # The optimizer steps on an fp32 copy of its part of the gradients, a sub-group at a time under ZeRO-3.

@@ -56,16 +56,6 @@ def choices(num_gpus: int, gpus_per_node: int) -> Iterator[Choice]:
         yield Choice("FSDP2 hybrid", parallel, 5)
 
 
-def tensor_parallel_choices(num_gpus: int, gpus_per_node: int, num_kv_heads: int) -> Iterator[Choice]:
-    """FSDP2 with tensor parallelism inside of a node: asked for only when nothing simpler fits."""
-    degree = 2
-    while degree <= min(num_gpus, gpus_per_node):
-        if num_gpus % degree == 0 and num_kv_heads % degree == 0:
-            parallel = ParallelSetup("fsdp2", num_gpus, gpus_per_node, tensor_parallel=degree)
-            yield Choice(f"FSDP2 × TP{degree}", parallel, 20 + degree)
-        degree *= 2
-
-
 def conflict(setup: TrainingSetup, model: ModelFacts | None = None) -> str | None:
     """Why the libraries cannot run this combination; None where they can."""
     if model is not None and setup.checkpointing == "selective" and changes_products(model):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from accel_scale.errors import ConfigError
-from accel_scale.planning.communication import collective_seconds, pipeline_bubble, step_collectives
+from accel_scale.planning.communication import collective_seconds, step_collectives
 from accel_scale.planning.efficiency import EFFICIENCY, Efficiency, micro_batch_time
 from accel_scale.planning.flops import (
     hardware_flops_per_token,
@@ -14,6 +14,8 @@ from accel_scale.planning.flops import (
 )
 from accel_scale.planning.hardware import ASSUMED_HOST_BANDWIDTH, Machine
 from accel_scale.planning.model_facts import ModelFacts
+from accel_scale.planning.pipeline import bubble_fraction
+from accel_scale.planning.rank_share import stage_imbalance
 from accel_scale.planning.training_setup import TrainingSetup
 
 # Adam on the host reads weights, gradients and two moments and writes all but the gradients: 7 values per parameter.
@@ -49,7 +51,7 @@ class TimeEstimate:
         matmul_seconds: Matrix products and attention of all micro-batches.
         memory_seconds: Elementwise kernels, loss, weight traffic and dequantisation.
         launch_wait_seconds: What the step takes longer because the host launches kernels too slowly.
-        bubble_seconds: Pipeline stages that wait.
+        bubble_seconds: Pipeline stages that wait, for the first and last micro-batches and for slower stages.
         communication_seconds: All collectives, as if nothing overlapped.
         exposed_communication_seconds: What of them computation does not hide.
         optimizer_seconds: Clipping and update on the GPU.
@@ -135,8 +137,10 @@ def predict_time(
     times = setup.accumulation
     computing = times * micro.seconds
     busy = times * (micro.matmul_seconds + micro.memory_seconds)
-    bubble = pipeline_bubble(parallel.pipeline_parallel, times)
-    bubble_seconds = computing * bubble / (1 - bubble)
+    stages, schedule = parallel.pipeline_parallel, parallel.pipeline_schedule
+    bubble = bubble_fraction(schedule, stages, times, parallel.stages_per_rank)
+    # Every rank of a pipeline goes as fast as the slowest.
+    bubble_seconds = computing * (stage_imbalance(facts, setup) / (1 - bubble) - 1)
     overlap = 0.0 if parallel.strategy == "zero3" else efficiency.overlap_fraction
     communication, exposed = _communication(facts, setup, machine, overlap * computing)
     optimizer = optimizer_seconds(facts, setup, machine, efficiency)

@@ -14,6 +14,7 @@ STRATEGIES = ("single", "ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3")
 ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 LOSSES = ("full", "chunked", "liger")
 OFFLOADS = ("none", "cpu", "nvme")
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble")
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -51,6 +52,8 @@ class ParallelSetup:
         tensor_parallel: Ranks that share each matrix product.
         pipeline_parallel: Stages that the layers are split into.
         sequence_parallel: Ranks that share each sequence (Ulysses).
+        pipeline_schedule: One of `SCHEDULES`.
+        stages_per_rank: Stages that each rank of a pipeline holds.
     """
 
     strategy: str = "single"
@@ -63,11 +66,23 @@ class ParallelSetup:
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     sequence_parallel: int = 1
+    pipeline_schedule: str = "1f1b"
+    stages_per_rank: int = 1
+
+    @property
+    def model_parallel(self) -> int:
+        """Ranks that see the same sequences, or parts of them."""
+        return self.tensor_parallel * self.pipeline_parallel * self.sequence_parallel
+
+    @property
+    def degrees(self) -> tuple[int, int, int]:
+        """Of tensor, pipeline and sequence parallelism."""
+        return self.tensor_parallel, self.pipeline_parallel, self.sequence_parallel
 
     @property
     def data_parallel(self) -> int:
         """Ranks that see different sequences."""
-        return self.num_gpus // (self.tensor_parallel * self.pipeline_parallel * self.sequence_parallel)
+        return self.num_gpus // self.model_parallel
 
     @property
     def num_shards(self) -> int:
@@ -153,10 +168,11 @@ class TrainingSetup:
         _choice("strategy", parallel.strategy, STRATEGIES)
         _choice("offload_optimizer", parallel.offload_optimizer, OFFLOADS)
         _choice("offload_params", parallel.offload_params, OFFLOADS)
-        names = ("num_gpus", "gpus_per_node", "num_replicas")
+        _choice("pipeline_schedule", parallel.pipeline_schedule, SCHEDULES)
+        names = ("num_gpus", "gpus_per_node", "num_replicas", "stages_per_rank")
         for name in (*names, "tensor_parallel", "pipeline_parallel", "sequence_parallel"):
             _positive(name, getattr(parallel, name))
-        degrees = parallel.tensor_parallel * parallel.pipeline_parallel * parallel.sequence_parallel
+        degrees = parallel.model_parallel
         if parallel.num_gpus % (degrees * parallel.num_replicas):
             raise ConfigError(
                 f"{parallel.num_gpus} GPUs do not divide into {degrees} model-parallel ranks × "

@@ -9,7 +9,8 @@ from typing import Any, TextIO
 
 from accel_scale.errors import ConfigError
 from accel_scale.planning.overheads import gpu_overhead
-from accel_scale.planning.search import Candidate, Plan, Rejection, Request, cheapest_changes, search
+from accel_scale.planning.changes import cheapest_changes
+from accel_scale.planning.search import Candidate, Plan, Rejection, Request, search
 from accel_scale.planning.strategies import choices
 from accel_scale.planning.timing import predict_time
 from accel_scale.planning.training_setup import TrainingSetup

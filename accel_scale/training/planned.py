@@ -11,7 +11,8 @@ from accel_scale.planning import hardware
 from accel_scale.planning.memory import MemoryEstimate, predict_memory
 from accel_scale.planning.model_config import facts_from_config
 from accel_scale.planning.model_facts import ModelFacts
-from accel_scale.planning.search import Request, cheapest_changes
+from accel_scale.planning.changes import cheapest_changes
+from accel_scale.planning.search import Request
 from accel_scale.planning.strategies import choices
 from accel_scale.planning.timing import TimeEstimate, predict_time
 from accel_scale.planning.training_setup import TrainingSetup

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from accel_scale.errors import ConfigError
 from accel_scale.planning.activations import _walk
 from accel_scale.planning.catalogue import load_model_facts
+from accel_scale.planning.changes import cheapest_changes
 from accel_scale.planning.hardware import Machine, find_gpu
 from accel_scale.planning.launch_writing import launch_yaml
 from accel_scale.planning.memory import predict_memory
-from accel_scale.planning.search import Candidate, Request, cheapest_changes, search
-from accel_scale.planning.strategies import choices, conflict, tensor_parallel_choices
+from accel_scale.planning.search import Candidate, Request, search
+from accel_scale.planning.strategies import choices, conflict
 from accel_scale.planning.timing import predict_time
 from accel_scale.planning.training_setup import METHODS, ParallelSetup, TrainingSetup
 
@@ -137,8 +138,7 @@ def test_the_whole_share_in_one_micro_batch_is_tried_where_smaller_ones_do_not_f
 def test_a_larger_card_never_fits_less(small, more, num_gpus, method):
     def labels(size: int) -> set[str]:
         asked = request("Llama-3.2-3B", f"{size}GiB", num_gpus, methods=(method,), global_batch_size=16)
-        # Tensor parallelism is asked for only where nothing else fits.
-        return {c.choice.label for c in search(asked).candidates if c.setup.parallel.tensor_parallel == 1}
+        return {c.choice.label for c in search(asked).candidates}
 
     assert labels(small) <= labels(small + more)
 
@@ -192,17 +192,6 @@ def test_nearest_miss_and_changes_that_fit():
     for _, setup in changes:
         assert fits(asked, setup)
         assert conflict(setup) is None
-
-
-def test_tensor_parallelism_is_the_last_resort():
-    asked = request("Llama-3.1-405B", "H100-SXM", 8, methods=("qlora",))
-    asked = replace(asked, machine=replace(asked.machine, host_memory_bytes=1024 * GIB))
-    assert not any("TP" in c.choice.label for c in search(request("Llama-3.2-1B", "H100-SXM", 8)).candidates)
-    labels = {item.label for item in search(replace(asked, strategies=("FSDP2 × TP8",))).rejections}
-    found = {item.choice.label for item in search(replace(asked, strategies=("FSDP2 × TP8",))).candidates}
-    assert labels | found == {"FSDP2 × TP8"}
-    assert [choice.parallel.tensor_parallel for choice in tensor_parallel_choices(16, 8, 8)] == [2, 4, 8]
-    assert not list(tensor_parallel_choices(16, 8, 1))
 
 
 def test_choices_grow_with_the_machine():

@@ -1,0 +1,46 @@
+"""Single changes that would make a setting fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from accel_scale.planning.memory import predict_memory
+from accel_scale.planning.search import Request, problem_of, time_of, why_not
+from accel_scale.planning.strategies import choices
+from accel_scale.planning.training_setup import TrainingSetup
+
+
+def cheapest_changes(request: Request, setup: TrainingSetup, count: int = 3) -> list[tuple[str, TrainingSetup]]:
+    """Up to `count` single changes to `setup` that would make it fit, cheapest in time first."""
+    changes = [
+        ("--per_device_train_batch_size", _smaller_batches(setup)),
+        ("--checkpointing_policy", [replace(setup, checkpointing=p) for p in ("selective", "full", "offload")]),
+        ("--optim", [replace(setup, optimizer=o) for o in ("paged_adamw_8bit", "adamw_torch_8bit")]),
+        ("--method", [replace(setup, method=m) for m in ("lora", "qlora") if m != setup.method]),
+    ]
+    options = choices(request.machine.num_gpus, request.machine.gpus_per_node)
+    launch = [replace(setup, parallel=c.parallel) for c in options if c.parallel != setup.parallel]
+    if setup.parallel.model_parallel > 1:
+        launch = []  # other launches have other global batches
+    fitting: list[tuple[float, int, str, TrainingSetup]] = []
+    for flag, setups in [*changes, ("launch file", launch)]:
+        for changed in setups:
+            if changed == setup or why_not(changed, request.model) is not None:
+                continue
+            memory = predict_memory(request.model, changed, is_cuda=request.is_cuda)
+            if problem_of(request.machine, changed, memory) is None:
+                time = time_of(request, changed)
+                fitting.append((time.step_seconds if time else 0.0, len(fitting), flag, changed))
+                break
+    fitting.sort(key=lambda item: item[:2])
+    return [(flag, changed) for _, _, flag, changed in fitting[:count]]
+
+
+def _smaller_batches(setup: TrainingSetup) -> list[TrainingSetup]:
+    sizes = []
+    size = setup.micro_batch_size
+    while size > 1 and size % 2 == 0:
+        size //= 2
+        accumulation = setup.accumulation * setup.micro_batch_size // size
+        sizes.append(replace(setup, micro_batch_size=size, accumulation=accumulation))
+    return sizes
