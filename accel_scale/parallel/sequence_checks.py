@@ -91,15 +91,15 @@ def _check_architecture(config: Any, attention: str) -> None:
             place=_PLACE,
             fix="use 1 for this model.",
         )
-    if model_class is not None and not getattr(model_class, "_supports_attention_backend", False):
-        raise ConfigError(
-            f"{model_class.__name__} does not use transformers' attention interface, where heads are exchanged.",
-            place=_PLACE,
-            fix="use 1 for this model.",
-        )
     if getattr(config, "index_topk", None):
         raise ConfigError(
             f"{kind} attention picks its keys by an index over the row, of which a part knows too little.",
+            place=_PLACE,
+            fix="use 1 for this model.",
+        )
+    if model_class is not None and not getattr(model_class, "_supports_attention_backend", False):
+        raise ConfigError(
+            f"{model_class.__name__} does not use transformers' attention interface, where heads are exchanged.",
             place=_PLACE,
             fix="use 1 for this model.",
         )
