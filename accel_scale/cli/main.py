@@ -32,6 +32,9 @@ COMMANDS: dict[str, Command] = {
         "accel_scale.cli.launch_script", "write what starts several nodes: Slurm, Kubernetes, SSH"
     ),
     "comm": Command("accel_scale.cli.comm", "what collectives cost: predicted, measured; sizes of DDP's buckets"),
+    "scaling-test": Command(
+        "accel_scale.cli.scaling_test", "a recipe on 1, 2, … ranks, measured against linear scaling"
+    ),
     "scaling": Command(
         "accel_scale.cli.scaling", "parameters, tokens and compute from one another, loss, time and price"
     ),

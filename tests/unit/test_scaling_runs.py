@@ -1,0 +1,102 @@
+"""Weak and strong scaling: which launches, and what their tokens per second come to; once for real, on two ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from accel_scale.cli.main import main
+from accel_scale.errors import ConfigError
+from accel_scale.launching.launch_file import read_launch_file
+from accel_scale.launching.recipe_command import RecipeCommand
+from accel_scale.launching.scaling_runs import (
+    ScalingResult,
+    ScalingRun,
+    command_of,
+    efficiency,
+    predicted_efficiency,
+    scaling_runs,
+)
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CONFIG = {
+    "model_type": "llama", "vocab_size": 258, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def test_weak_keeps_rows_per_rank_and_strong_rows_per_step() -> None:
+    weak = [(run.num_ranks, run.global_batch_size) for run in scaling_runs([1, 2, 4], ["weak"], 8)]
+    strong = [(run.num_ranks, run.global_batch_size) for run in scaling_runs([1, 2, 4], ["strong"], 8)]
+    assert weak == [(1, 8), (2, 16), (4, 32)]
+    assert strong == [(1, 32), (2, 32), (4, 32)]
+    with pytest.raises(ConfigError, match="--kind weak"):
+        scaling_runs([2, 3], ["strong"], 8)
+
+
+def test_efficiency_is_per_rank_against_the_smallest_run_of_its_kind() -> None:
+    results = [
+        ScalingResult(ScalingRun("weak", 1, 8, 8), 1000.0, 1.0),
+        ScalingResult(ScalingRun("weak", 4, 8, 32), 3600.0, 1.25),
+        ScalingResult(ScalingRun("strong", 2, 8, 32), 1500.0, None),
+        ScalingResult(ScalingRun("strong", 4, 8, 32), 2400.0, None),
+    ]
+    assert [efficiency(result, results) for result in results] == pytest.approx([1.0, 0.9, 1.0, 0.8])
+    assert predicted_efficiency(results[1], results) == pytest.approx(0.8)
+    assert predicted_efficiency(results[3], results) is None
+
+
+def test_what_says_nothing_about_speed_is_left_out(tmp_path: Path) -> None:
+    launch = read_launch_file(REPOSITORY / "accelerate_configs" / "ddp_multinode.yaml")
+    words = [
+        "--data",
+        "web",
+        "--max_tokens",
+        "2B",
+        "--save_steps",
+        "100",
+        "--max_steps",
+        "9",
+        "--global_batch_size",
+        "64",
+    ]
+    recipe = RecipeCommand.parse(str(REPOSITORY / "recipes" / "pretrain.py"), words)
+    command = command_of(ScalingRun("weak", 2, 4, 8), launch, recipe, tmp_path / "out", 20, 29511)
+    text = " ".join(command)
+    assert "--num_processes 2 --main_process_port 29511 --num_machines 1" in text
+    assert "--max_tokens" not in text
+    for flag in ("--save_steps 0", "--max_steps 20", "--global_batch_size 8", "--per_device_train_batch_size 4"):
+        assert text.count(flag.split()[0] + " ") == 1
+        assert flag in text
+
+
+def test_too_many_ranks_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    config = str(REPOSITORY / "accelerate_configs" / "ddp.yaml")
+    recipe = str(REPOSITORY / "recipes" / "pretrain.py")
+    with pytest.raises(SystemExit) as leaving:
+        main(["scaling-test", "--config_file", config, "--ranks", "1,512", recipe])
+    assert leaving.value.code == 2
+    assert "512 ranks" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_one_and_two_ranks_are_really_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "text.txt").write_text("one two river stone walks sings and the blue runs over\n" * 2000)
+    config = (REPOSITORY / "accelerate_configs" / "ddp.yaml").read_text().replace("bf16", "'no'")
+    (tmp_path / "ddp.yaml").write_text(config)
+    recipe = [str(REPOSITORY / "recipes" / "pretrain.py"), "--model_config", str(tmp_path / "config.json")]
+    recipe += ["--tokenizer", "byte", "--data", str(tmp_path / "text.txt"), "--text_documents", "line"]
+    recipe += ["--max_length", "64", "--per_device_train_batch_size", "2", "--dataloader_num_workers", "0"]
+    flags = ["--config_file", str(tmp_path / "ddp.yaml"), "--ranks", "1,2", "--kind", "weak", "--steps", "6", "--json"]
+    assert main(["scaling-test", *flags, "--keep", str(tmp_path / "kept"), *recipe]) == 0
+    found = json.loads(capsys.readouterr().out)
+    one, two = found["runs"]
+    assert (one["ranks"], one["rows_per_step"], two["ranks"], two["rows_per_step"]) == (1, 2, 2, 4)
+    assert one["efficiency"] == 1.0
+    assert two["efficiency"] == pytest.approx(two["tokens_per_second"] / 2 / one["tokens_per_second"])
+    summary = json.loads((tmp_path / "kept" / "2_ranks_4_rows" / "run_summary.json").read_text())
+    assert summary["world_size"] == 2
+    assert summary["tokens_per_second"] == two["tokens_per_second"]
