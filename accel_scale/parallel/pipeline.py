@@ -40,6 +40,10 @@ __all__ = ["Pipeline", "PipelineSettings", "check_pipeline", "split_model", "sta
 class Pipeline:
     """Forward and backward passes of optimizer steps, over the ranks of `group`.
 
+    torch's stages learn shapes and types of what they send in the first step, and again when rows change length, by one
+    more forward and backward pass of a micro-batch; random states are put back. They keep a receive buffer of
+    (batch, length, hidden size) for every micro-batch.
+
     Args:
         parts: This rank's stages, from `split_model`, wrapped by FSDP2's `fully_shard`, `replicate` or not at all.
             Under ``zero_bubble`` FSDP2's weights stay gathered for the step; under other schedules they are gathered
@@ -98,7 +102,7 @@ class Pipeline:
         num_tokens: torch.Tensor | int,
         loss_factor: float = 1.0,
     ) -> list[torch.Tensor]:
-        """One step's forward and backward passes; gradients are in ``.grad`` then, reduced once over data parallelism.
+        """All forward and backward passes of one step; gradients are in ``.grad`` then, reduced once over replicas.
 
         Gradients of a tied embedding and head are summed, so that both copies take the same step.
 
