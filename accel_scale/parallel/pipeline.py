@@ -40,8 +40,8 @@ __all__ = ["Pipeline", "PipelineSettings", "check_pipeline", "split_model", "sta
 class Pipeline:
     """Forward and backward passes of optimizer steps, over the ranks of `group`.
 
-    torch's stages learn shapes and types of what they send in the first step, and again when rows change length, by one
-    more forward and backward pass of a micro-batch; random states are put back. They keep a receive buffer of
+    torch's stages learn shapes and types of what they send in the first step, and again when rows change length, by
+    one more forward and backward pass of a micro-batch; random states are put back. They keep a receive buffer of
     (batch, length, hidden size) for every micro-batch.
 
     Args:
