@@ -175,7 +175,7 @@ def test_one_node_needs_no_rendezvous(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (["slurm", *SLURM, "--nodes", "3"], ["3 nodes × 5 GPUs", "ddp_multinode.yaml:12"]),
+        (["slurm", *SLURM, "--nodes", "3"], ["3 nodes × 5 GPUs", "ddp_multinode.yaml:13"]),
         (["slurm", *SLURM, "--nodes", "4", "--gpus_per_node", "8"], ["32 processes", "num_processes: 32"]),
         (["slurm", *SLURM, "--time", "soon"], ["--time", "90m"]),
         (["slurm", *SLURM, "--time", "2m"], ["--save_seconds", "120 s"]),
