@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from accel_scale.launching.ddp_rules import FIRST_POWERSGD_STEP
 from accel_scale.launching.launch_file import LaunchFile
 from accel_scale.launching.recipe_command import RecipeCommand
 
@@ -111,6 +112,9 @@ def plan_rehearsal(
     if "fp8" in (launch.mixed_precision, recipe.value("precision")):
         cut = cut.with_flags(fp8_emulate="true")
         notes.append("fp8: matrix products emulated")
+    if recipe.value("ddp_comm_hook") == "powersgd":
+        cut = cut.with_flags(powersgd_start_step=FIRST_POWERSGD_STEP)
+        notes.append(f"PowerSGD: from step {FIRST_POWERSGD_STEP} on")
     return Rehearsal(launcher, cut, num_processes, launch.parallel.offload_optimizer == "nvme", notes)
 
 

@@ -8,6 +8,7 @@ the bucket's part of the state is put together from that of its parameters.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -61,7 +62,7 @@ class CountedBytes:
 class PowerSgd(CountedBytes):
     """A DDP communication hook; register `run`.
 
-    Attributes of torch's `PowerSGDState` that are touched here: ``iter``, ``rng``, ``error_dict``, ``p_memory_dict``,
+    Attributes of torch's `PowerSGDState` that are touched here: ``iter``, ``error_dict``, ``p_memory_dict``,
     ``q_memory_dict`` (checked on torch 2.13; tests/distributed/test_ddp_hooks.py fails when they move).
 
     Args:
@@ -86,9 +87,10 @@ class PowerSgd(CountedBytes):
         self._layouts: dict[int, tuple[str, ...]] = {}
         self._errors: dict[str, torch.Tensor] = {}
         self._factors: dict[str, torch.Tensor] = {}
-        self._before: dict[int, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
-        self._step_begun: tuple[int, Any] | None = None
-        self._step_ended: tuple[int, Any] | None = None
+        # Of the last step: the count before it while it is reduced and afterwards, errors and factors of its buckets.
+        self._step_begun: int | None = None
+        self._step_ended: int | None = None
+        self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     # ── The hook ──
 
@@ -96,7 +98,7 @@ class PowerSgd(CountedBytes):
         """As DDP calls it: the bucket's future gradient, averaged over the ranks."""
         powersgd = self._powersgd
         if self._step_begun is None:
-            self._before, self._step_begun = {}, (powersgd.iter, powersgd.rng.get_state())
+            self._before, self._step_begun = {}, powersgd.iter
         compresses = powersgd.iter >= powersgd.start_powerSGD_iter
         names = tuple(self._names[id(parameter)] for parameter in bucket.parameters())
         shapes = [self.shape_of(self._parameters[name]) for name in names]
@@ -127,26 +129,17 @@ class PowerSgd(CountedBytes):
 
     def undo(self) -> None:
         """The state before the last step, which was dropped."""
-        powersgd = self._powersgd
         if self._step_ended is None:
             return
-        powersgd.iter, rng = self._step_ended
-        powersgd.rng.set_state(rng)
+        self._powersgd.iter, self._step_ended = self._step_ended, None
         for index, (error, factors) in self._before.items():
-            for kept, value in ((powersgd.error_dict, error), (powersgd.q_memory_dict, factors)):
-                if value is None:
-                    kept.pop(index, None)
-                else:
-                    kept[index] = value
-            if factors is None:
-                powersgd.p_memory_dict.pop(index, None)
-        self._before, self._step_ended = {}, None
+            self._powersgd.error_dict[index], self._powersgd.q_memory_dict[index] = error, factors
+        self._before = {}
 
     def _remember(self, index: int) -> None:
         """torch's hook puts a new error into its place, and changes the factors where they are."""
-        factors = self._powersgd.q_memory_dict.get(index)
-        error = self._powersgd.error_dict.get(index)
-        self._before[index] = (error, None if factors is None else factors.clone())
+        powersgd = self._powersgd
+        self._before[index] = powersgd.error_dict[index], powersgd.q_memory_dict[index].clone()
 
     # ── Between buckets and parameters ──
 
@@ -157,18 +150,20 @@ class PowerSgd(CountedBytes):
         if index in self._layouts or any(set(names) & set(other) for other in self._layouts.values()):
             self._take_apart()
         self._layouts[index] = names
-        if not all(name in self._errors for name in names):
-            return  # the first time: torch's hook begins with no error and random factors
-        powersgd = self._powersgd
-        powersgd.error_dict[index] = torch.cat([self._errors.pop(name) for name in names])
-        order = self._in_order(names)
-        if not all(name in self._factors for name, _ in order):
-            return  # of another rank: torch's hook begins with random ones
-        factors = [self._factors.pop(name) for name, _ in order]
+        powersgd, order = self._powersgd, self._in_order(names)
+        errors = [self._errors.pop(name, None) for name in names]
+        powersgd.error_dict[index] = torch.cat(
+            [
+                self._parameters[name].detach().new_zeros(self._parameters[name].numel()) if error is None else error
+                for name, error in zip(names, errors, strict=True)
+            ]
+        )
         empty = powersgd.error_dict[index].new_empty(0)
-        powersgd.q_memory_dict[index] = torch.cat(factors) if factors else empty
-        rows = sum(shape.rows * shape.rank for _, shape in order)
-        powersgd.p_memory_dict[index] = powersgd.error_dict[index].new_empty(rows)
+        factors = [self._factors.pop(name, None) for name, _ in order]
+        pairs = zip(order, factors, strict=True)
+        filled = [first_factor(name, shape, empty) if q is None else q for (name, shape), q in pairs]
+        powersgd.q_memory_dict[index] = torch.cat(filled) if filled else empty
+        powersgd.p_memory_dict[index] = empty.new_empty(sum(shape.rows * shape.rank for _, shape in order))
 
     def _in_order(self, names: Sequence[str]) -> list[tuple[str, Shape]]:
         """Compressed parameters as torch's hook lays out their factors: those of one shape side by side."""
@@ -189,8 +184,6 @@ class PowerSgd(CountedBytes):
         """Errors and factors of every parameter, flat."""
         errors, factors = dict(self._errors), dict(self._factors)
         for index, names in self._layouts.items():
-            if index not in self._powersgd.error_dict:
-                continue
             sizes = [self._parameters[name].numel() for name in names]
             errors.update(zip(names, self._powersgd.error_dict[index].split(sizes), strict=True))
             order = self._in_order(names)
@@ -203,18 +196,11 @@ class PowerSgd(CountedBytes):
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain values; the errors are this rank's own, everything else is the same on all ranks."""
         errors, factors = self._by_parameter()
-        _, keys, position, has_gauss, cached = self._powersgd.rng.get_state()
         return {
             "step": self._powersgd.iter,
             "rank": self._powersgd.matrix_approximation_rank,
             "errors": {name: tensor.clone() for name, tensor in errors.items()},
             "factors": {name: tensor.clone() for name, tensor in factors.items()},
-            "rng": {
-                "keys": torch.tensor([int(key) for key in keys]),
-                "position": int(position),
-                "has_gauss": int(has_gauss),
-                "cached": float(cached),
-            },
         }
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]], rank: int) -> None:
@@ -225,8 +211,6 @@ class PowerSgd(CountedBytes):
             rank: This one. Where the number of ranks has changed, each gets the mean of all errors: what is added
                 to the averaged gradient stays the same.
         """
-        import numpy as np
-
         powersgd = self._powersgd
         self._layouts.clear()
         for kept in (powersgd.error_dict, powersgd.p_memory_dict, powersgd.q_memory_dict):
@@ -242,6 +226,13 @@ class PowerSgd(CountedBytes):
         self._errors = {name: tensor.to(device) for name, tensor in errors.items()}
         self._factors = {name: tensor.to(device) for name, tensor in mine["factors"].items()} if same_rank else {}
         powersgd.iter = mine["step"]
-        rng = mine["rng"]
-        keys = np.array(rng["keys"].tolist(), dtype=np.uint32)
-        powersgd.rng.set_state(("MT19937", keys, rng["position"], rng["has_gauss"], rng["cached"]))
+
+
+def first_factor(name: str, shape: Shape, like: torch.Tensor) -> torch.Tensor:
+    """The factor that a parameter begins with, flat: normal values from a seed made of its name.
+
+    torch's hook draws them bucket by bucket; these are the same on every rank and for every layout of the buckets.
+    """
+    seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little")
+    values = torch.randn(shape.columns * shape.rank, generator=torch.Generator().manual_seed(seed))
+    return values.to(like.device, like.dtype)

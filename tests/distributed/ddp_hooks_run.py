@@ -24,6 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 from accel_scale import CheckpointManager, Guard, GuardedStep, GuardSettings
 from accel_scale.launching.rehearsal import enable_rehearsal_if_needed
 from accel_scale.training.ddp_hooks import DdpHookMixin, DdpSettings, hook_of, use_ddp_settings
+from accel_scale.training.powersgd import PowerSgd
 
 STEPS, START, RANK, ROWS, LENGTH, VOCABULARY = 10, 4, 2, 4, 16, 256
 POWERSGD = DdpSettings(1, "powersgd", RANK, START)
@@ -130,8 +131,15 @@ def torchs_own(accelerator: Accelerator) -> float:
 
     def register(ddp: Any) -> None:
         state = powerSGD_hook.PowerSGDState(None, RANK, START - 1, orthogonalization_epsilon=1e-8)
+        names = {id(p): name for name, p in ddp.module.named_parameters()}
+        begins = PowerSgd(dict(ddp.module.named_parameters()), rank=RANK, start_step=START)
 
         def one_at_a_time(state, bucket):
+            index = bucket.index()
+            if state.iter >= START - 1 and index not in state.p_memory_dict:  # random factors, but ours
+                begins._arrange(index, tuple(names[id(p)] for p in bucket.parameters()))
+                for kept in ("p_memory_dict", "q_memory_dict"):
+                    getattr(state, kept)[index] = getattr(begins._powersgd, kept)[index]
             future = powerSGD_hook.powerSGD_hook(state, bucket)
             future.wait()
             return future
@@ -152,18 +160,19 @@ def resumed(accelerator: Accelerator, folder: str) -> dict[str, float]:
     whole.run(1, STEPS)
     expected = whole.weights()
     found = {}
-    for name, keeps in (("with state", True), ("without", False)):
+    # In its midst, before the very first step of PowerSGD, and without the state.
+    for name, last in (("with state", START + 2), ("before the first", START - 1), ("without", START + 2)):
         manager = CheckpointManager(accelerator, f"{folder}/{name}")
         first = Training(accelerator, POWERSGD)
-        first.run(1, STEPS // 2 + 1)
-        manager.save(STEPS // 2 + 1, {})
+        first.run(1, last)
+        manager.save(last, {})
         second = Training(accelerator, POWERSGD)
-        if keeps:
+        if name != "without":
             assert manager.resume("auto") is not None
         else:
             second.model.load_state_dict(first.model.state_dict())
             second.optimizer.load_state_dict(first.optimizer.state_dict())
-        second.run(STEPS // 2 + 2, STEPS)
+        second.run(last + 1, STEPS)
         found[name] = float((second.weights() - expected).abs().max())
         manager.close()
     return found
