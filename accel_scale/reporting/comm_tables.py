@@ -143,7 +143,7 @@ def print_buckets(title: str, rows: Sequence[dict[str, Any]], notes: Sequence[st
 def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Any:
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", title_style="bold", pad_edge=False)
+    table = Table(title=title, pad_edge=False)
     for name in left:
         table.add_column(name, style="cyan", no_wrap=True)
     for name in right:
@@ -155,6 +155,8 @@ def _print(table: Any, notes: Sequence[str]) -> None:
     from rich.console import Console
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 130)
+    title, table.title = table.title, None  # a title is cut to the table's width, a line is not
+    console.print(title, style="bold", soft_wrap=True, markup=False)
     console.print(table)
     for note in notes:
         console.print(note, soft_wrap=True, markup=False)
