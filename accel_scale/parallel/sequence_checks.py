@@ -83,17 +83,17 @@ def _check_architecture(config: Any, attention: str) -> None:
     kind = config.model_type
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     layer_types = set(getattr(config, "layer_types", None) or ())
+    if getattr(config, "index_topk", None):
+        raise ConfigError(
+            f"{kind} attention picks its keys by an index over the row, of which a part knows too little.",
+            place=_PLACE,
+            fix="use 1 for this model.",
+        )
     mixing = layer_types - _ATTENTION_LAYER_TYPES
     if mixing or getattr(model_class, "_is_stateful", False):
         layers = f" ({', '.join(sorted(mixing))} layers)" if mixing else ""
         raise ConfigError(
             f"{kind} models{layers} carry a state or a convolution along the sequence, across its parts.",
-            place=_PLACE,
-            fix="use 1 for this model.",
-        )
-    if getattr(config, "index_topk", None):
-        raise ConfigError(
-            f"{kind} attention picks its keys by an index over the row, of which a part knows too little.",
             place=_PLACE,
             fix="use 1 for this model.",
         )
