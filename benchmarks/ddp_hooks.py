@@ -4,7 +4,8 @@
 
 The same model from the same weights over the same batches of the embedded text, in fp32, so that all that differs is
 what travels. Bytes are those that a rank gives to all-reduces in a step, as the recipe's summary has them. The loss
-is on held-out text after the last step; the spread of the seeds says which difference means something.
+is on held-out text after the last step; another seed, and a learning rate that differs in the fourth digit, say which
+difference means something.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RESULT = REPOSITORY / "benchmarks" / "results" / "ddp_hooks.md"
+# 0.01 % above the recipe's own: rounding, made visible. Training amplifies it.
+NUDGED = "0.0030003"
 HOOKS = {
     "none": [],
     "bf16": ["--ddp_comm_hook", "bf16"],
@@ -46,7 +49,8 @@ def main() -> None:
             flags = [*flags, "--powersgd_start_step", str(args.start_step)]
         runs[name] = run(args, flags, seed=args.seeds[0])
         print(name, runs[name]["eval_loss"], runs[name]["ddp"], flush=True)
-    others = [run(args, [], seed=seed)["eval_loss"] for seed in args.seeds[1:]]
+    others = {f"seed {seed}": run(args, [], seed=seed)["eval_loss"] for seed in args.seeds[1:]}
+    others["a learning rate 0.01 % higher"] = run(args, ["--learning_rate", NUDGED], seed=args.seeds[0])["eval_loss"]
     args.output.write_text(table(args, runs, others), encoding="utf-8")
     print(f"written {args.output}")
 
@@ -67,7 +71,7 @@ def run(args: argparse.Namespace, flags: list[str], *, seed: int) -> dict[str, A
         return json.loads((Path(folder) / "run_summary.json").read_text(encoding="utf-8"))
 
 
-def table(args: argparse.Namespace, runs: dict[str, dict[str, Any]], others: list[float]) -> str:
+def table(args: argparse.Namespace, runs: dict[str, dict[str, Any]], others: dict[str, float]) -> str:
     import torch
 
     from accel_scale.launching.collective_runs import processor_name
@@ -77,7 +81,6 @@ def table(args: argparse.Namespace, runs: dict[str, dict[str, Any]], others: lis
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False, cwd=REPOSITORY
     ).stdout.strip()
-    spread = max(abs(loss - plain["eval_loss"]) for loss in others) if others else None
     lines = [
         "# DDP communication hooks: bytes sent and loss",
         "",
@@ -97,8 +100,9 @@ def table(args: argparse.Namespace, runs: dict[str, dict[str, Any]], others: lis
         off = summary["eval_loss"] - plain["eval_loss"]
         cells = [f"{sent:,}", f"{sent / (4 * params):.1%}", f"{summary['losses'][-1]:.4f}"]
         lines.append(f"| {name} | {' | '.join(cells)} | {summary['eval_loss']:.4f} | {off:+.4f} |")
-    if spread is not None:
-        lines += ["", f"Without a hook another seed ends {spread:.4f} away."]
+    lines += ["", "How far apart runs without a hook end that should be as good as each other:", ""]
+    for name, loss in others.items():
+        lines.append(f"- {name}: {loss:.4f}, {loss - plain['eval_loss']:+.4f}")
     return "\n".join([*lines, ""])
 
 
