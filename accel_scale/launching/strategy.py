@@ -67,12 +67,16 @@ class Strategy:
 
     @property
     def label(self) -> str:
-        """For tables: ``FSDP2 hybrid, 2 × 2``, ``ZeRO-3, NVMe offload``, ``DDP``."""
+        """For tables: ``FSDP2 hybrid, 2 × 2``, ``FSDP2 × TP 2``, ``ZeRO-3, NVMe offload``, ``DDP``."""
         single = "one CPU process" if self.use_cpu else "one process"
         names = {"single": single, "ddp": "DDP", "megatron": "Megatron-LM"}
         text = names.get(self.name) or self.name.upper().replace("ZERO", "ZeRO-")
         if self.num_replicas > 1:
             text += f" hybrid, {self.num_replicas} replicas × {self.num_shards} shards"
+        ring = self.context_parallel_size // self.sequence_parallel_size
+        shared = {"TP": self.tensor_parallel_size, "SP": self.sequence_parallel_size, "CP": ring}
+        degrees = [f"{name} {size}" for name, size in shared.items() if size > 1]
+        text = " × ".join(degrees if degrees and self.num_shards == 1 else [text, *degrees])
         offload = {self.offload_optimizer, self.offload_params} - {"none"}
         if offload:
             text += f", {'NVMe' if 'nvme' in offload else 'CPU'} offload"

@@ -77,10 +77,11 @@ class Report:
                 "weights": run.model_args.model_name_or_path or f"from nothing, seed {args.seed}",
                 "method": f"{settings.method}, {format_count(trainable)} trainable",
                 "precision": settings.precision.name,
-                "strategy": f"{run.launch.parallel.label}, {run.launch.world_size} × {run.start.machine.device_name}",
+                "strategy": f"{self._strategy}, {run.launch.world_size} × {run.start.machine.device_name}",
                 "data": self._data_text(),
                 "batch": f"{settings.global_batch_size} rows of {run.data_args.max_length} = "
-                f"{args.per_device_train_batch_size} × {accumulation} accumulated × {run.launch.world_size} ranks",
+                f"{args.per_device_train_batch_size} × {accumulation} accumulated × {run.layout.data_ranks} "
+                + ("ranks" if run.layout.is_plain else "groups of ranks"),
                 "length": f"{run.length.num_steps:,} steps, {format_count(run.length.num_steps * per_step)} tokens"
                 + (f", from step {run.step:,} on" if run.step else ""),
                 "attention": run.attention + (", documents isolated" if run.data_args.isolate_documents else ""),
@@ -92,6 +93,10 @@ class Report:
                 "output": args.output_dir,
             },
         )
+
+    @property
+    def _strategy(self) -> str:
+        return self.run.launch.parallel.label if self.run.layout.is_plain else self.run.layout.label
 
     def _data_text(self) -> str:
         from accel_scale.reporting.tables import format_count
@@ -204,7 +209,7 @@ class Report:
             "verified": None
             if verified is None
             else {"tensors": verified.num_tensors, "max_diff": verified.max_abs_diff},
-            "strategy": run.launch.strategy,
+            "strategy": run.launch.strategy if run.layout.is_plain else self._strategy,
             "world_size": run.launch.world_size,
             "rehearsal": run.start.announcement is not None,
             "attention": run.attention,

@@ -24,6 +24,11 @@ STRATEGIES = {
     "fsdp2": ("fsdp2", "FSDP2", "bf16", 2),
     "fsdp2_grad_op": ("fsdp2", "FSDP2", "bf16", 2),
     "fsdp2_hybrid": ("fsdp2", "FSDP2 hybrid, 2 replicas × 2 shards", "bf16", 4),
+    "fsdp2_tp": ("fsdp2", "FSDP2 × TP 2", "bf16", 4),
+    "fsdp2_sp": ("fsdp2", "FSDP2 × SP 2", "bf16", 4),
+    "tp": ("fsdp2", "TP 2", "bf16", 2),
+    "pp": ("ddp", "DDP", "bf16", 2),
+    "3d": ("fsdp2", "FSDP2 × TP 2", "bf16", 8),
     "fsdp2_offload": ("fsdp2", "FSDP2, CPU offload", "bf16", 2),
     "zero1": ("zero1", "ZeRO-1", "bf16", 2),
     "zero2": ("zero2", "ZeRO-2", "bf16", 2),
@@ -35,6 +40,8 @@ STRATEGIES = {
     "fsdp2_multinode": ("fsdp2", "FSDP2", "bf16", 16),
     "zero3_multinode": ("zero3", "ZeRO-3", "bf16", 16),
 }
+# For recipes that share a model between ranks; the first flags come with the file.
+SHARING = {"tp": 1, "fsdp2_tp": 1, "fsdp2_sp": 1, "3d": 2}
 FULL_MACHINE = Machine(
     packages=dict.fromkeys(PACKAGES, "1"), has_compiler=True, has_ninja=True, has_libaio=True, num_cores=2
 )
@@ -64,7 +71,7 @@ def test_shipped_file_says_its_strategy(path):
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_file_passes_the_checks_with_default_settings(path):
     file = read_launch_file(path)
-    findings = check_run(RunSettings(), file, FULL_MACHINE)
+    findings = check_run(RunSettings(pp_size=SHARING.get(path.stem)), file, FULL_MACHINE)
     # Only the placeholder address of node 0 is left for the user to fill in.
     expected = ["main_process_ip"] if path.stem.endswith("multinode") else []
     assert [finding.place for finding in findings] == [file.place(key) for key in expected]
@@ -80,9 +87,9 @@ def test_accelerate_loads_the_shipped_file(path):
     assert config.distributed_type.value == read_launch_file(path).values["distributed_type"]
     args = launch_command_parser().parse_args(["--config_file", str(path), "script.py"])
     args, _, _ = _validate_launch_command(args)
-    assert args.use_fsdp is ("fsdp" in path.stem)
+    assert args.use_fsdp is ("fsdp" in path.stem or path.stem in SHARING)
     assert args.use_deepspeed is ("zero" in path.stem)
-    assert args.multi_gpu is path.stem.startswith("ddp")
+    assert args.multi_gpu is path.stem.startswith(("ddp", "pp"))
 
 
 @pytest.mark.parametrize("path", [path for path in SHIPPED if "zero" in path.stem], ids=lambda path: path.stem)
