@@ -145,7 +145,7 @@ def load_model(run: Run) -> None:
         model_config=run.model_config,
     )
     check_layout(run)
-    run.plan = plan_memory(settings, run.launch, run.model_config, run.attention, run.say)
+    run.plan = plan_memory(run)
     model = build_model(
         run.model_args, run.model_config, settings.precision, run.attention, seed=args.seed, launch=run.launch
     )

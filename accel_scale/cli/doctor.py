@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from accel_scale.training.flags import ParsedFlags
 
 
+# Recipes whose ranks can share the model.
+_SHARING = ("pretrain.py",)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `accel-scale doctor`."""
     parser.add_argument("--config_file", help="the launch file that accelerate launch will get")
@@ -50,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     more: list[Finding] = []
     launch = _launch(args.config_file, more)
     parsed = _recipe_flags(args.recipe, more)
-    settings = RunSettings() if parsed is None else RunSettings.from_flags(parsed.explicit, parsed.origins)
+    settings = RunSettings() if parsed is None else RunSettings.from_flags(_values(parsed), parsed.origins)
     machine = detect_machine([settings.output_dir, *launch.parallel.nvme_paths])
     if parsed is not None:
         more += _refusals_of_the_recipe(parsed, launch, machine)
@@ -83,13 +87,18 @@ def _recipe_flags(words: Sequence[str], more: list[Finding]) -> ParsedFlags | No
         recipe = Path(flags.pop(0))
         if not recipe.is_file():
             more.append(Finding("error", str(recipe), "there is no such recipe.", "check the path."))
-    if not flags:
+    if not flags and recipe.name not in _SHARING:
         return None
     try:
         return read_recipe_flags(flags, program=recipe.name)
     except ConfigError as error:
         more.append(_finding(error))
         return None
+
+
+def _values(parsed: ParsedFlags) -> dict[str, object]:
+    """The flags that were given; a recipe that shares its model between ranks is known by its ``--pp_size``."""
+    return {"pp_size": 1, **parsed.explicit} if parsed.program in _SHARING else parsed.explicit
 
 
 def read_recipe_flags(flags: Sequence[str], *, program: str = "sft.py") -> ParsedFlags:
@@ -117,6 +126,7 @@ def read_recipe_flags(flags: Sequence[str], *, program: str = "sft.py") -> Parse
 def _read_pretraining_flags(flags: Sequence[str]) -> ParsedFlags:
     from accel_scale.training.flags import parse_flags
     from accel_scale.training.guard_arguments import GuardArguments
+    from accel_scale.training.parallel_arguments import ParallelArguments
     from accel_scale.training.pretrain_arguments import (
         PretrainArguments,
         PretrainDataArguments,
@@ -124,7 +134,13 @@ def _read_pretraining_flags(flags: Sequence[str]) -> ParsedFlags:
     )
     from accel_scale.training.pretrain_resolve import refuse_contradictions
 
-    classes = (PretrainModelArguments, PretrainDataArguments, PretrainArguments, GuardArguments)
+    classes = (
+        PretrainModelArguments,
+        PretrainDataArguments,
+        PretrainArguments,
+        ParallelArguments,
+        GuardArguments,
+    )
     parsed = parse_flags(classes, flags, program="pretrain.py")
     refuse_contradictions(parsed)
     return parsed
@@ -136,15 +152,23 @@ def _refusals_of_the_recipe(parsed: ParsedFlags, launch: Launch, machine: Machin
     from accel_scale.training.resolve import LaunchFacts, resolve
 
     device = "cpu" if launch.parallel.use_cpu else machine.device
+    found: list[Finding] = []
+    ranks = launch.num_processes or 1
+    if parsed.program in _SHARING:
+        from accel_scale.training.parallel_arguments import layout_of
+
+        with _collected(found):
+            ranks = layout_of(parsed, launch).data_ranks
+        if found:
+            return found
     facts = LaunchFacts(
-        world_size=launch.num_processes or 1,
+        world_size=ranks,
         strategy=launch.parallel.name,
         mixed_precision=launch.mixed_precision,
         mixed_precision_place=launch.place("mixed_precision"),
         device_type=device,
         supports_bf16=machine.supports_bf16,
     )
-    found: list[Finding] = []
     with _collected(found):
         resolve(parsed, facts)
     with _collected(found):

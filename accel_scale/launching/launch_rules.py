@@ -134,7 +134,7 @@ def hybrid_sizes(case: Case) -> Finding | None:
             f"are not {total} processes.",
             "make dp_replicate_size × dp_shard_size equal num_processes."
             if case.model_ranks == 1
-            else "make the product of all sizes equal num_processes.",
+            else "make the product of all sizes, the recipe's --pp_size included, equal num_processes.",
         )
     if p.num_replicas > 1 and p.num_shards == 1:
         return error(place, "replicas of one shard each are not FSDP.", "use accelerate_configs/ddp.yaml.")

@@ -20,7 +20,8 @@ _MIXED = {"fp32": "'no'", "fp16": "fp16", "bf16": "bf16", "bf16_true": "'no'", "
 def launch_yaml(candidate: Candidate, command: str, folder: Path) -> str:
     """The launch file of `candidate`, to be in `folder`; `command` is shown in its comment."""
     parallel, setup = candidate.setup.parallel, candidate.setup
-    kind = "DEEPSPEED" if parallel.is_deepspeed else {"single": "'NO'", "ddp": "MULTI_GPU"}.get(parallel.strategy)
+    several = "MULTI_GPU" if parallel.num_gpus > 1 else "'NO'"
+    kind = "DEEPSPEED" if parallel.is_deepspeed else {"single": several, "ddp": "MULTI_GPU"}.get(parallel.strategy)
     uses_file = "nvme" in (parallel.offload_params, parallel.offload_optimizer)
     lines = [f"# {about(candidate)}", "#", *_nodes_comment(parallel), f"#   {command}"]
     lines += ["compute_environment: LOCAL_MACHINE", f"distributed_type: {kind or 'FSDP'}"]
@@ -29,13 +30,13 @@ def launch_yaml(candidate: Candidate, command: str, folder: Path) -> str:
     nodes = num_nodes(parallel)
     total = "  # GPUs of all nodes together" if nodes > 1 else "  # the number of GPUs"
     lines += [f"num_machines: {nodes}", f"num_processes: {parallel.num_gpus}{total}"]
-    if parallel.strategy == "single":
+    if parallel.num_gpus == 1 and parallel.strategy == "single":
         lines += ["# Only this GPU is made visible: with several, the Trainer would fall back to DataParallel."]
         lines += ["gpu_ids: '0'"]
     if nodes > 1:
         lines += _NODES
     if kind is None:
-        lines += _fsdp(setup)
+        lines += _fsdp(setup) if parallel.model_parallel == 1 else _shared_fsdp(parallel)
     if parallel.is_deepspeed:
         lines += _deepspeed(parallel, folder)
     return "\n".join(lines) + "\n"
@@ -91,6 +92,28 @@ def _fsdp(setup: TrainingSetup) -> list[str]:
         *checkpoints,
         "  # Left to the recipe's checkpointing_policy.",
         "  fsdp_activation_checkpointing: false",
+    ]
+
+
+def _shared_fsdp(parallel: ParallelSetup) -> list[str]:
+    """FSDP2 beside tensor, pipeline or sequence parallelism; stages are the recipe's flag."""
+    shards = parallel.data_parallel // parallel.num_replicas
+    sizes = {"dp_replicate": parallel.num_replicas, "dp_shard": shards}
+    sizes |= {"tp": parallel.tensor_parallel, "sp": parallel.sequence_parallel}
+    product = " × ".join(["pp_size"] * (parallel.pipeline_parallel > 1) + [n for n, size in sizes.items() if size > 1])
+    lines = [f"# num_processes = {product}.", "parallelism_config:"]
+    lines += [
+        f"  parallelism_config_{name}_size: {size}" for name, size in sizes.items() if size > 1 or name == "dp_shard"
+    ]
+    if parallel.sequence_parallel > 1:
+        lines.append("  parallelism_config_sp_backend: deepspeed  # Accelerate's only name; the recipe's own is used")
+    return [
+        *lines,
+        "fsdp_config:",
+        "  fsdp_version: 2",
+        "  # The model's own `_no_split_modules` (its transformer blocks) are the units.",
+        "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
+        f"  fsdp_reshard_after_forward: {str(parallel.reshard_after_forward).lower()}",
     ]
 
 

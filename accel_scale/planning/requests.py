@@ -89,6 +89,8 @@ def build_request(wish: Wish, *, detect: Callable[[], hardware.Machine | None] |
         fixed = _fixed(wish, model, machine.gpu)
         batch = whole(wish.global_batch_size, "--global_batch_size")
         recipe = one_of(wish.recipe, RECIPES, "--recipe")
+        if recipe == "pretrain" and not wish.packing:
+            raise ConfigError("recipes/pretrain.py fills its rows.", place="--no_packing", fix="remove it.")
         if recipe not in SHARING_RECIPES:
             _check_batch(batch, machine.num_gpus, fixed.get("micro_batch_size"))
         return Request(

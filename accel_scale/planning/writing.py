@@ -14,9 +14,14 @@ from typing import Any
 from accel_scale.errors import ConfigError
 from accel_scale.planning.launch_writing import DEEPSPEED, MARK, about, deepspeed_json, launch_yaml, num_nodes
 from accel_scale.planning.memory import MemoryEstimate
+from accel_scale.planning.model_parallel import SHARING_RECIPES
+from accel_scale.planning.pretrain_writing import pretrain_lines
+from accel_scale.planning.recipe_choices import RecipeChoices
 from accel_scale.planning.search import Candidate, Request
 from accel_scale.planning.training_setup import TrainingSetup
 from accel_scale.units import format_bytes
+
+__all__ = ["RecipeChoices", "WrittenPlan", "plan_files", "write_files"]
 
 LAUNCH, RECIPE = "launch.yaml", "recipe.yaml"
 # Runs as it is with any chat or base model; a user replaces it.
@@ -28,32 +33,13 @@ _LEARNING_RATES = {"full": 2e-5, "lora": 2e-4, "qlora": 2e-4}
 
 
 @dataclass(frozen=True)
-class RecipeChoices:
-    """What a recipe needs beside the plan.
-
-    Attributes:
-        model: A folder or a hub name.
-        dataset: What to train on; None: an example that runs.
-        columns: ``role=column`` items of ``--columns``.
-        tokens: To train on, without padding; None: one epoch.
-        max_length: Where rows are cut, if that is not the length planned for.
-    """
-
-    model: str
-    dataset: str | None = None
-    columns: tuple[str, ...] = ()
-    tokens: float | None = None
-    max_length: int | None = None
-
-
-@dataclass(frozen=True)
 class WrittenPlan:
     """Files of a plan and how to use them.
 
     Attributes:
         files: Path → contents.
         command: Starts the run; on every node, where there are several.
-        rehearsal: Tries it small on CPU processes first.
+        rehearsal: Tries it small on CPU processes first, or, where the recipe cannot be, checks it.
     """
 
     files: Mapping[Path, str]
@@ -68,19 +54,22 @@ def plan_files(request: Request, candidate: Candidate, recipe: RecipeChoices, fo
         ConfigError: for a plan that the recipe cannot run.
     """
     setup = candidate.setup
-    if setup.parallel.tensor_parallel > 1:
+    if setup.parallel.model_parallel > 1 and request.recipe not in SHARING_RECIPES:
         raise ConfigError(
-            f"the recipe does not split matrices among GPUs, as {candidate.choice.label} does.",
+            f"recipes/{request.recipe}.py does not share its model between ranks, as {candidate.choice.label} does.",
             place="--write",
-            fix="plan for more GPUs, or with --strategy for one that shards or offloads.",
+            fix="plan with --recipe pretrain.",
         )
     launch_path, recipe_path = folder / LAUNCH, folder / RECIPE
-    command = _command(setup, launch_path, recipe_path)
-    files = {launch_path: "", recipe_path: _recipe_yaml(request, candidate, recipe)}
+    script = f"recipes/{request.recipe}.py"
+    command = _command(setup, launch_path, recipe_path, script)
+    lines = pretrain_lines(request, candidate, recipe) if request.recipe == "pretrain" else None
+    files = {launch_path: "", recipe_path: _recipe_yaml(request, candidate, recipe, lines)}
     if "nvme" in (setup.parallel.offload_params, setup.parallel.offload_optimizer):
         files[folder / DEEPSPEED] = deepspeed_json(request.model, setup.parallel, folder)
     files[launch_path] = launch_yaml(candidate, command, folder)
-    words = ["accel-scale", "rehearse", "--config_file", str(launch_path), "recipes/sft.py"]
+    verb = "doctor" if request.recipe == "pretrain" else "rehearse"
+    words = ["accel-scale", verb, "--config_file", str(launch_path), script]
     return WrittenPlan(files, command, shlex.join([*words, "--config_file", str(recipe_path)]))
 
 
@@ -108,19 +97,25 @@ def _is_ours(path: Path) -> bool:
     return MARK in text or (path.name == DEEPSPEED and '"zero_optimization"' in text)
 
 
-def _command(setup: TrainingSetup, launch: Path, recipe: Path) -> str:
+def _command(setup: TrainingSetup, launch: Path, recipe: Path, script: str) -> str:
     """The command line; `$SLURM_NODEID` and `$NODE_0` stay for the shell of each node."""
     nodes = " --machine_rank $SLURM_NODEID --main_process_ip $NODE_0" if num_nodes(setup.parallel) > 1 else ""
     files = shlex.quote(str(launch)), shlex.quote(str(recipe))
-    return f"accelerate launch --config_file {files[0]}{nodes} recipes/sft.py --config_file {files[1]}"
+    return f"accelerate launch --config_file {files[0]}{nodes} {script} --config_file {files[1]}"
 
 
-def _recipe_yaml(request: Request, candidate: Candidate, recipe: RecipeChoices) -> str:
+def _recipe_yaml(
+    request: Request, candidate: Candidate, recipe: RecipeChoices, lines_of_recipe: list[str] | None
+) -> str:
+    head = [f"# {about(candidate)}", f"# {_fit(request, candidate.memory)}", "#"]
+    return "\n".join([*head, *(lines_of_recipe or _sft_lines(request, candidate, recipe))])
+
+
+def _sft_lines(request: Request, candidate: Candidate, recipe: RecipeChoices) -> list[str]:
     setup = candidate.setup
     data = "" if recipe.dataset else "  # an example: put your hub id, file or folder here"
     slug = re.sub(r"[^a-z0-9.]+", "-", Path(recipe.model).name.lower()).strip("-")
-    lines = [f"# {about(candidate)}", f"# {_fit(request, candidate.memory)}", "#"]
-    lines += ["# Flags of recipes/sft.py; the learning rate and the epochs are usual ones, not part of the plan."]
+    lines = ["# Flags of recipes/sft.py; the learning rate and the epochs are usual ones, not part of the plan."]
     lines += [f"model_name_or_path: {json.dumps(recipe.model)}"]
     lines += [f"dataset_name: {json.dumps(recipe.dataset or EXAMPLE_DATASET)}{data}"]
     if recipe.columns:
@@ -143,7 +138,7 @@ def _recipe_yaml(request: Request, candidate: Candidate, recipe: RecipeChoices) 
     lines += [f"checkpointing_policy: {setup.checkpointing}"]
     if "attention" in request.fixed:
         lines.append(f"attn_implementation: {setup.attention}")
-    return "\n".join([*lines, "", "save_strategy: epoch", "logging_steps: 10", "seed: 42", ""])
+    return [*lines, "", "save_strategy: epoch", "logging_steps: 10", "seed: 42", ""]
 
 
 def _duration(setup: TrainingSetup, tokens: float | None) -> str:

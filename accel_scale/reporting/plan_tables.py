@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any, TextIO
 
 from accel_scale.errors import ConfigError
-from accel_scale.planning.overheads import gpu_overhead
 from accel_scale.planning.changes import cheapest_changes
+from accel_scale.planning.overheads import gpu_overhead
 from accel_scale.planning.search import Candidate, Plan, Rejection, Request, search
 from accel_scale.planning.strategies import choices
 from accel_scale.planning.timing import predict_time
@@ -238,6 +238,7 @@ def _time_rows(candidate: Candidate) -> dict[str, float]:
         "matrix products and attention": time.matmul_seconds,
         "memory traffic": time.memory_seconds,
         "waiting for kernel launches": time.launch_wait_seconds,
+        "pipeline stages that wait": time.bubble_seconds,
         "communication that shows": time.exposed_communication_seconds,
         "optimizer": time.optimizer_seconds,
         "offload": time.offload_seconds,
@@ -251,7 +252,7 @@ def print_written(written: WrittenPlan | None) -> None:
     """Where the files are and how to run them; plain lines, to be copied."""
     if written is not None:
         print(f"\nwritten   {', '.join(str(path) for path in written.files)}")
-        print(f"rehearse  {written.rehearsal}")
+        print(f"{'check' if ' doctor ' in written.rehearsal else 'rehearse':10}{written.rehearsal}")
         print(f"run       {written.command}")
 
 

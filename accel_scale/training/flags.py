@@ -36,11 +36,13 @@ class ParsedFlags:
         explicit: flag name → value, for flags given in the file or on the command line.
         origins: flag name → ``--flag`` or ``file.yaml:12``.
         config_path: the YAML file, if one was given.
+        program: the recipe's file name.
     """
 
     explicit: dict[str, Any]
     origins: dict[str, str]
     config_path: Path | None
+    program: str = ""
 
     def for_class(self, cls: type) -> dict[str, Any]:
         """The explicit values that belong to dataclass `cls`, as keyword arguments."""
@@ -120,7 +122,7 @@ def parse_flags(
     explicit, origins = _read_yaml(parser, Path(path)) if path else ({}, {})
     explicit.update(command_line)
     origins.update({name: f"--{name}" for name in command_line})
-    return ParsedFlags(explicit, origins, Path(path) if path else None)
+    return ParsedFlags(explicit, origins, Path(path) if path else None, program)
 
 
 def _parse_command_line(parser: argparse.ArgumentParser, argv: list[str]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from accel_scale.parallel.layout import ParallelLayout
 from accel_scale.training.arguments import _flag
 
 if TYPE_CHECKING:
-    from accel_scale.launching.environment import LaunchEnvironment
+    from accel_scale.launching.checks import Launch
     from accel_scale.training.flags import ParsedFlags
     from accel_scale.training.recipe_start import Start
 
@@ -40,8 +40,11 @@ class ParallelArguments:
     )
 
 
-def layout_of(parsed: ParsedFlags, launch: LaunchEnvironment) -> ParallelLayout:
+def layout_of(parsed: ParsedFlags, launch: Launch) -> ParallelLayout:
     """The layout that the flags that were given and the launch agree on.
+
+    Args:
+        launch: Of this process, or a launch file that says how many processes there are.
 
     Raises:
         ConfigError: if they contradict each other or do not come out even.
@@ -62,18 +65,18 @@ def layout_of(parsed: ParsedFlags, launch: LaunchEnvironment) -> ParallelLayout:
             raise ConfigError(
                 f"--{name} does nothing without a pipeline.", place=places.get(name, f"--{name}"), fix="add --pp_size."
             )
-    shared = tp * sp * pp
+    shared, num_processes = tp * sp * pp, launch.num_processes or 1
     if shared == 1:
-        return _data_parallel(launch, launch.world_size)
+        return _data_parallel(launch, num_processes)
     asked = " × ".join(f"--{n}_size {s}" for n, s in (("tp", tp), ("sp", sp), ("pp", pp)) if s > 1)
     place = next((places[f"{n}_size"] for n in ("tp", "sp", "pp") if f"{n}_size" in places), "launch file")
-    if launch.world_size % shared:
+    if num_processes % shared:
         raise ConfigError(
-            f"the {launch.world_size} launched cannot be divided by {asked}.",
+            f"the {num_processes} launched cannot be divided by {asked}.",
             place=place,
             fix=f"launch a multiple of {shared} processes (--num_processes).",
         )
-    if launch.strategy not in ("single", "ddp", "fsdp2"):
+    if launch.parallel.name not in ("single", "ddp", "fsdp2"):
         raise ConfigError(
             f"{launch.parallel.label} shards by itself and does not go with {asked}.",
             place=place,
@@ -85,7 +88,7 @@ def layout_of(parsed: ParsedFlags, launch: LaunchEnvironment) -> ParallelLayout:
             place=launch.place("fsdp_config.fsdp_offload_params"),
             fix="set fsdp_offload_params: false.",
         )
-    return replace(_data_parallel(launch, launch.world_size // shared), tp=tp, sp=sp, pp=pp)
+    return replace(_data_parallel(launch, num_processes // shared), tp=tp, sp=sp, pp=pp)
 
 
 def _size(name: str, values: Mapping[str, Any], in_file: int, places: Mapping[str, str]) -> int:
@@ -102,9 +105,9 @@ def _size(name: str, values: Mapping[str, Any], in_file: int, places: Mapping[st
     return int(given)
 
 
-def _data_parallel(launch: LaunchEnvironment, ranks: int) -> ParallelLayout:
+def _data_parallel(launch: Launch, ranks: int) -> ParallelLayout:
     """`ranks` with rows of their own: all shards, shards in replicas, or replicas, as the launch file says."""
-    if launch.strategy != "fsdp2":
+    if launch.parallel.name != "fsdp2":
         return ParallelLayout(dp_replicate=ranks)
     replicas = launch.parallel.num_replicas
     if ranks % replicas:

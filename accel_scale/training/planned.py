@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
 from accel_scale.planning import hardware
+from accel_scale.planning.changes import cheapest_changes
 from accel_scale.planning.memory import MemoryEstimate, predict_memory
 from accel_scale.planning.model_config import facts_from_config
 from accel_scale.planning.model_facts import ModelFacts
-from accel_scale.planning.changes import cheapest_changes
 from accel_scale.planning.search import Request
 from accel_scale.planning.strategies import choices
 from accel_scale.planning.timing import TimeEstimate, predict_time
 from accel_scale.planning.training_setup import TrainingSetup
-from accel_scale.training.planned_setup import Target, setup_of, target_of
+from accel_scale.training.planned_setup import SharedModel, Target, setup_of, target_of
 from accel_scale.units import format_bytes
 
 if TYPE_CHECKING:
@@ -147,6 +147,8 @@ def plan_run(
     model_config: Any,
     attention: str,
     say: Callable[[str], None],
+    *,
+    shared: SharedModel | None = None,
 ) -> RunPlan | None:
     """What is predicted for a run, before its model is loaded; None with ``--plan off`` or if it cannot be planned.
 
@@ -156,6 +158,7 @@ def plan_run(
         model_config: The model's `PreTrainedConfig`.
         attention: The implementation that will run.
         say: Prints one line: why a run cannot be planned, and what ``auto`` has set.
+        shared: How ranks share the model, where the launch alone does not say it.
 
     Raises:
         ConfigError: if the run cannot be expected to fit, or the card is not known.
@@ -167,8 +170,8 @@ def plan_run(
         say(note)
     target = target_of(settings, launch)
     try:
-        plan = planned_as(settings.on_card or settings, launch, model_config, attention, target)
-        plan = replace(plan, here=setup_of(settings, launch, attention))
+        plan = planned_as(settings.on_card or settings, launch, model_config, attention, target, shared)
+        plan = replace(plan, here=setup_of(settings, launch, attention, shared))
     except ConfigError as error:
         if mode == "auto":
             raise
@@ -194,7 +197,12 @@ def mode_of(settings: Resolved) -> str:
 
 
 def planned_as(
-    settings: Resolved, launch: LaunchEnvironment, model_config: Any, attention: str, target: Target
+    settings: Resolved,
+    launch: LaunchEnvironment,
+    model_config: Any,
+    attention: str,
+    target: Target,
+    shared: SharedModel | None = None,
 ) -> RunPlan:
     """The prediction for a run.
 
@@ -203,7 +211,7 @@ def planned_as(
     """
     name = str(settings.values.get("model_name_or_path", model_config.model_type))
     facts = facts_from_config(model_config.to_dict(), name=name)
-    setup = setup_of(settings, launch, attention)
+    setup = setup_of(settings, launch, attention, shared)
     place = next((settings.sources[flag] for flag in ("plan_gpu", "plan") if settings.sources.get(flag)), "--plan")
     return predict(facts, setup, target, place=place)
 

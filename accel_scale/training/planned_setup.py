@@ -13,6 +13,7 @@ from accel_scale.units import parse_bytes
 if TYPE_CHECKING:
     from accel_scale.launching.environment import LaunchEnvironment
     from accel_scale.launching.strategy import Strategy
+    from accel_scale.parallel.layout import ParallelLayout
     from accel_scale.training.resolve import Resolved
 
 
@@ -29,6 +30,21 @@ class Target:
     machine: hardware.Machine
     is_cuda: bool
     is_here: bool
+
+
+@dataclass(frozen=True)
+class SharedModel:
+    """How the ranks of a run share its model.
+
+    Attributes:
+        layout: The sizes of all kinds of parallelism.
+        schedule: Of a pipeline.
+        stages_per_rank: Of a pipeline.
+    """
+
+    layout: ParallelLayout
+    schedule: str = "1f1b"
+    stages_per_rank: int = 1
 
 
 def target_of(settings: Resolved, launch: LaunchEnvironment) -> Target:
@@ -60,7 +76,9 @@ def target_of(settings: Resolved, launch: LaunchEnvironment) -> Target:
     return Target(machine, is_cuda=is_cuda or bool(scale.plan_gpu), is_here=not scale.plan_gpu)
 
 
-def setup_of(settings: Resolved, launch: LaunchEnvironment, attention: str) -> TrainingSetup:
+def setup_of(
+    settings: Resolved, launch: LaunchEnvironment, attention: str, shared: SharedModel | None = None
+) -> TrainingSetup:
     """A recipe's settings in the planner's terms.
 
     Raises:
@@ -88,12 +106,14 @@ def setup_of(settings: Resolved, launch: LaunchEnvironment, attention: str) -> T
         lora=_lora_of(model_args),
         double_quantisation=bool(model_args.use_bnb_nested_quant),
         compile=bool(recipe_value(settings, "torch_compile")),
-        parallel=parallel_of(launch.parallel, launch.world_size, launch.local_world_size),
+        parallel=parallel_of(launch.parallel, launch.world_size, launch.local_world_size, shared),
     )
 
 
-def parallel_of(strategy: Strategy, world_size: int, gpus_per_node: int) -> ParallelSetup:
-    """A launch file's strategy in the planner's terms.
+def parallel_of(
+    strategy: Strategy, world_size: int, gpus_per_node: int, shared: SharedModel | None = None
+) -> ParallelSetup:
+    """A launch file's strategy in the planner's terms, or what a recipe's ranks share beside it.
 
     Raises:
         ConfigError: for one that is not modelled.
@@ -102,6 +122,8 @@ def parallel_of(strategy: Strategy, world_size: int, gpus_per_node: int) -> Para
 
     if strategy.name in ("zero0", "megatron"):
         raise ConfigError(f"memory under {strategy.label} is not modelled.", place="launch file")
+    if shared is not None and not shared.layout.is_plain:
+        return _shared(strategy, shared, gpus_per_node)
     keeps_weights = strategy.fsdp.get("fsdp_sharding_strategy") == "SHARD_GRAD_OP"
     return ParallelSetup(
         strategy=strategy.name,
@@ -113,6 +135,26 @@ def parallel_of(strategy: Strategy, world_size: int, gpus_per_node: int) -> Para
         offload_params=strategy.offload_params,
         tensor_parallel=strategy.tensor_parallel_size,
         sequence_parallel=strategy.context_parallel_size,
+    )
+
+
+def _shared(strategy: Strategy, shared: SharedModel, gpus_per_node: int) -> ParallelSetup:
+    """As `accel_scale.parallel.data_parallel` does it: one shard is no FSDP2 but a replica, one gradient alone."""
+    from accel_scale.launching.strategy import is_true
+
+    layout = shared.layout
+    name = "fsdp2" if layout.dp_shard > 1 else "ddp" if layout.gradient_ranks > 1 else "single"
+    return ParallelSetup(
+        strategy=name,
+        num_gpus=layout.world_size,
+        gpus_per_node=gpus_per_node,
+        num_replicas=layout.dp_replicate if name == "fsdp2" else 1,
+        reshard_after_forward=is_true(strategy.fsdp.get("fsdp_reshard_after_forward", True)),
+        tensor_parallel=layout.tp,
+        pipeline_parallel=layout.pp,
+        sequence_parallel=layout.sp,
+        pipeline_schedule=shared.schedule,
+        stages_per_rank=shared.stages_per_rank if layout.pp > 1 else 1,
     )
 
 

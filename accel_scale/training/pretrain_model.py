@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -188,15 +187,21 @@ def adapter_config(model_args: PretrainModelArguments) -> Any:
     )
 
 
-def plan_memory(settings: Any, launch: Any, config: Any, attention: str, say: Callable[[str], None]) -> Any:
-    """What is predicted for the run before its model is made; None where nothing is asked for.
+def plan_memory(run: Any) -> Any:
+    """What is predicted for a rank of the run before its model is made; None where nothing is asked for.
 
     Raises:
         ConfigError: if the run cannot be expected to fit.
     """
     from accel_scale.training.planned import mode_of, plan_run
+    from accel_scale.training.planned_setup import SharedModel
+    from accel_scale.training.pretrain_parallel import pipeline_settings
 
-    return plan_run(settings, launch, config, attention, say) if mode_of(settings) != "off" else None
+    if mode_of(run.settings) == "off":
+        return None
+    pipeline = pipeline_settings(run)
+    shared = SharedModel(run.layout, pipeline.schedule, pipeline.stages_per_rank)
+    return plan_run(run.settings, run.launch, run.model_config, run.attention, run.say, shared=shared)
 
 
 def num_workers(data_args: PretrainDataArguments, launch: Any, *, device_type: str, embedded: bool) -> int:
