@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -102,6 +103,8 @@ def build_mesh(layout: ParallelLayout, device_type: str) -> DeviceMesh:
     """
     from torch.distributed.device_mesh import init_device_mesh
 
+    # torch 2.13 would rather have flattened dimensions kept apart, which then no longer combine to a mesh of two.
+    warnings.filterwarnings("ignore", message="Slicing a flattened dim from root mesh")
     mesh: Any = init_device_mesh(device_type, layout.sizes, mesh_dim_names=DIMENSIONS)
     mesh["dp_replicate", "dp_shard"]._flatten("dp")
     mesh["dp_shard", "sp"]._flatten("shard")
