@@ -9,6 +9,7 @@ from typing import Any, TextIO
 
 from accel_scale.errors import ConfigError
 from accel_scale.planning.changes import cheapest_changes
+from accel_scale.planning.model_parallel import SHARING_RECIPES
 from accel_scale.planning.overheads import gpu_overhead
 from accel_scale.planning.search import Candidate, Plan, Rejection, Request, search
 from accel_scale.planning.strategies import choices
@@ -124,6 +125,11 @@ def time_notes(plan: Plan) -> list[str]:
             notes.append(f"no time for {candidate.choice.label}: {why}")
     reasons = list(dict.fromkeys(note.partition(": ")[2] for note in notes if note.startswith("no time for ")))
     said = [note for note in dict.fromkeys(notes) if not note.startswith("no time for ")]
+    best = plan.best
+    if best is not None and best.setup.parallel.model_parallel > 1:
+        ranks = min(plan.request.machine.num_gpus, plan.request.machine.gpus_per_node)
+        size = format_bytes(best.memory.host_bytes * ranks)
+        said.append(f"each rank builds the whole model before it is split: {size} of host memory in a server.")
     for reason in reasons:
         labels = [note.partition(": ")[0].removeprefix("no time for ") for note in notes if note.endswith(reason)]
         who = "" if len(set(labels)) == len({c.choice.label for c in plan.candidates}) else " for "
@@ -150,6 +156,7 @@ def nothing_fits(plan: Plan) -> list[str]:
         return ["Nothing that was asked for can run."]
     lines = [f"Nothing fits. Nearest: {miss.label}, {miss.method}, {interval(miss)} per GPU: {miss.reason}"]
     found = [_change(plan.request, flag, setup) for flag, setup in cheapest_changes(plan.request, miss.setup)]
+    found += _other_recipe(plan.request)
     if not found:
         found = _more_gpus(plan.request)
     lines += [f"  would fit: {text}" for text in found]
@@ -165,6 +172,15 @@ def _change(request: Request, flag: str, setup: TrainingSetup) -> str:
         return f"{flag} {values[flag]}"
     options = choices(machine.num_gpus, machine.gpus_per_node)
     return f"--strategy '{next(choice.label for choice in options if choice.parallel == setup.parallel)}'"
+
+
+def _other_recipe(request: Request) -> list[str]:
+    """What would fit if ranks shared the model, which the recipe that was asked for cannot do."""
+    methods = tuple(method for method in request.methods if method != "qlora")
+    if request.recipe in SHARING_RECIPES or not methods or request.strategies:
+        return []
+    best = search(replace(request, recipe=SHARING_RECIPES[0], methods=methods)).best
+    return [] if best is None else [f"--recipe {SHARING_RECIPES[0]} ({best.choice.label}, {interval(best)} per GPU)"]
 
 
 def _more_gpus(request: Request) -> list[str]:

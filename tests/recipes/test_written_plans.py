@@ -215,13 +215,14 @@ def test_files_of_others_are_left_alone_and_those_of_plans_replaced(tmp_path):
         write(plan, plan.best, tmp_path / "launch.yaml" / "below")
 
 
-def test_tensor_parallel_plans_are_not_written(tmp_path):
+def test_plans_that_share_the_model_are_not_written_for_a_recipe_that_cannot(tmp_path):
     machine = PlannedMachine(find_gpu("H100 SXM"), 8, 8)
-    asked = build_request(Wish("Llama-3.1-8B", strategy=("FSDP2 x TP2",), method="lora"), detect=lambda: machine)
-    plan = search(asked)
+    wish = Wish("Llama-3.1-8B", strategy=("FSDP2 x TP2",), recipe="pretrain")
+    plan = search(build_request(wish, detect=lambda: machine))
     assert plan.best.setup.parallel.tensor_parallel == 2
-    with pytest.raises(ConfigError, match="does not split matrices"):
-        write(plan, plan.best, tmp_path)
+    other = replace(plan, request=replace(plan.request, recipe="sft"))
+    with pytest.raises(ConfigError, match="does not share its model"):
+        write(other, other.best, tmp_path)
     assert not list(tmp_path.iterdir())
 
 

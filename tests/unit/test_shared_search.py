@@ -103,13 +103,16 @@ def test_405b_on_16_nodes_takes_seconds():
     _walk.cache_clear()
     _rank_shares.cache_clear()
     before = time.process_time()
-    plan = search(asked("Llama-3.1-405B", 128, global_batch_size=16, sequence_length=4096))
+    plan = search(asked("Llama-3.1-405B", 128, global_batch_size=256, sequence_length=4096))
     assert time.process_time() - before < 4.0
-    assert plan.num_considered > 1000
-    best = plan.best.setup.parallel
-    assert best.tensor_parallel > 1
-    assert best.tensor_parallel * best.sequence_parallel <= 8
+    assert plan.num_considered > 500
+    # Gradients of several micro-batches would wait whole, and a pipeline's buffers are for all of them.
+    assert plan.best is None
     assert all(rejection.reason for rejection in plan.rejections)
+    best = search(asked("Llama-3.1-405B", 128, global_batch_size=16, sequence_length=4096)).best
+    assert best.choice.label == "FSDP2 × TP8"
+    states = best.memory.states
+    assert states.weight_bytes + states.optimizer_bytes == pytest.approx(405.9e9 * 12 / 128, rel=0.01)
 
 
 def test_degrees_that_were_asked_for_are_the_only_ones():
