@@ -38,9 +38,7 @@ def test_neighbours_share_matrix_products_and_stages_are_far_apart(layout: Paral
 
 
 def launch(strategy: Strategy, world_size: int) -> SimpleNamespace:
-    return SimpleNamespace(
-        parallel=strategy, strategy=strategy.name, world_size=world_size, place=lambda key: f"file:{key}"
-    )
+    return SimpleNamespace(parallel=strategy, num_processes=world_size, place=lambda key: f"file:{key}")
 
 
 def parsed(**given_flags: object) -> SimpleNamespace:
