@@ -100,7 +100,7 @@ def check_pipeline(
 
 
 def _check_micro_batches(settings: PipelineSettings, pp_size: int, num_micro_batches: int) -> None:
-    place, schedule = "--gradient_accumulation_steps", settings.schedule
+    place, schedule = "--global_batch_size", settings.schedule
     if num_micro_batches < 1 or (schedule != "gpipe" and num_micro_batches < pp_size):
         raise ConfigError(
             f"the schedule {schedule} needs a micro-batch for each of the {pp_size} ranks, and a step has "

@@ -177,10 +177,10 @@ def _split(
     model: Any, layout: ParallelLayout, mesh: Any, settings: Any, row_length: int
 ) -> tuple[list[Any], Sequence[int]]:
     from accel_scale.parallel.pipeline import split_model, stage_boundaries, stages_of_rank
-    from accel_scale.planning.pipeline import layer_costs
+    from accel_scale.parallel.pipeline_split import costs_of
 
     num_stages = layout.pp * settings.stages_per_rank
-    boundaries = stage_boundaries(layer_costs(model.config.to_dict(), row_length), num_stages)
+    boundaries = stage_boundaries(costs_of(model, row_length), num_stages)
     stages = stages_of_rank(settings, layout.pp, mesh["pp"].get_local_rank())
     return split_model(model, boundaries, stages), stages
 

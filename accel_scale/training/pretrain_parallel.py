@@ -48,7 +48,13 @@ def check_layout(run: Any) -> None:
 
         if method == "lora":
             raise refuse("method", "adapters are not split into stages", "train them without a pipeline.")
-        check_pipeline(run.model_config, pipeline_settings(run), layout.pp, _micro_batches(run))
+        check_pipeline(
+            run.model_config,
+            pipeline_settings(run),
+            layout.pp,
+            _micro_batches(run),
+            checkpointing=str(run.settings.checkpointing),
+        )
 
 
 def pipeline_settings(run: Any) -> Any:
