@@ -144,9 +144,10 @@ def test_final_folder_in_another_dtype(finished, tmp_path):
     assert "lm_head.weight" not in load_file(tmp_path / "half" / "model.safetensors")  # tied: stored once
 
 
-def test_resume_true_takes_the_newest_complete_checkpoint(tmp_path):
+@pytest.mark.parametrize("how", [True, "auto"])
+def test_resume_takes_the_newest_complete_checkpoint(tmp_path, how):
     reference = make_trainer(tmp_path / "straight", max_steps=6)
-    reference.train()
+    reference.train(resume_from_checkpoint="auto")  # nothing is there: it begins
     make_trainer(tmp_path / "run", max_steps=6, save_steps=2).train()
     run = tmp_path / "run"
     shutil.rmtree(run / "checkpoint-6")
@@ -155,7 +156,7 @@ def test_resume_true_takes_the_newest_complete_checkpoint(tmp_path):
     (run / atomic.STAGING_FOLDER / "checkpoint-6").mkdir(parents=True)
     assert latest_complete_checkpoint(run) == str(run / "checkpoint-2")
     resumed = make_trainer(run, max_steps=6)
-    resumed.train(resume_from_checkpoint=True)
+    resumed.train(resume_from_checkpoint=how)
     assert resumed.state.log_history[0]["step"] == 1  # kept from the checkpoint at step 2
     for name, value in reference.model.state_dict().items():
         torch.testing.assert_close(resumed.model.state_dict()[name], value, rtol=0, atol=0)
