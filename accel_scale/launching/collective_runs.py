@@ -14,10 +14,9 @@ from accel_scale.planning.link_fit import Sample
 DEFAULT_REPEATS = 40
 # Share of the repeats below the time that is taken, see `Sample.seconds`.
 LOW_QUANTILE = 0.1
-# Calls are timed in batches of about this long: enough that clock and barrier do not count, and less than the time
-# after which a busy machine gives the core to another process.
-BATCH_SECONDS = 0.004
-MOST_CALLS = 50
+# Calls are timed in batches, so that the clock and the barrier before them do not count. All small sizes have the same
+# number of calls in theirs: of rooted operations the next call begins before the last has ended everywhere.
+CALLS, BATCH_SECONDS = 8, 0.02
 # Of all repeats of one size, about.
 MOST_SECONDS = 1.5
 LEAST_REPEATS = 10
@@ -134,7 +133,7 @@ def _estimates(calls: Sequence[Call], device: Any) -> list[float]:
 def _plan(estimate: float, repeats: int) -> tuple[int, int]:
     """Calls of a batch, and batches."""
     count = max(LEAST_REPEATS, min(repeats, round(MOST_SECONDS / estimate)))
-    return min(MOST_CALLS, max(1, round(BATCH_SECONDS / estimate))), count
+    return min(CALLS, max(1, int(BATCH_SECONDS / estimate))), count
 
 
 def low(ordered: Sequence[float]) -> float:
