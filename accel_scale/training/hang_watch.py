@@ -185,6 +185,8 @@ class HangWatch:
 
     def _leave(self) -> NoReturn:
         """End this process; the one that may host the store waits until the others have heard that it is over."""
+        # Who leaves first breaks the others' connections: their main programs must not end with another status.
+        sys.excepthook = lambda *error: self._exit()
         key, others = f"{_PREFIX}/heard", self._world_size - 1
         with contextlib.suppress(StoreUnreachable):
             assert self._link is not None

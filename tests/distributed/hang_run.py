@@ -15,7 +15,6 @@ import socket
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -104,7 +103,7 @@ def child_main(scenario: str, rank: int, port: int, log: str) -> int:
     try:
         rank_main(scenario, rank, port)
     except BaseException:
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())  # as the interpreter does
         return 1
     return 0
 
