@@ -77,6 +77,9 @@ def setup_of(row: dict[str, Any]) -> TrainingSetup:
     """The row's settings in the planner's terms."""
     peft = row["peft"]
     precision, weight_dtype = _precision(row)
+    parallel = _parallel(row)
+    # torchtitan's local batch is cut into a pipeline's micro-batches, of one row each.
+    pieces = row["batch"] if parallel.pipeline_parallel > 1 else 1
     return TrainingSetup(
         method="full" if peft is None else ("qlora" if peft["quant"] else "lora"),
         precision=precision,
@@ -85,13 +88,13 @@ def setup_of(row: dict[str, Any]) -> TrainingSetup:
         checkpointing=_checkpointing(row),
         attention="eager" if row["attention"] == "eager" else "flash_attention_2",
         loss="full" if "full logits" in row["loss"] and "chunked" not in row["loss"] else "chunked",
-        micro_batch_size=row["batch"],
+        micro_batch_size=row["batch"] // pieces,
         sequence_length=row["seq_len"],
-        accumulation=row["grad_accum"] or 1,
+        accumulation=pieces * (row["grad_accum"] or 1),
         lora=_lora(row),
         double_quantisation=bool(peft and "dq" in str(peft["quant"])),
         compile=bool(row["torch_compile"]),
-        parallel=_parallel(row),
+        parallel=parallel,
     )
 
 
