@@ -52,8 +52,10 @@ debian:
 	  fi; \
 	fi
 
-# Minutes the first time, a second later; built here so that no test waits for a compiler.
+# Minutes the first time, a second later; built here so that no test waits for a compiler. A build that was killed
+# leaves a lock that torch waits for forever.
 ops: $(STAMP) debian
+	@$(BIN)/python -m accel_scale.launching.build_locks
 	@DS_ACCELERATOR=cpu $(BIN)/python -c "from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder; \
 	CPUAdamBuilder().load(verbose=False); AsyncIOBuilder().load(verbose=False)" >/dev/null
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import os
 import platform
 import shutil
 import sys
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from accel_scale.launching.build_locks import stale_build_locks
 
 # Distribution names; versions come from their metadata, nothing is imported.
 PACKAGES = (
@@ -144,27 +144,6 @@ def _cpu_has_bf16() -> bool:
 
     capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
     return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16", "arm_bf16"))
-
-
-def stale_build_locks(older_than_seconds: float = 900) -> tuple[str, ...]:
-    """Locks of torch extension builds in whose folders nothing has been written for longer than one file compiles.
-
-    `torch.utils.file_baton.FileBaton` waits for a lock to go away without a limit, so a killed build hangs all later
-    runs.
-    """
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
-    limit = time.time() - older_than_seconds
-    locks = [*root.glob("*/lock"), *root.glob("*/*/lock")]
-    return tuple(sorted(str(lock) for lock in locks if _last_change(lock.parent) < limit))
-
-
-def _last_change(folder: Path) -> float:
-    """Seconds since the epoch of the newest file in `folder`; files may vanish meanwhile."""
-    times = [0.0]
-    for file in folder.iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            times.append(file.stat().st_mtime)
-    return max(times)
 
 
 def _has_ninja() -> bool:

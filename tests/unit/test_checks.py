@@ -12,13 +12,14 @@ import pytest
 
 from accel_scale.errors import ConfigError
 from accel_scale.launching import checks
+from accel_scale.launching.build_locks import remove_abandoned_locks, stale_build_locks
 from accel_scale.launching.checkpoint_rules import CHECKPOINT_RULES
 from accel_scale.launching.checks import Finding, check_run, refuse_errors
 from accel_scale.launching.deepspeed_rules import DEEPSPEED_RULES, KEYS_OF_DEEPSPEED_FILE
 from accel_scale.launching.environment import LaunchEnvironment, current_launch
 from accel_scale.launching.launch_file import LaunchFile, read_launch_file
 from accel_scale.launching.launch_rules import LAUNCH_RULES
-from accel_scale.launching.machine import PACKAGES, Folder, Machine, describe_folder, stale_build_locks
+from accel_scale.launching.machine import PACKAGES, Folder, Machine, describe_folder
 from accel_scale.launching.precision_rules import PRECISION_RULES
 from accel_scale.launching.recipe_rules import RECIPE_RULES
 from accel_scale.launching.run_settings import RunSettings, deepspeed_ranks_in_checkpoint
@@ -543,6 +544,9 @@ def test_killed_build(tmp_path, monkeypatch):
     old = time.time() - 1000
     os.utime(lock, (old, old))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    with lock.open():
+        assert stale_build_locks() == (), "a process holds it"
+        assert remove_abandoned_locks() == ()
     assert stale_build_locks() == (str(lock),)
     (lock.parent / "cpu_adam.o").touch()
     assert stale_build_locks() == (), "a build that still writes is alive"
@@ -550,6 +554,8 @@ def test_killed_build(tmp_path, monkeypatch):
     fires("killed_build", RunSettings(), shipped("zero2"), machine, place=str(lock), fix=f"rm {lock}")
     silent("killed_build", RunSettings(), shipped("fsdp2"), machine)
     silent("killed_build", RunSettings(), shipped("zero2"), LAPTOP)
+    assert remove_abandoned_locks() == (str(lock),)
+    assert not lock.exists()
 
 
 def test_offload_stage(edited):

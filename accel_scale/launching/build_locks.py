@@ -1,0 +1,76 @@
+"""Locks that killed builds of torch extensions leave behind.
+
+`torch.utils.file_baton.FileBaton` waits for a lock to go away without a limit: one killed build hangs all later runs.
+The process that holds a lock keeps the file open, which Linux shows under `/proc`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["build_locks", "remove_abandoned_locks", "stale_build_locks"]
+
+
+def build_locks() -> tuple[Path, ...]:
+    """Every lock of a torch extension build, held or left behind."""
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
+    return tuple(sorted([*root.glob("*/lock"), *root.glob("*/*/lock")]))
+
+
+def stale_build_locks(older_than_seconds: float = 900) -> tuple[str, ...]:
+    """Locks that no process of this machine holds and beside which nothing was written for that long.
+
+    The time is longer than one file compiles: with a home directory on a network the build may run on another machine.
+    """
+    limit = time.time() - older_than_seconds
+    return tuple(str(lock) for lock in build_locks() if _last_change(lock.parent) < limit and not _is_open(lock))
+
+
+def remove_abandoned_locks() -> tuple[str, ...]:
+    """Remove the locks that no process of this machine holds, and return them; nothing where that cannot be seen.
+
+    For machines that share their extension folder with no other.
+    """
+    if not Path("/proc/self/fd").is_dir():
+        return ()
+    abandoned = [lock for lock in build_locks() if not _is_open(lock)]
+    for lock in abandoned:
+        lock.unlink(missing_ok=True)
+    return tuple(map(str, abandoned))
+
+
+def _is_open(file: Path) -> bool:
+    """Whether a process of this machine that we may look into has `file` open; False without `/proc`."""
+    try:
+        wanted = file.stat()
+    except FileNotFoundError:
+        return False
+    return any(os.path.samestat(wanted, found) for found in _open_files())
+
+
+def _open_files() -> Iterator[os.stat_result]:
+    """What the processes of this machine have open; processes and files may vanish meanwhile."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            for descriptor in os.listdir(process / "fd"):
+                with contextlib.suppress(OSError):
+                    yield (process / "fd" / descriptor).stat()
+
+
+def _last_change(folder: Path) -> float:
+    """Seconds since the epoch of the newest file in `folder`; files may vanish meanwhile."""
+    times = [0.0]
+    for file in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            times.append(file.stat().st_mtime)
+    return max(times)
+
+
+if __name__ == "__main__":
+    for removed in remove_abandoned_locks():
+        print(f"Removed the lock of a build that was killed: {removed}", file=sys.stderr)
