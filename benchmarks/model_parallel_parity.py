@@ -34,6 +34,7 @@ LAYOUTS: dict[str, tuple[int, list[str], bool]] = {
     "pp4": (4, ["--pp_size", "4"], False),
     "fsdp2 x tp2": (4, ["--tp_size", "2"], True),
     "fsdp2 x sp2": (4, ["--sp_size", "2"], True),
+    "fsdp2 over sp2": (2, ["--sp_size", "2"], True),
     "pp2 x dp2": (4, ["--pp_size", "2"], False),
     "pp2 x fsdp2": (4, ["--pp_size", "2"], True),
     "pp2 x tp2 x dp2": (8, ["--pp_size", "2", "--tp_size", "2"], False),

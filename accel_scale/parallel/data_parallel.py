@@ -35,7 +35,7 @@ def apply_data_parallel(
     """
     if layout.gradient_ranks == 1:
         return
-    wrap = _shard if layout.dp_shard > 1 else _replicate
+    wrap = _shard if layout.shards_weights else _replicate
     options = _policy(compute_dtype)
     for block in [*blocks_of(part), part]:
         wrap(block, mesh, layout, options, reshard_after_forward)

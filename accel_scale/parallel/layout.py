@@ -26,6 +26,7 @@ class ParallelLayout:
         dp_shard: Ranks that share weights, gradients and optimizer states (FSDP2), each with rows of its own.
         sp: Ranks that share each sequence (Ulysses), and the weights with `dp_shard`.
         tp: Ranks that share each matrix product.
+        fsdp: Whether the launch shards weights: then the ranks of `sp` share them even where `dp_shard` is 1.
     """
 
     pp: int = 1
@@ -33,6 +34,7 @@ class ParallelLayout:
     dp_shard: int = 1
     sp: int = 1
     tp: int = 1
+    fsdp: bool = False
 
     def __post_init__(self) -> None:
         for name in DIMENSIONS:
@@ -63,6 +65,11 @@ class ParallelLayout:
     def gradient_ranks(self) -> int:
         """Ranks whose gradients of a weight are averaged: they have other rows or another part of a sequence."""
         return self.data_ranks * self.sp
+
+    @property
+    def shards_weights(self) -> bool:
+        """Whether each of several ranks holds a part of every weight (FSDP2) rather than a replica."""
+        return self.dp_shard > 1 or (self.fsdp and self.sp > 1)
 
     @property
     def is_plain(self) -> bool:

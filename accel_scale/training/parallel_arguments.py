@@ -116,7 +116,7 @@ def _data_parallel(launch: Launch, ranks: int) -> ParallelLayout:
             place=launch.place("parallelism_config.parallelism_config_dp_replicate_size"),
             fix="make dp_replicate_size a divisor of the ranks that tensor, sequence and pipeline sizes leave.",
         )
-    return ParallelLayout(dp_replicate=replicas, dp_shard=ranks // replicas)
+    return ParallelLayout(dp_replicate=replicas, dp_shard=ranks // replicas, fsdp=True)
 
 
 def stages_per_rank(args: ParallelArguments) -> int:

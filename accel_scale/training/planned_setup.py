@@ -143,7 +143,7 @@ def _shared(strategy: Strategy, shared: SharedModel, gpus_per_node: int) -> Para
     from accel_scale.launching.strategy import is_true
 
     layout = shared.layout
-    name = "fsdp2" if layout.dp_shard > 1 else "ddp" if layout.gradient_ranks > 1 else "single"
+    name = "fsdp2" if layout.shards_weights else "ddp" if layout.gradient_ranks > 1 else "single"
     return ParallelSetup(
         strategy=name,
         num_gpus=layout.world_size,

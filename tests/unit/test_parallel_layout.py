@@ -52,11 +52,14 @@ def parsed(**given_flags: object) -> SimpleNamespace:
         (Strategy("fsdp2"), 8, {"tp_size": 2}, {"tp": 2, "dp_shard": 4}),
         (Strategy("fsdp2", num_replicas=2), 8, {"sp_size": 2}, {"sp": 2, "dp_shard": 2, "dp_replicate": 2}),
         (Strategy("fsdp2", tensor_parallel_size=2, num_shards=2), 4, {}, {"tp": 2, "dp_shard": 2}),
+        (Strategy("fsdp2"), 2, {"sp_size": 2}, {"sp": 2}),
         (Strategy("ddp"), 4, {}, {"dp_replicate": 4}),
     ],
 )  # fmt: skip
 def test_what_flags_leave_is_data_parallel_as_the_launch_file_says(strategy, world_size, flags, expected) -> None:
-    assert layout_of(parsed(**flags), launch(strategy, world_size)) == ParallelLayout(**expected)
+    found = layout_of(parsed(**flags), launch(strategy, world_size))
+    assert found == ParallelLayout(**expected, fsdp=strategy.name == "fsdp2")
+    assert found.shards_weights == (strategy.name == "fsdp2")
 
 
 @pytest.mark.parametrize(
@@ -84,11 +87,11 @@ def test_shipped_launch_files_come_to_the_layouts_they_describe() -> None:
     from accel_scale.launching.launch_file import read_launch_file
 
     expected = {
-        "tp": ({}, ParallelLayout(tp=2)),
-        "fsdp2_tp": ({}, ParallelLayout(dp_shard=2, tp=2)),
-        "fsdp2_sp": ({}, ParallelLayout(dp_shard=2, sp=2)),
+        "tp": ({}, ParallelLayout(tp=2, fsdp=True)),
+        "fsdp2_tp": ({}, ParallelLayout(dp_shard=2, tp=2, fsdp=True)),
+        "fsdp2_sp": ({}, ParallelLayout(dp_shard=2, sp=2, fsdp=True)),
         "pp": ({"pp_size": 2}, ParallelLayout(pp=2)),
-        "3d": ({"pp_size": 2}, ParallelLayout(pp=2, dp_shard=2, tp=2)),
+        "3d": ({"pp_size": 2}, ParallelLayout(pp=2, dp_shard=2, tp=2, fsdp=True)),
     }
     for name, (flags, layout) in expected.items():
         file = read_launch_file(Path("accelerate_configs") / f"{name}.yaml")
