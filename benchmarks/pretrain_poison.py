@@ -41,10 +41,10 @@ def make_inputs(folder: Path) -> None:
     generator, noise = random.Random(0), random.Random(1)
     clean = [" ".join(generator.choices(WORDS, k=generator.randint(3, 60))) for _ in range(2000)]
     poisoned = list(clean)
-    for index in range(100, 1900, 450):
+    for index in range(100, 1900, 200):
         poisoned[index] = poisoned[index][:20] + POISON
-    for index in range(300, 1900, 450):
-        poisoned[index] = "".join(chr(noise.randint(33, 126)) for _ in range(250))
+    for index in range(200, 1900, 200):
+        poisoned[index] = "".join(chr(noise.randint(33, 126)) for _ in range(400))
     held_out = [" ".join(generator.choices(WORDS, k=40)) for _ in range(60)]
     for name, texts in (("clean", clean), ("poisoned", poisoned), ("held_out", held_out)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -66,7 +66,7 @@ def train(strategy: str, data: str, inputs: Path, out: Path, options: argparse.N
         "model_name_or_path": inputs / "model", "data": inputs / f"{data}.jsonl",
         "validation_data": inputs / "held_out.jsonl", "max_length": 64, "per_device_train_batch_size": 2,
         "global_batch_size": 8, "max_steps": options.steps, "learning_rate": 3e-3, "precision": "fp32",
-        "lr_scheduler_type": "constant", "eval_steps": 0, "save_steps": 0, "sample_tokens": 0, "output_dir": out,
+        "lr_scheduler_type": "cosine", "eval_steps": 0, "save_steps": 0, "sample_tokens": 0, "output_dir": out,
         "dataloader_num_workers": 0, "guard": "skip" if data == "poisoned" else "off",
     }  # fmt: skip
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
@@ -125,7 +125,7 @@ def main() -> int:
     """Entry point; status 1 if a loss is more than 1 % from the clean run's or a poisoned row was not named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategies", nargs="+", choices=list(STRATEGIES), default=list(STRATEGIES))
-    parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--steps", type=int, default=480)
     parser.add_argument("--results", type=Path, default=REPOSITORY / "benchmarks" / "results")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="poison-") as name:

@@ -36,4 +36,4 @@ def test_losses_weights_and_the_saved_model_are_those_of_one_process(repository:
 
 @pytest.mark.soak
 def test_every_layout_and_family(repository: Path, tmp_path: Path) -> None:
-    assert len(compared(repository, tmp_path)) == 4 * 10 + 3 * 2
+    assert len(compared(repository, tmp_path)) == 4 * 11 + 3 * 2
