@@ -16,7 +16,9 @@ the same settings, gradient clipping, number of threads; attention over whole ro
 * litgpt: its own pretraining function and model code (it always compiles), fused AdamW passed to it.
 
 Speed is tokens ÷ wall time from the tenth step's end to the last step's, so start-up and compilation are left out.
-Repeats are interleaved; medians are compared. MFU is against square matrix products measured in the same process.
+Repeats are interleaved. A contestant is compared with the bare loop that ran in the same round, since machines drift;
+the table has the median of those ratios, the smallest and the largest. MFU is against square matrix products measured
+in the same process.
 """
 
 from __future__ import annotations
@@ -333,7 +335,6 @@ def table(results: dict[str, Any]) -> str:
         | {"loss": statistics.median(run["loss"] for run in runs)}
         for name, runs in results["runs"].items()
     }
-    base = medians["bare loop"]["tokens_per_second"]
     repeats = len(results["runs"]["ours"])
     lines = [
         "# Pretraining side by side", "",
@@ -343,20 +344,27 @@ def table(results: dict[str, Any]) -> str:
         f"256, {job['steps']} steps of {job['micro_batch']} × {job['length']} tokens, "
         f"{'bf16 autocast' if job['bf16'] else 'fp32'}. "
         "Made by `python benchmarks/pretrain_side_by_side.py`, whose first lines say what is equal.", "",
-        "| | tokens/s | × bare loop | MFU | peak memory, MiB | loss, last 10 steps |",
-        "|---|---:|---:|---:|---:|---:|",
+        "| | tokens/s | × bare loop | smallest and largest | MFU | peak memory, MiB | loss, last 10 steps |",
+        "|---|---:|---:|---:|---:|---:|---:|",
     ]  # fmt: skip
     for name, row in medians.items():
         speed = row["tokens_per_second"]
+        ratios = _ratios(results["runs"], name)
         mfu = speed * results["flops_per_token"] / results["peak_flops"]
         lines.append(
-            f"| {name} | {speed:,.0f} | {speed / base:.3f} | {mfu:.0%} | {row['peak_resident_bytes'] / 2**20:,.0f} "
-            f"| {row['loss']:.3f} |"
+            f"| {name} | {speed:,.0f} | {statistics.median(ratios):.3f} | {min(ratios):.3f} to {max(ratios):.3f} "
+            f"| {mfu:.0%} | {row['peak_resident_bytes'] / 2**20:,.0f} | {row['loss']:.3f} |"
         )
     lines += ["", f"The matrix-product peak measured in the same run is {results['peak_flops'] / 1e9:,.0f} GFLOP/s."]
     if "litgpt" not in medians:
         lines.append("litgpt was not measured: no --litgpt_python.")
     return "\n".join(lines) + "\n"
+
+
+def _ratios(runs: dict[str, list[dict[str, Any]]], name: str) -> list[float]:
+    """Speed of a contestant ÷ that of the bare loop, round by round."""
+    pairs = zip(runs[name], runs["bare loop"], strict=True)
+    return [one["tokens_per_second"] / bare["tokens_per_second"] for one, bare in pairs]
 
 
 def main() -> None:
