@@ -129,9 +129,11 @@ def test_a_written_plan_runs(num_gpus, flags, label, tmp_path):
         sequence_length=64,
         parallel=ParallelSetup("single", 2, pipeline_parallel=2),
     )
-    largest = max(share.facts.num_params for share in rank_shares(facts_from_config(config, name="small"), setup))
+    facts = facts_from_config(config, name="small")
+    stages = [share.facts.num_params for share in rank_shares(facts, setup)]
     predicted = summary["plan"]["predicted"]["phases"]["optimizer step"]
-    assert predicted["weights"] == 4 * largest
-    assert largest < 0.7 * facts_from_config(config, name="small").num_params
+    # The rank with the highest peak is shown: the first stage keeps more micro-batches, the last one has more weights.
+    assert predicted["weights"] in [4 * stage for stage in stages]
+    assert max(stages) < 0.7 * facts.num_params
     assert read_launch_file(tmp_path / "launch.yaml").num_processes == num_gpus
     assert recipe["pp_size"] == 2
