@@ -5,11 +5,19 @@ from __future__ import annotations
 import parity
 import pytest
 
+# The same strategies over several machines: one machine's launch of them is among the others.
+MULTINODE = {"ddp_multinode", "fsdp2_multinode", "zero3_multinode"}
+NAMES = [
+    pytest.param(name, marks=[pytest.mark.soak] if name in MULTINODE else [])
+    for name in parity.launch_names()
+    if name != parity.REFERENCE
+]
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("shared_data")]
 
 
 @pytest.mark.parametrize("method", parity.METHODS)
-@pytest.mark.parametrize("name", [name for name in parity.launch_names() if name != parity.REFERENCE])
+@pytest.mark.parametrize("name", NAMES)
 def test_equals_ddp(name: str, method: str) -> None:
     difference = parity.compare(parity.results(name)[method], parity.results(parity.REFERENCE)[method])
     assert difference.loss <= parity.TOLERANCE

@@ -26,6 +26,9 @@ VARIANTS = {
     "zero3": ("zero3", []),
     "zero3 without gathering": ("zero3", ["--zero3_save_16bit_model", "false"]),
 }
+CHOSEN = [
+    pytest.param(name, marks=[pytest.mark.soak] if name == "zero3 without gathering" else []) for name in VARIANTS
+]
 
 
 @functools.cache
@@ -60,7 +63,7 @@ def load(folder: Path, method: str, **settings):
     return loader.from_pretrained(folder, **settings)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", CHOSEN)
 def test_first_checkpoint_is_read_back_exactly(variant):
     _, reports = outcome(variant)
     for method, report in reports.items():
@@ -76,7 +79,7 @@ def test_first_checkpoint_is_read_back_exactly(variant):
         assert found["source"] == ("pytorch_model_fsdp_0" if variant == "fsdp2 sharded" else expected)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", CHOSEN)
 def test_one_flipped_bit_is_caught_on_every_rank(variant):
     _, reports = outcome(variant)
     for method, report in reports.items():
@@ -86,7 +89,7 @@ def test_one_flipped_bit_is_caught_on_every_rank(variant):
         assert report["caught_everywhere"]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", CHOSEN)
 def test_a_killed_run_resumes_to_the_same_end(variant):
     _, reports = outcome(variant)
     for method, report in reports.items():
@@ -95,7 +98,7 @@ def test_a_killed_run_resumes_to_the_same_end(variant):
         assert report["resumed_losses"] == pytest.approx(report["losses"], rel=1e-5), method
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", CHOSEN)
 @pytest.mark.parametrize("method", METHODS)
 def test_final_folder_loads_and_equals_ddps(variant, method):
     folder, reports = outcome(variant)
