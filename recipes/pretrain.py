@@ -132,7 +132,7 @@ def load_model(run: Run) -> None:
     from accel_scale.training.model import count_parameters
     from accel_scale.training.preparing import prepare_model, step_once_per_update
     from accel_scale.training.pretrain_model import adapter_config, build_model, plan_memory, run_config
-    from accel_scale.training.pretrain_parallel import check_layout, prepare_all, share_model
+    from accel_scale.training.pretrain_parallel import build_to_share, check_layout, prepare_all, share_model
     from accel_scale.training.schedules import create_schedule
 
     args, settings, device_type = run.args, run.settings, run.settings.launch.device_type
@@ -146,8 +146,11 @@ def load_model(run: Run) -> None:
     )
     check_layout(run)
     run.plan = plan_memory(run)
-    model = build_model(
-        run.model_args, run.model_config, settings.precision, run.attention, seed=args.seed, launch=run.launch
+    model = build_to_share(
+        run,
+        lambda: build_model(
+            run.model_args, run.model_config, settings.precision, run.attention, seed=args.seed, launch=run.launch
+        ),
     )
     if run.data_args.isolate_documents and not run.launch.parallel.shards_weights:
         attention.check_documents_isolated(model)

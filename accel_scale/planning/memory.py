@@ -94,7 +94,7 @@ def predict_memory(
     fullest = max(estimates, key=lambda estimate: estimate.high_bytes)
     if setup.parallel.model_parallel == 1:
         return fullest
-    # A model that ranks share is built whole on each of them, in host memory, before it is split.
+    # A model that ranks share is built whole by one of them, in host memory, before it is split.
     return replace(fullest, host_bytes=max(fullest.host_bytes, model.num_params * setup.trained_bytes))
 
 

@@ -211,7 +211,8 @@ def problem_of(machine: Machine, setup: TrainingSetup, memory: MemoryEstimate) -
             f"({setup.checkpointing} checkpointing, micro-batch {setup.micro_batch_size}, {setup.optimizer})"
         )
     ranks = min(machine.num_gpus, machine.gpus_per_node)
-    one_loads = setup.parallel.strategy.startswith("fsdp") and setup.parallel.model_parallel == 1
+    # Ranks that share the model map what one of them has built.
+    one_loads = setup.parallel.strategy.startswith("fsdp") or setup.parallel.model_parallel > 1
     host = memory.host_bytes * (1 if one_loads and not _offloads(setup) else ranks)
     if machine.host_memory_bytes is not None and host > machine.host_memory_bytes:
         return f"{format_bytes(host)} of host memory > {format_bytes(machine.host_memory_bytes)}"

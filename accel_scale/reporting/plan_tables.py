@@ -127,9 +127,8 @@ def time_notes(plan: Plan) -> list[str]:
     said = [note for note in dict.fromkeys(notes) if not note.startswith("no time for ")]
     best = plan.best
     if best is not None and best.setup.parallel.model_parallel > 1:
-        ranks = min(plan.request.machine.num_gpus, plan.request.machine.gpus_per_node)
-        size = format_bytes(best.memory.host_bytes * ranks)
-        said.append(f"each rank builds the whole model before it is split: {size} of host memory in a server.")
+        size = format_bytes(best.memory.host_bytes)
+        said.append(f"a rank of each server builds the whole model: {size} of its memory, and as much disk in TMPDIR.")
     for reason in reasons:
         labels = [note.partition(": ")[0].removeprefix("no time for ") for note in notes if note.endswith(reason)]
         who = "" if len(set(labels)) == len({c.choice.label for c in plan.candidates}) else " for "

@@ -32,8 +32,13 @@ def wait_for_everyone() -> None:
     import torch.distributed as dist
     from accelerate import PartialState
 
-    if dist.is_available() and dist.is_initialized():
-        PartialState().wait_for_everyone()
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    state = PartialState()
+    if state.use_distributed:
+        state.wait_for_everyone()
+    else:  # Accelerate does not know of CPU processes that another launcher has started
+        dist.barrier()
 
 
 def broadcast_from_main(value: Any) -> Any:
@@ -44,6 +49,17 @@ def broadcast_from_main(value: Any) -> Any:
     if not (dist.is_available() and dist.is_initialized()):
         return value
     return broadcast_object_list([value])[0]
+
+
+def gather_values(value: Any) -> list[Any]:
+    """Every process's picklable `value`, in order of rank."""
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,8 @@ def build_model(
 
     dtype = precision.frozen_dtype if model_args.method == "lora" else precision.model_dtype
     if not model_args.model_name_or_path:
-        context = plain_loading() if _fits_whole(config, launch.local_world_size) else contextlib.nullcontext()
+        fits = fits_on_each(skeleton_of(config).num_parameters(), launch.local_world_size)
+        context = plain_loading() if fits else contextlib.nullcontext()
         with context:
             return model_from_nothing(config, dtype=dtype, attention=attention, seed=seed)
     set_seed(seed)  # of adapters and dropout
@@ -158,17 +160,26 @@ def build_model(
     )
 
 
-def _fits_whole(config: Any, processes_on_node: int) -> bool:
-    """Whether each rank can hold the model in fp32 in a quarter of the host's memory."""
-    import psutil
+def skeleton_of(config: Any, attention: str | None = None, *, trust_remote_code: bool = False) -> Any:
+    """The model of a configuration on the meta device, which takes no memory."""
     import torch
     from transformers import AutoModelForCausalLM
 
     from accel_scale.training.model import plain_loading
 
     with plain_loading(), torch.device("meta"):
-        num_params = AutoModelForCausalLM.from_config(config).num_parameters()
-    return 4 * num_params * processes_on_node <= psutil.virtual_memory().total / 4
+        model = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), attn_implementation=attention, trust_remote_code=trust_remote_code
+        )
+    model.config.use_cache = False
+    return model
+
+
+def fits_on_each(num_params: int, processes_on_node: int) -> bool:
+    """Whether each rank can hold the model in fp32 in a quarter of the host's memory."""
+    import psutil
+
+    return bool(4 * num_params * processes_on_node <= psutil.virtual_memory().total / 4)
 
 
 def adapter_config(model_args: PretrainModelArguments) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from accel_scale.errors import ConfigError
@@ -66,6 +67,31 @@ def pipeline_settings(run: Any) -> Any:
 
 def _micro_batches(run: Any) -> int:
     return int(run.settings.values.get("gradient_accumulation_steps", 1))
+
+
+def build_to_share(run: Any, build: Callable[[], Any]) -> Any:
+    """What `build` makes; where ranks of a server share the model, it is made there once.
+
+    Args:
+        run: The recipe's.
+        build: Makes the model of the run's configuration, with its weights.
+    """
+    if run.layout.is_plain or run.launch.local_world_size == 1:
+        return build()
+    from accel_scale.training.mapped_weights import build_once_per_server
+    from accel_scale.training.pretrain_model import fits_on_each, skeleton_of
+
+    def skeleton() -> Any:
+        return skeleton_of(run.model_config, run.attention, trust_remote_code=run.model_args.trust_remote_code)
+
+    num_params = skeleton().num_parameters()
+    return build_once_per_server(
+        build,
+        skeleton,
+        local_rank=run.launch.local_rank,
+        num_bytes=4 * num_params,
+        fits_on_each=fits_on_each(num_params, run.launch.local_world_size),
+    )
 
 
 def share_model(run: Any, model: Any) -> ModelParallel | None:

@@ -1,0 +1,63 @@
+"""Ranks that will share a model map the weights that one of them has made; real processes, real files."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate.utils.other import get_free_port
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+RANKS = 3
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("mapped")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(RANKS)]
+    launch += ["--master_port", str(get_free_port())]
+    script = Path(__file__).with_name("mapped_weights_run.py")
+    (folder / "accel-scale-weights-999999999-left").mkdir()  # of a run that was killed
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
+    done = subprocess.run(
+        [*launch, str(script), str(folder / "found.json")], env=env, capture_output=True, text=True, timeout=180
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    everyone: list[dict[str, Any]] = json.loads((folder / "found.json").read_text())
+    return everyone
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3_text", "gpt2"])
+def test_a_mapped_model_is_the_one_that_was_built(found, kind):
+    assert len(found) == RANKS
+    for rank in found:
+        same = rank[kind]
+        assert same.pop("tied") == (kind != "qwen3")
+        assert all(same.values()), same
+
+
+def test_only_the_rank_that_builds_has_weights_of_its_own(found):
+    first, *others = [rank["memory"] for rank in found]
+    assert first["private"] > 0.9
+    for rank in others:
+        assert rank["private"] < 0.1
+        assert rank["total"] == first["total"]
+
+
+def test_no_file_is_left_behind(found):
+    # The first rank of the run that was measured has just removed its folder; the others may look a moment before.
+    assert found[0]["memory"]["files"] == 0
+
+
+def test_every_rank_is_told_what_one_of_them_found(found):
+    for rank in found:
+        said = rank["refusals"]
+        assert said["own"] == "LlamaForCausalLM"
+        assert "GiB free" in said["full"]
+        assert "TMPDIR" in said["full"]
+        assert "no such weights." in said["failed"]
