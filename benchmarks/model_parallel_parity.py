@@ -42,7 +42,11 @@ LAYOUTS: dict[str, tuple[int, list[str], bool]] = {
 }
 # Trained in the first layout half-way, and from its checkpoint in the second one to the end. GPT-2's fused projections
 # are stored in another shape under tensor parallelism, so it resumes among layouts with the same.
-RESUMED = {"pp2, then tp2": ("pp2", "tp2"), "fsdp2 x tp2, then pp2": ("fsdp2 x tp2", "pp2")}
+RESUMED = {
+    "pp2, then pp2": ("pp2", "pp2"),
+    "pp2, then tp2": ("pp2", "tp2"),
+    "fsdp2 x tp2, then pp2": ("fsdp2 x tp2", "pp2"),
+}
 FOLDER_PREFIX = "model-parallel-"
 FAMILIES = ("llama", "qwen3", "gemma", "gpt2")
 FSDP = {

@@ -50,6 +50,7 @@ class Stage:
         num_layers: Of the whole model.
         tied_weight: Name of the embedding on the first stage and of the head's copy of it on the last one, if the
             model ties them; else None.
+        embedding: Name of the embedding, which is a tied weight's name in a state dict.
         num_items: What the last stage divides the sum of cross-entropies by.
         loss: ``(part, hidden, labels, num_items=…, shift=…)`` → scalar, on the last stage.
         autocast: Context of every forward pass.
@@ -61,6 +62,7 @@ class Stage:
     layer_names: tuple[str, ...]
     num_layers: int
     tied_weight: str | None = None
+    embedding: str = ""
     num_items: torch.Tensor | int = 1
     loss: Callable[..., torch.Tensor] | None = None
     autocast: Callable[[], Any] = field(default=contextlib.nullcontext)
@@ -175,6 +177,7 @@ def _prune(part: Any, anatomy: Anatomy, boundaries: Sequence[range], index: int,
         own,
         tuple(f"{anatomy.layers}.{layer}" for layer in own),
         anatomy.num_layers,
+        embedding=anatomy.embedding,
     )
     stack: Any = part.get_submodule(anatomy.layers)
     for layer in range(anatomy.num_layers):

@@ -81,8 +81,11 @@ class ModelParallel:
         return [parameter for part in self.parts for parameter in owned_parameters(part).values()]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
-        """(name in the plain model, parameter or persistent buffer, whether it is a copy of another stage's)."""
-        from accel_scale.parallel.pipeline_split import owned_parameters
+        """(name in the plain model, parameter or persistent buffer, whether it is a copy of another stage's).
+
+        A copy has the name of what it is a copy of.
+        """
+        from accel_scale.parallel.pipeline_split import owned_parameters, stage_of
 
         seen: set[int] = set()  # weights that are tied within a part have two names
         for part in self.parts:
@@ -91,7 +94,8 @@ class ModelParallel:
             for name, tensor in part.state_dict(keep_vars=True).items():
                 if hasattr(tensor, "shape") and id(tensor) not in seen:
                     seen.add(id(tensor))
-                    yield name, tensor, name in copies
+                    is_copy = name in copies
+                    yield stage_of(part).embedding if is_copy else name, tensor, is_copy
 
 
 def model_parallel_of(accelerator: Any) -> ModelParallel | None:
