@@ -41,10 +41,10 @@ def make_inputs(folder: Path) -> None:
     generator, noise = random.Random(0), random.Random(1)
     clean = [" ".join(generator.choices(WORDS, k=generator.randint(3, 60))) for _ in range(2000)]
     poisoned = list(clean)
-    for index in range(100, 1900, 200):
+    for index in range(100, 1900, 400):
         poisoned[index] = poisoned[index][:20] + POISON
-    for index in range(200, 1900, 200):
-        poisoned[index] = "".join(chr(noise.randint(33, 126)) for _ in range(400))
+    for index in range(300, 1900, 400):
+        poisoned[index] = "".join(chr(noise.randint(33, 126)) for _ in range(300))
     held_out = [" ".join(generator.choices(WORDS, k=40)) for _ in range(60)]
     for name, texts in (("clean", clean), ("poisoned", poisoned), ("held_out", held_out)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
