@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _PREFIX = "accel-scale-weights-"
 _PIECE_BYTES = 2 << 30  # safetensors copies what it writes
 _RANDOM_STATE = "state of the random number generator"
+_ABANDONED_SECONDS = 24 * 3600
 _READY, _FAILED = "ready.json", "failed.txt"
 
 
@@ -66,7 +67,7 @@ def _new_folder(num_bytes: int, fits_on_each: bool) -> tuple[str, str]:
     """(folder for the weights, or nothing if ranks shall build their own; what is wrong)."""
     root = Path(tempfile.gettempdir())
     for leftover in root.glob(f"{_PREFIX}*"):
-        if not _is_running(leftover.name.removeprefix(_PREFIX).partition("-")[0]):
+        if _is_abandoned(leftover):
             shutil.rmtree(leftover, ignore_errors=True)
     free = shutil.disk_usage(root).free
     if free > 1.05 * num_bytes:
@@ -76,8 +77,16 @@ def _new_folder(num_bytes: int, fits_on_each: bool) -> tuple[str, str]:
     return "", f"{root} has {free / 2**30:,.1f} GiB free; the model's weights take {num_bytes / 2**30:,.1f} there."
 
 
-def _is_running(pid: str) -> bool:
-    return pid.isdigit() and Path("/proc", pid).exists()
+def _is_abandoned(folder: Path) -> bool:
+    """Whether the run that made it was killed; a container that shares the folder has process ids of its own."""
+    import psutil
+
+    pid = folder.name.removeprefix(_PREFIX).partition("-")[0]
+    try:
+        is_old = time.time() - folder.stat().st_mtime > _ABANDONED_SECONDS
+    except FileNotFoundError:  # another run has just ended
+        return False
+    return is_old and pid.isdigit() and not psutil.pid_exists(int(pid))
 
 
 # ── The rank that builds ─────────────────────────────────────────────────────────────────────────────────────────────
