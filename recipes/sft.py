@@ -28,11 +28,13 @@ from accel_scale.training.arguments import ScaleArguments  # noqa: E402
 from accel_scale.training.config import RecipeModelConfig, RecipeSFTConfig  # noqa: E402
 from accel_scale.training.flags import ParsedFlags, parse_flags  # noqa: E402
 from accel_scale.training.guard_arguments import TrainerGuardArguments  # noqa: E402
+from accel_scale.training.parallel_arguments import SequenceArguments  # noqa: E402
 
 gc.enable()
 
 PROGRAM = "sft.py"
-FLAG_CLASSES = (ScriptArguments, RecipeSFTConfig, RecipeModelConfig, ScaleArguments, TrainerGuardArguments)
+OWN_FLAGS = (ScaleArguments, TrainerGuardArguments, SequenceArguments)
+FLAG_CLASSES = (ScriptArguments, RecipeSFTConfig, RecipeModelConfig, *OWN_FLAGS)
 
 
 @dataclass
@@ -40,11 +42,10 @@ class Run:
     """Everything decided before training, step by step."""
 
     settings: Any  # accel_scale.training.resolve.Resolved
-    launch: Any  # accel_scale.launching.environment.LaunchEnvironment
-    machine: Any  # accel_scale.launching.machine.Machine
+    start: Any  # accel_scale.training.recipe_start.Start
     script: ScriptArguments
     model_args: RecipeModelConfig
-    announcement: str | None
+    sp_size: int = 1
     model_config: Any = None
     tokenizer: Any = None
     attention: str = ""
@@ -54,6 +55,11 @@ class Run:
     plan: Any = None  # accel_scale.training.planned.RunPlan
     watch: Any = None  # accel_scale.training.measured_memory.MemoryWatch
     guard: Any = None  # accel_scale.training.guard.GuardSettings
+
+    @property
+    def launch(self) -> Any:
+        """How this process was launched: an `accel_scale.launching.environment.LaunchEnvironment`."""
+        return self.start.launch
 
     @property
     def device_type(self) -> str:
@@ -95,18 +101,12 @@ def main(argv: list[str] | None = None) -> dict[str, Any] | None:
 def resolve_run(parsed: ParsedFlags) -> Run:
     """Flags, launch and machine brought together; contradictions are refused here."""
     from accel_scale.data.default import DEFAULT_TRAINING, default_model_path
-    from accel_scale.launching.environment import current_launch
-    from accel_scale.launching.machine import detect_machine
-    from accel_scale.launching.rehearsal import enable_rehearsal_if_needed
-    from accel_scale.reporting.console import set_up_console
+    from accel_scale.training.parallel_arguments import rows_in_groups
     from accel_scale.training.planned_choice import resolve_planned
-    from accel_scale.training.resolve import LaunchFacts
+    from accel_scale.training.recipe_start import start_recipe
 
-    announcement = enable_rehearsal_if_needed()  # before anything asks torch.distributed or Accelerate for a device
-    launch = current_launch()
-    output_dir = parsed.explicit.get("output_dir") or RecipeSFTConfig.output_dir
-    machine = detect_machine([output_dir, *launch.parallel.nvme_paths])
-    set_up_console(is_main=launch.rank == 0, verbose="log_level" in parsed.explicit)
+    start = start_recipe(parsed, output_dir=parsed.explicit.get("output_dir") or RecipeSFTConfig.output_dir)
+    start, sp_size = rows_in_groups(parsed, start)
     embedded = not any(parsed.explicit.get(name) for name in ("dataset_name", "dataset_mixture"))
     if embedded and parsed.explicit.get("model_name_or_path"):
         raise ConfigError(
@@ -114,29 +114,15 @@ def resolve_run(parsed: ParsedFlags) -> Run:
             place=parsed.place("model_name_or_path"),
             fix="add --dataset_name with a hub id, a file or a folder.",
         )
-    settings = resolve_planned(
-        parsed,
-        LaunchFacts(
-            world_size=launch.world_size,
-            strategy=launch.strategy,
-            mixed_precision=launch.mixed_precision,
-            mixed_precision_place=launch.place("mixed_precision"),
-            device_type="cpu" if parsed.explicit.get("use_cpu") or launch.parallel.use_cpu else machine.device,
-            supports_bf16=machine.supports_bf16,
-            native_bf16=machine.native_bf16,
-        ),
-        launch,
-        preset=DEFAULT_TRAINING if embedded else None,
-    )
+    settings = resolve_planned(parsed, start.facts, start.launch, preset=DEFAULT_TRAINING if embedded else None)
     if not settings.values.get("model_name_or_path"):
         settings.set("model_name_or_path", default_model_path(), "the embedded model")
     return Run(
         settings=settings,
-        launch=launch,
-        machine=machine,
+        start=start,
         script=settings.build(ScriptArguments),
         model_args=settings.build(RecipeModelConfig),
-        announcement=announcement,
+        sp_size=sp_size,
     )
 
 
@@ -150,6 +136,7 @@ def check(run: Run) -> None:
     """Refuse what cannot work before anything is loaded; say what the user may want to change."""
     from accel_scale.launching.checks import check_run, refuse_errors
     from accel_scale.launching.run_settings import RunSettings
+    from accel_scale.parallel.sequence_checks import check_sequence_parallel
     from accel_scale.training.adapters import paged_optimizer_advice
     from accel_scale.training.attention import check_packing_strategy, resolve_attention
     from accel_scale.training.device import cap_device_memory, fragmentation_advice
@@ -157,10 +144,10 @@ def check(run: Run) -> None:
     from accel_scale.training.optimizers import check_optimizer
     from accel_scale.training.planned import plan_run
 
-    if run.announcement:
-        run.say(run.announcement)
+    if run.start.announcement:
+        run.say(run.start.announcement)
     values = run.settings.values
-    findings = check_run(RunSettings.from_flags(values, run.settings.sources), run.launch, run.machine)
+    findings = check_run(RunSettings.from_flags(values, run.settings.sources), run.launch, run.start.machine)
     refuse_errors(findings)
     run.guard = run.settings.build(TrainerGuardArguments).settings()
     optim = values.get("optim", RecipeSFTConfig.optim)
@@ -199,6 +186,7 @@ def check(run: Run) -> None:
         packing=bool(values.get("packing", True) or values.get("padding_free")),
         model_config=run.model_config,
     )
+    check_sequence_parallel(run.model_config, run.sp_size, run.sp_size, run.attention)
     run.plan = plan_run(run.settings, run.launch, run.model_config, run.attention, run.say)
 
 
@@ -309,6 +297,7 @@ def load(run: Run) -> Any:
         recover_from_oom=settings.scale.recover_from_oom,
         guard=run.guard,
         questions=run.questions,
+        sp_size=run.sp_size,
     )
     # ZeRO-3 partitions an adapter's frozen base while it is recomputed, which only reentrant checkpointing survives.
     reentrant = settings.use_reentrant or (trains_adapters and run.launch.strategy == "zero3")
@@ -337,7 +326,8 @@ def report_start(run: Run, trainer: Any) -> None:
     args, settings = trainer.args, run.settings
     total, trainable = run.parameters
     per_step = f"{settings.global_batch_size} = {args.per_device_train_batch_size} × "
-    per_step += f"{args.gradient_accumulation_steps} accumulated × {run.launch.world_size} ranks"
+    per_step += f"{args.gradient_accumulation_steps} accumulated × {settings.launch.world_size} "
+    per_step += "ranks" if run.sp_size == 1 else f"groups of {run.sp_size} ranks that share rows"
     packed = f"packed into rows of {args.max_length} tokens" if args.packing else "padded"
     length = f"{args.max_steps} steps" if args.max_steps > 0 else f"{args.num_train_epochs:g} epochs"
     print_table(
@@ -346,7 +336,7 @@ def report_start(run: Run, trainer: Any) -> None:
             "model": f"{run.model_args.model_name_or_path}, {format_count(total)} parameters",
             "method": f"{settings.method}, {format_count(trainable)} trainable",
             "precision": settings.precision.name,
-            "strategy": f"{run.launch.parallel.label}, {run.launch.world_size} × {run.machine.device_name}",
+            "strategy": f"{run.launch.parallel.label}, {run.launch.world_size} × {run.start.machine.device_name}",
             "data": data_text(run.data.num_rows, run.data.format, run.data.sources),
             "skipped rows": ", ".join(f"{count} {reason}" for reason, count in run.data.skipped_reasons.items())
             or None,
@@ -382,7 +372,8 @@ def report_end(run: Run, trainer: Any, *, seconds: float) -> dict[str, Any]:
         "verified": None if verified is None else {"tensors": verified.num_tensors, "max_diff": verified.max_abs_diff},
         "strategy": run.launch.strategy,
         "world_size": run.launch.world_size,
-        "rehearsal": run.announcement is not None,
+        "sp_size": run.sp_size,
+        "rehearsal": run.start.announcement is not None,
         "attention": run.attention,
         "plan": plan,
         "settings": run.settings.values,

@@ -18,7 +18,9 @@ def needs_ddp(case: Case) -> Finding | None:
     """Buckets and hooks are DDP's; other strategies reduce gradients in their own way, one process not at all."""
     run, parallel = case.run, case.parallel
     flag = "ddp_comm_hook" if run.ddp_comm_hook != "none" else "ddp_bucket_cap_mb"
-    shares_model = any((getattr(run, name, None) or 1) > 1 for name in ("tp_size", "sp_size", "pp_size"))
+    shares_model = run.shares_model and any(
+        (getattr(run, name, None) or 1) > 1 for name in ("tp_size", "sp_size", "pp_size")
+    )
     is_ddp = parallel.name == "ddp" and not shares_model
     if is_ddp or (flag == "ddp_bucket_cap_mb" and run.ddp_bucket_cap_mb is None):
         return None

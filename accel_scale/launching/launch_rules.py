@@ -86,22 +86,27 @@ def main_address(case: Case) -> Finding | None:
     return None
 
 
-def parallelism_unsupported(case: Case) -> Finding | None:
-    """Tensor and sequence parallelism in a launch file, for a recipe that does not split its model or batches."""
-    if case.run.shares_model:
+def tensor_parallelism_unsupported(case: Case) -> Finding | None:
+    """Tensor parallelism in a launch file, for a recipe that does not split its model."""
+    if case.run.shares_model or case.parallel.tensor_parallel_size == 1:
         return None
-    p = case.parallel
-    sizes = {"tp": p.tensor_parallel_size, "sp": p.sequence_parallel_size}
-    wanted = next((name for name, size in sizes.items() if size > 1), None)
-    if wanted is None:
-        return None
-    problem = f"the recipe does not support {wanted}_size above 1."
-    if wanted == "sp" and p.is_deepspeed:
-        problem = "DeepSpeed's sequence parallelism drops the masks that keep packed documents and windows apart."
     return error(
-        case.launch.place(f"parallelism_config.parallelism_config_{wanted}_size"),
-        problem,
+        case.launch.place("parallelism_config.parallelism_config_tp_size"),
+        "the recipe does not support tp_size above 1.",
         "set it to 1 and shard with FSDP2 (dp_shard_size), or use recipes/pretrain.py with FSDP2.",
+    )
+
+
+def deepspeed_sequence_parallelism(case: Case) -> Finding | None:
+    """Accelerate's sequence parallelism by DeepSpeed, which loses masks; the recipes' own is a flag."""
+    p = case.parallel
+    if not p.is_deepspeed or p.sequence_parallel_size == 1 or case.run.sp_size is not None:
+        return None
+    fix = "set it to 1 and use recipes/pretrain.py with FSDP2."
+    return error(
+        case.launch.place("parallelism_config.parallelism_config_sp_size"),
+        "DeepSpeed's sequence parallelism drops the masks that keep packed documents and windows apart.",
+        fix if case.run.shares_model else "set it to 1 and share rows by the recipe's own --sp_size.",
     )
 
 
@@ -110,7 +115,7 @@ def ring_context_parallelism(case: Case) -> Finding | None:
     if case.parallel.context_parallel_size == case.parallel.sequence_parallel_size:
         return None
     place = case.launch.place("parallelism_config.parallelism_config_cp_size")
-    fix = "set it to 1, and share rows by Ulysses: recipes/pretrain.py --sp_size."
+    fix = "set it to 1, and share rows by Ulysses: --sp_size."
     if case.machine.device != "cuda":
         return error(
             place, f"torch's ring attention has kernels for CUDA only, and this is {case.machine.device}.", fix
@@ -232,7 +237,8 @@ LAUNCH_RULES: tuple[Rule, ...] = (
     one_process_only,
     uneven_nodes,
     main_address,
-    parallelism_unsupported,
+    tensor_parallelism_unsupported,
+    deepspeed_sequence_parallelism,
     ring_context_parallelism,
     hybrid_sizes,
     fsdp_version,

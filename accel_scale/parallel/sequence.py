@@ -34,6 +34,7 @@ __all__ = [
     "check_ulysses",
     "cut_batch",
     "enable_ulysses",
+    "pad_rows",
     "uncut_rows",
 ]
 
@@ -84,6 +85,26 @@ def cut_batch(batch: Mapping[str, torch.Tensor], rank: int, size: int) -> dict[s
         whole["shift_labels"] = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=_IGNORED_LABEL)
     part = slice(rank * (length // size), (rank + 1) * (length // size))
     return {name: tensor[:, part].contiguous() for name, tensor in whole.items()}
+
+
+def pad_rows(batch: Mapping[str, torch.Tensor], size: int, *, pad_token_id: int) -> dict[str, torch.Tensor]:
+    """Rows of a multiple of `size` tokens, for `cut_batch`; what is added is seen by no token and has no label.
+
+    Args:
+        batch: As `cut_batch` takes it. Added tokens are documents of one token each where there are position ids.
+        size: Ranks that share each row.
+        pad_token_id: Any token of the vocabulary will do.
+    """
+    import torch
+
+    missing = -batch["input_ids"].shape[1] % size
+    if not missing:
+        return dict(batch)
+    fillers = {"input_ids": pad_token_id, "labels": _IGNORED_LABEL, "position_ids": 0, "attention_mask": 0}
+    return {
+        name: torch.nn.functional.pad(tensor, (0, missing), value=fillers[name]) if name in fillers else tensor
+        for name, tensor in batch.items()
+    }
 
 
 def _check_padding(attention_mask: torch.Tensor | None) -> None:

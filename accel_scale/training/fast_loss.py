@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import types
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,10 +114,12 @@ class FastLossMixin:
 
     Logs `num_tokens` as TRL does, `mean_token_accuracy` in evaluation, and in training if `log_token_accuracy`.
     What it does not cover goes to TRL's own loss: `loss_type` other than nll, label smoothing, a custom loss
-    function, mixture-of-experts auxiliary losses, images, sequence parallelism, prompt-learning adapters.
+    function, mixture-of-experts auxiliary losses, images, Accelerate's own sequence parallelism, prompt-learning
+    adapters.
     """
 
     log_token_accuracy: bool = False
+    sp_size: int = 1
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -150,23 +153,30 @@ class FastLossMixin:
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
             )
         is_training = trainer.model.training
+        part = self.held_part(inputs)
         outputs = model(
-            **inputs,
+            **part,
             num_items_in_batch=num_items_in_batch,
             fast_lm_head=True,
             with_accuracy=self.log_token_accuracy or not is_training,
         )
-        self._record_metrics(inputs, outputs, "train" if is_training else "eval")
+        self._record_metrics(inputs, part, outputs, "train" if is_training else "eval")
         if trainer.args.average_tokens_across_devices and num_items_in_batch is not None:
             # `num_items_in_batch` counts every rank's tokens, and gradients are averaged over ranks.
             return outputs.loss * (trainer.accelerator.num_processes // trainer.get_tp_size())
         return outputs.loss
 
-    def _record_metrics(self, inputs: Any, outputs: FastLossOutput, mode: str) -> None:
+    def held_part(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What this rank computes of a micro-batch: all of it, unless `SequenceParallelMixin` cuts its rows."""
+        return inputs
+
+    def _record_metrics(self, inputs: Any, part: Any, outputs: FastLossOutput, mode: str) -> None:
         trainer: Any = self
         trainer._metrics[mode]["num_tokens"] = [0]  # `log` puts the count in
         if outputs.num_correct is not None:
-            counts = torch.stack([outputs.num_correct, count_loss_tokens(inputs["labels"])])
+            is_cut = "shift_labels" in part
+            num_labelled = (part["shift_labels"] != -100).sum() if is_cut else count_loss_tokens(part["labels"])
+            counts = torch.stack([outputs.num_correct, num_labelled])
             correct, labelled = trainer.accelerator.gather(counts[None]).sum(0).tolist()
             trainer._metrics[mode]["mean_token_accuracy"].append(correct / labelled if labelled else 0.0)
         if mode == "train":
@@ -181,7 +191,8 @@ class FastLossMixin:
         count = torch.as_tensor(self._new_tokens, device=trainer.accelerator.device)
         if trainer.accelerator.num_processes > 1:
             count = trainer.accelerator.reduce(count, reduction="sum")
-        trainer._total_train_tokens = trainer._total_train_tokens + count // trainer._tp_size
+        readers = trainer._tp_size * self.sp_size  # ranks that read the same rows
+        trainer._total_train_tokens = trainer._total_train_tokens + count // readers
         self._new_tokens = 0
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from accel_scale.training.flags import ParsedFlags
     from accel_scale.training.recipe_start import Start
 
+_SP_HELP = "Ranks that share each row (Ulysses sequence parallelism). Default: the launch file's, else 1."
 PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 _STAGES_PER_RANK = {"interleaved": 2, "zero_bubble": 2}
 
@@ -28,9 +30,7 @@ class ParallelArguments:
         None, "Ranks that share each matrix product (tensor parallelism). Default: the launch file's, else 1."
     )
     pp_size: int = _flag(1, "Ranks that the layers are split over (pipeline parallelism).")
-    sp_size: int | None = _flag(
-        None, "Ranks that share each row (Ulysses sequence parallelism). Default: the launch file's, else 1."
-    )
+    sp_size: int | None = _flag(None, _SP_HELP)
     pp_schedule: str | None = _flag(
         None, "Order of a pipeline's micro-batches, which are those of gradient accumulation. Default: 1f1b.",
         choices=PIPELINE_SCHEDULES,
@@ -38,6 +38,13 @@ class ParallelArguments:
     pp_stages_per_rank: int | None = _flag(
         None, "Stages that each rank of a pipeline holds, for interleaved schedules. Default: 2 for those, else 1."
     )
+
+
+@dataclass
+class SequenceArguments:
+    """How ranks share rows, where the engine (DDP, FSDP2, DeepSpeed) takes all of them for data-parallel ones."""
+
+    sp_size: int | None = _flag(None, _SP_HELP)
 
 
 def layout_of(parsed: ParsedFlags, launch: Launch) -> ParallelLayout:
@@ -129,3 +136,48 @@ def with_layout(start: Start, layout: ParallelLayout) -> Start:
     if layout.is_plain:
         return start
     return replace(start, facts=replace(start.facts, world_size=layout.data_ranks))
+
+
+def rows_in_groups(parsed: ParsedFlags, start: Start) -> tuple[Start, int]:
+    """`start` as a trainer sees it whose batch counts groups of ranks with the same rows, and the size of a group.
+
+    What Accelerate reads of the launch file is changed too: its own name for sequence parallelism is DeepSpeed's,
+    and weights are sharded over all ranks of a group.
+
+    Raises:
+        ConfigError: if the launched processes do not form such groups, or its engine does not go with them.
+    """
+    launch = start.launch
+    size = _size("sp", parsed.explicit, launch.parallel.sequence_parallel_size, {"sp_size": parsed.place("sp_size")})
+    if size == 1:
+        return start, 1
+    in_file = launch.parallel.sequence_parallel_size > 1
+    place = parsed.place("sp_size") if parsed.explicit.get("sp_size") else "launch file"
+    if in_file and launch.parallel.is_deepspeed:
+        raise ConfigError(
+            "DeepSpeed's sequence parallelism drops the masks that keep packed documents and windows apart.",
+            place=launch.place("parallelism_config.parallelism_config_sp_size"),
+            fix=f"set it to 1 there and add --sp_size {size}, the recipe's own.",
+        )
+    if launch.world_size % size:
+        raise ConfigError(
+            f"the {launch.world_size} launched cannot be divided by --sp_size {size}.",
+            place=place,
+            fix=f"launch a multiple of {size} processes (--num_processes).",
+        )
+    if launch.parallel.name not in ("ddp", "fsdp2") and not launch.parallel.is_deepspeed:
+        raise ConfigError(
+            f"{launch.parallel.label} does not go with --sp_size.",
+            place=place,
+            fix="use accelerate_configs/ddp.yaml, accelerate_configs/fsdp2.yaml or one of DeepSpeed's.",
+        )
+    if in_file:
+        shards = int(os.environ.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", "1"))
+        os.environ |= {"PARALLELISM_CONFIG_SP_SIZE": "1", "PARALLELISM_CONFIG_DP_SHARD_SIZE": str(shards * size)}
+        if launch.parallel.name == "ddp":
+            os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "false"
+    parallel = replace(launch.parallel, sequence_parallel_size=size, context_parallel_size=size)
+    groups = launch.world_size // size
+    return replace(
+        start, launch=replace(launch, parallel=parallel), facts=replace(start.facts, world_size=groups)
+    ), size

@@ -132,7 +132,7 @@ def _obstacle(trainer: Any) -> str | None:
     is_spread = parallelism is not None and (
         parallelism.tp_enabled or parallelism.cp_enabled or parallelism.sp_enabled
     )
-    if is_spread or trainer.args.n_gpu > 1:
+    if is_spread or getattr(trainer, "sp_size", 1) > 1 or trainer.args.n_gpu > 1:
         return "rows or sequences are spread over devices"
     if getattr(trainer.model.config, "output_router_logits", False):
         return "the router's balancing loss depends on the whole micro-batch"

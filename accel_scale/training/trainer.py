@@ -22,9 +22,14 @@ from accel_scale.training.progress import MeterCallback, MetricsCallback, quiet_
 from accel_scale.training.recovery_mixin import MemoryRecoveryMixin
 from accel_scale.training.saving import AtomicSavingMixin
 from accel_scale.training.schedules import create_schedule
+from accel_scale.training.sequence_mixin import SequenceParallelMixin
 
 
-class ScaleSFTTrainer(GuardMixin, MemoryRecoveryMixin, DdpHookMixin, AtomicSavingMixin, FastLossMixin, SFTTrainer):
+class _Base(SequenceParallelMixin, GuardMixin, MemoryRecoveryMixin, DdpHookMixin, AtomicSavingMixin, FastLossMixin):
+    """What comes before TRL's own methods, in this order."""
+
+
+class ScaleSFTTrainer(_Base, SFTTrainer):
     """`SFTTrainer` that honours what `resolve` decided.
 
     Args:
@@ -36,7 +41,7 @@ class ScaleSFTTrainer(GuardMixin, MemoryRecoveryMixin, DdpHookMixin, AtomicSavin
         guard: Which steps are not taken; None takes all.
         questions: Held-out rows answered before the first and after the last step.
         max_new_tokens: Length limit of those answers.
-        **kwargs: As `SFTTrainer`.
+        **kwargs: As `SFTTrainer`, and `sp_size` of `SequenceParallelMixin`.
     """
 
     args: RecipeSFTConfig
@@ -122,7 +127,8 @@ class ScaleSFTTrainer(GuardMixin, MemoryRecoveryMixin, DdpHookMixin, AtomicSavin
             dtype=torch.float32,
             device=self.accelerator.device,
         )
-        speed, tokens = self.accelerator.reduce(mine, "sum").tolist()
+        # Of ranks that share rows each has counted all of them.
+        speed, tokens = (self.accelerator.reduce(mine, "sum") / self.sp_size).tolist()
         history = self.state.log_history
         evaluated = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
