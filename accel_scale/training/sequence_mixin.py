@@ -55,7 +55,6 @@ class SequenceParallelMixin:
         enable_ulysses(model, self._sp_group)
         if _is_whole(base):
             check_ulysses(base, self._sp_group, tolerance=_TOLERANCES.get(base.dtype, 5e-2))
-        trainer.gather_function = self._gather_once_per_row
 
     def held_part(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         """This rank's part of a micro-batch's rows; `FastLossMixin` computes the loss of it."""
@@ -64,6 +63,11 @@ class SequenceParallelMixin:
         rows = {name: value for name, value in inputs.items() if name not in _DERIVED_KEYS}
         padded = pad_rows(rows, self.sp_size, pad_token_id=self.processing_class.pad_token_id)  # type: ignore[attr-defined]
         return cut_batch(padded, dist.get_rank(self._sp_group), self.sp_size)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        if self.sp_size > 1:  # transformers puts Accelerate's back after each evaluation
+            self.gather_function = self._gather_once_per_row
+        return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         """The mean over the labelled tokens of whole rows, on each rank that has a part of them."""

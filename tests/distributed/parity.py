@@ -38,7 +38,7 @@ NUM_ROWS = 48
 # Files that run as one process on a CPU and so have nothing to compare: cpu is the single process itself.
 SINGLE_PROCESS_FILES = {"cpu", "single_gpu"}
 # For recipes/pretrain.py, which test_model_parallel_recipe.py holds to one process; the SFT recipe refuses them.
-MODEL_PARALLEL_FILES = {"tp", "pp", "3d", "fsdp2_tp", "fsdp2_sp"}
+MODEL_PARALLEL_FILES = {"tp", "pp", "3d", "fsdp2_tp"}
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-from accelerate.utils.other import get_free_port
+from torchrun import torchrun
 
 from accel_scale.planning.memory import predict_memory
 from accel_scale.planning.model_config import facts_from_config
@@ -20,10 +17,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory) -> dict[str, int]:
     output = tmp_path_factory.mktemp("fsdp") / "peaks.json"
-    script = Path(__file__).with_name("fsdp_memory_run.py")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
-    launch += ["--master_port", str(get_free_port()), str(script), str(output)]
-    subprocess.run(launch, check=True, capture_output=True, timeout=240)
+    torchrun("fsdp_memory_run.py", 2, str(output), timeout=240)
     return json.loads(output.read_text())
 
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
-from accelerate.utils.other import get_free_port
+from torchrun import torchrun
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 RANKS = 3
@@ -20,19 +17,13 @@ RANKS = 3
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("mapped")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(RANKS)]
-    launch += ["--master_port", str(get_free_port())]
-    script = Path(__file__).with_name("mapped_weights_run.py")
     for name, age in (("old", 2 * 86400), ("young", 0)):  # of runs that were killed, or of another container's
         left = folder / f"accel-scale-weights-999999999-{name}"
         left.mkdir()
         os.utime(left, (time.time() - age, time.time() - age))
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
-    done = subprocess.run(
-        [*launch, str(script), str(folder / "found.json")], env=env, capture_output=True, text=True, timeout=180
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    everyone: list[dict[str, Any]] = json.loads((folder / "found.json").read_text())
+    output = folder / "found.json"
+    torchrun("mapped_weights_run.py", RANKS, str(output), env={"TMPDIR": str(folder)}, timeout=180)
+    everyone: list[dict[str, Any]] = json.loads(output.read_text())
     return everyone
 
 

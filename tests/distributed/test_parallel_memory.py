@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-from accelerate.utils.other import get_free_port
+from torchrun import torchrun
 
 from accel_scale.planning.memory import _of_rank
 from accel_scale.planning.model_config import facts_from_config
@@ -34,11 +30,7 @@ CASES = {
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory) -> dict[str, list[dict[str, int]]]:
     output = tmp_path_factory.mktemp("parallel") / "memory.json"
-    script = Path(__file__).with_name("parallel_memory_run.py")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
-    launch += ["--master_port", str(get_free_port()), str(script), str(output), *CASES]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(launch, check=True, capture_output=True, timeout=280, env=env)
+    torchrun("parallel_memory_run.py", 2, str(output), *CASES, timeout=280)
     return json.loads(output.read_text())
 
 

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+import torchrun
 
 pytestmark = pytest.mark.slow
 TIED = {"gemma", "gemma3", "gpt2", "gpipe", "zero_bubble", "fully_shard"}
@@ -17,14 +12,8 @@ OTHERS = ["gpipe", "interleaved", "zero_bubble", "replicate", "fully_shard"]
 
 
 @pytest.fixture(scope="module")
-def cases(repository) -> dict[str, dict]:
-    script = Path(__file__).with_name("pipeline_run.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4", "--standalone", str(script)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    process = subprocess.run(command, cwd=repository, env=environment, capture_output=True, text=True, check=False)
-    assert process.returncode == 0, process.stderr[-3000:]
-    lines = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
-    return {line["case"]: line for line in lines}
+def cases() -> dict[str, dict]:
+    return torchrun.cases("pipeline_run.py", 4)
 
 
 @pytest.mark.parametrize("name", [*EXACT, *OTHERS])

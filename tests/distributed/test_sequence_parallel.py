@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from torchrun import cases
 
 from accel_scale.planning.activations import step_bytes
 from accel_scale.planning.communication import step_collectives
@@ -16,22 +11,12 @@ from accel_scale.planning.model_config import facts_from_config
 from accel_scale.planning.training_setup import ParallelSetup, TrainingSetup
 
 pytestmark = pytest.mark.slow
-
-
-def launch(repository: Path, num_processes: int, what: str) -> dict[str, dict]:
-    script = Path(__file__).with_name("sequence_parallel_run.py")
-    runner = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_processes}", "--standalone"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    process = subprocess.run(
-        [*runner, str(script), what], cwd=repository, env=environment, capture_output=True, text=True, check=False
-    )
-    assert process.returncode == 0, process.stderr[-3000:]
-    return {line.pop("case"): line for line in map(json.loads, process.stdout.strip().splitlines())}
+SCRIPT = "sequence_parallel_run.py"
 
 
 @pytest.fixture(scope="module")
-def pair(repository):
-    return launch(repository, 2, "pair")
+def pair():
+    return cases(SCRIPT, 2, "pair")
 
 
 def test_losses_and_weights_are_those_of_one_process(pair):
@@ -108,10 +93,10 @@ def test_what_is_sent_is_what_the_planner_counts(pair, name):
 
 
 @pytest.mark.soak
-def test_beside_the_other_ways_of_sharing_a_model(repository):
-    cases = launch(repository, 4, "sharded")
-    assert set(cases) == {"fsdp2", "fsdp2, gemma2", "four ranks, two key heads", "tensor parallel", "pipeline"}
-    for name, case in cases.items():
+def test_beside_the_other_ways_of_sharing_a_model():
+    sharded = cases(SCRIPT, 4, "sharded")
+    assert set(sharded) == {"fsdp2", "fsdp2, gemma2", "four ranks, two key heads", "tensor parallel", "pipeline"}
+    for name, case in sharded.items():
         assert case["learned"] > 0.1, name
         assert case["loss"] < 1e-6, name
         assert case.get("weights", 0.0) < 1e-4, name

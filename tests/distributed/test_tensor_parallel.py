@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from torchrun import cases
 
 pytestmark = pytest.mark.slow
-
-
-def launch(repository: Path, num_processes: int, what: str) -> dict[str, dict]:
-    script = Path(__file__).with_name("tensor_parallel_run.py")
-    runner = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_processes}", "--standalone"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    process = subprocess.run(
-        [*runner, str(script), what], cwd=repository, env=environment, capture_output=True, text=True, check=False
-    )
-    assert process.returncode == 0, process.stderr[-3000:]
-    lines = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
-    return {line.pop("case"): line for line in lines}
+SCRIPT = "tensor_parallel_run.py"
 
 
 @pytest.fixture(scope="module")
-def pair(repository):
-    return launch(repository, 2, "pair")
+def pair():
+    return cases(SCRIPT, 2, "pair")
 
 
 def test_losses_norms_and_weights_are_those_of_one_process(pair):
@@ -83,12 +67,12 @@ def test_gradients_of_every_architecture_with_a_plan(pair):
     assert max(pair["architectures"].values()) < 1e-5, pair["architectures"]
 
 
-def test_with_weights_sharded_by_fsdp2(repository):
-    cases = launch(repository, 4, "sharded")
-    mixed = cases.pop("mixed meshes")
+def test_with_weights_sharded_by_fsdp2():
+    sharded = cases(SCRIPT, 4, "sharded")
+    mixed = sharded.pop("mixed meshes")
     assert max(mixed.values()) < 1e-5
-    assert set(cases) == {"llama", "llama, head apart", "gpt2"}
-    for name, case in cases.items():
+    assert set(sharded) == {"llama", "llama, head apart", "gpt2"}
+    for name, case in sharded.items():
         assert case["learned"] > 0.1, name
         assert case["loss"] < 1e-5, name
         assert case["norm"] < 1e-5, name
