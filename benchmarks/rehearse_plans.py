@@ -1,4 +1,4 @@
-"""Twenty varied plans, written by `accel-scale plan --write` and rehearsed on CPU processes as they are.
+"""Varied plans, written by `accel-scale plan --write` and rehearsed on CPU processes as they are.
 
     python benchmarks/rehearse_plans.py                 # all of them, and writes benchmarks/results/rehearse_plans.md
     python benchmarks/rehearse_plans.py zero3 hybrid    # those whose name contains a word; the other rows stay
@@ -51,6 +51,8 @@ REQUESTS: dict[str, str] = {
     "zero3-lora-two-nodes": "meta-llama/Llama-3.1-70B --gpu A100-80GB-SXM --num_gpus 16 --network infiniband-hdr "
     "--method lora --strategy zero3",
     "zero3-offload-moe": "Qwen/Qwen3-30B-A3B --gpu H100-SXM --num_gpus 8 --strategy zero3_offload --tokens 100M",
+    "long-rows-lora": "meta-llama/Llama-3.1-8B --gpu H100-SXM --num_gpus 8 --method lora --max_length 131072 "
+    "--global_batch_size 4",
     "zero-infinity": "Qwen/Qwen2.5-7B --gpu 4090 --num_gpus 2 --strategy zero_infinity --nvme 6GB",
 }
 

@@ -118,9 +118,10 @@ def read_recipe_flags(flags: Sequence[str], *, program: str = "sft.py") -> Parse
     from accel_scale.training.config import RecipeModelConfig, RecipeSFTConfig
     from accel_scale.training.flags import parse_flags
     from accel_scale.training.guard_arguments import TrainerGuardArguments
+    from accel_scale.training.parallel_arguments import SequenceArguments
 
-    classes = (ScaleArguments, ScriptArguments, RecipeSFTConfig, RecipeModelConfig, TrainerGuardArguments)
-    return parse_flags(classes, flags, program="sft.py")
+    own = (ScaleArguments, TrainerGuardArguments, SequenceArguments)
+    return parse_flags((ScriptArguments, RecipeSFTConfig, RecipeModelConfig, *own), flags, program="sft.py")
 
 
 def _read_pretraining_flags(flags: Sequence[str]) -> ParsedFlags:
@@ -154,13 +155,13 @@ def _refusals_of_the_recipe(parsed: ParsedFlags, launch: Launch, machine: Machin
     device = "cpu" if launch.parallel.use_cpu else machine.device
     found: list[Finding] = []
     ranks = launch.num_processes or 1
-    if parsed.program in _SHARING:
-        from accel_scale.training.parallel_arguments import layout_of
+    from accel_scale.training.parallel_arguments import layout_of, row_group_size
 
-        with _collected(found):
-            ranks = layout_of(parsed, launch).data_ranks
-        if found:
-            return found
+    with _collected(found):
+        shares_model = parsed.program in _SHARING
+        ranks = layout_of(parsed, launch).data_ranks if shares_model else ranks // row_group_size(parsed, launch)
+    if found:
+        return found
     facts = LaunchFacts(
         world_size=ranks,
         strategy=launch.parallel.name,

@@ -78,7 +78,8 @@ def plan_rehearsal(
         model_folder: The shrunken model.
         work: Folder for files that stand in for the user's.
     """
-    num_processes, sizes = rehearsed_processes(launch)
+    in_groups = int(recipe.value("sp_size") or launch.parallel.sequence_parallel_size)
+    num_processes, sizes = rehearsed_processes(launch, in_groups)
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(launch.path)]
     launcher += ["--num_processes", str(num_processes), "--gpu_ids", "all", *sizes]
     if (launch.values.get("num_machines") or 1) > 1:
@@ -104,11 +105,13 @@ def plan_rehearsal(
         logging_steps=1,
         max_length=min(int(recipe.value("max_length") or MAX_LENGTH), MAX_LENGTH),
         per_device_train_batch_size=micro_batch,
-        gradient_accumulation_steps=_accumulation(recipe, num_processes, launch.num_processes or 1),
+        gradient_accumulation_steps=_accumulation(recipe, (launch.num_processes or 1) // in_groups),
         exact_match_samples=0,
     )
     if data.path is not None:
         cut = cut.with_flags(dataset_name=data.path)
+    if recipe.value("sp_size") and in_groups > 1:
+        cut = cut.with_flags(sp_size=2)
     if "fp8" in (launch.mixed_precision, recipe.value("precision")):
         cut = cut.with_flags(fp8_emulate="true")
         notes.append("fp8: matrix products emulated")
@@ -118,22 +121,33 @@ def plan_rehearsal(
     return Rehearsal(launcher, cut, num_processes, launch.parallel.offload_optimizer == "nvme", notes)
 
 
-def rehearsed_processes(launch: LaunchFile) -> tuple[int, list[str]]:
+def rehearsed_processes(launch: LaunchFile, in_groups: int = 1) -> tuple[int, list[str]]:
     """Processes to start, and the launcher's flags that cut a device mesh down to them.
 
     One stays one, everything else becomes two, and a mesh two along each of its dimensions: hybrid sharding 2 × 2.
+
+    Args:
+        in_groups: Ranks that share rows, where the recipe's own flag says so: they become two as well.
     """
     sizes = launch.values.get("parallelism_config") or {}
     wide = [name for name, size in sizes.items() if name.endswith("_size") and (size or 1) > 1]
     if wide:
-        return 2 ** len(wide), [word for name in wide for word in (f"--{name}", "2")]
+        is_in_file = launch.parallel.sequence_parallel_size > 1
+        dimensions = len(wide) + (in_groups > 1 and not is_in_file)
+        return 2**dimensions, [word for name in wide for word in (f"--{name}", "2")]
+    if in_groups > 1:
+        return 2 * min((launch.num_processes or in_groups) // in_groups, 2), []
     return min(launch.num_processes or 2, 2), []
 
 
-def _accumulation(recipe: RecipeCommand, num_processes: int, real_num_processes: int) -> int:
-    """Two micro-batches per step where the real run accumulates at all, else one."""
+def _accumulation(recipe: RecipeCommand, num_readers: int) -> int:
+    """Two micro-batches per step where the real run accumulates at all, else one.
+
+    Args:
+        num_readers: Ranks of the real run, or groups of them, that read other rows.
+    """
     explicit = int(recipe.value("gradient_accumulation_steps") or 1)
-    per_step = int(recipe.value("per_device_train_batch_size") or 8) * real_num_processes
+    per_step = int(recipe.value("per_device_train_batch_size") or 8) * num_readers
     return 2 if explicit > 1 or int(recipe.value("global_batch_size") or 0) > per_step else 1
 
 

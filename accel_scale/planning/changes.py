@@ -25,7 +25,7 @@ def cheapest_changes(request: Request, setup: TrainingSetup, count: int = 3) -> 
     fitting: list[tuple[float, int, str, TrainingSetup]] = []
     for flag, setups in [*changes, ("launch file", launch)]:
         for changed in setups:
-            if changed == setup or why_not(changed, request.model) is not None:
+            if changed == setup or why_not(changed, request) is not None:
                 continue
             memory = predict_memory(request.model, changed, is_cuda=request.is_cuda)
             if problem_of(request.machine, changed, memory) is None:

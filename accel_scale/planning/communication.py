@@ -149,7 +149,7 @@ def _sharded(facts: ModelFacts, setup: TrainingSetup, model_ranks: int) -> list[
     gradients = trained_params(facts, setup) * setup.compute_bytes / model_ranks
     times, shards = setup.accumulation, parallel.num_shards
     # Ranks that share the model reduce gradients after a step's last micro-batch; stages gather weights once as well.
-    reductions = 1 if parallel.model_parallel > 1 else times
+    reductions = 1 if parallel.is_divided else times
     times = 1 if parallel.pipeline_parallel > 1 else times
     spread = parallel.tensor_parallel
     gathers = 2 if parallel.reshard_after_forward else 1

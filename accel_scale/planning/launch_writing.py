@@ -36,7 +36,7 @@ def launch_yaml(candidate: Candidate, command: str, folder: Path) -> str:
     if nodes > 1:
         lines += _NODES
     if kind is None:
-        lines += _fsdp(setup) if parallel.model_parallel == 1 else _shared_fsdp(parallel)
+        lines += _shared_fsdp(parallel) if parallel.is_divided else _fsdp(setup)
     if parallel.is_deepspeed:
         lines += _deepspeed(parallel, folder)
     return "\n".join(lines) + "\n"

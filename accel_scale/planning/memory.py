@@ -92,7 +92,7 @@ def predict_memory(
     shares = rank_shares(model, setup)
     estimates = [_of_rank(share, setup, is_cuda=is_cuda, is_tracked=is_tracked) for share in shares]
     fullest = max(estimates, key=lambda estimate: estimate.high_bytes)
-    if setup.parallel.model_parallel == 1:
+    if not setup.parallel.is_divided:
         return fullest
     # A model that ranks share is built whole by one of them, in host memory, before it is split.
     return replace(fullest, host_bytes=max(fullest.host_bytes, model.num_params * setup.trained_bytes))

@@ -19,9 +19,9 @@ TENSOR_PARALLEL_TYPES = frozenset(
     )
 )
 NO_SEQUENCE_PARALLEL_TYPES = frozenset(("bloom", "falcon", "gptj", "stablelm"))
-# Recipes that share a model between ranks.
-RECIPES = ("sft", "pretrain")
-SHARING_RECIPES = ("pretrain",)
+# What ranks may share in each recipe: rows only where the engine has the model to itself.
+SHARED_BY = {"sft": ("sp",), "pretrain": ("tp", "pp", "sp")}
+RECIPES = tuple(SHARED_BY)
 # The recipe's default, as `accel_scale.training.parallel_arguments` has it.
 STAGES_PER_RANK = {"interleaved": 2, "zero_bubble": 2}
 _MOST_STAGES = 64
@@ -51,6 +51,7 @@ def families(
     schedule: str = "1f1b",
     *,
     long_rows: bool,
+    recipe: str = "pretrain",
 ) -> list[list[list[Choice]]]:
     """Choices by which kinds of parallelism are combined, each family in steps of growing degree.
 
@@ -59,12 +60,15 @@ def families(
     Args:
         schedule: Of pipelines.
         long_rows: Whether sequence parallelism is worth a try where nobody asked for it.
+        recipe: What will run it.
     """
     inside = _powers(min(num_gpus, gpus_per_node))
     tensor, sequence = (1, *inside), (1, *inside) if long_rows else (1,)
     pipeline: tuple[int, ...] = (1, *_stages(model, num_gpus, gpus_per_node))
     if not asked.is_open:
         tensor, pipeline, sequence = ((size or 1,) for size in (asked.tensor, asked.pipeline, asked.sequence))
+    if "tp" not in SHARED_BY[recipe]:
+        tensor = pipeline = (1,)
     by_kinds: dict[tuple[bool, ...], dict[int, list[Choice]]] = {}
     for tp, pp, sp in itertools.product(tensor, pipeline, sequence):
         degree = tp * pp * sp
@@ -73,15 +77,15 @@ def families(
             continue
         kinds = (tp > 1, pp > 1, sp > 1)
         by_kinds.setdefault(kinds, {}).setdefault(degree, []).extend(
-            _choices(tp, pp, sp, num_gpus, gpus_per_node, schedule)
+            _choices(tp, pp, sp, num_gpus, gpus_per_node, schedule, in_engine="tp" not in SHARED_BY[recipe])
         )
     ordered = sorted(by_kinds, key=lambda kinds: (sum(kinds), kinds))
     return [[by_kinds[kinds][degree] for degree in sorted(by_kinds[kinds])] for kinds in ordered]
 
 
-def labels(model: ModelFacts, num_gpus: int, gpus_per_node: int) -> list[str]:
+def labels(model: ModelFacts, num_gpus: int, gpus_per_node: int, recipe: str = "pretrain") -> list[str]:
     """Of all that there is to choose from."""
-    found = families(model, num_gpus, gpus_per_node, Degrees(), long_rows=True)
+    found = families(model, num_gpus, gpus_per_node, Degrees(), long_rows=True, recipe=recipe)
     return [choice.label for family in found for level in family for choice in level]
 
 
@@ -96,16 +100,15 @@ def _stages(model: ModelFacts, num_gpus: int, gpus_per_node: int) -> tuple[int, 
     return tuple(sorted({*_powers(most), *([nodes] if 1 < nodes <= most else [])}))
 
 
-def _choices(tp: int, pp: int, sp: int, num_gpus: int, gpus_per_node: int, schedule: str) -> Iterator[Choice]:
+def _choices(
+    tp: int, pp: int, sp: int, num_gpus: int, gpus_per_node: int, schedule: str, *, in_engine: bool
+) -> Iterator[Choice]:
     """One combination with what the other ranks do, the simplest first, the leanest last."""
     data = num_gpus // (tp * pp * sp)
     shared = " × ".join(f"{name}{size}" for name, size in (("TP", tp), ("PP", pp), ("SP", sp)) if size > 1)
     kinds: tuple[tuple[str, str, bool], ...]
     if data * sp == 1:
         kinds = (("", "single", True),)
-    elif data == 1:
-        # Ranks of one sequence share shards with data-parallel ones only: alone they replicate.
-        kinds = (("", "ddp", True),)
     elif pp > 1:
         # Stages gather their weights once a step, whatever is asked for.
         kinds = (("DDP", "ddp", True), ("FSDP2", "fsdp2", False))
@@ -123,13 +126,14 @@ def _choices(tp: int, pp: int, sp: int, num_gpus: int, gpus_per_node: int, sched
             sequence_parallel=sp,
             pipeline_schedule=schedule,
             stages_per_rank=STAGES_PER_RANK.get(schedule, 1) if pp > 1 else 1,
+            in_engine=in_engine,
         )
         label = " × ".join(part for part in (name, shared) if part) or strategy
         yield Choice(label, parallel, effort + position)
 
 
-def sharing_conflict(setup: TrainingSetup, model: ModelFacts) -> str | None:
-    """Why ranks cannot share the model so; None where they can, or do not share it.
+def sharing_conflict(setup: TrainingSetup, model: ModelFacts, recipe: str = "pretrain") -> str | None:
+    """Why ranks cannot share the model, or rows, so; None where they can, or do not.
 
     As `accel_scale.parallel.tensor.check_tensor_parallel`, `check_sequence_parallel` and `check_pipeline` say it, and
     `accel_scale.training.pretrain_parallel.check_layout` of the recipe.
@@ -137,6 +141,10 @@ def sharing_conflict(setup: TrainingSetup, model: ModelFacts) -> str | None:
     parallel = setup.parallel
     if parallel.model_parallel == 1:
         return None
+    if setup.compile:
+        return "layers that ranks share, or that see parts of rows, are not compiled"
+    if recipe == "sft":
+        return _sequence(setup, model)
     if setup.precision in ("fp16", "fp8"):
         return f"{setup.precision} is not available where ranks share the model"
     if setup.method != "full" and parallel.tensor_parallel * parallel.pipeline_parallel > 1:

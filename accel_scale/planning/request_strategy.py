@@ -10,7 +10,7 @@ from pathlib import Path
 from accel_scale.errors import ConfigError
 from accel_scale.planning import hardware
 from accel_scale.planning.model_facts import ModelFacts
-from accel_scale.planning.model_parallel import SHARING_RECIPES, Degrees, labels
+from accel_scale.planning.model_parallel import SHARED_BY, Degrees, labels
 from accel_scale.planning.request_words import one_of, whole
 from accel_scale.planning.strategies import choices
 from accel_scale.planning.training_setup import METHODS, SCHEDULES
@@ -49,13 +49,14 @@ def degrees_of(given: Mapping[str, str | None], recipe: str, num_gpus: int) -> D
         given: By ``tp``, ``pp`` and ``sp``.
 
     Raises:
-        ConfigError: if the recipe knows none, or they do not divide the GPUs.
+        ConfigError: if the recipe does not know one, or they do not divide the GPUs.
     """
     sizes = {name: whole(text, f"--{name}_size") for name, text in given.items() if text is not None}
-    if sizes and recipe not in SHARING_RECIPES:
+    unknown = next((name for name in sizes if name not in SHARED_BY[recipe]), None)
+    if unknown is not None:
         raise ConfigError(
             f"recipes/{recipe}.py does not share its model between ranks.",
-            place=f"--{next(iter(sizes))}_size",
+            place=f"--{unknown}_size",
             fix="add --recipe pretrain, whose recipe does.",
         )
     if num_gpus % math.prod(sizes.values()):
@@ -92,7 +93,7 @@ def strategy_of(text: str, machine: hardware.Machine, model: ModelFacts, recipe:
     stem = Path(text).name.removesuffix(".yaml")
     wanted = _letters(_LAUNCH_FILES.get(stem, stem.removesuffix("_multinode")))
     by_letters = {_letters(label): label for label in (*usual, *shared)}
-    if by_letters.get(wanted) in shared and recipe not in SHARING_RECIPES:
+    if by_letters.get(wanted) in set(shared) - set(labels(model, *sizes, recipe)):
         raise ConfigError(
             f"recipes/{recipe}.py does not share its model between ranks, as {by_letters[wanted]} does.",
             place="--strategy",

@@ -12,13 +12,13 @@ from accel_scale.errors import ConfigError
 from accel_scale.planning import catalogue, hardware
 from accel_scale.planning.link_fit import load_links
 from accel_scale.planning.model_facts import ModelFacts
-from accel_scale.planning.model_parallel import RECIPES, SHARING_RECIPES
+from accel_scale.planning.model_parallel import RECIPES
 from accel_scale.planning.optimizer_states import optimizer_bytes
 from accel_scale.planning.parameters import lora_params
 from accel_scale.planning.request_strategy import degrees_of, methods_of, schedule_of, strategy_of
 from accel_scale.planning.request_words import one_of, whole
 from accel_scale.planning.scaling_laws import parse_count
-from accel_scale.planning.search import Request
+from accel_scale.planning.search import Request, may_share
 from accel_scale.planning.shadow_families import has_kernel
 from accel_scale.planning.training_setup import ATTENTIONS, PRECISIONS, LoraSetup
 from accel_scale.units import parse_bytes
@@ -91,9 +91,7 @@ def build_request(wish: Wish, *, detect: Callable[[], hardware.Machine | None] |
         recipe = one_of(wish.recipe, RECIPES, "--recipe")
         if recipe == "pretrain" and not wish.packing:
             raise ConfigError("recipes/pretrain.py fills its rows.", place="--no_packing", fix="remove it.")
-        if recipe not in SHARING_RECIPES:
-            _check_batch(batch, machine.num_gpus, fixed.get("micro_batch_size"))
-        return Request(
+        request = Request(
             model,
             machine,
             global_batch_size=batch,
@@ -105,6 +103,9 @@ def build_request(wish: Wish, *, detect: Callable[[], hardware.Machine | None] |
             degrees=degrees_of({"tp": wish.tp_size, "pp": wish.pp_size, "sp": wish.sp_size}, recipe, machine.num_gpus),
             schedule=schedule_of(wish.pp_schedule, wish.pp_size),
         )
+        if not may_share(request):
+            _check_batch(batch, machine.num_gpus, fixed.get("micro_batch_size"))
+        return request
 
 
 def with_lengths(request: Request, *, mean_tokens: float, longest_tokens: int, packed_fill: float) -> Request:

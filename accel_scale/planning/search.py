@@ -11,15 +11,14 @@ from accel_scale.errors import ConfigError
 from accel_scale.planning.activations import step_bytes
 from accel_scale.planning.hardware import Machine
 from accel_scale.planning.memory import MemoryEstimate, predict_memory
-from accel_scale.planning.model_facts import ModelFacts
-from accel_scale.planning.model_parallel import SHARING_RECIPES, families, sharing_conflict
+from accel_scale.planning.model_parallel import SHARED_BY, families, sharing_conflict
 from accel_scale.planning.plan import LEAN_OPTIMIZERS, Candidate, Plan, Rejection, Request
 from accel_scale.planning.strategies import Choice, choices, conflict
 from accel_scale.planning.timing import TimeEstimate, predict_time
 from accel_scale.planning.training_setup import TrainingSetup
 from accel_scale.units import format_bytes
 
-__all__ = ["Candidate", "Plan", "Rejection", "Request", "problem_of", "search", "time_of", "why_not"]
+__all__ = ["Candidate", "Plan", "Rejection", "Request", "may_share", "problem_of", "search", "time_of", "why_not"]
 
 # Predicted times closer than this are a tie, which the simpler setting wins.
 _TIE = 0.03
@@ -40,7 +39,7 @@ def search(request: Request) -> Plan:
     machine = request.machine
     if request.choices:
         return _plan(request, *_try(request, request.choices))
-    can_share = request.recipe in SHARING_RECIPES and machine.num_gpus > 1
+    can_share = machine.num_gpus > 1 and may_share(request)
     found: list[Candidate] = []
     rejected: list[Rejection] = []
     considered = 0
@@ -61,6 +60,11 @@ def search(request: Request) -> Plan:
     return _plan(request, found, rejected, considered)
 
 
+def may_share(request: Request) -> bool:
+    """Whether its recipe could: where rows are all that it shares, it must have been asked for or rows be long."""
+    return "tp" in SHARED_BY[request.recipe] or not request.degrees.is_open or _has_long_rows(request)
+
+
 def _share_model(request: Request) -> tuple[list[Candidate], list[Rejection], int]:
     """Of every way to combine tensor, pipeline and sequence parallelism the lowest degree that fits."""
     machine = request.machine
@@ -68,7 +72,7 @@ def _share_model(request: Request) -> tuple[list[Candidate], list[Rejection], in
     rejected: list[Rejection] = []
     considered = 0
     asked = machine.num_gpus, machine.gpus_per_node, request.degrees, request.schedule
-    for family in families(request.model, *asked, long_rows=_has_long_rows(request)):
+    for family in families(request.model, *asked, long_rows=_has_long_rows(request), recipe=request.recipe):
         refused: list[Rejection] = []
         best: list[Candidate] = []
         for level in family:
@@ -141,7 +145,7 @@ def _fastest(request: Request, choice: Choice, method: str) -> tuple[Candidate |
         count += len(sizes)
         # Memory grows with the micro-batch: after the first that does not fit no other of them can.
         for setup in sizes:
-            if (why := why_not(setup, request.model)) is not None:
+            if (why := why_not(setup, request)) is not None:
                 rejection = rejection if rejection.memory else replace(rejection, reason=f"{why}.")
                 break
             memory = predict_memory(request.model, setup, is_cuda=request.is_cuda)
@@ -154,9 +158,9 @@ def _fastest(request: Request, choice: Choice, method: str) -> tuple[Candidate |
     return (ranked[0] if ranked else None), rejection, count
 
 
-def why_not(setup: TrainingSetup, model: ModelFacts) -> str | None:
-    """Why the recipes cannot run this combination; None where they can."""
-    return conflict(setup, model) or sharing_conflict(setup, model)
+def why_not(setup: TrainingSetup, request: Request) -> str | None:
+    """Why the request's recipe cannot run this combination; None where it can."""
+    return conflict(setup, request.model) or sharing_conflict(setup, request.model, request.recipe)
 
 
 def _settings(request: Request, choice: Choice, method: str) -> Iterator[list[TrainingSetup]]:
@@ -190,7 +194,7 @@ def _settings(request: Request, choice: Choice, method: str) -> Iterator[list[Tr
 
 def _optimizers(method: str, choice: Choice) -> tuple[str, ...]:
     """Those to choose from: adapters' states are too small to matter, and 8-bit ones are not for shared weights."""
-    if method != "full" or choice.parallel.model_parallel > 1:
+    if method != "full" or choice.parallel.is_divided:
         return LEAN_OPTIMIZERS[:1]
     return LEAN_OPTIMIZERS
 
@@ -212,7 +216,7 @@ def problem_of(machine: Machine, setup: TrainingSetup, memory: MemoryEstimate) -
         )
     ranks = min(machine.num_gpus, machine.gpus_per_node)
     # Ranks that share the model map what one of them has built.
-    one_loads = setup.parallel.strategy.startswith("fsdp") or setup.parallel.model_parallel > 1
+    one_loads = setup.parallel.strategy.startswith("fsdp") or setup.parallel.is_divided
     host = memory.host_bytes * (1 if one_loads and not _offloads(setup) else ranks)
     if machine.host_memory_bytes is not None and host > machine.host_memory_bytes:
         return f"{format_bytes(host)} of host memory > {format_bytes(machine.host_memory_bytes)}"

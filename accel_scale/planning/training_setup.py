@@ -54,6 +54,8 @@ class ParallelSetup:
         sequence_parallel: Ranks that share each sequence (Ulysses).
         pipeline_schedule: One of `SCHEDULES`.
         stages_per_rank: Stages that each rank of a pipeline holds.
+        in_engine: Whether the engine has the whole model and takes the ranks of a sequence for data-parallel ones, as
+            in the fine-tuning recipe; else the recipe divides the model itself.
     """
 
     strategy: str = "single"
@@ -68,6 +70,12 @@ class ParallelSetup:
     sequence_parallel: int = 1
     pipeline_schedule: str = "1f1b"
     stages_per_rank: int = 1
+    in_engine: bool = False
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether the recipe itself divides the model among ranks."""
+        return self.model_parallel > 1 and not self.in_engine
 
     @property
     def model_parallel(self) -> int:

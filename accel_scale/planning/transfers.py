@@ -54,7 +54,7 @@ def transfers(model: ModelFacts, setup: TrainingSetup) -> Transfers:
 
 def replicates_by_unit(setup: TrainingSetup) -> bool:
     """Whether replicas are kept by torch's `replicate`, which treats blocks as FSDP2 does, in place of DDP."""
-    return setup.parallel.strategy == "ddp" and setup.parallel.model_parallel > 1
+    return setup.parallel.strategy == "ddp" and setup.parallel.is_divided
 
 
 def _fsdp(model: ModelFacts, setup: TrainingSetup, groups: ParameterGroups) -> Transfers:
@@ -75,7 +75,7 @@ def _fsdp(model: ModelFacts, setup: TrainingSetup, groups: ParameterGroups) -> T
         return _fsdp_pipeline(setup, groups, gathered + outside * width)
     whole = (outside if setup.method == "full" else 0.0) * width
     # Where ranks share the model gradients are reduced in fp32, and so kept in it.
-    kept = setup.trained_bytes if setup.parallel.model_parallel > 1 else width
+    kept = setup.trained_bytes if setup.parallel.is_divided else width
     return Transfers(
         gathered_bytes=gathered + outside * width,
         first_gathered_bytes=first + outside * width,

@@ -14,7 +14,7 @@ from typing import Any
 from accel_scale.errors import ConfigError
 from accel_scale.planning.launch_writing import DEEPSPEED, MARK, about, deepspeed_json, launch_yaml, num_nodes
 from accel_scale.planning.memory import MemoryEstimate
-from accel_scale.planning.model_parallel import SHARING_RECIPES
+from accel_scale.planning.model_parallel import SHARED_BY
 from accel_scale.planning.pretrain_writing import pretrain_lines
 from accel_scale.planning.recipe_choices import RecipeChoices
 from accel_scale.planning.search import Candidate, Request
@@ -54,7 +54,8 @@ def plan_files(request: Request, candidate: Candidate, recipe: RecipeChoices, fo
         ConfigError: for a plan that the recipe cannot run.
     """
     setup = candidate.setup
-    if setup.parallel.model_parallel > 1 and request.recipe not in SHARING_RECIPES:
+    shared = {name for name, size in zip(("tp", "pp", "sp"), setup.parallel.degrees, strict=True) if size > 1}
+    if not shared <= set(SHARED_BY[request.recipe]):
         raise ConfigError(
             f"recipes/{request.recipe}.py does not share its model between ranks, as {candidate.choice.label} does.",
             place="--write",
@@ -136,6 +137,8 @@ def _sft_lines(request: Request, candidate: Candidate, recipe: RecipeChoices) ->
     lines += [f"per_device_train_batch_size: {setup.micro_batch_size}"]
     lines += [f"global_batch_size: {request.global_batch_size}  # accumulation follows: {setup.accumulation}"]
     lines += [f"checkpointing_policy: {setup.checkpointing}"]
+    if setup.parallel.sequence_parallel > 1:
+        lines += [f"sp_size: {setup.parallel.sequence_parallel}  # GPUs that share each row"]
     if "attention" in request.fixed:
         lines.append(f"attn_implementation: {setup.attention}")
     return [*lines, "", "save_strategy: epoch", "logging_steps: 10", "seed: 42", ""]

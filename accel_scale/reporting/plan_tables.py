@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 from accel_scale.errors import ConfigError
 from accel_scale.planning.changes import cheapest_changes
-from accel_scale.planning.model_parallel import SHARING_RECIPES
+from accel_scale.planning.model_parallel import SHARED_BY
 from accel_scale.planning.overheads import gpu_overhead
 from accel_scale.planning.search import Candidate, Plan, Rejection, Request, search
 from accel_scale.planning.strategies import choices
@@ -126,7 +126,7 @@ def time_notes(plan: Plan) -> list[str]:
     reasons = list(dict.fromkeys(note.partition(": ")[2] for note in notes if note.startswith("no time for ")))
     said = [note for note in dict.fromkeys(notes) if not note.startswith("no time for ")]
     best = plan.best
-    if best is not None and best.setup.parallel.model_parallel > 1:
+    if best is not None and best.setup.parallel.is_divided:
         size = format_bytes(best.memory.host_bytes)
         said.append(f"a rank of each server builds the whole model: {size} of its memory, and as much disk in TMPDIR.")
     for reason in reasons:
@@ -176,10 +176,10 @@ def _change(request: Request, flag: str, setup: TrainingSetup) -> str:
 def _other_recipe(request: Request) -> list[str]:
     """What would fit if ranks shared the model, which the recipe that was asked for cannot do."""
     methods = tuple(method for method in request.methods if method != "qlora")
-    if request.recipe in SHARING_RECIPES or not methods or request.strategies:
+    if "tp" in SHARED_BY[request.recipe] or not methods or request.strategies:
         return []
-    best = search(replace(request, recipe=SHARING_RECIPES[0], methods=methods)).best
-    return [] if best is None else [f"--recipe {SHARING_RECIPES[0]} ({best.choice.label}, {interval(best)} per GPU)"]
+    best = search(replace(request, recipe="pretrain", methods=methods)).best
+    return [] if best is None else [f"--recipe pretrain ({best.choice.label}, {interval(best)} per GPU)"]
 
 
 def _more_gpus(request: Request) -> list[str]:

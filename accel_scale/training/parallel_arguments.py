@@ -138,30 +138,27 @@ def with_layout(start: Start, layout: ParallelLayout) -> Start:
     return replace(start, facts=replace(start.facts, world_size=layout.data_ranks))
 
 
-def rows_in_groups(parsed: ParsedFlags, start: Start) -> tuple[Start, int]:
-    """`start` as a trainer sees it whose batch counts groups of ranks with the same rows, and the size of a group.
-
-    What Accelerate reads of the launch file is changed too: its own name for sequence parallelism is DeepSpeed's,
-    and weights are sharded over all ranks of a group.
+def row_group_size(parsed: ParsedFlags, launch: Launch) -> int:
+    """Ranks that share each row where the engine takes all ranks for data-parallel ones; 1: none do.
 
     Raises:
-        ConfigError: if the launched processes do not form such groups, or its engine does not go with them.
+        ConfigError: if the launched processes do not form such groups, or their engine does not go with them.
     """
-    launch = start.launch
-    size = _size("sp", parsed.explicit, launch.parallel.sequence_parallel_size, {"sp_size": parsed.place("sp_size")})
+    in_file = launch.parallel.sequence_parallel_size
+    size = _size("sp", parsed.explicit, in_file, {"sp_size": parsed.place("sp_size")})
     if size == 1:
-        return start, 1
-    in_file = launch.parallel.sequence_parallel_size > 1
-    place = parsed.place("sp_size") if parsed.explicit.get("sp_size") else "launch file"
-    if in_file and launch.parallel.is_deepspeed:
+        return 1
+    if in_file > 1 and launch.parallel.is_deepspeed:
         raise ConfigError(
             "DeepSpeed's sequence parallelism drops the masks that keep packed documents and windows apart.",
             place=launch.place("parallelism_config.parallelism_config_sp_size"),
             fix=f"set it to 1 there and add --sp_size {size}, the recipe's own.",
         )
-    if launch.world_size % size:
+    place = parsed.place("sp_size") if parsed.explicit.get("sp_size") else "launch file"
+    num_processes = launch.num_processes or 1
+    if num_processes % size:
         raise ConfigError(
-            f"the {launch.world_size} launched cannot be divided by --sp_size {size}.",
+            f"the {num_processes} launched cannot be divided by --sp_size {size}.",
             place=place,
             fix=f"launch a multiple of {size} processes (--num_processes).",
         )
@@ -171,13 +168,27 @@ def rows_in_groups(parsed: ParsedFlags, start: Start) -> tuple[Start, int]:
             place=place,
             fix="use accelerate_configs/ddp.yaml, accelerate_configs/fsdp2.yaml or one of DeepSpeed's.",
         )
-    if in_file:
+    return size
+
+
+def rows_in_groups(parsed: ParsedFlags, start: Start) -> tuple[Start, int]:
+    """`start` as a trainer sees it whose batch counts groups of ranks with the same rows, and the size of a group.
+
+    What Accelerate reads of the launch file is changed too: its own name for sequence parallelism is DeepSpeed's,
+    and weights are sharded over all ranks of a group.
+
+    Raises:
+        ConfigError: as `row_group_size`.
+    """
+    launch = start.launch
+    size = row_group_size(parsed, launch)
+    if size == 1:
+        return start, 1
+    if launch.parallel.sequence_parallel_size > 1:
         shards = int(os.environ.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", "1"))
         os.environ |= {"PARALLELISM_CONFIG_SP_SIZE": "1", "PARALLELISM_CONFIG_DP_SHARD_SIZE": str(shards * size)}
         if launch.parallel.name == "ddp":
             os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "false"
     parallel = replace(launch.parallel, sequence_parallel_size=size, context_parallel_size=size)
-    groups = launch.world_size // size
-    return replace(
-        start, launch=replace(launch, parallel=parallel), facts=replace(start.facts, world_size=groups)
-    ), size
+    facts = replace(start.facts, world_size=launch.world_size // size)
+    return replace(start, launch=replace(launch, parallel=parallel), facts=facts), size

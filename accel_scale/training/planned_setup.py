@@ -135,6 +135,7 @@ def parallel_of(
         offload_params=strategy.offload_params,
         tensor_parallel=strategy.tensor_parallel_size,
         sequence_parallel=strategy.context_parallel_size,
+        in_engine=strategy.context_parallel_size > 1,
     )
 
 

@@ -28,6 +28,7 @@ from accel_scale.planning.search import Candidate, Plan, Request, search
 from accel_scale.planning.training_setup import TrainingSetup
 from accel_scale.planning.writing import RecipeChoices, WrittenPlan, plan_files, write_files
 from accel_scale.training.flags import ParsedFlags
+from accel_scale.training.parallel_arguments import row_group_size
 from accel_scale.training.planned_setup import setup_of
 from accel_scale.training.resolve import LaunchFacts, resolve
 
@@ -63,7 +64,7 @@ def errors(written: WrittenPlan, machine: Machine) -> list[str]:
     found = diagnose(RunSettings.from_flags(parsed.explicit, parsed.origins), launch, machine).findings
     lines = [finding.one_line() for finding in found if not is_expected(finding.one_line(), machine)]
     try:
-        resolve(parsed, facts_of(launch, machine, emulates_fp8="fp8_emulate" in parsed.explicit))
+        resolve(parsed, facts_of(launch, parsed, machine))
     except ConfigError as error:
         lines.append(error.one_line())
     return lines
@@ -76,18 +77,24 @@ def read(written: WrittenPlan) -> tuple[LaunchFile, ParsedFlags]:
     return read_launch_file(launch_path), read_recipe_flags(["--config_file", str(recipe_path), *emulated])
 
 
+def in_groups(launch: LaunchFile, parsed: ParsedFlags) -> Any:
+    """The launch's strategy as the recipe sees it, with what its own flag says of rows."""
+    size = row_group_size(parsed, launch)
+    return replace(launch.parallel, sequence_parallel_size=size, context_parallel_size=size)
+
+
 def is_expected(line: str, machine: Machine) -> bool:
     """Node 0's address is the user's to write; paging on a CPU is no matter for a rehearsal."""
     return "other nodes cannot reach node 0" in line or (machine is CPU and "paging needs CUDA" in line)
 
 
-def facts_of(launch: LaunchFile, machine: Machine, *, emulates_fp8: bool) -> LaunchFacts:
+def facts_of(launch: LaunchFile, parsed: ParsedFlags, machine: Machine) -> LaunchFacts:
     return LaunchFacts(
-        world_size=launch.num_processes or 1,
+        world_size=(launch.num_processes or 1) // row_group_size(parsed, launch),
         strategy=launch.strategy,
         mixed_precision=launch.mixed_precision,
         # Of a card for fp8 the recipe asks torch itself, and there is none here.
-        device_type="cpu" if emulates_fp8 else machine.device,
+        device_type="cpu" if "fp8_emulate" in parsed.explicit else machine.device,
         supports_bf16=machine.supports_bf16,
     )
 
@@ -129,9 +136,11 @@ def test_written_plans_read_back_as_the_plan(name, tmp_path):
 
 def read_back(written: WrittenPlan, request: Request) -> TrainingSetup:
     launch, parsed = read(written)
-    settings = resolve(parsed, facts_of(launch, cuda(request), emulates_fp8="fp8_emulate" in parsed.explicit))
+    settings = resolve(parsed, facts_of(launch, parsed, cuda(request)))
     as_launched = SimpleNamespace(
-        parallel=launch.parallel, world_size=launch.num_processes, local_world_size=request.machine.gpus_per_node
+        parallel=in_groups(launch, parsed),
+        world_size=launch.num_processes,
+        local_world_size=request.machine.gpus_per_node,
     )
     found = setup_of(settings, as_launched, settings.values.get("attn_implementation") or "sdpa")
     # Full fine-tuning has no adapters, so nothing is written about them.

@@ -71,6 +71,14 @@ def test_processes_of_every_kind_of_launch(name: str, num_processes: int) -> Non
     assert rehearsed_processes(read_launch_file(CONFIGS / f"{name}.yaml"))[0] == num_processes
 
 
+def test_ranks_that_share_rows_become_two_and_groups_of_them_too() -> None:
+    ddp, hybrid = (read_launch_file(CONFIGS / f"{name}.yaml") for name in ("ddp_multinode", "fsdp2_hybrid"))
+    assert rehearsed_processes(ddp, 16)[0] == 2, "one group of all 16"
+    assert rehearsed_processes(ddp, 4)[0] == 4
+    assert rehearsed_processes(hybrid, 2)[0] == 8
+    assert rehearsed_processes(read_launch_file(CONFIGS / "fsdp2_sp.yaml"), 2)[0] == 4, "the file says so itself"
+
+
 def test_a_large_mesh_is_cut_along_every_dimension(tmp_path: Path) -> None:
     text = (CONFIGS / "fsdp2_hybrid.yaml").read_text()
     text = text.replace("num_processes: 4", "num_processes: 64").replace("shard_size: 2", "shard_size: 8")

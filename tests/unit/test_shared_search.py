@@ -45,10 +45,17 @@ def test_nothing_is_shared_while_data_parallelism_fits():
     assert all(candidate.setup.parallel.model_parallel == 1 for candidate in plan.candidates)
 
 
-def test_the_fine_tuning_recipe_never_shares_the_model():
+def test_the_fine_tuning_recipe_shares_long_rows_and_nothing_else():
     request = replace(asked("Llama-3.1-8B", 8, global_batch_size=8, sequence_length=131072), recipe="sft")
-    assert search(request).best is None
-    assert search(replace(request, recipe="pretrain")).best is not None
+    plan = search(request)
+    assert plan.best.setup.parallel.sequence_parallel > 1
+    assert all(c.setup.parallel.tensor_parallel * c.setup.parallel.pipeline_parallel == 1 for c in plan.candidates)
+    # 4-bit weights too, which stay as they are: what is exchanged is activations.
+    assert search(replace(request, methods=("qlora",))).best.setup.parallel.sequence_parallel > 1
+    # Where rows are short no degree of it helps, and nothing else is shared.
+    too_large = replace(request, model=load_model_facts("Llama-3.1-405B"), sequence_length=2048)
+    assert search(too_large).best is None
+    assert search(replace(too_large, recipe="pretrain", machine=h100s(512), global_batch_size=512)).best is not None
 
 
 def test_a_row_that_does_not_fit_is_shared():
