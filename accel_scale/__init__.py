@@ -56,6 +56,7 @@ _EXPORTS: dict[str, str] = {
     "AtomicSavingMixin": "accel_scale.training.saving",
     "save_atomically": "accel_scale.training.saving",
     "save_final": "accel_scale.training.saving",
+    "SequenceParallelMixin": "accel_scale.training.sequence_mixin",
     "create_schedule": "accel_scale.training.schedules",
     "scaled_learning_rate": "accel_scale.training.schedules",
     "verify_checkpoint": "accel_scale.training.verification",

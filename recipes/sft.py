@@ -268,6 +268,8 @@ def load(run: Run) -> Any:
         **(args.model_init_kwargs or {}),
     )
     args.model_init_kwargs = None
+    if args.ddp_find_unused_parameters is None:
+        args.ddp_find_unused_parameters = False  # every weight of a causal model is used; looking takes time
     if quantization is not None:
         adapters.prepare_quantized_base(model, use_reentrant=settings.use_reentrant)
     # An 8-bit base finds its outlier features over the whole batch: there every row depends on every other a little.

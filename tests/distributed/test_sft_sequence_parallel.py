@@ -7,6 +7,7 @@ from pathlib import Path
 
 import parity
 import pytest
+import torchrun
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("shared_data")]
 EVALUATED = ("--eval_strategy", "steps", "--eval_steps", "2", "--dataset_test_split", "train")
@@ -25,6 +26,7 @@ def launched(name: str, folder: Path, *more: str) -> dict[str, tuple[parity.Resu
         "packed": [*flags(folder, packed=True, rows=2), *more],
     }
     results = parity.run_launch(name, runs, folder)
+    assert not any("Warning" in log.read_text() for log in folder.glob("*.log*") if log.is_file())
     return {run: (results[run], json.loads((folder / run / "run_summary.json").read_text())) for run in runs}
 
 
@@ -48,6 +50,14 @@ def test_two_ranks_with_parts_of_rows_are_one_process_with_whole_ones(whole, tmp
             2,
             expected["settings"]["gradient_accumulation_steps"],
         )
+
+
+def test_a_trainer_of_ones_own() -> None:
+    found = torchrun.cases("sequence_trainer_run.py", 2)["losses"]
+    for attention in ("sdpa", "eager"):
+        parts, whole = found[attention]["parts"], found[attention]["whole"]
+        assert whole[0] - whole[-1] > 0.5
+        assert parts == pytest.approx(whole, rel=1e-6), attention
 
 
 def test_evaluation_counts_each_row_once_where_two_groups_share_rows(tmp_path) -> None:

@@ -47,6 +47,6 @@ def torchrun(
 def cases(script: str, num_processes: int, *arguments: str) -> dict[str, dict[str, Any]]:
     """The lines of JSON that `script` printed, by their ``case``."""
     lines = [
-        json.loads(line) for line in torchrun(script, num_processes, *arguments).splitlines() if line.startswith("{")
+        json.loads(line) for line in torchrun(script, num_processes, *arguments).splitlines() if line.startswith('{"')
     ]
     return {line.pop("case"): line for line in lines}
