@@ -128,7 +128,7 @@ class StepJudge:
             }
             for part in micro_batches
         ]
-        parts: list[dict[str, Any]] = gather_object(mine)
+        parts = joined(gather_object(mine))
         if not self._accelerator.is_main_process:
             return
         event = {
@@ -145,6 +145,24 @@ class StepJudge:
         }
         append_event(self._output_dir, event)
         self._say(console_line(event))
+
+
+def joined(micro_batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of ranks that share rows as one, with the sum of their losses, which are of parts of the rows.
+
+    Args:
+        micro_batches: ``rank``, ``loss`` and ``rows`` of each, in order of rank.
+    """
+    found: list[dict[str, Any]] = []
+    of_rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for part in micro_batches:
+        rows = tuple(part["rows"])
+        first = of_rows.setdefault(rows, part) if rows else part
+        if first["rank"] == part["rank"]:  # a rank may draw the same rows again
+            found.append(part)
+        else:
+            first["loss"] += part["loss"]
+    return found
 
 
 def stop_run(accelerator: Any, outcome: StepOutcome, *, program: str = "training") -> None:

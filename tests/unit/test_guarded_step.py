@@ -14,7 +14,7 @@ from accel_scale import ConfigError, Guard, GuardedStep, GuardSettings
 from accel_scale.training.guard import GUARD_STATUS
 from accel_scale.training.precision import enable_fp16_on_cpu
 from accel_scale.training.step_gate import lowered, make_gate
-from accel_scale.training.step_judge import stop_run
+from accel_scale.training.step_judge import joined, stop_run
 
 pytestmark = pytest.mark.slow
 
@@ -106,6 +106,24 @@ def test_events_name_rows_and_numbers(tmp_path, capsys):
     assert [part["rows"] for part in first["micro_batches"]] == [["a", "b", "c"], [7, 8, 9]]
     assert (second["step"], second["loss"], second["reason"]) == (42, 3.5, "gradient norm is nan")
     assert "rows whose loss is not finite: 7, 8, 9" in capsys.readouterr().out.splitlines()[0]
+
+
+def test_ranks_with_parts_of_the_same_rows_name_them_once():
+    parts = [
+        {"rank": 0, "loss": 1.0, "rows": ["a", "b"]},
+        {"rank": 0, "loss": 2.0, "rows": ["c"]},
+        {"rank": 1, "loss": 0.5, "rows": ["a", "b"]},
+        {"rank": 1, "loss": float("inf"), "rows": ["c"]},
+        {"rank": 2, "loss": 4.0, "rows": ["d"]},
+        {"rank": 3, "loss": 0.25, "rows": []},
+    ]
+    found = joined(parts)
+    assert [(part["rank"], part["loss"], part["rows"]) for part in found] == [
+        (0, 1.5, ["a", "b"]),
+        (0, float("inf"), ["c"]),
+        (2, 4.0, ["d"]),
+        (3, 0.25, []),
+    ]
 
 
 def test_rows_may_be_named_at_the_end(tmp_path):
