@@ -5,7 +5,9 @@
 
 Weak scaling keeps the rows per rank, strong scaling the rows per optimizer step (more ranks, less accumulation).
 Checkpoints, validation and samples are left out. On a CPU every rank has the same number of cores in all runs, so a
-run on one rank leaves the others' idle: what is compared is what communication and the shared memory bus cost.
+run on one rank leaves the others' idle: what is compared is what communication and the shared memory bus cost. There
+the prediction is the smallest run's computing and what its collectives take over the links of `accel-scale comm
+--measure`; on GPUs it is the planner's.
 """
 
 from __future__ import annotations
@@ -17,10 +19,14 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from accel_scale.errors import ConfigError
 
-_VALUE_FLAGS = ("--config_file", "--ranks", "--kind", "--steps", "--keep")
+if TYPE_CHECKING:
+    from accel_scale.planning.link_fit import MeasuredLinks
+
+_VALUE_FLAGS = ("--config_file", "--ranks", "--kind", "--steps", "--keep", "--links")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kind", choices=("weak", "strong", "both"), default="both", help="default: both")
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps of each run (default: 20)")
     parser.add_argument("--keep", metavar="FOLDER", help="keep logs and results here")
+    parser.add_argument("--links", metavar="FILE", help="measured by accel-scale comm (default: the last ones here)")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     parser.add_argument("recipe", nargs="+", help="the recipe and its flags, as after accelerate launch")
 
@@ -71,9 +78,10 @@ def _run(args: argparse.Namespace, work: Path) -> int:
     ranks = _ranks(args.ranks, available)
     threads = None if machine.num_devices else cores // ranks[-1]
     micro = int(recipe.value("per_device_train_batch_size", 8))
+    links = _links(args.links, is_needed=not machine.num_devices)
     runs = scaling_runs(ranks, KINDS if args.kind == "both" else (args.kind,), micro)
     results = measure(
-        runs, launch, recipe, work, num_steps=args.steps, threads_per_rank=threads,
+        runs, launch, recipe, work, num_steps=args.steps, threads_per_rank=threads, links=links,
         on_start=lambda r: print(f"{r.num_ranks} ranks, {r.global_batch_size} rows per step …", file=sys.stderr),
     )  # fmt: skip
     rows = [
@@ -98,6 +106,20 @@ def _run(args: argparse.Namespace, work: Path) -> int:
             f"{row['efficiency']:>10.0%} {predicted:>10}"
         )
     return 0
+
+
+def _links(name: str | None, *, is_needed: bool) -> MeasuredLinks | None:
+    """Those of the file, or the last ones measured here where the planner has no others."""
+    from accel_scale.planning.link_fit import default_path, load_links
+
+    if name is not None:
+        return load_links(name)
+    if not is_needed:
+        return None
+    if default_path().is_file():
+        return load_links(default_path())
+    print("note: no prediction without this machine's links; accel-scale comm --measure finds them.", file=sys.stderr)
+    return None
 
 
 def _ranks(text: str | None, available: int) -> list[int]:

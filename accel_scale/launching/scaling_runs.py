@@ -7,14 +7,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
 from accel_scale.launching.launch_file import LaunchFile
 from accel_scale.launching.recipe_command import RecipeCommand
 from accel_scale.launching.rehearse import error_lines
+
+if TYPE_CHECKING:
+    from accel_scale.planning.link_fit import MeasuredLinks
 
 KINDS = ("weak", "strong")
 # What says nothing about speed, or would be done once per run.
@@ -47,12 +50,17 @@ class ScalingResult:
 
     Attributes:
         tokens_per_second: Of all ranks.
-        predicted_step_seconds: By the planner, for the devices here; None on a CPU.
+        predicted_step_seconds: By the planner, for the devices here; on a CPU, whose speed it does not know, see
+            `with_measured_compute`.
+        step_seconds: Measured, on average.
+        communication_seconds: Of a step's collectives, over links that were measured; None without those.
     """
 
     run: ScalingRun
     tokens_per_second: float
     predicted_step_seconds: float | None
+    step_seconds: float = 0.0
+    communication_seconds: float | None = None
 
 
 def scaling_runs(ranks: Sequence[int], kinds: Sequence[str], micro_batch_size: int) -> list[ScalingRun]:
@@ -96,6 +104,24 @@ def predicted_efficiency(result: ScalingResult, results: Sequence[ScalingResult]
     return speeds[0] / speeds[1]
 
 
+def with_measured_compute(results: Sequence[ScalingResult]) -> list[ScalingResult]:
+    """Predictions where the planner has none: the smallest run's step without its communication, and the others'.
+
+    Computing takes a rank as long for a row in all runs, and nothing of the communication is hidden, since the
+    processor does both.
+    """
+    found = []
+    for result in results:
+        first = min((r for r in results if r.run.kind == result.run.kind), key=lambda r: r.run.num_ranks)
+        own, firsts = result.communication_seconds, first.communication_seconds
+        if result.predicted_step_seconds is None and own is not None and firsts is not None:
+            rows, first_rows = (r.run.global_batch_size / r.run.num_ranks for r in (result, first))
+            compute = max(first.step_seconds - firsts, 0.0) * rows / first_rows
+            result = replace(result, predicted_step_seconds=compute + own)
+        found.append(result)
+    return found
+
+
 def measure(
     runs: Sequence[ScalingRun],
     launch: LaunchFile,
@@ -104,6 +130,7 @@ def measure(
     *,
     num_steps: int,
     threads_per_rank: int | None,
+    links: MeasuredLinks | None = None,
     on_start: Callable[[ScalingRun], None] = lambda run: None,
 ) -> list[ScalingResult]:
     """Launch `runs` one after the other.
@@ -112,6 +139,7 @@ def measure(
         work: For outputs and logs.
         num_steps: Optimizer steps of each run; the first is not timed.
         threads_per_rank: Cores that every rank computes with, the same in all runs; None on accelerators.
+        links: Of this machine, for predictions on a CPU.
 
     Raises:
         ConfigError: if a run fails, with its own last words.
@@ -124,8 +152,28 @@ def measure(
             known[shape] = _launch(run, launch, recipe, work, num_steps, threads_per_rank)
         summary = known[shape]
         compared = (summary.get("plan") or {}).get("compared") or {}
-        results.append(ScalingResult(run, float(summary["tokens_per_second"]), compared.get("step_seconds")))
-    return results
+        speed = float(summary["tokens_per_second"])
+        results.append(
+            ScalingResult(
+                run,
+                speed,
+                compared.get("step_seconds"),
+                float(summary["tokens"]) / summary["steps"] / speed,
+                communication_seconds(summary.get("plan"), run.num_ranks, links),
+            )
+        )
+    return with_measured_compute(results)
+
+
+def communication_seconds(plan: Mapping[str, Any] | None, num_ranks: int, links: MeasuredLinks | None) -> float | None:
+    """Of a step whose collectives a summary's `plan` lists, over measured `links`; None without either."""
+    from accel_scale.planning.communication import Collective, collective_seconds
+    from accel_scale.planning.hardware import Gpu, Machine
+
+    if links is None or plan is None:
+        return None
+    machine = Machine(Gpu("CPU", 0, 0), num_gpus=num_ranks, gpus_per_node=num_ranks, links=links)
+    return sum(collective_seconds(Collective(**entry), machine) for entry in plan["collectives"])
 
 
 def command_of(
@@ -143,6 +191,7 @@ def command_of(
         "max_steps": num_steps,
         "logging_steps": num_steps,
         "output_dir": out,
+        "plan": "check",  # which lists what is communicated, on a CPU too
     }
     short = recipe.without({*_DROPPED, *flags}, out.parent).with_flags(**flags)
     return [*words, str(short.script), *short.words]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
 from accel_scale.planning import hardware
 from accel_scale.planning.changes import cheapest_changes
+from accel_scale.planning.communication import step_collectives
 from accel_scale.planning.memory import MemoryEstimate, predict_memory
 from accel_scale.planning.model_config import facts_from_config
 from accel_scale.planning.model_facts import ModelFacts
@@ -138,6 +139,7 @@ class RunPlan:
                 **self.memory.as_dict(),
                 "step_seconds": None if self.time is None else self.time.step_seconds,
             },
+            "collectives": [asdict(entry) for entry in step_collectives(self.facts, self.here or self.setup)],
         }
 
 

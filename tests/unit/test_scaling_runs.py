@@ -18,7 +18,10 @@ from accel_scale.launching.scaling_runs import (
     efficiency,
     predicted_efficiency,
     scaling_runs,
+    with_measured_compute,
 )
+from accel_scale.planning.link_fit import FittedLink, MeasuredLinks, save_links
+from accel_scale.planning.links import Link
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIG = {
@@ -46,6 +49,21 @@ def test_efficiency_is_per_rank_against_the_smallest_run_of_its_kind() -> None:
     assert [efficiency(result, results) for result in results] == pytest.approx([1.0, 0.9, 1.0, 0.8])
     assert predicted_efficiency(results[1], results) == pytest.approx(0.8)
     assert predicted_efficiency(results[3], results) is None
+
+
+def test_a_cpu_is_predicted_by_the_smallest_run_and_the_communication() -> None:
+    """A rank computes 9 s for 8 rows; nothing of the communication is hidden."""
+    results = [
+        ScalingResult(ScalingRun("weak", 2, 8, 16), 1000.0, None, 10.0, 1.0),
+        ScalingResult(ScalingRun("weak", 4, 8, 32), 1500.0, None, 12.0, 3.0),
+        ScalingResult(ScalingRun("strong", 2, 8, 32), 1000.0, None, 19.0, 1.0),
+        ScalingResult(ScalingRun("strong", 4, 8, 32), 1500.0, None, 13.0, 3.0),
+    ]
+    predicted = with_measured_compute(results)
+    assert [result.predicted_step_seconds for result in predicted] == pytest.approx([10.0, 12.0, 19.0, 12.0])
+    assert [predicted_efficiency(r, predicted) for r in predicted] == pytest.approx([1, 10 / 12, 1, 19 / 24])
+    unknown = with_measured_compute([*results[:1], ScalingResult(ScalingRun("weak", 4, 8, 32), 1500.0, None, 12.0)])
+    assert unknown[1].predicted_step_seconds is None
 
 
 def test_what_says_nothing_about_speed_is_left_out(tmp_path: Path) -> None:
@@ -90,7 +108,11 @@ def test_one_and_two_ranks_are_really_measured(tmp_path: Path, capsys: pytest.Ca
     recipe = [str(REPOSITORY / "recipes" / "pretrain.py"), "--model_config", str(tmp_path / "config.json")]
     recipe += ["--tokenizer", "byte", "--data", str(tmp_path / "text.txt"), "--text_documents", "line"]
     recipe += ["--max_length", "64", "--per_device_train_batch_size", "2", "--dataloader_num_workers", "0"]
+    # A ring of two sends each gradient once: 1 MB/s makes communication the larger part of a step.
+    fit = FittedLink("all_reduce", "ring", 2, Link(1e6, 1e-6), (), ())
+    save_links(MeasuredLinks("gloo", "a processor", {"all_reduce": fit}, {}), tmp_path / "links.json")
     flags = ["--config_file", str(tmp_path / "ddp.yaml"), "--ranks", "1,2", "--kind", "weak", "--steps", "6", "--json"]
+    flags += ["--links", str(tmp_path / "links.json")]
     assert main(["scaling-test", *flags, "--keep", str(tmp_path / "kept"), *recipe]) == 0
     found = json.loads(capsys.readouterr().out)
     one, two = found["runs"]
@@ -100,3 +122,8 @@ def test_one_and_two_ranks_are_really_measured(tmp_path: Path, capsys: pytest.Ca
     summary = json.loads((tmp_path / "kept" / "2_ranks_4_rows" / "run_summary.json").read_text())
     assert summary["world_size"] == 2
     assert summary["tokens_per_second"] == two["tokens_per_second"]
+    [reduced] = summary["plan"]["collectives"]
+    gradients = 4 * summary["parameters"]["trainable"]
+    assert (reduced["kind"], reduced["num_bytes"], reduced["workers"]) == ("all_reduce", gradients, 2)
+    step = 2 * 64 / one["tokens_per_second"]
+    assert two["predicted_efficiency"] == pytest.approx(step / (step + gradients / 1e6), rel=0.01)
