@@ -1,6 +1,6 @@
 """A trainer of one's own from accel-scale's mixins and TRL's, as docs/model-parallelism.md shows it.
 
-Run by test_sft_sequence_parallel.py under torchrun on two processes; rank 0 prints what they trained with parts of
+Run by test_sft_sequence_parallel.py under torchrun on four processes; rank 0 prints what they trained with parts of
 rows, and then with whole ones.
 """
 
@@ -26,31 +26,38 @@ class LongRowTrainer(SequenceParallelMixin, FastLossMixin, SFTTrainer):
     """LongRowTrainer(model, args=…, train_dataset=…, sp_size=2); no sp_size in the launch file."""
 
 
-def losses(sp_size: int, rows_per_rank: int, attention: str) -> list[float]:
-    """Of four steps over two rows each, of lengths that two does not divide."""
+def train(sp_size: int, rows_per_rank: int, attention: str) -> dict[str, Any]:
+    """Four steps over four rows each, of lengths that two does not divide, evaluated twice on seven rows."""
     tokenizer = AutoTokenizer.from_pretrained(default_model_path())
     torch.manual_seed(0)
     config = LlamaConfig(**SHAPE, vocab_size=len(tokenizer), num_key_value_heads=2, attn_implementation=attention)
-    texts = ["one " * (3 + 2 * number) + "two three" for number in range(8)]
+    texts = ["one " * (3 + 2 * number) + "two three" for number in range(16)]
     with tempfile.TemporaryDirectory() as folder:
         args = SFTConfig(
             folder, per_device_train_batch_size=rows_per_rank, max_steps=4, learning_rate=1e-2, logging_steps=1,
             report_to="none", save_strategy="no", use_cpu=True, max_length=64, bf16=False, disable_tqdm=True,
+            per_device_eval_batch_size=1, eval_strategy="steps", eval_steps=2,
         )  # fmt: skip
         trainer = LongRowTrainer(
             LlamaForCausalLM(config), args=args, train_dataset=Dataset.from_dict({"text": texts}),
-            processing_class=tokenizer, sp_size=sp_size,
+            eval_dataset=Dataset.from_dict({"text": texts[:7]}), processing_class=tokenizer, sp_size=sp_size,
         )  # fmt: skip
         trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    history = trainer.state.log_history
+    return {
+        "losses": [entry["loss"] for entry in history if "loss" in entry],
+        "evaluated": [entry["eval_loss"] for entry in history if "eval_loss" in entry],
+        "accuracy": [entry["eval_mean_token_accuracy"] for entry in history if "eval_loss" in entry],
+        "tokens": [entry["num_tokens"] for entry in history if "loss" in entry],
+    }
 
 
 def main() -> None:
     found: dict[str, Any] = {}
     for attention in ("sdpa", "eager"):
-        found[attention] = {"parts": losses(2, 2, attention), "whole": losses(1, 1, attention)}
+        found[attention] = {"parts": train(2, 2, attention), "whole": train(1, 1, attention)}
     if dist.get_rank() == 0:
-        print(json.dumps({"case": "losses", **found}))
+        print(json.dumps({"case": "runs", **found}))
 
 
 if __name__ == "__main__":
