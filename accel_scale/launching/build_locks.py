@@ -1,19 +1,32 @@
-"""Locks that killed builds of torch extensions leave behind.
+"""Builds of torch extensions: locks that killed ones leave behind, and the ninja that all of them should use.
 
 `torch.utils.file_baton.FileBaton` waits for a lock to go away without a limit: one killed build hangs all later runs.
 The process that holds a lock keeps the file open, which Linux shows under `/proc`.
+
+torch takes the first ninja on the PATH. Versions do not read each other's logs and build all anew (five minutes for
+DeepSpeed's operations): the system's, where the environment is not activated, after the environment's own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
+import sysconfig
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["build_locks", "remove_abandoned_locks", "stale_build_locks"]
+__all__ = ["build_locks", "remove_abandoned_locks", "stale_build_locks", "use_own_ninja"]
+
+
+def use_own_ninja() -> None:
+    """Put this environment's ninja, if it has one, before others on this process's PATH."""
+    scripts = sysconfig.get_path("scripts")
+    own = shutil.which("ninja", path=scripts)
+    if own is not None and shutil.which("ninja") != own:
+        os.environ["PATH"] = os.pathsep.join([scripts, os.environ.get("PATH", os.defpath)])
 
 
 def build_locks() -> tuple[Path, ...]:

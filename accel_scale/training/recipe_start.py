@@ -32,6 +32,7 @@ class Start:
 
 def start_recipe(parsed: ParsedFlags, *, output_dir: str) -> Start:
     """Call before anything asks torch.distributed or Accelerate for a device; sets up the console too."""
+    from accel_scale.launching.build_locks import use_own_ninja
     from accel_scale.launching.environment import current_launch
     from accel_scale.launching.machine import detect_machine
     from accel_scale.launching.rehearsal import enable_rehearsal_if_needed
@@ -39,6 +40,8 @@ def start_recipe(parsed: ParsedFlags, *, output_dir: str) -> Start:
 
     announcement = enable_rehearsal_if_needed()
     launch = current_launch()
+    if launch.parallel.is_deepspeed:
+        use_own_ninja()
     machine = detect_machine([output_dir, *launch.parallel.nvme_paths])
     set_up_console(is_main=launch.rank == 0, verbose="log_level" in parsed.explicit)
     on_cpu = parsed.explicit.get("use_cpu") or launch.parallel.use_cpu
