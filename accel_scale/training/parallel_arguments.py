@@ -180,11 +180,13 @@ def rows_in_groups(parsed: ParsedFlags, start: Start) -> tuple[Start, int]:
     Raises:
         ConfigError: as `row_group_size`.
     """
+    from accel_scale.launching.strategy import is_true
+
     launch = start.launch
     size = row_group_size(parsed, launch)
     if size == 1:
         return start, 1
-    if launch.parallel.sequence_parallel_size > 1:
+    if is_true(os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false")):
         shards = int(os.environ.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", "1"))
         os.environ |= {"PARALLELISM_CONFIG_SP_SIZE": "1", "PARALLELISM_CONFIG_DP_SHARD_SIZE": str(shards * size)}
         if launch.parallel.name == "ddp":
