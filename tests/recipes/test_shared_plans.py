@@ -99,9 +99,19 @@ def test_the_doctor_knows_the_flags_of_model_parallelism(name, flags, error, cap
 
 
 def test_a_recipe_that_cannot_share_is_told_which_can(capsys, tmp_path):
+    cluster = ["--gpu", "H100", "--num_gpus", "256", "--network", "infiniband-8xndr"]
+    assert main(["plan", "Llama-3.1-405B", *cluster, "--max_length", "2048", "--global_batch_size", "256"]) == 1
+    assert "--recipe pretrain (FSDP2 × TP8 × PP16, " in capsys.readouterr().out
+
+
+def test_long_rows_are_shared_by_the_fine_tuning_recipe(capsys, tmp_path):
     words = ["plan", "Llama-3.1-8B", "--gpu", "H100", "--num_gpus", "8", "--max_length", "131072"]
-    assert main([*words, "--global_batch_size", "8"]) == 1
-    assert "--recipe pretrain (FSDP2 × SP4, " in capsys.readouterr().out
+    assert main([*words, "--global_batch_size", "8", "--write", str(tmp_path / "plan")]) == 0
+    said = capsys.readouterr().out
+    assert "FSDP2 × SP2" in said
+    assert "builds the whole model" not in said, "Accelerate loads on one rank and sends shards"
+    assert "sp_size: 2" in (tmp_path / "plan" / "recipe.yaml").read_text()
+    assert "parallelism_config" not in (tmp_path / "plan" / "launch.yaml").read_text()
 
 
 @pytest.mark.slow
