@@ -30,6 +30,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from accel_scale.launching.leaving import leave_process_group
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = REPOSITORY / "benchmarks" / "results" / "pipeline_bubble.json"
 SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1))
@@ -182,7 +184,7 @@ def run_rank(args: argparse.Namespace) -> None:
             line = {"p": dist.get_world_size(), "m": count, "schedule": schedule, "stages_per_rank": stages, **found}
             if dist.get_rank() == 0:
                 print(json.dumps(line), flush=True)
-    dist.destroy_process_group()
+    leave_process_group()
 
 
 def launch(size: int, args: argparse.Namespace, kind: str) -> list[dict[str, Any]]:

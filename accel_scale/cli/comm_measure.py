@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
+from accel_scale.launching.leaving import leave_process_group
 
 if TYPE_CHECKING:
     from accel_scale.planning.link_fit import MeasuredLinks
@@ -130,13 +131,12 @@ def _on_processes(args: argparse.Namespace, work: Callable[..., Any], processes:
     if not launched_processes():
         print(f"running on {processes} processes of this machine", file=sys.stderr)
         return run_locally(work, processes, args.backend, *rest)
-    import torch.distributed as dist
 
     place = join_launch(args.backend)
     try:
         found = work(place, *rest)
     finally:
-        dist.destroy_process_group()
+        leave_process_group()
     return found if place.rank == 0 else None
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_scale.errors import ConfigError
+from accel_scale.launching.leaving import leave_process_group
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,6 @@ def _process(
     from accel_scale.quiet import quiet_imports
 
     quiet_imports()  # before the libraries that would print at import
-    import torch.distributed as dist
 
     _die_with_parent()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
@@ -112,7 +112,7 @@ def _process(
         found = {"error": {"problem": error.problem, "place": error.place, "fix": error.fix}}
     if rank == 0:
         Path(answer).write_text(json.dumps(found), encoding="utf-8")
-    dist.destroy_process_group()
+    leave_process_group()
 
 
 def _die_with_parent() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from accel_scale.errors import ConfigError
+from accel_scale.launching.leaving import let_go_of_collectives
 from accel_scale.training.hang_watch import BACKEND_MARGIN_SECONDS, DEFAULT_TIMEOUT_SECONDS, HangWatch, follow_steps
 from accel_scale.units import parse_duration
 
@@ -36,6 +37,7 @@ def watch_accelerator(accelerator: Any, text: str | None, program: str) -> HangW
 
     def end() -> None:
         watch.close()
+        let_go_of_collectives()
         end_training()
 
     accelerator.end_training = end

@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
+from accel_scale.launching.leaving import let_go_of_collectives
 from accel_scale.training.preparing import (
     adjust_groups,
     prepare_model,
@@ -57,6 +58,7 @@ def make_accelerator(scale: ScalePlugin, kwargs: dict[str, Any]) -> Any:
         def end_training(self) -> None:
             if self.memory_recovery is not None:
                 self.memory_recovery.close()
+            let_go_of_collectives()
             super().end_training()
 
         def prepare(self, *args: Any, **kwargs: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from accel_scale.launching.leaving import let_go_of_collectives
 from accel_scale.training.guard import GUARD_STATUS, Decision, Guard
 from accel_scale.training.guard_events import append_event, console_line
 
@@ -175,6 +176,7 @@ def stop_run(accelerator: Any, outcome: StepOutcome, *, program: str = "training
     if accelerator.is_main_process:
         print(f"{program}: the guard stops the run: {outcome.reason}", file=sys.stderr, flush=True)
     accelerator.wait_for_everyone()  # the launcher ends the others as soon as one has left
+    let_go_of_collectives()
     accelerator.end_training()
     raise SystemExit(GUARD_STATUS)
 

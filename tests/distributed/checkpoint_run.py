@@ -28,6 +28,7 @@ from run_recipe_forked import run_once
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from accel_scale import ConfigError
+from accel_scale.launching.leaving import let_go_of_collectives
 from accel_scale.launching.rehearsal import enable_rehearsal_if_needed
 from accel_scale.training.checkpoints import EXIT_NOT_SAVED, EXIT_STOPPED, CheckpointManager, CheckpointNotSaved
 from accel_scale.training.preparing import step_once_per_update
@@ -151,6 +152,7 @@ def one(args: argparse.Namespace) -> None:
         print(f"rank {accelerator.process_index} pid {os.getpid()} step {step}", flush=True)
         if stopping:
             manager.finish()
+            let_go_of_collectives()
             accelerator.end_training()
             print(f"leaving with {EXIT_STOPPED}", flush=True)
             sys.exit(EXIT_STOPPED)
@@ -159,6 +161,7 @@ def one(args: argparse.Namespace) -> None:
     report["learning_rate"] = optimizer.param_groups[0]["lr"]
     if accelerator.is_main_process:
         Path(args.report).write_text(json.dumps(report))
+    let_go_of_collectives()
     accelerator.end_training()
 
 

@@ -22,6 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from accel_scale import CheckpointManager, Guard, GuardedStep, GuardSettings
+from accel_scale.launching.leaving import let_go_of_collectives
 from accel_scale.launching.rehearsal import enable_rehearsal_if_needed
 from accel_scale.training.ddp_hooks import DdpHookMixin, DdpSettings, hook_of, use_ddp_settings
 from accel_scale.training.powersgd import PowerSgd
@@ -253,6 +254,7 @@ def main() -> None:
     found["trainer_resumed"] = float((again - whole).abs().max())
     if accelerator.is_main_process:
         print("REPORT " + json.dumps(found), flush=True)
+    let_go_of_collectives()
     accelerator.end_training()
 
 

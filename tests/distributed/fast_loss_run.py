@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from accel_scale.launching.leaving import leave_process_group
 from accel_scale.training.fast_loss import add_fast_lm_head
 from accel_scale.training.packed_attention import register_packed_attention
 
@@ -82,7 +83,7 @@ def main() -> None:
         largest = max(grad.abs().max().item() for grad in expected.values())
         if rank == 0:
             print(json.dumps({"case": name, "difference": worst, "largest": largest, "num_grads": len(found)}))
-    dist.destroy_process_group()
+    leave_process_group()
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from accel_scale.launching.leaving import leave_process_group
+
 SHAPE = {
     "hidden_size": 256,
     "intermediate_size": 704,
@@ -57,4 +59,4 @@ if __name__ == "__main__":
     found = {name: peak_bytes(*case) for name, case in CASES.items()}
     if dist.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(found))
-    dist.destroy_process_group()
+    leave_process_group()

@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from accel_scale.launching.leaving import leave_process_group
+
 TIMEOUT_SECONDS = 5.0
 STOP_AT = 3
 
@@ -92,7 +94,7 @@ def rank_main(scenario: str, rank: int, port: int) -> None:
         optimizer.zero_grad()
         position["step"] += 1
     watch.close()
-    dist.destroy_process_group()
+    leave_process_group()
 
 
 def child_main(scenario: str, rank: int, port: int, log: str) -> int:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from transformers import CONFIG_MAPPING, set_seed
 
 from accel_scale.errors import ConfigError
+from accel_scale.launching.leaving import leave_process_group
 from accel_scale.training.mapped_weights import build_once_per_server
 from accel_scale.training.pretrain_model import skeleton_of
 from accel_scale.training.scratch import model_from_nothing
@@ -112,4 +113,4 @@ if __name__ == "__main__":
     dist.all_gather_object(everyone, results)
     if dist.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(everyone))
-    dist.destroy_process_group()
+    leave_process_group()

@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from accel_scale.launching.leaving import let_go_of_collectives
 from accel_scale.launching.rehearsal import enable_rehearsal_if_needed
 from accel_scale.training.checkpointing import CheckpointingPolicy, apply_checkpointing
 from accel_scale.training.fast_loss import add_fast_lm_head
@@ -185,6 +186,7 @@ def main() -> None:
                 "steps": recovery.recovered_steps,
             }
             print(json.dumps(case), flush=True)
+    let_go_of_collectives()
     accelerator.end_training()
 
 

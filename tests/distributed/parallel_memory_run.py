@@ -21,6 +21,7 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.tensor import DTensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from accel_scale.launching.leaving import leave_process_group
 from accel_scale.parallel.layout import DIMENSIONS, ParallelLayout
 from accel_scale.parallel.pipeline import PipelineSettings
 from accel_scale.training.checkpointing import CheckpointingPolicy, apply_checkpointing
@@ -138,4 +139,4 @@ if __name__ == "__main__":
         found[case] = everyone
     if dist.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(found))
-    dist.destroy_process_group()
+    leave_process_group()

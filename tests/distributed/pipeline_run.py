@@ -24,6 +24,7 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from accel_scale.launching.leaving import leave_process_group
 from accel_scale.parallel.layout import ParallelLayout, build_mesh
 from accel_scale.parallel.pipeline import (
     Pipeline,
@@ -252,7 +253,7 @@ def main() -> None:
         found = run_case(case, Path(str(folder[0])) / str(case["name"]))
         if dist.get_rank() == 0:
             print(json.dumps(found), flush=True)
-    dist.destroy_process_group()
+    leave_process_group()
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, Trainer, TrainingArguments
 
+from accel_scale.launching.leaving import leave_process_group
 from accel_scale.launching.rehearsal import enable_rehearsal_if_needed
 from accel_scale.training.gathering import wait_for_everyone
 from accel_scale.training.saving import AtomicSavingMixin, CheckpointMismatch, save_final, verify_checkpoint
@@ -138,6 +139,7 @@ def main() -> None:
         report["caught_everywhere"] = len(set(messages)) == 1
     if resumed.args.should_save:
         (folder / "report.json").write_text(json.dumps(report))
+    leave_process_group()
 
 
 if __name__ == "__main__":

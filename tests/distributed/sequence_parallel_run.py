@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from accel_scale.launching.leaving import leave_process_group
 from accel_scale.parallel.layout import ParallelLayout, build_mesh
 from accel_scale.parallel.pipeline import Pipeline, PipelineSettings, split_model, stages_of_rank
 from accel_scale.parallel.sequence import check_sequence_parallel, check_ulysses, cut_batch, enable_ulysses, uncut_rows
@@ -331,7 +332,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         for name, result in results.items():
             print(json.dumps({"case": name, **result}))
-    dist.destroy_process_group()
+    leave_process_group()
 
 
 if __name__ == "__main__":

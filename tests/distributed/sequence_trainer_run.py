@@ -18,6 +18,7 @@ from trl import SFTConfig, SFTTrainer
 
 from accel_scale import FastLossMixin, SequenceParallelMixin
 from accel_scale.data.default import default_model_path
+from accel_scale.launching.leaving import leave_process_group
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 
@@ -58,6 +59,7 @@ def main() -> None:
         found[attention] = {"parts": train(2, 2, attention), "whole": train(1, 1, attention)}
     if dist.get_rank() == 0:
         print(json.dumps({"case": "runs", **found}))
+    leave_process_group()
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from accel_scale.launching.leaving import leave_process_group
 from accel_scale.parallel.gradient_norm import clip_gradients, global_grad_norm
 from accel_scale.parallel.layout import ParallelLayout, build_mesh
 from accel_scale.parallel.tensor import apply_tensor_parallel, gather_state, plain_shapes
@@ -339,7 +340,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     {"pair": pair, "sharded": sharded}[sys.argv[1]]()
-    dist.destroy_process_group()
+    leave_process_group()
 
 
 if __name__ == "__main__":

@@ -104,6 +104,7 @@ def test_servers_are_measured_on_both_levels_and_the_planner_reads_them(tmp_path
     assert seconds["hierarchical"] == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.soak
 def test_bucket_sizes_are_timed(tmp_path: Path) -> None:
     words = [
         "--ddp_buckets",

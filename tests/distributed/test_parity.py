@@ -7,8 +7,10 @@ import pytest
 
 # The same strategies over several machines: one machine's launch of them is among the others.
 MULTINODE = {"ddp_multinode", "fsdp2_multinode", "zero3_multinode"}
+# What ZeRO-Infinity does too, whose file is among the others.
+LONG = {*MULTINODE, "zero3_offload"}
 NAMES = [
-    pytest.param(name, marks=[pytest.mark.soak] if name in MULTINODE else [])
+    pytest.param(name, marks=[pytest.mark.soak] if name in LONG else [])
     for name in parity.launch_names()
     if name != parity.REFERENCE
 ]

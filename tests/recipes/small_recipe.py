@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 
 from accel_scale.errors import ConfigError, user_errors
+from accel_scale.launching.leaving import let_go_of_collectives
 from accel_scale.training.flags import parse_flags
 
 PROGRAM = "small_recipe.py"
@@ -51,6 +52,7 @@ def main() -> None:
         log.write(step, eval_loss=float(loss.detach()))
         time.sleep(args.step_seconds)
     accelerator.print("reached the end")
+    let_go_of_collectives()
     accelerator.end_training()
 
 

@@ -235,7 +235,7 @@ def test_plans_that_share_the_model_are_not_written_for_a_recipe_that_cannot(tmp
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", ["ddp-lora"])
 def test_a_written_plan_is_rehearsed(name, tmp_path):
