@@ -149,12 +149,15 @@ def one(args: argparse.Namespace) -> None:
         stopping = manager.should_stop()
         if step == args.save_at or stopping or (args.save_every and step % args.save_every == 0):
             manager.save(step, {"rows": step * GLOBAL_BATCH_SIZE}, final=stopping)
-        print(f"rank {accelerator.process_index} pid {os.getpid()} step {step}", flush=True)
+        # One write: print() without a buffer makes two, and the other rank's line may come between.
+        sys.stdout.write(f"rank {accelerator.process_index} pid {os.getpid()} step {step}\n")
+        sys.stdout.flush()
         if stopping:
             manager.finish()
             let_go_of_collectives()
             accelerator.end_training()
-            print(f"leaving with {EXIT_STOPPED}", flush=True)
+            sys.stdout.write(f"leaving with {EXIT_STOPPED}\n")
+            sys.stdout.flush()
             sys.exit(EXIT_STOPPED)
     manager.finish()
     report["counter"] = counter.steps
