@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from warm_python import WarmPython
 
 # Two workers' worth of threads each would fight over two cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads take the cores from the other processes
@@ -14,6 +17,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SHARED_DATA = REPOSITORY.parent / "shared" / "data"
+FOLDERS_THAT_LAUNCH = ("distributed", "library", "recipes")
 
 
 def pytest_configure() -> None:
@@ -36,3 +40,29 @@ def shared_data() -> Path:
     if not SHARED_DATA.is_dir():
         pytest.skip(f"real inputs are not there: {SHARED_DATA}")
     return SHARED_DATA
+
+
+@pytest.fixture(scope="session")
+def warm_python() -> Iterator[WarmPython]:
+    """Servers of processes that have imported the libraries, for the tests of this worker."""
+    warm = WarmPython()
+    yield warm
+    warm.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _launches_start_warm(request: pytest.FixtureRequest) -> Iterator[None]:
+    """``sys.executable`` is a warm one for tests that launch, unless their module says ``WARM_PYTHON = False``.
+
+    A forked process cannot use a GPU that was looked at before the fork, so a machine with one starts all of Python.
+    """
+    import torch
+
+    launches = Path(request.path).parent.name in FOLDERS_THAT_LAUNCH
+    cold = bool(os.environ.get("ACCEL_SCALE_COLD_TESTS")) or sys.platform != "linux" or torch.cuda.is_available()
+    if cold or not getattr(request.module, "WARM_PYTHON", launches):
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys, "executable", str(request.getfixturevalue("warm_python").executable))
+        yield

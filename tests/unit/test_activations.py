@@ -188,6 +188,7 @@ def test_more_tokens_never_need_less(name, setup, more_rows):
     assert more.peak_bytes >= less.peak_bytes
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(facts_drawn, setups_drawn)
 def test_checkpointing_never_keeps_more(name, setup):

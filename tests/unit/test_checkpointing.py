@@ -114,6 +114,7 @@ def test_gradients_are_those_without_checkpointing(family):
         assert all(torch.equal(actual[name], grad) for name, grad in expected.items()), f"{text}, reentrant"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
 def test_saved_bytes_are_what_each_policy_promises(family):
     model, ids = tiny_model(family), batch()
@@ -238,6 +239,7 @@ def plain_gradients(model: nn.Module) -> list[torch.Tensor]:
     return [p.grad.clone() for p in model.parameters()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", POLICIES)
 def test_plain_module(text):
     torch.manual_seed(0)

@@ -202,6 +202,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(start, tmp
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["checkpoint_3", "checkpoint_6.damaged"]
 
 
+@pytest.mark.slow
 def test_every_single_flipped_byte_is_found(start, tmp_path):
     """Of the small files; the checksum is the same for large ones."""
     saved(start, steps=(1,))
@@ -483,6 +484,7 @@ run.manager.finish()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.bin"])
 def test_killed_in_the_middle_of_writing(start, tmp_path, asynchronous, file):
@@ -513,6 +515,7 @@ for step in range(1, 2000):
 """
 
 
+@pytest.mark.slow
 def test_the_death_of_a_launcher_that_does_not_forward_signals_stops_the_run(tmp_path):
     """`accelerate launch` of one process dies of SIGTERM and leaves the process behind."""
     script = tmp_path / "script.py"
@@ -553,6 +556,7 @@ def test_launchers_are_told_apart(tmp_path):
     assert found == {"torchrun": True, "-m": True, "shell": False}
 
 
+@pytest.mark.slow
 def test_exit_status_of_a_stopped_process(tmp_path):
     script = STOPPED.format(here=str(Path(__file__).parent), folder=str(tmp_path / "run"))
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)

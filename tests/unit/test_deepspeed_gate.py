@@ -45,6 +45,7 @@ def test_what_is_used_is_there(cls, names) -> None:
         assert hasattr(cls, name) or f"self.{name} =" in source, name
 
 
+@pytest.mark.slow
 def test_stage_1_and_2_drop_an_overflow_before_they_touch_weights() -> None:
     order = calls(DeepSpeedZeroOptimizer, "step")
     assert order.index("check_overflow") < order.index("scaled_global_norm") < order.index("_update_scale")
@@ -54,6 +55,7 @@ def test_stage_1_and_2_drop_an_overflow_before_they_touch_weights() -> None:
     assert "self._update_scale(self.overflow)" in source
 
 
+@pytest.mark.slow
 def test_stage_3_drops_an_overflow_before_it_touches_weights() -> None:
     order = calls(DeepSpeedZeroOptimizer_Stage3, "step")
     assert order.index("_overflow_check_and_loss_scale_update") < order.index("_get_norm_groups")
@@ -70,6 +72,7 @@ def test_the_engine_holds_its_schedule_back_after_an_overflow() -> None:
     assert source.index("if overflow:") < source.index("self.lr_scheduler.step(")
 
 
+@pytest.mark.slow
 def test_accelerate_steps_in_its_backward_and_asks_the_engine_for_the_norm() -> None:
     source = source_of(DeepSpeedEngineWrapper, "backward")
     assert source.index("self.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients)") < source.index(

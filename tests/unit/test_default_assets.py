@@ -198,6 +198,7 @@ def test_base_text_contains_no_held_out_problem_and_no_conversation(datasets):
     assert checked > 500
 
 
+@pytest.mark.slow
 def test_memory_cannot_answer(datasets):
     """The answer of the most similar training question, and the commonest answer of the task, are mostly wrong."""
     train, heldout = datasets

@@ -58,6 +58,7 @@ def test_command_line_errors():
     assert accel_scale("--version").stdout.startswith("accel-scale ")
 
 
+@pytest.mark.slow
 def test_doctor_of_this_machine_passes():
     done = accel_scale("doctor")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -66,6 +67,7 @@ def test_doctor_of_this_machine_passes():
     assert done.stdout.endswith("No contradictions found.\n")
 
 
+@pytest.mark.slow
 def test_doctor_json_lists_a_launch_files_findings(tmp_path):
     path = tmp_path / "old.yaml"
     path.write_text("distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n  fsdp_version: 1\n")
@@ -77,6 +79,7 @@ def test_doctor_json_lists_a_launch_files_findings(tmp_path):
     assert content["machine"]["num_cores"] == detect_machine().num_cores
 
 
+@pytest.mark.slow
 def test_doctor_explains_swapped_files(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text("method: lora\n")
@@ -153,6 +156,7 @@ def test_terminal_gets_tables_and_a_log_gets_lines():
     assert all(len(line) < 2000 and "│" not in line for line in log.getvalue().splitlines())
 
 
+@pytest.mark.slow
 def test_the_pretraining_recipe_is_read_by_its_own_flags():
     launch = ("--config_file", "accelerate_configs/ddp.yaml", "recipes/pretrain.py")
     for flags, expected in (

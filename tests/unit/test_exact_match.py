@@ -44,6 +44,7 @@ def test_base_model_cannot_answer(model, tokenizer, questions):
     assert sum(score.num_correct for score in result.tasks.values()) == result.num_correct
 
 
+@pytest.mark.slow
 def test_batched_answers_equal_unbatched_ones(model, tokenizer, sayings):
     def predicted(batch_size):
         options = {"batch_size": batch_size, "max_new_tokens": 12, "num_examples": 100}

@@ -38,6 +38,7 @@ def run(guard: Guard, points: list) -> list[str]:
     return [guard.judge(loss, norm).action for loss, norm in points]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", [0.01, 0.1, 0.4])
 def test_false_alarms_on_a_noisy_falling_curve_are_rare(noise: float) -> None:
     alarms = judged = 0
@@ -162,6 +163,7 @@ def test_fp16_overflows_are_the_scalers_until_there_are_too_many() -> None:
     assert guard.judge(2.0, math.inf).is_event  # nobody else would catch it
 
 
+@pytest.mark.slow
 @given(cut=st.integers(0, 300), seed=st.integers(0, 50), policy=st.sampled_from(["skip", "lower_lr"]))
 @settings(max_examples=25, deadline=None)
 def test_a_resumed_guard_decides_as_one_that_went_on(cut: int, seed: int, policy: str) -> None:

@@ -205,6 +205,7 @@ def logged(trainer, key: str) -> list[float]:
     return [entry[key] for entry in trainer.state.log_history if key in entry]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainer_class", [SFTTrainer, FastTrainer])
 @pytest.mark.parametrize("micro_batch", [1, 2, 4])
 def test_unequal_micro_batches_weigh_as_one_batch(trainer_class, micro_batch, tmp_path):
@@ -221,6 +222,7 @@ def test_unequal_micro_batches_weigh_as_one_batch(trainer_class, micro_batch, tm
     assert (weights(one) - weights(train(trainer_class, tmp_path, learning_rate=0.0))).abs().max() > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -260,6 +262,7 @@ def test_adapters_train_with_the_lean_loss(tmp_path):
     assert all("lora_" in n for n, p in trainer.model.named_parameters() if p.requires_grad)
 
 
+@pytest.mark.slow
 def test_label_smoothing_is_left_to_trl(tmp_path):
     settings = {"label_smoothing_factor": 0.1, "max_steps": 2}
     with pytest.warns(FutureWarning, match="label_smoothing"):

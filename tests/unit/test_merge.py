@@ -90,6 +90,7 @@ KINDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("kind", KINDS)
 def test_merged_logits_are_those_of_base_and_adapter(bases, tmp_path, kind):
@@ -119,6 +120,7 @@ def test_tied_embeddings_stay_tied_only_where_they_are_equal(bases, tmp_path):
     assert tied == {"lora": True, "head of a tied model": False, "tied adapters": True}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base_name", ["llama", "gpt2"])
 @pytest.mark.parametrize("base_dtype", [torch.float32, torch.bfloat16])
 def test_qlora_merges_into_what_it_was_trained_on(bases, tmp_path, base_name, base_dtype):
@@ -147,6 +149,7 @@ def test_qlora_merges_into_what_it_was_trained_on(bases, tmp_path, base_name, ba
     assert result.max_logit_diff < 2e-5
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("base_name", ["llama", "tied"])
 def test_added_tokens_come_along(bases, tmp_path, base_name):
@@ -163,6 +166,7 @@ def test_added_tokens_come_along(bases, tmp_path, base_name):
     assert result.max_logit_diff < 1e-4
 
 
+@pytest.mark.slow
 def test_without_a_record_the_published_weights_are_used_and_said(bases, tmp_path):
     train(AutoModelForCausalLM.from_pretrained(bases / "llama"), target_modules=QV).save_pretrained(tmp_path / "a")
     assert merge_adapter(tmp_path / "a", tmp_path / "m").base_weights == "original"
@@ -175,6 +179,7 @@ def test_without_a_record_the_published_weights_are_used_and_said(bases, tmp_pat
     assert not changed & {"lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"}
 
 
+@pytest.mark.slow
 def test_result_has_the_asked_dtype_and_the_tokenizer(shared_data, tmp_path):
     base = shared_data / "stories260k"
     model = train(AutoModelForCausalLM.from_pretrained(base), target_modules=QV)
@@ -226,6 +231,7 @@ def test_an_adapter_whose_base_was_changed_by_its_initialisation_is_refused(base
         merge_adapter(tmp_path / "a", tmp_path / "merged")
 
 
+@pytest.mark.slow
 def test_a_wrong_merge_is_caught_by_its_logits(bases, tmp_path, monkeypatch):
     train(AutoModelForCausalLM.from_pretrained(bases / "llama"), target_modules=QV).save_pretrained(tmp_path / "a")
     from accel_scale.training.merge_weights import AdapterMerger
@@ -250,6 +256,7 @@ def test_no_check_where_memory_is_short(bases, tmp_path, monkeypatch):
     assert result.check.startswith("logits not compared: one model in float32 needs")
 
 
+@pytest.mark.slow
 def test_command_prints_what_was_merged(bases, tmp_path, capsys):
     train(AutoModelForCausalLM.from_pretrained(bases / "llama"), target_modules=QV).save_pretrained(tmp_path / "a")
     parser = argparse.ArgumentParser()

@@ -108,6 +108,7 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNNABLE)
 def test_lowers_the_loss(name):
     losses = trajectory(name)

@@ -69,6 +69,7 @@ def test_explained_terms_add_up_to_what_the_card_shows(small, capsys):
     assert "one optimizer step" in out
 
 
+@pytest.mark.slow
 def test_json_holds_everything(small, capsys):
     words = ("--gpu", "4090", "--method", "auto", "--tokens", "1B", "--price_per_gpu_hour", "2")
     found = as_json(small, *words, capsys=capsys)
@@ -95,6 +96,7 @@ def test_nothing_fits_names_the_nearest_miss_and_what_would_help(capsys):
     assert plan(*words, "--method", "lora", capsys=capsys)[0] == 0
 
 
+@pytest.mark.slow
 def test_more_gpus_are_named_where_no_single_change_is_enough(capsys):
     words = ("Llama-3.1-405B", "--gpu", "4090", "--num_gpus", "8", "--strategy", "DDP", "--host_memory", "64GiB")
     status, out, _ = plan(*words, "--method", "lora", "--global_batch_size", "1024", capsys=capsys)
@@ -190,6 +192,7 @@ def test_bad_models_are_one_line(tmp_path, capsys):
     assert "1024" in err
 
 
+@pytest.mark.slow
 def test_lengths_make_padded_rows_shorter_and_packed_attention_cheaper(small):
     asked = build_request(Wish(small, gpu="4090", packing=False, method="lora"))
     measured = with_lengths(asked, mean_tokens=150.0, longest_tokens=700, packed_fill=0.97)

@@ -144,6 +144,7 @@ def test_final_folder_in_another_dtype(finished, tmp_path):
     assert "lm_head.weight" not in load_file(tmp_path / "half" / "model.safetensors")  # tied: stored once
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [True, "auto"])
 def test_resume_takes_the_newest_complete_checkpoint(tmp_path, how):
     reference = make_trainer(tmp_path / "straight", max_steps=6)
@@ -169,6 +170,7 @@ def test_resume_true_without_a_complete_checkpoint_is_refused(tmp_path):
         make_trainer(tmp_path).train(resume_from_checkpoint=True)
 
 
+@pytest.mark.slow
 def test_rewriting_an_existing_checkpoint_replaces_it(tmp_path):
     make_trainer(tmp_path).train()
     before = load_file(tmp_path / "checkpoint-4" / "model.safetensors")
@@ -428,6 +430,7 @@ def test_a_trained_weight_that_the_adapter_leaves_out_is_caught(tmp_path):
         verify_checkpoint(model, tmp_path)
 
 
+@pytest.mark.slow
 def test_mismatch_stops_the_run_and_is_not_published(tmp_path, monkeypatch):
     trainer = make_trainer(tmp_path)
     honest = trainer._save

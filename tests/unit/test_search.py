@@ -36,6 +36,7 @@ def fits(asked: Request, setup: TrainingSetup) -> bool:
     return predict_memory(asked.model, setup).high_bytes <= asked.machine.gpu.memory_bytes
 
 
+@pytest.mark.slow
 def test_70b_on_8_cards_takes_less_than_a_second():
     asked = request("Llama-3.1-70B", "H100-SXM", 8, methods=METHODS)
     seconds = []
@@ -48,6 +49,7 @@ def test_70b_on_8_cards_takes_less_than_a_second():
     assert min(seconds) < 1.0
 
 
+@pytest.mark.slow
 def test_every_branch_is_answered():
     plan = search(request("Llama-3.1-8B", "A100-80GB-SXM", 4, methods=METHODS))
     answered = [(c.choice.label, c.setup.method) for c in plan.candidates]
@@ -128,6 +130,7 @@ def test_the_whole_share_in_one_micro_batch_is_tried_where_smaller_ones_do_not_f
     assert plan.best.setup.micro_batch_size == 2
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     small=st.integers(8, 40),

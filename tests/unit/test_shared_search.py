@@ -45,6 +45,7 @@ def test_nothing_is_shared_while_data_parallelism_fits():
     assert all(candidate.setup.parallel.model_parallel == 1 for candidate in plan.candidates)
 
 
+@pytest.mark.slow
 def test_the_fine_tuning_recipe_shares_long_rows_and_nothing_else():
     request = replace(asked("Llama-3.1-8B", 8, global_batch_size=8, sequence_length=131072), recipe="sft")
     plan = search(request)
@@ -108,6 +109,7 @@ def test_70b_on_4_by_4_by_4():
     )  # the whole model on the rank that builds it
 
 
+@pytest.mark.slow
 def test_405b_on_16_nodes_takes_seconds():
     _walk.cache_clear()
     _rank_shares.cache_clear()

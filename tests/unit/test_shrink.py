@@ -118,6 +118,7 @@ def test_sliding_and_full_attention_are_both_kept_in_order() -> None:
     assert tiny.sliding_window == 32
 
 
+@pytest.mark.slow
 def test_dense_and_expert_layers_are_both_kept() -> None:
     """Qwen3-MoE with experts in every second layer except number 3: dense, experts."""
     assert chosen_layers(REAL["qwen3_moe"].to_dict()) == [0, 1]

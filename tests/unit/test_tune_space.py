@@ -154,6 +154,7 @@ def test_flags_that_no_trial_can_have(sft: Recipe, tmp_path: Path, argv: list[st
     assert "hf_abc" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_best_is_a_file_that_the_recipe_reads_back(sft: Recipe, tmp_path: Path) -> None:
     space = space_of(sft, tmp_path, GOOD)
     fixed = fix(sft, space, "--columns", "prompt=a b", "completion=c", "--model_init_kwargs", '{"use_cache": false}')

@@ -66,6 +66,7 @@ def test_a_queued_trial_does_not_upset_the_grid(sft: Recipe, tmp_path: Path) -> 
     assert {trial.params["seed"] for trial in study.trials[1:]} == {1, 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tpe", "random"])
 def test_a_continued_study_proposes_what_it_would_have_without_the_break(
     sft: Recipe, tmp_path: Path, name: str
@@ -173,6 +174,7 @@ def test_a_killed_process_leaves_a_trial_that_is_queued_again_a_few_times(tmp_pa
     assert is_abandoned(study.trials[reused.number])
 
 
+@pytest.mark.slow
 def test_another_machines_trial_is_judged_by_its_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(studies, "HEARTBEAT_SECONDS", 1)
     monkeypatch.setattr(studies, "GRACE_SECONDS", 2)
@@ -190,6 +192,7 @@ def test_another_machines_trial_is_judged_by_its_heartbeat(tmp_path: Path, monke
     assert lines == ["trial 0 was interrupted; its parameters are queued again"]
 
 
+@pytest.mark.slow
 def test_searches_that_start_together_make_one_study(tmp_path: Path) -> None:
     """Optuna makes the tables without a lock: two at once are told that they exist."""
     go = tmp_path / "go"

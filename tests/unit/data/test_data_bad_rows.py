@@ -233,6 +233,7 @@ LINES = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=40)
 @given(lines=st.lists(LINES, max_size=12), part_bytes=st.integers(1, 200))
 def test_fast_path_careful_path_and_parts_agree(lines: list[str], part_bytes: int, tmp_path_factory) -> None:

@@ -92,6 +92,7 @@ def test_the_manifest_says_what_it_is(tmp_path: Path, rows: str) -> None:
     assert load_pretraining_tokenizer(str(tmp_path / "prepared" / "tokenizer"))("é")["input_ids"] == [0xC3, 0xA9]
 
 
+@pytest.mark.slow
 def test_large_vocabularies_take_four_bytes(tmp_path: Path, write_jsonl) -> None:
     tokenizer = load_pretraining_tokenizer("byte")
     tokenizer.add_tokens([f"<extra {index}>" for index in range(65_300)])
@@ -101,6 +102,7 @@ def test_large_vocabularies_take_four_bytes(tmp_path: Path, write_jsonl) -> None
     assert 258 + 65_299 in step.micro_batches[0]["input_ids"][0].tolist()
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, rows: str) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     prepare_data(rows, tokenizer=BYTE, output_dir=str(whole), num_workers=1)

@@ -1,0 +1,283 @@
+"""A stand-in for ``python`` that has already imported the libraries: launches of the tests start in tenths of a second.
+
+Importing torch, transformers, peft, bitsandbytes and TRL takes seven seconds of a core, and a test that launches two
+ranks pays for it three times. `WarmPython` imports them once, in server processes; its `executable` is called as
+``python`` is (``-u``, ``-m``, ``-c``, a script), and a server forks the child that becomes that process: arguments,
+environment, folder and standard streams are the caller's, the script is ``__main__``, signals and the exit status are
+passed on, and the interpreter ends as it always does. Nothing of this project is imported ahead.
+
+Python itself is started, whole, where a variable that libraries read while they are imported is not as the servers
+have it (`READ_AT_IMPORT`), for the modules of `COLD_MODULES`, and for command lines that are not understood here.
+Neighbouring ranks come from two servers, so that hashes of strings differ between them as between real processes.
+"""
+
+from __future__ import annotations
+
+import array
+import builtins
+import contextlib
+import faulthandler
+import importlib
+import json
+import os
+import runpy
+import selectors
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+SERVERS = 2
+# By prefix. The rest of the environment is looked at when it is used, and is the caller's by then.
+READ_AT_IMPORT = ("BNB_", "DATASETS_", "HF_", "HOME", "HUGGINGFACE_", "LD_", "PYTHONPATH", "TRANSFORMERS_", "XDG_")
+# Looks at its parent and its children, and imports nothing large.
+COLD_MODULES = ("accel_scale.tuning.guard",)
+PRELOADED = (
+    "accelerate.commands.launch",
+    "bitsandbytes",
+    "peft",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.run",
+)
+_NUMBER = struct.Struct("<i")
+
+_CLIENT = """#!{python} -ISE
+import array, json, os, resource, signal, socket, struct, sys
+
+def cold():
+    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
+
+words = [word for word in sys.argv[1:2] if word != "-u"] + sys.argv[2:]
+known = bool(words) and (words[0] in ("-m", "-c") or not words[0].startswith("-"))
+if not known or (words[0] == "-m" and words[1] in {cold!r}):
+    cold()
+if {{name: value for name, value in os.environ.items() if name.startswith({prefixes!r})}} != {watched!r}:
+    cold()
+server = socket.socket(socket.AF_UNIX)
+try:
+    server.connect({address!r} + str(int(os.environ.get("RANK", "0")) % {servers}))
+except OSError:
+    cold()
+unbuffered = sys.argv[1] == "-u" or bool(os.environ.get("PYTHONUNBUFFERED"))
+request = json.dumps([words, unbuffered, os.getcwd(), dict(os.environ), sys.argv[0]]).encode()
+streams = array.array("i", [0, 1, 2])
+server.sendmsg([struct.pack("<i", len(request))], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)])
+server.sendall(request)
+for passed_on in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+    signal.signal(passed_on, lambda number, frame: server.send(struct.pack("<i", number)))
+answer = server.recv(4, socket.MSG_WAITALL)
+if len(answer) < 4:
+    sys.exit("the server of warm processes is gone")
+(status,) = struct.unpack("<i", answer)
+if status < 0:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if -status != signal.SIGKILL:
+        signal.signal(-status, signal.SIG_DFL)
+    os.kill(os.getpid(), -status)
+    signal.pause()
+os._exit(status)
+"""
+
+
+class WarmPython:
+    """Servers of warm processes; `close` ends them.
+
+    Attributes:
+        executable: what to call instead of ``sys.executable``.
+    """
+
+    def __init__(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="warm-python-"))
+        self.executable = self.folder / "python"
+        address = str(self.folder / "server")
+        self._servers = [
+            subprocess.Popen(
+                [sys.executable, __file__, f"{address}{number}"],
+                stdin=subprocess.PIPE,  # ends when the process of the tests does, in whatever way
+                stdout=subprocess.PIPE,
+                stderr=(self.folder / f"log{number}").open("wb"),
+            )
+            for number in range(SERVERS)
+        ]
+        client = _CLIENT.format(
+            python=sys.executable,
+            cold=COLD_MODULES,
+            prefixes=READ_AT_IMPORT,
+            watched={name: value for name, value in os.environ.items() if name.startswith(READ_AT_IMPORT)},
+            address=address,
+            servers=SERVERS,
+        )
+        self.executable.write_text(client)
+        self.executable.chmod(0o755)
+        for number, server in enumerate(self._servers):
+            if server.stdout is None or server.stdout.readline() != b"ready\n":
+                raise RuntimeError((self.folder / f"log{number}").read_text(errors="replace")[-3000:])
+
+    def close(self) -> None:
+        for server in self._servers:
+            server.communicate(timeout=20)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class _Process:
+    """One that was asked for: the connection to the caller, its number, and the descriptor that tells of its end."""
+
+    def __init__(self, connection: socket.socket, pid: int) -> None:
+        self.connection, self.pid = connection, pid
+        self.end = os.pidfd_open(pid)
+
+
+def serve(listener: socket.socket) -> list[Any]:
+    """Fork and watch until standard input ends; returns only in the children, with the request."""
+    waiting = selectors.DefaultSelector()
+    waiting.register(listener, selectors.EVENT_READ)
+    waiting.register(sys.stdin, selectors.EVENT_READ)
+    while True:
+        for key, _ in waiting.select():
+            if key.fd not in waiting.get_map():  # unregistered by the one before it
+                continue
+            if key.fileobj is sys.stdin:
+                _leave(waiting)
+            if key.fileobj is not listener:
+                (_end if key.data.end == key.fileobj else _pass_on)(waiting, key.data)
+                continue
+            connection = listener.accept()[0]
+            try:
+                request, streams = _received(connection)
+            except (OSError, ValueError, IndexError):  # the caller was killed meanwhile
+                connection.close()
+                continue
+            pid = os.fork()
+            if pid == 0:
+                _let_go(waiting, listener, connection)
+                _take_streams(streams)
+                return request
+            for stream in streams:
+                os.close(stream)
+            process = _Process(connection, pid)
+            waiting.register(connection, selectors.EVENT_READ, process)
+            waiting.register(process.end, selectors.EVENT_READ, process)
+
+
+def _leave(waiting: selectors.BaseSelector) -> NoReturn:
+    for process in {key.data for key in waiting.get_map().values() if key.data is not None}:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+    os._exit(0)
+
+
+def _received(connection: socket.socket) -> tuple[list[Any], array.array[int]]:
+    """The request and the caller's three standard streams."""
+    size, ancillary, _, _ = connection.recvmsg(4, socket.CMSG_SPACE(3 * 4))
+    streams = array.array("i")
+    streams.frombytes(ancillary[0][2][: 3 * streams.itemsize])
+    (length,) = _NUMBER.unpack(size)
+    data = connection.recv(length, socket.MSG_WAITALL)
+    return json.loads(data), streams
+
+
+def _pass_on(waiting: selectors.BaseSelector, process: _Process) -> None:
+    """A signal for the process; a caller that was killed takes its process along."""
+    try:
+        message = process.connection.recv(4)
+    except OSError:
+        message = b""
+    number = _NUMBER.unpack(message)[0] if len(message) == 4 else signal.SIGKILL
+    if number == signal.SIGKILL:
+        waiting.unregister(process.connection)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process.pid, number)
+
+
+def _end(waiting: selectors.BaseSelector, process: _Process) -> None:
+    """Tell the caller how its process ended."""
+    status = os.waitstatus_to_exitcode(os.waitpid(process.pid, 0)[1])
+    waiting.unregister(process.end)
+    os.close(process.end)
+    with contextlib.suppress(KeyError):
+        waiting.unregister(process.connection)
+    with contextlib.suppress(OSError):
+        process.connection.sendall(_NUMBER.pack(status))
+    process.connection.close()
+
+
+def _let_go(waiting: selectors.BaseSelector, listener: socket.socket, connection: socket.socket) -> None:
+    """The child has nothing of the server's: a caller hears that its process is gone when that is gone."""
+    others = {key.data for key in waiting.get_map().values() if key.data is not None}
+    waiting.close()
+    for other in others:
+        other.connection.close()
+        os.close(other.end)
+    listener.close()
+    connection.close()
+
+
+def _take_streams(streams: array.array[int]) -> None:
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+
+
+def become(words: list[str], unbuffered: bool, folder: str, environment: Mapping[str, str], executable: str) -> None:
+    """Run what ``python words`` would, as this process."""
+    os.setsid()
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.executable = executable  # what this process starts is warm, too
+    sys.orig_argv = [executable, *words]
+    sys.stdin = open(0, closefd=False)
+    sys.stdout = open(1, "w", closefd=False, line_buffering=unbuffered)
+    sys.stdout.reconfigure(write_through=unbuffered)
+    sys.stderr = open(2, "w", closefd=False, errors="backslashreplace", line_buffering=True)
+    sys.stderr.reconfigure(write_through=unbuffered)
+    if environment.get("PYTHONFAULTHANDLER"):
+        faulthandler.enable()
+    if environment.get("OMP_NUM_THREADS"):  # torch looked when it was imported
+        sys.modules["torch"].set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    sys.modules["numpy"].random.seed()  # as every process its own
+    if words[0] == "-m":
+        sys.path[0] = folder
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        return
+    main = types.ModuleType("__main__")
+    vars(main)["__builtins__"] = builtins
+    sys.modules["__main__"] = main
+    if words[0] == "-c":
+        sys.path[0], sys.argv = "", ["-c", *words[2:]]
+        exec(words[1], vars(main))
+        return
+    main.__file__ = words[0]
+    sys.path[0], sys.argv = str(Path(words[0]).resolve().parent), words
+    exec(compile(Path(words[0]).read_bytes(), words[0], "exec"), vars(main))
+
+
+def preload() -> None:
+    """Import, and start no thread."""
+    for name in PRELOADED:
+        importlib.import_module(name)
+    from datasets import Dataset  # noqa: F401
+    from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer  # noqa: F401
+    from trl import SFTTrainer  # noqa: F401
+
+
+def main() -> None:
+    preload()
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(sys.argv[1])
+    listener.listen(64)
+    print("ready", flush=True)
+    become(*serve(listener))
+
+
+if __name__ == "__main__":
+    main()
