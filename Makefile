@@ -21,7 +21,7 @@ pretrain: $(STAMP)  ## Pretrain the embedded model's shape on the embedded text,
 	OMP_NUM_THREADS=$(CORES) $(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/pretrain.py
 
 test: $(STAMP) debian ops  ## Every test except the soaks
-	$(PYTEST) tests -n $(WORKERS) --dist loadfile
+	$(PYTEST) tests -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-fast: $(STAMP)  ## Unit tests that take milliseconds
 	$(PYTEST) tests/unit -m "not slow and not soak" -x -n $(WORKERS)

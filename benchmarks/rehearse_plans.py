@@ -53,6 +53,11 @@ REQUESTS: dict[str, str] = {
     "zero3-offload-moe": "Qwen/Qwen3-30B-A3B --gpu H100-SXM --num_gpus 8 --strategy zero3_offload --tokens 100M",
     "long-rows-lora": "meta-llama/Llama-3.1-8B --gpu H100-SXM --num_gpus 8 --method lora --max_length 131072 "
     "--global_batch_size 4",
+    "pretrain-4-4-4": "meta-llama/Llama-3.1-70B --gpu H100-SXM --num_gpus 64 --network infiniband-8xndr "
+    "--recipe pretrain --tp_size 4 --pp_size 4 --global_batch_size 256 --max_length 4096",
+    "pretrain-long-rows": "meta-llama/Llama-3.1-8B --gpu H100-SXM --num_gpus 8 --recipe pretrain --max_length 131072 "
+    "--global_batch_size 8",
+    "pretrain-lora": "Qwen/Qwen2.5-7B --gpu A100-80GB-SXM --num_gpus 4 --recipe pretrain --method lora --strategy fsdp2",
     "zero-infinity": "Qwen/Qwen2.5-7B --gpu 4090 --num_gpus 2 --strategy zero_infinity --nvme 6GB",
 }
 

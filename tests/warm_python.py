@@ -1,4 +1,4 @@
-"""A stand-in for ``python`` that has already imported the libraries: launches of the tests start in tenths of a second.
+"""A stand-in for ``python`` that has imported the libraries: launches of the tests start in tenths of a second.
 
 Importing torch, transformers, peft, bitsandbytes and TRL takes seven seconds of a core, and a test that launches two
 ranks pays for it three times. `WarmPython` imports them once, in server processes; its `executable` is called as
@@ -17,7 +17,9 @@ import array
 import builtins
 import contextlib
 import faulthandler
+import gc
 import importlib
+import io
 import json
 import os
 import runpy
@@ -37,6 +39,8 @@ from typing import Any, NoReturn
 SERVERS = 2
 # By prefix. The rest of the environment is looked at when it is used, and is the caller's by then.
 READ_AT_IMPORT = ("BNB_", "DATASETS_", "HF_", "HOME", "HUGGINGFACE_", "LD_", "PYTHONPATH", "TRANSFORMERS_", "XDG_")
+# The recipes set it for what they start; no test downloads.
+OF_NO_MATTER = ("HF_HUB_DISABLE_PROGRESS_BARS",)
 # Looks at its parent and its children, and imports nothing large.
 COLD_MODULES = ("accel_scale.tuning.guard",)
 PRELOADED = (
@@ -59,7 +63,8 @@ words = [word for word in sys.argv[1:2] if word != "-u"] + sys.argv[2:]
 known = bool(words) and (words[0] in ("-m", "-c") or not words[0].startswith("-"))
 if not known or (words[0] == "-m" and words[1] in {cold!r}):
     cold()
-if {{name: value for name, value in os.environ.items() if name.startswith({prefixes!r})}} != {watched!r}:
+seen = {{name: value for name, value in os.environ.items() if name.startswith({prefixes!r})}}
+if {{name: value for name, value in seen.items() if name not in {of_no_matter!r}}} != {watched!r}:
     cold()
 server = socket.socket(socket.AF_UNIX)
 try:
@@ -111,7 +116,12 @@ class WarmPython:
             python=sys.executable,
             cold=COLD_MODULES,
             prefixes=READ_AT_IMPORT,
-            watched={name: value for name, value in os.environ.items() if name.startswith(READ_AT_IMPORT)},
+            of_no_matter=OF_NO_MATTER,
+            watched={
+                name: value
+                for name, value in os.environ.items()
+                if name.startswith(READ_AT_IMPORT) and name not in OF_NO_MATTER
+            },
             address=address,
             servers=SERVERS,
         )
@@ -232,13 +242,12 @@ def become(words: list[str], unbuffered: bool, folder: str, environment: Mapping
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # found once and kept
     sys.executable = executable  # what this process starts is warm, too
     sys.orig_argv = [executable, *words]
-    sys.stdin = open(0, closefd=False)
-    sys.stdout = open(1, "w", closefd=False, line_buffering=unbuffered)
-    sys.stdout.reconfigure(write_through=unbuffered)
-    sys.stderr = open(2, "w", closefd=False, errors="backslashreplace", line_buffering=True)
-    sys.stderr.reconfigure(write_through=unbuffered)
+    sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)))
+    sys.stdout = _written(1, unbuffered)
+    sys.stderr = _written(2, unbuffered, errors="backslashreplace", line_buffering=True)
     if environment.get("PYTHONFAULTHANDLER"):
         faulthandler.enable()
     if environment.get("OMP_NUM_THREADS"):  # torch looked when it was imported
@@ -247,6 +256,7 @@ def become(words: list[str], unbuffered: bool, folder: str, environment: Mapping
     if words[0] == "-m":
         sys.path[0] = folder
         sys.argv = words[1:]
+        sys.modules.pop(words[1], None)  # it is run, not imported
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         return
     main = types.ModuleType("__main__")
@@ -261,6 +271,12 @@ def become(words: list[str], unbuffered: bool, folder: str, environment: Mapping
     exec(compile(Path(words[0]).read_bytes(), words[0], "exec"), vars(main))
 
 
+def _written(number: int, unbuffered: bool, **options: Any) -> io.TextIOWrapper:
+    raw = io.FileIO(number, "w", closefd=False)
+    layer: Any = raw if unbuffered else io.BufferedWriter(raw)
+    return io.TextIOWrapper(layer, encoding="utf-8", write_through=unbuffered, **options)
+
+
 def preload() -> None:
     """Import, and start no thread."""
     for name in PRELOADED:
@@ -272,6 +288,8 @@ def preload() -> None:
 
 def main() -> None:
     preload()
+    gc.collect()
+    gc.freeze()  # else a child copies all of it when it collects garbage, and once more at its end
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(sys.argv[1])
     listener.listen(64)

@@ -5,7 +5,8 @@
 
 Shrinks the model's configuration to a tiny one of the same architecture (no weights are needed), trains a few steps,
 saves, resumes in a new launch, reloads with from_pretrained, compares, and prints what passed. Launches one node of
-two processes, four for hybrid sharding. Exits with 1 if anything failed.
+two processes, or two along each way that ranks are divided: four for hybrid sharding, eight for pipeline × tensor ×
+data. Of recipes/pretrain.py, too. Exits with 1 if anything failed.
 
 The flags of `accelerate launch` come before the recipe, the recipe's own (its --config_file too) after it.
 """
@@ -22,10 +23,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_scale.errors import ConfigError
-
 if TYPE_CHECKING:
+    from accel_scale.launching.launch_file import LaunchFile
+    from accel_scale.launching.recipe_command import RecipeCommand
+    from accel_scale.launching.rehearsal_plan import DataChoice, Rehearsal
     from accel_scale.launching.rehearse import Check, Report
+    from accel_scale.launching.shrink import ShrunkenModel
+
+    Prepared = tuple[ShrunkenModel, DataChoice, Rehearsal, str]
 
 _MARKS = {
     "passed": "[green]passed[/]",
@@ -33,6 +38,7 @@ _MARKS = {
     "not offered": "[yellow]not offered[/]",
     "not reached": "[dim]–[/]",
 }
+_NUM_DOCUMENTS = 2000  # of the embedded text; more than the steps of a rehearsal read
 _VALUE_FLAGS = ("--config_file", "--timeout_seconds", "--keep")
 
 
@@ -73,12 +79,9 @@ def _rehearse(args: argparse.Namespace, work: Path) -> int:
     from rich.console import Console
     from transformers.utils import logging as transformers_logging
 
-    from accel_scale.data.default import default_model_path
     from accel_scale.launching.launch_file import read_launch_file
     from accel_scale.launching.recipe_command import RecipeCommand
-    from accel_scale.launching.rehearsal_plan import choose_data, plan_rehearsal
     from accel_scale.launching.rehearse import Check, run_rehearsal
-    from accel_scale.launching.shrink import write_shrunken_model
 
     # The table is the output; tiny models load in milliseconds and need no bars.
     transformers_logging.disable_progress_bar()
@@ -89,24 +92,9 @@ def _rehearse(args: argparse.Namespace, work: Path) -> int:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
     launch = read_launch_file(args.config_file)
     recipe = RecipeCommand.parse(args.recipe[0], args.recipe[1:])
-    if recipe.script.name == "pretrain.py":
-        raise ConfigError(
-            "rehearsals shrink a fine-tuning run; this recipe needs none.",
-            place=str(recipe.script),
-            fix="launch it here with --num_params 1M --max_steps 4: without a GPU every launch file runs on CPU "
-            "processes.",
-        )
-    real_model = str(recipe.value("model_name_or_path", default_model_path()))
+    prepare = _prepare_pretraining if recipe.script.name == "pretrain.py" else _prepare
     with console.status("shrinking the model"):
-        tiny = write_shrunken_model(
-            real_model,
-            work / "model",
-            revision=recipe.value("model_revision"),
-            trust_remote_code=str(recipe.value("trust_remote_code", "false")).lower() == "true",
-            fallback_tokenizer=default_model_path(),
-        )
-        data = choose_data(recipe, work, fallback=_embedded_rows(), has_chat_template=tiny.has_chat_template)
-    rehearsal = plan_rehearsal(launch, recipe, model_folder=tiny.folder, data=data, work=work)
+        tiny, data, rehearsal, real_model = prepare(launch, recipe, work)
     details = (
         f"{tiny.architecture}, {tiny.num_layers[0]} → {tiny.num_layers[1]} layers, {tiny.num_parameters:,} parameters"
     )
@@ -125,6 +113,65 @@ def _rehearse(args: argparse.Namespace, work: Path) -> int:
     if not report.passed and args.keep is None:
         console.print("Logs and checkpoints are kept with --keep FOLDER.")
     return 0 if report.passed else 1
+
+
+def _prepare(launch: LaunchFile, recipe: RecipeCommand, work: Path) -> Prepared:
+    """Of a fine-tuning recipe: the tiny model, the data, what to launch, and the real model's name."""
+    from accel_scale.data.default import default_model_path
+    from accel_scale.launching.rehearsal_plan import choose_data, plan_rehearsal
+
+    real_model = str(recipe.value("model_name_or_path", default_model_path()))
+    tiny = _shrink(real_model, recipe, work)
+    data = choose_data(recipe, work, fallback=_embedded_rows(), has_chat_template=tiny.has_chat_template)
+    return tiny, data, plan_rehearsal(launch, recipe, model_folder=tiny.folder, data=data, work=work), real_model
+
+
+def _prepare_pretraining(launch: LaunchFile, recipe: RecipeCommand, work: Path) -> Prepared:
+    """The same of the pretraining recipe, whose model may have a name, a configuration or only a size."""
+    from accel_scale.data.default import default_model_path, default_pretraining_text
+    from accel_scale.launching.rehearsal_pretrain import choose_text, min_layers, plan_pretraining_rehearsal
+
+    named = recipe.value("model_name_or_path") or recipe.value("model_config")
+    size = recipe.value("num_params")
+    real_model = str(named or (_config_of(str(size), recipe, work / "real") if size else default_model_path()))
+    tiny = _shrink(real_model, recipe, work, min_layers=min_layers(launch, recipe))
+    real_model = real_model if named or not size else f"a model of --num_params {size}"
+    data = choose_text(
+        recipe,
+        fallback=lambda: default_pretraining_text(str(work), num_documents=_NUM_DOCUMENTS),
+        own_tokenizer=tiny.own_tokenizer,
+    )
+    rehearsal = plan_pretraining_rehearsal(launch, recipe, model_folder=tiny.folder, data=data, work=work)
+    return tiny, data, rehearsal, real_model
+
+
+def _shrink(real_model: str, recipe: RecipeCommand, work: Path, **options: Any) -> ShrunkenModel:
+    from accel_scale.data.default import default_model_path
+    from accel_scale.launching.shrink import write_shrunken_model
+
+    return write_shrunken_model(
+        real_model,
+        work / "model",
+        revision=recipe.value("model_revision"),
+        trust_remote_code=str(recipe.value("trust_remote_code", "false")).lower() == "true",
+        fallback_tokenizer=default_model_path(),
+        **options,
+    )
+
+
+def _config_of(size: str, recipe: RecipeCommand, folder: Path) -> Path:
+    """The configuration that the recipe would choose for ``--num_params``."""
+    from transformers import AutoTokenizer
+
+    from accel_scale.data.default import default_model_path
+    from accel_scale.training.scratch import config_of_size, parse_count
+
+    tokenizer = AutoTokenizer.from_pretrained(default_model_path())
+    vocab_size = int(recipe.value("vocab_size") or len(tokenizer))
+    length = int(recipe.value("max_length") or 1024)
+    count = parse_count(size, place="--num_params")
+    config_of_size(count, vocab_size=vocab_size, max_length=length, tokenizer=tokenizer).save_pretrained(folder)
+    return folder
 
 
 def _embedded_rows() -> Iterator[dict[str, Any]]:

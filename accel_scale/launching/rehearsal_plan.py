@@ -49,23 +49,31 @@ class Rehearsal:
 
     Attributes:
         launcher: The `accelerate launch` command without the script.
-        recipe: The recipe with its flags, less ``--output_dir`` and ``--resume_from_checkpoint``.
+        recipe: The recipe with its flags, less ``--output_dir`` and what to resume from.
         num_processes: CPU processes that will run.
+        start: Folder of the model that is trained on; None where the run begins with weights of its own.
         optimizer_on_nvme: Whether DeepSpeed keeps optimizer states on disk.
         notes: What differs from the real run beside its size, one sentence each.
+        resume_flag: The recipe's name for the checkpoint to go on from.
+        checkpoint: Name of the folder that holds step `CHECKPOINT_STEP`.
+        complete_file: What is written into it last.
     """
 
     launcher: list[str]
     recipe: RecipeCommand
     num_processes: int
+    start: Path | None
     optimizer_on_nvme: bool = False
     notes: list[str] = field(default_factory=list)
+    resume_flag: str = "resume_from_checkpoint"
+    checkpoint: str = f"checkpoint-{CHECKPOINT_STEP}"
+    complete_file: str = "trainer_state.json"
 
     def command(self, output_dir: Path, *, resume_from: Path | None = None, port: int) -> list[str]:
         """The whole command line of one launch."""
         recipe = self.recipe.with_flags(output_dir=output_dir)
         if resume_from is not None:
-            recipe = recipe.with_flags(resume_from_checkpoint=resume_from)
+            recipe = recipe.with_flags(**{self.resume_flag: resume_from})
         return [*self.launcher, "--main_process_port", str(port), str(recipe.script), *recipe.words]
 
 
@@ -80,17 +88,9 @@ def plan_rehearsal(
     """
     in_groups = int(recipe.value("sp_size") or launch.parallel.sequence_parallel_size)
     num_processes, sizes = rehearsed_processes(launch, in_groups)
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(launch.path)]
-    launcher += ["--num_processes", str(num_processes), "--gpu_ids", "all", *sizes]
-    if (launch.values.get("num_machines") or 1) > 1:
-        launcher += ["--num_machines", "1", "--machine_rank", "0", "--main_process_ip", "127.0.0.1"]
-    launcher += nvme_flags(launch, work)
-    notes = []
+    launcher = launcher_words(launch, num_processes, sizes, work)
+    recipe, notes = for_the_cpu(recipe, launch, work)
     dropped = list(_DROPPED_FLAGS)
-    attention = str(recipe.value("attn_implementation", ""))
-    if attention and attention not in ("eager", "sdpa"):
-        dropped.append("attn_implementation")
-        notes.append(f"attention: chosen for the CPU, {attention} needs a GPU")
     if data.path is not None:
         dropped += _DATA_FLAGS if data.replaced else ["dataset_name"]
     micro_batch = min(int(recipe.value("per_device_train_batch_size", MICRO_BATCH_SIZE)), MICRO_BATCH_SIZE)
@@ -112,13 +112,38 @@ def plan_rehearsal(
         cut = cut.with_flags(dataset_name=data.path)
     if recipe.value("sp_size") and in_groups > 1:
         cut = cut.with_flags(sp_size=2)
+    on_nvme = launch.parallel.offload_optimizer == "nvme"
+    return Rehearsal(launcher, cut, num_processes, model_folder, on_nvme, notes)
+
+
+def launcher_words(launch: LaunchFile, num_processes: int, sizes: Iterable[str], work: Path) -> list[str]:
+    """`accelerate launch` of `launch` on CPU processes of this machine.
+
+    Args:
+        sizes: Flags that cut a device mesh down to them.
+        work: Folder of ZeRO-Infinity's files.
+    """
+    words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(launch.path)]
+    words += ["--num_processes", str(num_processes), "--gpu_ids", "all", *sizes]
+    if (launch.values.get("num_machines") or 1) > 1:
+        words += ["--num_machines", "1", "--machine_rank", "0", "--main_process_ip", "127.0.0.1"]
+    return words + nvme_flags(launch, work)
+
+
+def for_the_cpu(recipe: RecipeCommand, launch: LaunchFile, work: Path) -> tuple[RecipeCommand, list[str]]:
+    """The recipe without what needs a GPU or more than a few steps, and a note of each."""
+    notes = []
+    attention = str(recipe.value("attn_implementation", ""))
+    if attention and attention not in ("eager", "sdpa"):
+        recipe = recipe.without(["attn_implementation"], work)
+        notes.append(f"attention: chosen for the CPU, {attention} needs a GPU")
     if "fp8" in (launch.mixed_precision, recipe.value("precision")):
-        cut = cut.with_flags(fp8_emulate="true")
+        recipe = recipe.with_flags(fp8_emulate="true")
         notes.append("fp8: matrix products emulated")
     if recipe.value("ddp_comm_hook") == "powersgd":
-        cut = cut.with_flags(powersgd_start_step=FIRST_POWERSGD_STEP)
+        recipe = recipe.with_flags(powersgd_start_step=FIRST_POWERSGD_STEP)
         notes.append(f"PowerSGD: from step {FIRST_POWERSGD_STEP} on")
-    return Rehearsal(launcher, cut, num_processes, launch.parallel.offload_optimizer == "nvme", notes)
+    return recipe, notes
 
 
 def rehearsed_processes(launch: LaunchFile, in_groups: int = 1) -> tuple[int, list[str]]:
@@ -183,7 +208,7 @@ def choose_data(
     """
     names = [str(name) for name in recipe.values("dataset_name")]
     names += [str(item).rpartition("=")[0] for item in recipe.values("dataset_mixture")]
-    absent = [name for name in names if not Path(name).exists() and not _is_cached(name)]
+    absent = [name for name in names if not Path(name).exists() and not is_cached(name)]
     if not names and recipe.value("model_name_or_path"):
         return DataChoice(None)  # the recipe says itself that data is missing
     if names and not absent:
@@ -209,7 +234,7 @@ def _first_lines(source: Path, target: Path) -> Path:
     return target
 
 
-def _is_cached(name: str) -> bool:
+def is_cached(name: str) -> bool:
     """Whether the Hub's data set `name` has been downloaded to this machine."""
     from huggingface_hub.constants import HF_HUB_CACHE
 

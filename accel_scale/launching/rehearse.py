@@ -83,7 +83,7 @@ def run_rehearsal(
         "launch": lambda: _launch(rehearsal, work, "uninterrupted", timeout_seconds=timeout_seconds),
         "processes": lambda: _check_processes(rehearsal, work),
         "losses": lambda: _check_losses(work),
-        "checkpoint": lambda: _check_checkpoint(work),
+        "checkpoint": lambda: _check_checkpoint(rehearsal, work),
         "resume": lambda: _check_resume(rehearsal, work, timeout_seconds=timeout_seconds),
         "reload": lambda: _check_reload(rehearsal, work),
     }
@@ -167,11 +167,11 @@ def _check_losses(work: Path) -> str:
     return f"finite, {losses[0]:.4f} → {losses[-1]:.4f}"
 
 
-def _check_checkpoint(work: Path) -> str:
+def _check_checkpoint(rehearsal: Rehearsal, work: Path) -> str:
     """That the checkpoint to resume from is complete, and what the recipe saw when it read it back."""
-    folder = work / "uninterrupted" / f"checkpoint-{CHECKPOINT_STEP}"
+    folder = work / "uninterrupted" / rehearsal.checkpoint
     names = {path.name for path in folder.rglob("*") if path.is_file()}
-    if "trainer_state.json" not in names:
+    if rehearsal.complete_file not in names:
         raise CheckFailed(f"{folder.name} was not written, or is not complete")
     num_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     text = f"{len(names)} files, {num_bytes / 2**20:.1f} MiB"
@@ -184,7 +184,7 @@ def _check_resume(rehearsal: Rehearsal, work: Path, *, timeout_seconds: float) -
     if rehearsal.optimizer_on_nvme:
         raise NotOffered(NVME_REASON)
     summary = _summary(work, "uninterrupted")
-    checkpoint = work / "uninterrupted" / f"checkpoint-{CHECKPOINT_STEP}"
+    checkpoint = work / "uninterrupted" / rehearsal.checkpoint
     _launch(rehearsal, work, "resumed", resume_from=checkpoint, timeout_seconds=timeout_seconds)
     # A resumed run's history starts with the losses that the checkpoint remembers.
     expected = summary["losses"][CHECKPOINT_STEP:]
@@ -199,6 +199,5 @@ def _check_resume(rehearsal: Rehearsal, work: Path, *, timeout_seconds: float) -
 def _check_reload(rehearsal: Rehearsal, work: Path) -> str:
     from accel_scale.launching.rehearsal_reload import compare_final_folders
 
-    start = Path(str(rehearsal.recipe.value("model_name_or_path")))
     resumed = None if rehearsal.optimizer_on_nvme else work / "resumed"
-    return compare_final_folders(start=start, uninterrupted=work / "uninterrupted", resumed=resumed)
+    return compare_final_folders(start=rehearsal.start, uninterrupted=work / "uninterrupted", resumed=resumed)

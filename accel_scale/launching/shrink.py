@@ -8,19 +8,20 @@ beside the embeddings.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
+from accel_scale.launching.model_source import load_text_config, own_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 HEAD_DIM = 16
 MAX_BODY_PARAMETERS = 20_000_000
+MIN_LAYERS = 2
 
 # The names that configurations give to the same quantity.
 _NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -71,6 +72,7 @@ def write_shrunken_model(
     revision: str | None = None,
     trust_remote_code: bool = False,
     fallback_tokenizer: str,
+    min_layers: int = MIN_LAYERS,
     seed: int = 0,
 ) -> ShrunkenModel:
     """Shrink the model `name_or_path` (hub id, folder or ``config.json``) and write the tiny one to `folder`.
@@ -78,6 +80,7 @@ def write_shrunken_model(
     Args:
         fallback_tokenizer: Hub id or folder of the tokenizer to use where the model's own cannot be had; the
             vocabulary shrinks to it.
+        min_layers: Layers that are kept at least, where the model has them: a pipeline has one in each stage.
 
     Raises:
         ConfigError: the configuration cannot be had, or holds a size that is not known how to shrink.
@@ -87,10 +90,11 @@ def write_shrunken_model(
 
     folder = Path(folder)
     config = load_text_config(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
-    tokenizer = _own_tokenizer(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
+    tokenizer = own_tokenizer(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
     own = tokenizer is not None
     tokenizer = tokenizer or AutoTokenizer.from_pretrained(fallback_tokenizer)
-    tiny = shrink_config(config, vocab_size=None if own else len(tokenizer), **_special_tokens(tokenizer, own))
+    vocab_size = None if own else len(tokenizer)
+    tiny = shrink_config(config, vocab_size=vocab_size, min_layers=min_layers, **_special_tokens(tokenizer, own))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(tiny, trust_remote_code=trust_remote_code)
@@ -110,37 +114,22 @@ def write_shrunken_model(
     )
 
 
-def load_text_config(
-    name_or_path: str, *, revision: str | None = None, trust_remote_code: bool = False
-) -> PreTrainedConfig:
-    """The configuration of `name_or_path`, its language part where the model has several; no weights are read."""
-    from transformers import AutoConfig
-
-    path = Path(name_or_path)
-    source = str(path.parent) if path.name == "config.json" and path.is_file() else name_or_path
-    try:
-        config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"the configuration of {name_or_path!r} cannot be had: {str(error).splitlines()[0]}",
-            place="--model_name_or_path",
-            fix="download its config.json once and give that file, or its folder.",
-        ) from error
-    return config.get_text_config(decoder=True)
-
-
 def shrink_config(
-    config: PreTrainedConfig, *, vocab_size: int | None = None, **special_tokens: int | list[int] | None
+    config: PreTrainedConfig,
+    *,
+    vocab_size: int | None = None,
+    min_layers: int = MIN_LAYERS,
+    **special_tokens: int | list[int] | None,
 ) -> PreTrainedConfig:
     """A configuration of the same class with few layers, heads, experts and small widths.
 
     Kept: one layer of every kind in the order they come (sliding and full attention, dense and expert layers, …), at
-    least two; query heads per key-value head up to 8; the ratio of feed-forward to hidden size; whether attention is
-    as wide as the hidden size; ties; the vocabulary unless `vocab_size` replaces it.
+    least `min_layers`; query heads per key-value head up to 8; the ratio of feed-forward to hidden size; whether
+    attention is as wide as the hidden size; ties; the vocabulary unless `vocab_size` replaces it.
     """
     old = {key: value for key, value in config.to_dict().items() if key != "quantization_config"}
     new = dict(old)
-    _shrink_layers(old, new)
+    _shrink_layers(old, new, min_layers)
     _shrink_widths(old, new)
     _shrink_experts(old, new)
     if vocab_size is not None:
@@ -151,15 +140,15 @@ def shrink_config(
     return type(config).from_dict(new)
 
 
-def chosen_layers(old: Mapping[str, Any]) -> list[int]:
-    """Indices of the layers to keep: the first of every kind, and never fewer than two."""
+def chosen_layers(old: Mapping[str, Any], min_layers: int = MIN_LAYERS) -> list[int]:
+    """Indices of the layers to keep: the first of every kind, and never fewer than `min_layers`."""
     num_layers = _first(old, _NUM_LAYERS)
     first_of_kind: dict[tuple, int] = {}
     for index in range(num_layers):
         first_of_kind.setdefault(_layer_kind(old, index), index)
     chosen = set(first_of_kind.values())
     for index in range(num_layers):
-        if len(chosen) >= min(2, num_layers):
+        if len(chosen) >= min(min_layers, num_layers):
             break
         chosen.add(index)
     return sorted(chosen)
@@ -183,8 +172,8 @@ def _is_dense(old: Mapping[str, Any], index: int) -> bool:
     return listed or (index + 1) % step != 0 or index < (old.get("first_k_dense_replace") or 0)
 
 
-def _shrink_layers(old: Mapping[str, Any], new: dict[str, Any]) -> None:
-    chosen = chosen_layers(old)
+def _shrink_layers(old: Mapping[str, Any], new: dict[str, Any], min_layers: int) -> None:
+    chosen = chosen_layers(old, min_layers)
     _set(new, _NUM_LAYERS, len(chosen))
     for key in _per_layer_keys(old):
         new[key] = [old[key][index] for index in chosen]
@@ -249,20 +238,6 @@ def _shrink_experts(old: Mapping[str, Any], new: dict[str, Any]) -> None:
 def _special_tokens(tokenizer: Any, own: bool) -> dict[str, int | None]:
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     return {} if own else {name: getattr(tokenizer, name) for name in names}
-
-
-def _own_tokenizer(name_or_path: str, *, revision: str | None, trust_remote_code: bool) -> Any:
-    """The model's tokenizer, or None where it cannot be had."""
-    from transformers import AutoTokenizer
-
-    path = Path(name_or_path)
-    source = str(path.parent) if path.is_file() else name_or_path
-    if path.exists() and not any(file.name.startswith("tokenizer") for file in os.scandir(source)):
-        return None
-    try:
-        return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError):
-        return None
 
 
 def _first(values: Mapping[str, Any], names: Iterable[str], *, default: int | None = None) -> int:

@@ -39,7 +39,7 @@ class WrittenPlan:
     Attributes:
         files: Path → contents.
         command: Starts the run; on every node, where there are several.
-        rehearsal: Tries it small on CPU processes first, or, where the recipe cannot be, checks it.
+        rehearsal: Tries it small on CPU processes first.
     """
 
     files: Mapping[Path, str]
@@ -69,8 +69,7 @@ def plan_files(request: Request, candidate: Candidate, recipe: RecipeChoices, fo
     if "nvme" in (setup.parallel.offload_params, setup.parallel.offload_optimizer):
         files[folder / DEEPSPEED] = deepspeed_json(request.model, setup.parallel, folder)
     files[launch_path] = launch_yaml(candidate, command, folder)
-    verb = "doctor" if request.recipe == "pretrain" else "rehearse"
-    words = ["accel-scale", verb, "--config_file", str(launch_path), script]
+    words = ["accel-scale", "rehearse", "--config_file", str(launch_path), script]
     return WrittenPlan(files, command, shlex.join([*words, "--config_file", str(recipe_path)]))
 
 

@@ -267,7 +267,7 @@ def print_written(written: WrittenPlan | None) -> None:
     """Where the files are and how to run them; plain lines, to be copied."""
     if written is not None:
         print(f"\nwritten   {', '.join(str(path) for path in written.files)}")
-        print(f"{'check' if ' doctor ' in written.rehearsal else 'rehearse':10}{written.rehearsal}")
+        print(f"rehearse  {written.rehearsal}")
         print(f"run       {written.command}")
 
 

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 _SP_HELP = "Ranks that share each row (Ulysses sequence parallelism). Default: the launch file's, else 1."
 PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
-_STAGES_PER_RANK = {"interleaved": 2, "zero_bubble": 2}
+# Of schedules that need more than one.
+STAGES_PER_RANK = {"interleaved": 2, "zero_bubble": 2}
 
 
 @dataclass
@@ -128,7 +129,7 @@ def _data_parallel(launch: Launch, ranks: int) -> ParallelLayout:
 
 def stages_per_rank(args: ParallelArguments) -> int:
     """Stages that each rank of a pipeline holds."""
-    return args.pp_stages_per_rank or _STAGES_PER_RANK.get(args.pp_schedule or "1f1b", 1)
+    return args.pp_stages_per_rank or STAGES_PER_RANK.get(args.pp_schedule or "1f1b", 1)
 
 
 def with_layout(start: Start, layout: ParallelLayout) -> Start:

@@ -44,7 +44,7 @@ def open_storage(url: str, say: Callable[[str], None]) -> optuna.storages.BaseSt
             return optuna.storages.JournalStorage(JournalRedisBackend(url))
         return _open_database(url, say)
     except Exception as error:
-        shown = (str(error).splitlines() or [type(error).__name__])[0]
+        shown = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         raise ConfigError(
             f"{masked(url)} cannot be used: {shown}.", place="--storage", fix="check the URL, its driver and access."
         ) from None

@@ -49,6 +49,35 @@ def test_fsdp2_lora_passes(real_model: str, tmp_path: Path, capsys: pytest.Captu
     assert json.loads((tmp_path / "model" / "config.json").read_text())["model_type"] == "qwen3"
 
 
+@pytest.mark.parametrize(
+    ("name", "num_processes", "sharing"),
+    [
+        ("pp", 2, ["--pp_size", "4", "--pp_schedule", "interleaved"]),
+        pytest.param("3d", 8, ["--pp_size", "2"], marks=pytest.mark.soak),
+        pytest.param("fsdp2_tp", 4, [], marks=pytest.mark.soak),
+        pytest.param("fsdp2_sp", 4, [], marks=pytest.mark.soak),
+        pytest.param("zero3", 2, [], marks=pytest.mark.soak),
+    ],
+)
+def test_pretraining_passes(
+    name: str, num_processes: int, sharing: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A Llama of 1.3 billion parameters from nothing, on text that is elsewhere."""
+    launch = ["--config_file", str(REPOSITORY / "accelerate_configs" / f"{name}.yaml"), "--keep", str(tmp_path)]
+    recipe = str(REPOSITORY / "recipes" / "pretrain.py")
+    flags = ["--num_params", "1.3B", "--data", "nobody/has-this", "--global_batch_size", "256", "--max_tokens", "26B"]
+    flags += ["--warmup_steps", "2000", "--output_dir", str(tmp_path / "real-output")]
+    status = main(["rehearse", *launch, recipe, *flags, *sharing])
+    printed = capsys.readouterr().out
+    assert status == 0, printed
+    assert set(results(printed).values()) == {"passed"}, printed
+    assert f"{4 if 'interleaved' in sharing else 2} layers" in printed
+    assert "data: embedded rows in place of nobody/has-this" in printed
+    assert not (tmp_path / "real-output").exists(), "nothing is written where the real run will write"
+    summary = json.loads((tmp_path / "resumed" / "run_summary.json").read_text())
+    assert (summary["recipe"], summary["world_size"]) == ("pretrain.py", num_processes)
+
+
 def test_a_launch_that_fails_says_why(real_model: str, capsys: pytest.CaptureFixture[str]) -> None:
     """LoRA on modules that this architecture does not have: GPT-2's names on a Qwen."""
     launch = ["--config_file", str(REPOSITORY / "accelerate_configs" / "ddp.yaml")]

@@ -1,0 +1,56 @@
+"""Configuration and tokenizer of a model that is rehearsed: of the hub, of a folder, or of the catalogue."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel_scale.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+def load_text_config(
+    name_or_path: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedConfig:
+    """The configuration of `name_or_path`, its language part where the model has several; no weights are read.
+
+    Where the hub cannot be asked, or wants a login, the planner's catalogue is: it has popular models' configurations.
+
+    Raises:
+        ConfigError: if it is in neither.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    from accel_scale.planning.catalogue import catalogue_config
+
+    path = Path(name_or_path)
+    source = str(path.parent) if path.name == "config.json" and path.is_file() else name_or_path
+    try:
+        config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        known = None if path.exists() else catalogue_config(name_or_path)
+        if known is not None and known["model_type"] in CONFIG_MAPPING:
+            return AutoConfig.for_model(known.pop("model_type"), **known).get_text_config(decoder=True)
+        raise ConfigError(
+            f"the configuration of {name_or_path!r} cannot be had: {str(error).splitlines()[0]}",
+            place="--model_name_or_path",
+            fix="download its config.json once and give that file, or its folder.",
+        ) from error
+    return config.get_text_config(decoder=True)
+
+
+def own_tokenizer(name_or_path: str, *, revision: str | None, trust_remote_code: bool) -> Any:
+    """The model's tokenizer, or None where it cannot be had."""
+    from transformers import AutoTokenizer
+
+    path = Path(name_or_path)
+    source = str(path.parent) if path.is_file() else name_or_path
+    if path.exists() and not any(file.name.startswith("tokenizer") for file in os.scandir(source)):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError):
+        return None
