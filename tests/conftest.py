@@ -42,6 +42,14 @@ def shared_data() -> Path:
     return SHARED_DATA
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _small_numbers_are_numbers() -> None:
+    """DeepSpeed's operations are compiled with -ffast-math, and loading one rounds subnormal floats to 0 from then on."""
+    import torch
+
+    torch.set_flush_denormal(False)
+
+
 @pytest.fixture(scope="session")
 def warm_python() -> Iterator[WarmPython]:
     """Servers of processes that have imported the libraries, for the tests of this worker."""

@@ -38,7 +38,7 @@ from typing import Any, NoReturn
 
 SERVERS = 2
 # By prefix. The rest of the environment is looked at when it is used, and is the caller's by then.
-READ_AT_IMPORT = ("BNB_", "DATASETS_", "HF_", "HOME", "HUGGINGFACE_", "LD_", "PYTHONPATH", "TRANSFORMERS_", "XDG_")
+READ_AT_IMPORT = ("BNB_", "DATASETS_", "HF_", "HOME", "HUGGINGFACE_", "LD_", "TRANSFORMERS_", "XDG_")
 # The recipes set it for what they start; no test downloads.
 OF_NO_MATTER = ("HF_HUB_DISABLE_PROGRESS_BARS",)
 # Looks at its parent and its children, and imports nothing large.
@@ -253,6 +253,9 @@ def become(words: list[str], unbuffered: bool, folder: str, environment: Mapping
     if environment.get("OMP_NUM_THREADS"):  # torch looked when it was imported
         sys.modules["torch"].set_num_threads(int(environment["OMP_NUM_THREADS"]))
     sys.modules["numpy"].random.seed()  # as every process its own
+    for path in reversed(environment.get("PYTHONPATH", "").split(os.pathsep)):
+        if path and path not in sys.path:
+            sys.path.insert(1, path)
     if words[0] == "-m":
         sys.path[0] = folder
         sys.argv = words[1:]

@@ -25,6 +25,7 @@ from accel_scale.tuning.launch import Launch, launch_command, read_trial_launch_
 from accel_scale.tuning.recipe import load_recipe
 
 pytestmark = pytest.mark.slow
+WARM_PYTHON = False  # a study ends its trials with everything below them
 SMALL = Path(__file__).parent / "small_recipe.py"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
