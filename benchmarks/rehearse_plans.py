@@ -57,7 +57,8 @@ REQUESTS: dict[str, str] = {
     "--recipe pretrain --tp_size 4 --pp_size 4 --global_batch_size 256 --max_length 4096",
     "pretrain-long-rows": "meta-llama/Llama-3.1-8B --gpu H100-SXM --num_gpus 8 --recipe pretrain --max_length 131072 "
     "--global_batch_size 8",
-    "pretrain-lora": "Qwen/Qwen2.5-7B --gpu A100-80GB-SXM --num_gpus 4 --recipe pretrain --method lora --strategy fsdp2",
+    "pretrain-lora": "Qwen/Qwen2.5-7B --gpu A100-80GB-SXM --num_gpus 4 --recipe pretrain --method lora "
+    "--strategy fsdp2",
     "zero-infinity": "Qwen/Qwen2.5-7B --gpu 4090 --num_gpus 2 --strategy zero_infinity --nvme 6GB",
 }
 

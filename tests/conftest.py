@@ -44,7 +44,7 @@ def shared_data() -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def _small_numbers_are_numbers() -> None:
-    """DeepSpeed's operations are compiled with -ffast-math, and loading one rounds subnormal floats to 0 from then on."""
+    """DeepSpeed's operations are compiled with -ffast-math: loading one rounds subnormal floats to 0 from then on."""
     import torch
 
     torch.set_flush_denormal(False)

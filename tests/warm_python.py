@@ -38,7 +38,7 @@ from typing import Any, NoReturn
 
 SERVERS = 2
 # By prefix. The rest of the environment is looked at when it is used, and is the caller's by then.
-READ_AT_IMPORT = ("BNB_", "DATASETS_", "HF_", "HOME", "HUGGINGFACE_", "LD_", "TRANSFORMERS_", "XDG_")
+READ_AT_IMPORT = ("BNB_", "DATASETS_", "HF_", "HOME", "HUGGINGFACE_", "LD_", "TRANSFORMERS_")
 # The recipes set it for what they start; no test downloads.
 OF_NO_MATTER = ("HF_HUB_DISABLE_PROGRESS_BARS",)
 # Looks at its parent and its children, and imports nothing large.
