@@ -19,7 +19,7 @@ from typing import Any
 
 from accel_scale.cli.comm import parse_sizes
 from accel_scale.cli.comm_measure import links_of
-from accel_scale.launching.collective_runs import DEFAULT_REPEATS, LOW_QUANTILE, measure_levels
+from accel_scale.launching.collective_runs import DEFAULT_REPEATS, FASTEST_SHARE, measure_levels
 from accel_scale.launching.local_processes import run_locally
 from accel_scale.planning.collectives import OPS, USUAL, Link, steps
 from accel_scale.planning.link_fit import FittedLink, MeasuredLinks, Sample, fit_pairs, worst_and_median
@@ -60,9 +60,9 @@ def header(args: argparse.Namespace, links: MeasuredLinks) -> str:
 --repeats {args.repeats}`, {datetime.now(timezone.utc):%Y-%m-%d}, commit {commit or "unknown"}, torch \
 {(links.versions or {})["torch"]}, Python {platform.python_version()}, {links.device}.
 
-Processes of one machine over the loopback interface, one thread each, fp32. A time is the {LOW_QUANTILE:.0%} quantile
-of up to {args.repeats} batches of calls, the slowest rank of each: what else a machine does only adds time. Every
-other size is fitted, the errors are those of the other ones. *Off by* is predicted ÷ measured − 1.
+Processes of one machine over the loopback interface, one thread each, fp32. A time is the mean of the
+fastest {FASTEST_SHARE:.0%} of up to {args.repeats} batches of calls, the slowest rank of each: what else a machine
+does only adds time. Every other size is fitted, the errors are those of the other ones. *Off by* is predicted ÷ measured − 1.
 """
 
 

@@ -19,19 +19,23 @@ if TYPE_CHECKING:
 # What the planner asks for.
 _DEFAULT_OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "point_to_point")
 _DEFAULT_SIZES = {"gloo": "4KiB..16MiB", "nccl": "64KiB..1GiB"}
+_DEFAULT_STEPS = 40  # of DDP, for each size of buckets
 _DEFAULT_CAPS = ("1", "5", "10", "25", "50", "100")
 
 
 def run_measurement(args: argparse.Namespace) -> int:
     """Measure, fit, save, print."""
     from accel_scale.cli.comm import parse_ops, parse_sizes
-    from accel_scale.launching.collective_runs import measure_levels
+    from accel_scale.launching.collective_runs import DEFAULT_REPEATS, measure_levels
     from accel_scale.launching.local_processes import choose_backend
     from accel_scale.planning.link_fit import default_path, save_links, worst_and_median
     from accel_scale.planning.requests import whole
     from accel_scale.reporting.comm_tables import print_measured
 
-    ops, repeats = parse_ops(args.op, _DEFAULT_OPS), whole(args.repeats, "--repeats")
+    ops, repeats = (
+        parse_ops(args.op, _DEFAULT_OPS),
+        whole(args.repeats, "--repeats") if args.repeats else DEFAULT_REPEATS,
+    )
     processes = _num_processes(args)
     backend = choose_backend(args.backend, processes)
     sizes = parse_sizes(args.size or [_DEFAULT_SIZES[backend]], args.step_factor)
@@ -159,7 +163,7 @@ def run_bucket_sweep(args: argparse.Namespace) -> int:
         caps=tuple(float(cap) for cap in caps if cap is not None),
         rows=whole(args.per_device_train_batch_size, "--per_device_train_batch_size"),
         length=whole(args.max_length, "--max_length"),
-        repeats=whole(args.repeats, "--repeats"),
+        repeats=whole(args.repeats, "--repeats") if args.repeats else _DEFAULT_STEPS,
     )
     processes = _num_processes(args)
     settings.check(processes)

@@ -11,9 +11,9 @@ from typing import Any
 from accel_scale.errors import ConfigError
 from accel_scale.planning.link_fit import Sample
 
-DEFAULT_REPEATS = 40
-# Share of the repeats below the time that is taken, see `Sample.seconds`.
-LOW_QUANTILE = 0.1
+DEFAULT_REPEATS = 100
+# Share of the repeats, the fastest ones, whose mean is taken, see `Sample.seconds`.
+FASTEST_SHARE = 0.25
 # Calls are timed in batches, so that the clock and the barrier before them do not count. All small sizes have the same
 # number of calls in theirs: of rooted operations the next call begins before the last has ended everywhere.
 CALLS, BATCH_SECONDS = 8, 0.02
@@ -111,7 +111,7 @@ def measure_op(
                 found.append(_timed(call.run, batch, device))
     slowest = [sorted(_slowest(found, device)) for found in times]
     return [
-        Sample(op, call.num_bytes, level.workers, low(found), _median(found))
+        Sample(op, call.num_bytes, level.workers, mean_of_fastest(found), _median(found))
         for call, found in zip(calls, slowest, strict=True)
     ]
 
@@ -136,9 +136,10 @@ def _plan(estimate: float, repeats: int) -> tuple[int, int]:
     return min(CALLS, max(1, int(BATCH_SECONDS / estimate))), count
 
 
-def low(ordered: Sequence[float]) -> float:
-    """The `LOW_QUANTILE` of times in rising order."""
-    return ordered[max(0, math.ceil(LOW_QUANTILE * len(ordered)) - 1)]
+def mean_of_fastest(ordered: Sequence[float]) -> float:
+    """The mean of the `FASTEST_SHARE` of times in rising order, of one at least."""
+    count = max(1, round(FASTEST_SHARE * len(ordered)))
+    return sum(ordered[:count]) / count
 
 
 def _median(ordered: Sequence[float]) -> float:

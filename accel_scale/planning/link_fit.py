@@ -26,8 +26,8 @@ class Sample:
 
     Attributes:
         op, num_bytes, workers: What ran; K as in `collectives`.
-        seconds: A low quantile of the repeats, the slowest rank of each. Whatever else a machine does only ever adds
-            time, so it comes out the same again where a mean or median does not.
+        seconds: The mean of the fastest quarter of the repeats, the slowest rank of each. Whatever else a machine does
+            only ever adds time, so it comes out the same again where a mean or median of all does not.
         median_seconds: Of the same repeats.
     """
 
