@@ -62,7 +62,8 @@ def header(args: argparse.Namespace, links: MeasuredLinks) -> str:
 
 Processes of one machine over the loopback interface, one thread each, fp32. A time is the mean of the
 fastest {FASTEST_SHARE:.0%} of up to {args.repeats} batches of calls, the slowest rank of each: what else a machine
-does only adds time. Every other size is fitted, the errors are those of the other ones. *Off by* is predicted ÷ measured − 1.
+does only adds time. Every other size is fitted, the errors are those of the other ones. *Off by* is predicted ÷
+measured − 1.
 """
 
 
