@@ -129,7 +129,7 @@ def sample_text(
         is_partitioned(p) or hasattr(p, "device_mesh") for p in generator.parameters()
     )
     cuda = [accelerator.device] if accelerator.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=cuda), evaluating(model), accelerator.autocast():
+    with torch.random.fork_rng(devices=cuda), evaluating(model), accelerator.autocast(), _root_gathered(generator):
         torch.manual_seed(seed)
         out = generator.generate(
             input_ids=ids.to(accelerator.device),
@@ -144,3 +144,21 @@ def sample_text(
         )
     text: str = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
     return text
+
+
+@contextlib.contextmanager
+def _root_gathered(model: Any) -> Iterator[None]:
+    """The weights outside of FSDP2's blocks, gathered while a PEFT model generates.
+
+    Its ``generate`` calls the base model inside of it, past the hooks of the module that FSDP2 has for its root.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    is_passed_by = isinstance(model, FSDPModule) and hasattr(model, "peft_config")
+    if is_passed_by:
+        model.unshard()
+    try:
+        yield
+    finally:
+        if is_passed_by:
+            model.reshard()

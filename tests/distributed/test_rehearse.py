@@ -78,6 +78,19 @@ def test_pretraining_passes(
     assert (summary["recipe"], summary["world_size"]) == ("pretrain.py", num_processes)
 
 
+def test_pretraining_of_adapters_passes_with_a_sample(
+    real_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """PEFT generates past the hooks that gather embedding, last norm and head."""
+    launch = ["--config_file", str(REPOSITORY / "accelerate_configs" / "fsdp2.yaml"), "--keep", str(tmp_path)]
+    flags = ["--model_name_or_path", real_model, "--data", "nobody/has-this", "--method", "lora"]
+    status = main(["rehearse", *launch, str(REPOSITORY / "recipes" / "pretrain.py"), *flags])
+    printed = capsys.readouterr().out
+    assert status == 0, printed
+    assert set(results(printed).values()) == {"passed"}, printed
+    assert len(json.loads((tmp_path / "resumed" / "run_summary.json").read_text())["sample"]) > 20
+
+
 def test_a_launch_that_fails_says_why(real_model: str, capsys: pytest.CaptureFixture[str]) -> None:
     """LoRA on modules that this architecture does not have: GPT-2's names on a Qwen."""
     launch = ["--config_file", str(REPOSITORY / "accelerate_configs" / "ddp.yaml")]
