@@ -39,7 +39,10 @@ def measured_peak_flops(device_type: str, dtype: torch.dtype) -> float:
     import torch
 
     size = _SIZE if device_type == "cpu" else 4 * _SIZE
-    a, b = (torch.randn(size, size, device=device_type).to(dtype) for _ in range(2))
+    # The run's own random numbers are not to depend on when this is measured: a resumed run does it after its dropout
+    # has been put back.
+    generator = torch.Generator(device_type).manual_seed(0)
+    a, b = (torch.randn(size, size, device=device_type, generator=generator).to(dtype) for _ in range(2))
     flops, best, spent = 2.0 * size**3, float("inf"), 0.0
     synchronize = torch.accelerator.synchronize if device_type != "cpu" else (lambda: None)
     with torch.no_grad():

@@ -81,9 +81,10 @@ def test_pretraining_passes(
 def test_pretraining_of_adapters_passes_with_a_sample(
     real_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """PEFT generates past the hooks that gather embedding, last norm and head."""
+    """PEFT generates past the hooks that gather embedding, last norm and head. Resumed dropout goes on as it was."""
     launch = ["--config_file", str(REPOSITORY / "accelerate_configs" / "fsdp2.yaml"), "--keep", str(tmp_path)]
     flags = ["--model_name_or_path", real_model, "--data", "nobody/has-this", "--method", "lora"]
+    flags += ["--lora_dropout", "0.5", "--learning_rate", "1e-2"]
     status = main(["rehearse", *launch, str(REPOSITORY / "recipes" / "pretrain.py"), *flags])
     printed = capsys.readouterr().out
     assert status == 0, printed
