@@ -64,7 +64,8 @@ class RecipeCommand:
         if self.config_path is None or not set(names) & self._yaml().keys():
             return replace(self, words=tuple(words))
         copy = folder / self.config_path.name
-        shutil.copyfile(self.config_path, copy)
+        if copy != self.config_path:  # else it is a copy already
+            shutil.copyfile(self.config_path, copy)
         _blank_keys(copy, names)
         words = [word for flag, kept in self._words_by_flag() if flag not in {*names, *_CONFIG_FLAGS} for word in kept]
         return replace(self, words=("--config_file", str(copy), *words), config_path=copy)

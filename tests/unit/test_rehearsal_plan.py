@@ -54,6 +54,9 @@ def test_flags_are_taken_out_of_words_and_of_a_copy_of_the_file(tmp_path: Path, 
     copy = (work / "flags.yaml").read_text().splitlines()
     assert copy == ["# comment", "", "", "", "optim: sgd"], "what is left keeps its line"
     assert config.read_text().startswith("# comment\ncolumns"), "the user's file is not touched"
+    again = cut.without(["optim"], work)
+    assert (work / "flags.yaml").read_text().splitlines() == ["# comment", "", "", "", ""]
+    assert again.value("optim") is None
 
 
 def test_a_missing_recipe_or_file_is_named(tmp_path: Path, script: str) -> None:
