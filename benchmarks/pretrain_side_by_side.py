@@ -322,13 +322,8 @@ def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             print(f"  {name}: {result['tokens_per_second']:,.0f} tokens/s, loss {result['loss']:.3f}", flush=True)
     config = LlamaConfig(**SHAPE, vocab_size=job["vocab_size"], tie_word_embeddings=False)
     per_token, _ = model_flops(config, sequence_length=options.length, num_params=0)
-    return {
-        "machine": machine(),
-        "job": {name: value for name, value in job.items() if not isinstance(value, str)},
-        "peak_flops": peak,
-        "flops_per_token": per_token,
-        "runs": runs,
-    }
+    sizes = {name: value for name, value in job.items() if not isinstance(value, str)}
+    return {"machine": machine(), "job": sizes, "peak_flops": peak, "flops_per_token": per_token, "runs": runs}
 
 
 def table(results: dict[str, Any]) -> str:
