@@ -17,6 +17,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SHARED_DATA = REPOSITORY.parent / "shared" / "data"
+REAL_PYTHON = sys.executable
 FOLDERS_THAT_LAUNCH = ("distributed", "library", "recipes")
 
 
@@ -48,6 +49,12 @@ def _small_numbers_are_numbers() -> None:
     import torch
 
     torch.set_flush_denormal(False)
+
+
+@pytest.fixture(scope="session")
+def real_python() -> str:
+    """For what looks at the processes below a process, such as a test that kills all of them: nothing starts warm."""
+    return REAL_PYTHON
 
 
 @pytest.fixture(scope="session")

@@ -228,23 +228,24 @@ def test_a_signal_to_the_whole_group_ends_it_and_sigterm_saves(
     assert [path.name for path in (tmp_path / "run").glob("checkpoint_*")] == [f"checkpoint_{last}"]
 
 
-def soaked(repository: Path, folder: Path, *flags: str) -> str:
+def soaked(python: str, repository: Path, folder: Path, *flags: str) -> str:
     """Table of benchmarks/pretrain_soak.py, which fails where a bit differs."""
-    command = [sys.executable, str(repository / "benchmarks" / "pretrain_soak.py"), *flags, "--results", str(folder)]
+    command = [python, str(repository / "benchmarks" / "pretrain_soak.py"), *flags, "--results", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=3000)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return (folder / "pretrain_soak.md").read_text()
 
 
-def test_a_kill_changes_nothing(repository: Path, tmp_path: Path) -> None:
-    table = soaked(repository, tmp_path, "--strategies", "single", "--kills", "1", "--steps", "18", "--longest", "2")
+def test_a_kill_changes_nothing(repository: Path, tmp_path: Path, real_python: str) -> None:
+    flags = ["--strategies", "single", "--kills", "1", "--steps", "18", "--longest", "2"]
+    table = soaked(real_python, repository, tmp_path, *flags)
     assert "| single | 1 |" in table
 
 
 @pytest.mark.soak
-def test_kills_of_two_ranks_change_nothing(repository: Path, tmp_path: Path) -> None:
+def test_kills_of_two_ranks_change_nothing(repository: Path, tmp_path: Path, real_python: str) -> None:
     flags = ["--strategies", "ddp", "fsdp2", "zero2", "--kills", "5"]
-    assert soaked(repository, tmp_path, *flags).count("the same, bit for bit") == 3
+    assert soaked(real_python, repository, tmp_path, *flags).count("the same, bit for bit") == 3
 
 
 @pytest.mark.soak
