@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from warm_python import WarmPython
+from warm_python import WarmPython, is_possible
 
 # Two workers' worth of threads each would fight over two cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads take the cores from the other processes
@@ -67,15 +67,10 @@ def warm_python() -> Iterator[WarmPython]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _launches_start_warm(request: pytest.FixtureRequest) -> Iterator[None]:
-    """``sys.executable`` is a warm one for tests that launch, unless their module says ``WARM_PYTHON = False``.
-
-    A forked process cannot use a GPU that was looked at before the fork, so a machine with one starts all of Python.
-    """
-    import torch
-
+    """``sys.executable`` is a warm one for tests that launch, unless their module says ``WARM_PYTHON = False``."""
     launches = Path(request.path).parent.name in FOLDERS_THAT_LAUNCH
-    cold = bool(os.environ.get("ACCEL_SCALE_COLD_TESTS")) or sys.platform != "linux" or torch.cuda.is_available()
-    if cold or not getattr(request.module, "WARM_PYTHON", launches):
+    is_wanted = getattr(request.module, "WARM_PYTHON", launches) and not os.environ.get("ACCEL_SCALE_COLD_TESTS")
+    if not is_wanted or not is_possible():
         yield
         return
     with pytest.MonkeyPatch.context() as patched:

@@ -92,6 +92,17 @@ os._exit(status)
 """
 
 
+def is_possible() -> bool:
+    """Whether this system tells a process of the end of another one; a GPU cannot be used after a fork."""
+    import torch
+
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):  # not Linux, or a kernel or sandbox without it
+        return False
+    return not torch.cuda.is_available()
+
+
 class WarmPython:
     """Servers of warm processes; `close` ends them.
 
