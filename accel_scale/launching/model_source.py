@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,8 +29,9 @@ def load_text_config(
 
     path = Path(name_or_path)
     source = str(path.parent) if path.name == "config.json" and path.is_file() else name_or_path
+    options = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
-        config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(source, local_files_only=_is_out_of_reach(name_or_path), **options)
     except (OSError, ValueError) as error:
         known = None if path.exists() else catalogue_config(name_or_path)
         if known is not None and known["model_type"] in CONFIG_MAPPING:
@@ -50,7 +52,23 @@ def own_tokenizer(name_or_path: str, *, revision: str | None, trust_remote_code:
     source = str(path.parent) if path.is_file() else name_or_path
     if path.exists() and not any(file.name.startswith("tokenizer") for file in os.scandir(source)):
         return None
+    options = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
-        return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(source, local_files_only=_is_out_of_reach(name_or_path), **options)
     except (OSError, ValueError):
         return None
+
+
+@functools.lru_cache(maxsize=8)
+def _is_out_of_reach(name: str) -> bool:
+    """Whether the hub does not answer at all. Asks once: loading from it would retry for half a minute, each time."""
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
+
+    if Path(name).exists() or constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "config.json"))
+    except Exception as error:
+        # Errors of the connection belong to the hub client's HTTP library; what the hub answers, loading will say.
+        return type(error).__module__.startswith("httpx")
+    return False
