@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from accel_scale.errors import ConfigError
+from accel_scale.launching.local_processes import progress_bar
 from accel_scale.planning.link_fit import Sample
 
 DEFAULT_REPEATS = 100
@@ -82,7 +83,13 @@ def make_levels(rank: int, world_size: int, local_world_size: int) -> list[Level
 
 
 def measure_op(
-    op: str, sizes: Sequence[int], level: Level, device: Any, *, repeats: int = DEFAULT_REPEATS
+    op: str,
+    sizes: Sequence[int],
+    level: Level,
+    device: Any,
+    *,
+    repeats: int = DEFAULT_REPEATS,
+    after_round: Callable[[], Any] = lambda: None,
 ) -> list[Sample]:
     """Times of `op` for each of `sizes`, the same on every rank; collective over all ranks.
 
@@ -96,6 +103,7 @@ def measure_op(
         level: As from `make_levels`.
         device: Where the tensors are.
         repeats: Batches of each size; large messages, which are slow and hardly vary, get by with fewer.
+        after_round: Called `repeats` times, between timings.
     """
     unit = 4 * level.workers
     calls = [make_call(op, max(1, size // unit) * unit, level, device) for size in sizes]
@@ -109,6 +117,7 @@ def measure_op(
             # `count` turns, spread over all of them.
             if (turn + 1) * count // repeats > turn * count // repeats:
                 found.append(_timed(call.run, batch, device))
+        after_round()
     slowest = [sorted(_slowest(found, device)) for found in times]
     return [
         Sample(op, call.num_bytes, level.workers, mean_of_fastest(found), _median(found))
@@ -251,9 +260,14 @@ def measure_levels(place: Any, ops: Sequence[str], sizes: Sequence[int], repeats
 
     levels = make_levels(place.rank, place.world_size, place.local_world_size)
     found = []
-    for level in levels:
-        samples = [asdict(s) for op in ops for s in measure_op(op, sizes, level, place.device, repeats=repeats)]
-        found.append({"name": level.name, "sharing": level.sharing, "samples": samples})
+    with progress_bar(place, len(levels) * len(ops) * repeats, "measuring") as bar:
+        for level in levels:
+            samples: list[dict[str, Any]] = []
+            for op in ops:
+                bar.set_description(f"{op} {level.name}", refresh=False)
+                measured = measure_op(op, sizes, level, place.device, repeats=repeats, after_round=bar.update)
+                samples += map(asdict, measured)
+            found.append({"name": level.name, "sharing": level.sharing, "samples": samples})
     is_gpu = place.device.type == "cuda"
     versions = {"torch": str(torch.__version__)}
     if is_gpu:

@@ -95,6 +95,17 @@ def run_locally(work: Callable[..., Any], num_processes: int, asked_backend: str
     return found["answer"]
 
 
+def progress_bar(place: Place, total: int, description: str) -> Any:
+    """A bar of tqdm, drawn by rank 0 alone and only in a terminal."""
+    import sys
+
+    from tqdm import tqdm
+
+    is_shown = place.rank == 0 and sys.stderr.isatty()
+    # Drawn seldom: what is timed beside it shares the processor with it.
+    return tqdm(total=total, desc=description, disable=not is_shown, mininterval=0.5, leave=False, dynamic_ncols=True)
+
+
 def _process(
     rank: int, world: int, backend: str, answer: str, work: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -58,7 +59,7 @@ def plan_pretraining_rehearsal(
         notes.append("--decay_from: rehearsed as a run of its own, without the trunk")
     micro_batch_size = min(_micro_batch_size(recipe), MICRO_BATCH_SIZE)
     num_readers = num_processes // 2 ** len(degrees)
-    accumulation = _accumulation(recipe, (launch.num_processes or 1) // _product(degrees), degrees)
+    accumulation = _accumulation(recipe, (launch.num_processes or 1) // math.prod(degrees.values()), degrees)
     dropped = [*_DROPPED_FLAGS, *_MODEL_FLAGS, *(_DATA_FLAGS if data.replaced is not None else ())]
     cut = cut.without(dropped, work).with_flags(
         **{"model_name_or_path" if goes_on else "model_config": model_folder},
@@ -123,18 +124,11 @@ def _processes(
     wide = [name for name, size in in_file.items() if name.endswith("_size") and (size or 1) > 1]
     dimensions = set(degrees)
     dimensions |= {name for name in wide if "_dp_" in name}
-    if not any("_dp_" in name for name in wide) and (launch.num_processes or 1) > _product(degrees):
+    if not any("_dp_" in name for name in wide) and (launch.num_processes or 1) > math.prod(degrees.values()):
         dimensions.add("replicas or shards")
     sizes = [word for name in wide for word in (f"--{name}", "2")]
     flags = {f"{name}_size": 2 for name in degrees if recipe.value(f"{name}_size") is not None}
     return 2 ** len(dimensions), sizes, flags
-
-
-def _product(degrees: dict[str, int]) -> int:
-    product = 1
-    for size in degrees.values():
-        product *= size
-    return product
 
 
 def _micro_batch_size(recipe: RecipeCommand) -> int:

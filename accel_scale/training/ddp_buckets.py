@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from accel_scale.errors import ConfigError
+from accel_scale.launching.local_processes import progress_bar
 
 DEFAULT_CAP_MB = 25.0
 # A flag is worth giving if it saves more than this.
@@ -107,14 +108,17 @@ def sweep_buckets(place: Any, settings: SweepSettings) -> dict[str, Any]:
     times: dict[float, list[float]] = {cap: [] for cap in settings.caps}
     buckets: dict[float, int] = {}
     alone: list[float] = []
-    for _ in range(_ROUNDS):
-        steps = -(-settings.repeats // _ROUNDS)
-        alone += _step_times(model, batch, steps, place.device)
-        for cap in settings.caps:
-            ddp = _wrapped(model, cap, place)
-            times[cap] += _step_times(ddp, batch, steps, place.device)
-            buckets[cap] = _num_buckets(ddp)
-            del ddp
+    steps = -(-settings.repeats // _ROUNDS)
+    with progress_bar(place, _ROUNDS * (1 + len(settings.caps)), "measuring") as bar:
+        for _ in range(_ROUNDS):
+            alone += _step_times(model, batch, steps, place.device)
+            bar.update()
+            for cap in settings.caps:
+                ddp = _wrapped(model, cap, place)
+                times[cap] += _step_times(ddp, batch, steps, place.device)
+                buckets[cap] = _num_buckets(ddp)
+                del ddp
+                bar.update()
     compute = _low(alone)
     rows = [
         {

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
+import pty
+import re
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +47,7 @@ def test_every_collective_is_run_fitted_and_saved(tmp_path: Path) -> None:
         command("--measure", "--processes", "2", "--backend", "gloo", "--op", "all", *sizes, "--json"), tmp_path
     )
     assert done.returncode == 0, done.stderr[-2000:]
+    assert "\r" not in done.stderr  # no bar into a log
     found = json.loads(done.stdout)
     rows = found["measurements"]
     assert {row["op"] for row in rows} == set(OPS)
@@ -67,6 +74,30 @@ def test_every_collective_is_run_fitted_and_saved(tmp_path: Path) -> None:
     assert links.between == {}
     link: Any = links.inside_link("all_reduce")
     assert link.bytes_per_second > 1e7
+
+
+def test_a_terminal_is_shown_how_far_it_is(tmp_path: Path) -> None:
+    reader, writer = pty.openpty()
+    fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("4H", 24, 100, 0, 0))  # of no size, tqdm draws nothing
+    words = command("--measure", "--processes", "2", "--op", "all_reduce", "--size", "4KiB..4MiB", "--repeats", "20")
+    with subprocess.Popen(words, env=environment(tmp_path), stdout=subprocess.PIPE, stderr=writer) as process:
+        os.close(writer)
+        shown = read_terminal(reader)
+        printed = process.communicate(timeout=120)[0].decode()
+    assert process.returncode == 0, shown
+    assert "all_reduce inside" in shown
+    assert re.search(r"\b20/20\b", shown), shown
+    assert "saved" in printed  # the result is not mixed with it
+    assert "20/20" not in printed
+
+
+def read_terminal(reader: int) -> str:
+    found = b""
+    with contextlib.suppress(OSError):  # how a terminal ends whose other side is closed
+        while block := os.read(reader, 4096):
+            found += block
+    os.close(reader)
+    return found.decode()
 
 
 def test_servers_are_measured_on_both_levels_and_the_planner_reads_them(tmp_path: Path) -> None:
