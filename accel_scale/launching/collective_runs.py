@@ -264,7 +264,7 @@ def measure_levels(place: Any, ops: Sequence[str], sizes: Sequence[int], repeats
         for level in levels:
             samples: list[dict[str, Any]] = []
             for op in ops:
-                bar.set_description(f"{op} {level.name}", refresh=False)
+                bar.set_description(f"{op} {level.name}")
                 measured = measure_op(op, sizes, level, place.device, repeats=repeats, after_round=bar.update)
                 samples += map(asdict, measured)
             found.append({"name": level.name, "sharing": level.sharing, "samples": samples})
