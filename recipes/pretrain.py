@@ -108,6 +108,7 @@ def load_data(run: Run) -> None:
         mixed_precision=settings.precision.mixed_precision,
         micro_batch_size=args.per_device_train_batch_size,
         accumulation=int(settings.values.get("gradient_accumulation_steps", 1)),
+        sync_each_batch=args.sync_each_batch,
         max_grad_norm=args.max_grad_norm,
         output_dir=args.output_dir,
         report_to=args.report_to,

@@ -50,6 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     training.add_argument("--max_length", metavar="TOKENS", help="per row (default: 2048)")
     training.add_argument("--mean_length", metavar="TOKENS", help="of a row that are no padding, on average")
+    training.add_argument(
+        "--sync_each_batch",
+        nargs="?",
+        const="true",
+        help="whether FSDP2 reduces the gradients of every micro-batch: true or false (default: where that is faster)",
+    )
     training.add_argument("--packing", nargs="?", const="true", default="true", help="true or false (default: true)")
     training.add_argument("--no_packing", action="store_true", help="rows hold one document each and are padded")
     training.add_argument("--lora_r", metavar="RANK", default="16", help="of the adapters (default: 16)")

@@ -1,4 +1,4 @@
-"""Rules on what DDP sends: buckets and communication hooks where there is no DDP, and PowerSGD where it would lie."""
+"""Rules on when and how gradients are sent: DDP's and FSDP2's settings under others, PowerSGD where it would lie."""
 
 from __future__ import annotations
 
@@ -35,6 +35,23 @@ def needs_ddp(case: Case) -> Finding | None:
         f"{why}: --{flag} would change nothing.",
         "remove it, or launch with accelerate_configs/ddp.yaml.",
     )
+
+
+def needs_fsdp2(case: Case) -> Finding | None:
+    """Gradients of every micro-batch are reduced by DeepSpeed anyway, and elsewhere no memory comes of it."""
+    run, parallel = case.run, case.parallel
+    if not run.sync_each_batch:
+        return None
+    degrees = (run.tp_size, run.sp_size, run.pp_size, parallel.tensor_parallel_size, parallel.context_parallel_size)
+    if any((size or 1) > 1 for size in (*degrees, parallel.sequence_parallel_size)):
+        why = "ranks that share a model reduce gradients once per step"
+    elif parallel.name == "fsdp2":
+        return None
+    elif parallel.is_deepspeed:
+        why = "DeepSpeed decides when gradients are reduced"
+    else:
+        why = f"under {parallel.label} gradients are whole all the time, and sending them more often saves no memory"
+    return error(run.place("sync_each_batch"), f"{why}.", "remove it, or launch with accelerate_configs/fsdp2.yaml.")
 
 
 def bucket_size(case: Case) -> Finding | None:
@@ -91,6 +108,7 @@ def cast_saves_nothing(case: Case) -> Finding | None:
 
 DDP_RULES: tuple[Rule, ...] = (
     needs_ddp,
+    needs_fsdp2,
     bucket_size,
     powersgd_flags,
     powersgd_never_begins,

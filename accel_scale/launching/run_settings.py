@@ -43,6 +43,7 @@ class RunSettings:
     global_batch_size: int | None = None
     per_device_train_batch_size: int = 8
     gradient_accumulation_steps: int | None = None
+    sync_each_batch: bool = False
     max_grad_norm: float | None = None
     auto_find_batch_size: bool = False
     load_in_4bit: bool = False

@@ -14,6 +14,7 @@ def cheapest_changes(request: Request, setup: TrainingSetup, count: int = 3) -> 
     """Up to `count` single changes to `setup` that would make it fit, cheapest in time first."""
     changes = [
         ("--per_device_train_batch_size", _smaller_batches(setup)),
+        ("--sync_each_batch", [replace(setup, sync_each_batch=True)] if setup.accumulation > 1 else []),
         ("--checkpointing_policy", [replace(setup, checkpointing=p) for p in ("selective", "full", "offload")]),
         ("--optim", [replace(setup, optimizer=o) for o in ("paged_adamw_8bit", "adamw_torch_8bit")]),
         ("--method", [replace(setup, method=m) for m in ("lora", "qlora") if m != setup.method]),

@@ -148,8 +148,9 @@ def _sharded(facts: ModelFacts, setup: TrainingSetup, model_ranks: int) -> list[
     weights = gathered_weight_bytes(facts, setup) / model_ranks
     gradients = trained_params(facts, setup) * setup.compute_bytes / model_ranks
     times, shards = setup.accumulation, parallel.num_shards
-    # Ranks that share the model reduce gradients after a step's last micro-batch; stages gather weights once as well.
-    reductions = 1 if parallel.is_divided else times
+    # FSDP2 reduces gradients after a step's last micro-batch unless it is told otherwise, DeepSpeed after each; stages
+    # gather weights once as well.
+    reductions = times if setup.sync_each_batch or parallel.is_deepspeed else 1
     times = 1 if parallel.pipeline_parallel > 1 else times
     spread = parallel.tensor_parallel
     gathers = 2 if parallel.reshard_after_forward else 1

@@ -50,6 +50,7 @@ def pretrain_lines(request: Request, candidate: Candidate, recipe: RecipeChoices
     lines += [f"max_length: {recipe.max_length or setup.sequence_length}"]
     lines += [f"per_device_train_batch_size: {setup.micro_batch_size}"]
     lines += [f"global_batch_size: {request.global_batch_size}  # accumulation follows: {setup.accumulation}"]
+    lines += ["sync_each_batch: true  # FSDP2 keeps no whole gradients between micro-batches"] * setup.sync_each_batch
     lines += [f"checkpointing_policy: {setup.checkpointing}", *_sharing(setup)]
     if "attention" in request.fixed:
         lines.append(f"attn_implementation: {setup.attention}")

@@ -58,6 +58,7 @@ class Wish:
     checkpointing_policy: str | None = None
     attn_implementation: str | None = None
     per_device_train_batch_size: str | None = None
+    sync_each_batch: str | None = None
     global_batch_size: str = "64"
     max_length: str | None = None
     mean_length: str | None = None
@@ -207,6 +208,9 @@ def _fixed(wish: Wish, model: ModelFacts, gpu: hardware.Gpu) -> dict[str, Any]:
         fixed["mean_length"] = parse_count(wish.mean_length, place="--mean_length")
     if wish.per_device_train_batch_size is not None:
         fixed["micro_batch_size"] = whole(wish.per_device_train_batch_size, "--per_device_train_batch_size")
+    if wish.sync_each_batch is not None:
+        word = one_of(wish.sync_each_batch.lower(), ("true", "false"), "--sync_each_batch")
+        fixed["sync_each_batch"] = word == "true"
     return fixed
 
 

@@ -166,17 +166,21 @@ def why_not(setup: TrainingSetup, request: Request) -> str | None:
 def _settings(request: Request, choice: Choice, method: str) -> Iterator[list[TrainingSetup]]:
     """All settings of one strategy, the leanest first, in lists that differ in nothing but a growing micro-batch.
 
-    A micro-batch that is a rank's whole share has a list of its own: no gradients are kept from an earlier one.
+    A micro-batch that is a rank's whole share has a list of its own: no gradients are kept from an earlier one. Where
+    FSDP2 would keep whole ones, reducing those of every micro-batch is a choice.
     """
     fixed = dict(request.fixed)
     per_rank = request.global_batch_size // choice.parallel.data_parallel
     policies = (fixed.pop("checkpointing"),) if "checkpointing" in fixed else ("full", "selective", "none")
     optimizers = (fixed.pop("optimizer"),) if "optimizer" in fixed else _optimizers(method, choice)
     micro_batches = (fixed.pop("micro_batch_size"),) if "micro_batch_size" in fixed else _divisors(per_rank)
+    syncs = (fixed.pop("sync_each_batch"),) if "sync_each_batch" in fixed else _syncs(method, choice)
     for policy in policies:
         for optimizer in optimizers:
             accumulating = [size for size in micro_batches if per_rank % size == 0 and size < per_rank]
-            for sizes in (accumulating, [size for size in micro_batches if size == per_rank]):
+            at_once = [size for size in micro_batches if size == per_rank]
+            lists = [(accumulating, sync) for sync in syncs] + [(at_once, syncs[0])]
+            for sizes, sync_each_batch in lists:
                 yield [
                     TrainingSetup(
                         method=method,
@@ -184,6 +188,7 @@ def _settings(request: Request, choice: Choice, method: str) -> Iterator[list[Tr
                         optimizer=optimizer,
                         micro_batch_size=size,
                         accumulation=per_rank // size,
+                        sync_each_batch=sync_each_batch,
                         sequence_length=request.sequence_length,
                         parallel=choice.parallel,
                         **fixed,
@@ -197,6 +202,12 @@ def _optimizers(method: str, choice: Choice) -> tuple[str, ...]:
     if method != "full" or choice.parallel.is_divided:
         return LEAN_OPTIMIZERS[:1]
     return LEAN_OPTIMIZERS
+
+
+def _syncs(method: str, choice: Choice) -> tuple[bool, ...]:
+    """When gradients are reduced: whole gradients of adapters are too small to matter."""
+    parallel = choice.parallel
+    return (False, True) if method == "full" and parallel.strategy == "fsdp2" and not parallel.is_divided else (False,)
 
 
 def _divisors(per_rank: int) -> tuple[int, ...]:

@@ -61,6 +61,8 @@ def conflict(setup: TrainingSetup, model: ModelFacts | None = None) -> str | Non
     if model is not None and setup.checkpointing == "selective" and changes_products(model):
         return "the model changes results in place that selective checkpointing keeps"
     parallel, optimizer = setup.parallel, setup.optimizer
+    if setup.sync_each_batch and (parallel.strategy != "fsdp2" or parallel.is_divided):
+        return "gradients of every micro-batch are reduced under FSDP2 only, where ranks do not share the model"
     if parallel.is_deepspeed and setup.precision in ("bf16_true", "fp8"):
         return f"DeepSpeed does not run {setup.precision}"
     if parallel.strategy.startswith("fsdp"):

@@ -135,6 +135,8 @@ class TrainingSetup:
         packing: Whether rows are filled with several documents.
         mean_length: Tokens that are no padding, on average per row; `None`: all.
         accumulation: Micro-batches per optimizer step.
+        sync_each_batch: Whether FSDP2 reduces and shards the gradients of every micro-batch. Else those of all but a
+            step's last wait whole on every rank, and are reduced once.
         lora: The adapters, for ``lora`` and ``qlora``.
         double_quantisation: Whether QLoRA quantises its constants too.
         compile: Whether layers go through torch.compile.
@@ -154,6 +156,7 @@ class TrainingSetup:
     packing: bool = True
     mean_length: float | None = None
     accumulation: int = 1
+    sync_each_batch: bool = False
     lora: LoraSetup = LoraSetup()
     double_quantisation: bool = True
     compile: bool = False

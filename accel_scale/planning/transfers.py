@@ -83,8 +83,9 @@ def _fsdp(model: ModelFacts, setup: TrainingSetup, groups: ParameterGroups) -> T
         last_bucket_bytes=max(layer, outside) * width if setup.method == "full" else 0.0,
         unreduced_bytes=whole,
         unreduced_share=outside / groups.base if whole else 0.0,
-        # Accelerate accumulates without synchronising: until the last micro-batch gradients stay whole.
-        waiting_gradient_bytes=groups.trainable * kept,
+        # Accelerate accumulates without synchronising unless told otherwise: until the last micro-batch gradients
+        # stay whole.
+        waiting_gradient_bytes=0.0 if setup.sync_each_batch else groups.trainable * kept,
     )
 
 

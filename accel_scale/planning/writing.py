@@ -135,6 +135,7 @@ def _sft_lines(request: Request, candidate: Candidate, recipe: RecipeChoices) ->
     lines += [f"max_length: {recipe.max_length or setup.sequence_length}", f"packing: {str(setup.packing).lower()}"]
     lines += [f"per_device_train_batch_size: {setup.micro_batch_size}"]
     lines += [f"global_batch_size: {request.global_batch_size}  # accumulation follows: {setup.accumulation}"]
+    lines += ["sync_each_batch: true  # FSDP2 keeps no whole gradients between micro-batches"] * setup.sync_each_batch
     lines += [f"checkpointing_policy: {setup.checkpointing}"]
     if setup.parallel.sequence_parallel > 1:
         lines += [f"sp_size: {setup.parallel.sequence_parallel}  # GPUs that share each row"]

@@ -96,7 +96,7 @@ def _ranked(candidates: Sequence[Candidate], budget: Budgeted) -> Any:
 
 def _cells(candidate: Candidate, budget: Budgeted) -> list[str]:
     setup, time = candidate.setup, candidate.time
-    batch = f"{setup.micro_batch_size} × {setup.accumulation}"
+    batch = f"{setup.micro_batch_size} × {setup.accumulation}{', sync' * setup.sync_each_batch}"
     cells = [candidate.choice.label, setup.method, batch, setup.checkpointing, setup.optimizer, interval(candidate)]
     if time is None:
         return [*cells, *["?"] * 5]
@@ -129,6 +129,8 @@ def time_notes(plan: Plan) -> list[str]:
     if best is not None and best.setup.parallel.is_divided:
         size = format_bytes(best.memory.host_bytes)
         said.append(f"a rank of each server builds the whole model: {size} of its memory, and as much disk in TMPDIR.")
+    if any(candidate.setup.sync_each_batch for candidate in plan.candidates):
+        said.append("sync: with --sync_each_batch true, which reduces the gradients of every micro-batch.")
     for reason in reasons:
         labels = [note.partition(": ")[0].removeprefix("no time for ") for note in notes if note.endswith(reason)]
         who = "" if len(set(labels)) == len({c.choice.label for c in plan.candidates}) else " for "
@@ -169,6 +171,8 @@ def _change(request: Request, flag: str, setup: TrainingSetup) -> str:
     values = {"--checkpointing_policy": setup.checkpointing, "--optim": setup.optimizer, "--method": setup.method}
     if flag in values:
         return f"{flag} {values[flag]}"
+    if flag == "--sync_each_batch":
+        return f"{flag} true"
     options = choices(machine.num_gpus, machine.gpus_per_node)
     return f"--strategy '{next(choice.label for choice in options if choice.parallel == setup.parallel)}'"
 

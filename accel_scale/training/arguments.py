@@ -8,6 +8,10 @@ METHODS = ("full", "lora", "qlora")
 PRECISIONS = ("fp32", "fp16", "bf16", "bf16_true", "fp8")
 DECAY_SHAPES = ("1-sqrt", "linear", "cosine")
 PLANS = ("off", "check", "auto")
+SYNC_EACH_BATCH_HELP = (
+    "FSDP2 with accumulation: reduce and shard the gradients of every micro-batch. Else those of all but a step's "
+    "last wait whole on every rank, which takes memory, and are sent once."
+)
 
 
 def _flag(default, text: str, *, choices: tuple[str, ...] | None = None):

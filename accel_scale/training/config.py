@@ -7,6 +7,7 @@ from typing import Any
 
 from trl import ModelConfig, SFTConfig
 
+from accel_scale.training.arguments import SYNC_EACH_BATCH_HELP
 from accel_scale.training.ddp_arguments import DdpHookArguments
 from accel_scale.training.optimizers import OPTIMIZER_NAMES
 from accel_scale.training.schedules import SCHEDULE_NAMES
@@ -61,6 +62,7 @@ class RecipeSFTConfig(DdpHookArguments, SFTConfig):
             "and where. Default: --ddp_timeout."
         },
     )
+    sync_each_batch: bool = field(default=False, metadata={"help": SYNC_EACH_BATCH_HELP})
     gradient_checkpointing: bool | None = field(  # type: ignore[assignment]
         default=None,
         metadata={
@@ -84,6 +86,12 @@ class RecipeSFTConfig(DdpHookArguments, SFTConfig):
         if self.schedule_name not in {s.value for s in SchedulerType}:
             self.lr_scheduler_type = "warmup_stable_decay"
         super().__post_init__()
+        if self.sync_each_batch:
+            config: Any = self.accelerator_config  # the base class has read it from whatever it was
+            config.gradient_accumulation_kwargs = {
+                **(config.gradient_accumulation_kwargs or {}),
+                "sync_each_batch": True,
+            }
 
     def _validate_args(self) -> None:
         """As the base class, except that bf16 is allowed on a CPU.

@@ -14,6 +14,7 @@ def plain_accelerator(
     mixed_precision: str,
     micro_batch_size: int,
     accumulation: int,
+    sync_each_batch: bool,
     max_grad_norm: float,
     output_dir: str,
     report_to: list[str],
@@ -29,6 +30,7 @@ def plain_accelerator(
         mixed_precision: ``no``, ``fp16`` or ``bf16``.
         micro_batch_size: Rows per rank and forward pass.
         accumulation: Micro-batches per optimizer step.
+        sync_each_batch: Reduce the gradients of every micro-batch, not of a step's last alone.
         max_grad_norm: Gradients are clipped to it.
         output_dir: Where trackers that write files do so.
         report_to: Names of trackers.
@@ -53,7 +55,9 @@ def plain_accelerator(
         for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG"):
             os.environ[name] = "false"
     dynamo = TorchDynamoPlugin(backend="inductor", use_regional_compilation=True) if compile_layers else None
-    accumulating = GradientAccumulationPlugin(num_steps=accumulation, sync_with_dataloader=False)
+    accumulating = GradientAccumulationPlugin(
+        num_steps=accumulation, sync_with_dataloader=False, sync_each_batch=sync_each_batch
+    )
     handler = InitProcessGroupKwargs(timeout=backend_timeout(collective_timeout))
     # Said below, as an error.
     warnings.filterwarnings("ignore", message=".*no supported trackers are currently installed.*")

@@ -255,5 +255,7 @@ def _change_text(flag: str, setup: TrainingSetup, machine: hardware.Machine) -> 
     values = {"--checkpointing_policy": setup.checkpointing, "--optim": setup.optimizer, "--method": setup.method}
     if flag in values:
         return f"{flag} {values[flag]}"
+    if flag == "--sync_each_batch":
+        return f"{flag} true"
     options = choices(machine.num_gpus, machine.gpus_per_node)
     return f"a launch file with {next(c.label for c in options if c.parallel == setup.parallel)}"

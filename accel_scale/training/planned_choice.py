@@ -104,6 +104,8 @@ def _choose(plan: RunPlan, parsed: ParsedFlags, launch: LaunchEnvironment, facts
     fixed = {name: getattr(setup, name) for name in _KEPT}
     if _sets(parsed, _BATCH):
         fixed["micro_batch_size"] = setup.micro_batch_size
+    if parsed.explicit.get("sync_each_batch") is not None:
+        fixed["sync_each_batch"] = setup.sync_each_batch
     if _sets(parsed, _CHECKPOINTING):
         fixed["checkpointing"] = setup.checkpointing
     reason = "nothing is left to choose"
@@ -173,6 +175,8 @@ def _flags_of(setup: TrainingSetup, parsed: ParsedFlags) -> dict[str, Any]:
         values["per_device_train_batch_size"] = setup.micro_batch_size
         if not _sets(parsed, ("global_batch_size",)):
             values["gradient_accumulation_steps"] = setup.accumulation
+    if setup.sync_each_batch and parsed.explicit.get("sync_each_batch") is None:
+        values["sync_each_batch"] = True
     if not _sets(parsed, _CHECKPOINTING):
         values["checkpointing_policy"] = setup.checkpointing
     if not _sets(parsed, _OPTIMIZER):

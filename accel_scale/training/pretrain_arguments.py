@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from accel_scale.training.arguments import DECAY_SHAPES, PLANS, PRECISIONS, _flag
+from accel_scale.training.arguments import DECAY_SHAPES, PLANS, PRECISIONS, SYNC_EACH_BATCH_HELP, _flag
 from accel_scale.training.ddp_arguments import DdpArguments
 from accel_scale.training.optimizers import OPTIMIZER_NAMES
 from accel_scale.training.schedules import SCHEDULE_NAMES
@@ -73,6 +73,7 @@ class PretrainArguments(DdpArguments):
     global_batch_size: int | None = _flag(
         None, "Rows per optimizer step over all ranks; accumulation follows. Default: one micro-batch on each rank."
     )
+    sync_each_batch: bool = _flag(False, SYNC_EACH_BATCH_HELP)
     max_steps: int = _flag(-1, "Optimizer steps.")
     max_tokens: str | None = _flag(None, "Tokens to train on in place of --max_steps, e.g. 2.5B.")
     max_train_time: str | None = _flag(None, "Save and stop after this long, e.g. 90m or 11h30m.")

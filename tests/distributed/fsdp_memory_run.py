@@ -24,11 +24,19 @@ SHAPE = {
     "num_key_value_heads": 4,
     "vocab_size": 2048,
 }
-# name: reshard after forward, parameter dtype
-CASES = {"full": (True, None), "grad_op": (False, None), "full bf16": (True, torch.bfloat16)}
+# name: reshard after forward, parameter dtype, micro-batches of a step, whether each of them reduces its gradients
+CASES = {
+    "full": (True, None, 1, False),
+    "grad_op": (False, None, 1, False),
+    "full bf16": (True, torch.bfloat16, 1, False),
+    "accumulated": (True, None, 3, False),
+    "accumulated bf16": (True, torch.bfloat16, 3, False),
+    "accumulated, each reduced": (True, None, 3, True),
+    "accumulated bf16, each reduced": (True, torch.bfloat16, 3, True),
+}
 
 
-def peak_bytes(reshard: bool, dtype: torch.dtype | None) -> int:
+def peak_bytes(reshard: bool, dtype: torch.dtype | None, micro_batches: int, reduce_each: bool) -> int:
     """The second step's peak over all of the tracker's categories."""
     model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE, attn_implementation="sdpa"))
     settings = {"mesh": init_device_mesh("cpu", (dist.get_world_size(),)), "reshard_after_forward": reshard}
@@ -44,7 +52,10 @@ def peak_bytes(reshard: bool, dtype: torch.dtype | None) -> int:
         tracker = FSDPMemTracker(model, optimizer)
         tracker.track_inputs((tokens,))
         with tracker:
-            model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+            for index in range(micro_batches):
+                model.set_requires_gradient_sync(reduce_each or index == micro_batches - 1)
+                model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+                tracker.reset_mod_stats()  # of every module it can follow one pass
             optimizer.step()
             optimizer.zero_grad()
         (snapshot,) = tracker.get_tracker_snapshot("peak").values()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,7 +37,7 @@ class Launch:
 
 def found(strategy: str, machine: Machine, **flags: Any) -> list[str]:
     run = RunSettings.from_flags(flags)
-    names = ("ddp_", "powersgd_")
+    names = ("ddp_", "powersgd_", "sync_")
     findings = check_run(run, Launch(Strategy(strategy)), machine)
     return [f"{f.level}: {f.one_line()}" for f in findings if f.place.startswith(tuple(f"--{n}" for n in names))]
 
@@ -81,6 +82,39 @@ def test_what_cannot_be_honoured_is_said(flags: dict[str, Any], problem: str, ma
 def test_ranks_that_share_a_model_have_no_buckets(machine: Machine) -> None:
     (line,) = found("ddp", machine, ddp_comm_hook="bf16", tp_size=2, pp_size=1)
     assert "share a model" in line
+
+
+@pytest.mark.parametrize(
+    ("strategy", "flags", "why"),
+    [
+        ("fsdp2", {}, None),
+        ("fsdp2", {"tp_size": 2, "pp_size": 1}, "share a model"),
+        ("fsdp2", {"sp_size": 2}, "share a model"),
+        ("ddp", {}, "saves no memory"),
+        ("single", {}, "saves no memory"),
+        ("zero2", {}, "DeepSpeed decides"),
+    ],
+)
+def test_gradients_of_every_micro_batch_are_fsdp2s(
+    strategy: str, flags: dict[str, Any], why: str | None, machine: Machine
+) -> None:
+    lines = found(strategy, machine, sync_each_batch=True, **flags)
+    assert len(lines) == (why is not None)
+    assert why is None or (why in lines[0] and lines[0].startswith("error: --sync_each_batch"))
+    assert found(strategy, machine, sync_each_batch=False, **flags) == []
+
+
+def test_the_trainer_is_told_to_reduce_every_micro_batch(tmp_path: Path) -> None:
+    from accelerate.utils import GradientAccumulationPlugin
+
+    given = {"gradient_accumulation_kwargs": {"sync_with_dataloader": False}, "even_batches": False}
+    config = RecipeSFTConfig(output_dir=str(tmp_path), sync_each_batch=True, accelerator_config=given)
+    kept = config.accelerator_config
+    assert not kept.even_batches
+    plugin = GradientAccumulationPlugin(**kept.gradient_accumulation_kwargs)
+    assert plugin.sync_each_batch
+    assert not plugin.sync_with_dataloader
+    assert not RecipeSFTConfig(output_dir=str(tmp_path)).accelerator_config.gradient_accumulation_kwargs
 
 
 def test_both_recipes_have_the_flags() -> None:

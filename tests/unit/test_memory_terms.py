@@ -64,6 +64,9 @@ def test_accumulation_under_fsdp_keeps_whole_gradients():
     several = replace(one, accumulation=4)
     extra = predict_memory(LLAMA, several).phases[1].total_bytes - predict_memory(LLAMA, one).phases[1].total_bytes
     assert extra == pytest.approx(2 * N, rel=0.01)
+    reduced = replace(several, sync_each_batch=True)  # only a rank's share of them waits, in fp32
+    extra = predict_memory(LLAMA, reduced).phases[1].total_bytes - predict_memory(LLAMA, one).phases[1].total_bytes
+    assert extra == pytest.approx(4 * N / 8, rel=0.01)
 
 
 def test_foreach_adam_needs_one_more_copy_in_its_step():

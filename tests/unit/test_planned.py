@@ -127,6 +127,27 @@ def test_auto_keeps_the_global_batch_and_fits(model: Path, world_size: int) -> N
     assert lines == settings.notes
 
 
+def test_auto_reduces_every_micro_batch_where_whole_gradients_do_not_fit(model: Path) -> None:
+    launch = launched(Strategy("fsdp2"), 8)
+    flags = (
+        "--plan auto --plan_gpu 30GiB --method full --global_batch_size 64 --max_length 2048 --optim adamw_torch_fused"
+    )
+    assert resolved(model, flags, launch).values["sync_each_batch"] is True
+    assert "--sync_each_batch True" in resolved(model, flags, launch).notes[0]
+    with pytest.raises(ConfigError, match="nothing that is left open makes this run fit"):
+        resolved(model, f"{flags} --sync_each_batch false", launch)
+    assert not resolved(model, flags.replace("30GiB", "80GiB"), launch).values.get("sync_each_batch")
+
+
+def test_check_names_it_among_what_would_fit(model: Path) -> None:
+    launch = launched(Strategy("fsdp2"), 8)
+    flags = "--plan check --plan_gpu 30GiB --method full --global_batch_size 64 --per_device_train_batch_size 1"
+    with pytest.raises(ConfigError) as refused:
+        planned(model, f"{flags} --max_length 2048 --optim adamw_torch_fused --checkpointing_policy full", launch)
+    assert "--sync_each_batch true" in refused.value.one_line()
+    planned(model, f"{flags} --max_length 2048 --checkpointing_policy full --sync_each_batch true", launch)
+
+
 def test_auto_leaves_alone_what_the_user_set(model: Path) -> None:
     flags = "--per_device_train_batch_size 2 --checkpointing_policy selective --optim sgd --method qlora"
     settings = resolved(model, f"--plan auto --plan_gpu 48GiB --gradient_accumulation_steps 3 {flags}")

@@ -20,6 +20,7 @@ from accel_scale.planning.search import Candidate, Request, search
 from accel_scale.planning.strategies import choices, conflict
 from accel_scale.planning.timing import predict_time
 from accel_scale.planning.training_setup import METHODS, ParallelSetup, TrainingSetup
+from accel_scale.planning.writing import RecipeChoices, plan_files
 
 GIB = 2**30
 
@@ -218,6 +219,8 @@ def test_choices_grow_with_the_machine():
         ({"checkpointing": "full", "method": "lora", "strategy": "zero3"}, None),
         ({"checkpointing": "selective", "strategy": "zero3"}, None),
         ({"precision": "fp8", "strategy": "zero1"}, "fp8"),
+        ({"sync_each_batch": True, "accumulation": 2, "strategy": "ddp"}, "FSDP2 only"),
+        ({"sync_each_batch": True, "accumulation": 2, "strategy": "fsdp2"}, None),
     ],
 )
 def test_conflicts(setup, reason):
@@ -225,6 +228,28 @@ def test_conflicts(setup, reason):
     found = conflict(TrainingSetup(**setup, parallel=ParallelSetup(strategy, 2)))
     assert (found is None) == (reason is None)
     assert reason is None or reason in found
+
+
+def test_gradients_of_every_micro_batch_are_reduced_where_whole_ones_do_not_fit(tmp_path):
+    asked = request(
+        "Qwen/Qwen3-32B", "H100-SXM", 8, global_batch_size=256, sequence_length=4096, strategies=("FSDP2",)
+    )
+    best = search(asked).best
+    assert best.setup.sync_each_batch
+    assert best.setup.accumulation > 1
+    (rejected,) = search(replace(asked, fixed={"sync_each_batch": False})).rejections
+    assert "gradients 61" in rejected.reason  # GiB: 32.8 B gradients of two bytes
+    without = replace(best.setup, sync_each_batch=False)
+    whole = predict_memory(asked.model, without).device_bytes - best.memory.device_bytes
+    assert whole == pytest.approx((2 - 4 / 8) * asked.model.num_params, rel=0.02)  # an eighth of them waits, in fp32
+    # Where they fit, sending them once is faster.
+    small = search(request("Llama-3.2-1B", "H100-SXM", 8, global_batch_size=512, strategies=("FSDP2",))).best
+    assert not small.setup.sync_each_batch
+    for recipe in ("sft", "pretrain"):
+        written = plan_files(replace(asked, recipe=recipe), best, RecipeChoices("Qwen/Qwen3-32B"), tmp_path)
+        assert "sync_each_batch: true" in written.files[tmp_path / "recipe.yaml"]
+    plain = plan_files(asked, replace(best, setup=without), RecipeChoices("Qwen/Qwen3-32B"), tmp_path)
+    assert "sync_each_batch" not in plain.files[tmp_path / "recipe.yaml"]
 
 
 def test_a_batch_that_does_not_divide_is_refused():
