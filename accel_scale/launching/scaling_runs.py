@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 KINDS = ("weak", "strong")
 # What says nothing about speed, or would be done once per run.
 _DROPPED = ("global_batch_size", "max_tokens", "num_train_epochs", "resume", "resume_from_checkpoint", "report_to")
+# Of how gradients are sent: refused where one rank sends none.
+_OF_SEVERAL_RANKS = (
+    "sync_each_batch", "ddp_bucket_cap_mb", "ddp_comm_hook", "powersgd_rank", "powersgd_start_step",
+)  # fmt: skip
 _OFF: Mapping[str, Mapping[str, str]] = {
     "pretrain.py": {"save_steps": "0", "eval_steps": "0", "sample_tokens": "0", "resume": "no"},
     "sft.py": {"save_strategy": "no", "eval_strategy": "no", "exact_match_samples": "0"},
@@ -193,7 +197,8 @@ def command_of(
         "output_dir": out,
         "plan": "check",  # which lists what is communicated, on a CPU too
     }
-    short = recipe.without({*_DROPPED, *flags}, out.parent).with_flags(**flags)
+    dropped = {*_DROPPED, *flags, *(_OF_SEVERAL_RANKS if run.num_ranks == 1 else ())}
+    short = recipe.without(dropped, out.parent).with_flags(**flags)
     return [*words, str(short.script), *short.words]
 
 

@@ -90,6 +90,20 @@ def test_what_says_nothing_about_speed_is_left_out(tmp_path: Path) -> None:
         assert flag in text
 
 
+def test_how_gradients_are_sent_is_left_out_on_one_rank(tmp_path: Path) -> None:
+    """The recipes refuse such flags where one process sends none."""
+    launch = read_launch_file(REPOSITORY / "accelerate_configs" / "fsdp2.yaml")
+    words = ["--sync_each_batch", "--ddp_comm_hook", "bf16", "--learning_rate", "1e-3"]
+    recipe = RecipeCommand.parse(str(REPOSITORY / "recipes" / "pretrain.py"), words)
+    one, two = (
+        command_of(ScalingRun("weak", ranks, 4, 4 * ranks), launch, recipe, tmp_path / "out", 20, 29511)
+        for ranks in (1, 2)
+    )
+    assert {"--sync_each_batch", "--ddp_comm_hook", "--learning_rate"} <= set(two)
+    assert not {"--sync_each_batch", "--ddp_comm_hook", "bf16"} & set(one)
+    assert "--learning_rate" in one
+
+
 def test_too_many_ranks_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     config = str(REPOSITORY / "accelerate_configs" / "ddp.yaml")
     recipe = str(REPOSITORY / "recipes" / "pretrain.py")
