@@ -1,12 +1,13 @@
 """Pretraining side by side: recipes/pretrain.py, litgpt's loop, HF Trainer, and a bare PyTorch loop as the limit.
 
-    python benchmarks/pretrain_side_by_side.py --litgpt_python /tmp/litgpt/bin/python   # writes benchmarks/results/
-    python benchmarks/pretrain_side_by_side.py --steps 20 --repeats 1 --results /tmp/results
+    python benchmarks/pretrain_side_by_side.py --litgpt_python /tmp/litgpt/bin/python  # writes benchmarks/results/
+    python benchmarks/pretrain_side_by_side.py --turns 3 --results /tmp/results
 
-litgpt pins libraries of its own, so it needs an environment of its own (python -m venv, pip install torch litgpt);
-without --litgpt_python it is left out and the table says so. What is the same for all: a Llama of one shape from
-random weights, the same tokens in rows of one length, micro-batch, bf16 autocast on fp32 weights, fused AdamW with
-the same settings, gradient clipping, number of threads; attention over whole rows. What differs is all around it:
+litgpt pins libraries of its own, so it needs an environment of its own (python -m venv, pip install torch litgpt
+requests); without --litgpt_python it is left out and the table says so. What is the same for all: a Llama of one shape
+from random weights, the same tokens in rows of one length, micro-batch, precision (bf16 autocast on fp32 weights, or
+fp32), fused AdamW with the same settings, gradient clipping, number of threads; attention over whole rows. What
+differs is all around it:
 
 * bare loop: the same transformers model with this project's attention and loss, rows already tensors in memory,
   no logging, no checks, no data loading: what a loop could reach at most;
@@ -15,22 +16,22 @@ the same settings, gradient clipping, number of threads; attention over whole ro
 * HF Trainer: a data set of the same rows, logging every step;
 * litgpt: its own pretraining function and model code (it always compiles), fused AdamW passed to it.
 
-Speed is tokens ÷ wall time from the tenth step's end to the last step's, so start-up and compilation are left out.
-Repeats are interleaved. A contestant is compared with the bare loop that ran in the same round, since machines drift;
-the table has the median of those ratios, the smallest and the largest. MFU is against square matrix products measured
-in the same process.
+The contestants take turns of a few steps, the others standing still meanwhile (benchmarks/turns.py), after ten steps
+that are not counted. A ratio is of the turns of one round, which are seconds apart, since machines drift; the table
+has the median of those ratios and their middle half. MFU is against square matrix products measured in the same run.
+The precision, unless given, is the one whose matrix products are faster here: not every CPU gains from bf16.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -47,29 +48,14 @@ SHAPE = {
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 WARM_UP_STEPS = 10
 
+sys.path.insert(0, str(REPOSITORY / "benchmarks"))
+from turns import Contestant, StepClock, race  # noqa: E402
 
 # ── One contestant, in a process of its own ──────────────────────────────────────────────────────────────────────────
 
 
-class StepClock:
-    """Wall time after each optimizer step."""
-
-    def __init__(self) -> None:
-        self.ends: list[float] = []
-        self.losses: list[float] = []
-
-    def tick(self, loss: float | None = None) -> None:
-        self.ends.append(time.perf_counter())
-        if loss is not None:
-            self.losses.append(loss)
-
-    def result(self, tokens_per_step: int) -> dict[str, Any]:
-        seconds = self.ends[-1] - self.ends[WARM_UP_STEPS - 1]
-        return {
-            "tokens_per_second": (len(self.ends) - WARM_UP_STEPS) * tokens_per_step / seconds,
-            "steps": len(self.ends),
-            "loss": statistics.mean(self.losses[-10:]) if self.losses else None,
-        }
+def step_clock(job: dict[str, Any]) -> StepClock:
+    return StepClock(*job["pipes"], warm_up=WARM_UP_STEPS)
 
 
 def read_rows(job: dict[str, Any]) -> Any:
@@ -102,7 +88,7 @@ def bare(job: dict[str, Any], *, fast: bool) -> dict[str, Any]:
         add_fast_lm_head(model)
     rows = torch.from_numpy(read_rows(job)[:, :-1]).long()
     optimizer = torch.optim.AdamW(model.parameters(), **ADAM, fused=True)
-    clock, size = StepClock(), job["micro_batch"]
+    clock, size = step_clock(job), job["micro_batch"]
     options = {"fast_lm_head": True} if fast else {}
     for step in range(job["steps"]):
         ids = rows[step * size : (step + 1) * size]
@@ -113,7 +99,7 @@ def bare(job: dict[str, Any], *, fast: bool) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         clock.tick(loss.item())
-    return clock.result(size * job["length"])
+    return clock.result()
 
 
 def hf_trainer(job: dict[str, Any]) -> dict[str, Any]:
@@ -121,7 +107,7 @@ def hf_trainer(job: dict[str, Any]) -> dict[str, Any]:
     import torch
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    rows, clock = torch.from_numpy(read_rows(job)[:, :-1]).long(), StepClock()
+    rows, clock = torch.from_numpy(read_rows(job)[:, :-1]).long(), step_clock(job)
 
     class Clock(TrainerCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
@@ -145,7 +131,7 @@ def hf_trainer(job: dict[str, Any]) -> dict[str, Any]:
         report_to="none", disable_tqdm=True, lr_scheduler_type="constant",
     )  # fmt: skip
     Trainer(model=hf_model(job, "sdpa"), args=args, train_dataset=Rows(), callbacks=[Clock()]).train()
-    return clock.result(job["micro_batch"] * job["length"])
+    return clock.result()
 
 
 def ours(job: dict[str, Any], *, compiled: bool) -> dict[str, Any]:
@@ -155,7 +141,7 @@ def ours(job: dict[str, Any], *, compiled: bool) -> dict[str, Any]:
 
     from accel_scale.training import pretrain_report
 
-    clock, stepped = StepClock(), pretrain_report.Report.stepped
+    clock, stepped = step_clock(job), pretrain_report.Report.stepped
 
     def timed(self: Any, outcome: Any, *args: Any, **kwargs: Any) -> None:
         stepped(self, outcome, *args, **kwargs)
@@ -170,7 +156,7 @@ def ours(job: dict[str, Any], *, compiled: bool) -> dict[str, Any]:
         "sample_tokens": 0, "torch_compile": compiled, "isolate_documents": False,
     }  # fmt: skip
     pretrain.main([part for name, value in flags.items() for part in (f"--{name}", str(value))])
-    return clock.result(job["micro_batch"] * job["length"])
+    return clock.result()
 
 
 def litgpt(job: dict[str, Any]) -> dict[str, Any]:
@@ -182,7 +168,7 @@ def litgpt(job: dict[str, Any]) -> dict[str, Any]:
     from litgpt.data import DataModule
 
     sys.argv = ["litgpt", "pretrain", "same-shape"]  # it reads the command line when it saves
-    rows, clock = torch.from_numpy(read_rows(job)).long(), StepClock()
+    rows, clock = torch.from_numpy(read_rows(job)).long(), step_clock(job)
 
     class Rows(DataModule):
         def connect(self, *args: Any, **kwargs: Any) -> None: ...
@@ -225,7 +211,7 @@ def litgpt(job: dict[str, Any]) -> dict[str, Any]:
         devices=1,
         logger_name="csv",
     )  # fmt: skip
-    return clock.result(job["micro_batch"] * job["length"])
+    return clock.result()
 
 
 CONTESTANTS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
@@ -287,103 +273,97 @@ def _documents(path: str) -> Iterator[str]:
             yield json.loads(line)["text"]
 
 
-def run_once(name: str, job: dict[str, Any], folder: Path, python: str) -> dict[str, Any]:
-    """One contestant in a process of its own."""
+def start(name: str, job: dict[str, Any], folder: Path, python: str) -> Contestant:
+    """One contestant, warmed up."""
     folder.mkdir(parents=True)
     environment = {**os.environ, "OMP_NUM_THREADS": str(job["threads"]), "TOKENIZERS_PARALLELISM": "false"}
     words = [python, __file__, "--worker", name, "--job", json.dumps({**job, "folder": str(folder)})]
-    done = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
-    line = next((line for line in done.stdout.splitlines()[::-1] if line.startswith("RESULT ")), None)
-    if done.returncode or line is None:
-        raise SystemExit(f"{name} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    return json.loads(line.removeprefix("RESULT "))
+    return Contestant(name, words, environment, folder / "log")
+
+
+def check_litgpt(python: str) -> None:
+    """Its turn comes last: minutes would be lost."""
+    done = subprocess.run([python, "-c", "import litgpt.pretrain"], capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise SystemExit(f"{python} cannot import litgpt.pretrain ({last}). Mend that environment first.")
 
 
 def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Every contestant in turns."""
     import torch
+    from sft_side_by_side import machine
     from transformers import LlamaConfig
 
     from accel_scale.training.peak_flops import measured_peak_flops, model_flops
 
-    sys.path.insert(0, str(REPOSITORY / "benchmarks"))
-    from sft_side_by_side import machine
-
-    job = make_job(folder, options)
-    names = [name for name in CONTESTANTS if name != "litgpt" or options.litgpt_python]
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    if options.litgpt_python:
+        check_litgpt(options.litgpt_python)
     torch.set_num_threads(options.num_threads)
-    peak = measured_peak_flops("cpu", torch.bfloat16 if options.bf16 else torch.float32)
-    for repeat in range(options.repeats):
-        for name in names:
-            python = options.litgpt_python if name == "litgpt" else sys.executable
-            result = run_once(name, job, folder / f"run{repeat}_{len(runs[name])}_{names.index(name)}", python)
-            runs[name].append(result)
-            print(f"  {name}: {result['tokens_per_second']:,.0f} tokens/s, loss {result['loss']:.3f}", flush=True)
+    peaks = {bf16: measured_peak_flops("cpu", torch.bfloat16 if bf16 else torch.float32) for bf16 in (True, False)}
+    if options.bf16 is None:
+        options.bf16 = peaks[True] > peaks[False]
+    job = make_job(folder, options)
+    pythons = dict.fromkeys(CONTESTANTS, sys.executable) | {"litgpt": options.litgpt_python}
+    names = [name for name in CONTESTANTS if pythons[name]]
+    starts = [functools.partial(start, name, job, folder / str(i), pythons[name]) for i, name in enumerate(names)]
+    print(f"{'bf16' if options.bf16 else 'fp32'}; starting {', '.join(names)}", flush=True)
+    found = race(starts, turns=options.turns, steps=options.turn_steps)
     config = LlamaConfig(**SHAPE, vocab_size=job["vocab_size"], tie_word_embeddings=False)
     per_token, _ = model_flops(config, sequence_length=options.length, num_params=0)
     sizes = {name: value for name, value in job.items() if not isinstance(value, str)}
-    return {"machine": machine(), "job": sizes, "peak_flops": peak, "flops_per_token": per_token, "runs": runs}
+    sizes |= {"turns": options.turns, "turn_steps": options.turn_steps}
+    results = {"machine": machine(), "job": sizes, "peak_flops": peaks[options.bf16], "flops_per_token": per_token}
+    return results | {"runs": dict(zip(names, found, strict=True))}
 
 
 def table(results: dict[str, Any]) -> str:
     """The results as Markdown."""
-    info, job = results["machine"], results["job"]
-    medians = {
-        name: {
-            key: statistics.median(run[key] for run in runs) for key in ("tokens_per_second", "peak_resident_bytes")
-        }
-        | {"loss": statistics.median(run["loss"] for run in runs)}
-        for name, runs in results["runs"].items()
-    }
-    repeats = len(results["runs"]["ours"])
+    info, job, runs = results["machine"], results["job"], results["runs"]
     lines = [
         "# Pretraining side by side", "",
         f"{job['threads']} cores of {info['cpu']}, torch {info['torch']}, transformers {info['transformers']}, "
         f"accelerate {info['accelerate']}, {info['date']}, commit {info['commit']}, load average "
-        f"{info['load_average']:.1f} at the start; {repeats} interleaved runs each, medians. A Llama of 6 layers of "
-        f"256, {job['steps']} steps of {job['micro_batch']} × {job['length']} tokens, "
+        f"{info['load_average']:.1f} at the end; {job['turns']} turns of {job['turn_steps']} steps each. A Llama of 6 "
+        f"layers of 256, {job['micro_batch']} × {job['length']} tokens a step, "
         f"{'bf16 autocast' if job['bf16'] else 'fp32'}. "
         "Made by `python benchmarks/pretrain_side_by_side.py`, whose first lines say what is equal.", "",
-        "| | tokens/s | × bare loop | smallest and largest | MFU | peak memory, MiB | loss, last 10 steps |",
+        "| | tokens/s | × bare loop | middle half of the rounds | MFU | peak memory, MiB | loss, last 10 steps |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]  # fmt: skip
-    for name, row in medians.items():
-        speed = row["tokens_per_second"]
-        ratios = _ratios(results["runs"], name)
+    for name, run in runs.items():
+        speed = job["turn_steps"] * job["micro_batch"] * job["length"] / statistics.median(run["seconds"])
+        ratios = [bare / own for own, bare in zip(run["seconds"], runs["bare loop"]["seconds"], strict=True)]
+        lower, middle, upper = statistics.quantiles(ratios, n=4, method="inclusive")
         mfu = speed * results["flops_per_token"] / results["peak_flops"]
         lines.append(
-            f"| {name} | {speed:,.0f} | {statistics.median(ratios):.3f} | {min(ratios):.3f} to {max(ratios):.3f} "
-            f"| {mfu:.0%} | {row['peak_resident_bytes'] / 2**20:,.0f} | {row['loss']:.3f} |"
+            f"| {name} | {speed:,.0f} | {middle:.3f} | {lower:.3f} to {upper:.3f} "
+            f"| {mfu:.0%} | {run['peak_resident_bytes'] / 2**20:,.0f} | {run['loss']:.3f} |"
         )
     lines += ["", f"The matrix-product peak measured in the same run is {results['peak_flops'] / 1e9:,.0f} GFLOP/s."]
-    if "litgpt" not in medians:
+    if "litgpt" not in runs:
         lines.append("litgpt was not measured: no --litgpt_python.")
     return "\n".join(lines) + "\n"
-
-
-def _ratios(runs: dict[str, list[dict[str, Any]]], name: str) -> list[float]:
-    """Speed of a contestant ÷ that of the bare loop, round by round."""
-    pairs = zip(runs[name], runs["bare loop"], strict=True)
-    return [one["tokens_per_second"] / bare["tokens_per_second"] for one, bare in pairs]
 
 
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--turns", type=int, default=16)
+    parser.add_argument("--turn_steps", type=int, default=5)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--micro_batch", type=int, default=8)
-    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--num_threads", type=int, default=2)
-    parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=None)
     parser.add_argument("--litgpt_python", default=None, help="Python of an environment with litgpt.")
     parser.add_argument("--results", type=Path, default=REPOSITORY / "benchmarks" / "results")
     parser.add_argument("--worker", choices=list(CONTESTANTS), help=argparse.SUPPRESS)
     parser.add_argument("--job", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--pipes", type=int, nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    options.steps = WARM_UP_STEPS + options.turns * options.turn_steps
     if options.worker:
-        work(options.worker, options.job)
+        work(options.worker, {**options.job, "pipes": options.pipes})
         return
     with tempfile.TemporaryDirectory() as folder:
         results = compare(options, Path(folder))
