@@ -252,7 +252,7 @@ def document(found: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=0.32, help="f of a rank: forward pass of a micro-batch")
+    parser.add_argument("--seconds", type=float, default=0.5, help="f of a rank: forward pass of a micro-batch")
     parser.add_argument("--steps", type=int, default=2, help="measured, of each case")
     parser.add_argument("--micro_batches", type=int, nargs="+", default=[4, 8, 16])
     parser.add_argument("--only", choices=("timed", "computing"), help="one of the two; the other's results stay")

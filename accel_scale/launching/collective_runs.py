@@ -12,14 +12,14 @@ from accel_scale.errors import ConfigError
 from accel_scale.launching.local_processes import progress_bar
 from accel_scale.planning.link_fit import Sample
 
-DEFAULT_REPEATS = 100
+DEFAULT_REPEATS = 300
 # Share of the repeats, the fastest ones, whose mean is taken, see `Sample.seconds`.
 FASTEST_SHARE = 0.25
 # Calls are timed in batches, so that the clock and the barrier before them do not count. All small sizes have the same
 # number of calls in theirs: of rooted operations the next call begins before the last has ended everywhere.
 CALLS, BATCH_SECONDS = 8, 0.02
 # Of all repeats of one size, about.
-MOST_SECONDS = 1.5
+MOST_SECONDS = 1.0
 LEAST_REPEATS = 10
 WARM_UP = 3
 
@@ -141,8 +141,8 @@ def _estimates(calls: Sequence[Call], device: Any) -> list[float]:
 
 def _plan(estimate: float, repeats: int) -> tuple[int, int]:
     """Calls of a batch, and batches."""
-    count = max(LEAST_REPEATS, min(repeats, round(MOST_SECONDS / estimate)))
-    return min(CALLS, max(1, int(BATCH_SECONDS / estimate))), count
+    batch = min(CALLS, max(1, int(BATCH_SECONDS / estimate)))
+    return batch, max(LEAST_REPEATS, min(repeats, round(MOST_SECONDS / (batch * estimate))))
 
 
 def mean_of_fastest(ordered: Sequence[float]) -> float:
