@@ -1,6 +1,7 @@
 """Pretraining side by side: recipes/pretrain.py, litgpt's loop, HF Trainer, and a bare PyTorch loop as the limit.
 
     python benchmarks/pretrain_side_by_side.py --litgpt_python /tmp/litgpt/bin/python  # writes benchmarks/results/
+    python benchmarks/pretrain_side_by_side.py --bf16
     python benchmarks/pretrain_side_by_side.py --turns 3 --results /tmp/results
 
 litgpt pins libraries of its own, so it needs an environment of its own (python -m venv, pip install torch litgpt
@@ -368,8 +369,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         results = compare(options, Path(folder))
     options.results.mkdir(parents=True, exist_ok=True)
-    (options.results / "pretrain_side_by_side.json").write_text(json.dumps(results, indent=1) + "\n")
-    (options.results / "pretrain_side_by_side.md").write_text(table(results))
+    name = f"pretrain_side_by_side_{'bf16' if options.bf16 else 'fp32'}"
+    (options.results / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
+    (options.results / f"{name}.md").write_text(table(results))
     print(table(results))
 
 
