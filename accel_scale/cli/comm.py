@@ -43,7 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--ddp_buckets", action="store_true", help="time steps of DDP by bucket size, suggest one")
     run.add_argument("--processes", metavar="N", help="to start here (default: one for each GPU, or 2 on the CPU)")
     run.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl where there is a GPU for each process")
-    run.add_argument("--repeats", metavar="N", help="times that are taken of each, at most (default: 300; steps of DDP: 40)")
+    run.add_argument(
+        "--repeats", metavar="N", help="times that are taken of each, at most (default: 300; steps of DDP: 40)"
+    )
     run.add_argument(
         "--save", metavar="FILE", help="where the links go (default: accel_scale/links.json in the cache)"
     )

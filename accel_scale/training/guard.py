@@ -20,6 +20,8 @@ GUARD_STATUS = 65
 # However quiet a curve is, or few its values, less than this above the median is no spike.
 _LEAST_LOSS_RATIO = 1.05
 _LEAST_NORM_RATIO = 2.0
+# Batches in a row, at the same weights because none was taken, that bad rows alone will hardly explain.
+_NORM_SPIKES_OF_ROWS = 3
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class GuardSettings:
     """What counts as a bad step and what is done about it.
 
     Args:
-        policy: ``skip``: the step is not taken; ``lower_lr``: a spike is taken at a lower learning rate, what is not
+        policy: ``skip``: the step is not taken (but see `Guard.judge`); ``lower_lr``: a spike is taken at a lower learning rate, what is not
             finite is skipped; ``rollback``: the caller loads its last good checkpoint and goes around the batch;
             ``stop``; ``off``.
         window: Accepted steps that median and MAD are taken over.
@@ -95,7 +97,7 @@ class Decision:
         reason: Why it is not simply taken; None if it is.
         loss_threshold, grad_norm_threshold: Above which each would have been a spike; None while too little is known.
         lr_factor: The learning rate of this step is multiplied by it.
-        is_event: Whether it is to be logged; an fp16 overflow that the loss scaler handles is skipped without.
+        is_event: Whether it is to be logged, as the first spike that is taken is; an fp16 overflow that the loss scaler handles is skipped without.
         is_overflow: The step goes to the loss scaler, which drops it and lowers its scale.
     """
 
@@ -134,9 +136,14 @@ class Guard:
         self._recent_events: list[int] = []
         self._overflows = 0
         self._lowered_steps_left = 0
+        self._norm_spikes = 0
 
     def judge(self, loss: float, grad_norm: float | None, *, has_loss_scaler: bool = False) -> Decision:
         """Decide about one step from the global batch's loss and gradient norm, before it is clipped.
+
+        Where ``skip`` has not taken three steps in a row for their norm alone, at a loss that is no spike, the fourth
+        such batch says that the weights are where norms are large, and not the rows: skipping cannot lead away from
+        there, a clipped step can. It is taken, and so are the next ones until a norm is no spike.
 
         Args:
             grad_norm: None where there is none to be had; the loss decides alone.
@@ -155,14 +162,19 @@ class Guard:
         if 0 < self._overflows < settings.max_overflows:
             return Decision("skipped", "fp16 overflow, left to the loss scaler", is_overflow=True)
         reasons = _reasons(loss, grad_norm, loss_threshold, norm_threshold)
-        if not reasons:
+        is_finite = math.isfinite(loss) and finite_norm
+        is_norm_alone = bool(reasons) and is_finite and not _reasons(loss, None, loss_threshold, None)
+        self._norm_spikes = self._norm_spikes + 1 if is_norm_alone and settings.policy == "skip" else 0
+        if not reasons or self._norm_spikes > _NORM_SPIKES_OF_ROWS:
             self._loss.add(loss)
             if grad_norm is not None:
                 self._grad_norm.add(grad_norm)
-            return Decision("stepped", None, loss_threshold, norm_threshold, self._lr_factor())
+            why = self._weights_not_rows(reasons[0]) if self._norm_spikes == _NORM_SPIKES_OF_ROWS + 1 else None
+            return Decision(
+                "stepped", why, loss_threshold, norm_threshold, self._lr_factor(), is_event=why is not None
+            )
         if is_overflow:
             reasons = [f"fp16 overflow {self._overflows} times in a row, the loss scaler does not help"]
-        is_finite = math.isfinite(loss) and finite_norm
         action, reason = self._act("; ".join(reasons), is_finite=is_finite)
         return Decision(
             action,
@@ -172,6 +184,14 @@ class Guard:
             lr_factor=self._lr_factor() if action == "lowered" else 1.0,
             is_event=True,
             is_overflow=is_overflow,
+        )
+
+    def _weights_not_rows(self, reason: str) -> str:
+        """What the log says of the first spike that is taken; those before it were not the data's fault."""
+        del self._recent_events[-_NORM_SPIKES_OF_ROWS:]
+        return (
+            f"{reason}, as it was for the {_NORM_SPIKES_OF_ROWS} batches before with the same weights, so it is not "
+            "the rows; norms are taken until they fall"
         )
 
     def _act(self, reason: str, *, is_finite: bool) -> tuple[str, str]:
@@ -208,6 +228,7 @@ class Guard:
             "recent_events": list(self._recent_events),
             "overflows": self._overflows,
             "lowered_steps_left": self._lowered_steps_left,
+            "norm_spikes": self._norm_spikes,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -229,6 +250,7 @@ class Guard:
             estimate.values.extend(float(value) for value in values)
         self._overflows = int(state["overflows"])
         self._lowered_steps_left = int(state["lowered_steps_left"])
+        self._norm_spikes = int(state.get("norm_spikes", 0))  # checkpoints of earlier versions have none
 
 
 def _reasons(

@@ -38,6 +38,7 @@ def read_events(output_dir: str | Path) -> list[dict[str, Any]]:
 def console_line(event: Mapping[str, Any]) -> str:
     """The event in one line: what was done, why, and the rows to look at."""
     what = {
+        "stepped": "taken",
         "skipped": "not taken",
         "lowered": "taken at a lower learning rate",
         "rollback": "not taken, going back to the last checkpoint",

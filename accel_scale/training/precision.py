@@ -133,7 +133,7 @@ def resolve_precision(
         launch_mixed_precision: ``no``, ``fp16``, ``bf16`` or ``fp8`` if the launch says so, else `None`.
         launch_place: File and line that say it.
         fp16_flag, bf16_flag, dtype_flag: transformers' and TRL's own flags; `None` where not given.
-        native_bf16: Whether bf16 is a sensible default: a CPU without instructions for it emulates it slowly.
+        native_bf16: Whether bf16 is a sensible default: many CPUs are faster in fp32.
         supports_fp8: `None`: look at the device.
         strategy: ``single``, ``ddp``, ``fsdp2``, ``zero1`` …
         trains_adapters: Whether the base is frozen; `dtype_flag` then is the base's business alone.

@@ -39,7 +39,7 @@ class LaunchFacts:
         mixed_precision_place: file and line that say so.
         device_type: ``cuda``, ``cpu`` …
         supports_bf16: whether the device computes in bf16.
-        native_bf16: whether it does so with instructions of its own; only then is bf16 a default.
+        native_bf16: whether it does so faster than in fp32; only then is bf16 a default.
     """
 
     world_size: int = 1

@@ -148,6 +148,32 @@ def test_the_budget_stops_a_run_that_only_skips() -> None:
     assert Guard(GuardSettings(max_skips=0)).judge(math.nan, 1.0).action == "stop"
 
 
+def test_norms_that_stay_high_whatever_the_batch_are_not_the_rows() -> None:
+    """Weights on a steep spot: the loss is as before, and no batch that is skipped leads away from there."""
+    guard = Guard(GuardSettings(max_skips=4))
+    run(guard, curve(300, 3))
+    decisions = [guard.judge(2.6, norm) for norm in (18.0, 20.0, 22.0, 21.0, 19.0, 15.0)]
+    assert [decision.action for decision in decisions] == ["skipped"] * 3 + ["stepped"] * 3
+    assert [decision.is_event for decision in decisions] == [True] * 4 + [False] * 2
+    assert "not the rows" in decisions[3].reason
+    assert guard.state_dict()["grad_norm"][-3:] == [21.0, 19.0, 15.0]
+    # Norms fall, and later there is another such spot: neither has used up the budget.
+    for _ in range(3):
+        assert run(guard, [(2.6, 0.6)] * 30) == ["stepped"] * 30
+        assert run(guard, [(2.6, 20.0)] * 4) == ["skipped"] * 3 + ["stepped"]
+    assert guard.num_events == 12
+    # Single batches are still skipped, and so is every one whose loss spikes as well.
+    assert run(guard, [(2.6, 0.6), (2.6, 20.0), (2.6, 0.6)]) == ["stepped", "skipped", "stepped"]
+    assert run(guard, [(9.0, 20.0)] * 4) == ["skipped"] * 3 + ["stop"]
+
+
+@pytest.mark.parametrize(("policy", "expected"), [("lower_lr", "lowered"), ("rollback", "rollback"), ("stop", "stop")])
+def test_other_policies_do_as_they_say_with_norms_that_stay_high(policy: str, expected: str) -> None:
+    guard = Guard(GuardSettings(policy=policy))
+    run(guard, curve(300, 3))
+    assert run(guard, [(2.6, 20.0)] * 5) == [expected] * 5
+
+
 def test_fp16_overflows_are_the_scalers_until_there_are_too_many() -> None:
     guard = Guard(GuardSettings(max_overflows=3))
     first = [guard.judge(2.0, math.inf, has_loss_scaler=True) for _ in range(2)]
@@ -170,6 +196,8 @@ def test_a_resumed_guard_decides_as_one_that_went_on(cut: int, seed: int, policy
     points = curve(300, seed)
     for index in range(20, 300, 37):
         points[index] = (math.nan, math.inf) if index % 2 else (50.0, 90.0)
+    for index in range(200, 206):
+        points[index] = (points[index][0], 90.0)
     chosen = GuardSettings(policy=policy, max_skips=5, skip_window=150, lr_steps=20)
     going_on, first = Guard(chosen), Guard(chosen)
     expected = [going_on.judge(*point) for point in points]
