@@ -24,7 +24,7 @@ test: $(STAMP) debian ops  ## Every test except the soaks
 	$(PYTEST) tests -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-fast: $(STAMP)  ## Unit tests that take milliseconds
-	$(PYTEST) tests/unit -m "not slow and not soak" -x -n $(WORKERS)
+	$(PYTEST) tests/unit -m "not slow and not soak" -x -n $(WORKERS) --dist loadfile
 
 soak: $(STAMP) debian ops  ## Long proofs: kill loops, full benchmarks
 	$(PYTEST) tests -m soak --timeout 3600

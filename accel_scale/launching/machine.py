@@ -141,9 +141,9 @@ def _detect_device() -> dict:
 def _cpu_has_bf16() -> bool:
     """Whether bf16 products are faster than fp32 ones (names of `torch.cpu.get_capabilities`, torch 2.13).
 
-    x86: AMX, or AVX-512 BF16 on processors that are not Intel's. Intel's compute in bf16 by AMX, which virtual machines
-    may hide; their AVX-512 instructions for it alone were half as fast as fp32 (Emerald Rapids: 147 against 270
-    GFLOP/s on two cores). Arm: the bf16 extension.
+    x86: AMX, or AVX-512 BF16 on processors that are not Intel's. Intel's have AMX for it, which virtual machines may
+    hide; their AVX-512 instructions alone were half as fast as fp32 (Emerald Rapids: 147 against 270 GFLOP/s on two
+    cores). Arm: the bf16 extension.
     """
     import torch
 

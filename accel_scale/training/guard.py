@@ -29,9 +29,9 @@ class GuardSettings:
     """What counts as a bad step and what is done about it.
 
     Args:
-        policy: ``skip``: the step is not taken (but see `Guard.judge`); ``lower_lr``: a spike is taken at a lower learning rate, what is not
-            finite is skipped; ``rollback``: the caller loads its last good checkpoint and goes around the batch;
-            ``stop``; ``off``.
+        policy: ``skip``: the step is not taken, see also `Guard.judge`; ``lower_lr``: a spike is taken at a lower
+            learning rate, what is not finite is skipped; ``rollback``: the caller loads its last good checkpoint and
+            goes around the batch; ``stop``; ``off``.
         window: Accepted steps that median and MAD are taken over.
         min_steps: Accepted steps before spikes are judged; values that are not finite are caught from the first on.
         threshold: Robust standard deviations above the median that make a spike, the gradient norm's being those of
@@ -97,7 +97,8 @@ class Decision:
         reason: Why it is not simply taken; None if it is.
         loss_threshold, grad_norm_threshold: Above which each would have been a spike; None while too little is known.
         lr_factor: The learning rate of this step is multiplied by it.
-        is_event: Whether it is to be logged, as the first spike that is taken is; an fp16 overflow that the loss scaler handles is skipped without.
+        is_event: Whether it is to be logged, as the first spike that is taken is; an fp16 overflow that the loss
+            scaler handles is skipped without.
         is_overflow: The step goes to the loss scaler, which drops it and lowers its scale.
     """
 

@@ -1,0 +1,30 @@
+"""On which CPUs bf16 is the default: those whose bf16 products are faster than their fp32 ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from accel_scale.launching.machine import detect_machine
+from accel_scale.training.precision import resolve_precision
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "expected"),
+    [
+        ({"cpu_name": "AMD EPYC", "avx512_bf16": True}, "bf16"),
+        ({"cpu_name": "AMD EPYC", "avx512_bf16": False}, "fp32"),
+        ({"cpu_name": "Intel Xeon", "avx512_bf16": True, "amx_bf16": True}, "bf16"),
+        ({"cpu_name": "Intel Xeon", "avx512_bf16": True, "amx_bf16": False}, "fp32"),  # AMX hidden: half as fast
+        ({"architecture": "arm64", "bf16": True}, "bf16"),
+        ({}, "fp32"),
+    ],
+)
+def test_bf16_is_the_default_where_it_is_faster(monkeypatch, capabilities: dict, expected: str) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    machine = detect_machine()
+    assert machine.native_bf16 == (expected == "bf16")
+    assert resolve_precision(None, device_type="cpu", native_bf16=machine.native_bf16).name == expected
+    # Asked for, it is there on all of them.
+    assert resolve_precision("bf16", device_type="cpu", native_bf16=machine.native_bf16).name == "bf16"
