@@ -154,7 +154,7 @@ def poisonable(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_rows_that_give_nan_or_spike_are_named_and_gone_around(
     pretrain: Pretrain, poisonable: Path, inputs: Path, policy: str
 ) -> None:
-    flags = "--max_steps 160 --eval_steps 0 --lr_scheduler_type constant"
+    flags = "--max_steps 320 --eval_steps 0 --lr_scheduler_type linear --precision fp32"
     clean = pretrain(f"{flags} --guard off --save_steps 0", out="clean", model=str(poisonable))
     run = pretrain(
         f"{flags} --guard {policy} --guard_max_skips 40 --save_steps 10",
@@ -166,8 +166,8 @@ def test_rows_that_give_nan_or_spike_are_named_and_gone_around(
     assert sum("nan" in event["reason"] for event in events) >= 1
     assert sum("above" in event["reason"] for event in events) >= 1
     assert run["eval_loss"] == pytest.approx(clean["eval_loss"], rel=0.01)
-    assert run["steps"] == 160
-    assert [line["step"] for line in logged(run["out"]) if "loss" in line] == list(range(1, 161))
+    assert run["steps"] == 320
+    assert [line["step"] for line in logged(run["out"]) if "loss" in line] == list(range(1, 321))
     assert _some_row_is_poisoned(events, inputs, poisonable)
 
 
