@@ -43,7 +43,6 @@ def plain_accelerator(
     Raises:
         ConfigError: for a tracker that is not installed, or a DeepSpeed file that contradicts the flags.
     """
-    import torch
     from accelerate import Accelerator
     from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs, TorchDynamoPlugin
 
@@ -84,9 +83,6 @@ def plain_accelerator(
     plugin = accelerator.state.deepspeed_plugin
     if plugin is not None:
         _tell_deepspeed(plugin.deepspeed_config, micro_batch_size, accumulation, max_grad_norm)
-    if accelerator.device.type == "cpu":
-        # Gradients and optimizer states of rare tokens are full of denormal numbers, which slow a CPU down.
-        torch.set_flush_denormal(True)
     enable_fp16_on_cpu(accelerator)
     use_ddp_settings(accelerator, DdpSettings.of(ddp))
     watch_accelerator(accelerator, collective_timeout, program)

@@ -37,6 +37,7 @@ def start_recipe(parsed: ParsedFlags, *, output_dir: str) -> Start:
     from accel_scale.launching.machine import detect_machine
     from accel_scale.launching.rehearsal import enable_rehearsal_if_needed
     from accel_scale.reporting.console import set_up_console
+    from accel_scale.training.cpu_process import tune_cpu_process
 
     announcement = enable_rehearsal_if_needed()
     launch = current_launch()
@@ -54,6 +55,8 @@ def start_recipe(parsed: ParsedFlags, *, output_dir: str) -> Start:
         supports_bf16=machine.supports_bf16,
         native_bf16=machine.native_bf16,
     )
+    if facts.device_type == "cpu":
+        tune_cpu_process()
     return Start(launch, machine, announcement, facts)
 
 
