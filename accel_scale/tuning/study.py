@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import time
@@ -39,15 +38,22 @@ def open_storage(url: str, say: Callable[[str], None]) -> optuna.storages.BaseSt
         raise ConfigError(f"{url!r} is no storage URL.", place="--storage", fix=f"write sqlite:///{url}.")
     try:
         if url.startswith(("redis://", "rediss://", "unix://")):
-            from optuna.storages.journal import JournalRedisBackend
-
-            return optuna.storages.JournalStorage(JournalRedisBackend(url))
+            return _open_redis(url)
         return _open_database(url, say)
     except Exception as error:
         shown = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        shown = _without_password(shown, url)
         raise ConfigError(
             f"{masked(url)} cannot be used: {shown}.", place="--storage", fix="check the URL, its driver and access."
         ) from None
+
+
+def _open_redis(url: str) -> optuna.storages.BaseStorage:
+    from optuna.storages.journal import JournalRedisBackend
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        return optuna.storages.JournalStorage(JournalRedisBackend(url))
 
 
 def _open_database(url: str, say: Callable[[str], None]) -> optuna.storages.BaseStorage:
@@ -73,12 +79,19 @@ def _open_database(url: str, say: Callable[[str], None]) -> optuna.storages.Base
 
 
 def masked(url: str) -> str:
-    """`url` without its password."""
-    from sqlalchemy.engine import make_url
+    """`url` without its password, also where that has an ``@``, ``/`` or ``?`` that should have been escaped."""
+    scheme, _, rest = url.partition("://")
+    login, at, address = rest.rpartition("@")
+    user, colon, _ = login.partition(":")
+    address, question, _ = address.partition("?")  # drivers take passwords as parameters too
+    return f"{scheme}://{user}{colon and ':***'}{at}{address}{question and '?…'}"
 
-    with contextlib.suppress(Exception):
-        return make_url(url).render_as_string(hide_password=True)
-    return url.partition("://")[0] + "://…"
+
+def _without_password(text: str, url: str) -> str:
+    """A driver's message, which may repeat `url` or its password."""
+    password = url.partition("://")[2].rpartition("@")[0].partition(":")[2]
+    text = text.replace(url, masked(url))
+    return text.replace(password, "***") if password else text
 
 
 class PerTrialSampler(optuna.samplers.BaseSampler):

@@ -221,6 +221,18 @@ print(optuna.create_study(study_name="a", storage=storage, load_if_exists=True).
 def test_passwords_are_not_shown() -> None:
     assert masked("postgresql://me:hunter2@host/db") == "postgresql://me:***@host/db"
     assert "hunter2" not in masked("redis://:hunter2@host:bad")
+    assert masked("mysql://me:hun@t/er?2@host/db") == "mysql://me:***@host/db"
+    assert masked("redis://host:6379/0?password=hunter2") == "redis://host:6379/0?…"
+    assert masked("sqlite:////tmp/a@b/study.db") == "sqlite:////tmp/a@b/study.db"
+
+
+def test_a_driver_that_repeats_the_password_is_not_quoted_with_it() -> None:
+    with pytest.raises(ConfigError, match="nosuch") as caught:
+        open_storage("nosuch://me:hunter2@host/db", print)
+    assert "hunter2" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"^--storage: redis://:\*\*\*@nowhere") as caught:
+        open_storage("redis://:hunter2@nowhere.invalid:1/x", print)
+    assert "hunter2" not in str(caught.value)
     with pytest.raises(ConfigError) as caught:
         open_storage("sqlite:////no/such/folder/study.db", print)
     assert "unable to open database file" in str(caught.value)
