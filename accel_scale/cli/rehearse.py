@@ -16,12 +16,13 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from accel_scale.cli.recipe_words import mark_recipe, work_folder
 
 if TYPE_CHECKING:
     from accel_scale.launching.launch_file import LaunchFile
@@ -56,20 +57,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def arrange(words: Sequence[str]) -> list[str]:
-    """A ``--`` before the recipe, so that argparse leaves all that follows to the recipe."""
-    index = 0
-    while index < len(words) and words[index].startswith("--"):
-        index += 2 if words[index] in _VALUE_FLAGS else 1
-    return [*words[:index], "--", *words[index:]] if index < len(words) else list(words)
+    """See `mark_recipe`."""
+    return mark_recipe(words, _VALUE_FLAGS)
 
 
 def run(args: argparse.Namespace) -> int:
     """Rehearse and print the result; 1 if anything failed."""
-    if args.keep is not None:
-        Path(args.keep).mkdir(parents=True, exist_ok=True)
-        return _rehearse(args, Path(args.keep).resolve())
-    with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
-        return _rehearse(args, Path(folder))
+    with work_folder(args.keep, "rehearsal-") as folder:
+        return _rehearse(args, folder)
 
 
 def _rehearse(args: argparse.Namespace, work: Path) -> int:

@@ -16,11 +16,11 @@ import argparse
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from accel_scale.cli.recipe_words import mark_recipe, work_folder
 from accel_scale.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,20 +42,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def arrange(words: Sequence[str]) -> list[str]:
-    """A ``--`` before the recipe, so that argparse leaves all that follows to the recipe."""
-    index = 0
-    while index < len(words) and words[index].startswith("--"):
-        index += 2 if words[index] in _VALUE_FLAGS else 1
-    return [*words[:index], "--", *words[index:]] if index < len(words) else list(words)
+    """See `mark_recipe`."""
+    return mark_recipe(words, _VALUE_FLAGS)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, then print."""
-    if args.keep is not None:
-        Path(args.keep).mkdir(parents=True, exist_ok=True)
-        return _run(args, Path(args.keep).resolve())
-    with tempfile.TemporaryDirectory(prefix="scaling-test-") as folder:
-        return _run(args, Path(folder))
+    with work_folder(args.keep, "scaling-test-") as folder:
+        return _run(args, folder)
 
 
 def _run(args: argparse.Namespace, work: Path) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from accel_scale.planning import hardware
 from accel_scale.planning.memory import predict_memory
 from accel_scale.planning.search import Request, problem_of, time_of, why_not
 from accel_scale.planning.strategies import choices
@@ -35,6 +36,23 @@ def cheapest_changes(request: Request, setup: TrainingSetup, count: int = 3) -> 
                 break
     fitting.sort(key=lambda item: item[:2])
     return [(flag, changed) for _, _, flag, changed in fitting[:count]]
+
+
+def as_flag(flag: str, setup: TrainingSetup) -> str | None:
+    """A change of `cheapest_changes` as flag and value; None for micro-batch and launch, which callers word."""
+    values = {
+        "--checkpointing_policy": setup.checkpointing,
+        "--optim": setup.optimizer,
+        "--method": setup.method,
+        "--sync_each_batch": "true",
+    }
+    return f"{flag} {values[flag]}" if flag in values else None
+
+
+def launch_label(setup: TrainingSetup, machine: hardware.Machine) -> str:
+    """What `choices` calls the launch of `setup`."""
+    options = choices(machine.num_gpus, machine.gpus_per_node)
+    return next(choice.label for choice in options if choice.parallel == setup.parallel)
 
 
 def _smaller_batches(setup: TrainingSetup) -> list[TrainingSetup]:

@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any, TextIO
 
 from accel_scale.errors import ConfigError
-from accel_scale.planning.changes import cheapest_changes
+from accel_scale.planning.changes import as_flag, cheapest_changes, launch_label
 from accel_scale.planning.model_parallel import SHARED_BY
 from accel_scale.planning.overheads import gpu_overhead
 from accel_scale.planning.search import Candidate, Plan, Rejection, Request, search
-from accel_scale.planning.strategies import choices
 from accel_scale.planning.timing import predict_time
 from accel_scale.planning.training_setup import TrainingSetup
 from accel_scale.planning.writing import WrittenPlan
@@ -165,16 +164,9 @@ def nothing_fits(plan: Plan) -> list[str]:
 
 
 def _change(request: Request, flag: str, setup: TrainingSetup) -> str:
-    machine = request.machine
     if flag == "--per_device_train_batch_size":
         return f"{flag} {setup.micro_batch_size}"
-    values = {"--checkpointing_policy": setup.checkpointing, "--optim": setup.optimizer, "--method": setup.method}
-    if flag in values:
-        return f"{flag} {values[flag]}"
-    if flag == "--sync_each_batch":
-        return f"{flag} true"
-    options = choices(machine.num_gpus, machine.gpus_per_node)
-    return f"--strategy '{next(choice.label for choice in options if choice.parallel == setup.parallel)}'"
+    return as_flag(flag, setup) or f"--strategy '{launch_label(setup, request.machine)}'"
 
 
 def _other_recipe(request: Request) -> list[str]:

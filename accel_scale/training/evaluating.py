@@ -38,7 +38,7 @@ def language_model_loss(model: Any, batch: Mapping[str, Any], num_items: torch.T
 
 @contextlib.contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """The model in evaluation mode, without gradients; as it was afterwards."""
+    """No gradients, dropout or activation checkpointing; afterwards as before. (inference_mode breaks FSDP2.)"""
     import torch
 
     was_training = model.training

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
+from accel_scale.training.evaluating import evaluating
 
 if TYPE_CHECKING:
     import torch
@@ -88,7 +88,7 @@ def exact_match(
     model = getattr(model, "module", model) if not hasattr(model, "generate") else model
     rows = [_Row.read(row, tokenizer, index) for index, row in enumerate(questions)]
     share = _share(rows, rank, world_size)
-    with _evaluation_mode(model):
+    with evaluating(model):
         predicted = _answers(
             model,
             tokenizer,
@@ -173,20 +173,6 @@ def _is_sharded(model: Any) -> bool:
     from torch.distributed.tensor import DTensor
 
     return any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in model.parameters())
-
-
-@contextlib.contextmanager
-def _evaluation_mode(model: Any) -> Iterator[None]:
-    """No gradients, dropout or activation checkpointing; afterwards as before. (inference_mode breaks FSDP2.)"""
-    import torch
-
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(was_training)
 
 
 def _answers(

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
 from accel_scale.planning import hardware
-from accel_scale.planning.changes import cheapest_changes
+from accel_scale.planning.changes import as_flag, cheapest_changes, launch_label
 from accel_scale.planning.communication import step_collectives
 from accel_scale.planning.memory import MemoryEstimate, predict_memory
 from accel_scale.planning.model_config import facts_from_config
 from accel_scale.planning.model_facts import ModelFacts
 from accel_scale.planning.search import Request
-from accel_scale.planning.strategies import choices
 from accel_scale.planning.timing import TimeEstimate, predict_time
 from accel_scale.planning.training_setup import TrainingSetup
 from accel_scale.training.planned_setup import SharedModel, Target, setup_of, target_of
@@ -252,10 +251,4 @@ _UNITS: Mapping[str, int] = {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2*
 def _change_text(flag: str, setup: TrainingSetup, machine: hardware.Machine) -> str:
     if flag == _BATCH_FLAG:
         return f"{flag} {setup.micro_batch_size} --gradient_accumulation_steps {setup.accumulation}"
-    values = {"--checkpointing_policy": setup.checkpointing, "--optim": setup.optimizer, "--method": setup.method}
-    if flag in values:
-        return f"{flag} {values[flag]}"
-    if flag == "--sync_each_batch":
-        return f"{flag} true"
-    options = choices(machine.num_gpus, machine.gpus_per_node)
-    return f"a launch file with {next(c.label for c in options if c.parallel == setup.parallel)}"
+    return as_flag(flag, setup) or f"a launch file with {launch_label(setup, machine)}"

@@ -1,0 +1,32 @@
+"""What commands share that run a recipe: where its words begin, and a folder to work in."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+
+def mark_recipe(words: Sequence[str], value_flags: Sequence[str]) -> list[str]:
+    """A ``--`` before the recipe, so that argparse leaves all that follows to the recipe.
+
+    Args:
+        words: Of the command line, after the command's name.
+        value_flags: The command's own flags that take a value.
+    """
+    index = 0
+    while index < len(words) and words[index].startswith("--"):
+        index += 2 if words[index] in value_flags else 1
+    return [*words[:index], "--", *words[index:]] if index < len(words) else list(words)
+
+
+@contextlib.contextmanager
+def work_folder(keep: str | None, prefix: str) -> Iterator[Path]:
+    """The folder `keep`, made if need be; without one a temporary folder that is gone afterwards."""
+    if keep is None:
+        with tempfile.TemporaryDirectory(prefix=prefix) as folder:
+            yield Path(folder)
+        return
+    Path(keep).mkdir(parents=True, exist_ok=True)
+    yield Path(keep).resolve()
