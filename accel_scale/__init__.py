@@ -45,7 +45,7 @@ _EXPORTS: dict[str, str] = {
     "exact_match": "accel_scale.training.exact_match",
     "FastLossMixin": "accel_scale.training.fast_loss",
     "Guard": "accel_scale.training.guard",
-    "GuardSettings": "accel_scale.training.guard",
+    "GuardSettings": "accel_scale.training.guard_settings",
     "GuardedStep": "accel_scale.training.guarded_step",
     "GuardMixin": "accel_scale.training.guard_mixin",
     "chunked_cross_entropy": "accel_scale.training.loss",

@@ -15,7 +15,7 @@ from accel_scale.units import parse_bytes
 
 if TYPE_CHECKING:
     from accel_scale.launching.environment import LaunchEnvironment
-    from accel_scale.training.guard import GuardSettings
+    from accel_scale.training.guard_settings import GuardSettings
     from accel_scale.training.precision import Precision
 
 ENVIRONMENT_PREFIX = "ACCEL_SCALE_"
@@ -243,7 +243,7 @@ class ScalePlugin:
         """What `GuardMixin` is given; None where nothing is guarded."""
         if self.guard is None:
             return None
-        from accel_scale.training.guard import GuardSettings
+        from accel_scale.training.guard_settings import GuardSettings
 
         given: dict[str, Any] = {"threshold": self.guard_threshold, "max_skips": self.guard_max_skips}
         return GuardSettings(policy=self.guard, **{k: v for k, v in given.items() if v is not None})

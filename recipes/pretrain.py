@@ -183,7 +183,8 @@ def train(run: Run, started: float) -> dict[str, Any]:
     """The loop: draw, forward, backward, step; log, validate and save when it is time."""
     from accel_scale.reporting.metrics_log import MetricsLog
     from accel_scale.training.checkpoints import EXIT_STOPPED, CheckpointManager
-    from accel_scale.training.guard import Guard, settings_from
+    from accel_scale.training.guard import Guard
+    from accel_scale.training.guard_settings import settings_from
     from accel_scale.training.guarded_step import GuardedStep, stop_run
     from accel_scale.training.loop_watch import LoopWatch
     from accel_scale.training.meters import ThroughputMeter

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-from accel_scale.errors import ConfigError
+from accel_scale.training.guard_settings import GuardSettings
 from accel_scale.training.running_estimate import RunningEstimate
 
-POLICIES = ("off", "skip", "lower_lr", "rollback", "stop")
 # sysexits.h's EX_DATAERR: what was fed in was wrong, and the same command would come here again.
 GUARD_STATUS = 65
 # However quiet a curve is, or few its values, less than this above the median is no spike.
@@ -22,70 +21,6 @@ _LEAST_LOSS_RATIO = 1.05
 _LEAST_NORM_RATIO = 2.0
 # Batches in a row, at the same weights because none was taken, that bad rows alone will hardly explain.
 _NORM_SPIKES_OF_ROWS = 3
-
-
-@dataclass(frozen=True)
-class GuardSettings:
-    """What counts as a bad step and what is done about it.
-
-    Args:
-        policy: ``skip``: the step is not taken, see also `Guard.judge`; ``lower_lr``: a spike is taken at a lower
-            learning rate, what is not finite is skipped; ``rollback``: the caller loads its last good checkpoint and
-            goes around the batch; ``stop``; ``off``.
-        window: Accepted steps that median and MAD are taken over.
-        min_steps: Accepted steps before spikes are judged; values that are not finite are caught from the first on.
-        threshold: Robust standard deviations above the median that make a spike, the gradient norm's being those of
-            its logarithm. A loss less than 5 % above its median, or a norm less than twice its own, never is one.
-        max_skips: Events tolerated within `skip_window` steps; one more stops the run.
-        skip_window: See `max_skips`.
-        lr_factor, lr_steps: `lower_lr` multiplies the learning rate by this for so many steps, the spike's included.
-        max_overflows: fp16 overflows in a row that are left to the loss scaler; from then on each is an event.
-
-    Raises:
-        ConfigError: for a value that cannot be honoured.
-    """
-
-    policy: str = "skip"
-    window: int = 128
-    min_steps: int = 32
-    threshold: float = 8.0
-    max_skips: int = 10
-    skip_window: int = 1000
-    lr_factor: float = 0.1
-    lr_steps: int = 50
-    max_overflows: int = 16
-
-    def __post_init__(self) -> None:
-        if self.policy not in POLICIES:
-            raise ConfigError(
-                f"{self.policy!r} is unknown.", place=_place("policy"), fix=f"use {', '.join(POLICIES)}."
-            )
-        smallest = {"window": 4, "min_steps": 2, "max_skips": 0, "skip_window": 1, "lr_steps": 1, "max_overflows": 1}
-        for name, least in smallest.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigError(f"{value} cannot be used.", place=_place(name), fix=f"use {least} or more.")
-        if self.min_steps > self.window:
-            raise ConfigError(
-                f"{self.min_steps} steps never are in a window of {self.window}, so no spike would ever be judged.",
-                place=_place("min_steps"),
-                fix=f"use at most {self.window}, or a larger window.",
-            )
-        if not (math.isfinite(self.threshold) and self.threshold > 0):
-            raise ConfigError(f"{self.threshold} is no distance.", place=_place("threshold"), fix="use e.g. 8.")
-        if not 0 < self.lr_factor < 1:
-            raise ConfigError(
-                f"{self.lr_factor} does not lower the learning rate.",
-                place=_place("lr_factor"),
-                fix="use a number between 0 and 1, e.g. 0.1.",
-            )
-
-
-def _place(name: str) -> str:
-    """The flag where there is one, as `GuardArguments` names them."""
-    if name == "max_overflows":
-        return "GuardSettings(max_overflows=)"
-    return "--guard" if name == "policy" else f"--guard_{name}"
 
 
 @dataclass(frozen=True)
@@ -137,14 +72,16 @@ class Guard:
         self._recent_events: list[int] = []
         self._overflows = 0
         self._lowered_steps_left = 0
-        self._norm_spikes = 0
+        self._num_taken = 0  # says which weights a batch met
+        self._norm_spikes, self._spikes_at = 0, -1  # in a row at the same weights, and at which
 
     def judge(self, loss: float, grad_norm: float | None, *, has_loss_scaler: bool = False) -> Decision:
         """Decide about one step from the global batch's loss and gradient norm, before it is clipped.
 
-        Where ``skip`` has not taken three steps in a row for their norm alone, at a loss that is no spike, the fourth
-        such batch says that the weights are where norms are large, and not the rows: skipping cannot lead away from
-        there, a clipped step can. It is taken, and so are the next ones until a norm is no spike.
+        Where the same weights gave three batches a norm, and no loss, that is a spike, the fourth says that it is the
+        weights that stand where norms are large, and not the rows: leaving batches out cannot lead away from there, a
+        clipped step can. It is taken, and so are the next ones until a norm is no spike. Weights are the same after a
+        skipped step, and where an exact resume comes to the same number of steps after a rollback.
 
         Args:
             grad_norm: None where there is none to be had; the loss decides alone.
@@ -164,19 +101,20 @@ class Guard:
             return Decision("skipped", "fp16 overflow, left to the loss scaler", is_overflow=True)
         reasons = _reasons(loss, grad_norm, loss_threshold, norm_threshold)
         is_finite = math.isfinite(loss) and finite_norm
-        is_norm_alone = bool(reasons) and is_finite and not _reasons(loss, None, loss_threshold, None)
-        self._norm_spikes = self._norm_spikes + 1 if is_norm_alone and settings.policy == "skip" else 0
-        if not reasons or self._norm_spikes > _NORM_SPIKES_OF_ROWS:
-            self._loss.add(loss)
-            if grad_norm is not None:
-                self._grad_norm.add(grad_norm)
-            why = self._weights_not_rows(reasons[0]) if self._norm_spikes == _NORM_SPIKES_OF_ROWS + 1 else None
+        spikes = 0
+        is_norm_alone = is_finite and bool(reasons) and not _reasons(loss, None, loss_threshold, None)
+        if is_norm_alone and settings.policy != "stop":
+            spikes = self._norm_spike_here()
+        if not reasons or spikes > _NORM_SPIKES_OF_ROWS:
+            self._accept(loss, grad_norm, is_spike=spikes > 0)
+            why = self._weights_not_rows(reasons[0]) if spikes == _NORM_SPIKES_OF_ROWS + 1 else None
             return Decision(
                 "stepped", why, loss_threshold, norm_threshold, self._lr_factor(), is_event=why is not None
             )
         if is_overflow:
             reasons = [f"fp16 overflow {self._overflows} times in a row, the loss scaler does not help"]
         action, reason = self._act("; ".join(reasons), is_finite=is_finite)
+        self._num_taken += action == "lowered"
         return Decision(
             action,
             reason,
@@ -186,6 +124,20 @@ class Guard:
             is_event=True,
             is_overflow=is_overflow,
         )
+
+    def _norm_spike_here(self) -> int:
+        """How many batches have met these weights with nothing but their norm a spike, this one included."""
+        self._norm_spikes = self._norm_spikes + 1 if self._num_taken == self._spikes_at else 1
+        self._spikes_at = self._num_taken
+        return self._norm_spikes
+
+    def _accept(self, loss: float, grad_norm: float | None, *, is_spike: bool) -> None:
+        self._loss.add(loss)
+        if grad_norm is not None:
+            self._grad_norm.add(grad_norm)
+        self._num_taken += 1
+        if is_spike:
+            self._spikes_at = self._num_taken  # until a norm is none
 
     def _weights_not_rows(self, reason: str) -> str:
         """What the log says of the first spike that is taken; those before it were not the data's fault."""
@@ -229,7 +181,9 @@ class Guard:
             "recent_events": list(self._recent_events),
             "overflows": self._overflows,
             "lowered_steps_left": self._lowered_steps_left,
+            "num_taken": self._num_taken,
             "norm_spikes": self._norm_spikes,
+            "spikes_at": self._spikes_at,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -237,9 +191,11 @@ class Guard:
         self._restore_estimates(state)
         self.num_judged, self.num_events = int(state["num_judged"]), int(state["num_events"])
         self._recent_events = [int(at) for at in state["recent_events"]]
+        # Checkpoints of earlier versions do not have all of them.
+        self._norm_spikes, self._spikes_at = int(state.get("norm_spikes", 0)), int(state.get("spikes_at", -1))
 
     def roll_back(self, state: Mapping[str, Any]) -> None:
-        """After a rollback: the estimates of the checkpoint, but the events since then stay counted.
+        """After a rollback: the estimates of the checkpoint, but events and norms since then stay counted.
 
         `load_state_dict` would forget them, and a batch that fails every time would be rolled back for ever.
         """
@@ -251,7 +207,7 @@ class Guard:
             estimate.values.extend(float(value) for value in values)
         self._overflows = int(state["overflows"])
         self._lowered_steps_left = int(state["lowered_steps_left"])
-        self._norm_spikes = int(state.get("norm_spikes", 0))  # checkpoints of earlier versions have none
+        self._num_taken = int(state.get("num_taken", 0))
 
 
 def _reasons(
@@ -270,25 +226,3 @@ def _reasons(
         elif threshold is not None and value > threshold:
             found.append(f"{name} {value:.4g} is above {threshold:.4g}")
     return found
-
-
-def settings_from(arguments: Any) -> GuardSettings:
-    """`GuardSettings` from flags as `GuardArguments` has them: ``guard``, ``guard_window`` …
-
-    Raises:
-        ConfigError: for a value that cannot be honoured, or one that would do nothing.
-    """
-    policy = arguments.guard
-    given: dict[str, Any] = {}
-    for setting in fields(GuardSettings):
-        value = getattr(arguments, f"guard_{setting.name}", setting.default)
-        if setting.name == "policy" or value == setting.default:
-            continue
-        if policy == "off" or (setting.name.startswith("lr_") and policy != "lower_lr"):
-            raise ConfigError(
-                f"{value} does nothing with --guard {policy}.",
-                place=_place(setting.name),
-                fix=f"remove it, or use --guard {'lower_lr' if setting.name.startswith('lr_') else 'skip'}.",
-            )
-        given[setting.name] = value
-    return GuardSettings(policy=policy, **given)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from accel_scale.training.arguments import _flag
-from accel_scale.training.guard import POLICIES, GuardSettings, settings_from
+from accel_scale.training.guard_settings import POLICIES, GuardSettings, settings_from
 
 
 @dataclass

@@ -11,7 +11,8 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from accel_scale.errors import ConfigError
-from accel_scale.training.guard import Guard, GuardSettings
+from accel_scale.training.guard import Guard
+from accel_scale.training.guard_settings import GuardSettings
 from accel_scale.training.row_ids import number_rows, take_row_ids
 from accel_scale.training.step_gate import StepGate, make_gate
 from accel_scale.training.step_judge import MicroBatch, StepJudge, StepOutcome, stop_run

@@ -14,8 +14,8 @@ from accel_scale.training.config import RecipeSFTConfig
 from accel_scale.training.ddp_hooks import DdpHookMixin, hook_figures
 from accel_scale.training.exact_match import ExactMatch, exact_match
 from accel_scale.training.fast_loss import FastLossMixin
-from accel_scale.training.guard import GuardSettings
 from accel_scale.training.guard_mixin import GuardMixin
+from accel_scale.training.guard_settings import GuardSettings
 from accel_scale.training.meters import ThroughputMeter
 from accel_scale.training.precision import enable_fp16_on_cpu
 from accel_scale.training.progress import MeterCallback, MetricsCallback, quiet_progress

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel_scale.errors import ConfigError
-from accel_scale.training.guard import Guard, GuardSettings, settings_from
+from accel_scale.training.guard import Guard
 from accel_scale.training.guard_arguments import GuardArguments, TrainerGuardArguments
 from accel_scale.training.guard_events import append_event, console_line, read_events
+from accel_scale.training.guard_settings import GuardSettings, settings_from
 from accel_scale.training.running_estimate import RunningEstimate
 
 NOT_FINITE = [math.nan, math.inf, -math.inf]
@@ -167,7 +168,24 @@ def test_norms_that_stay_high_whatever_the_batch_are_not_the_rows() -> None:
     assert run(guard, [(9.0, 20.0)] * 4) == ["skipped"] * 3 + ["stop"]
 
 
-@pytest.mark.parametrize(("policy", "expected"), [("lower_lr", "lowered"), ("rollback", "rollback"), ("stop", "stop")])
+def test_rollbacks_that_come_to_the_same_weights_again_and_again_end_too() -> None:
+    guard = Guard(GuardSettings(policy="rollback", max_skips=4))
+    run(guard, curve(300, 3))
+    checkpoint = json.loads(json.dumps(guard.state_dict()))
+
+    def steps_again(num_good: int, norm: float) -> str:
+        """From the checkpoint on: good steps as before, and another batch after them."""
+        guard.roll_back(checkpoint)
+        assert run(guard, [(2.6, 0.6)] * num_good) == ["stepped"] * num_good
+        return guard.judge(2.6, norm).action
+
+    assert [steps_again(22, 20.0) for _ in range(4)] == ["rollback"] * 3 + ["stepped"]
+    assert run(guard, [(2.6, 20.0), (2.6, 15.0), (2.6, 0.6)]) == ["stepped"] * 3
+    # Other weights each time: bad rows at several places, of which as many are tolerated as the budget says.
+    assert [steps_again(num_good, 20.0) for num_good in (3, 5, 7, 9, 11)] == ["rollback"] * 4 + ["stop"]
+
+
+@pytest.mark.parametrize(("policy", "expected"), [("lower_lr", "lowered"), ("stop", "stop")])
 def test_other_policies_do_as_they_say_with_norms_that_stay_high(policy: str, expected: str) -> None:
     guard = Guard(GuardSettings(policy=policy))
     run(guard, curve(300, 3))
@@ -190,7 +208,7 @@ def test_fp16_overflows_are_the_scalers_until_there_are_too_many() -> None:
 
 
 @pytest.mark.slow
-@given(cut=st.integers(0, 300), seed=st.integers(0, 50), policy=st.sampled_from(["skip", "lower_lr"]))
+@given(cut=st.integers(0, 300), seed=st.integers(0, 50), policy=st.sampled_from(["skip", "lower_lr", "rollback"]))
 @settings(max_examples=25, deadline=None)
 def test_a_resumed_guard_decides_as_one_that_went_on(cut: int, seed: int, policy: str) -> None:
     points = curve(300, seed)

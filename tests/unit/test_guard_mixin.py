@@ -12,9 +12,10 @@ from accelerate.state import AcceleratorState
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from accel_scale import ConfigError, ScalePlugin
-from accel_scale.training.guard import GUARD_STATUS, GuardSettings
+from accel_scale.training.guard import GUARD_STATUS
 from accel_scale.training.guard_events import read_events
 from accel_scale.training.guard_mixin import GuardMixin
+from accel_scale.training.guard_settings import GuardSettings
 
 pytestmark = pytest.mark.slow
 # The vector of this word is broken; nothing else touches it.
