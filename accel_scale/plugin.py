@@ -167,10 +167,11 @@ class ScalePlugin:
 
     def _rehearse(self) -> None:
         from accel_scale.launching.environment import current_launch
-        from accel_scale.launching.rehearsal import enable_rehearsal_if_needed
+        from accel_scale.launching.rehearsal import enable_rehearsal_if_needed, let_trainers_run_on_cpu
 
         self.launch: LaunchEnvironment = current_launch()
         announcement = enable_rehearsal_if_needed()
+        let_trainers_run_on_cpu()
         if announcement and self.launch.rank == 0:
             print(announcement, flush=True)
 

@@ -7,8 +7,13 @@ FSDP2 and every DeepSpeed stage shard, communicate and save on a laptop exactly 
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
 
 _TRUE = {"1", "true", "yes", "on"}
 
@@ -41,6 +46,48 @@ def enable_rehearsal_if_needed() -> str | None:
         f"No accelerator found: rehearsing {_strategy_name(os.environ)} on {num_processes} CPU {plural} over gloo. "
         "Speed and memory will differ on GPUs; sharding, saving and numbers will not."
     )
+
+
+def let_trainers_run_on_cpu() -> None:
+    """Let every `TrainingArguments` made from now on train where there is no accelerator.
+
+    Replaces `TrainingArguments._validate_args`, which `__post_init__` calls before it looks for a device (private API,
+    checked on transformers 5.23; tests/unit/test_rehearsal.py fails when it moves).
+    """
+    import torch
+
+    if torch.accelerator.is_available():
+        return
+    from transformers import TrainingArguments
+
+    check = TrainingArguments._validate_args
+    if hasattr(check, "__wrapped__"):
+        return
+
+    @functools.wraps(check)
+    def _validate_args(self: TrainingArguments) -> None:
+        validate_on_cpu(self, functools.partial(check, self))
+        if is_distributed_launch(os.environ):
+            # Every process is on the CPU already. The words would take it out of its group, which is gloo's.
+            self.use_cpu, self.ddp_backend = False, None
+        self.tf32 = None  # a way GPUs multiply
+        self.dataloader_pin_memory = False
+
+    TrainingArguments._validate_args = _validate_args  # type: ignore[method-assign]
+
+
+def validate_on_cpu(arguments: TrainingArguments, check: Callable[[], None]) -> None:
+    """transformers' own `check` of `arguments`, except that bf16 is allowed on a CPU.
+
+    transformers allows it only with ``use_cpu``, which would also make every rank of a launch a run of its own
+    (checked on 5.23; tests/unit/test_config.py fails when it moves).
+    """
+    kept = arguments.use_cpu
+    arguments.use_cpu = True
+    try:
+        check()
+    finally:
+        arguments.use_cpu = kept
 
 
 def is_distributed_launch(environment: Mapping[str, str]) -> bool:

@@ -20,22 +20,23 @@ class Part:
     """A piece of a micro-batch.
 
     Args:
-        inputs: Keyword arguments of the model.
+        inputs: Keyword arguments of the model, or whatever else the loop calls a micro-batch.
         factor: What its loss is multiplied by. 0: a repetition that only keeps this process in step with the others.
     """
 
-    inputs: dict[str, Any]
+    inputs: Any
     factor: float = 1.0
 
 
-def split(inputs: Mapping[str, Any], level: int, *, loss_kind: LossKind = "sum") -> list[Part]:
+def split(inputs: Any, level: int, *, loss_kind: LossKind = "sum") -> list[Part]:
     """`inputs` halved `level` times: always 2 ** `level` parts, so that every process makes as many passes.
+
+    At level 0 the one part is `inputs` itself, of whatever type: GRPO's micro-batches are lists of rows.
 
     The parts' losses, each times its factor, add up to the whole's, in the order of the samples. Where nothing is
     left to halve, a part is followed by itself with factor 0.
     """
-    whole = dict(inputs)
-    parts = [Part(whole)]
+    parts = [Part(inputs)]
     for _ in range(level):
         finer: list[Part] = []
         for part in parts:
@@ -49,8 +50,8 @@ def split(inputs: Mapping[str, Any], level: int, *, loss_kind: LossKind = "sum")
     return [Part(part.inputs, weight / total) for part, weight in zip(parts, weights, strict=True)]
 
 
-def halve(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """The first and the second half of a micro-batch; None where a cut would change its loss.
+def halve(inputs: Any) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """The first and the second half of a micro-batch; None where a cut would change its loss, or has no place.
 
     Several rows are cut between rows. One row is cut between two of its packed documents, the cut nearest to its
     middle, where `position_ids` restart and the first token of a document has no label.
@@ -61,8 +62,10 @@ def halve(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | 
     return _halve_documents(inputs) if rows == 1 else None
 
 
-def num_rows(inputs: Mapping[str, Any]) -> int:
+def num_rows(inputs: Any) -> int:
     """Rows of a micro-batch: the first dimension of its `input_ids`, or else of its first tensor; 0 without one."""
+    if not isinstance(inputs, Mapping):
+        return 0
     tensors = [value for value in inputs.values() if isinstance(value, torch.Tensor) and value.ndim]
     first = inputs.get("input_ids", tensors[0] if tensors else None)
     return len(first) if isinstance(first, torch.Tensor) else 0
@@ -128,8 +131,8 @@ def _set_bounds(half: dict[str, Any]) -> None:
             half[name] = int(bounds.diff().max())
 
 
-def _weight(inputs: Mapping[str, Any], loss_kind: LossKind) -> int:
-    labels = inputs.get("labels")
+def _weight(inputs: Any, loss_kind: LossKind) -> int:
+    labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
     if loss_kind == "row_mean" or not isinstance(labels, torch.Tensor) or labels.ndim < 2:
         return num_rows(inputs)
     return int(labels[..., 1:].ne(IGNORED_LABEL).sum())

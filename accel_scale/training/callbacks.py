@@ -59,6 +59,10 @@ class ScaleTrainerMixin(GuardMixin, MemoryRecoveryMixin, AtomicSavingMixin):
             scale.check_checkpoints()
         device_type = training_args.device.type
         self._precision = scale.resolve_precision(device_type, trains_adapters=scale.adapter is not None)
+        if self._precision is None and training_args.deepspeed_plugin is not None:
+            # Without the plugin's word the launch's holds, as transformers has it under every other strategy.
+            for name in ("bf16", "fp16"):
+                setattr(training_args, name, training_args.mixed_precision == name)
         if self._precision is not None:
             training_args.mixed_precision = self._precision.mixed_precision
             for flag, value in self._precision.trainer_flags.items():

@@ -94,19 +94,15 @@ class RecipeSFTConfig(DdpHookArguments, SFTConfig):
             }
 
     def _validate_args(self) -> None:
-        """As the base class, except that bf16 is allowed on a CPU.
-
-        transformers allows it only with ``use_cpu``, which would also make every rank of a launch a run of its own
-        (checked on 5.23; tests/unit/test_config.py fails when it moves).
-        """
+        """As the base class, except that bf16 is allowed on a CPU."""
         import torch
 
-        kept = self.use_cpu
-        self.use_cpu = kept or not torch.accelerator.is_available()
-        try:
+        from accel_scale.launching.rehearsal import validate_on_cpu
+
+        if torch.accelerator.is_available():
             super()._validate_args()
-        finally:
-            self.use_cpu = kept
+        else:
+            validate_on_cpu(self, super()._validate_args)
 
     def to_dict(self) -> dict[str, Any]:
         """As the base class, with the names the user wrote."""

@@ -107,7 +107,7 @@ class MemoryRecovery:
         self._stop.watch()
         self._step_number = first_step
         self._failed_rank = accelerator.process_index
-        self._seen: list[Mapping[str, Any]] = []
+        self._seen: list[Any] = []
         self._verdict = _FINE
         self._returned: torch.Tensor | float = 0.0
 
@@ -136,12 +136,11 @@ class MemoryRecovery:
         losses = [self.micro_batch(batch, run, is_last=index == last) for index, batch in enumerate(batches)]
         return sum(losses)
 
-    def micro_batch(
-        self, inputs: Mapping[str, Any], run: Callable[[Part], torch.Tensor], *, is_last: bool
-    ) -> torch.Tensor | float:
+    def micro_batch(self, inputs: Any, run: Callable[[Part], torch.Tensor], *, is_last: bool) -> torch.Tensor | float:
         """One micro-batch of an optimizer step; call it for each of them, in order.
 
         Args:
+            inputs: As those of `step`; of another kind it is taken as it is, and cannot be taken again in parts.
             run: Forward and backward of a part; returns its loss times its factor.
             is_last: Whether this is the step's last micro-batch. Then the processes agree, and the step is taken
                 again where somebody ran out of memory.
@@ -163,9 +162,7 @@ class MemoryRecovery:
             self._returned = self._returned + loss
         return loss
 
-    def _run_parts(
-        self, inputs: Mapping[str, Any], run: Callable[[Part], torch.Tensor], *, is_last: bool
-    ) -> torch.Tensor | float:
+    def _run_parts(self, inputs: Any, run: Callable[[Part], torch.Tensor], *, is_last: bool) -> torch.Tensor | float:
         parts = split(inputs, self.level, loss_kind=self._loss_kind)
         total: torch.Tensor | float = 0.0
         for index, part in enumerate(parts):

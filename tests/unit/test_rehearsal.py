@@ -11,7 +11,12 @@ import sys
 import pytest
 import torch
 
-from accel_scale.launching.rehearsal import _limit_threads, is_distributed_launch, threads_per_process
+from accel_scale.launching.rehearsal import (
+    _limit_threads,
+    is_distributed_launch,
+    let_trainers_run_on_cpu,
+    threads_per_process,
+)
 
 RANK_OF_TWO = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
 NO_ACCELERATOR = not torch.accelerator.is_available()
@@ -77,6 +82,31 @@ def test_the_private_method_is_still_what_is_replaced() -> None:
     arguments = list(inspect.signature(PartialState._prepare_backend).parameters)
     assert arguments == ["self", "cpu", "sagemaker_dp", "backend"]
     assert "backend, distributed_type = self._prepare_backend(" in inspect.getsource(PartialState.__init__)
+
+
+def test_arguments_are_still_validated_before_a_device_is_looked_for() -> None:
+    from transformers import TrainingArguments
+
+    source = inspect.getsource(TrainingArguments.__post_init__)
+    order = ["self._validate_args()", "self.device\n", "if self.tf32:"]
+    assert [source.index(part) for part in order] == sorted(source.index(part) for part in order)
+    assert "self.use_cpu" in inspect.getsource(inspect.unwrap(TrainingArguments._validate_args))
+
+
+@cpu_only
+def test_arguments_of_a_gpu_script_are_accepted_on_a_cpu(tmp_path, monkeypatch) -> None:
+    """bf16 is TRL's default; what is said about the device is left out in a rehearsal and kept in an ordinary run."""
+    from transformers import TrainingArguments
+
+    theirs = inspect.unwrap(TrainingArguments._validate_args)
+    monkeypatch.setattr(TrainingArguments, "_validate_args", theirs)
+    let_trainers_run_on_cpu()
+    let_trainers_run_on_cpu()
+    given = TrainingArguments(str(tmp_path), bf16=True, tf32=True, use_cpu=True)
+    assert (given.bf16, given.tf32, given.use_cpu) == (True, None, True)
+    assert TrainingArguments(str(tmp_path), bf16=True).use_cpu is False
+    with pytest.raises(ValueError, match="At most one of fp16 and bf16"):
+        TrainingArguments(str(tmp_path), bf16=True, fp16=True)
 
 
 def test_the_offload_policy_still_pins_by_default() -> None:

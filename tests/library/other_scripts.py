@@ -1,0 +1,140 @@
+"""Training scripts of the kinds other people write, as short as they can be: run here, or under `accelerate launch`.
+
+Each function is a script: what it makes and passes is what such scripts make and pass, and `scale` is the one thing
+added to it. It returns its trainer, or for a plain loop a namespace with what it made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel_scale import ScalePlugin
+
+TOKENIZER = Path(__file__).parents[2] / "accel_scale" / "assets" / "default" / "model"
+PROMPT, GOOD, BAD = "Tell me two and three.", "It is five.", "No."
+NUM_ROWS = 16
+
+
+def make_model(folder: Path) -> Path:
+    """A tiny Llama with the embedded tokenizer, as `from_pretrained` reads it."""
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=768,
+        eos_token_id=2,
+        pad_token_id=3,
+        bos_token_id=None,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(TOKENIZER).save_pretrained(folder)
+    return folder
+
+
+def _arguments(out: Path, **own: Any) -> dict[str, Any]:
+    common = {
+        "output_dir": str(out),
+        "max_steps": 2,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-3,
+        "logging_steps": 1,
+        "save_steps": 2,
+        "disable_tqdm": True,
+        "report_to": "none",
+    }
+    return {**common, **own}
+
+
+def _rows(**columns: Any) -> Any:
+    from datasets import Dataset
+
+    return Dataset.from_list([columns] * NUM_ROWS)
+
+
+def sft(scale: ScalePlugin, model: Path, out: Path, **own: Any) -> Any:
+    from trl import SFTConfig, SFTTrainer
+
+    args = SFTConfig(**_arguments(out, **own))
+    data = _rows(text=f"{PROMPT} {GOOD}")
+    trainer = scale.trainer(SFTTrainer)(model=str(model), args=args, train_dataset=data)
+    trainer.train()
+    return trainer
+
+
+def dpo(scale: ScalePlugin, model: Path, out: Path, **own: Any) -> Any:
+    from trl import DPOConfig, DPOTrainer
+
+    args = DPOConfig(**_arguments(out, **own))
+    data = _rows(prompt=PROMPT, chosen=GOOD, rejected=BAD)
+    trainer = scale.trainer(DPOTrainer)(model=str(model), args=args, train_dataset=data)
+    trainer.train()
+    return trainer
+
+
+def kto(scale: ScalePlugin, model: Path, out: Path, **own: Any) -> Any:
+    from datasets import Dataset
+    from trl import KTOConfig, KTOTrainer
+
+    args = KTOConfig(**_arguments(out, **own))
+    rows = [{"prompt": PROMPT, "completion": text, "label": text == GOOD} for text in (GOOD, BAD)]
+    data = Dataset.from_list(rows * (NUM_ROWS // 2))
+    trainer = scale.trainer(KTOTrainer)(model=str(model), args=args, train_dataset=data)
+    trainer.train()
+    return trainer
+
+
+def reward(scale: ScalePlugin, model: Path, out: Path, **own: Any) -> Any:
+    from trl import RewardConfig, RewardTrainer
+
+    args = RewardConfig(**_arguments(out, **own))
+    data = _rows(chosen=f"{PROMPT} {GOOD}", rejected=f"{PROMPT} {BAD}")
+    trainer = scale.trainer(RewardTrainer)(model=str(model), args=args, train_dataset=data)
+    trainer.train()
+    return trainer
+
+
+def _length_reward(completions: list[str], **kwargs: Any) -> list[float]:
+    return [float(len(set(text))) for text in completions]
+
+
+def grpo(scale: ScalePlugin, model: Path, out: Path, **own: Any) -> Any:
+    from trl import GRPOConfig, GRPOTrainer
+
+    own = {"num_generations": 2, "max_completion_length": 4, "max_steps": 1, "save_steps": 1, **own}
+    args = GRPOConfig(**_arguments(out, **own))
+    trainer = scale.trainer(GRPOTrainer)(
+        model=str(model), reward_funcs=_length_reward, args=args, train_dataset=_rows(prompt=PROMPT)
+    )
+    trainer.train()
+    return trainer
+
+
+def rloo(scale: ScalePlugin, model: Path, out: Path, **own: Any) -> Any:
+    from trl import RLOOConfig, RLOOTrainer
+
+    own = {"num_generations": 2, "max_completion_length": 4, "max_steps": 1, "save_steps": 1, **own}
+    args = RLOOConfig(**_arguments(out, **own))
+    trainer = scale.trainer(RLOOTrainer)(
+        model=str(model), reward_funcs=_length_reward, args=args, train_dataset=_rows(prompt=PROMPT)
+    )
+    trainer.train()
+    return trainer
+
+
+KINDS: dict[str, Callable[..., Any]] = {
+    "sft": sft,
+    "dpo": dpo,
+    "kto": kto,
+    "reward": reward,
+    "grpo": grpo,
+    "rloo": rloo,
+}
