@@ -197,16 +197,14 @@ class ScalePlugin:
         """The precision that plugin, launch and device agree on; None where the plugin leaves it to the script."""
         if self.precision is None:
             return None
-        from accelerate.utils import is_bf16_available
-
+        from accel_scale.launching.machine import detect_device
         from accel_scale.training.precision import resolve_precision
 
         return resolve_precision(
             self.precision,
             launch_mixed_precision=self.launch.mixed_precision,
             launch_place=self.launch.place("mixed_precision"),
-            device_type=device_type,
-            supports_bf16=is_bf16_available(ignore_tpu=True),
+            device=detect_device(device_type),
             fp8_emulate=bool(self.fp8_emulate),
             strategy=self.launch.strategy,
             trains_adapters=trains_adapters,

@@ -140,11 +140,12 @@ def load_model(run: Run) -> None:
     run.model_config = run_config(run.model_args, run.data_args.max_length, run.tokenizer)
     run.attention = attention.resolve_attention(
         run.model_args.attn_implementation,
-        device_type=device_type,
+        device=settings.launch.device,
         dtype=settings.precision.compute_dtype,
         packing=run.data_args.isolate_documents,
         model_config=run.model_config,
     )
+    attention.choose_kernels(settings.launch.device, lengths_vary=run.data_args.isolate_documents)
     check_layout(run)
     run.plan = plan_memory(run)
     model = build_to_share(

@@ -138,7 +138,7 @@ def check(run: Run) -> None:
     from accel_scale.launching.run_settings import RunSettings
     from accel_scale.parallel.sequence_checks import check_sequence_parallel
     from accel_scale.training.adapters import paged_optimizer_advice
-    from accel_scale.training.attention import check_packing_strategy, resolve_attention
+    from accel_scale.training.attention import check_packing_strategy, choose_kernels, resolve_attention
     from accel_scale.training.device import cap_device_memory, fragmentation_advice
     from accel_scale.training.model import load_config, load_tokenizer
     from accel_scale.training.optimizers import check_optimizer
@@ -181,11 +181,12 @@ def check(run: Run) -> None:
         check_packing_strategy(values.get("packing_strategy", "bfd"))
     run.attention = resolve_attention(
         run.model_args.attn_implementation,
-        device_type=run.device_type,
+        device=run.settings.launch.device,
         dtype=run.settings.precision.compute_dtype,
         packing=bool(values.get("packing", True) or values.get("padding_free")),
         model_config=run.model_config,
     )
+    choose_kernels(run.settings.launch.device, lengths_vary=True)
     check_sequence_parallel(run.model_config, run.sp_size, run.sp_size, run.attention)
     run.plan = plan_run(run.settings, run.launch, run.model_config, run.attention, run.say)
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from accel_scale.errors import ConfigError
 from accel_scale.launching.checks import Finding, Launch
 from accel_scale.launching.run_settings import RunSettings
+from accel_scale.planning.device import CPU
 
 if TYPE_CHECKING:
     from accel_scale.launching.machine import Machine
@@ -152,7 +153,7 @@ def _refusals_of_the_recipe(parsed: ParsedFlags, launch: Launch, machine: Machin
     from accel_scale.training.optimizers import check_optimizer
     from accel_scale.training.resolve import LaunchFacts, resolve
 
-    device = "cpu" if launch.parallel.use_cpu else machine.device
+    device = CPU if launch.parallel.use_cpu else machine.accelerator
     found: list[Finding] = []
     ranks = launch.num_processes or 1
     from accel_scale.training.parallel_arguments import layout_of, row_group_size
@@ -167,15 +168,14 @@ def _refusals_of_the_recipe(parsed: ParsedFlags, launch: Launch, machine: Machin
         strategy=launch.parallel.name,
         mixed_precision=launch.mixed_precision,
         mixed_precision_place=launch.place("mixed_precision"),
-        device_type=device,
-        supports_bf16=machine.supports_bf16,
+        device=device,
     )
     with _collected(found):
         resolve(parsed, facts)
     with _collected(found):
         check_optimizer(
             parsed.explicit.get("optim", RunSettings.optim),
-            device_type=device,
+            device_type=device.type,
             strategy=facts.strategy,
             offload_optimizer=launch.parallel.offload_optimizer != "none",
             optim_args=parsed.explicit.get("optim_args"),

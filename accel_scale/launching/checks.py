@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from accel_scale.errors import ConfigError
+from accel_scale.planning.device import CPU
 
 if TYPE_CHECKING:
     from accel_scale.launching.machine import Machine
     from accel_scale.launching.run_settings import RunSettings
     from accel_scale.launching.strategy import Strategy
+    from accel_scale.planning.device import Device
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,12 @@ class Case:
         return self.launch.parallel
 
     @property
+    def device(self) -> Device:
+        """What the run computes on: the processor where launch or recipe asks for it."""
+        found, on_cpu = self.machine.accelerator, self.parallel.use_cpu or self.run.use_cpu
+        return CPU if on_cpu and found.type != "cpu" else found
+
+    @property
     def model_ranks(self) -> int:
         """Ranks that share the model, and so read the same rows: tensor, sequence and pipeline parallelism."""
         tensor = max(self.parallel.tensor_parallel_size, self.run.tp_size or 1)
@@ -81,7 +89,7 @@ class Case:
         launch = self.launch.mixed_precision
         if launch:
             return "fp32" if launch == "no" else launch
-        return "bf16" if self.machine.supports_bf16 else "fp32"
+        return self.device.default_precision
 
     @property
     def precision_place(self) -> str:
@@ -99,7 +107,7 @@ class Case:
             return self.run.checkpointing_policy != "none"
         if self.run.activation_checkpointing is not None:
             return self.run.activation_checkpointing
-        return self.machine.device != "cpu"
+        return self.device.type != "cpu"
 
 
 Rule = Callable[[Case], "Finding | None"]

@@ -55,12 +55,13 @@ def describe_launch(launch: Launch) -> dict[str, str]:
 
 def describe_machine(machine: Machine) -> dict[str, str]:
     """Rows for a table."""
+    own = machine.accelerator
     if machine.num_devices:
-        memory = f", {format_bytes(machine.device_memory_bytes)} each" if machine.device_memory_bytes else ""
+        memory = f", {format_bytes(own.memory_bytes)} each" if own.memory_bytes else ""
         device = f"{machine.num_devices} × {machine.device_name}{memory}"
     else:
         device = "none: distributed launches run on CPU processes over gloo"
-    arithmetic = [name for name, there in (("bf16", machine.supports_bf16), ("fp8", machine.supports_fp8)) if there]
+    arithmetic = [name for name, there in (("bf16", own.supports_bf16), ("fp8", own.supports_fp8)) if there]
     tools = {"C++ compiler": machine.has_compiler, "ninja": machine.has_ninja, "libaio": machine.has_libaio}
     return {
         "system": f"{machine.system}, Python {machine.python_version}",

@@ -116,11 +116,20 @@ def ring_context_parallelism(case: Case) -> Finding | None:
         return None
     place = case.launch.place("parallelism_config.parallelism_config_cp_size")
     fix = "set it to 1, and share rows by Ulysses: --sp_size."
-    if case.machine.device != "cuda":
-        return error(
-            place, f"torch's ring attention has kernels for CUDA only, and this is {case.machine.device}.", fix
-        )
+    if case.device.type != "cuda":
+        return error(place, f"torch's ring attention has kernels for CUDA only, and this is {case.device.type}.", fix)
     return error(place, "the recipes do not run ring context parallelism, which drops attention masks.", fix)
+
+
+def device_without_collectives(case: Case) -> Finding | None:
+    """Several processes on a device between which nothing can be reduced, such as Apple's."""
+    if case.device.collective_backend is not None or (case.launch.num_processes or 1) == 1:
+        return None
+    return error(
+        case.launch.place("num_processes"),
+        f"torch has no collectives for {case.device.name} ({case.device.type}), so several processes cannot share it.",
+        "launch one process, or run on the processor with accelerate launch --cpu.",
+    )
 
 
 def hybrid_sizes(case: Case) -> Finding | None:
@@ -240,6 +249,7 @@ LAUNCH_RULES: tuple[Rule, ...] = (
     tensor_parallelism_unsupported,
     deepspeed_sequence_parallelism,
     ring_context_parallelism,
+    device_without_collectives,
     hybrid_sizes,
     fsdp_version,
     fsdp1_keys,

@@ -8,16 +8,19 @@ import platform
 import shutil
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from accel_scale.launching.build_locks import stale_build_locks
+from accel_scale.planning.device import CPU, Device
 
 # Distribution names; versions come from their metadata, nothing is imported.
 PACKAGES = (
     "accel-scale", "torch", "accelerate", "transformers", "trl", "peft", "datasets", "bitsandbytes", "deepspeed",
     "torchao", "flash-attn", "flash-attn-3", "kernels", "transformer-engine", "liger-kernel", "ninja", "wandb",
 )  # fmt: skip
+FLASH_PACKAGES = {"flash_attention_2": "flash-attn", "flash_attention_3": "flash-attn-3"}
 
 
 @dataclass(frozen=True)
@@ -38,24 +41,16 @@ class Machine:
     """What the checks need to know about a machine. The defaults are a bare CPU machine with nothing installed.
 
     Attributes:
-        device: ``cuda``, ``xpu``, ``mps`` … or ``cpu``.
+        accelerator: What it computes on; the processor where nothing else is there.
         num_devices: Visible accelerators.
-        capability: CUDA compute capability, e.g. (9, 0).
-        native_bf16: Whether it is also faster than fp32; CPUs without instructions of their own emulate it, slowly.
         packages: Installed distribution → version.
         has_compiler, has_ninja, has_libaio: What DeepSpeed needs to compile its CPU Adam and asynchronous I/O.
         folders: Facts on the folders asked about, by the name they were asked with.
         stale_locks: Locks of extension builds that were killed.
     """
 
-    device: str = "cpu"
-    device_name: str = "CPU"
+    accelerator: Device = CPU
     num_devices: int = 0
-    device_memory_bytes: int | None = None
-    capability: tuple[int, int] | None = None
-    supports_bf16: bool = True
-    native_bf16: bool = True
-    supports_fp8: bool = False
     packages: Mapping[str, str] = field(default_factory=dict)
     has_compiler: bool = False
     has_ninja: bool = False
@@ -66,6 +61,16 @@ class Machine:
     system: str = ""
     folders: Mapping[str, Folder] = field(default_factory=dict)
     stale_locks: tuple[str, ...] = ()
+
+    @property
+    def device(self) -> str:
+        """torch's name of what it computes on: ``cuda``, ``xpu``, ``mps`` … or ``cpu``."""
+        return self.accelerator.type
+
+    @property
+    def device_name(self) -> str:
+        """What that calls itself."""
+        return self.accelerator.name
 
     def has(self, package: str) -> bool:
         """Whether `package` (a distribution name) is installed."""
@@ -78,7 +83,7 @@ def detect_machine(folders: Iterable[str | Path] = ()) -> Machine:
 
     packages = installed_packages()
     return Machine(
-        **(_detect_device() if "torch" in packages else {}),
+        **(_detect_accelerators() if "torch" in packages else {}),
         packages=packages,
         has_compiler=shutil.which(os.environ.get("CXX", "c++")) is not None,
         has_ninja=_has_ninja(),
@@ -112,30 +117,53 @@ def describe_folder(path: Path) -> Folder:
     return Folder(writable, shutil.disk_usage(existing).free)
 
 
-def _detect_device() -> dict:
+def _detect_accelerators() -> dict[str, Any]:
+    import torch
+
+    device = detect_device()
+    return {"accelerator": device, "num_devices": 0 if device.type == "cpu" else torch.accelerator.device_count()}
+
+
+def detect_device(device_type: str | None = None) -> Device:
+    """The device that torch computes on here, or this machine's device of `device_type`. Imports torch."""
     import torch
 
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
-        return {"device_name": platform.processor() or platform.machine(), "native_bf16": _cpu_has_bf16()}
-    if accelerator.type != "cuda":
-        return {
-            "device": accelerator.type,
-            "device_name": accelerator.type,
-            "num_devices": torch.accelerator.device_count(),
-        }
+    found = device_type or (accelerator.type if accelerator is not None else "cpu")
+    if found == "cpu":
+        return Device(name=platform.processor() or platform.machine(), fast_bf16=_cpu_has_bf16())
+    if accelerator is None or accelerator.type != found:
+        return Device(found, found)  # a rehearsal of a device that is not here
+    if found == "mps":
+        chip = _apple_chip()
+        # Metal emulates bf16 on the first two generations.
+        emulated = any(f"Apple M{generation}" in chip for generation in (1, 2))
+        return Device("mps", chip, computes_bf16=torch.backends.mps.is_macos_or_newer(14, 0), fast_bf16=not emulated)
+    if found == "xpu":
+        has_bf16 = torch.xpu.is_bf16_supported()
+        return Device("xpu", torch.xpu.get_device_name(), computes_bf16=has_bf16, fast_bf16=has_bf16)
+    if found != "cuda":
+        return Device(found, found)
     properties = torch.cuda.get_device_properties(0)
+    card = Device("cuda", properties.name, memory_bytes=properties.total_memory, flash=_installed_flash())
+    if torch.version.hip:
+        return replace(card, architecture=properties.gcnArchName.partition(":")[0])
     capability = (properties.major, properties.minor)
-    return {
-        "device": "cuda",
-        "device_name": properties.name,
-        "num_devices": torch.cuda.device_count(),
-        "device_memory_bytes": properties.total_memory,
-        "capability": capability,
-        "supports_bf16": torch.cuda.is_bf16_supported(including_emulation=False),
-        # Ada (8.9) and Hopper (9.0) are the first with fp8 tensor cores.
-        "supports_fp8": capability >= (8, 9),
-    }
+    return replace(card, capability=capability, built_for=tuple(torch.cuda.get_arch_list()))
+
+
+def _installed_flash() -> tuple[str, ...]:
+    versions = installed_packages()
+    return tuple(name for name, package in FLASH_PACKAGES.items() if package in versions)
+
+
+def _apple_chip() -> str:
+    """``Apple M3 Max``; ``mps`` where the system does not say."""
+    import subprocess
+
+    command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "mps"
 
 
 def _cpu_has_bf16() -> bool:

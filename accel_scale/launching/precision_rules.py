@@ -65,22 +65,45 @@ def deepspeed_precision(case: Case) -> Finding | None:
 
 def bf16_support(case: Case) -> Finding | None:
     """bf16 on a device without it (before NVIDIA's Ampere)."""
-    if case.precision not in ("bf16", "bf16_true") or case.machine.supports_bf16:
+    if case.precision not in ("bf16", "bf16_true") or case.device.supports_bf16:
         return None
     return error(
         case.precision_place,
         f"{case.machine.device_name} does not compute in bf16.",
-        "use --precision fp16 and mixed_precision: fp16.",
+        _without_bf16(case),
+    )
+
+
+def _without_bf16(case: Case) -> str:
+    """What to ask for where the device has no bf16, whoever asked for it."""
+    name = case.device.default_precision
+    launched = "no" if name == "fp32" else name
+    if case.launch.mixed_precision is None:
+        return f"use --precision {name}."
+    return f"use --precision {name}, and accelerate launch --mixed_precision {launched} or the same in its file."
+
+
+def kernels_of_this_build(case: Case) -> Finding | None:
+    """A build of torch without code for the card: the first kernel would fail."""
+    device = case.device
+    if device.has_kernels or device.capability is None:
+        return None
+    oldest = min(built for built in device.built_for if built.startswith("sm_"))
+    return error(
+        "torch",
+        f"this build has no kernels for {device.name} (compute capability {device.capability[0]}."
+        f"{device.capability[1]}; the oldest are {oldest}).",
+        "install a build for an older CUDA: pip install torch --index-url https://download.pytorch.org/whl/cu126.",
     )
 
 
 def fp8_support(case: Case) -> Finding | None:
     """fp8 on a device without fp8 matrix products, where it would fall back."""
-    if case.precision != "fp8" or case.machine.supports_fp8 or case.run.fp8_emulate:
+    if case.precision != "fp8" or case.device.supports_fp8 or case.run.fp8_emulate:
         return None
     return error(
         case.precision_place,
-        f"{case.machine.device_name} has no fp8 matrix products (NVIDIA Ada, Hopper or newer have).",
+        f"{case.machine.device_name} has no fp8 matrix products (NVIDIA Ada, Hopper and newer and AMD MI300 have).",
         "use --precision bf16, or --fp8_emulate to try the arithmetic slowly.",
     )
 
@@ -158,6 +181,7 @@ PRECISION_RULES: tuple[Rule, ...] = (
     precision_and_flags,
     launch_precision,
     deepspeed_precision,
+    kernels_of_this_build,
     bf16_support,
     fp8_support,
     fp8_package,

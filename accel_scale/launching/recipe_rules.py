@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from accel_scale.launching.checks import Case, Finding, Rule, error, warning
-from accel_scale.launching.machine import PACKAGES
+from accel_scale.launching.machine import FLASH_PACKAGES, PACKAGES
 
 if TYPE_CHECKING:
     from accel_scale.training.optimizer_specs import OptimizerSpec
@@ -32,7 +32,7 @@ def optimizer_and_launch(case: Case) -> Finding | None:
     if p.is_deepspeed:
         conditions = ["zero"] if p.offload_optimizer == "none" else []
     else:
-        conditions = [case.machine.device, "fsdp" if p.is_fsdp else p.name]
+        conditions = [case.device.type, "fsdp" if p.is_fsdp else p.name]
     refused = optimizer_of(case).refused
     reason = next((refused[c] for c in (*conditions, case.precision) if c in refused), None)
     if reason is None:
@@ -52,7 +52,7 @@ def optimizer_of(case: Case) -> OptimizerSpec:
 
 def paged_without_cuda(case: Case) -> Finding | None:
     """Paged optimizer states are CUDA unified memory."""
-    if not optimizer_of(case).paged or case.machine.device == "cuda":
+    if not optimizer_of(case).paged or case.device.type == "cuda":
         return None
     return warning(
         case.run.place("optim"),
@@ -66,20 +66,12 @@ def flash_attention(case: Case) -> Finding | None:
     name, machine = case.run.attn_implementation or "", case.machine
     if not name.startswith("flash_attention"):
         return None
-    place, version = case.run.place("attn_implementation"), name[-1]
-    package, capability = ("flash-attn-3", (9, 0)) if version == "3" else ("flash-attn", (8, 0))
-    if machine.device != "cuda":
-        return error(place, f"{name} needs CUDA.", "use --attn_implementation sdpa.")
-    if machine.capability is not None and machine.capability < capability:
-        return error(
-            place,
-            f"{name} needs compute capability {capability[0]}.{capability[1]}; {machine.device_name} has "
-            f"{machine.capability[0]}.{machine.capability[1]}.",
-            "use --attn_implementation sdpa.",
-        )
+    place = case.run.place("attn_implementation")
+    if name in FLASH_PACKAGES and (refusal := case.device.flash_refusal(name)) is not None:
+        return error(place, f"{refusal}.", "use --attn_implementation sdpa.")
     if case.precision == "fp32":
         return error(place, f"{name} computes in fp16 and bf16 only.", "use --precision bf16, or sdpa.")
-    if not machine.has(package) and not machine.has("kernels"):
+    if not machine.has(FLASH_PACKAGES.get(name, "flash-attn")) and not machine.has("kernels"):
         return error(place, f"{name} is not installed.", "pip install --no-build-isolation 'accel-scale[flash]'.")
     return None
 

@@ -11,6 +11,8 @@ from accel_scale.training.packed_attention import PACKED_ATTENTION, register_pac
 if TYPE_CHECKING:
     import torch
 
+    from accel_scale.planning.device import Device
+
 ATTENTION_NAMES = (
     "eager",
     "sdpa",
@@ -23,23 +25,23 @@ _FLASH_INSTALL = {
     "flash_attention_2": "pip install --no-build-isolation 'accel-scale[flash]' on a machine with CUDA",
     "flash_attention_3": "build the hopper folder of github.com/Dao-AILab/flash-attention",
 }
-_FLASH_MIN_CAPABILITY = {"flash_attention_2": (8, 0), "flash_attention_3": (9, 0)}
 _FLASH_MAX_HEAD_SIZE = 256
 # Layers that read other positions only through attention, whose mask or layout isolates documents.
 _ISOLATING_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 def resolve_attention(
-    requested: str | None, *, device_type: str, dtype: torch.dtype, packing: bool, model_config: Any
+    requested: str | None, *, device: Device, dtype: torch.dtype, packing: bool, model_config: Any
 ) -> str:
     """The attention implementation for `from_pretrained(attn_implementation=…)`; never another than `requested`.
 
     Without a request: flash_attention_2 on CUDA where it is installed and fits; else `sdpa_packed` for packed
-    rows and on a CPU; else sdpa, and eager for a model that has nothing else.
+    rows and where SDPA has no flash kernel, which alone serves grouped heads; else sdpa, and eager for a model that
+    has nothing else.
 
     Args:
         requested: A name, a `kernels-community/…` repository, or None.
-        device_type: ``cuda``, ``cpu``, …: where the model trains.
+        device: What the model trains on.
         dtype: What the attention computes in (the autocast type, if there is one).
         packing: Whether rows hold several documents, which must not see each other.
         model_config: The model's `PreTrainedConfig`.
@@ -51,17 +53,17 @@ def resolve_attention(
     if packing:
         _check_can_isolate(model_config, model_class)
     if requested is None:
-        return _default_attention(device_type, dtype, packing, model_config, model_class)
+        return _default_attention(device, dtype, packing, model_config, model_class)
     if "/" in requested:
-        return _check_kernel(requested, device_type)
+        return _check_kernel(requested, device.type)
     if requested not in ATTENTION_NAMES:
         nearest = difflib.get_close_matches(requested, ATTENTION_NAMES, n=1, cutoff=0.4)
         hint = f"did you mean {nearest[0]}? " if nearest else ""
         raise _refuse(f"{requested!r} is not an attention implementation.", f"{hint}use {', '.join(ATTENTION_NAMES)}.")
     if requested in _FLASH_INSTALL:
-        _check_flash(requested, device_type, dtype, model_config, model_class)
+        _check_flash(requested, device, dtype, model_config, model_class)
     elif requested == "flex_attention":
-        _check_flex(device_type, model_class)
+        _check_flex(device.type, model_class)
     elif requested in ("sdpa", PACKED_ATTENTION) and not _has_sdpa(model_config, model_class):
         raise _refuse(f"{_name(model_class)} has no SDPA attention, or caps its attention logits.", "use eager.")
     if requested == PACKED_ATTENTION:
@@ -124,28 +126,43 @@ def check_documents_isolated(model: Any) -> None:
         )
 
 
-def _default_attention(device_type: str, dtype: Any, packing: bool, config: Any, model_class: Any) -> str:
-    if device_type == "cuda":
+def choose_kernels(device: Device, *, lengths_vary: bool) -> bool:
+    """Keep SDPA from cuDNN where lengths change from batch to batch: it compiles a plan for each, taking seconds.
+
+    Rows of one length keep it, because it is the fastest there. Once per process, before the first step.
+
+    Returns:
+        Whether cuDNN was ruled out.
+    """
+    ruled_out = lengths_vary and device.plans_attention_per_shape
+    if ruled_out:
+        import torch
+
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    return ruled_out
+
+
+def _default_attention(device: Device, dtype: Any, packing: bool, config: Any, model_class: Any) -> str:
+    if device.type == "cuda":
         try:
-            _check_flash("flash_attention_2", device_type, dtype, config, model_class)
+            _check_flash("flash_attention_2", device, dtype, config, model_class)
         except ConfigError:
             pass
         else:
             return "flash_attention_2"
     if not _has_sdpa(config, model_class):
         return "eager"
-    if (packing or device_type == "cpu") and _supports(model_class, "_supports_attention_backend"):
+    if (packing or not device.has_flash_kernel) and _supports(model_class, "_supports_attention_backend"):
         return register_packed_attention()
     return "sdpa"
 
 
-def _check_flash(requested: str, device_type: str, dtype: Any, config: Any, model_class: Any) -> None:
+def _check_flash(requested: str, device: Device, dtype: Any, config: Any, model_class: Any) -> None:
     import torch
-    from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
     elsewhere = f"use sdpa, or {PACKED_ATTENTION} for packed rows."
-    if device_type != "cuda":
-        raise _refuse(f"{requested} needs a CUDA device and this run is on {device_type}.", elsewhere)
+    if (refusal := device.flash_refusal(requested)) is not None:
+        raise _refuse(f"{refusal}.", elsewhere)
     if dtype not in (torch.float16, torch.bfloat16):
         raise _refuse(
             f"{requested} computes in fp16 or bf16 and this run in {str(dtype).removeprefix('torch.')}.",
@@ -160,15 +177,8 @@ def _check_flash(requested: str, device_type: str, dtype: Any, config: Any, mode
             f"{head_size}.",
             elsewhere,
         )
-    available = is_flash_attn_2_available if requested == "flash_attention_2" else is_flash_attn_3_available
-    if not available():
+    if requested not in device.flash:
         raise _refuse(f"{requested} is not installed.", f"{_FLASH_INSTALL[requested]}, or {elsewhere}")
-    needed, found = _FLASH_MIN_CAPABILITY[requested], torch.cuda.get_device_capability()
-    if found < needed:
-        raise _refuse(
-            f"{requested} needs compute capability {needed[0]}.{needed[1]} and this device has {found[0]}.{found[1]}.",
-            elsewhere,
-        )
 
 
 def _check_flex(device_type: str, model_class: Any) -> None:

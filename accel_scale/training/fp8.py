@@ -1,4 +1,4 @@
-"""fp8 matrix products by torchao: whether a device has them, and the conversion of a model's linear layers."""
+"""fp8 matrix products by torchao: the conversion of a model's linear layers."""
 
 from __future__ import annotations
 
@@ -8,17 +8,6 @@ from accel_scale.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import nn
-
-_FP8_CAPABILITY = (8, 9)  # Ada and Hopper
-
-
-def device_supports_fp8(device_type: str) -> bool:
-    """Whether the current device multiplies fp8 matrices."""
-    if device_type != "cuda":
-        return False
-    import torch
-
-    return torch.cuda.get_device_capability() >= _FP8_CAPABILITY
 
 
 def convert_to_fp8(model: nn.Module, *, emulate: bool = False) -> list[str]:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from accel_scale.launching.machine import detect_device
+from accel_scale.planning.device import Device
 from accel_scale.training.packed_mask import PackedLayout, dense_mask, packed_mask
 
 PACKED_ATTENTION = "sdpa_packed"
@@ -63,13 +65,13 @@ def packed_attention_forward(
     )
     if is_plain:
         query, key, value = _in_autocast_dtype(query, key, value)
-        is_short = attention_mask is None and _is_short_bf16(query, query.shape[2])
         with torch.autocast(query.device.type, enabled=False):
             if layout is not None:
                 return _attend_packed(query, key, value, layout, dropout, scaling), None
-            if is_short:
+            if attention_mask is None:
                 q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
-                return _attend_short(q, k, v, None, dropout, scaling), None
+                attend = _attend_short if _is_short_bf16(query, query.shape[2]) else _attend_fused
+                return attend(q, k, v, None, dropout, scaling), None
     if layout is not None:
         attention_mask = dense_mask(layout)
     return sdpa_attention_forward(
@@ -148,8 +150,12 @@ def _attend_fused(q: Any, k: Any, v: Any, window: int | None, dropout: float, sc
     """Causal SDPA on (documents, length, heads, size)."""
     mask = None if window is None else _band(q.shape[1], window, q.device)
     group = q.shape[2] // k.shape[2]
-    # On CUDA only the flash kernel shares key heads within a group; without it SDPA would form whole matrices.
-    is_shared = q.device.type == "cpu" or (mask is None and q.dtype in (torch.float16, torch.bfloat16))
+    is_shared = _device(q.device.type).shares_key_heads(
+        half=q.dtype in (torch.float16, torch.bfloat16),
+        masked=mask is not None,
+        key_size=k.shape[-1],
+        value_size=v.shape[-1],
+    )
     if group > 1 and not is_shared:
         k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
     output = F.scaled_dot_product_attention(
@@ -163,6 +169,11 @@ def _attend_fused(q: Any, k: Any, v: Any, window: int | None, dropout: float, sc
         enable_gqa=group > 1 and is_shared,
     )
     return output.transpose(1, 2)
+
+
+@functools.cache
+def _device(device_type: str) -> Device:
+    return detect_device(device_type)
 
 
 def _attend_short(q: Any, k: Any, v: Any, window: int | None, dropout: float, scaling: float | None) -> torch.Tensor:

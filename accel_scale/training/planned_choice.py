@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
-from accel_scale.planning.hardware import find_gpu
+from accel_scale.planning.device import device_named
 from accel_scale.planning.search import Candidate, Request, search
 from accel_scale.planning.strategies import Choice
 from accel_scale.planning.training_setup import TrainingSetup
@@ -67,8 +67,7 @@ def _resolve_for_both(parsed: ParsedFlags, facts: LaunchFacts, preset: Mapping[s
     settings = resolve(parsed, facts, preset=preset)
     card = settings.scale.plan_gpu
     if card and facts.device_type != "cuda":
-        computes_bf16 = find_gpu(card, place=parsed.place("plan_gpu")).supports_bf16 is not False
-        there = replace(facts, device_type="cuda", supports_bf16=computes_bf16, native_bf16=computes_bf16)
+        there = replace(facts, device=device_named(card, place=parsed.place("plan_gpu")))
         settings.on_card = resolve(parsed, there, preset=preset)
     return settings
 
@@ -87,7 +86,7 @@ def _open_plan(settings: Resolved, launch: LaunchEnvironment) -> RunPlan:
     )
     attention = resolve_attention(
         values.get("attn_implementation"),
-        device_type=settings.launch.device_type,
+        device=settings.launch.device,
         dtype=settings.precision.compute_dtype,
         packing=bool(recipe_value(settings, "packing") or values.get("padding_free")),
         model_config=config,

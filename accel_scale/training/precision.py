@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
+from accel_scale.planning.device import CPU, Device
 from accel_scale.training.arguments import PRECISIONS
-from accel_scale.training.fp8 import convert_to_fp8, device_supports_fp8
+from accel_scale.training.fp8 import convert_to_fp8
 
 if TYPE_CHECKING:
     import torch
@@ -117,10 +118,7 @@ def resolve_precision(
     fp16_flag: bool | None = None,
     bf16_flag: bool | None = None,
     dtype_flag: str | None = None,
-    device_type: str = "cpu",
-    supports_bf16: bool = True,
-    native_bf16: bool = True,
-    supports_fp8: bool | None = None,
+    device: Device = CPU,
     fp8_emulate: bool = False,
     strategy: str = "single",
     trains_adapters: bool = False,
@@ -133,8 +131,7 @@ def resolve_precision(
         launch_mixed_precision: ``no``, ``fp16``, ``bf16`` or ``fp8`` if the launch says so, else `None`.
         launch_place: File and line that say it.
         fp16_flag, bf16_flag, dtype_flag: transformers' and TRL's own flags; `None` where not given.
-        native_bf16: Whether bf16 is a sensible default: many CPUs are faster in fp32.
-        supports_fp8: `None`: look at the device.
+        device: What the run computes on.
         strategy: ``single``, ``ddp``, ``fsdp2``, ``zero1`` …
         trains_adapters: Whether the base is frozen; `dtype_flag` then is the base's business alone.
         place: Flag name → where it was set.
@@ -144,7 +141,7 @@ def resolve_precision(
     """
     name, source = _wanted(requested, fp16_flag, bf16_flag, dtype_flag, trains_adapters, place)
     if name is None:
-        name = _launch_default(launch_mixed_precision) or _device_default(device_type, supports_bf16 and native_bf16)
+        name = _launch_default(launch_mixed_precision) or device.default_precision
     elif launch_mixed_precision is not None and launch_mixed_precision != _LAUNCH_NAMES[name]:
         raise ConfigError(
             f"mixed_precision is {launch_mixed_precision} here, but the recipe computes in {name} ({place(source)}).",
@@ -154,15 +151,17 @@ def resolve_precision(
     if not trains_adapters:
         _check_dtype(name, dtype_flag, place("dtype"))
     where = place(source) if source else (launch_place or place("precision"))
-    _check_device(name, where, device_type, supports_bf16)
-    _check_strategy(name, where, device_type, strategy)
+    _check_device(name, where, device)
+    _check_strategy(name, where, device.type, strategy)
     if fp8_emulate and name != "fp8":
         raise ConfigError(
             f"fp8_emulate does nothing in {name}.", place=place("fp8_emulate"), fix="add --precision fp8 or remove it."
         )
     if name == "fp8":
-        _check_fp8(where, device_type, supports_fp8, fp8_emulate)
-    return precision_named(name, fp8_emulate=fp8_emulate)
+        _check_fp8(where, device, fp8_emulate)
+    precision = precision_named(name, fp8_emulate=fp8_emulate)
+    note = device.precision_note if not source and launch_mixed_precision is None else None
+    return replace(precision, notes=(*precision.notes, note)) if note else precision
 
 
 def _quoted(launch_name: str) -> str:
@@ -204,12 +203,6 @@ def _launch_default(launch_mixed_precision: str | None) -> str | None:
     return "fp32" if launch_mixed_precision == "no" else launch_mixed_precision
 
 
-def _device_default(device_type: str, supports_bf16: bool) -> str:
-    if supports_bf16:
-        return "bf16"
-    return "fp32" if device_type == "cpu" else "fp16"
-
-
 def _check_dtype(name: str, dtype_flag: str | None, where: str) -> None:
     """Trained weights have one dtype per precision; ``--dtype`` may repeat it, not change it."""
     if dtype_flag is None or dtype_flag == _WEIGHTS[name]:
@@ -223,11 +216,14 @@ def _check_dtype(name: str, dtype_flag: str | None, where: str) -> None:
     )
 
 
-def _check_device(name: str, where: str, device_type: str, supports_bf16: bool) -> None:
-    if name in ("bf16", "bf16_true", "fp8") and not supports_bf16:
-        fix = "use --precision fp32." if device_type == "cpu" else "use --precision fp16."
+def _check_device(name: str, where: str, device: Device) -> None:
+    if name in ("bf16", "bf16_true", "fp8") and not device.supports_bf16:
+        other = device.default_precision
+        launched = f" (accelerate launch --mixed_precision {_LAUNCH_NAMES[other]})"
         raise ConfigError(
-            f"this {device_type} device does not compute in bf16, which {name} needs.", place=where, fix=fix
+            f"{device.name} does not compute in bf16, which {name} needs.",
+            place=where,
+            fix=f"use --precision {other}{launched if 'mixed_precision' in where or 'launch' in where else ''}.",
         )
 
 
@@ -259,13 +255,12 @@ def _cpu_multiplies_fp16() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
-def _check_fp8(where: str, device_type: str, supports_fp8: bool | None, emulate: bool) -> None:
+def _check_fp8(where: str, device: Device, emulate: bool) -> None:
     if importlib.util.find_spec("torchao") is None:
         raise ConfigError("fp8 needs torchao.", place=where, fix="pip install 'accel-scale[fp8]'.")
-    supported = device_supports_fp8(device_type) if supports_fp8 is None else supports_fp8
-    if not supported and not emulate:
+    if not device.supports_fp8 and not emulate:
         raise ConfigError(
-            f"this {device_type} device has no fp8 matrix products (Ada, Hopper and later have).",
+            f"{device.name} has no fp8 matrix products (NVIDIA Ada, Hopper and newer and AMD MI300 have).",
             place=where,
             fix="use --precision bf16, or add --fp8_emulate to try fp8 without its speed.",
         )

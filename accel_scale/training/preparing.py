@@ -78,6 +78,7 @@ def prepare_model(
 
 
 def _set_attention(model: Any, name: str, device_type: str, precision: Precision | None) -> None:
+    from accel_scale.launching.machine import detect_device
     from accel_scale.training.attention import resolve_attention
 
     if not hasattr(model, "set_attn_implementation"):
@@ -87,9 +88,9 @@ def _set_attention(model: Any, name: str, device_type: str, precision: Precision
             fix="remove it.",
         )
     dtype = precision.compute_dtype if precision is not None else model.dtype
-    config = model.config
+    device, config = detect_device(device_type), model.config
     model.set_attn_implementation(
-        resolve_attention(name, device_type=device_type, dtype=dtype, packing=False, model_config=config)
+        resolve_attention(name, device=device, dtype=dtype, packing=False, model_config=config)
     )
 
 

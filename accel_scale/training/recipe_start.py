@@ -34,7 +34,7 @@ def start_recipe(parsed: ParsedFlags, *, output_dir: str) -> Start:
     """Call before anything asks torch.distributed or Accelerate for a device; sets up the console too."""
     from accel_scale.launching.build_locks import use_own_ninja
     from accel_scale.launching.environment import current_launch
-    from accel_scale.launching.machine import detect_machine
+    from accel_scale.launching.machine import detect_device, detect_machine
     from accel_scale.launching.rehearsal import enable_rehearsal_if_needed
     from accel_scale.reporting.console import set_up_console
     from accel_scale.training.cpu_process import tune_cpu_process
@@ -51,9 +51,7 @@ def start_recipe(parsed: ParsedFlags, *, output_dir: str) -> Start:
         strategy=launch.strategy,
         mixed_precision=launch.mixed_precision,
         mixed_precision_place=launch.place("mixed_precision"),
-        device_type="cpu" if on_cpu else machine.device,
-        supports_bf16=machine.supports_bf16,
-        native_bf16=machine.native_bf16,
+        device=detect_device("cpu") if on_cpu else machine.accelerator,
     )
     if facts.device_type == "cpu":
         tune_cpu_process()

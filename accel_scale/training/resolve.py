@@ -8,6 +8,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from accel_scale.errors import ConfigError
+from accel_scale.planning.device import CPU, Device
 from accel_scale.training.arguments import ScaleArguments
 from accel_scale.training.batch import derive_accumulation
 from accel_scale.training.checkpointing import CheckpointingPolicy
@@ -37,18 +38,19 @@ class LaunchFacts:
         strategy: ``single``, ``ddp``, ``fsdp2``, ``zero1`` … as `accel_scale.launching` names them.
         mixed_precision: the launch file's, if there is one.
         mixed_precision_place: file and line that say so.
-        device_type: ``cuda``, ``cpu`` …
-        supports_bf16: whether the device computes in bf16.
-        native_bf16: whether it does so faster than in fp32; only then is bf16 a default.
+        device: what each process computes on.
     """
 
     world_size: int = 1
     strategy: str = "single"
     mixed_precision: str | None = None
     mixed_precision_place: str | None = None
-    device_type: str = "cpu"
-    supports_bf16: bool = True
-    native_bf16: bool = True
+    device: Device = CPU
+
+    @property
+    def device_type(self) -> str:
+        """``cuda``, ``cpu`` …"""
+        return self.device.type
 
 
 @dataclass
@@ -138,9 +140,7 @@ def resolve(parsed: ParsedFlags, launch: LaunchFacts, *, preset: Mapping[str, An
         fp16_flag=values.get("fp16"),
         bf16_flag=values.get("bf16"),
         dtype_flag=values.get("dtype"),
-        device_type=launch.device_type,
-        supports_bf16=launch.supports_bf16,
-        native_bf16=launch.native_bf16,
+        device=launch.device,
         fp8_emulate=scale.fp8_emulate,
         strategy=launch.strategy,
         trains_adapters=method != "full",
@@ -167,7 +167,7 @@ def resolve(parsed: ParsedFlags, launch: LaunchFacts, *, preset: Mapping[str, An
 def _preset_left_open(preset: Mapping[str, Any], parsed: ParsedFlags, launch: LaunchFacts) -> dict[str, Any]:
     """The part of `preset` that neither the user nor the launch file has decided otherwise."""
     taken = set(parsed.explicit)
-    if launch.mixed_precision is not None or not launch.native_bf16:
+    if launch.mixed_precision is not None or not launch.device.native_bf16:
         taken.add("precision")
     for group in _PRESET_GROUPS:
         if taken.intersection(group):

@@ -21,6 +21,7 @@ from accel_scale.launching.doctor import diagnose
 from accel_scale.launching.launch_file import LaunchFile, read_launch_file
 from accel_scale.launching.machine import PACKAGES, Folder, Machine
 from accel_scale.launching.run_settings import RunSettings
+from accel_scale.planning.device import device_of
 from accel_scale.planning.hardware import Machine as PlannedMachine
 from accel_scale.planning.hardware import find_gpu
 from accel_scale.planning.requests import Wish, build_request
@@ -40,21 +41,15 @@ import rehearse_plans  # noqa: E402
 # Those of the pretraining recipe are in test_shared_plans.py.
 FINE_TUNING = [name for name, words in rehearse_plans.REQUESTS.items() if "--recipe pretrain" not in words]
 TOOLS = {"packages": dict.fromkeys(PACKAGES, "1"), "has_compiler": True, "has_ninja": True, "has_libaio": True}
-CPU = Machine(**TOOLS, supports_fp8=True)
+CPU = Machine(**TOOLS)
 
 
 def cuda(request: Request) -> Machine:
     """The machine that the plan is for, as the doctor would find it."""
     gpu, planned = request.machine.gpu, request.machine
-    major, _, minor = (gpu.compute_capability or "9.0").partition(".")
     return Machine(
-        device="cuda",
-        device_name=gpu.name,
+        accelerator=device_of(gpu),
         num_devices=planned.gpus_per_node,
-        device_memory_bytes=gpu.memory_bytes,
-        capability=(int(major), int(minor)),
-        supports_bf16=gpu.supports_bf16 is not False,
-        supports_fp8=gpu.supports_fp8 is not False,
         folders={"outputs": Folder(True, 2**40)},
         **TOOLS,
     )
@@ -95,9 +90,7 @@ def facts_of(launch: LaunchFile, parsed: ParsedFlags, machine: Machine) -> Launc
         world_size=(launch.num_processes or 1) // row_group_size(parsed, launch),
         strategy=launch.strategy,
         mixed_precision=launch.mixed_precision,
-        # Of a card for fp8 the recipe asks torch itself, and there is none here.
-        device_type="cpu" if "fp8_emulate" in parsed.explicit else machine.device,
-        supports_bf16=machine.supports_bf16,
+        device=machine.accelerator,
     )
 
 

@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from accel_scale.errors import ConfigError
+from accel_scale.planning.device import CPU, Device
 from accel_scale.training.attention import (
     check_documents_isolated,
     check_packing_strategy,
@@ -298,9 +299,12 @@ def test_packed_attention_is_faster_than_masked_sdpa(dtype, least):
 # ------------------------------------------------------------------------------------------------------ resolution
 
 
+GPU = Device("cuda", "H100", capability=(9, 0))  # nothing installed
+
+
 def resolve(requested, **overrides):
     settings = {
-        "device_type": "cpu",
+        "device": CPU,
         "dtype": torch.bfloat16,
         "packing": False,
         "model_config": FAMILIES["llama"][1],
@@ -313,17 +317,16 @@ def resolve(requested, **overrides):
     [
         (None, {}, PACKED_ATTENTION),
         (None, {"packing": True}, PACKED_ATTENTION),
-        (None, {"device_type": "cuda", "packing": True}, PACKED_ATTENTION),
-        (None, {"device_type": "cuda"}, "sdpa"),
+        (None, {"device": GPU, "packing": True}, PACKED_ATTENTION),
+        (None, {"device": GPU}, "sdpa"),
         (None, {"model_config": BloomConfig()}, "eager"),
         (None, {"model_config": Gemma2Config()}, "eager"),
         ("eager", {"packing": True}, "eager"),
         ("sdpa", {"packing": True}, "sdpa"),
         (PACKED_ATTENTION, {}, PACKED_ATTENTION),
-        ("flex_attention", {"device_type": "cuda"}, "flex_attention"),
+        ("flex_attention", {"device": GPU}, "flex_attention"),
     ],
 )
-@pytest.mark.skipif(torch.cuda.is_available(), reason="describes a machine without flash-attn")
 def test_resolution(requested, settings, expected):
     assert resolve(requested, **settings) == expected
 
@@ -333,15 +336,15 @@ def test_resolution(requested, settings, expected):
     [
         ("sdap", {}, "did you mean sdpa"),
         ("flash_attention_2", {}, "needs a CUDA device"),
-        ("flash_attention_3", {"device_type": "cuda", "dtype": torch.float32}, "fp16 or bf16 and this run in float32"),
-        ("flash_attention_2", {"device_type": "cuda", "model_config": BloomConfig()}, "does not support flash"),
+        ("flash_attention_3", {"device": GPU, "dtype": torch.float32}, "fp16 or bf16 and this run in float32"),
+        ("flash_attention_2", {"device": GPU, "model_config": BloomConfig()}, "does not support flash"),
         (
             "flash_attention_2",
-            {"device_type": "cuda", "model_config": LlamaConfig(hidden_size=2048, num_attention_heads=4)},
+            {"device": GPU, "model_config": LlamaConfig(hidden_size=2048, num_attention_heads=4)},
             "this model has 512",
         ),
         ("flex_attention", {}, "no backward pass on a CPU"),
-        ("flex_attention", {"device_type": "cuda", "model_config": BloomConfig()}, "does not support flex"),
+        ("flex_attention", {"device": GPU, "model_config": BloomConfig()}, "does not support flex"),
         ("sdpa", {"model_config": BloomConfig()}, "has no SDPA"),
         ("sdpa", {"model_config": Gemma2Config()}, "caps its attention logits"),
         (PACKED_ATTENTION, {"model_config": FalconConfig()}, "attention interface"),
@@ -355,8 +358,7 @@ def test_what_cannot_be_honoured_is_refused(requested, settings, message):
         resolve(requested, **settings)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="flash-attn may be installed")
 @pytest.mark.parametrize("name", ["flash_attention_2", "flash_attention_3"])
 def test_not_installed_says_how_to_get_it(name):
     with pytest.raises(ConfigError, match=r"is not installed\. Fix: (pip install|build)"):
-        resolve(name, device_type="cuda")
+        resolve(name, device=GPU)

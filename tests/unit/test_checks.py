@@ -23,6 +23,7 @@ from accel_scale.launching.machine import PACKAGES, Folder, Machine, describe_fo
 from accel_scale.launching.precision_rules import PRECISION_RULES
 from accel_scale.launching.recipe_rules import RECIPE_RULES
 from accel_scale.launching.run_settings import RunSettings, deepspeed_ranks_in_checkpoint
+from accel_scale.planning.device import Device, device_named
 
 ROOT = Path(__file__).parents[2]
 ALL_RULES = {
@@ -36,11 +37,9 @@ TOOLS: dict[str, Any] = {
     "has_libaio": True,
 }
 LAPTOP = Machine(**TOOLS, num_cores=4)
-HOPPER = Machine(
-    **TOOLS, device="cuda", device_name="H100", num_devices=8, capability=(9, 0), supports_fp8=True, num_cores=64
-)
-AMPERE = dataclasses.replace(HOPPER, device_name="A100", capability=(8, 0), supports_fp8=False)
-TURING = dataclasses.replace(HOPPER, device_name="T4", capability=(7, 5), supports_bf16=False, supports_fp8=False)
+HOPPER = Machine(**TOOLS, accelerator=device_named("H100"), num_devices=8, num_cores=64)
+AMPERE = dataclasses.replace(HOPPER, accelerator=device_named("A100 80GB SXM"))
+TURING = dataclasses.replace(HOPPER, accelerator=device_named("T4"))
 
 # What each test of a rule proves; filled as they run, compared with the rules at the end.
 PROVEN: set[str] = set()
@@ -158,7 +157,7 @@ def test_launch_precision_agrees_with_the_training_code():
     for precision, launches in LAUNCH_PRECISIONS.items():
         for launch in ("no", "fp16", "bf16", "fp8"):
             try:
-                resolve_precision(precision, launch_mixed_precision=launch, device_type="cuda", supports_fp8=True)
+                resolve_precision(precision, launch_mixed_precision=launch, device=HOPPER.accelerator)
                 accepted = True
             except ConfigError:
                 accepted = False
@@ -267,11 +266,11 @@ def test_flash_attention():
     rule, two = "flash_attention", RunSettings(attn_implementation="flash_attention_2")
     place = "--attn_implementation"
     fires(rule, two, single(), LAPTOP, place=place, says="CUDA", fix="sdpa")
-    fires(rule, two, single(), TURING, place=place, says="8.0; T4 has 7.5")
+    fires(rule, two, single(), TURING, place=place, says="8.0, and T4 has 7.5")
     fires(rule, two, single(), bare(AMPERE, "flash-attn", "kernels"), place=place, says="not installed", fix="pip")
     fires(rule, dataclasses.replace(two, precision="fp32"), single(), AMPERE, place=place, says="fp16 and bf16 only")
     three = RunSettings(attn_implementation="flash_attention_3")
-    fires(rule, three, single(), AMPERE, place=place, says="9.0; A100 has 8.0")
+    fires(rule, three, single(), AMPERE, place=place, says="9.0, and A100 80GB SXM has 8.0")
     silent(rule, two, single(), AMPERE)
     silent(rule, three, single(), HOPPER)
     silent(rule, RunSettings(attn_implementation="sdpa"), single(), LAPTOP)
@@ -421,6 +420,23 @@ def test_hybrid_sizes(edited):
     fires("hybrid_sizes", RunSettings(), read_launch_file(flat.path), AMPERE, place=place, fix="ddp.yaml")
     silent("hybrid_sizes", RunSettings(), shipped("fsdp2_hybrid"), AMPERE)
     silent("hybrid_sizes", RunSettings(), shipped("fsdp2"), AMPERE)
+
+
+def test_device_without_collectives():
+    rule, apple = "device_without_collectives", dataclasses.replace(HOPPER, accelerator=Device("mps", "Apple M4"))
+    fires(
+        rule, RunSettings(), shipped("ddp"), apple, place="accelerate_configs/ddp.yaml:10", says="Apple M4", fix="one"
+    )
+    silent(rule, RunSettings(), single(), apple)
+    silent(rule, RunSettings(use_cpu=True), shipped("ddp"), apple)
+    silent(rule, RunSettings(), shipped("ddp"), HOPPER)
+
+
+def test_kernels_of_this_build():
+    built = dataclasses.replace(device_named("T4"), built_for=("sm_80", "sm_90"))
+    old = dataclasses.replace(HOPPER, accelerator=built)
+    fires("kernels_of_this_build", RunSettings(), single(), old, place="torch", says="capability 7.5", fix="cu126")
+    silent("kernels_of_this_build", RunSettings(), single(), TURING)
 
 
 def test_fsdp_version(edited):

@@ -24,7 +24,7 @@ def test_bf16_is_the_default_where_it_is_faster(monkeypatch, capabilities: dict,
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     machine = detect_machine()
-    assert machine.native_bf16 == (expected == "bf16")
-    assert resolve_precision(None, device_type="cpu", native_bf16=machine.native_bf16).name == expected
+    assert machine.accelerator.native_bf16 == (expected == "bf16")
+    assert resolve_precision(None, device=machine.accelerator).name == expected
     # Asked for, it is there on all of them.
-    assert resolve_precision("bf16", device_type="cpu", native_bf16=machine.native_bf16).name == "bf16"
+    assert resolve_precision("bf16", device=machine.accelerator).name == "bf16"

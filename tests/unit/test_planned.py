@@ -14,6 +14,7 @@ from accel_scale.errors import ConfigError
 from accel_scale.launching.environment import LaunchEnvironment
 from accel_scale.launching.strategy import Strategy
 from accel_scale.planning.catalogue import catalogue_config
+from accel_scale.planning.device import Device
 from accel_scale.training.arguments import ScaleArguments
 from accel_scale.training.config import RecipeModelConfig, RecipeSFTConfig
 from accel_scale.training.flags import parse_flags
@@ -40,7 +41,7 @@ def launched(strategy: Strategy = Strategy("single"), world_size: int = 1) -> La
 def resolved(model: Path, flags: str, launch: LaunchEnvironment | None = None) -> Resolved:
     launch = launch or launched()
     argv = ["--model_name_or_path", str(model), "--dataset_name", "x", *flags.split()]
-    facts = LaunchFacts(world_size=launch.world_size, strategy=launch.strategy, native_bf16=False)
+    facts = LaunchFacts(world_size=launch.world_size, strategy=launch.strategy, device=Device(fast_bf16=False))
     return resolve_planned(parse_flags(FLAG_CLASSES, argv, program="sft.py"), facts, launch)
 
 

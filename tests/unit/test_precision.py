@@ -9,17 +9,18 @@ import pytest
 import torch
 
 from accel_scale.errors import ConfigError
+from accel_scale.planning.device import CPU, Device, device_named
 from accel_scale.quiet import quiet_imports
 from accel_scale.training.arguments import PRECISIONS
 from accel_scale.training.precision import convert_to_fp8, enable_fp16_on_cpu, precision_named, resolve_precision
 
 quiet_imports()
+HOPPER, TURING = device_named("H100"), device_named("T4")
 LAUNCH_NAMES = {"fp32": "no", "fp16": "fp16", "bf16": "bf16", "bf16_true": "no", "fp8": "fp8"}
 
 
 def resolve(requested=None, **kwargs):
-    kwargs.setdefault("supports_fp8", True)
-    return resolve_precision(requested, device_type=kwargs.pop("device_type", "cuda"), **kwargs)
+    return resolve_precision(requested, **{"device": HOPPER, **kwargs})
 
 
 @pytest.mark.parametrize(("requested", "launch"), itertools.product(PRECISIONS, ["no", "fp16", "bf16", "fp8"]))
@@ -41,8 +42,8 @@ def test_recipe_and_launch_file_agree_or_the_line_is_named(requested, launch):
     ("settings", "expected"),
     [
         ({}, "bf16"),
-        ({"supports_bf16": False}, "fp16"),
-        ({"supports_bf16": False, "device_type": "cpu"}, "fp32"),
+        ({"device": TURING}, "fp16"),
+        ({"device": Device(computes_bf16=False)}, "fp32"),
         ({"launch_mixed_precision": "no"}, "fp32"),
         ({"launch_mixed_precision": "fp16"}, "fp16"),
         ({"launch_mixed_precision": "fp8"}, "fp8"),
@@ -69,8 +70,8 @@ def test_what_is_chosen_when_precision_is_not_given(settings, expected):
         ("fp16", {"dtype_flag": "float16"}, "--dtype"),
         ("bf16_true", {"dtype_flag": "float32"}, "--dtype"),
         ("bf16", {"dtype_flag": "auto"}, "--dtype"),
-        ("bf16", {"supports_bf16": False}, "--precision"),
-        ("fp8", {"supports_fp8": False}, "--precision"),
+        ("bf16", {"device": TURING}, "--precision"),
+        ("fp8", {"device": device_named("A100 80GB SXM")}, "--precision"),
         ("bf16", {"fp8_emulate": True}, "--fp8_emulate"),
         ("bf16_true", {"strategy": "zero2"}, "--precision"),
         ("fp8", {"strategy": "zero3"}, "--precision"),
@@ -85,8 +86,8 @@ def test_refusals_name_the_flag_and_a_fix(requested, settings, place):
 
 def test_fp8_without_fp8_hardware_only_emulated():
     with pytest.raises(ConfigError, match="--fp8_emulate"):
-        resolve_precision("fp8", device_type="cpu")
-    assert resolve_precision("fp8", device_type="cpu", fp8_emulate=True).fp8_emulate
+        resolve_precision("fp8", device=CPU)
+    assert resolve_precision("fp8", device=CPU, fp8_emulate=True).fp8_emulate
 
 
 def test_missing_torchao_is_named(monkeypatch):
@@ -98,8 +99,8 @@ def test_missing_torchao_is_named(monkeypatch):
 def test_deepspeed_fp16_on_a_cpu_without_fp16(monkeypatch):
     monkeypatch.setattr("accel_scale.training.precision._cpu_multiplies_fp16", lambda: False)
     with pytest.raises(ConfigError, match="DeepSpeed refuses fp16"):
-        resolve("fp16", device_type="cpu", strategy="zero2")
-    assert resolve("fp16", device_type="cpu", strategy="ddp").grad_scaler
+        resolve("fp16", device=CPU, strategy="zero2")
+    assert resolve("fp16", device=CPU, strategy="ddp").grad_scaler
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from trl import ScriptArguments
 
+from accel_scale.planning.device import Device
 from accel_scale.quiet import quiet_imports
 from accel_scale.training.adapters import lora_config, nf4_bits_per_parameter, quantization_config
 from accel_scale.training.arguments import ScaleArguments
@@ -32,7 +33,7 @@ def parse(path: Path, *argv: str):
 
 
 def one_gpu(**kwargs) -> LaunchFacts:
-    return LaunchFacts(device_type="cuda", **kwargs)
+    return LaunchFacts(device=Device("cuda"), **kwargs)
 
 
 def test_the_promised_files_are_there():

@@ -10,13 +10,14 @@ import torch
 from trl import ScriptArguments
 
 from accel_scale.errors import ConfigError
+from accel_scale.planning.device import Device
 from accel_scale.training.arguments import ScaleArguments
 from accel_scale.training.config import RecipeModelConfig, RecipeSFTConfig
 from accel_scale.training.flags import parse_flags
 from accel_scale.training.resolve import LaunchFacts, Resolved, resolve
 
 CLASSES = (ScriptArguments, RecipeSFTConfig, RecipeModelConfig, ScaleArguments)
-GPU = LaunchFacts(device_type="cuda")
+GPU = LaunchFacts(device=Device("cuda"))
 
 
 def settle(*args: str, launch: LaunchFacts | None = None, preset: dict[str, Any] | None = None) -> Resolved:
@@ -67,7 +68,7 @@ def test_the_launch_files_precision_rules_or_is_named_by_line() -> None:
 
 
 def test_bf16_is_a_default_only_where_the_device_has_it() -> None:
-    emulated = LaunchFacts(native_bf16=False)
+    emulated = LaunchFacts(device=Device(fast_bf16=False))
     assert settle().precision.name == "bf16"
     assert settle(launch=emulated).precision.name == "fp32"
     assert settle(launch=emulated, preset={"precision": "bf16"}).precision.name == "fp32"
