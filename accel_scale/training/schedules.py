@@ -168,7 +168,7 @@ def create_schedule(
         name=name,
         num_training_steps=num_training_steps,
         num_warmup_steps=num_warmup_steps,
-        num_decay_steps=_decay_step_count(name, num_training_steps, warmup_ratio, decay_ratio),
+        num_decay_steps=_decay_step_count(name, num_training_steps, warmup_steps, warmup_ratio, decay_ratio),
         decay_shape=decay_shape,
         min_lr_ratio=min_lr_ratio or 0.0,
     )
@@ -202,15 +202,22 @@ def _check_ratio(ratio: float | None, flag: str) -> None:
         raise ConfigError(f"{ratio:g} is not a share of the whole.", place=flag, fix="use a number from 0 to 1.")
 
 
-def _decay_step_count(name: str, num_training_steps: int, warmup_ratio: float | None, decay_ratio: float) -> int:
+def _decay_step_count(
+    name: str, num_training_steps: int, warmup_steps: float, warmup_ratio: float | None, decay_ratio: float
+) -> int:
     if name != "warmup_stable_decay":
         return 0
     _check_ratio(decay_ratio, "--decay_ratio")
-    if (warmup_ratio or 0.0) + decay_ratio > 1.0 + 1e-9:
+    # By shares, not by steps: each of them is rounded up, so that in a short run they may meet in one step.
+    share = warmup_ratio if warmup_ratio is not None else warmup_steps
+    share = share if share < 1 else share / max(1, num_training_steps)
+    if decay_ratio and share + decay_ratio > 1.0 + 1e-9:
+        flag = "--warmup_steps" if warmup_ratio is None else "--warmup_ratio"
         raise ConfigError(
-            f"--warmup_ratio {warmup_ratio:g} and --decay_ratio {decay_ratio:g} add up to more than the run.",
+            f"{flag} {warmup_ratio or warmup_steps:g} and --decay_ratio {decay_ratio:g} add up to more than the run "
+            f"of {num_training_steps:,} steps.",
             place="--decay_ratio",
-            fix=f"use --decay_ratio {1 - (warmup_ratio or 0.0):g} or less.",
+            fix=f"use --decay_ratio {max(0.0, 1 - share):g} or less, or a shorter warm-up.",
         )
     return math.ceil(round(decay_ratio * num_training_steps, 9))
 

@@ -762,8 +762,106 @@ def test_errors_come_first_and_the_first_is_raised():
     refuse_errors([finding for finding in findings if finding.level == "warning"])
 
 
-def test_every_rule_is_proven_both_ways(request):
-    others = {item.originalname for item in request.session.items if item.fspath == request.fspath}
-    if len(others) < 40 or not others <= STARTED:
-        pytest.skip("only a part of this file was run, or another process ran a part")
-    assert {f"{rule} {what}" for rule in ALL_RULES for what in ("fires", "is silent")} == PROVEN
+# ── Every branch of the rules on the launch ──────────────────────────────────────────────────────────────────────────
+
+
+def test_replicas_shards_and_ranks_that_share_the_model(edited):
+    """The product of all sizes, the recipe's own included, is the number of processes."""
+    eight = edited("fsdp2_hybrid", "num_processes: 4", "num_processes: 8")
+    place = eight.place("parallelism_config.parallelism_config_dp_replicate_size")
+    for flags in ({"pp_size": 2}, {"tp_size": 2}, {"sp_size": 2}):
+        silent("hybrid_sizes", RunSettings(**flags), eight, AMPERE)
+    says = "2 replicas × 2 shards × 2 ranks that share the model are not 4 processes"
+    four = shipped("fsdp2_hybrid")
+    place = four.place("parallelism_config.parallelism_config_dp_replicate_size")
+    fires("hybrid_sizes", RunSettings(pp_size=2), four, AMPERE, place=place, says=says, fix="--pp_size included")
+    unknown = edited("fsdp2_hybrid", "num_processes: 4", "num_processes: -1")
+    silent("hybrid_sizes", RunSettings(), unknown, AMPERE)
+
+
+def test_cpu_flag_under_each_kind_of_sharding():
+    run = RunSettings(use_cpu=True, places={"use_cpu": "a.yaml:4"})
+    for name, says in (("zero1", "ZeRO-1"), ("zero3", "ZeRO-3"), ("fsdp2", "FSDP2")):
+        fires("cpu_flag", run, shipped(name), LAPTOP, place="a.yaml:4", says=says, fix="remove it")
+    silent("cpu_flag", run, shipped("ddp"), LAPTOP)
+    silent("cpu_flag", RunSettings(), shipped("zero3"), LAPTOP)
+
+
+def test_nodes_as_the_launch_has_them_and_as_the_file_says(edited):
+    """torchrun tells its processes of all nodes and of theirs; a launch file may say what they cannot know."""
+    rule, four = "more_processes_than_devices", dataclasses.replace(AMPERE, num_devices=4)
+    two_nodes = single(world_size=16, local_world_size=8)
+    place = two_nodes.place("num_processes")
+    fires(rule, RunSettings(), two_nodes, four, place=place, says="8 processes on this node", fix="to 8")
+    one_node = single(world_size=8, local_world_size=8)
+    fires(rule, RunSettings(), one_node, four, place=place, fix="to 4")
+    silent(rule, RunSettings(), single(world_size=4, local_world_size=4), four)
+    silent("main_address", RunSettings(), two_nodes, four)  # torchrun has found the others
+
+
+def test_one_process_that_sees_several_devices():
+    rule = "data_parallel_fallback"
+    two = dataclasses.replace(AMPERE, num_devices=2)
+    fires(rule, RunSettings(), single(), two, place="accelerate launch", says="2 GPUs", fix="CUDA_VISIBLE_DEVICES")
+    silent(rule, RunSettings(), single(), LAPTOP)
+
+
+def test_one_process_for_multi_cpu(edited):
+    rule = "one_process_only"
+    one = edited("ddp", "distributed_type: MULTI_GPU\n", "distributed_type: MULTI_CPU\n")
+    text = Path(one.path).read_text()
+    for new, fire in (("num_processes: 1", False), ("num_processes: 2", True)):
+        Path(one.path).write_text(text.replace("num_processes: 2", new))
+        file = read_launch_file(one.path)
+        if fire:
+            fires(rule, RunSettings(), file, LAPTOP, place=file.place("distributed_type"))
+        else:
+            silent(rule, RunSettings(), file, LAPTOP)
+
+
+def test_addresses_that_other_nodes_cannot_reach(edited):
+    file = edited("ddp_multinode", "main_process_ip: 127.0.0.1", "main_process_ip: localhost")
+    place = file.place("main_process_ip")
+    fires("main_address", RunSettings(), file, AMPERE, place=place, level="warning", says="at localhost")
+
+
+def test_sequence_parallelism_that_is_the_recipes_own(edited):
+    file = edited("zero3", new="parallelism_config:\n  parallelism_config_sp_size: 2\n")
+    silent("deepspeed_sequence_parallelism", RunSettings(sp_size=2), file, HOPPER)
+    silent("deepspeed_sequence_parallelism", RunSettings(), shipped("zero3"), HOPPER)
+
+
+@pytest.mark.parametrize("key", ["fsdp_backward_prefetch", "fsdp_forward_prefetch", "fsdp_use_orig_params"])
+def test_each_key_of_fsdp1(edited, key):
+    file = edited("fsdp2", "fsdp_version: 2", f"fsdp_version: 2\n  {key}: true")
+    place = file.place(f"fsdp_config.{key}")
+    fires("fsdp1_keys", RunSettings(), file, AMPERE, place=place, level="warning", says=key, fix="remove it")
+    one = edited("fsdp2", "fsdp_version: 2", f"fsdp_version: 1\n  {key}: true")
+    silent("fsdp1_keys", RunSettings(), one, AMPERE)
+
+
+def test_rules_of_fsdp2_are_silent_elsewhere():
+    for name in ("zero3", "ddp", "single_gpu"):
+        for rule in ("fsdp_version", "fsdp1_keys", "fsdp_reshard", "fsdp_wrapping", "checkpointing_twice"):
+            silent(rule, RunSettings(), shipped(name), AMPERE)
+
+
+def test_model_ranks_are_those_of_launch_and_recipe(edited):
+    tensor = edited("fsdp2", new="parallelism_config:\n  parallelism_config_tp_size: 2\n")
+    for launch, flags, expected in (
+        (tensor, {}, 2),
+        (tensor, {"tp_size": 2}, 2),  # the same two
+        (tensor, {"sp_size": 3, "pp_size": 2}, 12),
+        (single(), {"tp_size": 2, "sp_size": 3}, 6),
+        (single(), {}, 1),
+    ):
+        assert checks.Case(RunSettings(**flags), launch, AMPERE).model_ranks == expected
+
+
+@pytest.fixture(scope="module", autouse=True)
+def every_rule_is_proven_both_ways(request):
+    """At the end of the file, in whatever order its tests ran; not where a part of them was chosen."""
+    yield
+    written = {name for name, value in vars(request.module).items() if name.startswith("test_") and callable(value)}
+    if written <= STARTED:
+        assert {f"{rule} {what}" for rule in ALL_RULES for what in ("fires", "is silent")} == PROVEN

@@ -226,3 +226,33 @@ def test_fsdp_without_version_is_version_1(tmp_path):
 )
 def test_other_strategies(tmp_path, text, strategy):
     assert read_launch_file(write(tmp_path, text)).strategy == strategy
+
+
+@pytest.mark.parametrize(
+    ("text", "precision"),
+    [
+        ("fp16: true", "fp16"),  # as Accelerate wrote it before there was mixed_precision
+        ("fp16: false", None),
+        ("fp16: true\nmixed_precision: bf16", "bf16"),
+        ("mixed_precision: 'no'", "no"),
+    ],
+)
+def test_the_precision_that_a_file_asks_for(tmp_path, text, precision):
+    file = read_launch_file(write(tmp_path, f"distributed_type: MULTI_GPU\nnum_processes: 2\n{text}\n"))
+    assert file.mixed_precision == precision
+
+
+@pytest.mark.parametrize(
+    ("text", "total", "local"),
+    [
+        ("distributed_type: MULTI_GPU\nnum_processes: 8\nnum_machines: 2", 8, 4),
+        ("distributed_type: MULTI_GPU\nnum_processes: 8", 8, 8),
+        ("distributed_type: MULTI_GPU\nnum_processes: 2\nnum_machines: 4", 2, 1),
+        ("distributed_type: MULTI_GPU\nnum_processes: -1", None, None),
+        ("distributed_type: MULTI_GPU", None, None),
+        ("distributed_type: 'NO'", 1, 1),
+    ],
+)
+def test_processes_of_all_nodes_and_of_one(tmp_path, text, total, local):
+    file = read_launch_file(write(tmp_path, text + "\n"))
+    assert (file.num_processes, file.local_world_size) == (total, local)

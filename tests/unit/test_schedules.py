@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from accel_scale.errors import ConfigError
@@ -42,8 +42,17 @@ def runs(draw):
     }
 
 
-@settings(max_examples=200, deadline=None)
+HARD_RUN = {
+    "name": "warmup_stable_decay", "num_training_steps": 10, "num_warmup_steps": 3, "num_decay_steps": 8,
+    "decay_shape": "1-sqrt", "min_lr_ratio": 0.1,
+}  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
 @given(runs())
+@example(HARD_RUN)  # shares of 1/4 and 3/4, both rounded up
+@example({**HARD_RUN, "num_training_steps": 1, "num_warmup_steps": 0, "num_decay_steps": 1})
+@example({**HARD_RUN, "name": "cosine", "num_training_steps": 4, "num_warmup_steps": 3, "min_lr_ratio": 1.0})
 def test_properties_of_every_decaying_schedule(run):
     num_steps, num_warmup, floor = run["num_training_steps"], run["num_warmup_steps"], run["min_lr_ratio"]
     factors = [lr_factor(step, **run) for step in range(num_steps + 2)]
@@ -57,7 +66,7 @@ def test_properties_of_every_decaying_schedule(run):
     assert factors[num_steps + 1] == pytest.approx(floor, abs=1e-12)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(runs())
 def test_no_jump_larger_than_the_steepest_part_of_the_curve(run):
     """Continuity: consecutive factors differ by at most the largest slope that each phase can have."""
@@ -234,6 +243,12 @@ def test_other_schedules_are_transformers_own():
         ("cosine", {"warmup_steps": -1}, "--warmup_steps"),
         ("cosine", {"scheduler_kwargs": {"num_cycles": 2}}, "--lr_scheduler_kwargs"),
         ("wsd", {"warmup_ratio": 0.6, "decay_ratio": 0.5}, "--decay_ratio"),
+        ("wsd", {"warmup_steps": 8, "decay_ratio": 0.5}, "--decay_ratio"),
+        ("wsd", {"warmup_steps": 0.8, "decay_ratio": 0.5}, "--decay_ratio"),
+        ("wsd", {"warmup_steps": 30}, "--decay_ratio"),
+        ("wsd", {"decay_ratio": 1.5}, "--decay_ratio"),
+        ("cosine", {"min_lr_ratio": -0.1}, "--min_lr_ratio"),
+        ("linear", {"warmup_ratio": -0.1}, "--warmup_ratio"),
         ("wsd", {"decay_shape": "sqrt"}, "--decay_shape"),
         ("cosin", {}, "--lr_scheduler_type"),
     ],
@@ -260,3 +275,60 @@ def test_scaled_learning_rate(rule, expected):
 def test_unknown_scaling_rule():
     with pytest.raises(ConfigError, match="linear or sqrt"):
         scaled_learning_rate(1.0, global_batch_size=1, base_batch_size=1, rule="cubic")
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.sampled_from(OWN_SCHEDULES), st.integers(1, 25), st.integers(0, 25), st.sampled_from([0.0, 0.25]))
+@example("warmup_stable_decay", 8, 3, 0.25)  # resumed inside of the decay
+@example("warmup_stable_decay", 8, 8, 0.25)  # at its end
+def test_a_resumed_schedule_is_the_undisturbed_one(name, num_steps, at, warmup_ratio):
+    at = min(at, num_steps)
+    warmup = 0.0 if name == "constant" else warmup_ratio
+    floor = 0.1 if name in DECAYING_SCHEDULES else None
+    options = {"num_training_steps": num_steps, "warmup_ratio": warmup, "min_lr_ratio": floor}
+    if name == "warmup_stable_decay":
+        options["decay_ratio"] = 0.75
+    optimizer = _optimizer(lr=2.0)
+    schedule = create_schedule(optimizer, name, **options)
+    whole = _learning_rates(optimizer, schedule, num_steps + 1)
+    assert max(whole) <= 2.0
+    assert floor is None or whole[-1] == pytest.approx(0.2)
+    first, second = _optimizer(lr=2.0), _optimizer(lr=2.0)
+    begun = create_schedule(first, name, **options)
+    assert _learning_rates(first, begun, at) == whole[:at]
+    resumed = create_schedule(second, name, **options)
+    second.load_state_dict(first.state_dict())
+    resumed.load_state_dict(begun.state_dict())
+    assert _learning_rates(second, resumed, num_steps + 1 - at) == pytest.approx(whole[at:])
+
+
+def test_a_decay_begins_when_the_warm_up_is_over():
+    """A quarter of ten steps is three, three quarters are eight: the peak is reached all the same."""
+    optimizer = _optimizer(lr=1.0)
+    schedule = create_schedule(optimizer, "wsd", num_training_steps=10, warmup_ratio=0.25, decay_ratio=0.75)
+    rates = _learning_rates(optimizer, schedule, 11)
+    assert rates[:4] == pytest.approx([1 / 3, 2 / 3, 1.0, 1.0])
+    assert rates[4] == pytest.approx(1 - math.sqrt(1 / 7))
+    assert rates[10] == 0
+    # A share of the run as --warmup_steps, and a trunk, whose warm-up may be all of it.
+    trunk = _optimizer(lr=1.0)
+    schedule = create_schedule(trunk, "wsd", num_training_steps=4, warmup_steps=8, decay_ratio=0)
+    assert _learning_rates(trunk, schedule, 4) == pytest.approx([1 / 8, 2 / 8, 3 / 8, 4 / 8])
+
+
+def test_every_setting_reaches_a_schedule_of_transformers():
+    from transformers import get_scheduler
+
+    for name, kwargs in (("inverse_sqrt", {}), ("cosine_with_restarts", {"num_cycles": 2})):
+        ours, theirs = _optimizer(), _optimizer()
+        schedule = create_schedule(ours, name, num_training_steps=20, warmup_steps=5, scheduler_kwargs=kwargs)
+        reference = get_scheduler(
+            name, optimizer=theirs, num_warmup_steps=5, num_training_steps=20, scheduler_specific_kwargs=kwargs
+        )
+        assert _learning_rates(ours, schedule, 20) == pytest.approx(_learning_rates(theirs, reference, 20))
+
+
+def test_a_floor_of_nothing_is_a_floor():
+    optimizer = _optimizer(lr=1.0)
+    schedule = create_schedule(optimizer, "constant", num_training_steps=3, min_lr_ratio=0.0)
+    assert _learning_rates(optimizer, schedule, 3) == [1.0, 1.0, 1.0]

@@ -172,3 +172,24 @@ def test_the_catalogue_answers_where_the_hub_does_not(monkeypatch: pytest.Monkey
 
 def _out_of_reach(*args: object, **kwargs: object) -> None:
     raise OSError("no hub")
+
+
+def test_a_seed_gives_one_model_and_draws_nothing_from_the_run(tmp_path: Path) -> None:
+    """Rehearsals repeat, and a run that makes a twin of its model goes on with the random numbers it had."""
+    from safetensors.torch import load_file
+
+    real = tmp_path / "real"
+    REAL["llama"].save_pretrained(real)
+    torch.manual_seed(11)
+    before = torch.random.get_rng_state()
+    made = []
+    for name, seed in (("a", {}), ("b", {}), ("c", {"seed": 1})):
+        torch.rand(3)  # whatever the run has drawn
+        torch.random.set_rng_state(before)
+        write_shrunken_model(str(real), tmp_path / name, fallback_tokenizer=default_model_path(), **seed)
+        assert torch.equal(torch.random.get_rng_state(), before)
+        made.append(load_file(tmp_path / name / "model.safetensors")["model.embed_tokens.weight"])
+        torch.manual_seed(12)
+        before = torch.random.get_rng_state()
+    assert torch.equal(made[0], made[1])
+    assert not torch.equal(made[0], made[2])

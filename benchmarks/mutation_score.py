@@ -1,0 +1,340 @@
+"""How many mutants of the modules in benchmarks/mutation.toml the tests notice.
+
+    python benchmarks/mutation_score.py --per-module 8 --write
+    python benchmarks/mutation_score.py --module accel_scale/training/loss.py --per-module 40
+    python benchmarks/mutation_score.py --survivors /tmp/mutation.json  # those of an earlier run, after a new test
+
+A mutant is written into a copy of the checkout, and the tests of its module run there, in a process forked from one
+that has imported the libraries. First the fast ones; with --all what survives meets the slow ones of the same files
+and those under `more`, too. A test that fails, or does not end, kills it; a module that cannot be imported is no
+mutant. Beside those drawn at random stand the known ones, each of which was missed once: they are always run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+import yaml
+from mutants import Mutant, described, mutated, sites
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPOSITORY / "tests"))
+import warm_python  # noqa: E402
+
+CONFIG = REPOSITORY / "benchmarks" / "mutation.yaml"
+RESULTS = REPOSITORY / "benchmarks" / "results"
+COPIED = ("accel_scale", "accelerate_configs", "benchmarks", "docs", "recipes", "tests", "README.md", "pyproject.toml")
+FAST = "not slow and not soak"
+SLOW = "not soak"
+KILLED, SURVIVED, INVALID = "killed", "survived", "invalid"
+KNOWN = "known"
+# pytest's exit status: 1 a test failed, 2 a file could not be imported, 5 no test was chosen.
+_OF_STATUS = {0: SURVIVED, 5: SURVIVED, 2: INVALID}
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A module and the tests that must notice its mutants."""
+
+    group: str
+    path: str
+    tests: tuple[str, ...]
+    more: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a mutant: by the fast tests, and by all of `make test` where that was asked for."""
+
+    group: str
+    mutant: Mutant
+    fast: str
+    all: str | None
+    seconds: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.mutant.module}:{self.mutant.line}"
+
+
+def read(module: str) -> str:
+    """A module's text."""
+    return (REPOSITORY / module).read_text(encoding="utf-8")
+
+
+def configuration() -> dict[str, Any]:
+    """benchmarks/mutation.yaml."""
+    content: dict[str, Any] = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
+    return content
+
+
+def watched_modules() -> list[Watched]:
+    """The modules of all groups."""
+    return [
+        Watched(group, path, tuple(tests["fast"]), tuple(tests.get("more", ())))
+        for group, modules in configuration()["groups"].items()
+        for path, tests in modules.items()
+    ]
+
+
+def known_mutants() -> list[tuple[Watched, Mutant]]:
+    """Those of the configuration, each with the tests of its own.
+
+    Raises:
+        SystemExit: if a line is not there, or not once, since the module was changed.
+    """
+    pairs = []
+    for index, entry in enumerate(configuration()["known"]):
+        source = read(entry["path"])
+        if source.count(entry["before"]) != 1:
+            raise SystemExit(f"{CONFIG.name}: {entry['path']} has not one {entry['before']!r} any more")
+        line = source[: source.index(entry["before"])].count("\n") + 1
+        mutant = Mutant(entry["path"], line, KNOWN, index, entry["before"].strip(), entry["after"].strip())
+        tests, more = entry.get("fast", ()), entry.get("more", ())
+        pairs.append((Watched(KNOWN, f"known {index}", tuple(tests), tuple(more)), mutant))
+    return pairs
+
+
+def changed(mutant: Mutant) -> str:
+    """The module's text as the mutant has it."""
+    source = read(mutant.module)
+    if mutant.operator == KNOWN:
+        entry = configuration()["known"][mutant.occurrence]
+        return source.replace(entry["before"], entry["after"])
+    text = mutated(source, mutant.operator, mutant.occurrence)
+    assert text is not None
+    return text
+
+
+def sample(watched: Watched, number: int, seed: int) -> list[Mutant]:
+    """So many mutants of a module: places drawn at random, then one of the changes that each allows."""
+    source = read(watched.path)
+    draw = random.Random(f"{seed} {watched.path}")
+    by_place = sites(source)
+    places = sorted(by_place)
+    draw.shuffle(places)
+    found: list[Mutant] = []
+    for place in places:
+        operator, occurrence = draw.choice(by_place[place])
+        text = mutated(source, operator, occurrence)
+        if text is not None:
+            found.append(described(watched.path, source, text, operator, occurrence))
+        if len(found) == number:
+            break
+    return sorted(found, key=lambda mutant: mutant.line)
+
+
+class Copy:
+    """A copy of the checkout in which one module at a time is another one."""
+
+    def __init__(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="mutation-"))
+        for name in COPIED:
+            source = REPOSITORY / name
+            if source.is_dir():
+                shutil.copytree(source, self.folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
+            elif source.exists():
+                shutil.copy2(source, self.folder / name)
+        self._changes = 0
+
+    def write(self, module: str, text: str) -> None:
+        """Another text with a time of its own, by which Python knows that what it compiled is old."""
+        self._changes += 1
+        path = self.folder / module
+        path.write_text(text, encoding="utf-8")
+        os.utime(path, (self._changes, self._changes))
+        shutil.rmtree(self.folder / ".hypothesis", ignore_errors=True)  # no example is handed on
+
+    def run(self, python: Path, tests: Sequence[str], chosen: str, timeout: float) -> tuple[str, str]:
+        """What the tests say of what is written here, and their last lines."""
+        there = [test for test in tests if (self.folder / test.partition("::")[0]).exists()]
+        if not there:
+            return SURVIVED, "no test"
+        options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", "--tb=line", "-m", chosen]
+        environment = {**os.environ, "PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": "1", "HYPOTHESIS_SEED": "0"}
+        command = [str(python), "-m", "pytest", *options, *there]
+        with subprocess.Popen(
+            command, cwd=self.folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as process:
+            try:
+                output, _ = process.communicate(timeout=timeout)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.communicate()
+                return KILLED, "no end"
+        return _OF_STATUS.get(process.returncode, KILLED), output
+
+    def close(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class Runner:
+    """Runs mutants, several at a time."""
+
+    def __init__(self, workers: int, *, all_tests: bool) -> None:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        warm_python.SERVERS = 1  # ranks of one launch have two, so that hashes differ; here speed counts
+        self._warm = warm_python.WarmPython()
+        self._copies = [Copy() for _ in range(workers)]
+        self._free: Queue[Copy] = Queue()
+        for copy in self._copies:
+            self._free.put(copy)
+        self._all_tests = all_tests
+        self._seconds: dict[tuple[str, str], float] = {}
+
+    def check(self, watched: Watched) -> None:
+        """The tests must pass on the module as it is; their time gives the time-out."""
+        copy = self._free.get()
+        try:
+            for chosen, tests in self._rounds(watched):
+                started = time.perf_counter()
+                outcome, output = copy.run(self._warm.executable, tests, chosen, 900)
+                self._seconds[watched.path, chosen] = time.perf_counter() - started
+                if outcome != SURVIVED:
+                    raise SystemExit(f"{watched.path}: its tests fail as it is:\n{output[-3000:]}")
+        finally:
+            self._free.put(copy)
+
+    def result(self, watched: Watched, mutant: Mutant) -> Result:
+        """Write one mutant, run its tests, put the module back."""
+        copy, started, outcomes = self._free.get(), time.perf_counter(), []
+        try:
+            copy.write(mutant.module, changed(mutant))
+            for chosen, tests in self._rounds(watched):
+                limit = 30 + 5 * self._seconds[watched.path, chosen]
+                outcomes.append(copy.run(self._warm.executable, tests, chosen, limit)[0])
+                if outcomes[-1] != SURVIVED:
+                    break
+        finally:
+            copy.write(mutant.module, read(mutant.module))
+            self._free.put(copy)
+        return Result(
+            watched.group,
+            mutant,
+            outcomes[0],
+            outcomes[-1] if self._all_tests else None,
+            time.perf_counter() - started,
+        )
+
+    def _rounds(self, watched: Watched) -> list[tuple[str, tuple[str, ...]]]:
+        rounds = [(FAST, watched.tests)]
+        if self._all_tests:
+            rounds.append((SLOW, (*watched.tests, *watched.more)))
+        return rounds
+
+    def close(self) -> None:
+        self._warm.close()
+        for copy in self._copies:
+            copy.close()
+
+
+def run(pairs: list[tuple[Watched, Mutant]], *, workers: int, all_tests: bool) -> list[Result]:
+    """What becomes of each mutant, printed as it is known."""
+    runner = Runner(workers, all_tests=all_tests)
+    try:
+        for watched in dict.fromkeys(watched for watched, _ in pairs):
+            runner.check(watched)
+        results = []
+        with ThreadPoolExecutor(workers) as pool:
+            for result in pool.map(lambda pair: runner.result(*pair), pairs):
+                results.append(result)
+                outcome = result.fast if result.all in (None, result.fast) else f"{result.fast}, then {result.all}"
+                print(f"{outcome:10} {result.seconds:5.1f} s  {result.name}  {result.mutant.after[:110]}", flush=True)
+        return results
+    finally:
+        runner.close()
+
+
+def score(results: Sequence[Result], field: str) -> str:
+    """``17 of 20 (85%)``; what is not valid does not count."""
+    outcomes = [getattr(result, field) for result in results if result.fast != INVALID]
+    if not outcomes or None in outcomes:
+        return "–"
+    return f"{outcomes.count(KILLED)} of {len(outcomes)} ({outcomes.count(KILLED) / len(outcomes):.0%})"
+
+
+def table(results: Sequence[Result], seed: int) -> str:
+    """The report as Markdown."""
+    lines = [
+        "# Mutants that the tests notice",
+        "",
+        f"`python benchmarks/mutation_score.py`, seed {seed}: mutants drawn at random from the modules of "
+        "`benchmarks/mutation.yaml`, each against the tests of its module.",
+        "",
+        "| group | fast tests | `make test` |",
+        "|---|---|---|",
+    ]
+    groups = list(dict.fromkeys(result.group for result in results))
+    for group in groups:
+        of_group = [result for result in results if result.group == group]
+        lines.append(f"| {group} | {score(of_group, 'fast')} | {score(of_group, 'all')} |")
+    lines += [f"| **all** | **{score(results, 'fast')}** | **{score(results, 'all')}** |", "", "## Survivors", ""]
+    survivors = [result for result in results if SURVIVED in (result.fast, result.all)]
+    for result in survivors:
+        by = "the fast tests" if result.all == KILLED else "all" if result.all else "the fast tests"
+        before, after = (text.replace("`", "'")[:160] for text in (result.mutant.before, result.mutant.after))
+        lines.append(f"- {result.name} (survives {by}): `{before}` → `{after}`")
+    return "\n".join(lines or ["none"]) + "\n"
+
+
+def load(path: Path) -> list[Result]:
+    """A run's results as `write` left them."""
+    return [
+        Result(entry["group"], Mutant(**entry["mutant"]), entry["fast"], entry["all"], entry["seconds"])
+        for entry in json.loads(path.read_text(encoding="utf-8"))
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--per-module", type=int, default=8, help="mutants drawn from each module")
+    parser.add_argument("--module", action="append", help="only this module, by its path (repeatable)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--all", action="store_true", help="what survives the fast tests meets the others, too")
+    parser.add_argument("--survivors", type=Path, help="only those that survive in this file of an earlier run")
+    parser.add_argument("--keep", type=Path, default=Path(tempfile.gettempdir()) / "mutation.json")
+    parser.add_argument("--write", action="store_true", help="write benchmarks/results/mutation.md")
+    parser.add_argument("--least", type=float, default=0.0, help="share of killed mutants below which it fails")
+    parser.add_argument("--least-fast", type=float, default=0.0, help="the same of the fast tests alone")
+    options = parser.parse_args()
+    modules = [w for w in watched_modules() if not options.module or w.path in options.module]
+    if options.survivors:
+        by_path = {watched.path: watched for watched in modules}
+        earlier = [r for r in load(options.survivors) if r.fast == SURVIVED and r.mutant.module in by_path]
+        pairs = [(by_path[result.mutant.module], result.mutant) for result in earlier]
+    else:
+        pairs = [
+            (watched, mutant) for watched in modules for mutant in sample(watched, options.per_module, options.seed)
+        ]
+    results = run(pairs, workers=options.workers, all_tests=options.all)
+    options.keep.write_text(json.dumps([asdict(result) for result in results], indent=1), encoding="utf-8")
+    report = table(results, options.seed)
+    print(report)
+    if options.write:
+        (RESULTS / "mutation.md").write_text(report, encoding="utf-8")
+    valid = [result for result in results if result.fast != INVALID]
+    for least, killed in (
+        (options.least, sum((result.all or result.fast) == KILLED for result in valid)),
+        (options.least_fast, sum(result.fast == KILLED for result in valid)),
+    ):
+        if valid and killed / len(valid) < least:
+            raise SystemExit(f"{killed} of {len(valid)} mutants were noticed, fewer than {least:.0%}")
+
+
+if __name__ == "__main__":
+    main()

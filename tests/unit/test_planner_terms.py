@@ -1,0 +1,253 @@
+"""The planner's terms by hand: what a rank holds where strategies offload, and what it sends, waits for and steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from accel_scale.planning.catalogue import load_model_facts
+from accel_scale.planning.communication import step_collectives
+from accel_scale.planning.flops import trained_params
+from accel_scale.planning.hardware import Machine, find_gpu
+from accel_scale.planning.parameters import parameter_groups
+from accel_scale.planning.scaling_laws import LAWS, compute_for_loss, plan_scaling
+from accel_scale.planning.sharding import NF4_BYTES, NF4_DOUBLE_BYTES, frozen_layer_bytes, frozen_weight_bytes
+from accel_scale.planning.sharding import state_bytes as state_bytes_of
+from accel_scale.planning.timing import optimizer_seconds, optimizer_traffic_bytes, predict_time
+from accel_scale.planning.training_setup import ParallelSetup, TrainingSetup
+from accel_scale.planning.transfers import Transfers, transfers
+
+LLAMA = load_model_facts("meta-llama/Llama-3.2-1B", allow_download=False)
+N = LLAMA.num_params
+A100 = Machine(find_gpu("A100-80GB"), num_gpus=8)
+
+
+def sharing(strategy: str = "single", gpus: int = 1, **parallel: object) -> TrainingSetup:
+    return TrainingSetup(parallel=ParallelSetup(strategy, gpus, **parallel))  # type: ignore[arg-type]
+
+
+def states(strategy: str, gpus: int = 8, **parallel: object):
+    return state_bytes_of(LLAMA, sharing(strategy, gpus, **parallel))
+
+
+# ── Where states live ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_deepspeeds_offloaded_optimizer_pins_masters_gradients_and_states() -> None:
+    """On the host 4 B of masters, 4 B of gradients, 8 B of Adam's moments for each parameter of a rank."""
+    kept = states("zero2", 1, offload_optimizer="cpu")
+    assert kept.host_bytes == 16 * N
+    assert kept.weight_bytes == 2 * N
+    assert (kept.master_bytes, kept.gradient_bytes, kept.optimizer_bytes, kept.update_bytes) == (0, 0, 0, 0)
+    assert states("zero1", 1, offload_optimizer="cpu").gradient_bytes == 2 * N
+    # Of NVMe three buffers of 12 B for each parameter of a sub-group of a billion.
+    assert states("zero3", 1, offload_optimizer="nvme").host_bytes == 36e9
+    assert states("zero3", 4, offload_optimizer="nvme").host_bytes == 36 * N / 4
+
+
+def test_offloaded_weights_leave_the_card_and_lie_on_the_host() -> None:
+    kept = states("zero3", 4, offload_optimizer="cpu", offload_params="cpu")
+    assert kept.weight_bytes == 0
+    assert kept.host_bytes == pytest.approx((16 + 2) * N / 4)
+    on_drives = states("zero3", 4, offload_optimizer="cpu", offload_params="nvme")
+    assert on_drives.host_bytes == pytest.approx(16 * N / 4)
+    fsdp = states("fsdp2", 2, offload_params="cpu")
+    assert fsdp.host_bytes == 16 * N / 2  # fp32 weights, gradients and two moments of a rank
+    card = fsdp.weight_bytes + fsdp.master_bytes + fsdp.gradient_bytes + fsdp.optimizer_bytes + fsdp.update_bytes
+    assert card == 0
+    # Eight ranks hold less than rank 0 loads: the whole model in fp32.
+    assert states("fsdp2", 8, offload_params="cpu").host_bytes == 4 * N
+
+
+def test_an_optimizer_on_the_host_leaves_weights_and_gradients_on_the_card() -> None:
+    setup = TrainingSetup(optimizer="adamw_cpu_offload")
+    kept = state_bytes_of(LLAMA, setup)
+    assert (kept.weight_bytes, kept.gradient_bytes, kept.optimizer_bytes) == (4 * N, 4 * N, 0)
+    assert kept.host_bytes == (8 + 8) * N  # two moments, and gradients and weights on their way
+
+
+def test_zero_steps_on_fp32_copies_of_its_part_of_the_gradients() -> None:
+    assert states("zero1").update_bytes == 4 * N / 8
+    assert states("zero2", 1).update_bytes == 4 * N
+    assert states("zero3", 1).update_bytes == 4e9  # a sub-group of a billion at a time
+    assert states("zero3").update_bytes == 4 * N / 8
+    fp32 = state_bytes_of(LLAMA, replace(sharing("zero2", 8), precision="fp32"))
+    assert (fp32.master_bytes, fp32.update_bytes) == (0, 0)
+
+
+def test_frozen_weights_are_four_bits_and_their_constants() -> None:
+    """64 weights share an fp32 maximum; with double quantisation an 8-bit one, of which 256 share an fp32 one."""
+    assert NF4_BYTES == (64 / 2 + 4) / 64
+    assert abs(NF4_DOUBLE_BYTES - (64 / 2 + 1 + 4 / 256) / 64) < 1e-12
+    for double, each in ((True, NF4_DOUBLE_BYTES), (False, NF4_BYTES)):
+        setup = TrainingSetup(method="qlora", double_quantisation=double)
+        groups = parameter_groups(LLAMA, setup)
+        assert frozen_layer_bytes(setup, 100.0) == 100 * each
+        others = groups.frozen - groups.quantised
+        assert frozen_weight_bytes(setup, groups) == pytest.approx(groups.quantised * each + 2 * others)
+
+
+# ── What is held for a while ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_buckets_of_replicas_and_of_deepspeed() -> None:
+    assert transfers(LLAMA, sharing()) == Transfers()
+    assert transfers(LLAMA, sharing("fsdp2", 1)) == Transfers()
+    ddp = transfers(LLAMA, sharing("ddp", 2))
+    assert ddp == Transfers(bucket_bytes=4 * N, last_bucket_bytes=4 * N)  # a second copy of fp32 gradients
+    one, two, three = (transfers(LLAMA, sharing(name, 8)) for name in ("zero1", "zero2", "zero3"))
+    assert one.bucket_bytes == one.last_bucket_bytes == 2 * 5e8
+    assert two.bucket_bytes == two.last_bucket_bytes == 2 * 2 * 5e8  # one is reduced while the other fills
+    assert three.bucket_bytes == three.last_bucket_bytes == 2 * 5e8
+    live = min(LLAMA.layer_params, 1e9)
+    assert three.gathered_bytes == three.first_gathered_bytes == 2 * (live + LLAMA.embedding_params)
+    assert one.gathered_bytes == two.gathered_bytes == 0
+    lora = replace(sharing("zero2", 8), method="lora")
+    assert transfers(LLAMA, lora).bucket_bytes == 2 * 2 * trained_params(LLAMA, lora)
+    quantised = transfers(LLAMA, replace(sharing("zero3", 8), method="qlora"))
+    assert quantised.gathered_bytes == live + 2 * LLAMA.embedding_params
+
+
+def test_what_fsdp_gathers_and_keeps_whole() -> None:
+    layer, outside = LLAMA.layer_params / LLAMA.num_layers, N - LLAMA.layer_params
+    found = transfers(LLAMA, sharing("fsdp2", 8))
+    assert found.gathered_bytes == 2 * (2 * layer + outside)  # the layer at work and the next one
+    assert found.first_gathered_bytes == 2 * (layer + outside)
+    assert found.bucket_bytes == 2 * layer
+    assert found.last_bucket_bytes == 2 * max(layer, outside)
+    assert found.unreduced_bytes == 2 * outside
+    assert found.unreduced_share == pytest.approx(outside / N)
+    assert found.waiting_gradient_bytes == 2 * N
+    assert transfers(LLAMA, replace(sharing("fsdp2", 8), sync_each_batch=True)).waiting_gradient_bytes == 0
+    kept = transfers(LLAMA, sharing("fsdp2", 8, reshard_after_forward=False))
+    assert kept.gathered_bytes == 2 * (LLAMA.layer_params + outside)
+    assert kept.first_gathered_bytes == found.first_gathered_bytes
+    lora = transfers(LLAMA, replace(sharing("fsdp2", 8), method="lora"))
+    assert (lora.bucket_bytes, lora.last_bucket_bytes, lora.unreduced_bytes, lora.unreduced_share) == (0, 0, 0, 0)
+
+
+def test_what_stages_and_shared_models_hold() -> None:
+    staged = sharing("fsdp2", 8, pipeline_parallel=2)
+    layer, outside = LLAMA.layer_params / LLAMA.num_layers, N - LLAMA.layer_params
+    found = transfers(LLAMA, staged)
+    assert found.gathered_bytes == found.first_gathered_bytes == 2 * (LLAMA.layer_params + outside)
+    assert (found.bucket_bytes, found.last_bucket_bytes) == (0, 4 * layer)
+    assert found.unreduced_bytes == found.waiting_gradient_bytes == 4 * N
+    assert found.unreduced_share == 1
+    divided = transfers(LLAMA, sharing("fsdp2", 8, tensor_parallel=2))
+    assert divided.waiting_gradient_bytes == 4 * N  # reduced, and so kept, in fp32
+    replicas = transfers(LLAMA, sharing("ddp", 8, tensor_parallel=2))
+    assert replicas.bucket_bytes == 2 * layer  # torch's `replicate` goes by blocks, as FSDP2 does
+    assert replicas.gathered_bytes == 2 * N
+
+
+# ── What is sent, and how long it takes ──────────────────────────────────────────────────────────────────────────────
+
+
+def only(setup: TrainingSetup, name: str):
+    (found,) = [entry for entry in step_collectives(LLAMA, setup) if entry.name == name]
+    return found
+
+
+def test_gradients_are_reduced_over_every_rank_that_saw_other_tokens() -> None:
+    """Ranks that share rows have other tokens of them; ranks that share a product have the same."""
+    assert only(sharing("ddp", 8), "gradients").workers == 8
+    assert only(sharing("ddp", 8, sequence_parallel=2), "gradients").workers == 8
+    divided = only(sharing("ddp", 8, tensor_parallel=2), "gradients")
+    assert (divided.workers, divided.spread) == (4, 2)
+    assert divided.num_bytes == 4 * N / 2
+    both = only(sharing("ddp", 8, tensor_parallel=2, pipeline_parallel=2), "gradients")
+    assert (both.workers, both.num_bytes) == (2, 4 * N / 4)
+
+
+def test_hybrid_shards_are_reduced_between_replicas() -> None:
+    found = only(sharing("fsdp2", 32, num_replicas=4), "replicas")
+    assert (found.kind, found.workers, found.count, found.spread) == ("all_reduce", 4, 1, 8)
+    assert found.num_bytes == 2 * N / 8
+    several = replace(sharing("fsdp2", 32, num_replicas=4), accumulation=3, sync_each_batch=True)
+    assert only(several, "replicas").count == 3
+
+
+def test_sizes_of_what_ranks_that_share_a_model_send() -> None:
+    heads, keys, size = LLAMA.num_heads, LLAMA.num_kv_heads, LLAMA.head_dim
+    setup = replace(sharing("single", 4, sequence_parallel=4), sequence_length=1024, micro_batch_size=2)
+    exchange = only(setup, "sequence parallel")
+    # Queries, keys and values there, the result back, of a quarter of the row's tokens: the mean of both.
+    sent = (heads + 2 * max(4, keys) + heads) / 2
+    assert exchange.num_bytes == 2 * (2 * 1024 / 4) * sent * size
+    assert exchange.count == 2 * LLAMA.num_layers * 3
+    message = only(replace(sharing("single", 4, pipeline_parallel=4), accumulation=8), "pipeline")
+    assert (message.count, message.workers, message.overlaps) == (16, 4, False)
+    assert message.num_bytes == 2 * 1024 * LLAMA.hidden_size
+
+
+def test_what_computation_hides_but_for_the_edge() -> None:
+    """The last bucket of a layer of one micro-batch has nothing to hide behind, whatever the rest does."""
+    setup = replace(sharing("ddp", 8), accumulation=4, sequence_length=4096)
+    found = predict_time(LLAMA, setup, A100)
+    assert found.communication_seconds > 0
+    assert found.exposed_communication_seconds == pytest.approx(found.communication_seconds / (LLAMA.num_layers * 4))
+    # ZeRO-3 hides nothing.
+    three = predict_time(LLAMA, replace(sharing("zero3", 8), sequence_length=4096), A100)
+    assert three.exposed_communication_seconds == pytest.approx(three.communication_seconds)
+
+
+def test_each_rank_steps_on_its_share() -> None:
+    whole = optimizer_seconds(LLAMA, sharing("ddp", 8), A100)
+    assert optimizer_seconds(LLAMA, sharing("fsdp2", 8), A100) == pytest.approx(whole / 8)
+    assert optimizer_seconds(LLAMA, sharing("ddp", 8, tensor_parallel=4), A100) == pytest.approx(whole / 4)
+    divided = sharing("ddp", 8, tensor_parallel=2, pipeline_parallel=2)
+    assert optimizer_seconds(LLAMA, divided, A100) == pytest.approx(whole / 4)
+    assert optimizer_seconds(LLAMA, sharing("zero2", 8, offload_optimizer="cpu"), A100) == 0
+
+
+def test_bytes_that_a_step_moves() -> None:
+    """fp32 weights and moments read and written, gradients read by norm and update, read and written by scaling."""
+    full = TrainingSetup()
+    assert optimizer_traffic_bytes(full) == 2 * 4 + 4 * 4 + 2 * 2 * 4
+    assert optimizer_traffic_bytes(sharing("zero2", 2)) == 2 * 4 + 2 + 4 * 2 + 2 * 2 * 4
+    assert optimizer_traffic_bytes(replace(full, optimizer="adamw_torch_4bit")) == 8 + 16 + 2 * 2 * 0.5
+    assert optimizer_traffic_bytes(replace(full, optimizer="sgd_momentum")) == 8 + 16 + 2 * 4
+
+
+def test_offloaded_steps_take_what_pcie_and_host_memory_take() -> None:
+    known = replace(A100, host_bandwidth=100e9, nvme_bytes_per_second=5e9)
+    pcie = A100.gpu.pcie_bandwidth()
+    held = predict_time(LLAMA, sharing("zero2", 4, offload_optimizer="cpu"), known).offload_seconds
+    assert held == pytest.approx(2 * 2 * N / 4 / pcie + 7 * 4 * N / 100e9)
+    weights = predict_time(LLAMA, sharing("zero3", 4, offload_params="cpu"), known).offload_seconds
+    assert weights == pytest.approx(2 * 2 * N / 4 / pcie)
+    drives = predict_time(LLAMA, sharing("zero3", 4, offload_params="nvme"), known).offload_seconds
+    assert drives == pytest.approx(weights + 2 * 2 * N / 5e9)
+    states_too = predict_time(LLAMA, sharing("zero3", 4, offload_optimizer="nvme"), known).offload_seconds
+    assert states_too == pytest.approx(held + 24 * N / 5e9)
+    kept = predict_time(LLAMA, replace(sharing(), checkpointing="offload", accumulation=2), known).offload_seconds
+    saved = LLAMA.num_layers * 2 * 1024 * LLAMA.hidden_size * 2
+    assert kept == pytest.approx(0.25 * 2 * saved / pcie)
+
+
+# ── Laws ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_kaplans_loss_by_hand() -> None:
+    """Equation 1.5 of Kaplan et al. 2020; without end of data it is (N_c/N)^α_N, their equation 1.1."""
+    kaplan = LAWS["kaplan"]
+    assert kaplan.loss(1e9, 1e22) == pytest.approx((6.4e13 / 1e9) ** 0.076, rel=1e-6)
+    assert kaplan.loss(1e30, 1e10) == pytest.approx((1.8e13 / 1e10) ** 0.103, rel=1e-6)
+    # (64,000^0.73786 + 1,800)^0.103 = (3,514.6 + 1,800)^0.103
+    assert kaplan.loss(1e9, 1e10) == pytest.approx(5314.6**0.103, rel=1e-4)
+    assert LAWS["rule"].loss(1e9, 1e10) is None
+
+
+def test_the_least_compute_of_a_loss() -> None:
+    law = LAWS["chinchilla"]
+    plan = plan_scaling(law, compute=1e21)
+    assert plan.loss is not None
+    assert compute_for_loss(law, plan.loss) == pytest.approx(1e21, rel=1e-6)
+    assert compute_for_loss(law, 1.69) is None  # its irreducible loss
+    assert compute_for_loss(LAWS["rule"], 2.0) is None
+    assert plan.tokens_per_param == pytest.approx(plan.tokens / plan.params)
+    assert plan_scaling("kaplan", compute=1e21).extra_compute is None
+    two = plan_scaling("refit", tokens=2e10, compute=1.2e20)
+    assert (two.params, two.tokens) == (pytest.approx(1e9), pytest.approx(2e10))
