@@ -51,9 +51,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any] | None:
             print(run.settings.as_yaml(FLAG_CLASSES))
         return None
     check(run)
-    load_data(run)
-    load_model(run)
-    with exit_if_not_saved(PROGRAM):
+    with run.start.folder.taken(is_main=run.is_main), exit_if_not_saved(PROGRAM):
+        load_data(run)
+        load_model(run)
         return train(run, started)
 
 

@@ -85,12 +85,13 @@ def main(argv: list[str] | None = None) -> dict[str, Any] | None:
     if run.settings.scale.print_config:
         return print_settings(run)
     check(run)
-    load_data(run)
-    trainer = load(run)
-    report_start(run, trainer)
-    trainer.train(resume_from_checkpoint=resume_point(trainer.args))
-    trainer.save_model(trainer.args.output_dir)
-    summary = report_end(run, trainer, seconds=time.perf_counter() - started)
+    with run.start.folder.taken(is_main=run.is_main):
+        load_data(run)
+        trainer = load(run)
+        report_start(run, trainer)
+        trainer.train(resume_from_checkpoint=resume_point(trainer.args))
+        trainer.save_model(trainer.args.output_dir)
+        summary = report_end(run, trainer, seconds=time.perf_counter() - started)
     trainer.accelerator.end_training()  # torch warns of process groups that are left to the interpreter's end
     return summary
 

@@ -133,6 +133,8 @@ def resolve(script: str, own: list[str], rest: list[str], *, stop: Stop) -> Sear
         import optuna
     except ImportError:
         raise ConfigError("Optuna is not installed.", place=PROGRAM, fix="pip install 'accel-scale[tune]'") from None
+    from accel_scale.launching.path_flags import as_list, named_inputs
+    from accel_scale.launching.run_folder import OutputFolder
     from accel_scale.tuning import recipe as recipes
     from accel_scale.tuning import study as studies
     from accel_scale.tuning.launch import read_trial_launch_file
@@ -147,7 +149,8 @@ def resolve(script: str, own: list[str], rest: list[str], *, stop: Stop) -> Sear
     check_metric(args.metric, recipe, fixed, space)
     sampler, limit = studies.make_sampler(args.sampler, space, args.seed)
     folder = Path(args.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
+    inputs = named_inputs(lambda flag: as_list(fixed.values.get(flag)))
+    OutputFolder(folder, PROGRAM, inputs, place=parsed.place("output_dir")).mark()
     storage_url = args.storage or f"sqlite:///{folder.resolve()}/study.db"
     trials = folder / "trials"
     names = {path.name for path in trials.iterdir()} if trials.is_dir() else set()

@@ -7,6 +7,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from accel_scale.launching.run_folder import OutputFolder
+
 
 def mark_recipe(words: Sequence[str], value_flags: Sequence[str]) -> list[str]:
     """A ``--`` before the recipe, so that argparse leaves all that follows to the recipe.
@@ -23,10 +25,14 @@ def mark_recipe(words: Sequence[str], value_flags: Sequence[str]) -> list[str]:
 
 @contextlib.contextmanager
 def work_folder(keep: str | None, prefix: str) -> Iterator[Path]:
-    """The folder `keep`, made if need be; without one a temporary folder that is gone afterwards."""
+    """The folder `keep`, made if need be; without one a temporary folder that is gone afterwards.
+
+    Raises:
+        ConfigError: if `keep` holds anything else.
+    """
     if keep is None:
         with tempfile.TemporaryDirectory(prefix=prefix) as folder:
             yield Path(folder)
         return
-    Path(keep).mkdir(parents=True, exist_ok=True)
+    OutputFolder(Path(keep), f"accel-scale {prefix.rstrip('-')}", is_strict=True, place="--keep").mark()
     yield Path(keep).resolve()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
 from accel_scale.training.guard_mixin import GuardMixin
+from accel_scale.training.output_mixin import OutputFolderMixin
 from accel_scale.training.preparing import prepare_model, strategy_of
 from accel_scale.training.recovery_mixin import MemoryRecoveryMixin
 from accel_scale.training.saving import AtomicSavingMixin
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from accel_scale.plugin import ScalePlugin
 
 
-class ScaleTrainerMixin(GuardMixin, MemoryRecoveryMixin, AtomicSavingMixin):
+class ScaleTrainerMixin(GuardMixin, MemoryRecoveryMixin, OutputFolderMixin, AtomicSavingMixin):
     """Put before a trainer class: the plugin's settings, its guard, recovery when memory runs out, atomic saving, and
     the first checkpoint read back.
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_scale.errors import ConfigError
+from accel_scale.launching.run_folder import OutputFolder
 from accel_scale.training.merge_io import ShardWriter, local_folder
 from accel_scale.training.merge_weights import AdapterMerger, dtype_of
 from accel_scale.training.quantization_record import QUANTIZATION_FILE, read_quantization
@@ -76,6 +77,9 @@ def merge_adapter(
             "the adapter does not name its base.", place=str(adapter / "adapter_config.json"), fix="pass --base_model."
         )
     base = local_folder(base_name, place="--base_model" if base_model else str(adapter / "adapter_config.json"))
+    inputs = {"ADAPTER": [str(adapter)], "--base_model": [str(base)]}
+    folder = OutputFolder(Path(output_dir), "accel-scale merge", inputs, made_of=str(adapter.resolve()))
+    folder.check()
     quantization, reason = _quantization(adapter, base, base_weights)
     merger = AdapterMerger(base, adapter, peft_config, quantization, dtype)
     max_shard_bytes = parse_bytes(max_shard_size, place="--max_shard_size")
@@ -89,6 +93,7 @@ def merge_adapter(
             from accel_scale.training.merge_check import compare_logits
 
             max_diff, outcome = compare_logits(base, adapter, staging, quantization)
+        folder.mark()
     return MergeResult(
         base_model=str(base_name),
         base_weights="dequantized" if quantization else "original",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.training.flags import ParsedFlags
@@ -11,6 +12,7 @@ from accel_scale.training.resolve import LaunchFacts, Resolved
 if TYPE_CHECKING:
     from accel_scale.launching.environment import LaunchEnvironment
     from accel_scale.launching.machine import Machine
+    from accel_scale.launching.run_folder import OutputFolder
 
 
 @dataclass(frozen=True)
@@ -22,12 +24,14 @@ class Start:
         machine: What is here.
         announcement: What a rehearsal on CPU processes says of itself; None in an ordinary run.
         facts: Launch and machine in the terms of `resolve`.
+        folder: Where the run writes, and what must not be there.
     """
 
     launch: LaunchEnvironment
     machine: Machine
     announcement: str | None
     facts: LaunchFacts
+    folder: OutputFolder
 
 
 def start_recipe(parsed: ParsedFlags, *, output_dir: str) -> Start:
@@ -55,7 +59,22 @@ def start_recipe(parsed: ParsedFlags, *, output_dir: str) -> Start:
     )
     if facts.device_type == "cpu":
         tune_cpu_process()
-    return Start(launch, machine, announcement, facts)
+    return Start(launch, machine, announcement, facts, output_folder(parsed, output_dir))
+
+
+def output_folder(parsed: ParsedFlags, output_dir: str) -> OutputFolder:
+    """The folder of a recipe's run, with all that the run reads."""
+    from accel_scale.launching.path_flags import as_list, named_inputs
+    from accel_scale.launching.run_folder import OutputFolder
+
+    inputs = named_inputs(lambda flag: as_list(parsed.explicit.get(flag)))
+    return OutputFolder(
+        folder=Path(output_dir),
+        program=parsed.program,
+        inputs={parsed.place(flag): paths for flag, paths in inputs.items()},
+        resumes_from=parsed.explicit.get("resume_from_checkpoint") or parsed.explicit.get("resume"),
+        place=parsed.place("output_dir"),
+    )
 
 
 def check_settings(settings: Resolved, start: Start) -> list[str]:

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from accel_scale.launching.run_folder import record_published, refuse_foreign_model
 from accel_scale.training.atomic import publish, publish_into, recover, staging_root
 from accel_scale.training.gathering import broadcast_from_main, process_index, wait_for_everyone
 
@@ -23,10 +24,15 @@ def save_atomically(folder: str | Path) -> Iterator[Path]:
             accelerator.save_state(staging)
 
     If `folder` exists and holds more than its model (checkpoints, logs), the new files are moved into it,
-    the configuration that makes it loadable last.
+    the configuration that makes it loadable last. A README.md that was not written in this way stays as it is.
+
+    Raises:
+        ConfigError: if `folder` holds a model that was not written in this way, which would be replaced.
     """
     folder = Path(folder).absolute()
     inside = broadcast_from_main(_holds_a_run(folder))
+    if inside:
+        refuse_foreign_model(folder)
     staged = staging_root(folder if inside else folder.parent) / folder.name
     if process_index() == 0:
         shutil.rmtree(staged, ignore_errors=True)
@@ -51,13 +57,18 @@ def _holds_a_run(folder: Path) -> bool:
 
 def publish_everywhere(staged: Path, folder: Path, *, inside: bool) -> None:
     """Rank 0 publishes for all nodes on its filesystem; the first process of any other node for its own."""
-    move = publish_into if inside else publish
+
+    def move() -> None:
+        if inside or not folder.name.startswith("checkpoint"):
+            record_published(staged, folder)
+        (publish_into if inside else publish)(staged, folder)
+
     wait_for_everyone()
     if process_index() == 0:
-        move(staged, folder)
+        move()
     wait_for_everyone()
     if process_index() != 0 and os.environ.get("LOCAL_RANK", "0") == "0" and staged.is_dir():
-        move(staged, folder)
+        move()
     wait_for_everyone()
 
 

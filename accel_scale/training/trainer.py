@@ -17,6 +17,7 @@ from accel_scale.training.fast_loss import FastLossMixin
 from accel_scale.training.guard_mixin import GuardMixin
 from accel_scale.training.guard_settings import GuardSettings
 from accel_scale.training.meters import ThroughputMeter
+from accel_scale.training.output_mixin import OutputFolderMixin
 from accel_scale.training.precision import enable_fp16_on_cpu
 from accel_scale.training.progress import MeterCallback, MetricsCallback, quiet_progress
 from accel_scale.training.recovery_mixin import MemoryRecoveryMixin
@@ -25,7 +26,15 @@ from accel_scale.training.schedules import create_schedule
 from accel_scale.training.sequence_mixin import SequenceParallelMixin
 
 
-class _Base(SequenceParallelMixin, GuardMixin, MemoryRecoveryMixin, DdpHookMixin, AtomicSavingMixin, FastLossMixin):
+class _Base(
+    SequenceParallelMixin,
+    GuardMixin,
+    MemoryRecoveryMixin,
+    DdpHookMixin,
+    OutputFolderMixin,
+    AtomicSavingMixin,
+    FastLossMixin,
+):
     """What comes before TRL's own methods, in this order."""
 
 

@@ -96,9 +96,12 @@ def prepare_data(
             )
     encoder = Encoder(tokenizer)
     folder = Path(output_dir)
-    if _has_other_things(folder):
+    other = _other_thing(folder)
+    if other is not None:
         raise ConfigError(
-            f"the folder {folder} has other things in it.", place="--output", fix="name a new or an empty folder."
+            f"the folder {folder} has other things in it ({other}).",
+            place="--output",
+            fix="name a new or an empty folder.",
         )
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -110,10 +113,10 @@ def prepare_data(
         ) from None
 
 
-def _has_other_things(folder: Path) -> bool:
+def _other_thing(folder: Path) -> str | None:
     if not folder.is_dir() or (folder / PLAN).exists():
-        return False
-    return any(not path.name.startswith(".") for path in folder.iterdir())  # a lock may be there already
+        return None
+    return next((name for name in sorted(os.listdir(folder)) if not name.startswith(".")), None)  # a lock may be there
 
 
 def _prepare(
