@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
 from collections.abc import Iterator
+
+from accel_scale.secrets import mask
 
 
 class ConfigError(ValueError):
@@ -22,17 +22,26 @@ class ConfigError(ValueError):
         super().__init__(self.one_line())
 
     def one_line(self) -> str:
-        """``place: problem. Fix: fix`` on one line."""
+        """``place: problem. Fix: fix`` on one line, without credentials."""
         text = f"{self.place}: {self.problem}" if self.place else self.problem
-        return f"{text} Fix: {self.fix}" if self.fix else text
+        return mask(f"{text} Fix: {self.fix}" if self.fix else text)
 
 
 @contextlib.contextmanager
 def user_errors(program: str) -> Iterator[None]:
-    """Turn a `ConfigError` into one line on stderr of rank 0 and exit status 2; let everything else through."""
+    """Turn a `ConfigError` into one line on stderr, from one process, and exit status 2.
+
+    Everything else gets through; under a launcher, whose report comes after the traceback, its cause is said again.
+    """
     try:
         yield
     except ConfigError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"{program}: error: {error.one_line()}", file=sys.stderr)
+        from accel_scale.launching.last_word import say_last
+
+        say_last(f"{program}: error: {error.one_line()}", all_ranks=True)
         raise SystemExit(2) from None
+    except Exception as error:
+        from accel_scale.launching.last_word import repeat_cause
+
+        repeat_cause(program, error)
+        raise

@@ -15,8 +15,12 @@ import time
 from typing import Any
 
 from accel_scale.errors import user_errors
+from accel_scale.launching.begin import begin
 from accel_scale.quiet import quiet_imports
 
+PROGRAM = "pretrain.py"
+if __name__ == "__main__":
+    begin(PROGRAM)  # before the slow imports
 quiet_imports()  # before the libraries that would print at import
 
 from accel_scale.training.flags import ParsedFlags, parse_flags  # noqa: E402
@@ -29,7 +33,6 @@ from accel_scale.training.pretrain_arguments import (  # noqa: E402
 )
 from accel_scale.training.pretrain_run import Run  # noqa: E402
 
-PROGRAM = "pretrain.py"
 FLAG_CLASSES = (
     PretrainModelArguments,
     PretrainDataArguments,

@@ -17,8 +17,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from accel_scale.errors import ConfigError, user_errors
+from accel_scale.launching.begin import begin
 from accel_scale.quiet import quiet_imports
 
+PROGRAM = "sft.py"
+if __name__ == "__main__":
+    begin(PROGRAM)  # before the slow imports
 quiet_imports()  # before the libraries that would print at import
 gc.disable()  # imports allocate much and free little: without collections they take a sixth less
 
@@ -32,7 +36,6 @@ from accel_scale.training.parallel_arguments import SequenceArguments  # noqa: E
 
 gc.enable()
 
-PROGRAM = "sft.py"
 OWN_FLAGS = (ScaleArguments, TrainerGuardArguments, SequenceArguments)
 FLAG_CLASSES = (ScriptArguments, RecipeSFTConfig, RecipeModelConfig, *OWN_FLAGS)
 

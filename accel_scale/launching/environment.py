@@ -13,6 +13,9 @@ from accel_scale.launching.launch_file import LaunchFile, SourceFile, read_launc
 from accel_scale.launching.launch_keys import SWITCHES, TOP_KEYS
 from accel_scale.launching.strategy import Strategy, deepspeed_config_of, is_true, relative_to, strategy_of
 
+_RENDEZVOUS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_PRECISIONS = ("no", "fp16", "bf16", "fp8")
+
 
 @dataclass(frozen=True)
 class LaunchCommand:
@@ -104,6 +107,65 @@ def current_launch(environment: Mapping[str, str] | None = None) -> LaunchEnviro
         deepspeed_file=deepspeed_file,
         overrides={k: v for k, v in command.flags.items() if k in TOP_KEYS} if command is not None else {},
     )
+
+
+def check_launch_variables(env: Mapping[str, str]) -> None:
+    """Refuse variables of a launch that no launcher has set: such a process would train alone, or say nothing.
+
+    Raises:
+        ConfigError: naming the variable.
+    """
+    given = {name: _number(env, name) for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+    world_size, rank, local_rank, _ = given.values()
+    # Accelerate joins a process group where LOCAL_RANK is set; torch needs the others for it.
+    asks = next(
+        (
+            name
+            for name, is_asked in (
+                ("WORLD_SIZE", (world_size or 1) > 1),
+                ("RANK", (rank or 0) > 0),
+                ("LOCAL_RANK", local_rank is not None and local_rank >= 0),
+            )
+            if is_asked
+        ),
+        None,
+    )
+    missing = [name for name in _RENDEZVOUS if not env.get(name)]
+    if asks is not None and missing:
+        raise ConfigError(
+            f"{env[asks]} is set without {', '.join(missing)}: no launcher has started this process.",
+            place=asks,
+            fix=f"unset {asks}, or start the recipe with accelerate launch --num_processes N.",
+        )
+    if rank is not None and rank >= (world_size or 1):
+        raise ConfigError(
+            f"rank {rank} is not one of {world_size or 1} processes.", place="RANK", fix="use accelerate launch."
+        )
+    precision = env.get("ACCELERATE_MIXED_PRECISION")
+    if precision and precision not in _PRECISIONS:
+        raise ConfigError(
+            f"{precision!r} is no precision.",
+            place="ACCELERATE_MIXED_PRECISION",
+            fix=f"use one of {', '.join(_PRECISIONS)}, or unset it.",
+        )
+
+
+def _number(env: Mapping[str, str], name: str) -> int | None:
+    text = env.get(name)
+    if text is None:
+        return None
+    least = 1 if name.endswith("SIZE") else -1  # LOCAL_RANK -1 is torch's old word for "not launched"
+    try:
+        number = int(text)
+    except ValueError:
+        number = least - 1
+    if number < least:
+        raise ConfigError(
+            f"{text!r} is no number of processes." if name.endswith("SIZE") else f"{text!r} is no rank.",
+            place=name,
+            fix=f"unset {name}: launchers set it.",
+        )
+    return number
 
 
 def values_from_environment(env: Mapping[str, str]) -> dict[str, Any]:

@@ -7,23 +7,23 @@ import importlib.metadata
 import json
 import os
 import platform
-import re
 import subprocess
 from pathlib import Path
 from typing import Any
+
+from accel_scale.secrets import without_secrets
 
 SUMMARY_NAME = "run_summary.json"
 _PACKAGES = (
     "accel-scale", "torch", "transformers", "accelerate", "trl", "peft", "bitsandbytes", "datasets", "deepspeed",
     "torchao", "flash-attn", "optuna",
 )  # fmt: skip
-_SECRET = re.compile(r"^(token|.*(hub|access|auth|api|bearer)_?(token|key))$|password|secret", re.IGNORECASE)
 
 
 def write_summary(folder: str | os.PathLike[str], content: dict[str, Any], *, name: str = SUMMARY_NAME) -> Path:
     """Write `content` with versions, machine and date to ``folder/run_summary.json``, complete or not at all.
 
-    Values under names that hold credentials (``hub_token`` and the like) are left out.
+    Values under names that hold credentials (``hub_token`` and the like) are left out, and masked within texts.
     """
     path = Path(folder) / name
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,15 +63,6 @@ def machine() -> dict[str, Any]:
         "host_memory_bytes": psutil.virtual_memory().total,
         "system": f"{platform.system()} {platform.machine()}",
     }
-
-
-def without_secrets(value: Any) -> Any:
-    """`value` with every mapping entry that names a credential removed, at any depth."""
-    if isinstance(value, dict):
-        return {k: without_secrets(v) for k, v in value.items() if not (isinstance(k, str) and _SECRET.search(k))}
-    if isinstance(value, (list, tuple)):
-        return [without_secrets(v) for v in value]
-    return value
 
 
 def _now() -> str:

@@ -6,6 +6,7 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
+from accel_scale.launching.begin import begin_process
 from accel_scale.training.guard_mixin import GuardMixin
 from accel_scale.training.output_mixin import OutputFolderMixin
 from accel_scale.training.preparing import prepare_model, strategy_of
@@ -29,6 +30,7 @@ class ScaleTrainerMixin(GuardMixin, MemoryRecoveryMixin, OutputFolderMixin, Atom
     scale: ScalePlugin
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        begin_process()
         signature = inspect.signature(super().__init__)
         bound = signature.bind_partial(*args, **kwargs)
         training_args = bound.arguments.get("args")

@@ -10,6 +10,8 @@ import time
 
 import torch.distributed as dist
 
+from accel_scale.launching.last_word import say_last
+
 # sysexits.h's EX_TEMPFAIL: the same command can succeed, here with the flags that the line names.
 OUT_OF_MEMORY_STATUS = 75
 _KEY = "accel_scale/out_of_memory"
@@ -84,4 +86,4 @@ class CleanStop:
         os._exit(OUT_OF_MEMORY_STATUS)  # the main program may sit in a collective that never ends
 
     def _speak(self, line: str) -> None:
-        print(f"{self._program}: {line}", file=sys.stderr, flush=True)
+        say_last(f"{self._program}: {line}")

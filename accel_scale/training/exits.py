@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections.abc import Iterator
 
 
 @contextlib.contextmanager
 def exit_if_not_saved(program: str) -> Iterator[None]:
     """Turn a last checkpoint that could not be written into one line and `EXIT_NOT_SAVED`."""
+    from accel_scale.launching.last_word import say_last
     from accel_scale.training.checkpoints import EXIT_NOT_SAVED, CheckpointNotSaved
 
     try:
         yield
     except CheckpointNotSaved as error:
         if os.environ.get("RANK", "0") == "0":
-            print(f"{program}: error: {error}", file=sys.stderr)
+            say_last(f"{program}: error: {error}")
         raise SystemExit(EXIT_NOT_SAVED) from None

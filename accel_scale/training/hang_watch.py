@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from accel_scale.launching.last_word import say_last
 from accel_scale.training.flight_recorder import num_collectives, unfinished_collective
 from accel_scale.training.hang_verdict import blamed, verdict
 from accel_scale.training.heartbeat import Beat, locate, stacks
@@ -181,7 +182,7 @@ class HangWatch:
         return verdict(beat, {0: self._main_beat}, [0], time.time())  # rank 0 itself hosts the store
 
     def _say(self, line: str) -> None:
-        print(f"{self._program}: {line}", file=sys.stderr, flush=True)
+        say_last(f"{self._program}: {line}")
 
     def _leave(self) -> NoReturn:
         """End this process; the one that may host the store waits until the others have heard that it is over."""

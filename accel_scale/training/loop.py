@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
+from accel_scale.launching.begin import begin_process
 from accel_scale.launching.leaving import let_go_of_collectives
 from accel_scale.training.preparing import (
     adjust_groups,
@@ -75,6 +76,7 @@ def make_accelerator(scale: ScalePlugin, kwargs: dict[str, Any]) -> Any:
                     self.first_verification = verify_checkpoint(self._models[0], staging)
             return output_dir
 
+    begin_process()
     if scale.guard_settings() is not None:
         raise ConfigError(
             "in a plain loop the guard stands where the optimizer steps, which the plugin does not see.",

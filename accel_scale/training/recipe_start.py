@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,12 +38,13 @@ class Start:
 def start_recipe(parsed: ParsedFlags, *, output_dir: str) -> Start:
     """Call before anything asks torch.distributed or Accelerate for a device; sets up the console too."""
     from accel_scale.launching.build_locks import use_own_ninja
-    from accel_scale.launching.environment import current_launch
+    from accel_scale.launching.environment import check_launch_variables, current_launch
     from accel_scale.launching.machine import detect_device, detect_machine
     from accel_scale.launching.rehearsal import enable_rehearsal_if_needed
     from accel_scale.reporting.console import set_up_console
     from accel_scale.training.cpu_process import tune_cpu_process
 
+    check_launch_variables(os.environ)
     announcement = enable_rehearsal_if_needed()
     launch = current_launch()
     if launch.parallel.is_deepspeed:

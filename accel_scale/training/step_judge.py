@@ -171,10 +171,10 @@ def stop_run(accelerator: Any, outcome: StepOutcome, *, program: str = "training
 
     Call it on every process; all of them know the outcome.
     """
-    import sys
+    from accel_scale.launching.last_word import say_last
 
     if accelerator.is_main_process:
-        print(f"{program}: the guard stops the run: {outcome.reason}", file=sys.stderr, flush=True)
+        say_last(f"{program}: the guard stops the run: {outcome.reason}")
     accelerator.wait_for_everyone()  # the launcher ends the others as soon as one has left
     let_go_of_collectives()
     accelerator.end_training()

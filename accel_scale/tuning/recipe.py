@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_scale.errors import ConfigError
-from accel_scale.reporting.summary import without_secrets
+from accel_scale.secrets import is_secret
 from accel_scale.training.flags import build_parser, parse_flags
 
 # Flags that a trial cannot leave to the user, with what to do instead.
@@ -138,7 +138,7 @@ def fixed_flags(
                 fix=f"leave it out here, or remove {searched[name]}.",
             )
         values[name], origins[name] = plain(parsed.explicit[name]), f"--{name}"
-    for name in sorted(values.keys() - without_secrets(values).keys()):
+    for name in sorted(filter(is_secret, values)):
         raise ConfigError(
             f"{name} would be written to a file for every trial.",
             place=origins[name],

@@ -59,7 +59,8 @@ def test_a_folder_that_is_read_is_not_written(tmp_path, monkeypatch, how):
         source = str(tmp_path / "adapter")
     with pytest.raises(ConfigError, match="overwritten") as refused:
         OutputFolder(output, "sft.py", {"--model_name_or_path": [source]}).check()
-    assert refused.value.place == "--output_dir" and refused.value.fix
+    assert refused.value.place == "--output_dir"
+    assert refused.value.fix
     assert (model / "model.safetensors").read_bytes() == b"weights of value"
 
 
@@ -138,7 +139,8 @@ def test_a_record_follows_the_files(tmp_path):
     assert json.loads((staged / RUN_FILE).read_text())["program"] == "sft.py"
     for path in staged.iterdir():
         path.replace(tmp_path / "run" / path.name)
-    assert is_own(tmp_path / "run" / "README.md") and is_own(tmp_path / "run" / "absent")
+    assert is_own(tmp_path / "run" / "README.md")
+    assert is_own(tmp_path / "run" / "absent")
 
 
 HOLD = """

@@ -1,0 +1,38 @@
+"""A worker without torch for the tests of launches' ends: ``ends_run.py MODE FOLDER``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from accel_scale.errors import ConfigError, user_errors
+from accel_scale.launching.begin import begin
+
+PROGRAM = "ends_run.py"
+
+
+def main(mode: str, folder: Path) -> None:
+    rank = os.environ.get("RANK", "0")
+    if mode == "refuse":
+        raise ConfigError("is wrong.", place="--flag", fix="mend it.")
+    if mode == "crash on the last rank" and int(rank) + 1 == int(os.environ.get("WORLD_SIZE", "1")):
+        raise KeyError("no such thing")
+    if mode == "stuck":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    child = os.fork()  # a data loader's worker, or one of a pool that prepares data
+    if child == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(120)
+        os._exit(0)
+    (folder / f"{rank}.part").write_text(f"{os.getpid()} {child}")
+    (folder / f"{rank}.part").rename(folder / f"{rank}.pids")
+    time.sleep(120)
+
+
+if __name__ == "__main__":
+    begin(PROGRAM)
+    with user_errors(PROGRAM):
+        main(sys.argv[1], Path(sys.argv[2]))
