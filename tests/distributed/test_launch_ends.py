@@ -49,7 +49,8 @@ def test_the_cause_is_the_last_line(real_python, repository, tmp_path, launcher,
         capture_output=True, text=True, cwd=repository, env={**os.environ, **ENVIRONMENT}, timeout=120,
     )  # fmt: skip
     lines = [line for line in done.stderr.splitlines() if line.strip()]
-    assert done.returncode == 1 and lines[-1] == last, done.stderr
+    assert lines[-1] == last, done.stderr
+    assert done.returncode == 1
     assert lines.count(last) == times  # at once by one rank, and after the launcher's report
 
 
