@@ -193,6 +193,7 @@ def test_result_has_the_asked_dtype_and_the_tokenizer(shared_data, tmp_path):
     assert result.max_logit_diff > 0  # rounding shows
     written = {path.name for path in (tmp_path / "merged").iterdir()}
     assert written == {
+        "_run.json",
         "config.json",
         "generation_config.json",
         "model.safetensors",
