@@ -190,6 +190,7 @@ def train(run: Run, started: float) -> dict[str, Any]:
     from accel_scale.training.guard import Guard
     from accel_scale.training.guard_settings import settings_from
     from accel_scale.training.guarded_step import GuardedStep, stop_run
+    from accel_scale.training.learning import WeightsBefore, refuse_unlearnt
     from accel_scale.training.loop_watch import LoopWatch
     from accel_scale.training.meters import ThroughputMeter
     from accel_scale.training.pretrain_report import Report
@@ -215,6 +216,7 @@ def train(run: Run, started: float) -> dict[str, Any]:
     report = Report(run, MetricsLog(args.output_dir, run.is_main, resumed_step=run.step), ThroughputMeter(), started)
     watch = LoopWatch(accelerator, run.model, run.optimizer, report.meter, run.plan)
     report.start()
+    before, first_step = WeightsBefore.of(run.model), run.step
     run.model.train()
     why_stopped = None
     with step_profiler(args.profile_steps, args.output_dir, is_main=run.is_main) as profiler:
@@ -246,6 +248,8 @@ def train(run: Run, started: float) -> dict[str, Any]:
                 manager.save(run.step, run_state(run), final=is_end)
             watch.resume_watch()
     manager.finish()
+    if run.step > first_step and why_stopped != "a signal":
+        refuse_unlearnt(run.model, before=before, num_steps=run.step - first_step, last_loss=report.last_loss)
     verified = save_model(run, report, why_stopped)
     summary = report.end(verified, why_stopped, watch.report())
     manager.close()

@@ -31,7 +31,7 @@ from trl import ScriptArguments  # noqa: E402
 from accel_scale.training.arguments import ScaleArguments  # noqa: E402
 from accel_scale.training.config import RecipeModelConfig, RecipeSFTConfig  # noqa: E402
 from accel_scale.training.flags import ParsedFlags, parse_flags  # noqa: E402
-from accel_scale.training.guard_arguments import TrainerGuardArguments  # noqa: E402
+from accel_scale.training.guard_arguments import TrainerGuardArguments, guard_for  # noqa: E402
 from accel_scale.training.parallel_arguments import SequenceArguments  # noqa: E402
 
 gc.enable()
@@ -153,7 +153,6 @@ def check(run: Run) -> None:
     values = run.settings.values
     findings = check_run(RunSettings.from_flags(values, run.settings.sources), run.launch, run.start.machine)
     refuse_errors(findings)
-    run.guard = run.settings.build(TrainerGuardArguments).settings()
     optim = values.get("optim", RecipeSFTConfig.optim)
     notes = check_optimizer(
         optim,
@@ -166,7 +165,10 @@ def check(run: Run) -> None:
         optim_args=values.get("optim_args"),
         place=run.settings.sources.get("optim", "--optim"),
     )
+    guard_args, guard_place = run.settings.build(TrainerGuardArguments), run.settings.sources.get("guard")
+    run.guard, unguarded = guard_for(guard_args, optim, place=guard_place)
     advice = [
+        unguarded,
         fragmentation_advice(device_type=run.device_type),
         paged_optimizer_advice(method=run.settings.method, optim=optim, device_type=run.device_type),
     ]

@@ -123,12 +123,6 @@ def resolve(script: str, own: list[str], rest: list[str], *, stop: Stop) -> Sear
     """Flags, space, launch file and study brought together; all that can be refused is refused here."""
     parsed = parse_flags((TuneArguments,), own, program=PROGRAM, description=__doc__)
     args = TuneArguments(**parsed.explicit)
-    for name in ("num_trials", "timeout", "trial_timeout"):
-        value = getattr(args, name)
-        if value is not None and not value > 0:
-            raise ConfigError(f"--{name} {value:g} leaves nothing to do.", place=parsed.place(name), fix="raise it.")
-    if args.prune_after < 0:
-        raise ConfigError("--prune_after is a step.", place=parsed.place("prune_after"), fix="use 0 or more.")
     try:
         import optuna
     except ImportError:

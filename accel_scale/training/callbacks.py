@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from accel_scale.errors import ConfigError
 from accel_scale.launching.begin import begin_process
 from accel_scale.training.guard_mixin import GuardMixin
+from accel_scale.training.learning import LearningMixin, refuse_unlabelled
 from accel_scale.training.output_mixin import OutputFolderMixin
 from accel_scale.training.preparing import prepare_model, strategy_of
 from accel_scale.training.recovery_mixin import MemoryRecoveryMixin
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from accel_scale.plugin import ScalePlugin
 
 
-class ScaleTrainerMixin(GuardMixin, MemoryRecoveryMixin, OutputFolderMixin, AtomicSavingMixin):
+class ScaleTrainerMixin(LearningMixin, GuardMixin, MemoryRecoveryMixin, OutputFolderMixin, AtomicSavingMixin):
     """Put before a trainer class: the plugin's settings, its guard, recovery when memory runs out, atomic saving, and
     the first checkpoint read back.
 
@@ -28,6 +29,7 @@ class ScaleTrainerMixin(GuardMixin, MemoryRecoveryMixin, OutputFolderMixin, Atom
     """
 
     scale: ScalePlugin
+    flag = "{}"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         begin_process()
@@ -40,6 +42,8 @@ class ScaleTrainerMixin(GuardMixin, MemoryRecoveryMixin, OutputFolderMixin, Atom
             )
         self._adapt_arguments(training_args)
         super().__init__(*args, **kwargs)
+        for what, rows in (("training", self.train_dataset), ("evaluation", self.eval_dataset)):
+            refuse_unlabelled(rows, what=what, max_length=getattr(self.args, "max_length", None), flag=self.flag)
         self.verify_first_checkpoint = bool(self.scale.verify_first_checkpoint)
         self.guard_settings = self.scale.guard_settings()
         self.model = prepare_model(

@@ -15,6 +15,7 @@ from typing import Any, NoReturn, get_args, get_type_hints
 import yaml
 
 from accel_scale.errors import ConfigError
+from accel_scale.training.flag_ranges import check_ranges
 
 CONFIG_FLAGS = ("--config_file", "--config-file", "--config")
 # Keys that only an Accelerate launch file has.
@@ -112,8 +113,8 @@ def parse_flags(
     """Read `argv` (default: the process's) and the YAML file it names.
 
     Raises:
-        ConfigError: unknown key, wrong type or bad choice, with file, line, key and the nearest right one; an
-            Accelerate launch file given as the recipe's file.
+        ConfigError: unknown key, wrong type or bad choice, with file, line, key and the nearest right one; a number
+            outside its flag's range; an Accelerate launch file given as the recipe's file.
     """
     parser = build_parser(dataclass_types, program=program, description=description)
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -122,7 +123,9 @@ def parse_flags(
     explicit, origins = _read_yaml(parser, Path(path)) if path else ({}, {})
     explicit.update(command_line)
     origins.update({name: f"--{name}" for name in command_line})
-    return ParsedFlags(explicit, origins, Path(path) if path else None, program)
+    parsed = ParsedFlags(explicit, origins, Path(path) if path else None, program)
+    check_ranges(explicit, parsed.place)
+    return parsed
 
 
 def _parse_command_line(parser: argparse.ArgumentParser, argv: list[str]) -> dict[str, Any]:

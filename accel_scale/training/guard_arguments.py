@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from accel_scale.errors import ConfigError
 from accel_scale.training.arguments import _flag
 from accel_scale.training.guard_settings import POLICIES, GuardSettings, settings_from
+from accel_scale.training.optimizer_specs import steps_in_backward
 
 
 @dataclass
@@ -37,11 +39,38 @@ class GuardArguments:
 
 @dataclass
 class TrainerGuardArguments(GuardArguments):
-    """As `GuardArguments`, off by default and without going back, which a trainer's loop cannot."""
+    """As `GuardArguments`, without going back, which a trainer's loop cannot."""
 
     guard: str = _flag(
-        "off",
+        "skip",
         "A step whose loss or gradient norm is not finite or spikes. skip: it is not taken; lower_lr: a spike is "
         "taken at a lower learning rate; stop; off: every step is taken.",
         choices=tuple(policy for policy in POLICIES if policy != "rollback"),
+    )
+
+
+def guard_for(arguments: GuardArguments, optimizer: str, *, place: str | None) -> tuple[GuardSettings, str | None]:
+    """What a run is guarded by, and a note where it cannot be and nobody has asked for it.
+
+    Args:
+        optimizer: A name of ``--optim``.
+        place: Where ``--guard`` was set; None: it has its default.
+
+    Raises:
+        ConfigError: for a value that cannot be honoured, or an optimizer whose steps nobody can judge.
+    """
+    if not steps_in_backward(optimizer) or arguments.guard == "off":
+        return arguments.settings(), None
+    if place is not None:
+        raise unjudgeable(optimizer, place=place)
+    note = f"{optimizer} changes weights in the backward pass, so nothing guards its steps (--guard off)."
+    return settings_from(replace(arguments, guard="off")), note
+
+
+def unjudgeable(optimizer: str, *, place: str = "--guard") -> ConfigError:
+    """Why steps of `optimizer` cannot be guarded."""
+    return ConfigError(
+        f"{optimizer} changes weights in the backward pass, before anybody can judge the step.",
+        place=place,
+        fix="use another --optim, or --guard off.",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from transformers.trainer_callback import ExportableState
 
 from accel_scale.errors import ConfigError
 from accel_scale.training.guard import Guard
+from accel_scale.training.guard_arguments import unjudgeable
 from accel_scale.training.guard_settings import GuardSettings
+from accel_scale.training.optimizer_specs import steps_in_backward
 from accel_scale.training.row_ids import number_rows, take_row_ids
 from accel_scale.training.step_gate import StepGate, make_gate
 from accel_scale.training.step_judge import MicroBatch, StepJudge, StepOutcome, stop_run
@@ -27,10 +30,12 @@ class GuardMixin:
     Attributes:
         guard_settings: None, or a policy of ``off``, leaves the trainer as it is.
         guard: That of the last `train`, None before.
+        skipped: Steps of the last `train` that it did not take, as `refuse_unlearnt` asks for them.
     """
 
     guard_settings: GuardSettings | None = None
     guard: Guard | None = None
+    skipped: Mapping[str, Any] = {}
     _gate: StepGate | None = None
     _judge: StepJudge | None = None
 
@@ -48,6 +53,7 @@ class GuardMixin:
         self._parts: list[MicroBatch] = []
         self._row_ids: list[Any] = []
         self._logged_steps, self._logged_drops, self._dropped_loss = 0, 0, 0.0
+        self.skipped = {}
         trainer.add_callback(GuardState())
         try:
             return super().train(*args, **kwargs)  # type: ignore[misc]
@@ -120,7 +126,13 @@ class GuardMixin:
         if outcome.action == "stop":
             raise _Stop(outcome)
         self._logged_steps += 1
-        if decision.is_event and not outcome.taken:
+        is_dropped = decision.is_event and not outcome.taken
+        self.skipped = {
+            "num_skipped": self.skipped.get("num_skipped", 0) + is_dropped,
+            "skipped_at_end": self.skipped.get("skipped_at_end", 0) + 1 if is_dropped else 0,
+            "why_skipped": outcome.reason or "",
+        }
+        if is_dropped:
             self._logged_drops += 1
             self._dropped_loss = outcome.loss
             trainer._tr_loss.copy_(self._logged_before)  # a sum with NaN in it never becomes a number again
@@ -158,12 +170,8 @@ def check_trainer(trainer: Any, settings: GuardSettings | None) -> None:
             fix="use skip, lower_lr or stop here; recipes/pretrain.py and loops with GuardedStep can roll back.",
         )
     name = str(getattr(trainer.args, "optimizer_name", getattr(trainer.args.optim, "value", trainer.args.optim)))
-    if "layerwise" in name or "lomo" in name:
-        raise ConfigError(
-            f"{name} changes weights in the backward pass, before anybody can judge the step.",
-            place="--guard",
-            fix="use another --optim, or --guard off.",
-        )
+    if steps_in_backward(name):
+        raise unjudgeable(name)
 
 
 class GuardState(TrainerCallback, ExportableState):

@@ -178,6 +178,11 @@ def optimizer_spec(name: str) -> OptimizerSpec:
     raise ConfigError(f"{name!r} is not an optimizer.", place="--optim", fix=f"use one of {', '.join(OPTIMIZERS)}.")
 
 
+def steps_in_backward(name: str) -> bool:
+    """Whether `name` changes weights in the backward pass, before anybody can look at the step as a whole."""
+    return "layerwise" in name or "lomo" in name
+
+
 def state_bytes_per_parameter(name: str, *, weight_bytes: float = 4.0) -> float | None:
     """Bytes of optimizer state per trained parameter, in matrices of 4096 values and more.
 

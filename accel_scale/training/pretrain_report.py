@@ -157,6 +157,11 @@ class Report:
         self._log({"eval_loss": evaluation.loss, "perplexity": evaluation.perplexity})
         run.say(f"step {run.step:>6,}  validation loss {evaluation.loss:.4f}  perplexity {evaluation.perplexity:,.2f}")
 
+    @property
+    def last_loss(self) -> float | None:
+        """Of the last step that was logged."""
+        return self.losses[-1] if self.losses else None
+
     def rolled_back(self) -> None:
         """Drop what was logged after the step that the run has gone back to."""
         from accel_scale.reporting.metrics_log import MetricsLog

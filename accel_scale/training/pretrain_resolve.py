@@ -58,18 +58,8 @@ def refuse_contradictions(parsed: ParsedFlags) -> None:
     if given.get("validation_data") and "validation_share" in given:
         problem = "--validation_data and --validation_share both say what is held out."
         raise _refuse(parsed, "validation_share", problem, "keep one.")
-    for name, least in (
-        ("max_grad_norm", 0.0),
-        ("max_length", 1),
-        ("logging_steps", 0),
-        ("keep_last", 0),
-        ("eval_rows", 0),
-    ):
-        if name in given and not given[name] > least:
-            raise _refuse(parsed, name, f"{given[name]} is too small.", f"use more than {least:g}.")
-    for name in ("eval_steps", "save_steps", "sample_tokens", "profile_steps"):
-        if given.get(name) is not None and given[name] < 0:
-            raise _refuse(parsed, name, f"{given[name]} is negative.", "use 0 or more.")
+    if given.get("max_grad_norm") == 0:
+        raise _refuse(parsed, "max_grad_norm", "gradients are always clipped here.", "use more than 0.")
 
 
 def _refuse(parsed: ParsedFlags, name: str, problem: str, fix: str) -> ConfigError:
@@ -98,8 +88,6 @@ def _refuse_lengths(parsed: ParsedFlags) -> None:
     given = parsed.explicit
     if given.get("max_steps", -1) > 0 and given.get("max_tokens"):
         raise _refuse(parsed, "max_tokens", "--max_steps and --max_tokens both say how long.", "keep one.")
-    if "max_steps" in given and given["max_steps"] < 1:
-        raise _refuse(parsed, "max_steps", f"{given['max_steps']} steps train nothing.", "use 1 or more.")
     if given.get("max_train_time"):
         parse_duration(given["max_train_time"], place=parsed.place("max_train_time"))
 

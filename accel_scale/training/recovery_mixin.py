@@ -11,6 +11,7 @@ import torch
 from accel_scale.training.batch_splitting import Part
 from accel_scale.training.fast_loss import FastLossMixin
 from accel_scale.training.memory_recovery import MemoryRecovery, smaller_batch_advice
+from accel_scale.training.optimizer_specs import steps_in_backward
 
 
 class MemoryRecoveryMixin:
@@ -126,7 +127,7 @@ class MemoryRecoveryMixin:
 def _obstacle(trainer: Any) -> str | None:
     """Why a step of `trainer` cannot be taken again in parts; None if it can."""
     name = str(getattr(trainer.args, "optimizer_name", getattr(trainer.args.optim, "value", trainer.args.optim)))
-    if "layerwise" in name or "lomo" in name:
+    if steps_in_backward(name):
         return f"{name} has already changed weights in the backward pass"
     parallelism = trainer.accelerator.parallelism_config
     is_spread = parallelism is not None and (

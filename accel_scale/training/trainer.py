@@ -16,6 +16,7 @@ from accel_scale.training.exact_match import ExactMatch, exact_match
 from accel_scale.training.fast_loss import FastLossMixin
 from accel_scale.training.guard_mixin import GuardMixin
 from accel_scale.training.guard_settings import GuardSettings
+from accel_scale.training.learning import LearningMixin, refuse_unlabelled
 from accel_scale.training.meters import ThroughputMeter
 from accel_scale.training.output_mixin import OutputFolderMixin
 from accel_scale.training.precision import enable_fp16_on_cpu
@@ -27,6 +28,7 @@ from accel_scale.training.sequence_mixin import SequenceParallelMixin
 
 
 class _Base(
+    LearningMixin,
     SequenceParallelMixin,
     GuardMixin,
     MemoryRecoveryMixin,
@@ -71,6 +73,8 @@ class ScaleSFTTrainer(_Base, SFTTrainer):
         self.meter = ThroughputMeter()
         self.answered: dict[str, ExactMatch] = {}
         super().__init__(**kwargs)
+        for what, rows in (("training", self.train_dataset), ("evaluation", self.eval_dataset)):
+            refuse_unlabelled(rows, what=what, max_length=self.args.max_length)
         enable_fp16_on_cpu(self.accelerator)
         self.verify_first_checkpoint = verify_first_checkpoint
         self.recover_from_oom = recover_from_oom

@@ -28,6 +28,7 @@ LOG_NAME, FLAGS_NAME = "trial.log", "flags.yaml"
 RECORDS = frozenset({LOG_NAME, FLAGS_NAME, "metrics.jsonl", "run_summary.json"})
 _POLL_SECONDS = 0.2
 _LOG_TAIL_LINES = 20
+_LOSSES = ("loss", "eval_loss")
 
 
 class TrialFailed(Exception):
@@ -117,6 +118,8 @@ def _follow(trial: optuna.Trial, settings: TrialSettings, launch: Launch, folder
     if last is None:
         seen = ", ".join(sorted(metrics.seen)) or "nothing"
         raise TrialFailed(f"no {settings.metric} in metrics.jsonl; it has {seen}")
+    if last == 0 and settings.metric in _LOSSES:
+        raise TrialFailed(f"{settings.metric} is exactly 0: no row had a token that the loss is taken on")
     return last
 
 

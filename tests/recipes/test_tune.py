@@ -207,7 +207,7 @@ def test_what_cannot_be_searched_is_said_before_any_launch(tune: Any, repository
         (["--space", str(space)], "the recipe to search comes first"),
         ([str(SMALL)], "has no space of its own"),
         ([*base, "--num_trial", "3"], "did you mean --num_trials?"),
-        ([*base, "--num_trials", "0"], "leaves nothing to do"),
+        ([*base, "--num_trials", "0"], "num_trials cannot be 0"),
         ([*base, "--storage", "study.db"], "no storage URL"),
         ([*base, "--storage", "nosuch://user:hunter2@host/db"], "cannot be used"),
         ([*base, "--launch_file", str(space)], "space.yaml"),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from accel_scale.errors import ConfigError
 from accel_scale.training.guard import Guard
-from accel_scale.training.guard_arguments import GuardArguments, TrainerGuardArguments
+from accel_scale.training.guard_arguments import GuardArguments, TrainerGuardArguments, guard_for
 from accel_scale.training.guard_events import append_event, console_line, read_events
 from accel_scale.training.guard_settings import GuardSettings, settings_from
 from accel_scale.training.running_estimate import RunningEstimate
@@ -264,12 +264,24 @@ def test_settings_that_cannot_be_honoured_are_refused(wrong: dict, place: str) -
 
 def test_flags_that_would_do_nothing_are_refused() -> None:
     assert settings_from(GuardArguments(guard_window=64)) == GuardSettings(window=64)
-    assert TrainerGuardArguments().settings().policy == "off"
+    assert TrainerGuardArguments().settings().policy == "skip"
     with pytest.raises(ConfigError, match="does nothing with --guard off"):
-        settings_from(TrainerGuardArguments(guard_window=64))
+        settings_from(TrainerGuardArguments(guard="off", guard_window=64))
     with pytest.raises(ConfigError, match="does nothing with --guard skip"):
         settings_from(GuardArguments(guard_lr_factor=0.5))
+    assert guard_for(TrainerGuardArguments(), "adamw_torch", place=None) == (GuardSettings(), None)
     assert settings_from(GuardArguments(guard="lower_lr", guard_lr_factor=0.5)).lr_factor == 0.5
+
+
+def test_an_optimizer_whose_steps_cannot_be_judged_has_no_guard_unless_one_is_asked_for() -> None:
+    settings, note = guard_for(TrainerGuardArguments(), "adalomo", place=None)
+    assert settings.policy == "off"
+    assert "adalomo" in str(note)
+    with pytest.raises(ConfigError, match="in the backward pass") as caught:
+        guard_for(TrainerGuardArguments(), "galore_adamw_layerwise", place="run.yaml:3")
+    assert caught.value.place == "run.yaml:3"
+    with pytest.raises(ConfigError, match="does nothing with --guard off"):
+        guard_for(TrainerGuardArguments(guard_window=64), "lomo", place=None)
 
 
 def test_events_are_strict_json_and_come_back(tmp_path) -> None:

@@ -1,0 +1,298 @@
+"""A run that learnt nothing is an error: no labels, no steps, weights that are not finite or as they were."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import TrainerCallback
+
+from accel_scale.errors import ConfigError
+from accel_scale.training.gathering import gather_values, is_partitioned, unwrap
+from accel_scale.training.loss import IGNORED_LABEL
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from torch import nn
+
+# Rows read at once while a first label is looked for.
+_ROWS_PER_READ = 1000
+# Values of every trained tensor that are compared before and after.
+_SAMPLED_VALUES = 256
+_VALUES_PER_COUNT = 1 << 24
+# In a row, after which it is the weights and not the rows.
+_SKIPPED_AT_END = 3
+# Optimizer steps of a stream without one label after which no more are waited for.
+_STEPS_WITHOUT_LABELS = 8
+
+
+class NothingLearnt(ConfigError):
+    """The run would end, or has ended, without having trained the model."""
+
+
+def has_labels(dataset: Dataset) -> bool:
+    """Whether any row of tokenised rows has a token that the loss is taken on.
+
+    Reads up to the first one: a batch of rows where all is well. The first token of a document has no predictor.
+    """
+    import numpy as np
+    import pyarrow as pa
+
+    columns = [name for name in ("labels", "seq_lengths") if name in dataset.column_names]
+    if "labels" not in columns:
+        return len(dataset) > 0
+    for table in dataset.select_columns(columns).with_format("arrow").iter(batch_size=_ROWS_PER_READ):
+        labels = table.column("labels").combine_chunks()
+        if not (pa.types.is_list(labels.type) or pa.types.is_large_list(labels.type)):
+            return True  # one label a row, of a classifier
+        packed = len(columns) > 1
+        lengths = table.column("seq_lengths").combine_chunks().flatten() if packed else labels.value_lengths()
+        kept = labels.flatten().to_numpy(zero_copy_only=False) != IGNORED_LABEL
+        starts = np.cumsum(np.concatenate([[0], lengths.to_numpy(zero_copy_only=False)[:-1]])).astype(np.int64)
+        kept[starts[starts < len(kept)]] = False
+        if kept.any():
+            return True
+    return False
+
+
+def refuse_unlabelled(dataset: Any, *, what: str, max_length: int | None, flag: str = "--{}") -> None:
+    """Refuse tokenised rows that the loss would be taken on nowhere; streams are followed while they train.
+
+    Args:
+        dataset: Rows as the trainer feeds them.
+        what: ``training`` or ``evaluation``.
+        max_length: Tokens that a row was cut to.
+        flag: How a setting is written where it is set.
+
+    Raises:
+        NothingLearnt: if there is no label.
+    """
+    from datasets import Dataset
+
+    if isinstance(dataset, Dataset) and not has_labels(dataset):
+        raise _no_labels(f"no {what} row", max_length, flag)
+
+
+def _no_labels(rows: str, max_length: int | None, flag: str) -> NothingLearnt:
+    if max_length is None:
+        place, fix = flag.format("dataset_name"), "check that completions are not empty."
+    else:
+        rows += f", cut to {max_length} tokens,"
+        place = flag.format("max_length")
+        fix = (
+            f"use a larger {flag.format('max_length')}, or {flag.format('truncation_mode')} keep_end; check that "
+            "completions are not empty."
+        )
+    return NothingLearnt(f"{rows} has a token that the loss is taken on.", place=place, fix=fix)
+
+
+@dataclass(frozen=True)
+class WeightsBefore:
+    """What is remembered of the trained weights when training begins.
+
+    Attributes:
+        sample: Some values of every tensor that this process holds.
+        not_finite: How many values of a tensor are not finite here, where there are any.
+    """
+
+    sample: Mapping[str, torch.Tensor]
+    not_finite: Mapping[str, int]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> WeightsBefore:
+        """Those of `model` as it is."""
+        return cls({name: _some_of(held) for name, held in _trained(model) if held.numel()}, count_not_finite(model))
+
+    def have_changed(self, model: nn.Module) -> bool:
+        """Whether any value differs now, on any process; True where nothing could be sampled. Collective."""
+        now = {name: _some_of(held) for name, held in _trained(model) if held.numel()}
+        pairs = [(before, now[name]) for name, before in self.sample.items() if name in now]
+        mine = [not torch.equal(before, after) for before, after in pairs if before.shape == after.shape]
+        everyones = [flag for flags in gather_values(mine) for flag in flags]
+        return any(everyones) or not everyones
+
+    def newly_broken(self, model: nn.Module) -> str | None:
+        """Name of a tensor with more values that are not finite than it began with, on any process. Collective."""
+        found = count_not_finite(model).items()
+        mine = next((name for name, count in found if count > self.not_finite.get(name, 0)), None)
+        return next((name for name in gather_values(mine) if name is not None), None)
+
+
+def count_not_finite(model: nn.Module) -> dict[str, int]:
+    """How many values of each trained tensor, as held here, are NaN or infinite; only those with any.
+
+    One pass and one wait for the device where all is well: a sum is finite only if all its terms are.
+    """
+    held = {name: part for name, part in _trained(model) if part.numel()}
+    if not held:
+        return {}
+    device = next(iter(held.values())).device
+    sums = torch.stack([part.sum(dtype=torch.float32).to(device) for part in held.values()])
+    suspects = [part for part, is_fine in zip(held.items(), sums.isfinite().tolist(), strict=True) if not is_fine]
+    counts = {
+        name: sum(int((~chunk.isfinite()).sum()) for chunk in part.reshape(-1).split(_VALUES_PER_COUNT))
+        for name, part in suspects
+    }
+    return {name: count for name, count in counts.items() if count}
+
+
+def _trained(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every trained tensor as held here: whole, or this rank's part."""
+    for name, parameter in unwrap(model).named_parameters():
+        if not parameter.requires_grad or not parameter.is_floating_point():
+            continue
+        held: Any = parameter.ds_tensor if is_partitioned(parameter) else parameter.detach()  # type: ignore[attr-defined]
+        yield name, held.to_local() if hasattr(held, "to_local") else held
+
+
+def _some_of(held: torch.Tensor) -> torch.Tensor:
+    flat = held.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // _SAMPLED_VALUES)][:_SAMPLED_VALUES].clone()
+
+
+def refuse_unlearnt(
+    model: nn.Module,
+    *,
+    before: WeightsBefore,
+    num_steps: int,
+    must_change: bool = True,
+    num_skipped: int = 0,
+    skipped_at_end: int = 0,
+    why_skipped: str = "",
+    last_loss: float | None = None,
+    flag: str = "--{}",
+) -> None:
+    """The end of a run: refuse to call a model trained that is not. Call it on every process.
+
+    Args:
+        before: The weights when training began.
+        num_steps: Optimizer steps that this process has seen since then, those that were skipped included.
+        must_change: Weights that are as they were are an error.
+        num_skipped, skipped_at_end: Of them, those that the guard did not take, and how many the last ones are.
+        why_skipped: The guard's reason for the last of them.
+        last_loss: The last one of a step that was taken.
+        flag: How a setting is written where it is set.
+
+    Raises:
+        NothingLearnt: naming what is wrong and what to change.
+    """
+    rate, guard = flag.format("learning_rate"), flag.format("guard")
+    if num_steps < 1:
+        raise NothingLearnt(
+            "training ended without a step: the data gave no batch.",
+            place=flag.format("dataset_name"),
+            fix=f"check that rows are left after filtering and cutting to {flag.format('max_length')}.",
+        )
+    broken = before.newly_broken(model)
+    if broken is not None:
+        raise NothingLearnt(
+            f"training has left weights that are not finite ({broken}); they are not saved as the result.",
+            place=rate,
+            fix=f"lower it, train in bf16 in place of fp16, and use {guard} skip.",
+        )
+    if 2 * num_skipped > num_steps or skipped_at_end >= _SKIPPED_AT_END:
+        at_end = f", nor any of the last {skipped_at_end}" if skipped_at_end > 1 else ""
+        raise NothingLearnt(
+            f"the guard did not take {num_skipped} of the {num_steps} steps{at_end}: {why_skipped}.",
+            place=guard,
+            fix=f"look at guard_events.jsonl: is it all rows, lower {rate} or look at the weights it began with.",
+        )
+    if last_loss is not None and not math.isfinite(last_loss):
+        raise NothingLearnt(f"the last loss was {last_loss}.", place=rate, fix=f"lower it, and use {guard} skip.")
+    if last_loss == 0 and must_change:
+        raise _no_labels("the last loss was exactly 0: no row", None, flag)
+    if must_change and not before.have_changed(model):
+        raise NothingLearnt(
+            f"no weight has changed in {num_steps} steps.",
+            place=rate,
+            fix="raise it, shorten the warm-up or train longer; bf16_true rounds small steps away, fp16 overflows.",
+        )
+
+
+class LearningMixin:
+    """Put before an HF or TRL trainer class: `train` refuses to end well where nothing was learnt.
+
+    That there was no label at all, and that weights are as they were, are errors where batches have labels: a reward
+    may well be zero.
+
+    Attributes:
+        flag: How a setting is written where the user sets it.
+    """
+
+    flag: str = "--{}"
+    _before: WeightsBefore | None = None
+    _first_step = 0
+    _num_labelled: Any = None
+    _num_batches = 0
+    _is_empty = _has_labels = False
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        trainer: Any = self
+        trainer.add_callback(_Begin(self))
+        try:
+            result = super().train(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            trainer.remove_callback(_Begin)
+        self._refuse_unlearnt()
+        return result
+
+    def begin(self, step: int) -> None:
+        """Call when everything is prepared and a checkpoint's weights are there."""
+        trainer: Any = self
+        self._first_step, self._num_labelled, self._num_batches = step, None, 0
+        self._is_empty = self._has_labels = False
+        self._before = WeightsBefore.of(trainer.model)
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        batches, num_items = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+        self._is_empty = self._num_batches == 0 and not batches
+        self._num_batches += len(batches)
+        if batches and isinstance(batches[0], Mapping) and "labels" in batches[0]:
+            self._has_labels = True
+        if num_items is not None:  # a tensor stays on its device
+            self._num_labelled = num_items if self._num_labelled is None else self._num_labelled + num_items
+        if self._steps_seen == _STEPS_WITHOUT_LABELS:
+            self._refuse_unlabelled()
+        return batches, num_items
+
+    @property
+    def _steps_seen(self) -> int:
+        trainer: Any = self
+        return int(trainer.state.global_step - self._first_step)
+
+    def _refuse_unlabelled(self) -> None:
+        trainer: Any = self
+        if self._num_labelled is not None and not any(gather_values(int(self._num_labelled))):
+            rows = f"no row of the first {self._steps_seen} steps"
+            raise _no_labels(rows, getattr(trainer.args, "max_length", None), self.flag)
+
+    def _refuse_unlearnt(self) -> None:
+        trainer: Any = self
+        if self._before is None or (self._steps_seen == 0 and not self._is_empty):
+            return  # a finished run, or one that was asked to stop at once
+        if self._steps_seen:
+            self._refuse_unlabelled()
+        guard, skipped = getattr(trainer, "guard", None), getattr(trainer, "skipped", {})
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        refuse_unlearnt(
+            trainer.model,
+            before=self._before,
+            num_steps=self._steps_seen,
+            must_change=self._has_labels,
+            **skipped,
+            last_loss=(losses[-1] or None) if losses and guard is None else None,
+            flag=self.flag,
+        )
+
+
+class _Begin(TrainerCallback):
+    """Tells a `LearningMixin` when training begins."""
+
+    def __init__(self, trainer: LearningMixin) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer.begin(state.global_step)
