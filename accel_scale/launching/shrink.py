@@ -140,6 +140,13 @@ def shrink_config(
     return type(config).from_dict(new)
 
 
+def shrink_model_config(
+    config: PreTrainedConfig, *, vocab_size: int | None = None, **special_tokens: int | list[int] | None
+) -> PreTrainedConfig:
+    """`shrink_config` of a language model, or of each part of a model that has several."""
+    return shrink_config(config, vocab_size=vocab_size, **special_tokens)
+
+
 def chosen_layers(old: Mapping[str, Any], min_layers: int = MIN_LAYERS) -> list[int]:
     """Indices of the layers to keep: the first of every kind, and never fewer than `min_layers`."""
     num_layers = _first(old, _NUM_LAYERS)

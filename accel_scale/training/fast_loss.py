@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 from transformers.utils import ModelOutput
 
-from accel_scale.training.loss import chunked_cross_entropy, count_loss_tokens, gathered_head
+from accel_scale.training.loss import IGNORED_LABEL, chunked_cross_entropy, count_loss_tokens, gathered_head
 from accel_scale.training.vocabulary_parallel import held_head
 
 
@@ -27,7 +28,7 @@ class FastLossOutput(ModelOutput):
     num_correct: torch.Tensor | None = None
 
 
-def add_fast_lm_head(model: Any) -> None:
+def add_fast_lm_head(model: Any, *, from_logits: bool = False) -> None:
     """Let ``model(…, labels=…, fast_lm_head=True)`` return `FastLossOutput` by `chunked_cross_entropy`.
 
     ``shift_labels`` in place of ``labels`` are not shifted again: parts of rows need that (sequence parallelism).
@@ -36,7 +37,10 @@ def add_fast_lm_head(model: Any) -> None:
 
     Args:
         model: A `PreTrainedModel` with a causal language model head; of a `PeftModel`, its base model.
+        from_logits: Take the logits that the model itself computes, all of them at once, for a head that is more than
+            one product with a factor and a cap. The start check tells which models need that.
     """
+    model._loss_from_logits = from_logits
     if getattr(model, "_has_fast_lm_head", False):
         return
     previous = model.forward
@@ -50,8 +54,11 @@ def add_fast_lm_head(model: Any) -> None:
         num_items = kwargs.pop("num_items_in_batch", None)
         with_accuracy = kwargs.pop("with_accuracy", False)
         kwargs["use_cache"] = False
-        hidden = self.base_model(*args, **kwargs).last_hidden_state
-        result = head_loss(self, hidden, labels, num_items=num_items, shift=shift, return_num_correct=with_accuracy)
+        options = {"num_items": num_items, "shift": shift, "return_num_correct": with_accuracy}
+        if self._loss_from_logits:
+            result = logits_loss(previous(*args, **kwargs).logits, labels, **options)
+        else:
+            result = head_loss(self, self.base_model(*args, **kwargs).last_hidden_state, labels, **options)
         loss, num_correct = result if with_accuracy else (result, None)
         return FastLossOutput(loss=loss, num_correct=num_correct)
 
@@ -74,6 +81,21 @@ def head_loss(model: Any, hidden: torch.Tensor, labels: torch.Tensor, **options:
     with gathered_head(weight, bias):
         hidden, labels = hidden.to(weight.device), labels.to(weight.device)
         return chunked_cross_entropy(hidden, weight, labels, **transform, **options)
+
+
+def logits_loss(
+    logits: torch.Tensor, labels: torch.Tensor, *, num_items: Any = None, shift: bool = True, return_num_correct: bool
+) -> Any:
+    """What `chunked_cross_entropy` returns, of logits (batch, length, vocabulary) that are there."""
+    labels = labels.to(logits.device)
+    if shift:
+        logits, labels = logits[..., :-1, :], labels[..., 1:]
+    logits, labels = logits.flatten(0, -2).float(), labels.flatten()
+    total = F.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
+    is_labelled = labels.ne(IGNORED_LABEL)
+    divisor = torch.as_tensor(is_labelled.sum() if num_items is None else num_items, device=total.device)
+    loss = total / divisor.clamp(min=1)
+    return (loss, (logits.argmax(-1).eq(labels) & is_labelled).sum()) if return_num_correct else loss
 
 
 def head_transform(config: Any) -> tuple[float | None, float]:

@@ -1,0 +1,315 @@
+"""The questions that the start check asks of the twin, in order, and what it says where one is answered with no."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from accel_scale.errors import ConfigError
+from accel_scale.training.checkpointing import CheckpointingPolicy, apply_checkpointing
+from accel_scale.training.fast_loss import add_fast_lm_head
+
+if TYPE_CHECKING:
+    import torch
+    from peft import PeftConfig
+    from transformers import PreTrainedConfig
+
+    from accel_scale.training.start_check.isolation import Leak
+    from accel_scale.training.start_check.rows import RowKind, TinyBatch
+    from accel_scale.training.start_check.steps import Step
+
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """What will be trained, and how.
+
+    Args:
+        config: Of the model that will be loaded.
+        attention: What `resolve_attention` chose.
+        rows: How the recipe's rows come.
+        policy: Of activation checkpointing.
+        use_reentrant: Whether checkpointing is of the reentrant kind.
+        adapter: PEFT's configuration; None where the weights themselves are trained.
+        trust_remote_code: Whether code of the model's own may run.
+        packing_flag: What switches packing off in this recipe.
+        targets_given: Whether the user named the modules that get adapters.
+    """
+
+    config: PreTrainedConfig
+    attention: str
+    rows: RowKind
+    policy: CheckpointingPolicy
+    use_reentrant: bool = False
+    adapter: PeftConfig | None = None
+    trust_remote_code: bool = False
+    packing_flag: str = "--packing false"
+    targets_given: bool = False
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the run must do differently, and what the user should know.
+
+    Attributes:
+        loss_from_logits: The loss must be computed from the model's own logits: its head is more than a product.
+        untrained: Trainable weights that no gradient reaches, by their names in the twin.
+        exclude_modules: Names of modules whose adapters would never train.
+        notes: One line each.
+    """
+
+    loss_from_logits: bool = False
+    untrained: tuple[str, ...] = ()
+    exclude_modules: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def check_start(run: PlannedRun) -> Verdict:
+    """Train a small model of `run` for one step in every way that must agree, before anything large is loaded.
+
+    In fp32 on the CPU, by this process alone, whatever the strategy: every rank comes to the same answer. It finds a
+    factor on the logits of 0.98, a cap of 50, a document that sees another one through a mask, a state, a convolution
+    or the rows of its micro-batch, a token that sees the next one, gradients that recomputation changes by 0.2%, and
+    weights that no gradient reaches.
+
+    Raises:
+        ConfigError: where the run would train something else than it says, with what to switch.
+    """
+    from accel_scale.training.start_check.flash_on_cpu import attention_on_cpu
+    from accel_scale.training.start_check.twin import NoTwin, undisturbed
+
+    with undisturbed(), attention_on_cpu(run.attention) as attention:
+        try:
+            return _Check(run, attention).verdict()
+        except NoTwin as reason:
+            return Verdict(notes=(f"start check: skipped, {run.config.model_type} cannot be shrunk ({reason}).",))
+
+
+class _Check:
+    """One twin and the steps that are taken with it."""
+
+    def __init__(self, run: PlannedRun, attention: Any) -> None:
+        from accel_scale.training.start_check.rows import tiny_batch
+        from accel_scale.training.start_check.twin import build_twin
+
+        self.run, self.attention = run, attention
+        base = build_twin(run.config, attention=attention.built_with, trust_remote_code=run.trust_remote_code)
+        attention.switch_on(base)
+        self.base: Any = base
+        self.name = type(base).__name__
+        self.model: Any = _with_adapter(base, run) if run.adapter is not None else base
+        self.batch: TinyBatch = tiny_batch(run.rows)
+        self.logits: torch.Tensor | None = None
+
+    def verdict(self) -> Verdict:
+        own = self.own_step()
+        self.refuse_leak()
+        step, from_logits = self.recipe_step(own)
+        untrained = self.untrained(step)
+        excluded, notes = _adapters_to_leave_out(self.run, untrained, step.gradients)
+        if from_logits:
+            notes.append(
+                f"the loss is computed from {self.name}'s own logits, which takes more memory: its head is more than "
+                "one matrix product."
+            )
+        return Verdict(from_logits, tuple(untrained), tuple(excluded), tuple(notes))
+
+    def own_step(self) -> Step:
+        """The step by the model's own loss, without checkpointing."""
+        from accel_scale.training.start_check.steps import take_step
+        from accel_scale.training.start_check.twin import first_line
+
+        def own_loss(model: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
+            output = model(**inputs, use_cache=False)
+            self.logits = output.logits.detach()
+            return output.loss  # type: ignore[no-any-return]
+
+        try:
+            return take_step(self.model, self.batch.inputs, own_loss)
+        except Exception as error:
+            raise ConfigError(
+                f"{self.name} cannot take a step with {self.run.attention} attention on {_ROWS[self.run.rows]}: "
+                f"{type(error).__name__}: {first_line(error)}",
+                place="start check",
+                fix=self.what_works() or "train another model.",
+            ) from error
+
+    def what_works(self) -> str | None:
+        """Another attention, or the run without packing, with which the twin takes its step without a leak."""
+        for change, flag in _alternatives(self.run):
+            if _is_accepted(change):
+                return f"use {flag}."
+        return None
+
+    def refuse_leak(self) -> None:
+        """Stop where a token sees the next one, or a document another one."""
+        from accel_scale.training.start_check.isolation import find_leak
+
+        assert self.logits is not None
+        leak: Leak = find_leak(self.model, self.batch, self.logits)
+        if leak == "ahead":
+            decodes = getattr(self.run.config, "is_decoder", None)
+            raise ConfigError(
+                f"{self.name} is not causal: a token sees those that follow it, which are what it should predict.",
+                place="--model_name_or_path",
+                fix='set is_decoder: "is_decoder": true in its config.json.' if decodes is False
+                else "train a causal language model.",
+            )  # fmt: skip
+        if leak == "others" and self.run.rows in ("packed", "lanes"):
+            raise ConfigError(
+                f"{self.name} lets packed documents see each other with {self.run.attention} attention.",
+                place=self.run.packing_flag.split()[0],
+                fix=f"switch packing off for this model: {self.run.packing_flag}.",
+            )
+        if leak == "others":
+            raise ConfigError(
+                f"{self.name} lets the rows of a micro-batch see each other with {self.run.attention} attention.",
+                place="--per_device_train_batch_size",
+                fix="use 1, with gradient accumulation.",
+            )
+
+    def recipe_step(self, own: Step) -> tuple[Step, bool]:
+        """The step as the recipe takes it, and whether its loss must come from the model's own logits.
+
+        Raises:
+            ConfigError: if neither way gives the model's own loss and gradients, or checkpointing changes them.
+        """
+        policy = _for_few_layers(self.run.policy, self.base)
+        seen = []
+        for from_logits in (False, True):
+            add_fast_lm_head(self.base, from_logits=from_logits)
+            if policy.kind != "none":
+                apply_checkpointing(self.model, policy, use_reentrant=self.run.use_reentrant)
+                step, why_policy = self.compared(own)
+                if step is not None:
+                    return step, from_logits
+                apply_checkpointing(self.model, CheckpointingPolicy("none"))
+            step, why = self.compared(own)
+            if step is not None and policy.kind != "none":
+                raise self.policy_changes_gradients(own, why_policy)
+            if step is not None:
+                return step, from_logits
+            seen.append(why)
+        raise ConfigError(
+            f"the recipe's loss is not {self.name}'s own: {seen[-1]}.",
+            place="start check",
+            fix="train another model; this one's loss is more than cross-entropy of its logits.",
+        )
+
+    def compared(self, own: Step) -> tuple[Step | None, str]:
+        """The recipe's step if it equals `own`; else None and what is different."""
+        from accel_scale.training.start_check.steps import difference, take_step
+        from accel_scale.training.start_check.twin import first_line
+
+        try:
+            step = take_step(self.model, self.batch.inputs, _recipe_loss)
+        except Exception as error:
+            return None, f"{type(error).__name__}: {first_line(error)}"
+        gap = difference(step, own)
+        return (step, "") if gap.is_small else (None, str(gap))
+
+    def policy_changes_gradients(self, own: Step, what: str) -> ConfigError:
+        """The refusal of a checkpointing policy, naming one that leaves gradients as they are."""
+        works = "none"
+        for kind in ("full", "offload"):
+            if kind == self.run.policy.kind or (kind == "offload" and self.run.use_reentrant):
+                continue
+            apply_checkpointing(self.model, CheckpointingPolicy(kind), use_reentrant=self.run.use_reentrant)
+            if self.compared(own)[0] is not None:
+                works = kind
+                break
+        return ConfigError(
+            f"checkpointing policy {self.run.policy} changes {self.name}'s gradients: {what}.",
+            place="--checkpointing_policy",
+            fix=f"use {works}.",
+        )
+
+    def untrained(self, step: Step) -> list[str]:
+        from accel_scale.training.start_check.steps import untrained_weights
+
+        return untrained_weights(step)
+
+
+_ROWS = {"packed": "packed rows", "lanes": "packed rows", "padded": "padded rows", "stream": "rows of plain text"}
+
+
+def _recipe_loss(model: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
+    """What both recipes call: the sum over labelled tokens ÷ their number in the global batch."""
+    from accel_scale.training.loss import count_loss_tokens
+
+    num_items = count_loss_tokens(inputs["labels"])
+    return model(**inputs, num_items_in_batch=num_items, fast_lm_head=True).loss  # type: ignore[no-any-return]
+
+
+def _with_adapter(base: Any, run: PlannedRun) -> Any:
+    from accel_scale.training.start_check.twin import attach_adapter, first_line
+
+    try:
+        return attach_adapter(base, run.adapter)  # type: ignore[arg-type]
+    except Exception as error:
+        raise ConfigError(
+            f"PEFT cannot put these adapters on {type(base).__name__}: {first_line(error)}",
+            place="--lora_target_modules",
+            fix="name linear layers that this model has, or use --method full.",
+        ) from error
+
+
+def _for_few_layers(policy: CheckpointingPolicy, model: Any) -> CheckpointingPolicy:
+    """`policy` with a distance that the twin's layers allow."""
+    if policy.kind != "every_n":
+        return policy
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    num_layers = sum(isinstance(module, GradientCheckpointingLayer) for module in model.modules())
+    every = min(policy.every_n, num_layers)
+    return CheckpointingPolicy("every_n", every) if every > 1 else CheckpointingPolicy("full")
+
+
+def _alternatives(run: PlannedRun) -> Iterable[tuple[PlannedRun, str]]:
+    for name in ("sdpa", "eager"):
+        if name != run.attention:
+            yield dataclasses.replace(run, attention=name), f"--attn_implementation {name}"
+    if run.rows in ("packed", "lanes"):
+        rows: Any = "padded" if run.rows == "packed" else "stream"
+        yield dataclasses.replace(run, rows=rows), run.packing_flag
+
+
+def _is_accepted(run: PlannedRun) -> bool:
+    from accel_scale.training.start_check.flash_on_cpu import attention_on_cpu
+    from accel_scale.training.start_check.twin import NoTwin
+
+    with attention_on_cpu(run.attention) as attention:
+        try:
+            check = _Check(run, attention)
+            check.what_works = lambda: None  # type: ignore[method-assign]
+            check.own_step()
+            check.refuse_leak()
+        except (ConfigError, NoTwin):
+            return False
+    return True
+
+
+def _adapters_to_leave_out(
+    run: PlannedRun, untrained: list[str], gradients: Mapping[str, Any]
+) -> tuple[list[str], list[str]]:
+    """(module names that must get no adapter, notes)."""
+    if not untrained:
+        return [], []
+    shown = ", ".join(untrained[:_SHOWN]) + (", …" if len(untrained) > _SHOWN else "")
+    if run.adapter is None:
+        return [], [f"{len(untrained)} weights get no gradient and stay as they are: {shown}."]
+    modules = {name.split(".lora_")[0].rsplit(".", 1)[-1] for name in untrained if ".lora_" in name}
+    trained = {name.split(".lora_")[0].rsplit(".", 1)[-1] for name in gradients if name not in set(untrained)}
+    never = sorted(modules - trained)
+    if never and run.targets_given:
+        raise ConfigError(
+            f"adapters on {', '.join(never)} would never train: no gradient reaches them ({shown}).",
+            place="--lora_target_modules",
+            fix=f"leave out {', '.join(never)}.",
+        )
+    if never:
+        return never, [f"no adapters on {', '.join(never)}: no gradient would reach them."]
+    return [], [f"{len(untrained)} adapter weights get no gradient and stay as they are: {shown}."]

@@ -1,0 +1,121 @@
+"""The attention that the twin runs on the CPU in place of the run's own, with the same masks from the same inputs.
+
+Flash attention has no kernel for CPUs. What tells documents apart is not the kernel but what transformers gives it:
+the lengths that it finds in the positions or is handed by the collator. So transformers' own code runs here up to
+the kernel, whose place a plain one takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# Module variables in which transformers keeps the flash kernel that it has loaded (checked on 5.23;
+# tests/unit/test_start_check.py fails when they move).
+_KERNEL_VARIABLES = ("_loaded_implementation", "_flash_fn", "_flash_varlen_fn", "_process_flash_kwargs_fn")
+
+
+@dataclass(frozen=True)
+class AttentionOnCpu:
+    """How the twin gets its attention.
+
+    Attributes:
+        built_with: Name that the model is built with.
+        runs_as: Name under which it runs.
+    """
+
+    built_with: str
+    runs_as: str
+
+    def switch_on(self, model: Any) -> None:
+        """Let `model` run as `runs_as`; it must have been built."""
+        if self.runs_as != self.built_with:
+            for config in {id(c): c for m in model.modules() if (c := vars(m).get("config")) is not None}.values():
+                config._attn_implementation_internal = self.runs_as
+
+
+@contextlib.contextmanager
+def attention_on_cpu(name: str) -> Iterator[AttentionOnCpu]:
+    """The CPU's stand-in for attention `name`; inside, flash attention computes with plain matrix products.
+
+    flex_attention takes its mask from the same function as sdpa, which stands in for it: it has no backward pass here.
+    """
+    if name == "flex_attention":
+        yield AttentionOnCpu("sdpa", "sdpa")
+        return
+    if "flash" not in name and "/" not in name:
+        yield AttentionOnCpu(name, name)
+        return
+    from transformers import modeling_flash_attention_utils as flash
+
+    runs_as = name if name.startswith("flash_attention_") else "flash_attention_2"
+    kept = {variable: getattr(flash, variable) for variable in _KERNEL_VARIABLES}
+    flash._loaded_implementation = runs_as
+    flash._flash_fn, flash._flash_varlen_fn = _batched, _documents
+    flash._process_flash_kwargs_fn = flash._lazy_define_process_function(_documents)
+    try:
+        yield AttentionOnCpu("eager", runs_as)
+    finally:
+        for variable, value in kept.items():
+            setattr(flash, variable, value)
+
+
+def _batched(query: Any, key: Any, value: Any, **options: Any) -> torch.Tensor:
+    """(batch, length, heads, size): every row is a document."""
+    rows = zip(query, key, value, strict=True)
+    return torch.stack([_attend(q, k, v, **options) for q, k, v in rows])
+
+
+def _documents(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    s_aux: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """(tokens, heads, size) of documents that end where the cumulative lengths say."""
+    parts = [cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist(), cu_seqlens_k.diff().tolist()]
+    split = [tensor.split(lengths) for tensor, lengths in zip((q, k, v), parts, strict=True)]
+    options: dict[str, Any] = {"causal": causal, "softmax_scale": softmax_scale, "window_size": window_size}
+    options |= {"softcap": softcap, "s_aux": s_aux}
+    return torch.cat([_attend(*document, **options) for document in zip(*split, strict=True)])
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    s_aux: torch.Tensor | None = None,
+    **ignored: Any,
+) -> torch.Tensor:
+    """(length, heads, size) of one document."""
+    group = q.shape[1] // k.shape[1]
+    q, k, v = q.transpose(0, 1), k.repeat_interleave(group, 1).transpose(0, 1), v.repeat_interleave(group, 1)
+    scores = q @ k.transpose(1, 2) * (q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    ago = torch.arange(q.shape[1])[:, None] - torch.arange(k.shape[1])[None]
+    left, right = window_size[0], 0 if causal else window_size[1]
+    hidden = torch.zeros_like(ago, dtype=torch.bool)
+    hidden |= (ago > left) if left >= 0 else hidden
+    hidden |= (-ago > right) if right >= 0 else hidden
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if s_aux is not None:
+        scores = torch.cat([scores, s_aux.view(-1, 1, 1).expand(-1, scores.shape[1], 1)], -1)
+    weights = scores.softmax(-1)[..., : k.shape[1]]
+    return (weights @ v.transpose(0, 1)).transpose(0, 1)
