@@ -8,39 +8,50 @@ beside the embeddings.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
 from accel_scale.launching.model_source import load_text_config, own_tokenizer
+from accel_scale.launching.shrink_layers import MIN_LAYERS, first_of, num_layers, set_all, shrink_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 HEAD_DIM = 16
 MAX_BODY_PARAMETERS = 20_000_000
-MIN_LAYERS = 2
 
 # The names that configurations give to the same quantity.
-_NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-_HIDDEN = ("hidden_size", "n_embd", "d_model")
-_NUM_HEADS = ("num_attention_heads", "n_head", "n_heads")
+_HIDDEN = ("hidden_size", "n_embd", "d_model", "emb_dim", "embedding_dim")
+_NUM_HEADS = ("num_attention_heads", "n_head", "n_heads", "attention_heads")
 _NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 _FEED_FORWARD = (
     "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size",
-    "intermediate_size_mlp", "ffn_dim", "ffn_hidden_size", "n_inner",
+    "intermediate_size_mlp", "ffn_dim", "ffn_hidden_size", "n_inner", "d_inner", "expert_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size", "dense_intermediate_size", "attention_hidden_size",
+    "pronunciation_embed_dim", "shape_embed_dim",
 )  # fmt: skip
-_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k")
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "zero_expert_num")
+_EXPERTS_PER_TOKEN = (
+    "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k", "moe_topk", "top_k_experts"
+)  # fmt: skip
+# State-space layers: heads and their sizes, which together are `expand` times as wide as the hidden size.
+_STATE_HEADS = (
+    ("mamba_n_heads", "mamba_d_head"), ("mamba_num_heads", "mamba_head_dim"), ("n_mamba_heads", "mamba_headdim"),
+    ("num_heads", "head_dim"),
+)  # fmt: skip
+_EXPAND = ("mamba_expand", "expand")
 # Upper limits of what is neither of the above: latent and linear attention, expert groups, windows, per-layer inputs.
 _LIMITS = {
     "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": HEAD_DIM, "qk_rope_head_dim": HEAD_DIM,
     "v_head_dim": HEAD_DIM, "rotary_dim": HEAD_DIM, "linear_key_head_dim": HEAD_DIM, "linear_value_head_dim": HEAD_DIM,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "global_head_dim": HEAD_DIM, "n_group": 2, "topk_group": 1,
     "n_shared_experts": 1, "sliding_window": 32, "attention_chunk_size": 32, "hidden_size_per_layer_input": 16,
-    "num_nextn_predict_layers": 0,
+    "num_nextn_predict_layers": 0, "state_size": 16, "mamba_d_state": 16, "ssm_state_size": 16, "time_step_rank": 8,
+    "mamba_dt_rank": 8, "chunk_size": 32, "mamba_chunk_size": 32, "n_groups": 2, "mamba_n_groups": 2,
+    "mamba_ngroups": 2, "adapter_rank": 8, "laurel_rank": 8, "window_size": 32, "context_length": 256,
 }  # fmt: skip
 
 
@@ -108,7 +119,7 @@ def write_shrunken_model(
         )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    layers = (_first(config.to_dict(), _NUM_LAYERS), _first(tiny.to_dict(), _NUM_LAYERS))
+    layers = (num_layers(config.to_dict()), num_layers(tiny.to_dict()))
     return ShrunkenModel(
         folder, type(model).__name__, layers, model.num_parameters(), own, bool(tokenizer.chat_template)
     )
@@ -129,9 +140,10 @@ def shrink_config(
     """
     old = {key: value for key, value in config.to_dict().items() if key != "quantization_config"}
     new = dict(old)
-    _shrink_layers(old, new, min_layers)
+    shrink_layers(old, new, min_layers)
     _shrink_widths(old, new)
     _shrink_experts(old, new)
+    _shrink_states(new)
     if vocab_size is not None:
         new["vocab_size"] = -(-vocab_size // 64) * 64
         if "vocab_size_per_layer_input" in new:
@@ -143,78 +155,77 @@ def shrink_config(
 def shrink_model_config(
     config: PreTrainedConfig, *, vocab_size: int | None = None, **special_tokens: int | list[int] | None
 ) -> PreTrainedConfig:
-    """`shrink_config` of a language model, or of each part of a model that has several."""
-    return shrink_config(config, vocab_size=vocab_size, **special_tokens)
+    """`shrink_config` of a language model, or of each part of a model that has several.
+
+    A part that is not a language model and holds sizes of unknown names keeps its widths and loses layers.
+    """
+    parts = {name: part for name in config.sub_configs if (part := getattr(config, name, None)) is not None}
+    text = config.get_text_config(decoder=True)
+    if text is config or not parts:
+        return shrink_config(config, vocab_size=vocab_size, **special_tokens)
+    for name, part in parts.items():
+        if part is text:
+            tiny = shrink_config(part, vocab_size=vocab_size, **special_tokens)
+        else:
+            tiny = _shrink_other(part)
+        setattr(config, name, tiny)
+    config.quantization_config = None
+    return config
 
 
-def chosen_layers(old: Mapping[str, Any], min_layers: int = MIN_LAYERS) -> list[int]:
-    """Indices of the layers to keep: the first of every kind, and never fewer than `min_layers`."""
-    num_layers = _first(old, _NUM_LAYERS)
-    first_of_kind: dict[tuple, int] = {}
-    for index in range(num_layers):
-        first_of_kind.setdefault(_layer_kind(old, index), index)
-    chosen = set(first_of_kind.values())
-    for index in range(num_layers):
-        if len(chosen) >= min(min_layers, num_layers):
-            break
-        chosen.add(index)
-    return sorted(chosen)
-
-
-def _layer_kind(old: Mapping[str, Any], index: int) -> tuple:
-    """What tells layer `index` from others: its entry in every per-layer list, and whether it has experts."""
-    per_layer = tuple(str(old[key][index]) for key in _per_layer_keys(old))
-    return (*per_layer, _is_dense(old, index))
-
-
-def _per_layer_keys(old: Mapping[str, Any]) -> list[str]:
-    num_layers = _first(old, _NUM_LAYERS)
-    return [key for key, value in old.items() if isinstance(value, list) and len(value) == num_layers > 1]
-
-
-def _is_dense(old: Mapping[str, Any], index: int) -> bool:
-    """Whether a mixture-of-experts model has a plain feed-forward at `index` (Qwen's and DeepSeek's conventions)."""
-    step = old.get("decoder_sparse_step") or 1
-    listed = index in (old.get("mlp_only_layers") or ())
-    return listed or (index + 1) % step != 0 or index < (old.get("first_k_dense_replace") or 0)
-
-
-def _shrink_layers(old: Mapping[str, Any], new: dict[str, Any], min_layers: int) -> None:
-    chosen = chosen_layers(old, min_layers)
-    _set(new, _NUM_LAYERS, len(chosen))
-    for key in _per_layer_keys(old):
-        new[key] = [old[key][index] for index in chosen]
-    if old.get("decoder_sparse_step") is not None:
-        new["decoder_sparse_step"] = 1
-        new["mlp_only_layers"] = [place for place, index in enumerate(chosen) if _is_dense(old, index)]
-    if old.get("first_k_dense_replace") is not None:
-        new["first_k_dense_replace"] = sum(index < old["first_k_dense_replace"] for index in chosen)
-    if old.get("max_window_layers") is not None:
-        new["max_window_layers"] = min(old["max_window_layers"], len(chosen))
+def _shrink_other(part: PreTrainedConfig) -> PreTrainedConfig:
+    try:
+        return shrink_config(part)
+    except (ConfigError, ValueError, TypeError, KeyError):
+        values = part.to_dict()
+        set_all(values, ("num_hidden_layers", "num_layers", "depth", "n_layer"), 1)
+        return type(part).from_dict(values)
 
 
 def _shrink_widths(old: Mapping[str, Any], new: dict[str, Any]) -> None:
-    hidden, heads = _first(old, _HIDDEN), _first(old, _NUM_HEADS)
-    kv_heads = _first(old, _NUM_KV_HEADS, default=heads)
+    hidden, heads = first_of(old, _HIDDEN), first_of(old, _NUM_HEADS, default=4)
+    kv_heads = first_of(old, _NUM_KV_HEADS, default=heads)
     group = min(8, heads // kv_heads)
     new_kv_heads = min(kv_heads, 4 if group == 1 else 2)
     new_heads = new_kv_heads * group
-    _set(new, _NUM_HEADS, new_heads)
-    _set(new, _NUM_KV_HEADS, new_kv_heads)
+    set_all(new, _NUM_HEADS, new_heads)
+    set_all(new, _NUM_KV_HEADS, new_kv_heads)
     attention_is_as_wide = not old.get("head_dim") or old["head_dim"] * heads == hidden
     new_hidden = new_heads * HEAD_DIM + (0 if attention_is_as_wide else 2 * HEAD_DIM)
-    _set(new, _HIDDEN, new_hidden)
+    set_all(new, _HIDDEN, new_hidden)
     if old.get("head_dim"):
         new["head_dim"] = HEAD_DIM
     for key in _FEED_FORWARD:
         if isinstance(old.get(key), int):
-            new[key] = max(HEAD_DIM, round(old[key] * new_hidden / hidden / HEAD_DIM) * HEAD_DIM)
+            new[key] = _scaled(old[key], new_hidden / hidden)
+        elif isinstance(old.get(key), list):
+            new[key] = [_scaled(width, new_hidden / hidden) for width in new[key]]
+    for key in ("d_head", "attention_head_dim"):
+        if isinstance(old.get(key), int):
+            new[key] = new.get("attention_hidden_size", new_hidden) // new_heads
     for key, limit in _LIMITS.items():
         if isinstance(old.get(key), int):
             new[key] = min(old[key], limit)
     if "word_embed_proj_dim" in old:
         new["word_embed_proj_dim"] = new_hidden
-    new["rope_parameters"] = _shrink_rope(old.get("rope_parameters"), old, hidden // heads)
+    if "rope_parameters" in old:
+        new["rope_parameters"] = _shrink_rope(old["rope_parameters"], old, hidden // heads)
+    for changes in (new.get("per_layer_config") or {}).values():
+        changes |= {"head_dim": 2 * HEAD_DIM} if "head_dim" in changes else {}
+
+
+def _scaled(width: int, ratio: float) -> int:
+    return max(HEAD_DIM, round(width * ratio / HEAD_DIM) * HEAD_DIM)
+
+
+def _shrink_states(new: dict[str, Any]) -> None:
+    """Heads of state-space layers that fill `expand` times the hidden size."""
+    expand = first_of(new, _EXPAND, default=0)
+    for heads, head_dim in _STATE_HEADS if expand else ():
+        if new.get(heads) is not None and new.get(head_dim) is not None:
+            new[head_dim] = HEAD_DIM
+            new[heads] = expand * first_of(new, _HIDDEN) // HEAD_DIM
+            new |= {"mamba_d_ssm": new[heads] * HEAD_DIM} if new.get("mamba_d_ssm") is not None else {}
 
 
 def _shrink_rope(rope: Any, old: Mapping[str, Any], default_head_dim: int) -> Any:
@@ -245,24 +256,3 @@ def _shrink_experts(old: Mapping[str, Any], new: dict[str, Any]) -> None:
 def _special_tokens(tokenizer: Any, own: bool) -> dict[str, int | None]:
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     return {} if own else {name: getattr(tokenizer, name) for name in names}
-
-
-def _first(values: Mapping[str, Any], names: Iterable[str], *, default: int | None = None) -> int:
-    """The value under the first of `names` that is there."""
-    for name in names:
-        if values.get(name) is not None:
-            return values[name]
-    if default is None:
-        raise ConfigError(
-            f"the configuration has none of {', '.join(names)}.",
-            place=str(values.get("model_type")),
-            fix="rehearse with a model of a family that transformers knows as a causal language model.",
-        )
-    return default
-
-
-def _set(values: dict[str, Any], names: Iterable[str], value: int) -> None:
-    """Write `value` under every one of `names` that is there; aliases stay equal."""
-    for name in names:
-        if values.get(name) is not None:
-            values[name] = value

@@ -27,7 +27,8 @@ from transformers import (
 from accel_scale.data.default import default_model_path
 from accel_scale.errors import ConfigError
 from accel_scale.launching.model_source import load_text_config
-from accel_scale.launching.shrink import chosen_layers, shrink_config, write_shrunken_model
+from accel_scale.launching.shrink import shrink_config, write_shrunken_model
+from accel_scale.launching.shrink_layers import chosen_layers
 
 # As published on the hub, where they differ from the class's defaults.
 REAL: dict[str, Any] = {

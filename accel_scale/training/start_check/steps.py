@@ -111,4 +111,6 @@ def _is_there(gradient: torch.Tensor | None) -> bool:
 def _without_expert(name: str) -> str:
     """`name` with the expert's number taken out: ``…experts.3.w1`` and ``…experts.0.w1`` are the same."""
     parts = name.split(".")
-    return ".".join("*" if i and part.isdigit() and "experts" in parts[i - 1] else part for i, part in enumerate(parts))
+    return ".".join(
+        "*" if i and part.isdigit() and "experts" in parts[i - 1] else part for i, part in enumerate(parts)
+    )
