@@ -138,6 +138,7 @@ def load_model(run: Run) -> None:
     from accel_scale.training.pretrain_model import adapter_config, build_model, plan_memory, run_config
     from accel_scale.training.pretrain_parallel import build_to_share, check_layout, prepare_all, share_model
     from accel_scale.training.schedules import create_schedule
+    from accel_scale.training.start_check import check_pretrain_start
 
     args, settings, device_type = run.args, run.settings, run.settings.launch.device_type
     run.model_config = run_config(run.model_args, run.data_args.max_length, run.tokenizer)
@@ -150,6 +151,8 @@ def load_model(run: Run) -> None:
     )
     attention.choose_kernels(settings.launch.device, lengths_vary=run.data_args.isolate_documents)
     check_layout(run)
+    verdict = check_pretrain_start(run)
+    run.attention = verdict.attention
     run.plan = plan_memory(run)
     model = build_to_share(
         run,
@@ -157,10 +160,9 @@ def load_model(run: Run) -> None:
             run.model_args, run.model_config, settings.precision, run.attention, seed=args.seed, launch=run.launch
         ),
     )
-    if run.data_args.isolate_documents and not run.launch.parallel.shards_weights:
-        attention.check_documents_isolated(model)
-    add_fast_lm_head(model)
-    tell_zero3(model)
+    add_fast_lm_head(model, from_logits=verdict.loss_from_logits)
+    if not verdict.loss_from_logits:
+        tell_zero3(model)
     model = prepare_model(
         model,
         strategy=run.launch.strategy,

@@ -52,6 +52,7 @@ class Run:
     model_config: Any = None
     tokenizer: Any = None
     attention: str = ""
+    start_check: Any = None  # accel_scale.training.start_check.Verdict
     data: Any = None
     questions: list[dict[str, Any]] = field(default_factory=list)
     parameters: tuple[int, int] = (0, 0)
@@ -147,6 +148,7 @@ def check(run: Run) -> None:
     from accel_scale.training.model import load_config, load_tokenizer
     from accel_scale.training.optimizers import check_optimizer
     from accel_scale.training.planned import plan_run
+    from accel_scale.training.start_check import check_sft_start
 
     if run.start.announcement:
         run.say(run.start.announcement)
@@ -194,6 +196,10 @@ def check(run: Run) -> None:
     )
     choose_kernels(run.settings.launch.device, lengths_vary=True)
     check_sequence_parallel(run.model_config, run.sp_size, run.sp_size, run.attention)
+    run.start_check = check_sft_start(
+        run.settings, run.model_args, run.model_config, run.attention, strategy=run.launch.strategy, say=run.say
+    )
+    run.attention = run.start_check.attention
     run.plan = plan_run(run.settings, run.launch, run.model_config, run.attention, run.say)
 
 
@@ -234,7 +240,7 @@ def load(run: Run) -> Any:
     """Model, adapters and trainer; sharded at load where the launch shards."""
     from accel_scale.data.chat import ensure_chat_template, ensure_stop_token
     from accel_scale.data.loaders import loader_settings
-    from accel_scale.training import adapters, attention, checkpointing, measured_memory, precision
+    from accel_scale.training import adapters, checkpointing, measured_memory, precision
     from accel_scale.training.model import add_stop_token, count_parameters, load_model
     from accel_scale.training.optimizers import optimizer_cls_and_kwargs
     from accel_scale.training.trainer import ScaleSFTTrainer
@@ -276,13 +282,9 @@ def load(run: Run) -> Any:
     )
     args.model_init_kwargs = None
     if args.ddp_find_unused_parameters is None:
-        args.ddp_find_unused_parameters = False  # every weight of a causal model is used; looking takes time
+        args.ddp_find_unused_parameters = bool(run.start_check.untrained)  # looking takes time
     if quantization is not None:
         adapters.prepare_quantized_base(model, use_reentrant=settings.use_reentrant)
-    # An 8-bit base finds its outlier features over the whole batch: there every row depends on every other a little.
-    isolates = (args.packing or args.padding_free) and not run.model_args.load_in_8bit
-    if isolates and not run.launch.parallel.shards_weights:
-        attention.check_documents_isolated(model)
     if settings.precision.fp8:
         precision.convert_to_fp8(model, emulate=settings.precision.fp8_emulate)
     trainer = ScaleSFTTrainer(
@@ -291,7 +293,7 @@ def load(run: Run) -> Any:
         train_dataset=run.data.train,
         eval_dataset=run.data.test if args.eval_strategy != "no" else None,
         processing_class=run.tokenizer,
-        peft_config=adapters.lora_config(run.model_args) if trains_adapters else None,
+        peft_config=adapters.lora_config(run.model_args, run.start_check.exclude_modules) if trains_adapters else None,
         optimizer_cls_and_kwargs=optimizer_cls_and_kwargs(
             args.optimizer_name,
             args,
@@ -307,6 +309,7 @@ def load(run: Run) -> Any:
         guard=run.guard,
         questions=run.questions,
         sp_size=run.sp_size,
+        loss_from_logits=run.start_check.loss_from_logits,
     )
     # ZeRO-3 partitions an adapter's frozen base while it is recomputed, which only reentrant checkpointing survives.
     reentrant = settings.use_reentrant or (trains_adapters and run.launch.strategy == "zero3")

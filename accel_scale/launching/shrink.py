@@ -153,7 +153,7 @@ def shrink_config(
 
 
 def shrink_model_config(
-    config: PreTrainedConfig, *, vocab_size: int | None = None, **special_tokens: int | list[int] | None
+    config: PreTrainedConfig, *, vocab_size: int | None = None, **special_tokens: int
 ) -> PreTrainedConfig:
     """`shrink_config` of a language model, or of each part of a model that has several.
 

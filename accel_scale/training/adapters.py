@@ -18,7 +18,9 @@ _ALL_LINEAR = "all-linear"
 _HEAD = "lm_head"
 
 
-def lora_config(model_args: Any, *, place: Callable[[str], str] = "--{}".format) -> LoraConfig:
+def lora_config(
+    model_args: Any, exclude_modules: Sequence[str] = (), *, place: Callable[[str], str] = "--{}".format
+) -> LoraConfig:
     """PEFT's configuration of the adapters that `model_args` describes.
 
     Without ``--lora_target_modules`` every linear layer but the output head gets an adapter, for LoRA as for QLoRA:
@@ -27,6 +29,7 @@ def lora_config(model_args: Any, *, place: Callable[[str], str] = "--{}".format)
 
     Args:
         model_args: TRL's `ModelConfig`, or anything with its ``lora_*``, ``use_rslora`` and ``use_dora`` fields.
+        exclude_modules: Names of modules that get no adapter whatever the flags say.
         place: Flag name → where it was set.
 
     Raises:
@@ -54,6 +57,7 @@ def lora_config(model_args: Any, *, place: Callable[[str], str] = "--{}".format)
         lora_alpha=model_args.lora_alpha,
         lora_dropout=model_args.lora_dropout,
         target_modules=targets,
+        exclude_modules=list(exclude_modules) or None,
         modules_to_save=model_args.lora_modules_to_save,
         use_rslora=model_args.use_rslora,
         use_dora=model_args.use_dora,

@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional as F
 from transformers.utils import ModelOutput
 
+from accel_scale.errors import ConfigError
 from accel_scale.training.loss import IGNORED_LABEL, chunked_cross_entropy, count_loss_tokens, gathered_head
 from accel_scale.training.vocabulary_parallel import held_head
 
@@ -141,15 +142,23 @@ class FastLossMixin:
     """
 
     log_token_accuracy: bool = False
+    loss_from_logits: bool = False
     sp_size: int = 1
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         model: Any = self.model  # type: ignore[attr-defined]
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        add_fast_lm_head(base)
-        tell_zero3(base)
+        add_fast_lm_head(base, from_logits=self.loss_from_logits)
+        if not self.loss_from_logits:
+            tell_zero3(base)
         self._fast_loss_covers_run = self._covers_run()
+        if self.loss_from_logits and not self._fast_loss_covers_run:
+            raise ConfigError(
+                f"{type(base).__name__}'s loss must come from its own logits, which TRL's own losses do not take.",
+                place="--loss_type, --label_smoothing_factor or the router's auxiliary loss",
+                fix="use the default loss, and --router_aux_loss_coef 0 for a mixture of experts.",
+            )
         self._new_tokens: Any = 0
 
     def _covers_run(self) -> bool:

@@ -52,6 +52,7 @@ class ScaleSFTTrainer(_Base, SFTTrainer):
         guard: Which steps are not taken; None takes all.
         questions: Held-out rows answered before the first and after the last step.
         max_new_tokens: Length limit of those answers.
+        loss_from_logits: Compute the loss from the model's own logits, as the start check may ask for.
         **kwargs: As `SFTTrainer`, and `sp_size` of `SequenceParallelMixin`.
     """
 
@@ -67,8 +68,10 @@ class ScaleSFTTrainer(_Base, SFTTrainer):
         guard: GuardSettings | None = None,
         questions: Sequence[dict[str, Any]] = (),
         max_new_tokens: int = 32,
+        loss_from_logits: bool = False,
         **kwargs: Any,
     ) -> None:
+        self.loss_from_logits = loss_from_logits
         self._schedule = schedule or {}
         self.meter = ThroughputMeter()
         self.answered: dict[str, ExactMatch] = {}

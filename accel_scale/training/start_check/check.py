@@ -30,6 +30,7 @@ class PlannedRun:
     Args:
         config: Of the model that will be loaded.
         attention: What `resolve_attention` chose.
+        attention_given: Whether the user named it; otherwise another one may take its place.
         rows: How the recipe's rows come.
         policy: Of activation checkpointing.
         use_reentrant: Whether checkpointing is of the reentrant kind.
@@ -43,6 +44,7 @@ class PlannedRun:
     attention: str
     rows: RowKind
     policy: CheckpointingPolicy
+    attention_given: bool = False
     use_reentrant: bool = False
     adapter: PeftConfig | None = None
     trust_remote_code: bool = False
@@ -55,12 +57,14 @@ class Verdict:
     """What the run must do differently, and what the user should know.
 
     Attributes:
+        attention: The implementation to load the model with.
         loss_from_logits: The loss must be computed from the model's own logits: its head is more than a product.
         untrained: Trainable weights that no gradient reaches, by their names in the twin.
         exclude_modules: Names of modules whose adapters would never train.
         notes: One line each.
     """
 
+    attention: str
     loss_from_logits: bool = False
     untrained: tuple[str, ...] = ()
     exclude_modules: tuple[str, ...] = ()
@@ -78,14 +82,52 @@ def check_start(run: PlannedRun) -> Verdict:
     Raises:
         ConfigError: where the run would train something else than it says, with what to switch.
     """
-    from accel_scale.training.start_check.flash_on_cpu import attention_on_cpu
     from accel_scale.training.start_check.twin import NoTwin, undisturbed
 
-    with undisturbed(), attention_on_cpu(run.attention) as attention:
+    with undisturbed():
         try:
-            return _Check(run, attention).verdict()
+            return _verdict(run)
         except NoTwin as reason:
-            return Verdict(notes=(f"start check: skipped, {run.config.model_type} cannot be shrunk ({reason}).",))
+            note = f"start check: skipped, {run.config.model_type} cannot be shrunk ({reason})."
+            return Verdict(run.attention, notes=(note,))
+        except _AttentionRefused as refusal:
+            return _with_other_attention(run, refusal)
+
+
+class _AttentionRefused(ConfigError):
+    """The model cannot be trained with this attention; another one may do."""
+
+
+def _verdict(run: PlannedRun) -> Verdict:
+    from accel_scale.training.start_check.flash_on_cpu import attention_on_cpu
+
+    with attention_on_cpu(run.attention) as attention:
+        return _Check(run, attention).verdict()
+
+
+def _with_other_attention(run: PlannedRun, refusal: _AttentionRefused) -> Verdict:
+    """The verdict with transformers' own attention, unless the user has named one; else the refusal and a way out."""
+    from accel_scale.training.start_check.twin import NoTwin
+
+    works = None
+    for other, flag in _alternatives(run):
+        is_for_us = other.rows == run.rows and not run.attention_given
+        try:
+            verdict = _verdict(other)
+        except (_AttentionRefused, NoTwin):
+            continue
+        except ConfigError:
+            if is_for_us:
+                raise
+            verdict = None
+        if is_for_us and verdict is not None:
+            note = f"attention is {other.attention}: {str(refusal.problem).rstrip('.')}."
+            return dataclasses.replace(verdict, notes=(note, *verdict.notes))
+        works = flag
+        break
+    raise ConfigError(
+        refusal.problem, place=refusal.place, fix=f"use {works}." if works else "train another model."
+    ) from refusal
 
 
 class _Check:
@@ -115,7 +157,7 @@ class _Check:
                 f"the loss is computed from {self.name}'s own logits, which takes more memory: its head is more than "
                 "one matrix product."
             )
-        return Verdict(from_logits, tuple(untrained), tuple(excluded), tuple(notes))
+        return Verdict(self.run.attention, from_logits, tuple(untrained), tuple(excluded), tuple(notes))
 
     def own_step(self) -> Step:
         """The step by the model's own loss, without checkpointing."""
@@ -130,19 +172,11 @@ class _Check:
         try:
             return take_step(self.model, self.batch.inputs, own_loss)
         except Exception as error:
-            raise ConfigError(
+            raise _AttentionRefused(
                 f"{self.name} cannot take a step with {self.run.attention} attention on {_ROWS[self.run.rows]}: "
                 f"{type(error).__name__}: {first_line(error)}",
-                place="start check",
-                fix=self.what_works() or "train another model.",
+                place="--attn_implementation",
             ) from error
-
-    def what_works(self) -> str | None:
-        """Another attention, or the run without packing, with which the twin takes its step without a leak."""
-        for change, flag in _alternatives(self.run):
-            if _is_accepted(change):
-                return f"use {flag}."
-        return None
 
     def refuse_leak(self) -> None:
         """Stop where a token sees the next one, or a document another one."""
@@ -159,10 +193,9 @@ class _Check:
                 else "train a causal language model.",
             )  # fmt: skip
         if leak == "others" and self.run.rows in ("packed", "lanes"):
-            raise ConfigError(
+            raise _AttentionRefused(
                 f"{self.name} lets packed documents see each other with {self.run.attention} attention.",
                 place=self.run.packing_flag.split()[0],
-                fix=f"switch packing off for this model: {self.run.packing_flag}.",
             )
         if leak == "others":
             raise ConfigError(
@@ -274,22 +307,7 @@ def _alternatives(run: PlannedRun) -> Iterable[tuple[PlannedRun, str]]:
             yield dataclasses.replace(run, attention=name), f"--attn_implementation {name}"
     if run.rows in ("packed", "lanes"):
         rows: Any = "padded" if run.rows == "packed" else "stream"
-        yield dataclasses.replace(run, rows=rows), run.packing_flag
-
-
-def _is_accepted(run: PlannedRun) -> bool:
-    from accel_scale.training.start_check.flash_on_cpu import attention_on_cpu
-    from accel_scale.training.start_check.twin import NoTwin
-
-    with attention_on_cpu(run.attention) as attention:
-        try:
-            check = _Check(run, attention)
-            check.what_works = lambda: None  # type: ignore[method-assign]
-            check.own_step()
-            check.refuse_leak()
-        except (ConfigError, NoTwin):
-            return False
-    return True
+        yield dataclasses.replace(run, rows=rows), f"{run.packing_flag}, which switches packing off"
 
 
 def _adapters_to_leave_out(

@@ -54,9 +54,9 @@ def attention_on_cpu(name: str) -> Iterator[AttentionOnCpu]:
 
     runs_as = name if name.startswith("flash_attention_") else "flash_attention_2"
     kept = {variable: getattr(flash, variable) for variable in _KERNEL_VARIABLES}
-    flash._loaded_implementation = runs_as
-    flash._flash_fn, flash._flash_varlen_fn = _batched, _documents
-    flash._process_flash_kwargs_fn = flash._lazy_define_process_function(_documents)
+    options = flash._lazy_define_process_function(_documents)
+    for variable, value in zip(_KERNEL_VARIABLES, (runs_as, _batched, _documents, options), strict=True):
+        setattr(flash, variable, value)
     try:
         yield AttentionOnCpu("eager", runs_as)
     finally:

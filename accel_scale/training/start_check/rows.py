@@ -38,9 +38,9 @@ def tiny_batch(kind: RowKind) -> TinyBatch:
     """Two rows of a few documents each, as `kind` of run would send them to the model."""
     generator = torch.Generator().manual_seed(_SEED)
     packs = kind in ("packed", "lanes")
-    lengths = _DOCUMENTS if packs else tuple((sum(row),) for row in _DOCUMENTS)
+    lengths: list[tuple[int, ...]] = [row if packs else (sum(row),) for row in _DOCUMENTS]
     if kind == "padded":
-        lengths = (lengths[0], (lengths[1][0] - 5,))
+        lengths[1] = (lengths[1][0] - 5,)
     rows = [torch.randint(FIRST_PLAIN_TOKEN, VOCAB_SIZE, (sum(row),), generator=generator) for row in lengths]
     begin = lengths[0][0] if packs else 0
     size = lengths[0][1] if packs else lengths[0][0]
@@ -59,9 +59,7 @@ def tiny_batch(kind: RowKind) -> TinyBatch:
     return TinyBatch(inputs, changed, before, others)
 
 
-def _collate(
-    kind: RowKind, rows: list[torch.Tensor], lengths: tuple[tuple[int, ...], ...]
-) -> dict[str, torch.Tensor | int]:
+def _collate(kind: RowKind, rows: list[torch.Tensor], lengths: list[tuple[int, ...]]) -> dict[str, torch.Tensor | int]:
     if kind in ("packed", "padded"):
         return _trl_batch(rows, lengths, padding_free=kind == "packed")
     ids = torch.stack(rows)
@@ -75,7 +73,7 @@ def _collate(
 
 
 def _trl_batch(
-    rows: list[torch.Tensor], lengths: tuple[tuple[int, ...], ...], *, padding_free: bool
+    rows: list[torch.Tensor], lengths: list[tuple[int, ...]], *, padding_free: bool
 ) -> dict[str, torch.Tensor | int]:
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-# Two ways of computing the same in fp32 differ by 1e-6 of the loss and about 1e-5 of a weight's gradient. A logit scale
-# of 0.98 in place of 1 or a missing cap at 50 is more than 1e-3 of either.
+# Two ways of computing the same in fp32 differ by 1e-6 of the loss and about 1e-5 of a weight's gradient. A logit
+# scale of 0.98 in place of 1 or a missing cap at 50 is more than 1e-3 of either.
 LOSS_TOLERANCE = 1e-4
 GRADIENT_TOLERANCE = 2e-3
 # A gradient smaller than this part of the largest one is rounding: those of biases that a softmax cancels.

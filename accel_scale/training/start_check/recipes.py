@@ -1,0 +1,88 @@
+"""What each recipe's flags mean to the start check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from accel_scale.errors import ConfigError
+from accel_scale.training.start_check.check import PlannedRun, Verdict, check_start
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from accel_scale.training.config import RecipeModelConfig
+    from accel_scale.training.pretrain_run import Run as PretrainRun
+    from accel_scale.training.resolve import Resolved
+
+
+def check_sft_start(
+    settings: Resolved,
+    model_args: RecipeModelConfig,
+    config: PreTrainedConfig,
+    attention: str,
+    *,
+    strategy: str,
+    say: Callable[[str], None],
+) -> Verdict:
+    """The start check of a fine-tuning run; what the user should know is said, a line each.
+
+    Raises:
+        ConfigError: as `check_start`.
+    """
+    from accel_scale.training.adapters import lora_config
+
+    values = settings.values
+    packs = bool(values.get("packing", True) or values.get("padding_free"))
+    trains_adapters = settings.method != "full"
+    planned = PlannedRun(
+        config=config,
+        attention=attention,
+        attention_given=bool(model_args.attn_implementation),
+        rows="packed" if packs else "padded",
+        policy=settings.checkpointing,
+        # ZeRO-3 partitions an adapter's frozen base while it is recomputed, which only the reentrant kind survives.
+        use_reentrant=settings.use_reentrant or (trains_adapters and strategy == "zero3"),
+        adapter=lora_config(model_args) if trains_adapters else None,
+        targets_given=bool(values.get("lora_target_modules")),
+        trust_remote_code=bool(values.get("trust_remote_code")),
+        packing_flag="--packing false --padding_free false" if values.get("padding_free") else "--packing false",
+    )
+    return _said(check_start(planned), say)
+
+
+def check_pretrain_start(run: PretrainRun) -> Verdict:
+    """The start check of a pretraining run; what the user should know is said, a line each.
+
+    Raises:
+        ConfigError: as `check_start`, or if the loss must come from whole logits where ranks share the model.
+    """
+    from accel_scale.training.pretrain_model import adapter_config
+
+    adapter = adapter_config(run.model_args)
+    planned = PlannedRun(
+        config=run.model_config,
+        attention=run.attention,
+        attention_given=bool(run.model_args.attn_implementation),
+        rows="lanes" if run.data_args.isolate_documents else "stream",
+        policy=run.settings.checkpointing,
+        use_reentrant=adapter is not None and run.launch.strategy == "zero3",
+        adapter=adapter,
+        targets_given="lora_target_modules" in run.settings.sources,
+        trust_remote_code=run.model_args.trust_remote_code,
+        packing_flag="--isolate_documents false",
+    )
+    verdict = _said(check_start(planned), run.say)
+    if verdict.loss_from_logits and not run.layout.is_plain:
+        raise ConfigError(
+            f"{run.model_config.model_type}'s head is more than one matrix product, which ranks cannot share.",
+            place="--tp_size, --pp_size and --sp_size",
+            fix="leave them out, and use FSDP2 or ZeRO.",
+        )
+    return verdict
+
+
+def _said(verdict: Verdict, say: Callable[[str], None]) -> Verdict:
+    for note in verdict.notes:
+        say(f"note: {note}")
+    return verdict
