@@ -12,7 +12,7 @@ _NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_bl
 # Lists of one entry a layer that stand for the number of layers where no name does.
 _KINDS = ("layers_block_type", "layer_types")
 # Lists of the layers that have something.
-_INDEX_LISTS = ("moe_layers", "mlp_only_layers", "hybrid_layer_ids", "attn_layer_indices")
+_INDEX_LISTS = ("moe_layers", "hybrid_layer_ids", "attn_layer_indices")
 # Every so many layers one has something, from this one on.
 _PERIODS = (("attn_layer_period", "attn_layer_offset"), ("expert_layer_period", "expert_layer_offset"))
 

@@ -90,42 +90,6 @@ def check_packing_strategy(strategy: str) -> None:
         )
 
 
-def check_documents_isolated(model: Any) -> None:
-    """Run `model` on one small packed row and refuse it if a document changes its neighbour's output.
-
-    Catches models that take position ids and ignore them when they build their mask. Costs one forward pass over
-    32 tokens; call it before the model is sharded.
-
-    Raises:
-        ConfigError: if the documents are not isolated.
-    """
-    import torch
-
-    device = next(model.parameters()).device
-    vocab_size = model.config.get_text_config().vocab_size
-    generator = torch.Generator().manual_seed(0)
-    row = torch.randint(0, vocab_size, (1, 16), generator=generator)
-    other = row.clone()
-    other[:, :8] = (other[:, :8] + 1 + vocab_size // 2) % vocab_size
-    position_ids = torch.arange(8).repeat(2)[None].to(device)
-    was_training = model.training
-    model.eval()
-    with torch.no_grad():
-        outputs = [
-            model(input_ids=ids.to(device), position_ids=position_ids, use_cache=False).logits[:, 8:].float()
-            for ids in (row, other)
-        ]
-    model.train(was_training)
-    difference, scale = (outputs[0] - outputs[1]).abs().max().item(), outputs[0].abs().max().item()
-    if difference > 1e-5 * max(scale, 1.0):
-        raise ConfigError(
-            f"{type(model).__name__} lets packed documents see each other with "
-            f"{model.config._attn_implementation} attention.",
-            place="--packing",
-            fix="switch packing off for this model.",
-        )
-
-
 def choose_kernels(device: Device, *, lengths_vary: bool) -> bool:
     """Keep SDPA from cuDNN where lengths change from batch to batch: it compiles a plan for each, taking seconds.
 

@@ -59,7 +59,9 @@ def add_fast_lm_head(model: Any, *, from_logits: bool = False) -> None:
         if self._loss_from_logits:
             result = logits_loss(previous(*args, **kwargs).logits, labels, **options)
         else:
-            result = head_loss(self, self.base_model(*args, **kwargs).last_hidden_state, labels, **options)
+            # Llama 4 names its backbone otherwise than its class says.
+            backbone = self.base_model if self.base_model is not self else self.model
+            result = head_loss(self, backbone(*args, **kwargs).last_hidden_state, labels, **options)
         loss, num_correct = result if with_accuracy else (result, None)
         return FastLossOutput(loss=loss, num_correct=num_correct)
 

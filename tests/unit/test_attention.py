@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from transformers import (
     BloomConfig,
-    BloomForCausalLM,
     FalconConfig,
     Gemma2Config,
     GPTNeoXConfig,
@@ -28,7 +27,6 @@ from transformers import (
 from accel_scale.errors import ConfigError
 from accel_scale.planning.device import CPU, Device
 from accel_scale.training.attention import (
-    check_documents_isolated,
     check_packing_strategy,
     resolve_attention,
 )
@@ -134,19 +132,6 @@ def test_wrapped_packing_is_refused():
     check_packing_strategy("bfd_split")
     with pytest.raises(ConfigError, match="see each other"):
         check_packing_strategy("wrapped")
-
-
-def test_a_model_that_ignores_position_ids_is_found_out():
-    bloom = BloomForCausalLM(BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4))
-    bloom.forward = _without_position_ids(bloom.forward)
-    with pytest.raises(ConfigError, match="BloomForCausalLM lets packed documents see each other"):
-        check_documents_isolated(bloom)
-    for family in FAMILIES:
-        check_documents_isolated(tiny(family, "sdpa"))
-
-
-def _without_position_ids(forward):
-    return lambda **kwargs: forward(**{k: v for k, v in kwargs.items() if k != "position_ids"})
 
 
 # ---------------------------------------------------------------------------------------- the same as masked SDPA

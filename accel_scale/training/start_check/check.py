@@ -95,7 +95,11 @@ def check_start(run: PlannedRun) -> Verdict:
 
 
 class _AttentionRefused(ConfigError):
-    """The model cannot be trained with this attention; another one may do."""
+    """The model cannot be trained with this attention; another one may do. `fix` is for where none does."""
+
+
+class _Crashed(_AttentionRefused):
+    """The twin does not run with this attention. Where it runs with none, that may be the shrinking's fault."""
 
 
 def _verdict(run: PlannedRun) -> Verdict:
@@ -109,7 +113,7 @@ def _with_other_attention(run: PlannedRun, refusal: _AttentionRefused) -> Verdic
     """The verdict with transformers' own attention, unless the user has named one; else the refusal and a way out."""
     from accel_scale.training.start_check.twin import NoTwin
 
-    works = None
+    fix = refusal.fix
     for other, flag in _alternatives(run):
         is_for_us = other.rows == run.rows and not run.attention_given
         try:
@@ -123,10 +127,26 @@ def _with_other_attention(run: PlannedRun, refusal: _AttentionRefused) -> Verdic
         if is_for_us and verdict is not None:
             note = f"attention is {other.attention}: {str(refusal.problem).rstrip('.')}."
             return dataclasses.replace(verdict, notes=(note, *verdict.notes))
-        works = flag
+        fix = f"use {flag}."
         break
+    if fix is None and isinstance(refusal, _Crashed):
+        return _without_running(run, refusal)
+    raise ConfigError(refusal.problem, place=refusal.place, fix=fix or "train another model.") from refusal
+
+
+def _without_running(run: PlannedRun, refusal: _Crashed) -> Verdict:
+    """What is left to say of a twin that takes no step: whether its adapters are why."""
+    note = f"start check: skipped, {refusal.problem}"
+    if run.adapter is None:
+        return Verdict(run.attention, notes=(note,))
+    try:
+        _verdict(dataclasses.replace(run, adapter=None, policy=CheckpointingPolicy("none")))
+    except ConfigError:
+        return Verdict(run.attention, notes=(note,))
     raise ConfigError(
-        refusal.problem, place=refusal.place, fix=f"use {works}." if works else "train another model."
+        f"these adapters do not go with the model: {refusal.problem}",
+        place="--lora_target_modules",
+        fix="name the attention's projections, such as q_proj k_proj v_proj o_proj.",
     ) from refusal
 
 
@@ -172,7 +192,7 @@ class _Check:
         try:
             return take_step(self.model, self.batch.inputs, own_loss)
         except Exception as error:
-            raise _AttentionRefused(
+            raise _Crashed(
                 f"{self.name} cannot take a step with {self.run.attention} attention on {_ROWS[self.run.rows]}: "
                 f"{type(error).__name__}: {first_line(error)}",
                 place="--attn_implementation",
@@ -185,13 +205,12 @@ class _Check:
         assert self.logits is not None
         leak: Leak = find_leak(self.model, self.batch, self.logits)
         if leak == "ahead":
-            decodes = getattr(self.run.config, "is_decoder", None)
-            raise ConfigError(
+            switch = next((n for n in ("is_decoder", "causal") if getattr(self.run.config, n, None) is False), None)
+            raise _AttentionRefused(
                 f"{self.name} is not causal: a token sees those that follow it, which are what it should predict.",
                 place="--model_name_or_path",
-                fix='set is_decoder: "is_decoder": true in its config.json.' if decodes is False
-                else "train a causal language model.",
-            )  # fmt: skip
+                fix=f'set {switch}: "{switch}": true in its config.json.' if switch else "train a causal model.",
+            )
         if leak == "others" and self.run.rows in ("packed", "lanes"):
             raise _AttentionRefused(
                 f"{self.name} lets packed documents see each other with {self.run.attention} attention.",
@@ -255,7 +274,7 @@ class _Check:
                 works = kind
                 break
         return ConfigError(
-            f"checkpointing policy {self.run.policy} changes {self.name}'s gradients: {what}.",
+            f"checkpointing policy {self.run.policy} does not leave {self.name}'s gradients as they are: {what}.",
             place="--checkpointing_policy",
             fix=f"use {works}.",
         )

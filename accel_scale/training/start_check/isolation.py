@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 
 from accel_scale.training.start_check.rows import TinyBatch
+from accel_scale.training.start_check.steps import same_draws
 
 # Of the logits' size. What leaks through one layer of attention, a state or a convolution moves them by a percent of
 # their size and more; rounding by less than 1e-5.
@@ -26,6 +27,7 @@ def find_leak(model: Any, batch: TinyBatch, logits: torch.Tensor) -> Leak:
         other documents or rows do; else ``none``.
     """
     inputs = {name: value for name, value in batch.changed.items() if name != "labels"}
+    same_draws()
     with torch.no_grad():
         changed = model(**inputs, use_cache=False).logits
     moved = (changed.float() - logits.float()).abs().amax(-1)

@@ -60,6 +60,7 @@ class Difference:
 def take_step(model: Any, inputs: Mapping[str, Any], loss_of: LossOf) -> Step:
     """Forward and backward of `model` in training mode; its gradients are None again afterwards."""
     model.train()
+    same_draws()
     model.zero_grad(set_to_none=True)
     loss = loss_of(model, dict(inputs))
     loss.backward()
@@ -70,6 +71,11 @@ def take_step(model: Any, inputs: Mapping[str, Any], loss_of: LossOf) -> Step:
     }
     model.zero_grad(set_to_none=True)
     return Step(float(loss.detach()), gradients)
+
+
+def same_draws() -> None:
+    """Let what a model draws in training beside dropout, such as a router's noise, be the same in every step."""
+    torch.default_generator.manual_seed(0)
 
 
 def difference(step: Step, expected: Step) -> Difference:

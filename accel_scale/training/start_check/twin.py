@@ -93,7 +93,7 @@ def _configs(config: Any) -> list[Any]:
 
 
 def _is_noise(name: str) -> bool:
-    return any(part in name for part in ("dropout", "pdrop", "layerdrop", "drop_path", "jitter"))
+    return any(part in name for part in ("dropout", "pdrop", "layerdrop", "drop_path"))
 
 
 def stir(model: torch.nn.Module, seed: int, *, only_trainable: bool = False) -> None:
