@@ -196,9 +196,7 @@ def check(run: Run) -> None:
     )
     choose_kernels(run.settings.launch.device, lengths_vary=True)
     check_sequence_parallel(run.model_config, run.sp_size, run.sp_size, run.attention)
-    run.start_check = check_sft_start(
-        run.settings, run.model_args, run.model_config, run.attention, strategy=run.launch.strategy, say=run.say
-    )
+    run.start_check = check_sft_start(run.settings, run.model_args, run.model_config, run.attention, say=run.say)
     run.attention = run.start_check.attention
     run.plan = plan_run(run.settings, run.launch, run.model_config, run.attention, run.say)
 
@@ -311,8 +309,7 @@ def load(run: Run) -> Any:
         sp_size=run.sp_size,
         loss_from_logits=run.start_check.loss_from_logits,
     )
-    # ZeRO-3 partitions an adapter's frozen base while it is recomputed, which only reentrant checkpointing survives.
-    reentrant = settings.use_reentrant or (trains_adapters and run.launch.strategy == "zero3")
+    reentrant = run.start_check.use_reentrant
     checkpointing.apply_checkpointing(trainer.model, settings.checkpointing, use_reentrant=reentrant)
     add_stop_token(trainer.model, run.tokenizer.convert_tokens_to_ids(stop_token))
     run.parameters, run.watch = count_parameters(trainer.model), measured_memory.watch(trainer, run.plan)

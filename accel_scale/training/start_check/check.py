@@ -62,6 +62,7 @@ class Verdict:
         untrained: Trainable weights that no gradient reaches, by their names in the twin.
         exclude_modules: Names of modules whose adapters would never train.
         notes: One line each.
+        use_reentrant: Whether activation checkpointing must be of the reentrant kind.
     """
 
     attention: str
@@ -69,6 +70,7 @@ class Verdict:
     untrained: tuple[str, ...] = ()
     exclude_modules: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    use_reentrant: bool = False
 
 
 def check_start(run: PlannedRun) -> Verdict:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,6 @@ def check_sft_start(
     config: PreTrainedConfig,
     attention: str,
     *,
-    strategy: str,
     say: Callable[[str], None],
 ) -> Verdict:
     """The start check of a fine-tuning run; what the user should know is said, a line each.
@@ -42,13 +42,13 @@ def check_sft_start(
         rows="packed" if packs else "padded",
         policy=settings.checkpointing,
         # ZeRO-3 partitions an adapter's frozen base while it is recomputed, which only the reentrant kind survives.
-        use_reentrant=settings.use_reentrant or (trains_adapters and strategy == "zero3"),
+        use_reentrant=settings.use_reentrant or (trains_adapters and settings.launch.strategy == "zero3"),
         adapter=lora_config(model_args) if trains_adapters else None,
         targets_given=bool(values.get("lora_target_modules")),
         trust_remote_code=bool(values.get("trust_remote_code")),
         packing_flag="--packing false --padding_free false" if values.get("padding_free") else "--packing false",
     )
-    return _said(check_start(planned), say)
+    return dataclasses.replace(_said(check_start(planned), say), use_reentrant=planned.use_reentrant)
 
 
 def check_pretrain_start(run: PretrainRun) -> Verdict:
