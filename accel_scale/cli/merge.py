@@ -32,8 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Merge, then print what was merged into what and how the logits compare."""
+    from accel_scale.launching.early_checks import check_model
     from accel_scale.quiet import quiet_imports
 
+    check_model(args.adapter, place="ADAPTER")
+    if args.base_model:
+        check_model(args.base_model, place="--base_model")
     quiet_imports()  # before the libraries that would print at import
     from transformers.utils import logging
 

@@ -36,8 +36,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prepare, then print what there is."""
+    from accel_scale.launching.early_checks import BUILT_IN_TOKENIZERS, check_data, check_model
+    from accel_scale.launching.path_flags import without_weight
     from accel_scale.quiet import quiet_imports
 
+    for source in args.data:
+        check_data(without_weight(source), place="--data")
+    if args.tokenizer not in BUILT_IN_TOKENIZERS:
+        check_model(args.tokenizer, place="--tokenizer")
     quiet_imports()  # before the libraries that would print at import
     from accel_scale.data.pretraining.prepare import prepare_data
     from accel_scale.data.pretraining.sampling import sample_texts

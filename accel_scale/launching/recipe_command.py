@@ -55,6 +55,15 @@ class RecipeCommand:
         entry = self._yaml().get(name)
         return [] if entry is None else list(entry) if isinstance(entry, list) else [entry]
 
+    def place(self, name: str) -> str:
+        """``--name``, or ``file.yaml:12`` where the file of flags sets it."""
+        from accel_scale.training.flags import read_mapping
+
+        if self.config_path is not None and all(flag != name for flag, _ in self._flags()):
+            places = (place for key, place, _ in read_mapping(self.config_path) if key == name)
+            return next(places, f"--{name}")
+        return f"--{name}"
+
     def without(self, names: Collection[str], folder: Path) -> RecipeCommand:
         """The same command with `names` not set; a file of flags that sets one is copied to `folder` without it.
 

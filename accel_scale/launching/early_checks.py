@@ -1,0 +1,71 @@
+"""What a command line names, checked before the slow imports: paths that do not exist, a hub out of reach, a folder
+that is not the run's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from accel_scale.data.sources import find_source, looks_local
+from accel_scale.errors import ConfigError
+from accel_scale.launching.hub_reach import require_on_hub
+from accel_scale.launching.path_flags import DATA_FLAGS, MODEL_FLAGS, named_inputs
+from accel_scale.launching.recipe_command import RecipeCommand
+from accel_scale.launching.run_folder import OutputFolder
+
+_ONLY_TELL = {"--help", "-h", "--print_config", "--print-config"}
+BUILT_IN_TOKENIZERS = ("byte", "char")
+
+
+def check_command_line(program: str, script: str, words: Sequence[str]) -> None:
+    """Refuse what can be refused without the libraries.
+
+    Raises:
+        ConfigError: naming the flag, or file and line of the flag.
+    """
+    if _ONLY_TELL & set(words):
+        return
+    command = RecipeCommand.parse(script, words)
+    inputs = named_inputs(command.values)
+    for flag, names in inputs.items():
+        for name in names:
+            if flag in MODEL_FLAGS and name not in BUILT_IN_TOKENIZERS:
+                check_model(name, place=command.place(flag))
+            elif flag in DATA_FLAGS:
+                check_data(name, place=command.place(flag))
+    output_dir = command.value("output_dir")
+    if output_dir and os.environ.get("RANK", "0") == "0":
+        OutputFolder(
+            Path(str(output_dir)),
+            program,
+            {command.place(flag): names for flag, names in inputs.items()},
+            resumes_from=command.value("resume_from_checkpoint") or command.value("resume"),
+            place=command.place("output_dir"),
+        ).check()
+
+
+def check_model(name: str, *, place: str) -> None:
+    """Refuse a model, tokenizer or configuration that is nowhere."""
+    if Path(name).expanduser().exists():
+        return
+    if _is_meant_as_path(name):
+        raise ConfigError(f"there is no folder {name!r}.", place=place, fix="check the path, or give a hub id.")
+    require_on_hub(name, kind="model", place=place)
+
+
+def check_data(name: str, *, place: str) -> None:
+    """Refuse data that are nowhere."""
+    if Path(name).expanduser().exists():
+        return
+    hub_id = name if looks_local(name) else name.partition(":")[0]
+    try:
+        found = find_source(hub_id)  # says what is wrong with a path, with the nearest that exists
+    except ConfigError as error:
+        raise ConfigError(error.problem, place=place, fix=error.fix) from None
+    if found.kind == "hub":
+        require_on_hub(hub_id, kind="dataset", place=place)
+
+
+def _is_meant_as_path(name: str) -> bool:
+    return looks_local(name) or name.count("/") > 1 or name.endswith((".json", ".yaml"))

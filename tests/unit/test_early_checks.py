@@ -1,0 +1,113 @@
+"""What a command line names wrongly is said before the libraries are imported."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from accel_scale.errors import ConfigError
+from accel_scale.launching import hub_reach
+from accel_scale.launching.early_checks import check_command_line
+
+
+@pytest.fixture(autouse=True)
+def somewhere(tmp_path, monkeypatch):
+    """A folder with a model, rows and a file of flags; a hub that nobody answers for; an empty cache."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE", "HF_HUB_CACHE", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    hub_reach.unreachable_hub.cache_clear()
+    Path("model").mkdir()
+    Path("model/config.json").write_text("{}")
+    Path("rows.jsonl").write_text("{}\n")
+    Path("flags.yaml").write_text("# comment\nmodel_name_or_path: ./absent\n")
+    yield
+    hub_reach.unreachable_hub.cache_clear()
+
+
+def check(words: str) -> None:
+    check_command_line("sft.py", __file__, words.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "place", "problem"),
+    [
+        ("--model_name_or_path /absent", "--model_name_or_path", "no folder '/absent'"),
+        ("--model_name_or_path=model/deep/er", "--model_name_or_path", "no folder 'model/deep/er'"),
+        ("--config_file flags.yaml", "flags.yaml:2", r"no folder '\./absent'"),
+        ("--config_file absent.yaml", "absent.yaml", "does not exist"),
+        ("--dataset_name row.jsonl", "--dataset_name", r"row\.jsonl does not exist"),
+        ("--dataset_mixture rows.jsonl=0.5 rows.json=0.5", "--dataset_mixture", r"rows\.json does not exist"),
+        ("--data web/*.jsonl", "--data", r"no data file matches web/\*\.jsonl"),
+        ("--tokenizer ./absent", "--tokenizer", "no folder"),
+        ("--model_name_or_path owner/name", "--model_name_or_path", r"127\.0\.0\.1 cannot be reached"),
+        ("--dataset_name owner/rows:main", "--dataset_name", r"127\.0\.0\.1 cannot be reached"),
+        ("--model_name_or_path model --output_dir model", "--output_dir", "would be overwritten"),
+        ("--output_dir model", "--output_dir", r"holds a model \(config\.json\)"),
+    ],
+)
+def test_it_is_refused_by_name(words, place, problem):
+    started = time.monotonic()
+    with pytest.raises(ConfigError, match=problem) as refused:
+        check(words)
+    assert refused.value.place == place
+    assert refused.value.fix
+    assert time.monotonic() - started < 2.5
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "--model_name_or_path model --dataset_name rows.jsonl --output_dir out",
+        "--config_file flags.yaml --model_name_or_path model",
+        "--tokenizer byte --data rows.jsonl=0.7",
+        "--help --model_name_or_path /absent",
+    ],
+)
+def test_what_is_there_passes(words):
+    check(words)
+
+
+def test_without_a_network_the_cache_is_used_and_said(monkeypatch, capsys):
+    snapshot = Path("cache/hub/models--owner--name/snapshots/abc")
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    check("--model_name_or_path owner/name")
+    assert os.environ["HF_HUB_OFFLINE"] == "1"  # nothing will retry
+    assert "owner/name comes from the local cache" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="HF_HUB_OFFLINE is set"):
+        check("--model_name_or_path owner/other")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["recipes/sft.py", "--model_name_or_path", "/absent"],
+        ["recipes/pretrain.py", "--data", "/absent.txt"],
+        ["-m", "accel_scale.cli.main", "merge", "/absent", "--output_dir", "/tmp/merged"],
+        ["-m", "accel_scale.cli.main", "prepare", "--data", "/absent.txt", "--tokenizer", "byte", "--output", "/x/y"],
+    ],
+)
+def test_commands_say_so_before_torch_is_imported(repository, words):
+    env = {**os.environ, "PYTHONPATH": str(repository), "PYTHONPROFILEIMPORTTIME": "1"}
+    done = subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, cwd=repository, env=env, timeout=60
+    )
+    imports = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    said = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
+    assert done.returncode == 2
+    assert len(said) == 1
+    assert "/absent" in said[0]
+    assert " Fix: " in said[0]
+    assert not imports & {"torch", "transformers", "datasets"}
