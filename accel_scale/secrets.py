@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any
 
@@ -30,6 +31,16 @@ def mask(text: str) -> str:
     text = _IN_QUERY.sub(rf"\1{_MASK}", text)
     text = _TOKEN.sub(rf"\1{_MASK}", text)
     return _AFTER_FLAG.sub(rf"\1{_MASK}", text)
+
+
+def move_token_to_environment(arguments: Any) -> None:
+    """``hub_token`` of transformers' arguments goes where the hub's client looks for it: they are saved as they are.
+
+    The Trainer writes ``training_args.bin`` into every checkpoint and prints its arguments (transformers 5.23).
+    """
+    if getattr(arguments, "hub_token", None):
+        os.environ["HF_TOKEN"] = arguments.hub_token
+        arguments.hub_token = None
 
 
 def without_secrets(value: Any) -> Any:

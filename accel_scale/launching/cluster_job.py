@@ -15,6 +15,7 @@ from accel_scale.launching.launch_rules import hybrid_sizes
 from accel_scale.launching.machine import Machine
 from accel_scale.launching.recipe_command import RecipeCommand
 from accel_scale.launching.run_settings import RunSettings
+from accel_scale.secrets import is_secret, mask
 
 # Files of `accel-scale plan --write DIR`.
 _PLANNED_LAUNCH, _PLANNED_RECIPE, _PLANNED_FOR = "launch.yaml", "recipe.yaml", "recipes/sft.py"
@@ -61,7 +62,8 @@ class ClusterJob:
     def about(self) -> str:
         """For the first line of a script."""
         nodes = "1 node" if self.num_nodes == 1 else f"{self.num_nodes} nodes"
-        return f"{self.launch.parallel.label} on {nodes} × {self.gpus_per_node} GPUs ({self.launch.path})"
+        file = in_comment(str(self.launch.path))
+        return f"{self.launch.parallel.label} on {nodes} × {self.gpus_per_node} GPUs ({file})"
 
     def agent_command(self, *, rank: str, address: str, port: str) -> str:
         """What one node runs, as shell text; `rank`, `address` and `port` name the variables that hold them.
@@ -137,9 +139,43 @@ def cluster_job(
     for name, value, least in (("--max_restarts", max_restarts, 0), ("--join_timeout", join_timeout_seconds, 1)):
         if value < least:
             raise ConfigError(f"{value} is too small.", place=name, fix=f"use {least} or more.")
-    if setup and "\n" in setup:
+    if setup and not setup.isprintable():
         raise ConfigError("is more than one line.", place="--setup", fix="join the commands with &&.")
+    _check_texts(command, workdir, setup, str(path))
     return ClusterJob(launch, command, nodes, per_node, max_restarts, join_timeout_seconds, workdir, setup)
+
+
+def in_comment(text: str) -> str:
+    """`text` on one line: what cannot be printed, such as the end of a line, is escaped."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+
+
+def _check_texts(command: RecipeCommand, *others: str | None) -> None:
+    """Refuse credentials, which a script would keep for everyone to read, and bytes that no script can hold."""
+    for name, values in command.flags():
+        if (is_secret(name) and values) or any(mask(value) != value for value in values):
+            raise ConfigError(
+                "a script keeps what is written into it, and this is a credential.",
+                place=f"--{name}",
+                fix="remove it and set HF_TOKEN, or the service's own variable, in the environment of the nodes.",
+            )
+    for text in (str(command.script), *command.words, *others):
+        if text is not None and mask(text) != text:
+            raise ConfigError(
+                f"{mask(text)} holds a credential, which a script would keep.",
+                place="command line",
+                fix="set it in the environment of the nodes.",
+            )
+        if text is not None and ("\0" in text or not _is_text(text)):
+            raise ConfigError(f"{text!a} is not text.", place="command line", fix="rename the file.")
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # bytes of a file's name that are no UTF-8
+        return False
+    return True
 
 
 def safe_word(value: str, flag: str) -> str:

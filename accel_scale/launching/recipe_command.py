@@ -37,7 +37,7 @@ class RecipeCommand:
         if not Path(script).is_file():
             raise ConfigError(f"there is no recipe {script!r}.", place="command line", fix="check the path.")
         command = cls(Path(script), tuple(words))
-        config = next((values[-1] for name, values in command._flags() if name in _CONFIG_FLAGS and values), None)
+        config = next((values[-1] for name, values in command.flags() if name in _CONFIG_FLAGS and values), None)
         if config is not None and not Path(config).is_file():
             raise ConfigError("does not exist.", place=config, fix="check the path after --config_file.")
         return replace(command, config_path=Path(config)) if config is not None else command
@@ -49,7 +49,7 @@ class RecipeCommand:
 
     def values(self, name: str) -> list[Any]:
         """All values of a flag that takes several; the last occurrence counts."""
-        given = [values for flag, values in self._flags() if flag == name]
+        given = [values for flag, values in self.flags() if flag == name]
         if given:
             return list(given[-1]) or ["true"]
         entry = self._yaml().get(name)
@@ -59,7 +59,7 @@ class RecipeCommand:
         """``--name``, or ``file.yaml:12`` where the file of flags sets it."""
         from accel_scale.training.flags import read_mapping
 
-        if self.config_path is not None and all(flag != name for flag, _ in self._flags()):
+        if self.config_path is not None and all(flag != name for flag, _ in self.flags()):
             places = (place for key, place, _ in read_mapping(self.config_path) if key == name)
             return next(places, f"--{name}")
         return f"--{name}"
@@ -95,7 +95,7 @@ class RecipeCommand:
             return {}  # the recipe itself names the line
         return values if isinstance(values, dict) else {}
 
-    def _flags(self) -> list[tuple[str, list[str]]]:
+    def flags(self) -> list[tuple[str, list[str]]]:
         """``(name, values)`` of every flag on the command line, in order."""
         flags = []
         for flag, words in self._words_by_flag():

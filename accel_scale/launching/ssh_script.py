@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from accel_scale.errors import ConfigError
-from accel_scale.launching.cluster_job import ClusterJob, safe_word
+from accel_scale.launching.cluster_job import ClusterJob
+
+_HOST = re.compile(r"([A-Za-z0-9_][\w.+-]*@)?[A-Za-z0-9_:][A-Za-z0-9_.:-]*")
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ def ssh_script(job: ClusterJob, options: SshOptions) -> str:
     Raises:
         ConfigError: if the number of hosts is not that of the nodes, or a host is named twice or oddly.
     """
-    hosts = [safe_word(host, "--hosts") for host in options.hosts]
+    hosts = [_checked_host(host) for host in options.hosts]
     if len(hosts) != job.num_nodes:
         raise ConfigError(
             f"{len(hosts)} hosts are named for {job.num_nodes} nodes.",
@@ -66,6 +69,15 @@ def ssh_script(job: ClusterJob, options: SshOptions) -> str:
         _BODY.replace("@ENVIRONMENT@", environment),
     ]
     return "\n".join(lines)
+
+
+def _checked_host(host: str) -> str:
+    """`host`, which ssh must not take for one of its options."""
+    if not _HOST.fullmatch(host):
+        raise ConfigError(
+            f"{host!r} is no host.", place="--hosts", fix="name hosts like node1, user@node1 or 10.0.0.1."
+        )
+    return host
 
 
 # The shell on a host watches its standard input, to which nobody writes: it ends when this script does, or when the

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
 from accel_scale.launching.begin import begin_process
+from accel_scale.secrets import move_token_to_environment
 from accel_scale.training.guard_mixin import GuardMixin
 from accel_scale.training.learning import LearningMixin, refuse_unlabelled
 from accel_scale.training.output_mixin import OutputFolderMixin
@@ -61,6 +62,7 @@ class ScaleTrainerMixin(LearningMixin, GuardMixin, MemoryRecoveryMixin, OutputFo
     def _adapt_arguments(self, training_args: Any) -> None:
         """What must be known before the trainer makes its `Accelerator`."""
         scale = self.scale
+        move_token_to_environment(training_args)
         scale.check_rehearsal(training_args.world_size)
         if training_args.save_strategy != "no":
             scale.check_checkpoints()

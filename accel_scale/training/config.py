@@ -7,6 +7,7 @@ from typing import Any
 
 from trl import ModelConfig, SFTConfig
 
+from accel_scale.secrets import move_token_to_environment
 from accel_scale.training.arguments import SYNC_EACH_BATCH_HELP
 from accel_scale.training.ddp_arguments import DdpHookArguments
 from accel_scale.training.optimizers import OPTIMIZER_NAMES
@@ -86,6 +87,7 @@ class RecipeSFTConfig(DdpHookArguments, SFTConfig):
         if self.schedule_name not in {s.value for s in SchedulerType}:
             self.lr_scheduler_type = "warmup_stable_decay"
         super().__post_init__()
+        move_token_to_environment(self)
         if self.sync_each_batch:
             config: Any = self.accelerator_config  # the base class has read it from whatever it was
             config.gradient_accumulation_kwargs = {

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from accel_scale.errors import ConfigError
 from accel_scale.planning.device import CPU, Device
+from accel_scale.secrets import mask
 from accel_scale.training.arguments import ScaleArguments
 from accel_scale.training.batch import derive_accumulation
 from accel_scale.training.checkpointing import CheckpointingPolicy
@@ -112,7 +113,7 @@ class Resolved:
                 value = self.values.get(f.name, default)
                 # An empty text is the default of some flags and a value of none.
                 comment = "# " if value == "" else ""
-                lines.append(f"{comment}{f.name}: {_plain(value)}  # {self.sources.get(f.name, 'default')}")
+                lines.append(f"{comment}{f.name}: {mask(_plain(value))}  # {self.sources.get(f.name, 'default')}")
         return "\n".join(lines)
 
 
