@@ -135,7 +135,7 @@ def load_model(run: Run) -> None:
     from accel_scale.training.fast_loss import add_fast_lm_head, tell_zero3
     from accel_scale.training.model import count_parameters
     from accel_scale.training.preparing import prepare_model, step_once_per_update
-    from accel_scale.training.pretrain_model import adapter_config, build_model, plan_memory, run_config
+    from accel_scale.training.pretrain_model import build_model, plan_memory, run_config
     from accel_scale.training.pretrain_parallel import build_to_share, check_layout, prepare_all, share_model
     from accel_scale.training.schedules import create_schedule
     from accel_scale.training.start_check import check_pretrain_start
@@ -169,7 +169,7 @@ def load_model(run: Run) -> None:
         device_type=device_type,
         precision=settings.precision,
         policy=settings.checkpointing,
-        adapter=adapter_config(run.model_args),
+        adapter=verdict.adapter,
     )
     run.parameters = count_parameters(model)
     trunk_step = pretrain_trunk.trunk_step(args.decay_from)

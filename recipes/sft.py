@@ -291,7 +291,7 @@ def load(run: Run) -> Any:
         train_dataset=run.data.train,
         eval_dataset=run.data.test if args.eval_strategy != "no" else None,
         processing_class=run.tokenizer,
-        peft_config=adapters.lora_config(run.model_args, run.start_check.exclude_modules) if trains_adapters else None,
+        peft_config=run.start_check.adapter,
         optimizer_cls_and_kwargs=optimizer_cls_and_kwargs(
             args.optimizer_name,
             args,

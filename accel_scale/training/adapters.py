@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,33 +11,41 @@ from accel_scale.errors import ConfigError
 if TYPE_CHECKING:
     from peft import LoraConfig
     from torch import nn
-    from transformers import BitsAndBytesConfig
+    from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 
     from accel_scale.training.precision import Precision
+    from accel_scale.training.resolve import Resolved
 
 _ALL_LINEAR = "all-linear"
 _HEAD = "lm_head"
 
 
 def lora_config(
-    model_args: Any, exclude_modules: Sequence[str] = (), *, place: Callable[[str], str] = "--{}".format
+    model_args: Any,
+    model: PreTrainedModel,
+    *,
+    dropout_is_set: bool = True,
+    place: Callable[[str], str] = "--{}".format,
 ) -> LoraConfig:
-    """PEFT's configuration of the adapters that `model_args` describes.
+    """PEFT's configuration of the adapters that `model_args` describes, tried on a model without memory.
 
-    Without ``--lora_target_modules`` every linear layer but the output head gets an adapter, for LoRA as for QLoRA:
-    adapters on attention alone do not reach full fine-tuning (Dettmers et al. 2023, arXiv:2305.14314, figure 2).
-    PEFT's own default is the query and value projections.
+    Without ``--lora_target_modules`` every linear layer of the language model but the output head gets an adapter,
+    for LoRA as for QLoRA: adapters on attention alone do not reach full fine-tuning (Dettmers et al. 2023,
+    arXiv:2305.14314, figure 2). PEFT's own default is the query and value projections.
 
     Args:
-        model_args: TRL's `ModelConfig`, or anything with its ``lora_*``, ``use_rslora`` and ``use_dora`` fields.
-        exclude_modules: Names of modules that get no adapter whatever the flags say.
+        model_args: TRL's `ModelConfig`, or anything with its ``lora_*`` fields.
+        model: As from `skeleton_of`, on the meta device; it is used up.
+        dropout_is_set: Whether the user has chosen ``lora_dropout``; if not, it is 0 where it cannot be applied.
         place: Flag name → where it was set.
 
     Raises:
-        ConfigError: for a rank below 1, or an adapter on the output head: TRL's chunked loss multiplies by the head's
-            weight directly and would never train it.
+        ConfigError: for a rank below 1, targets that the model does not have or that cannot train, and an adapter on
+            the output head: the loss multiplies by the head's weight directly and would never train it.
     """
     from peft import LoraConfig
+
+    from accel_scale.training.adapter_targets import check_targets, exclusion, untrainable_linears
 
     if model_args.lora_r < 1:
         raise ConfigError(f"a rank of {model_args.lora_r} is no adapter.", place=place("lora_r"), fix="use 1 or more.")
@@ -48,22 +57,53 @@ def lora_config(
             place=place("lora_target_modules"),
             fix=f"remove {_HEAD} from the target modules; --lora_modules_to_save {_HEAD} trains it whole.",
         )
-    kwargs: dict[str, Any] = {}
-    if getattr(model_args, "lora_target_parameters", None):
-        kwargs["target_parameters"] = model_args.lora_target_parameters
-    return LoraConfig(
-        task_type=model_args.lora_task_type,
+    config = LoraConfig(
+        task_type=getattr(model_args, "lora_task_type", "CAUSAL_LM"),
         r=model_args.lora_r,
         lora_alpha=model_args.lora_alpha,
         lora_dropout=model_args.lora_dropout,
         target_modules=targets,
-        exclude_modules=list(exclude_modules) or None,
-        modules_to_save=model_args.lora_modules_to_save,
-        use_rslora=model_args.use_rslora,
-        use_dora=model_args.use_dora,
+        target_parameters=getattr(model_args, "lora_target_parameters", None),
+        exclude_modules=exclusion(untrainable_linears(model)),
+        modules_to_save=getattr(model_args, "lora_modules_to_save", None),
+        use_rslora=getattr(model_args, "use_rslora", False),
+        use_dora=getattr(model_args, "use_dora", False),
         bias="none",
-        **kwargs,
     )
+    check_targets(config, model, dropout_is_set=dropout_is_set, place=place)
+    return config
+
+
+def settle_adapters(settings: Resolved, model_args: Any, model_config: PretrainedConfig) -> LoraConfig | None:
+    """The adapters of a run, before anything is loaded; None where every weight is trained.
+
+    Args:
+        settings: Of the run; a default that does not go with the model is changed in it.
+        model_args: The recipe's flags on adapters.
+        model_config: Of the base.
+
+    Raises:
+        ConfigError: as `lora_config`.
+    """
+    if settings.method == "full":
+        return None
+    from accel_scale.training.model import skeleton_of
+
+    config = lora_config(
+        model_args,
+        skeleton_of(model_config, trust_remote_code=bool(settings.values.get("trust_remote_code"))),
+        dropout_is_set="lora_dropout" in settings.sources,
+        place=lambda name: settings.sources.get(name, f"--{name}"),
+    )
+    if config.lora_dropout != model_args.lora_dropout:
+        settings.set("lora_dropout", config.lora_dropout, "derived: adapters of experts take no dropout")
+    return config
+
+
+def leave_out(config: LoraConfig, leaves: Sequence[str]) -> None:
+    """Let modules with these last names have no adapter."""
+    patterns = [config.exclude_modules, *(rf"(?:.*\.)?{re.escape(leaf)}" for leaf in leaves)]
+    config.exclude_modules = "|".join(filter(None, patterns)) or None  # type: ignore[arg-type]
 
 
 def _target_modules(given: str | Sequence[str] | None) -> str | list[str]:

@@ -127,7 +127,7 @@ def _read_adapter_config(adapter: Path) -> Any:
             place=place,
             fix="save it with path_initial_model_for_weight_conversion, which makes an ordinary LoRA of it.",
         )
-    for setting in ("target_parameters", "layer_replication", "alora_invocation_tokens"):
+    for setting in ("layer_replication", "alora_invocation_tokens"):
         if getattr(config, setting, None):
             raise ConfigError(
                 f"adapters with {setting} cannot be merged shard by shard.",

@@ -80,7 +80,7 @@ def _logits(folder: Path, adapter: Path | None, quantization: dict[str, Any] | N
     vocab_size = model.get_input_embeddings().weight.shape[0]
     ids = torch.randint(0, vocab_size, (1, _NUM_TOKENS), generator=generator)
     with torch.no_grad():
-        logits = model(input_ids=ids.to(model.device)).logits.float().cpu()
+        logits = model(input_ids=ids.to(model.device), use_cache=False).logits.float().cpu()
     del model
     gc.collect()
     return logits

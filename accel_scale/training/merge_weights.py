@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
+from accel_scale.training.checkpoint_names import StoredWeights
 from accel_scale.training.gathering import named_tensors
 from accel_scale.training.merge_io import NF4RoundTrip, SafetensorsReader, ShardWriter
 
@@ -44,14 +45,16 @@ class AdapterMerger:
         self.round_trip = NF4RoundTrip(_on_meta(self.config), quantization) if quantization else None
         model = _on_meta(self.config)
         self.base_shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        self.prefix = f"{model.base_model_prefix}."
+        self.buffers = {name for name, _ in model.named_buffers()}
+        self.stored = StoredWeights(model, self.base.file_of)
         self.input_name = _weight_name(model, model.get_input_embeddings())
         self.output_name = _weight_name(model, model.get_output_embeddings())
         self._inject(model, peft_config)
-        changed = {n for n in self.base_shapes if n.rpartition(".")[0] in self.modules or n in self.replaced}
+        changed = {n for n in self.base_shapes if n in self.replaced or self._is_merged(n)}
         self.untied_head = self._untied_head(changed)
         through_4_bits = set(self.round_trip.transposed) if self.round_trip else set()
-        self.model_name = {self._stored_name(name): name for name in (changed - {self.untied_head}) | through_4_bits}
+        touched = (changed - {self.untied_head}) | through_4_bits
+        self.touched = {self.stored.group_of[stored] for name in touched for stored in self._stored_names(name)}
 
     def _grow_vocabulary(self) -> None:
         """An adapter trained with added tokens holds whole embeddings: the result has as many rows."""
@@ -63,7 +66,7 @@ class AdapterMerger:
         """The output embedding, if the base stores it as the input embedding and the adapter changes either."""
         head, ends = self.output_name, {self.input_name, self.output_name}
         tied = getattr(self.config.get_text_config(), "tie_word_embeddings", False)
-        return head if tied and ends & changed and head not in self.base.file_of else None
+        return head if tied and head and ends & changed and not self.stored.names_for(head) else None
 
     def _inject(self, model: nn.Module, peft_config: Any) -> None:
         from peft import get_peft_model, get_peft_model_state_dict
@@ -80,8 +83,11 @@ class AdapterMerger:
         self._refuse_strangers(expected, embeddings)
         stored = {id(tensor): name for name, tensor in expected.items()}
         root = peft_model.get_base_model()
+        # An adapter on a second weight of the same module is around the one on the first.
         self.modules: dict[str, Any] = {
-            _plain(name): module for name, module in root.named_modules() if isinstance(module, BaseTunerLayer)
+            _plain(name): module
+            for name, module in root.named_modules()
+            if isinstance(module, BaseTunerLayer) and not name.endswith(".base_layer")
         }
         self.adapter_names = {
             name: {leaf: stored[id(p)] for leaf, p in module.named_parameters() if id(p) in stored}
@@ -119,21 +125,23 @@ class AdapterMerger:
             fix="pass the base it was trained on with --base_model.",
         )
 
-    def _stored_name(self, name: str) -> str:
-        """Name in the base's files of the model's tensor `name`; checkpoints may leave out the model's prefix."""
-        for candidate in (name, name.removeprefix(self.prefix), self.prefix + name):
-            if candidate in self.base.file_of:
-                return candidate
-        if name == self.output_name and self.input_name:
-            return self._stored_name(self.input_name)
-        raise self._wrong_base(f"{name} is not in the base's files")
+    def _stored_names(self, name: str) -> list[str]:
+        """Tensors in the base's files that make the model's tensor `name`."""
+        found = self.stored.names_for(name)
+        if not found and name == self.output_name and self.input_name:
+            return self._stored_names(self.input_name)
+        if not found:
+            raise self._wrong_base(f"{name} is not in the base's files")
+        return found
 
     def _base_tensor(self, name: str) -> torch.Tensor:
         """As training saw it: the adapter's own, or through 4 bits, or as published."""
-        source = self.input_name if name == self.untied_head and name not in self.replaced else name
+        source = str(self.input_name) if name == self.untied_head and name not in self.replaced else name
         if source in self.replaced:
             return self.adapter.read(self.replaced[source])
-        tensor = self.base.read(self._stored_name(name))
+        if not self.stored.names_for(source) and self._stored_names(source):
+            source = str(self.input_name)  # a head that is tied to it
+        tensor = self.stored.read(source, self.base.read)
         if tuple(tensor.shape) != self.base_shapes[name]:
             shapes = f"{list(tensor.shape)} in its file and {list(self.base_shapes[name])} by its config.json"
             raise self._wrong_base(f"{name} of the base has shape {shapes}")
@@ -145,27 +153,35 @@ class AdapterMerger:
     def _merged_module(self, name: str) -> dict[str, torch.Tensor]:
         """PEFT's own merge on one real layer; afterwards the layer is on the meta device again."""
         import torch
+        from peft.tuners.lora import ParamWrapper
         from torch import nn
 
-        layer = self.modules[name]
+        layer, brought = self.modules[name], self.adapter_names[name]
         for parameter_name, _ in list(layer.named_parameters()):
             owner, _, leaf = parameter_name.rpartition(".")
-            if parameter_name.startswith("base_layer."):
-                value = self._base_tensor(f"{name}.{leaf}")
+            if parameter_name in brought:
+                value = self.adapter.read(brought[parameter_name])
             else:
-                value = self.adapter.read(self.adapter_names[name][parameter_name])
+                value = self._base_tensor(f"{name}.{parameter_name.replace('base_layer.', '')}")
             setattr(layer.get_submodule(owner), leaf, nn.Parameter(value.to(torch.float32), requires_grad=False))
-        layer.merge(safe_merge=True)
+        wrappers = [layer]
+        while isinstance(wrappers[-1].base_layer, ParamWrapper):
+            wrappers.append(wrappers[-1].base_layer)
+        for wrapper in wrappers:
+            wrapper.merge(safe_merge=True)
+            wrapper.merged_adapters.clear()
         merged = {f"{name}.{leaf}": p.detach() for leaf, p in layer.get_base_layer().named_parameters()}
-        layer.merged_adapters.clear()
         layer.to("meta")
         return merged
 
     def final(self, name: str) -> dict[str, torch.Tensor]:
         """The result's tensor `name`, with the others of its module if that was merged."""
         module = name.rpartition(".")[0]
-        tensors = self._merged_module(module) if module in self.modules else {name: self._base_tensor(name)}
+        tensors = self._merged_module(module) if self._is_merged(name) else {name: self._base_tensor(name)}
         return {key: self._cast(tensor) for key, tensor in tensors.items()}
+
+    def _is_merged(self, name: str) -> bool:
+        return name.rpartition(".")[0] in self.modules and name not in self.buffers
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
@@ -173,14 +189,19 @@ class AdapterMerger:
     def write(self, writer: ShardWriter) -> None:
         """Pass every tensor of the base through, in the order of its files."""
         done: set[str] = set()
+        pending: dict[str, torch.Tensor] = {}  # merged with their module, written with their group
         for stored in self.base.names():
-            name = self.model_name.get(stored)
-            if name is None:  # nothing changes in it
+            group = self.stored.group_of.get(stored)
+            if group not in self.touched:  # nothing changes in it
                 writer.add(stored, self._cast(self._as_loaded(stored, self.base.read(stored))))
-            elif name not in done:
-                for key, tensor in self.final(name).items():
-                    writer.add(self._stored_name(key), tensor)
-                    done.add(key)
+            elif group not in done:
+                done.add(group)
+                for name in self.stored.made_by(group):
+                    if name not in pending:
+                        pending |= self.final(name)
+                tensors = {name: pending.pop(name) for name in self.stored.made_by(group)}
+                for key, tensor in self.stored.write(group, tensors).items():
+                    writer.add(key, tensor)
         if self.untied_head and self.input_name:
             head = self.final(self.untied_head)[self.untied_head]
             if not head.equal(self.final(self.input_name)[self.input_name]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -109,6 +110,19 @@ def load_model(
             place="--model_name_or_path",
             fix="check the folder or the hub id.",
         ) from error
+    model.config.use_cache = False
+    return model
+
+
+def skeleton_of(config: Any, attention: str | None = None, *, trust_remote_code: bool = False) -> Any:
+    """The model of a configuration on the meta device: it takes no memory, and a fraction of a second."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with plain_loading(), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), attn_implementation=attention, trust_remote_code=trust_remote_code
+        )
     model.config.use_cache = False
     return model
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +141,7 @@ def build_model(
     """
     from transformers import set_seed
 
-    from accel_scale.training.model import load_model, plain_loading
+    from accel_scale.training.model import load_model, plain_loading, skeleton_of
 
     dtype = precision.frozen_dtype if model_args.method == "lora" else precision.model_dtype
     if not model_args.model_name_or_path:
@@ -160,42 +159,11 @@ def build_model(
     )
 
 
-def skeleton_of(config: Any, attention: str | None = None, *, trust_remote_code: bool = False) -> Any:
-    """The model of a configuration on the meta device, which takes no memory."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from accel_scale.training.model import plain_loading
-
-    with plain_loading(), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), attn_implementation=attention, trust_remote_code=trust_remote_code
-        )
-    model.config.use_cache = False
-    return model
-
-
 def fits_on_each(num_params: int, processes_on_node: int) -> bool:
     """Whether each rank can hold the model in fp32 in a quarter of the host's memory."""
     import psutil
 
     return bool(4 * num_params * processes_on_node <= psutil.virtual_memory().total / 4)
-
-
-def adapter_config(model_args: PretrainModelArguments) -> Any:
-    """PEFT's configuration of ``--method lora``; None where every weight is trained."""
-    if model_args.method != "lora":
-        return None
-    from peft import LoraConfig
-
-    targets = model_args.lora_target_modules
-    return LoraConfig(
-        r=model_args.lora_r,
-        lora_alpha=model_args.lora_alpha,
-        lora_dropout=model_args.lora_dropout,
-        target_modules=targets[0] if len(targets) == 1 else targets,
-        task_type="CAUSAL_LM",
-    )
 
 
 def plan_memory(run: Any) -> Any:

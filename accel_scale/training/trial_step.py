@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -173,24 +174,25 @@ def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _adapted(model: Any, setup: TrainingSetup) -> nn.Module:
-    from peft import LoraConfig, get_peft_model
+    from peft import get_peft_model
+
+    from accel_scale.training.adapters import lora_config
+    from accel_scale.training.model import skeleton_of
 
     lora = setup.lora
-    targets: Any = "all-linear" if lora.targets == ("all-linear",) else list(lora.targets)
+    flags = SimpleNamespace(
+        lora_r=lora.rank,
+        lora_alpha=8,  # changes no memory
+        lora_dropout=lora.dropout,
+        lora_target_modules=list(lora.targets),
+        lora_modules_to_save=list(lora.full_modules) or None,
+        use_dora=lora.dora,
+    )
+    config = lora_config(flags, skeleton_of(model.config), dropout_is_set=False)
     with warnings.catch_warnings():
         # PEFT 0.21 asks the model by a name that transformers 5 is giving up.
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
-        return get_peft_model(
-            model,
-            LoraConfig(
-                task_type="CAUSAL_LM",
-                r=lora.rank,
-                lora_dropout=lora.dropout,
-                target_modules=targets,
-                use_dora=lora.dora,
-                modules_to_save=list(lora.full_modules) or None,
-            ),
-        )
+        return get_peft_model(model, config)
 
 
 def _traced(run: _Run, num_steps: int) -> StepMeasurement:

@@ -18,7 +18,7 @@ from transformers import CONFIG_MAPPING, set_seed
 from accel_scale.errors import ConfigError
 from accel_scale.launching.leaving import leave_process_group
 from accel_scale.training.mapped_weights import build_once_per_server
-from accel_scale.training.pretrain_model import skeleton_of
+from accel_scale.training.model import skeleton_of
 from accel_scale.training.scratch import model_from_nothing
 
 SMALL = {

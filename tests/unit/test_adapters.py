@@ -16,6 +16,7 @@ from accel_scale.training.adapters import (
     prepare_quantized_base,
     quantization_config,
 )
+from accel_scale.training.model import skeleton_of
 from accel_scale.training.precision import precision_named
 
 quiet_imports()
@@ -70,7 +71,8 @@ def load(folder, args=None, precision="bf16", strategy="single"):
 def adapted(model, **kwargs):
     from peft import get_peft_model
 
-    return get_peft_model(model, lora_config(model_args(use_peft=True, **kwargs)))
+    config = lora_config(model_args(use_peft=True, **kwargs), skeleton_of(model.config))
+    return get_peft_model(model, config)
 
 
 def loss_of(model):
@@ -145,13 +147,14 @@ class TestLora:
 
     @pytest.mark.parametrize("targets", [["lm_head"], ["q_proj", "lm_head"], ["model.lm_head", "q_proj"]])
     def test_the_head_is_refused(self, targets):
+        args = model_args(use_peft=True, lora_target_modules=targets)
         with pytest.raises(ConfigError) as error:
-            lora_config(model_args(use_peft=True, lora_target_modules=targets), place=lambda flag: f"x.yaml:{flag}")
+            lora_config(args, None, place=lambda flag: f"x.yaml:{flag}")
         assert error.value.place == "x.yaml:lora_target_modules"
 
     def test_rank_zero_is_refused(self):
         with pytest.raises(ConfigError, match="rank of 0"):
-            lora_config(model_args(use_peft=True, lora_r=0))
+            lora_config(model_args(use_peft=True, lora_r=0), None)
 
 
 def four_bit(**kwargs):

@@ -63,6 +63,7 @@ class Verdict:
         exclude_modules: Names of modules whose adapters would never train.
         notes: One line each.
         use_reentrant: Whether activation checkpointing must be of the reentrant kind.
+        adapter: What is trained, without modules whose adapters would not; None where it is the weights themselves.
     """
 
     attention: str
@@ -71,6 +72,7 @@ class Verdict:
     exclude_modules: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     use_reentrant: bool = False
+    adapter: PeftConfig | None = None
 
 
 def check_start(run: PlannedRun) -> Verdict:

@@ -30,11 +30,10 @@ def check_sft_start(
     Raises:
         ConfigError: as `check_start`.
     """
-    from accel_scale.training.adapters import lora_config
+    from accel_scale.training.adapters import settle_adapters
 
-    values = settings.values
+    values, adapter = settings.values, settle_adapters(settings, model_args, config)
     packs = bool(values.get("packing", True) or values.get("padding_free"))
-    trains_adapters = settings.method != "full"
     planned = PlannedRun(
         config=config,
         attention=attention,
@@ -42,13 +41,13 @@ def check_sft_start(
         rows="packed" if packs else "padded",
         policy=settings.checkpointing,
         # ZeRO-3 partitions an adapter's frozen base while it is recomputed, which only the reentrant kind survives.
-        use_reentrant=settings.use_reentrant or (trains_adapters and settings.launch.strategy == "zero3"),
-        adapter=lora_config(model_args) if trains_adapters else None,
+        use_reentrant=settings.use_reentrant or (adapter is not None and settings.launch.strategy == "zero3"),
+        adapter=adapter,
         targets_given=bool(values.get("lora_target_modules")),
         trust_remote_code=bool(values.get("trust_remote_code")),
         packing_flag="--packing false --padding_free false" if values.get("padding_free") else "--packing false",
     )
-    return dataclasses.replace(_said(check_start(planned), say), use_reentrant=planned.use_reentrant)
+    return _said(planned, say)
 
 
 def check_pretrain_start(run: PretrainRun) -> Verdict:
@@ -57,9 +56,9 @@ def check_pretrain_start(run: PretrainRun) -> Verdict:
     Raises:
         ConfigError: as `check_start`, or if the loss must come from whole logits where ranks share the model.
     """
-    from accel_scale.training.pretrain_model import adapter_config
+    from accel_scale.training.adapters import settle_adapters
 
-    adapter = adapter_config(run.model_args)
+    adapter = settle_adapters(run.settings, run.model_args, run.model_config)
     planned = PlannedRun(
         config=run.model_config,
         attention=run.attention,
@@ -72,7 +71,7 @@ def check_pretrain_start(run: PretrainRun) -> Verdict:
         trust_remote_code=run.model_args.trust_remote_code,
         packing_flag="--isolate_documents false",
     )
-    verdict = _said(check_start(planned), run.say)
+    verdict = _said(planned, run.say)
     if verdict.loss_from_logits and not run.layout.is_plain:
         raise ConfigError(
             f"{run.model_config.model_type}'s head is more than one matrix product, which ranks cannot share.",
@@ -82,7 +81,12 @@ def check_pretrain_start(run: PretrainRun) -> Verdict:
     return verdict
 
 
-def _said(verdict: Verdict, say: Callable[[str], None]) -> Verdict:
+def _said(planned: PlannedRun, say: Callable[[str], None]) -> Verdict:
+    from accel_scale.training.adapters import leave_out
+
+    verdict = check_start(planned)
     for note in verdict.notes:
         say(f"note: {note}")
-    return verdict
+    if planned.adapter is not None:
+        leave_out(planned.adapter, verdict.exclude_modules)
+    return dataclasses.replace(verdict, use_reentrant=planned.use_reentrant, adapter=planned.adapter)

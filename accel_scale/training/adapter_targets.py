@@ -1,0 +1,161 @@
+"""Which modules of a model carry adapters: those that are called as linear layers of the language model."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from accel_scale.errors import ConfigError
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from transformers import PreTrainedModel
+
+_READ_WEIGHT = re.compile(r"self\.(\w+)\.weight\b(?!\.(?:dtype|device|shape))")
+
+
+def untrainable_linears(model: PreTrainedModel) -> list[str]:
+    """Names of linear layers on which an adapter would fail, or would never train; sorted.
+
+    The towers of other modalities; subclasses of `torch.nn.Linear` that are something else (routers that return
+    several tensors, grouped products); projections of state-space layers whose weights go into a fused kernel; the
+    rankings of sparse attention (indexers), and poolers.
+
+    Args:
+        model: On the meta device, unquantised: it tells from the classes what is what.
+    """
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    found = set[str]()
+    language = language_prefix(model)
+    for name, module in model.named_modules():
+        linears = {f"{name}.{leaf}".lstrip("."): m for leaf, m in module.named_children()}
+        linears = {path: m for path, m in linears.items() if isinstance(m, (nn.Linear, Conv1D))}
+        if not linears:
+            continue
+        read = _read_weights(type(module)) if hasattr(module, "A_log") else frozenset()
+        for path, linear in linears.items():
+            leaf = path.rpartition(".")[2]
+            no_gradient = leaf in read or leaf == "pooler" or "Indexer" in type(module).__name__
+            if no_gradient or not path.startswith(language) or not _is_linear(linear):
+                found.add(path)
+    return sorted(found)
+
+
+def language_prefix(model: PreTrainedModel) -> str:
+    """What the names of the language model's modules begin with in a model of several modalities, else nothing."""
+    if not is_multimodal(model.config):
+        return ""
+    decoder = model.get_decoder()
+    return next((f"{name}." for name, module in model.named_modules() if module is decoder and name), "")
+
+
+def is_multimodal(config: Any) -> bool:
+    """Whether a configuration has parts for other things than text."""
+    return config.get_text_config(decoder=True) is not config and not getattr(config, "is_encoder_decoder", False)
+
+
+def _is_linear(module: Any) -> bool:
+    """Whether a subclass of `torch.nn.Linear` still maps (n, in) to (n, out)."""
+    import torch
+    from transformers.pytorch_utils import Conv1D
+
+    if type(module).forward in (torch.nn.Linear.forward, Conv1D.forward) or not module.weight.is_meta:
+        return True
+    try:
+        result = module(torch.empty(2, module.in_features, device="meta", dtype=module.weight.dtype))
+    except (RuntimeError, TypeError, ValueError, IndexError):
+        return False
+    return isinstance(result, torch.Tensor) and result.shape == (2, module.out_features)
+
+
+def _read_weights(layer: type) -> frozenset[str]:
+    """Names of the projections whose weights the code of a state-space layer hands to a kernel by themselves."""
+    try:
+        source = inspect.getsource(sys.modules[layer.__module__])
+    except (OSError, TypeError):  # no source at hand
+        return frozenset({"out_proj", "dt_proj", "x_proj"})
+    return frozenset(_READ_WEIGHT.findall(source))
+
+
+def exclusion(names: Iterable[str]) -> str | None:
+    """A regular expression for PEFT's ``exclude_modules`` that matches `names` in every layer; None for none."""
+    patterns = {re.sub(r"\\\.\d+(?=\\\.|$)", r"\\.\\d+", re.escape(name)) for name in names}
+    return "|".join(sorted(patterns)) or None
+
+
+def check_targets(
+    config: LoraConfig, model: PreTrainedModel, *, dropout_is_set: bool, place: Callable[[str], str] = "--{}".format
+) -> None:
+    """Put the adapters on a model without memory, and settle what they need: `config` may lose its default dropout.
+
+    Experts that are kept as one tensor have adapters that are added to the weight (PEFT's `ParamWrapper`): nothing
+    passes through them that dropout could be applied to, and they have no magnitudes of their own (DoRA).
+
+    Args:
+        config: Of the adapters.
+        model: On the meta device; it is used up.
+        dropout_is_set: Whether the user has chosen the dropout.
+
+    Raises:
+        ConfigError: if a target is not there, or what was asked for does not work on it.
+    """
+    from peft import get_peft_model
+    from peft.tuners.lora import LoraLayer, ParamWrapper
+
+    kind, given = model.config.model_type, copy.deepcopy(config.target_modules)
+    trial = copy.deepcopy(config)
+    trial.lora_dropout, trial.use_dora = 0.0, False
+    try:
+        with warnings.catch_warnings(action="ignore"):  # what they are about is checked below
+            adapted = get_peft_model(model, trial, low_cpu_mem_usage=True)
+    except (ValueError, NotImplementedError) as error:
+        raise ConfigError(
+            f"{kind}: {' '.join(str(error).split()).split('. ')[0].rstrip('.')}.",
+            place=place("lora_target_modules"),
+            fix="name linear layers of the model, or leave the flag out: every one of them is adapted.",
+        ) from error
+    layers = {name: module for name, module in adapted.named_modules() if isinstance(module, LoraLayer)}
+    _refuse_unmatched(given, trial, layers, kind, place)
+    if not any(isinstance(module, ParamWrapper) for module in layers.values()):
+        return
+    attention = "--lora_target_modules with the attention's layers leaves the experts as they are"
+    if config.use_dora:
+        raise ConfigError(
+            f"{kind} keeps its experts as one tensor, whose adapters have no magnitudes.",
+            place=place("use_dora"),
+            fix=f"remove it; {attention}.",
+        )
+    if config.lora_dropout and dropout_is_set:
+        raise ConfigError(
+            f"{kind} keeps its experts as one tensor, to whose adapters dropout cannot be applied.",
+            place=place("lora_dropout"),
+            fix=f"use 0; {attention}.",
+        )
+    config.lora_dropout = 0.0
+
+
+def _refuse_unmatched(
+    given: str | Iterable[str] | None,
+    trial: LoraConfig,
+    layers: Iterable[str],
+    kind: str,
+    place: Callable[[str], str],
+) -> None:
+    """Each name that the user gave must have matched something; PEFT is content with one of them."""
+    if given is None or isinstance(given, str):
+        return
+    converted = {*(trial.target_modules or ()), *(trial.target_parameters or ())}
+    for name in given:
+        if name in converted and not any(layer.endswith(f".{name}") for layer in layers):
+            raise ConfigError(
+                f"{kind} has no linear layer {name!r} that an adapter could train.",
+                place=place("lora_target_modules"),
+                fix="name layers of the language model, or leave the flag out: every one of them is adapted.",
+            )

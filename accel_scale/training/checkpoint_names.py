@@ -1,0 +1,98 @@
+"""A checkpoint's names and a model's: transformers renames, fuses and splits weights when it loads and saves them.
+
+Of its private ``core_model_loading`` (checked on 5.23) `StoredWeights` uses what loads, `as_saved` what saves;
+tests/unit/test_checkpoint_names.py fails when they move.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+
+def as_saved(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """`tensors` of `model` by the names, and in the pieces, that `save_pretrained` writes."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(model, tensors)
+
+
+class StoredWeights:
+    """Which tensors of a checkpoint make which tensors of a model.
+
+    Args:
+        model: May be on the meta device. It remembers which conversions the checkpoint needs, as `from_pretrained`
+            has it, so that `as_saved` reverts them.
+        stored: All names in the checkpoint.
+    """
+
+    def __init__(self, model: PreTrainedModel, stored: Iterable[str]) -> None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import (
+            WeightConverter,
+            WeightRenaming,
+            dot_natural_key,
+            rename_source_key,
+        )
+
+        self.model = model
+        mapping = get_model_conversion_mapping(model)
+        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+        own, prefix = model.state_dict(), model.base_model_prefix
+        # A group is what is converted together, by the first name that it makes: its stored tensors with the patterns
+        # that they matched, all names that it makes, and the conversion if there is more to it than a new name.
+        self._stored: dict[str, list[tuple[str, str]]] = {}
+        self._made: dict[str, list[str]] = {}
+        self._converters: dict[str, WeightConverter] = {}
+        self.group_of: dict[str, str] = {}
+        for name in sorted(stored, key=dot_natural_key):
+            made, pattern = rename_source_key(name, renamings, converters, prefix, own)
+            if made not in own and name in own:
+                made, pattern = rename_source_key(name, [], [], base_model_prefix=prefix, meta_state_dict=own)
+            if made not in own:
+                continue  # of no use to this model
+            self._stored.setdefault(made, []).append((name, pattern or name))
+            self.group_of[name], self._made[made] = made, [made]
+            if pattern is not None:
+                self._converters[made] = by_pattern[pattern]
+                first, *others = by_pattern[pattern].target_patterns
+                self._made[made] += [made.replace(first, other) for other in others]
+        self._maker = {name: group for group, names in self._made.items() for name in names}
+        model._weight_conversions = [entry for entry in mapping if entry.was_used()]  # type: ignore[assignment]
+
+    def made_by(self, group: str) -> list[str]:
+        """The model's tensors that come out of a group of stored ones."""
+        return self._made[group]
+
+    def names_for(self, name: str) -> list[str]:
+        """Stored tensors that the model's tensor `name` is made of; empty if there are none."""
+        group = self._maker.get(name)
+        return [stored for stored, _ in self._stored[group]] if group else []
+
+    def read(self, name: str, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
+        """The model's tensor `name` out of the stored ones that `read` gives."""
+        group = self._maker[name]
+        if group not in self._converters:
+            return read(self._stored[group][0][0])
+        converter = copy.deepcopy(self._converters[group])
+        for stored, pattern in self._stored[group]:
+            converter.add_tensor(group, stored, pattern, read(stored))  # type: ignore[arg-type]
+        made = converter.convert(group, model=self.model, config=self.model.config)[name]
+        return made[0] if isinstance(made, list) else made
+
+    def write(self, group: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """All `tensors` that `group` makes by the names, and in the pieces, that the checkpoint has them in."""
+        if group not in self._converters:
+            return {self._stored[group][0][0]: tensors[group]}
+        prefix, result = f"{self.model.base_model_prefix}.", {}
+        for name, tensor in as_saved(self.model, tensors).items():
+            spellings = (name, name.removeprefix(prefix), prefix + name)
+            result[next(n for n in spellings if n in self.group_of)] = tensor.contiguous()
+        return result
