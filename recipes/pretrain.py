@@ -194,7 +194,7 @@ def train(run: Run, started: float) -> dict[str, Any]:
     from accel_scale.training.guarded_step import GuardedStep, stop_run
     from accel_scale.training.learning import WeightsBefore, refuse_unlearnt
     from accel_scale.training.loop_watch import LoopWatch
-    from accel_scale.training.meters import ThroughputMeter
+    from accel_scale.training.meters import ThroughputMeter, clock_of
     from accel_scale.training.pretrain_report import Report
     from accel_scale.training.profiling import step_profiler
 
@@ -215,7 +215,8 @@ def train(run: Run, started: float) -> dict[str, Any]:
         accelerator, run.model, run.optimizer, run.schedule, guard=guard, max_grad_norm=args.max_grad_norm,
         output_dir=args.output_dir, first_step=run.step + 1,
     )  # fmt: skip
-    report = Report(run, MetricsLog(args.output_dir, run.is_main, resumed_step=run.step), ThroughputMeter(), started)
+    metrics = MetricsLog(args.output_dir, run.is_main, resumed_step=run.step)
+    report = Report(run, metrics, ThroughputMeter(clock_of(accelerator.device.type)), started)
     watch = LoopWatch(accelerator, run.model, run.optimizer, report.meter, run.plan)
     report.start()
     before, first_step = WeightsBefore.of(run.model), run.step

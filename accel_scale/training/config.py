@@ -63,6 +63,7 @@ class RecipeSFTConfig(DdpHookArguments, SFTConfig):
             "and where. Default: --ddp_timeout."
         },
     )
+    disable_tqdm: bool | None = field(default=False, metadata={"help": "No progress bar, not even on a terminal."})
     sync_each_batch: bool = field(default=False, metadata={"help": SYNC_EACH_BATCH_HELP})
     gradient_checkpointing: bool | None = field(  # type: ignore[assignment]
         default=None,

@@ -159,11 +159,10 @@ class MemoryWatch(TrainerCallback):
         accelerator, meter, plan = self._trainer.accelerator, self._trainer.meter, self._plan
         mine = torch.tensor([[*self._peaks, self._num_positions]], dtype=torch.int64, device=accelerator.device)
         allocated, reserved, positions = accelerator.gather(mine).amax(0).tolist()
-        seconds = meter.timed_seconds / (meter.num_steps - 1) if meter.num_steps > 1 else None
         measured = {
             "allocated_bytes": allocated or None,
             "reserved_bytes": reserved or None,
-            "step_seconds": seconds,
+            "step_seconds": meter.step_seconds,
             "positions": positions or None,
             "how": "allocator" if self._is_cuda else "first step traced" if self._tracker is not None else None,
         }

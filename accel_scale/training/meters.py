@@ -6,10 +6,54 @@ import resource
 import sys
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+
+
+class HostClock:
+    """The time of a device that has done what it was told when the call returns."""
+
+    def now(self) -> float:
+        """Seconds, when everything that was begun is done."""
+        return time.perf_counter()
+
+    def mark(self) -> Any:
+        """A point in the device's work, for `between`."""
+        return time.perf_counter()
+
+    def between(self, earlier: Any, later: Any) -> float:
+        """Seconds of the device between two marks that it has reached."""
+        return float(later - earlier)
+
+
+class EventClock(HostClock):
+    """The time of a device with a queue: calls return at once, and events tell when the device came by."""
+
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
+
+    def now(self) -> float:
+        import torch
+
+        torch.accelerator.synchronize()
+        return time.perf_counter()
+
+    def mark(self) -> Any:
+        import torch
+
+        event = torch.Event(self._device_type, enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, earlier: Any, later: Any) -> float:
+        return float(earlier.elapsed_time(later)) / 1e3
+
+
+def clock_of(device_type: str) -> HostClock:
+    """The clock that is right for a device of `device_type`."""
+    return EventClock(device_type) if device_type in ("cuda", "xpu") else HostClock()
 
 
 @dataclass
@@ -17,42 +61,65 @@ class ThroughputMeter:
     """Counts tokens that carry content (no padding), the time optimizer steps take and the part spent on data.
 
     The first step is left out of the rates: it pays for allocation, compilation and the first batch. Logging,
-    evaluation and saving happen between steps and are left out too.
+    evaluation and saving happen between steps and are left out too: the step before them ends with `settle`. Other
+    steps of an asynchronous device run into one another, and nothing waits for it.
+
+    Args:
+        clock: Of the device that computes.
     """
 
+    clock: HostClock = field(default_factory=HostClock)
     num_tokens: int | torch.Tensor = 0
     num_steps: int = 0
     data_seconds: float = 0.0
     timed_seconds: float = 0.0
+    timed_steps: int = 0
     timed_tokens: int | torch.Tensor = 0
-    _step_started: float = field(default=0.0, repr=False)
-    _fetched: float = field(default=0.0, repr=False)
+    _began: float | None = field(default=None, repr=False)
     _tokens_before: int | torch.Tensor = field(default=0, repr=False)
+    _steps_before: int = field(default=0, repr=False)
+    _asked: tuple[float, Any] = field(default=(0.0, None), repr=False)
+    _waits: list[tuple[float, Any, Any]] = field(default_factory=list, repr=False)
 
     def start_step(self) -> None:
         """Call before the first micro-batch of an optimizer step is fetched."""
-        self._step_started, self._tokens_before = time.perf_counter(), self.num_tokens
+        started = time.perf_counter()
+        if self._began is None:
+            self._began, self._tokens_before, self._steps_before = started, self.num_tokens, self.num_steps
+        self._asked = started, self.clock.mark()
 
     def fetched(self) -> None:
         """Call when the step's micro-batches have arrived."""
-        self._fetched = time.perf_counter()
+        started, mark = self._asked
+        self._waits.append((time.perf_counter() - started, mark, self.clock.mark()))
 
     def add_tokens(self, num_tokens: int | torch.Tensor) -> None:
         """Count the tokens of one micro-batch on this rank; a tensor stays on its device until it is read."""
         self.num_tokens = self.num_tokens + num_tokens
 
-    def end_step(self) -> None:
-        """Call after the optimizer step."""
+    def end_step(self, *, settle: bool = True) -> None:
+        """Call after the optimizer step; with `settle` where something else than the next step follows."""
         self.num_steps += 1
-        if self.num_steps > 1:
-            self.timed_seconds += time.perf_counter() - self._step_started
-            self.data_seconds += self._fetched - self._step_started
+        if not settle and self.num_steps > 1:
+            return
+        ended, began = self.clock.now(), self._began
+        if self.num_steps > 1 and began is not None:
+            self.timed_seconds += ended - began
+            # While the device is still busy with the step before, nobody waits for the host that waits for data.
+            self.data_seconds += sum(min(wait, self.clock.between(*marks)) for wait, *marks in self._waits)
+            self.timed_steps += self.num_steps - self._steps_before
             self.timed_tokens = self.timed_tokens + (self.num_tokens - self._tokens_before)
+        self._began, self._waits = None, []
 
     @property
     def tokens_per_second(self) -> float | None:
         """Tokens per second on this rank; `None` before the second step."""
         return float(self.timed_tokens) / self.timed_seconds if self.timed_seconds else None
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Seconds of an optimizer step; `None` before the second step."""
+        return self.timed_seconds / self.timed_steps if self.timed_steps else None
 
     @property
     def data_wait_ratio(self) -> float | None:
@@ -76,3 +143,9 @@ def peak_device_bytes() -> dict[str, int] | None:
         "allocated_bytes": torch.cuda.max_memory_allocated(),
         "reserved_bytes": torch.cuda.max_memory_reserved(),
     }
+
+
+def peak_memory_bytes() -> int:
+    """What this process needed at most: of its CUDA device, elsewhere of the host."""
+    device = peak_device_bytes()
+    return device["allocated_bytes"] if device else peak_host_bytes()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 import zlib
 from typing import TYPE_CHECKING, Any
 
+from accel_scale.reporting.step_lines import StepFigures, StepLines
 from accel_scale.training.ddp_hooks import hook_figures
-from accel_scale.training.meters import ThroughputMeter, peak_device_bytes, peak_host_bytes
+from accel_scale.training.meters import ThroughputMeter, peak_device_bytes, peak_host_bytes, peak_memory_bytes
 from accel_scale.units import format_bytes
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Report:
         self.num_skipped = 0
         self.sample: str | None = None
         self.flops_per_token = self.peak = 0.0
-        self._bar: Any = None
+        self._lines: StepLines | None = None
 
     # ── Start ──
 
@@ -56,10 +56,7 @@ class Report:
         if not run.is_main:
             return
         self._print_start()
-        if sys.stderr.isatty():
-            from tqdm import tqdm
-
-            self._bar = tqdm(total=run.length.num_steps, initial=run.step, unit="step", dynamic_ncols=True)
+        self._lines = StepLines(run.length.num_steps, first_step=run.step)
 
     def _print_start(self) -> None:
         from accel_scale.reporting.tables import format_count, print_table
@@ -115,15 +112,14 @@ class Report:
         if outcome.taken:
             run.tokens += tokens
             self.meter.add_tokens(tokens)
-            self.meter.end_step()
-        if outcome.taken and self._bar is not None:
-            self._bar.update(1)
-            self._bar.set_postfix(loss=f"{outcome.loss:.4f}")
+            self.meter.end_step(settle=self._something_follows)
+            if self._lines is not None:
+                self._lines.stepped(run.step)
         norm = outcome.grad_norm if outcome.grad_norm is not None else math.nan
         if not outcome.taken:
             self._log({"skipped_loss": outcome.loss, "skipped_grad_norm": norm})
             return
-        if run.step % run.args.logging_steps and run.step not in (1, run.length.num_steps):
+        if not self._is_log_point:
             return
         self.losses.append(outcome.loss)
         speed = self.tokens_per_second
@@ -139,11 +135,23 @@ class Report:
             values |= {"tokens_per_second": speed, "mfu": self.mfu or 0.0}
             values["data_wait_ratio"] = self.meter.data_wait_ratio or 0.0
         self._log(values)
-        if run.is_main and self._bar is None:
-            line = f"step {run.step:>6,}  loss {outcome.loss:.4f}  lr {values['learning_rate']:.2e}"
-            if speed:
-                line += f"  {speed:,.0f} tokens/s  MFU {self.mfu:.0%}"
-            print(line, flush=True)
+        if self._lines is not None:
+            figures = StepFigures(
+                outcome.loss, values["learning_rate"], speed, self.mfu, peak_memory_bytes(), self.num_skipped
+            )
+            self._lines.log(figures)
+
+    @property
+    def _is_log_point(self) -> bool:
+        step = self.run.step
+        return step % self.run.args.logging_steps == 0 or step in (1, self.run.length.num_steps)
+
+    @property
+    def _something_follows(self) -> bool:
+        """Whether something else than the next step comes after this one."""
+        length = self.run.length
+        due = any(every and self.run.step % every == 0 for every in (length.eval_steps, length.save_steps))
+        return due or self._is_log_point
 
     def _log(self, values: dict[str, float]) -> None:
         self.metrics.write(self.run.step, **values)
@@ -152,10 +160,10 @@ class Report:
 
     def evaluated(self, evaluation: Any) -> None:
         """Log a validation."""
-        run = self.run
         self.eval_losses.append(evaluation.loss)
         self._log({"eval_loss": evaluation.loss, "perplexity": evaluation.perplexity})
-        run.say(f"step {run.step:>6,}  validation loss {evaluation.loss:.4f}  perplexity {evaluation.perplexity:,.2f}")
+        if self._lines is not None:
+            self._lines.say(f"validation loss {evaluation.loss:.4f}  perplexity {evaluation.perplexity:,.2f}")
 
     @property
     def last_loss(self) -> float | None:
@@ -189,8 +197,8 @@ class Report:
 
         run, args = self.run, self.run.args
         self.metrics.close()
-        if self._bar is not None:
-            self._bar.close()
+        if self._lines is not None:
+            self._lines.close()
         if not run.is_main:
             return {}
         seconds = time.perf_counter() - self.started

@@ -17,10 +17,10 @@ from accel_scale.training.fast_loss import FastLossMixin
 from accel_scale.training.guard_mixin import GuardMixin
 from accel_scale.training.guard_settings import GuardSettings
 from accel_scale.training.learning import LearningMixin, refuse_unlabelled
-from accel_scale.training.meters import ThroughputMeter
+from accel_scale.training.meters import ThroughputMeter, clock_of
 from accel_scale.training.output_mixin import OutputFolderMixin
 from accel_scale.training.precision import enable_fp16_on_cpu
-from accel_scale.training.progress import MeterCallback, MetricsCallback, quiet_progress
+from accel_scale.training.progress import MeterCallback, MetricsCallback, show_progress
 from accel_scale.training.recovery_mixin import MemoryRecoveryMixin
 from accel_scale.training.saving import AtomicSavingMixin
 from accel_scale.training.schedules import create_schedule
@@ -73,9 +73,9 @@ class ScaleSFTTrainer(_Base, SFTTrainer):
     ) -> None:
         self.loss_from_logits = loss_from_logits
         self._schedule = schedule or {}
-        self.meter = ThroughputMeter()
         self.answered: dict[str, ExactMatch] = {}
         super().__init__(**kwargs)
+        self.meter = ThroughputMeter(clock_of(self.accelerator.device.type))
         for what, rows in (("training", self.train_dataset), ("evaluation", self.eval_dataset)):
             refuse_unlabelled(rows, what=what, max_length=self.args.max_length)
         enable_fp16_on_cpu(self.accelerator)
@@ -91,7 +91,7 @@ class ScaleSFTTrainer(_Base, SFTTrainer):
         self.add_callback(StepCallback())
         if questions:
             self.add_callback(_AnswerCallback(self))
-        quiet_progress(self)
+        show_progress(self, self._tokens_per_second)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """The schedule by ratios of the steps that will really be taken."""
@@ -134,6 +134,11 @@ class ScaleSFTTrainer(_Base, SFTTrainer):
                 world_size=self.accelerator.num_processes,
                 reduce=lambda counts: self.accelerator.reduce(counts, "sum"),
             )
+
+    def _tokens_per_second(self) -> float | None:
+        """Of all ranks, taken to be as fast as this one; `figures` asks them."""
+        mine = self.meter.tokens_per_second
+        return mine and mine * self.accelerator.num_processes / self.sp_size
 
     def figures(self) -> dict[str, Any]:
         """What the run measured, summed over ranks where that is meant; call it on every rank."""
