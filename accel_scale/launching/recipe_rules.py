@@ -29,18 +29,19 @@ def optimizer_package(case: Case) -> Finding | None:
 def optimizer_and_launch(case: Case) -> Finding | None:
     """An optimizer that device, strategy or precision rule out, such as bitsandbytes' under FSDP2."""
     p = case.parallel
-    if p.is_deepspeed:
-        conditions = ["zero"] if p.offload_optimizer == "none" else []
-    else:
-        conditions = [case.device.type, "fsdp" if p.is_fsdp else p.name]
-    refused = optimizer_of(case).refused
-    reason = next((refused[c] for c in (*conditions, case.precision) if c in refused), None)
-    if reason is None:
+    facts = optimizer_of(case).facts
+    refusal = facts.refusal(
+        device_type=case.device.type,
+        strategy=p.name,
+        zero_offload=p.is_deepspeed and p.offload_optimizer != "none",
+        precision=case.precision,
+    )
+    if refusal is None:
         return None
     fix = "use --optim adamw_torch_fused, or another launch file."
-    if p.is_fsdp and optimizer_of(case).state_bits == 8:
+    if p.is_fsdp and facts.state_bits == 8:
         fix = "use --optim adamw_torch_8bit with fsdp_state_dict_type: SHARDED_STATE_DICT."
-    return error(case.run.place("optim"), f"{case.run.optim} does not work here: {reason}.", fix)
+    return error(case.run.place("optim"), f"{case.run.optim} does not work here: {refusal[1]}.", fix)
 
 
 def optimizer_of(case: Case) -> OptimizerSpec:
@@ -52,7 +53,7 @@ def optimizer_of(case: Case) -> OptimizerSpec:
 
 def paged_without_cuda(case: Case) -> Finding | None:
     """Paged optimizer states are CUDA unified memory."""
-    if not optimizer_of(case).paged or case.device.type == "cuda":
+    if not optimizer_of(case).facts.is_paged or case.device.type == "cuda":
         return None
     return warning(
         case.run.place("optim"),

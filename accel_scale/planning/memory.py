@@ -121,7 +121,7 @@ def _forward_setup(setup: TrainingSetup) -> TrainingSetup:
     parallel = setup.parallel
     seen = ParallelSetup(num_gpus=parallel.sequence_parallel, sequence_parallel=parallel.sequence_parallel)
     seen_setup = replace(setup, parallel=seen, optimizer="adamw_torch_fused", accumulation=1)
-    if setup.precision in ("fp16", "bf16") and _casts_weights(setup):
+    if setup.autocast and _casts_weights(setup):
         return replace(seen_setup, precision="bf16_true", weight_dtype=None)
     return seen_setup
 

@@ -13,7 +13,7 @@ from accel_scale.planning import catalogue, hardware
 from accel_scale.planning.link_fit import load_links
 from accel_scale.planning.model_facts import ModelFacts
 from accel_scale.planning.model_parallel import RECIPES
-from accel_scale.planning.optimizer_states import optimizer_bytes
+from accel_scale.planning.optimizer_states import optimizer_facts
 from accel_scale.planning.parameters import lora_params
 from accel_scale.planning.request_strategy import degrees_of, methods_of, schedule_of, strategy_of
 from accel_scale.planning.request_words import one_of, whole
@@ -196,7 +196,7 @@ def _fixed(wish: Wish, model: ModelFacts, gpu: hardware.Gpu) -> dict[str, Any]:
         lora_params(model, lora)
     fixed: dict[str, Any] = {"precision": _precision(wish, gpu), "packing": wish.packing, "lora": lora}
     if wish.optim is not None:
-        optimizer_bytes(wish.optim)
+        optimizer_facts(wish.optim)
         fixed["optimizer"] = wish.optim
     if wish.checkpointing_policy is not None:
         fixed["checkpointing"] = wish.checkpointing_policy

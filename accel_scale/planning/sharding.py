@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from accel_scale.planning.model_facts import ModelFacts
-from accel_scale.planning.optimizer_states import OptimizerBytes, optimizer_bytes
+from accel_scale.planning.optimizer_states import OptimizerFacts, optimizer_facts
 from accel_scale.planning.parameters import ParameterGroups, parameter_groups
 from accel_scale.planning.training_setup import TrainingSetup
 
@@ -50,7 +50,7 @@ def state_bytes(model: ModelFacts, setup: TrainingSetup) -> StateBytes:
     Args:
         model: What the rank's data-parallel group holds: under tensor and pipeline parallelism its `rank_share`.
     """
-    groups, optimizer = parameter_groups(model, setup), optimizer_bytes(setup.optimizer)
+    groups, optimizer = parameter_groups(model, setup), optimizer_facts(setup.optimizer)
     if setup.parallel.is_deepspeed:
         return _deepspeed(model, setup, groups, optimizer)
     return _torch(model, setup, groups, optimizer)
@@ -62,7 +62,7 @@ def frozen_weight_bytes(setup: TrainingSetup, groups: ParameterGroups) -> float:
     return groups.quantised * nf4 + (groups.frozen - groups.quantised) * setup.frozen_bytes
 
 
-def _torch(model: ModelFacts, setup: TrainingSetup, groups: ParameterGroups, optimizer: OptimizerBytes) -> StateBytes:
+def _torch(model: ModelFacts, setup: TrainingSetup, groups: ParameterGroups, optimizer: OptimizerFacts) -> StateBytes:
     parallel = setup.parallel
     shards = parallel.num_shards if parallel.shards_weights else 1
     trained, width = groups.trainable / shards, setup.trained_bytes
@@ -80,7 +80,7 @@ def _torch(model: ModelFacts, setup: TrainingSetup, groups: ParameterGroups, opt
 
 
 def _deepspeed(
-    model: ModelFacts, setup: TrainingSetup, groups: ParameterGroups, optimizer: OptimizerBytes
+    model: ModelFacts, setup: TrainingSetup, groups: ParameterGroups, optimizer: OptimizerFacts
 ) -> StateBytes:
     """ZeRO keeps 16-bit weights and gradients beside fp32 masters and states (Rajbhandari et al. 2020, section 3)."""
     parallel = setup.parallel

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from accel_scale.planning.model_facts import ModelFacts
+from accel_scale.planning.optimizer_states import optimizer_facts
 from accel_scale.planning.shadow_families import changes_products
 from accel_scale.planning.training_setup import ParallelSetup, TrainingSetup
 
@@ -65,20 +66,17 @@ def conflict(setup: TrainingSetup, model: ModelFacts | None = None) -> str | Non
         return "gradients of every micro-batch are reduced under FSDP2 only, where ranks do not share the model"
     if parallel.is_deepspeed and setup.precision in ("bf16_true", "fp8"):
         return f"DeepSpeed does not run {setup.precision}"
-    if parallel.strategy.startswith("fsdp"):
-        if "bnb" in optimizer or optimizer.startswith(("paged_", "lion_", "ademamix", "adamw_8bit", "adafactor")):
-            return f"{optimizer} cannot step FSDP2's sharded tensors"
-        if optimizer == "adamw_torch_4bit":
-            return "torchao's 4-bit step does not compile for FSDP2's sharded tensors"
-    if parallel.is_deepspeed and optimizer in ("adamw_torch_8bit", "adamw_torch_4bit", "adamw_cpu_offload"):
-        return f"ZeRO flattens weights, which {optimizer} cannot step"
-    if parallel.offload_optimizer != "none":
-        if not optimizer.startswith(("adamw_torch", "deepspeed_cpu_adam")):
-            return "offloaded states are stepped by AdamW only"
-    elif optimizer == "deepspeed_cpu_adam":
-        return "deepspeed_cpu_adam steps weights in host memory only"
-    if optimizer == "adamw_cpu_offload" and (parallel.strategy != "single" or setup.precision == "fp16"):
-        return "adamw_cpu_offload is for one process without loss scaling"
+    facts, offloads = optimizer_facts(optimizer), parallel.offload_optimizer != "none"
+    zero_offload = parallel.is_deepspeed and offloads
+    if zero_offload and facts.zero_offload is None:
+        return f"ZeRO with optimizer offload would step by DeepSpeed CPU Adam in place of {optimizer}"
+    # Parameters that FSDP keeps in host memory are stepped there; all others on the card.
+    device_type = "cpu" if parallel.offload_params != "none" else "cuda"
+    refusal = facts.refusal(
+        device_type=device_type, strategy=parallel.strategy, zero_offload=zero_offload, precision=setup.precision
+    )
+    if refusal is not None:
+        return f"{optimizer} does not work there: {refusal[1]}"
     if parallel.strategy == "zero3" and setup.method != "full" and setup.checkpointing in ("selective", "offload"):
         return f"ZeRO-3 with adapters cannot recompute under {setup.checkpointing} checkpointing"
     return None

@@ -140,19 +140,18 @@ def check_optimizer(
     if spec.package is not None and importlib.util.find_spec(spec.package) is None:
         raise ConfigError(f"{name} needs {spec.package}.", place=place, fix=f"{spec.install}.")
     zero_offload = strategy.startswith("zero") and offload_optimizer
-    if zero_offload and spec.zero_offload is None:
+    if zero_offload and spec.facts.zero_offload is None:
         raise ConfigError(
             f"ZeRO with optimizer offload would silently run DeepSpeed CPU Adam in place of {name}.",
             place=place,
             fix="use --optim adamw_torch_fused, or a launch file without optimizer offload.",
         )
-    for condition in _conditions(device_type, strategy, zero_offload, precision):
-        if condition in spec.refused:
-            raise ConfigError(
-                f"{name} does not work here: {spec.refused[condition]}.",
-                place=place,
-                fix=_alternative(name, condition),
-            )
+    refusal = spec.facts.refusal(
+        device_type=device_type, strategy=strategy, zero_offload=zero_offload, precision=precision
+    )
+    if refusal is not None:
+        condition, reason = refusal
+        raise ConfigError(f"{name} does not work here: {reason}.", place=place, fix=_alternative(name, condition))
     if name == "deepspeed_cpu_adam":
         _check_compiler(place)
     options = parse_optim_args(name, optim_args)
@@ -165,22 +164,12 @@ def check_optimizer(
     return _notes(name, spec, device_type, strategy, zero_offload)
 
 
-def _conditions(device_type: str, strategy: str, zero_offload: bool, precision: str | None) -> list[str]:
-    conditions = [precision] if precision == "fp16" else []
-    if strategy.startswith("zero"):
-        conditions += [] if zero_offload else ["zero"]
-        return conditions  # DeepSpeed decides where weights and states are
-    conditions += ["fsdp"] if strategy.startswith("fsdp") else []
-    conditions += ["ddp"] if strategy == "ddp" else []
-    return [device_type, *conditions]
-
-
 def _alternative(name: str, condition: str) -> str:
     if name == "adamw_cpu_offload" and condition in ("ddp", "fsdp"):
         return "use the launch file zero2_offload.yaml or fsdp2_offload.yaml with --optim adamw_torch_fused."
-    if condition == "zero" and OPTIMIZERS[name].state_bits in (4, 8):
+    if condition == "zero" and OPTIMIZERS[name].facts.state_bits in (4, 8):
         return "use --optim adamw_bnb_8bit, whose states have 8 bits at any size."
-    if condition == "fsdp" and OPTIMIZERS[name].state_bits in (4, 8):
+    if condition == "fsdp" and OPTIMIZERS[name].facts.state_bits in (4, 8):
         return "use --optim adamw_torch_8bit with fsdp_state_dict_type: SHARDED_STATE_DICT."
     if name == "deepspeed_cpu_adam" and condition in ("cuda", "zero"):
         return "use the launch file zero2_offload.yaml, or --optim adamw_torch_fused."
@@ -200,8 +189,8 @@ def _check_compiler(place: str) -> None:
 def _notes(name: str, spec: OptimizerSpec, device_type: str, strategy: str, zero_offload: bool) -> list[str]:
     notes = []
     if zero_offload and name != "deepspeed_cpu_adam":
-        notes.append(f"ZeRO with optimizer offload runs {spec.zero_offload} in place of {name}.")
-    if spec.paged and device_type != "cuda":
+        notes.append(f"ZeRO with optimizer offload runs {spec.facts.zero_offload} in place of {name}.")
+    if spec.facts.is_paged and device_type != "cuda":
         notes.append(f"{name} pages its states on CUDA only; here they are ordinary memory.")
     if name == "adafactor" and strategy.startswith("zero"):
         notes.append("ZeRO flattens weights, so Adafactor cannot factor its second moment: 4 bytes per parameter.")

@@ -179,7 +179,7 @@ def test_fixed_settings_stay():
         values = (setup.checkpointing, setup.optimizer, setup.micro_batch_size, setup.precision)
         assert values == ("every_2", "adamw_bnb_8bit", 2, "bf16_true")
     reasons = {rejection.label: rejection.reason for rejection in plan.rejections}
-    assert reasons["FSDP2"] == "adamw_bnb_8bit cannot step FSDP2's sharded tensors."
+    assert reasons["FSDP2"] == "adamw_bnb_8bit does not work there: it cannot step the sharded tensors of FSDP2."
     assert reasons["ZeRO-3"] == "DeepSpeed does not run bf16_true."
 
 
