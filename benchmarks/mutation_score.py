@@ -155,6 +155,8 @@ class Copy:
         """Another text with a time of its own, by which Python knows that what it compiled is old."""
         self._changes += 1
         path = self.folder / module
+        if path.read_text(encoding="utf-8") == text:
+            return
         path.write_text(text, encoding="utf-8")
         os.utime(path, (self._changes, self._changes))
         shutil.rmtree(self.folder / ".hypothesis", ignore_errors=True)  # no example is handed on
@@ -194,28 +196,26 @@ class Runner:
         for copy in self._copies:
             self._free.put(copy)
         self._all_tests = all_tests
-        self._seconds: dict[tuple[str, str], float] = {}
+        self._seconds: dict[tuple[str, tuple[str, ...]], float] = {}
 
-    def check(self, watched: Watched) -> None:
-        """The tests must pass on the module as it is; their time gives the time-out."""
-        copy = self._free.get()
-        try:
-            for chosen, tests in self._rounds(watched):
-                started = time.perf_counter()
-                outcome, output = copy.run(self._warm.executable, tests, chosen, 900)
-                self._seconds[watched.path, chosen] = time.perf_counter() - started
-                if outcome != SURVIVED:
-                    raise SystemExit(f"{watched.path}: its tests fail as it is:\n{output[-3000:]}")
-        finally:
-            self._free.put(copy)
+    def _seconds_of(self, copy: Copy, chosen: str, tests: tuple[str, ...]) -> float:
+        """How long the tests take on the modules as they are, where they must pass."""
+        if (chosen, tests) not in self._seconds:
+            started = time.perf_counter()
+            outcome, output = copy.run(self._warm.executable, tests, chosen, 900)
+            if outcome != SURVIVED:
+                raise SystemExit(f"{' '.join(tests)} fails as it is:\n{output[-3000:]}")
+            self._seconds[chosen, tests] = time.perf_counter() - started
+        return self._seconds[chosen, tests]
 
     def result(self, watched: Watched, mutant: Mutant) -> Result:
         """Write one mutant, run its tests, put the module back."""
         copy, started, outcomes = self._free.get(), time.perf_counter(), []
         try:
-            copy.write(mutant.module, changed(mutant))
             for chosen, tests in self._rounds(watched):
-                limit = 30 + 5 * self._seconds[watched.path, chosen]
+                copy.write(mutant.module, read(mutant.module))
+                limit = 30 + 5 * self._seconds_of(copy, chosen, tests)
+                copy.write(mutant.module, changed(mutant))
                 outcomes.append(copy.run(self._warm.executable, tests, chosen, limit)[0])
                 if outcomes[-1] != SURVIVED:
                     break
@@ -246,8 +246,6 @@ def run(pairs: list[tuple[Watched, Mutant]], *, workers: int, all_tests: bool) -
     """What becomes of each mutant, printed as it is known."""
     runner = Runner(workers, all_tests=all_tests)
     try:
-        for watched in dict.fromkeys(watched for watched, _ in pairs):
-            runner.check(watched)
         results = []
         with ThreadPoolExecutor(workers) as pool:
             for result in pool.map(lambda pair: runner.result(*pair), pairs):

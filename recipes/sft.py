@@ -223,7 +223,7 @@ def load_data(run: Run) -> None:
         on_bad_row=scale.on_bad_row,
         streaming=script.dataset_streaming,
         mixture=scale.dataset_mixture,
-        seed=int(values.get("data_seed") or values.get("seed", 42)),
+        seed=int(values.get("seed", 42) if values.get("data_seed") is None else values["data_seed"]),
         chat=run.tokenizer.chat_template is not None or values.get("chat_template_path") is not None,
     )
     if embedded and evaluates:

@@ -169,6 +169,22 @@ def test_rows_that_give_nan_or_spike_are_named_and_gone_around(
     assert run["steps"] == 320
     assert [line["step"] for line in logged(run["out"]) if "loss" in line] == list(range(1, 321))
     assert _some_row_is_poisoned(events, inputs, poisonable)
+    if policy == "skip":
+        assert [event["step"] for event in events] == _steps_of_skipped(events, inputs, poisonable)
+
+
+def _steps_of_skipped(events: list[dict[str, Any]], inputs: Path, tokenizer: Path) -> list[int]:
+    """The step that each event's batch would have been: its place among those drawn, less those skipped before it."""
+    from accel_scale.data.pretraining import open_pretraining_data
+
+    data = open_pretraining_data(
+        str(inputs / "poisoned.jsonl"), tokenizer=AutoTokenizer.from_pretrained(tokenizer), row_length=64,
+        isolate_documents=True, seed=42,
+    )  # fmt: skip
+    drawn, places = data.train_loader(global_batch_size=8, micro_batch_size=4), {}
+    for place in range(1, 321 + len(events)):
+        places[tuple(name for names in next(drawn).row_ids for name in names)] = place
+    return [places[tuple(event["rows"])] - skipped for skipped, event in enumerate(events)]
 
 
 def _some_row_is_poisoned(events: list[dict[str, Any]], inputs: Path, tokenizer: Path) -> bool:

@@ -458,3 +458,15 @@ def test_the_trainers_methods_that_are_overridden_still_exist():
     for call in ("self._get_output_dir(trial=trial)", "self._push_from_checkpoint(output_dir)", "rotate_checkpoints("):
         assert call in source
     assert "_internal_call=True" in source
+
+
+def test_a_best_checkpoint_says_where_it_is_and_not_where_it_was_written(tmp_path):
+    """A rate of zero: the first checkpoint stays the best, and each state that names it is read by a resume."""
+    trainer = make_trainer(
+        tmp_path, learning_rate=0.0, max_steps=2, save_steps=1, eval_strategy="steps", eval_steps=1,
+        load_best_model_at_end=True,
+    )  # fmt: skip
+    trainer.train()
+    for step in (1, 2):
+        state = json.loads((tmp_path / f"checkpoint-{step}" / "trainer_state.json").read_text())
+        assert state["best_model_checkpoint"] == str(tmp_path / "checkpoint-1")

@@ -1,0 +1,148 @@
+"""Losses over ranks: a token counts once, whichever rank has it, and a stage takes labels as they were given."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from accel_scale.parallel.pipeline_split import split_model, stage_of
+from accel_scale.training.evaluating import Evaluation, evaluate_loss, evaluating, reduce_sum, total_over_ranks
+from accel_scale.training.fast_loss import add_fast_lm_head, head_loss
+from accel_scale.training.precision import enable_fp16_on_cpu
+
+
+class Ranks:
+    """What is asked of an `Accelerator`, where the other ranks' sums are known."""
+
+    def __init__(self, *others: torch.Tensor) -> None:
+        self.others, self.num_processes, self.device = others, 1 + len(others), torch.device("cpu")
+        self.autocast, self.asked = nullcontext, []
+
+    def reduce(self, values: torch.Tensor, reduction: str) -> torch.Tensor:
+        self.asked.append(reduction)
+        assert reduction == "sum"
+        return values + sum(self.others)
+
+
+def model() -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, attention_dropout=0.5,
+    )  # fmt: skip
+    made = LlamaForCausalLM(config)
+    add_fast_lm_head(made)
+    return made.train()
+
+
+def batches() -> list[dict[str, torch.Tensor]]:
+    """Of 9 and 2 labels, one without any, and one whose labels are shifted already."""
+    draw = torch.Generator().manual_seed(1)
+    ids = [torch.randint(0, 32, (1, 10), generator=draw) for _ in range(4)]
+    few, none = ids[1].clone(), torch.full((1, 10), -100)
+    few[0, :8] = -100
+    shifted = F.pad(ids[3][:, 1:], (0, 1), value=-100)
+    rows = [
+        {"input_ids": ids[0], "labels": ids[0]},
+        {"input_ids": ids[1], "labels": few},
+        {"input_ids": ids[2], "labels": none},
+    ]
+    return [*rows, {"input_ids": ids[3], "shift_labels": shifted}]  # type: ignore[list-item]
+
+
+def by_hand(made: Any) -> tuple[float, int]:
+    total = count = 0.0
+    made.eval()
+    for batch in batches():
+        with torch.no_grad():
+            logits = made(input_ids=batch["input_ids"]).logits[0]
+        labels = batch.get("shift_labels")
+        labels = F.pad(batch["labels"][0, 1:], (0, 1), value=-100) if labels is None else labels[0]
+        total += F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum").item()
+        count += int((labels != -100).sum())
+    made.train()
+    return total, int(count)
+
+
+def test_the_mean_is_over_the_tokens_of_all_batches_and_ranks() -> None:
+    made = model()
+    total, count = by_hand(made)
+    assert count == 9 + 2 + 0 + 9
+    alone = evaluate_loss(Ranks(), made, batches())
+    assert (alone.loss, alone.num_tokens) == (pytest.approx(total / count, rel=1e-5), count)
+    assert made.training, "afterwards as before"
+    assert all(parameter.grad is None for parameter in made.parameters())
+    assert alone.perplexity == pytest.approx(math.exp(alone.loss))
+    # Another rank with 30 tokens at 5 nats, a third with none.
+    ranks = Ranks(torch.tensor([150.0, 30.0], dtype=torch.float64), torch.zeros(2, dtype=torch.float64))
+    together = evaluate_loss(ranks, made, batches())
+    assert together.num_tokens == count + 30
+    assert together.loss == pytest.approx((total + 150) / (count + 30), rel=1e-5)
+
+
+def test_nothing_to_count_is_not_a_number() -> None:
+    nothing = evaluate_loss(Ranks(), model(), [])
+    assert math.isnan(nothing.loss)
+    assert math.isnan(nothing.perplexity)
+    assert nothing.num_tokens == 0
+    assert Evaluation(1e6, 1).perplexity == pytest.approx(math.exp(700))
+
+
+def test_sums_over_ranks() -> None:
+    assert total_over_ranks(Ranks(torch.tensor(5), torch.tensor(7)), 3).item() == 15
+    alone = Ranks()
+    assert total_over_ranks(alone, 3).item() == 3
+    values = torch.tensor([1.0, 2.0])
+    assert reduce_sum(alone, values) is values
+    assert alone.asked == []
+    assert reduce_sum(Ranks(torch.tensor([3.0, 4.0])), values).tolist() == [4.0, 6.0]
+
+
+def test_evaluating_has_no_dropout_and_puts_the_mode_back() -> None:
+    made = model()
+    for training in (True, False):
+        made.train(training)
+        with evaluating(made):
+            assert not made.training
+            assert not torch.is_grad_enabled()
+        assert made.training is training
+    with pytest.raises(KeyError), evaluating(made.train()):
+        raise KeyError
+    assert made.training
+
+
+@pytest.mark.parametrize("name", ["labels", "shift_labels"])
+def test_the_last_stage_shifts_labels_that_are_not(name: str) -> None:
+    """Parts of rows bring labels that were shifted before the cut; shifted again they would be of a later token."""
+    made = model().eval()
+    ids = torch.arange(12)[None]
+    labels = ids if name == "labels" else F.pad(ids[:, 1:], (0, 1), value=-100)
+    with torch.no_grad():
+        expected = F.cross_entropy(made(input_ids=ids).logits[0, :-1], ids[0, 1:], reduction="sum")
+        first, last = split_model(made, [range(1), range(1, 2)], [0, 1])
+        stage_of(last).loss, stage_of(last).num_items = head_loss, 2
+        assert last(first(ids), **{name: labels}).item() == pytest.approx(expected.item() / 2, rel=1e-5)
+
+
+def test_fp16_on_a_cpu_scales_as_the_launch_says() -> None:
+    from accelerate import Accelerator, GradScalerKwargs
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        settings = GradScalerKwargs(init_scale=8.0, growth_interval=3, growth_factor=4.0, backoff_factor=0.25)
+        accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[settings])
+        assert enable_fp16_on_cpu(accelerator)
+        scaler = accelerator.scaler
+        assert scaler.get_scale() == 8.0
+        found = (scaler.get_growth_interval(), scaler.get_growth_factor(), scaler.get_backoff_factor())
+        assert found == (3, 4.0, 0.25)
+        assert not enable_fp16_on_cpu(accelerator), "it is there"
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
