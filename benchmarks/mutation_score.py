@@ -311,14 +311,18 @@ def main() -> None:
     parser.add_argument("--least-fast", type=float, default=0.0, help="the same of the fast tests alone")
     options = parser.parse_args()
     modules = [w for w in watched_modules() if not options.module or w.path in options.module]
+    known = [pair for pair in known_mutants() if not options.module or pair[1].module in options.module]
     if options.survivors:
         by_path = {watched.path: watched for watched in modules}
-        earlier = [r for r in load(options.survivors) if r.fast == SURVIVED and r.mutant.module in by_path]
-        pairs = [(by_path[result.mutant.module], result.mutant) for result in earlier]
-    else:
+        earlier = [r for r in load(options.survivors) if r.fast == SURVIVED]
         pairs = [
-            (watched, mutant) for watched in modules for mutant in sample(watched, options.per_module, options.seed)
+            (by_path[r.mutant.module], r.mutant) for r in earlier if r.group != KNOWN and r.mutant.module in by_path
         ]
+        missed = {r.mutant.occurrence for r in earlier if r.group == KNOWN}
+        pairs += [pair for pair in known if pair[1].occurrence in missed]
+    else:
+        drawn = [(w, mutant) for w in modules for mutant in sample(w, options.per_module, options.seed)]
+        pairs = known + drawn
     results = run(pairs, workers=options.workers, all_tests=options.all)
     options.keep.write_text(json.dumps([asdict(result) for result in results], indent=1), encoding="utf-8")
     report = table(results, options.seed)

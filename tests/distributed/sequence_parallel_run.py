@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from accel_scale.errors import ConfigError
 from accel_scale.launching.leaving import leave_process_group
 from accel_scale.parallel.layout import ParallelLayout, build_mesh
 from accel_scale.parallel.pipeline import Pipeline, PipelineSettings, split_model, stages_of_rank
@@ -154,6 +155,27 @@ def parity(name: str, group: Any) -> dict[str, Any]:
     parts = [cut_batch(batch, rank, size) for batch in batches]
     found = train(model, parts, totals, group, bf16=bf16)
     return {**compare(found, expected), "forward": forward_difference}
+
+
+def refusal(group: Any) -> dict[str, list[bool]]:
+    """Which ranks refuse a model whose last rank computes something else on its part of a row."""
+    model = build("llama", "sdpa").eval()
+    enable_ulysses(model, group)
+    is_last = group.rank() == group.size() - 1
+
+    def shifted(_: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+        return output + 1 if is_last and inputs[0].shape[1] == 16 else output
+
+    hook = model.base_model.norm.register_forward_hook(shifted)
+    try:
+        check_ulysses(model, group)
+        refused = False
+    except ConfigError:
+        refused = True
+    hook.remove()
+    refusals: list[bool] = [False] * group.size()
+    dist.all_gather_object(refusals, refused, group=group)
+    return {"refused": refusals}
 
 
 def isolation(group: Any) -> dict[str, float]:
@@ -316,6 +338,7 @@ def main() -> None:
         group = dist.new_group([0, 1])
         results: dict[str, Any] = {name: parity(name, group) for name in CASES}
         results["isolation"] = isolation(group)
+        results["refusal"] = refusal(group)
         results["generation"] = generation(group)
         results["memory"] = memory(group)
         for name in ("llama", "llama, packed, bf16", "gemma2, packed", "gemma3, one key head"):

@@ -44,6 +44,10 @@ def test_documents_stay_apart_across_the_cut(pair):
         assert abs(case[name] - case["cut"]) > 1e-3 * case["cut"], name
 
 
+def test_all_ranks_refuse_what_one_of_them_computes_otherwise(pair):
+    assert pair["refusal"] == {"refused": [True, True]}
+
+
 def test_generating_takes_whole_rows_as_before(pair):
     assert pair["generation"] == {"same": True, "length": 18}
 

@@ -16,8 +16,6 @@ from accel_scale.training.precision import enable_fp16_on_cpu
 from accel_scale.training.step_gate import lowered, make_gate
 from accel_scale.training.step_judge import joined, stop_run
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(autouse=True)
 def _fresh_state():

@@ -13,7 +13,6 @@ from accel_scale.training.fast_loss import add_fast_lm_head
 from accel_scale.training.memory_recovery import MemoryRecovery, is_out_of_memory, smaller_batch_advice
 from accel_scale.training.packed_attention import register_packed_attention
 
-pytestmark = pytest.mark.slow
 VOCAB = 64
 
 
@@ -119,6 +118,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 @pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize(("limit", "passes"), [(2, 2), (1, 4)])
+@pytest.mark.slow
 def test_rows_give_the_undisturbed_step(limit: int, passes: int, in_backward: bool) -> None:
     batches = [padded(1, 0), padded(4, 1), padded(3, 2)]
     expected, loss, samples, quiet, _ = take_step(batches, limit=4)
@@ -222,3 +222,38 @@ def test_memory_that_really_runs_out_is_recognised() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60, dtype=torch.int8)
     assert is_out_of_memory(caught.value)
+
+
+def test_under_fsdp2_each_pass_of_a_halved_micro_batch_is_reduced():
+    """A trainer that accumulates has turned reducing off: whole gradients would take the memory that ran out."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = tiny_model()
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        recovery = MemoryRecovery(Accelerator(cpu=True), model)
+        recovery._strategy = "fsdp2"
+        inputs = padded(4, seed=3)
+
+        def reduced(level: int) -> bool:
+            """After the passes of a micro-batch that is not the step's last one."""
+            recovery.level = level
+            model.zero_grad()
+            model.set_requires_gradient_sync(False)
+            recovery.micro_batch(inputs, lambda part: _backward(model, part), is_last=False)
+            return all(parameter.grad is not None for parameter in model.parameters())
+
+        assert reduced(1)
+        assert not reduced(0)
+        recovery.close()
+    finally:
+        dist.destroy_process_group()
+
+
+def _backward(model, part):
+    loss = model(**part.inputs, num_items_in_batch=8, fast_lm_head=True).loss * part.factor
+    loss.backward()
+    return loss.detach()

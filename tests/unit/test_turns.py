@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-pytestmark = pytest.mark.slow
 # Steps of argv[1] seconds; a thread counts all the while in which the process is not stopped.
 LOOP = """
 import json, sys, threading, time
