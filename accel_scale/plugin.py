@@ -217,10 +217,16 @@ class ScalePlugin:
             return None
         return derive_accumulation(self.global_batch_size, micro_batch_size, world_size)
 
-    def scaled_learning_rate(self, learning_rate: float, global_batch_size: int) -> float:
-        """The plugin's or the script's peak, scaled to `global_batch_size` sequences if that is asked for."""
+    @property
+    def moves_rates(self) -> bool:
+        """Whether the optimizer, or its learning rate, is another than the script's."""
+        given = (self.optimizer, self.lr_schedule, self.learning_rate, self.scale_lr_from_batch_size)
+        return any(setting is not None for setting in given)
+
+    def learning_rate_factor(self, global_batch_size: int) -> float:
+        """What the learning rate is multiplied by for `global_batch_size` sequences."""
         return scaled_learning_rate(
-            self.learning_rate if self.learning_rate is not None else learning_rate,
+            1.0,
             global_batch_size=global_batch_size,
             base_batch_size=self.lr_base_batch_size or 32,
             rule=self.scale_lr_from_batch_size,

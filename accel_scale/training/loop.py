@@ -3,86 +3,127 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
 from accel_scale.errors import ConfigError
 from accel_scale.launching.begin import begin_process
 from accel_scale.launching.leaving import let_go_of_collectives
-from accel_scale.training.preparing import (
-    adjust_groups,
-    prepare_model,
-    replace_optimizer,
-    step_once_per_update,
-    strategy_of,
+from accel_scale.training.batch_splitting import LossKind
+from accel_scale.training.loop_settings import (
+    ScheduleLength,
+    check_accumulates,
+    check_own_accelerator,
+    refuse_in_loops,
+    require_parts,
+    set_accumulation,
 )
+from accel_scale.training.memory_recovery import MemoryRecovery
+from accel_scale.training.precision import enable_fp16_on_cpu
+from accel_scale.training.preparing import adapt_optimizer, prepare_model, step_once_per_update, strategy_of
+from accel_scale.training.replacing import schedules_of
+from accel_scale.training.saving import save_atomically
+from accel_scale.training.verification import VerifyResult, verify_checkpoint
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
-
     from accel_scale.plugin import ScalePlugin
 
 
-def make_accelerator(scale: ScalePlugin, kwargs: dict[str, Any]) -> Any:
+_Part = TypeVar("_Part")
+
+
+class ScaledAccelerator(Accelerator):
+    """`Accelerator` that applies a `ScalePlugin` in `prepare` and saves atomically, see `ScalePlugin.accelerator`.
+
+    Attributes:
+        memory_recovery: That of `forward_backward`, None before its first call.
+        first_verification: What reading the first saved state back gave, None until then.
+    """
+
+    first_verification: VerifyResult | None = None
+    memory_recovery: MemoryRecovery | None = None
+
+    def __init__(self, scale: ScalePlugin, **kwargs: Any) -> None:
+        self.scale = scale
+        self.schedule_lengths: list[ScheduleLength] = []
+        super().__init__(**kwargs)
+
+    def forward_backward(
+        self,
+        model: nn.Module,
+        batches: Sequence[Mapping[str, Any]],
+        loss_of: Callable[[dict[str, Any]], torch.Tensor],
+        *,
+        loss_kind: LossKind = "sum",
+    ) -> torch.Tensor:
+        """Forward and backward of one optimizer step's micro-batches, again in halves where memory runs out.
+
+        As `MemoryRecovery.step`; the returned loss is the sum over the micro-batches. Its `backward` divides by
+        `gradient_accumulation_steps`.
+        """
+        if self.memory_recovery is None:
+            self.memory_recovery = MemoryRecovery(self, model, loss_kind=loss_kind)
+        loss: torch.Tensor = self.memory_recovery.step(batches, loss_of)
+        return loss
+
+    def end_training(self) -> None:
+        if self.memory_recovery is not None:
+            self.memory_recovery.close()
+        for length in self.schedule_lengths:
+            length.end()
+        let_go_of_collectives()
+        super().end_training()
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        return self.scale.prepare(self, *args, **kwargs)
+
+    def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        self.scale.check_checkpoints()
+        if output_dir is None:  # automatic naming: Accelerate also rotates
+            return super().save_state(output_dir, *args, **kwargs)
+        with save_atomically(output_dir) as staging:
+            super().save_state(str(staging), *args, **kwargs)
+            if self.scale.verify_first_checkpoint and self.first_verification is None and self._models:
+                self.wait_for_everyone()
+                self.first_verification = _verify(self._models, Path(staging))
+        return output_dir
+
+
+def _verify(models: Sequence[nn.Module], staging: Path) -> VerifyResult:
+    """Read back what `Accelerator.save_state` has written of every prepared model, each under its own file names."""
+    results = [verify_checkpoint(models[0], staging)]
+    for number, model in enumerate(models[1:], 1):
+        with tempfile.TemporaryDirectory() as folder:
+            for first in ("model.safetensors", "pytorch_model_fsdp.bin", "pytorch_model_fsdp_0"):
+                stem, dot, ending = first.removesuffix("_0").partition(".")
+                path = staging / f"{stem}_{number}{dot}{ending}"
+                if path.exists():
+                    Path(folder, first).symlink_to(path.absolute())
+            results.append(verify_checkpoint(model, folder))
+    return VerifyResult(
+        sum(result.num_tensors for result in results),
+        max(result.max_abs_diff for result in results),
+        sum(result.seconds for result in results),
+        " + ".join(result.source for result in results),
+    )
+
+
+def make_accelerator(scale: ScalePlugin, kwargs: dict[str, Any]) -> ScaledAccelerator:
     """An `Accelerator` for `scale`; `kwargs` are the script's own.
 
     Raises:
         ConfigError: if the script's arguments and the plugin's contradict each other.
     """
-    from accelerate import Accelerator
-
-    from accel_scale.training.batch_splitting import LossKind
-    from accel_scale.training.memory_recovery import MemoryRecovery
-    from accel_scale.training.precision import enable_fp16_on_cpu
-    from accel_scale.training.saving import VerifyResult, save_atomically, verify_checkpoint
-
-    class ScaledAccelerator(Accelerator):
-        """`Accelerator` that applies a `ScalePlugin` in `prepare` and saves atomically.
-
-        Attributes:
-            memory_recovery: That of `forward_backward`, None before its first call.
-            first_verification: What reading the first saved state back gave, None until then.
-        """
-
-        first_verification: VerifyResult | None = None
-        memory_recovery: MemoryRecovery | None = None
-
-        def forward_backward(self, model: Any, batches: Any, loss_of: Any, *, loss_kind: LossKind = "sum") -> Any:
-            """Forward and backward of one optimizer step's micro-batches, again in halves where memory runs out.
-
-            As `MemoryRecovery.step`; the returned loss is the sum over the micro-batches. Its `backward` divides by
-            `gradient_accumulation_steps`.
-            """
-            if self.memory_recovery is None:
-                self.memory_recovery = MemoryRecovery(self, model, loss_kind=loss_kind)
-            return self.memory_recovery.step(batches, loss_of)
-
-        def end_training(self) -> None:
-            if self.memory_recovery is not None:
-                self.memory_recovery.close()
-            let_go_of_collectives()
-            super().end_training()
-
-        def prepare(self, *args: Any, **kwargs: Any) -> Any:
-            return scale.prepare(self, *args, **kwargs)
-
-        def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
-            scale.check_checkpoints()
-            if output_dir is None:  # automatic naming: Accelerate also rotates
-                return super().save_state(output_dir, *args, **kwargs)
-            with save_atomically(output_dir) as staging:
-                super().save_state(str(staging), *args, **kwargs)
-                if scale.verify_first_checkpoint and self.first_verification is None and len(self._models) == 1:
-                    self.wait_for_everyone()
-                    self.first_verification = verify_checkpoint(self._models[0], staging)
-            return output_dir
-
     begin_process()
-    if scale.guard_settings() is not None:
-        raise ConfigError(
-            "in a plain loop the guard stands where the optimizer steps, which the plugin does not see.",
-            place="ScalePlugin(guard=)",
-            fix="remove it, and let accel_scale.GuardedStep take the steps.",
-        )
+    refuse_in_loops(scale)
     if scale.precision is not None:
         precision = scale.resolve_precision(_device_type(kwargs), trains_adapters=scale.adapter is not None)
         assert precision is not None
@@ -94,13 +135,15 @@ def make_accelerator(scale: ScalePlugin, kwargs: dict[str, Any]) -> Any:
                 fix="remove it; the plugin's precision says it all.",
             )
         kwargs = {**kwargs, "mixed_precision": precision.mixed_precision}
-    if scale.global_batch_size is not None and kwargs.get("gradient_accumulation_steps") is not None:
-        raise ConfigError(
-            "gradient_accumulation_steps is derived from global_batch_size.",
-            place="Accelerator(gradient_accumulation_steps=)",
-            fix="remove one of them.",
-        )
-    accelerator = ScaledAccelerator(**_with_accumulation(kwargs))
+    if scale.global_batch_size is not None:
+        for name in ("gradient_accumulation_steps", "gradient_accumulation_plugin"):
+            if kwargs.get(name) is not None:
+                raise ConfigError(
+                    f"{name} is derived from global_batch_size.",
+                    place=f"Accelerator({name}=)",
+                    fix="remove one of them.",
+                )
+    accelerator = ScaledAccelerator(scale, **_with_accumulation(kwargs))
     scale.check_rehearsal(accelerator.num_processes)
     enable_fp16_on_cpu(accelerator)
     scale.cap_memory(accelerator.device.type, accelerator.device.index or 0)
@@ -119,8 +162,6 @@ def _with_accumulation(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _device_type(kwargs: dict[str, Any]) -> str:
-    import torch
-
     accelerator = None if kwargs.get("cpu") else torch.accelerator.current_accelerator(check_available=True)
     return accelerator.type if accelerator is not None else "cpu"
 
@@ -131,105 +172,58 @@ def prepare(scale: ScalePlugin, accelerator: Accelerator, parts: tuple[Any, ...]
     Raises:
         ConfigError: if something the plugin should replace was not given.
     """
-    import torch
-    from accelerate import Accelerator
-    from torch.optim.lr_scheduler import LRScheduler
-
-    replaced = list(parts)
-    where = {
-        kind: [index for index, part in enumerate(parts) if isinstance(part, kind)]
-        for kind in (torch.nn.Module, torch.optim.Optimizer, LRScheduler, torch.utils.data.DataLoader)
-    }
-    models, optimizers, schedulers, loaders = where.values()
-    if models:
-        _require_parts(scale, optimizers, schedulers)
-    global_batch_size = _set_accumulation(scale, accelerator, [parts[index] for index in loaders])
-    model = None
-    for index in models:
-        model = replaced[index] = _prepare_model(scale, accelerator, parts[index])
-    for index in optimizers:
-        replaced[index] = _prepare_optimizer(scale, accelerator, parts[index], model, global_batch_size)
+    if not isinstance(accelerator, ScaledAccelerator):
+        check_own_accelerator(scale, accelerator)
+    models, optimizers = _of(nn.Module, parts), _of(torch.optim.Optimizer, parts)
+    schedules, loaders = _of(LRScheduler, parts), _of(DataLoader, parts)
+    trained = [model for model in models if any(parameter.requires_grad for parameter in model.parameters())]
+    require_parts(scale, trained, optimizers, schedules)
+    global_batch_size = set_accumulation(scale, accelerator, loaders)
+    check_accumulates(scale, accelerator)
+    moved = {id(optimizer): schedules_of(optimizer, parts) for optimizer in optimizers if scale.moves_rates}
+    replaced: dict[int, Any] = {}
+    adapter_parameters: list[nn.Parameter] = []
+    for model in models:
+        known = {id(parameter) for parameter in model.parameters()}
+        replaced[id(model)] = _prepare_model(scale, accelerator, model, is_trained=any(m is model for m in trained))
+        if scale.adapter is not None:
+            new = replaced[id(model)].parameters()
+            adapter_parameters += [p for p in new if p.requires_grad and id(p) not in known]
+    for optimizer in optimizers:
+        replaced[id(optimizer)] = adapt_optimizer(
+            scale,
+            accelerator,
+            optimizer,
+            moved.get(id(optimizer), ()),
+            global_batch_size=global_batch_size,
+            adapter_parameters=adapter_parameters,
+        )
     if scale.lr_schedule is not None:
-        for index in schedulers:
-            position = next(i for i in optimizers if parts[i] is parts[index].optimizer)
-            replaced[index] = scale.schedule(replaced[position], scale.num_training_steps or 0)
-    prepared = Accelerator.prepare(accelerator, *replaced, **kwargs)
+        for schedule in schedules:
+            replaced[id(schedule)] = scale.schedule(replaced[id(schedule.optimizer)], scale.num_training_steps or 0)
+    prepared = Accelerator.prepare(accelerator, *(replaced.get(id(part), part) for part in parts), **kwargs)
     if scale.lr_schedule is not None:
-        for index in schedulers:
-            step_once_per_update(prepared[index] if isinstance(prepared, (tuple, list)) else prepared)
+        for part, result in zip(parts, prepared if isinstance(prepared, (tuple, list)) else [prepared], strict=True):
+            if isinstance(part, LRScheduler):
+                step_once_per_update(result)
+                length = ScheduleLength(result, scale.num_training_steps or 0, say=accelerator.print)
+                if isinstance(accelerator, ScaledAccelerator):
+                    accelerator.schedule_lengths.append(length)
     return prepared
 
 
-def _require_parts(scale: ScalePlugin, optimizers: list[int], schedulers: list[int]) -> None:
-    wanted = {"optimizer": (scale.optimizer, optimizers), "learning-rate scheduler": (scale.lr_schedule, schedulers)}
-    for what, (setting, given) in wanted.items():
-        if setting is not None and not given:
-            raise ConfigError(
-                f"{setting} has nothing to replace: no {what} was given to prepare.",
-                place="prepare",
-                fix=f"pass the script's {what} to the same prepare as the model.",
-            )
-    if scale.lr_schedule is not None and scale.num_training_steps is None:
-        raise ConfigError(
-            "a plain loop does not say how many optimizer steps it will take.",
-            place="ScalePlugin(num_training_steps=)",
-            fix="set it.",
-        )
-    if scale.adapter is not None and scale.optimizer is None:
-        raise ConfigError(
-            "the script's optimizer holds the weights that the adapter freezes.",
-            place="ScalePlugin(optimizer=)",
-            fix="name an optimizer, e.g. adamw_torch_fused.",
-        )
+def _of(kind: type[_Part], parts: tuple[Any, ...]) -> list[_Part]:
+    return [part for part in parts if isinstance(part, kind)]
 
 
-def _set_accumulation(scale: ScalePlugin, accelerator: Any, loaders: list[Any]) -> int:
-    """Derive accumulation from the first data loader's batch; returns the global batch in sequences."""
-    sizes = [loader.batch_size for loader in loaders if getattr(loader, "batch_size", None)]
-    micro = scale.micro_batch_size or (sizes[0] if sizes else None)
-    if scale.micro_batch_size is not None and sizes and sizes[0] != scale.micro_batch_size:
-        raise ConfigError(
-            f"micro_batch_size {scale.micro_batch_size} and the data loader's batch of {sizes[0]} differ.",
-            place="ScalePlugin(micro_batch_size=)",
-            fix="remove it, or make the data loader with it.",
-        )
-    if micro is None:
-        return scale.global_batch_size or 0
-    accumulation = scale.accumulation(micro, accelerator.num_processes)
-    if accumulation is not None:
-        accelerator.gradient_accumulation_steps = accumulation
-    return micro * accelerator.num_processes * accelerator.gradient_accumulation_steps
-
-
-def _prepare_model(scale: ScalePlugin, accelerator: Any, model: Any) -> Any:
+def _prepare_model(scale: ScalePlugin, accelerator: Any, model: nn.Module, *, is_trained: bool) -> nn.Module:
     device_type = accelerator.device.type
     return prepare_model(
         model,
         strategy=strategy_of(accelerator),
         device_type=device_type,
         precision=scale.resolve_precision(device_type, trains_adapters=scale.adapter is not None),
-        policy=scale.policy,
+        policy=scale.policy if is_trained else None,
         attention=scale.attention,
-        adapter=scale.adapter,
+        adapter=scale.adapter if is_trained else None,
     )
-
-
-def _prepare_optimizer(scale: ScalePlugin, accelerator: Any, optimizer: Any, model: Any, global_batch: int) -> Any:
-    if scale.optimizer is not None:
-        optimizer = replace_optimizer(
-            optimizer,
-            model,
-            scale.optimizer,
-            learning_rate=scale.learning_rate,
-            weight_decay=scale.weight_decay,
-            optim_args=scale.optim_args,
-            device_type=accelerator.device.type,
-            strategy=strategy_of(accelerator),
-            offload_optimizer=scale.launch.parallel.offload_optimizer != "none",
-        )
-    elif any(setting is not None for setting in (scale.lr_schedule, scale.learning_rate, scale.weight_decay)):
-        adjust_groups(optimizer, learning_rate=scale.learning_rate, weight_decay=scale.weight_decay)
-    if scale.scale_lr_from_batch_size is not None:
-        for group in optimizer.param_groups:
-            group["lr"] = scale.scaled_learning_rate(group["lr"], global_batch)
-    return optimizer

@@ -7,11 +7,21 @@ from typing import TYPE_CHECKING, Any
 from accel_scale.errors import ConfigError
 from accel_scale.training.checkpointing import CheckpointingPolicy, apply_checkpointing
 from accel_scale.training.gathering import is_partitioned
+from accel_scale.training.replacing import (
+    forget_schedules,
+    replace_optimizer,
+    scale_rates,
+    set_peak,
+    set_weight_decay,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
     from torch import nn
 
+    from accel_scale.plugin import ScalePlugin
     from accel_scale.training.precision import Precision
 
 
@@ -63,6 +73,13 @@ def prepare_model(
     if adapter is not None:
         from peft import get_peft_model
 
+        if hasattr(model, "peft_config"):
+            raise ConfigError(
+                "the model has an adapter already.",
+                place="ScalePlugin(adapter=)",
+                fix="remove it, or give the model without its adapter.",
+            )
+
         model = get_peft_model(model, adapter)  # type: ignore[arg-type]
     if precision is not None:
         cast_parameters(model, precision)
@@ -104,67 +121,47 @@ def cast_parameters(model: nn.Module, precision: Precision) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def replace_optimizer(
+def adapt_optimizer(
+    scale: ScalePlugin,
+    accelerator: Any,
     optimizer: torch.optim.Optimizer,
-    model: nn.Module | None,
-    name: str,
+    schedules: Sequence[Any] = (),
     *,
-    learning_rate: float | None = None,
-    weight_decay: float | None = None,
-    optim_args: Any = None,
-    device_type: str,
-    strategy: str,
-    offload_optimizer: bool = False,
+    global_batch_size: int,
+    adapter_parameters: Sequence[torch.nn.Parameter] = (),
+    keep_rates: bool = False,
 ) -> torch.optim.Optimizer:
-    """Another optimizer over the same parameter groups, with their own learning rates and weight decays.
-
-    Parameters that are frozen by now are left out; trained ones that no group has, an adapter's, join the first.
+    """The plugin's settings on an optimizer that a script has made; another one where it is replaced.
 
     Args:
-        model: Where new parameters are looked for; None keeps the groups as they are.
-        learning_rate, weight_decay: Replace those of every group; None keeps them. No decay stays none.
-
-    Raises:
-        ConfigError: if the optimizer does not work here.
+        schedules: The script's own over `optimizer`, which go on unless the plugin has one.
+        global_batch_size: In sequences, for scaling the learning rate.
+        adapter_parameters: As for `replace_optimizer`.
+        keep_rates: Learning rates are the plugin's already.
     """
-    from accel_scale.training.optimizers import create_optimizer
-
-    groups: list[dict[str, Any]] = []
-    for group in optimizer.param_groups:
-        decay = group.get("weight_decay", 0.0)
-        groups.append(
-            {
-                "params": [parameter for parameter in group["params"] if parameter.requires_grad],
-                # What a schedule made before has done to the learning rate does not count.
-                "lr": learning_rate if learning_rate is not None else group.get("initial_lr", group["lr"]),
-                "weight_decay": weight_decay if weight_decay is not None and decay else decay,
-            }
+    if scale.optimizer is not None:
+        optimizer = replace_optimizer(
+            optimizer,
+            scale.optimizer,
+            schedules=schedules,
+            adapter_parameters=adapter_parameters,
+            optim_args=scale.optim_args,
+            device_type=accelerator.device.type,
+            strategy=strategy_of(accelerator),
+            offload_optimizer=scale.launch.parallel.offload_optimizer != "none",
+            say=accelerator.print,
         )
-    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if model is not None:
-        groups[0]["params"] += [p for p in model.parameters() if p.requires_grad and id(p) not in known]
-    groups = [group for group in groups if group["params"]]
-    return create_optimizer(
-        name,
-        groups,
-        lr=groups[0]["lr"],
-        weight_decay=groups[0]["weight_decay"],
-        optim_args=optim_args,
-        device_type=device_type,
-        strategy=strategy,
-        offload_optimizer=offload_optimizer,
-    )
-
-
-def adjust_groups(
-    optimizer: torch.optim.Optimizer, *, learning_rate: float | None = None, weight_decay: float | None = None
-) -> None:
-    """Set an optimizer's peak learning rate and decay; None keeps them, undoing what an earlier schedule did."""
-    for group in optimizer.param_groups:
-        initial = group.pop("initial_lr", group["lr"])
-        group["lr"] = learning_rate if learning_rate is not None else initial
-        if weight_decay is not None and group.get("weight_decay"):
-            group["weight_decay"] = weight_decay
+    if scale.lr_schedule is not None:
+        forget_schedules(optimizer)
+        schedules = ()
+    if scale.learning_rate is not None and not keep_rates:
+        set_peak(optimizer, schedules, scale.learning_rate)
+    if scale.scale_lr_from_batch_size is not None and not keep_rates:
+        factor = scale.learning_rate_factor(global_batch_size)
+        scale_rates(optimizer, schedules, [factor] * len(optimizer.param_groups))
+    if scale.weight_decay is not None:
+        set_weight_decay(optimizer, scale.weight_decay)
+    return optimizer
 
 
 def step_once_per_update(scheduler: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -130,6 +131,84 @@ def rloo(scale: ScalePlugin, model: Path, out: Path, **own: Any) -> Any:
     return trainer
 
 
+def trainer(scale: ScalePlugin, model: Path, out: Path, *, by: str = "args", **own: Any) -> Any:
+    """HF's `Trainer`.
+
+    Args:
+        by: Where model and optimizer come from: ``args``, ``optimizers`` (a head alone is trained, with a schedule),
+            ``model_init``, or ``override``: of `create_optimizer`, with rates that fall from layer to layer.
+    """
+    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, get_scheduler
+
+    def make() -> Any:
+        return AutoModelForCausalLM.from_pretrained(model)
+
+    class LayerwiseTrainer(Trainer):
+        def create_optimizer(self, model: Any = None) -> Any:
+            layers = self.model.model.layers
+            groups = [{"params": list(layer.parameters()), "lr": 1e-3 / (n + 1)} for n, layer in enumerate(layers)]
+            self.optimizer = torch.optim.AdamW(groups, betas=(0.8, 0.9))
+            return self.optimizer
+
+    ids = list(range(4, 20))
+    given: dict[str, Any] = {"model_init": make} if by == "model_init" else {"model": make()}
+    if by == "optimizers":
+        optimizer = torch.optim.AdamW(given["model"].lm_head.parameters(), lr=1e-3, betas=(0.8, 0.9))
+        given["optimizers"] = (optimizer, get_scheduler("linear", optimizer, 1, 4))
+    made = scale.trainer(LayerwiseTrainer if by == "override" else Trainer)(
+        args=TrainingArguments(**_arguments(out, **{"bf16": True, **own})),
+        train_dataset=_rows(input_ids=ids, labels=ids),
+        **given,
+    )
+    made.train()
+    return made
+
+
+def loop(scale: ScalePlugin, model: Path, out: Path, **own: Any) -> Any:
+    """A head is fine-tuned in a plain loop in the style of accelerate's examples, with a warm-up."""
+    from transformers import AutoModelForCausalLM, get_scheduler
+
+    accelerator = scale.accelerator(**own)
+    module = AutoModelForCausalLM.from_pretrained(model)
+    optimizer = torch.optim.AdamW(module.lm_head.parameters(), lr=1e-3, betas=(0.8, 0.9))
+    loader = torch.utils.data.DataLoader(torch.arange(4, 4 + 8 * NUM_ROWS).view(NUM_ROWS, 8), batch_size=2)
+    scheduler = get_scheduler("linear", optimizer, 2 * accelerator.num_processes, 100)
+    module, optimizer, loader, scheduler = accelerator.prepare(module, optimizer, loader, scheduler)
+    rates, losses = [], []
+    for batch in loader:
+        with accelerator.accumulate(module):
+            loss = module(input_ids=batch, labels=batch).loss
+            accelerator.backward(loss)
+            rates.append(float(optimizer.param_groups[0]["lr"]))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    accelerator.save_state(str(out / "state"))
+    accelerator.end_training()
+    return SimpleNamespace(**{k: v for k, v in locals().items() if k not in ("scale", "own", "batch", "loss")})
+
+
+def gan(scale: ScalePlugin, model: Path, out: Path, **own: Any) -> Any:
+    """Two models and two optimizers, as where one of them judges the other."""
+    accelerator = scale.accelerator(**own)
+    torch.manual_seed(0)
+    maker, judge = torch.nn.Linear(8, 8), torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 1))
+    optimizers = [torch.optim.Adam(maker.parameters(), lr=1e-3), torch.optim.Adam(judge.parameters(), lr=1e-4)]
+    maker, judge, *optimizers = accelerator.prepare(maker, judge, *optimizers)
+    for _ in range(2):
+        noise = torch.ones(2, 8, device=accelerator.device)
+        accelerator.backward(judge(maker(noise).detach()).mean())
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+        accelerator.backward(-judge(maker(noise)).mean())
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+        optimizers[1].zero_grad()
+    accelerator.save_state(str(out / "state"))
+    return SimpleNamespace(accelerator=accelerator, models=[maker, judge], optimizers=optimizers)
+
+
 KINDS: dict[str, Callable[..., Any]] = {
     "sft": sft,
     "dpo": dpo,
@@ -137,4 +216,7 @@ KINDS: dict[str, Callable[..., Any]] = {
     "reward": reward,
     "grpo": grpo,
     "rloo": rloo,
+    "trainer": trainer,
+    "loop": loop,
+    "gan": gan,
 }

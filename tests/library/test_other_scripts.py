@@ -10,7 +10,7 @@ import torch
 from accelerate.state import AcceleratorState
 from other_scripts import KINDS, make_model
 
-from accel_scale import ScalePlugin
+from accel_scale import ConfigError, ScalePlugin
 
 TRL = ("sft", "dpo", "kto", "reward", "grpo", "rloo")
 
@@ -48,3 +48,67 @@ def test_trl_trainers_as_they_come(kind, model, tmp_path):
     assert trainer.lr_scheduler.lr_lambdas[0].keywords["name"] == "warmup_stable_decay"
     assert trainer.first_verification.max_abs_diff == 0.0
     assert (tmp_path / f"checkpoint-{trainer.args.max_steps}" / "model.safetensors").is_file()
+
+
+def groups(optimizer: Any, *names: str) -> list[tuple[Any, ...]]:
+    return [tuple(group[name] for name in names) for group in optimizer.param_groups]
+
+
+@pytest.mark.slow
+def test_a_head_in_a_loop_stays_a_head_and_keeps_its_warmup(model, tmp_path):
+    """Only the optimizer is replaced: what it trains, its betas and the schedule are the script's."""
+    plain = KINDS["loop"](ScalePlugin(), model, tmp_path / "plain", cpu=True)
+    run = KINDS["loop"](ScalePlugin(optimizer="adamw_bnb_8bit"), model, tmp_path / "scaled", cpu=True)
+    assert type(run.optimizer.optimizer).__module__.startswith("bitsandbytes")
+    assert held(run.optimizer) == held(plain.optimizer) == run.module.lm_head.weight.numel()
+    assert run.rates == pytest.approx(plain.rates)
+    assert run.rates[:4] == pytest.approx([0.0, 0.5e-3, 1e-3, 1e-3 * 97 / 98])
+    assert groups(run.optimizer, "betas", "weight_decay") == [((0.8, 0.9), 0.01)]
+    before = type(run.module).from_pretrained(model).state_dict()
+    changed = [name for name, value in run.module.state_dict().items() if not torch.equal(value, before[name])]
+    assert changed == ["lm_head.weight"]
+
+
+@pytest.mark.slow
+def test_two_optimizers_each_get_their_own(model, tmp_path):
+    run = KINDS["gan"](ScalePlugin(optimizer="sgd_momentum"), model, tmp_path, cpu=True)
+    for module, optimizer, rate in zip(run.models, run.optimizers, (1e-3, 1e-4), strict=True):
+        assert type(optimizer.optimizer) is torch.optim.SGD
+        assert [id(p) for group in optimizer.param_groups for p in group["params"]] == list(
+            map(id, module.parameters())
+        )
+        assert groups(optimizer, "lr") == [(rate,)]
+    assert run.accelerator.first_verification.num_tensors == 2 + 4  # of both
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by", ["optimizers", "model_init", "override"])
+def test_hf_trainer_with_its_own_model_or_optimizer(by, model, tmp_path):
+    scale = ScalePlugin(optimizer="adamw_torch_foreach", checkpointing_policy="full", weight_decay=0.2)
+    run = KINDS["trainer"](scale, model, tmp_path, by=by)
+    assert all(layer.gradient_checkpointing for layer in run.model.model.layers)
+    rates = [entry["learning_rate"] for entry in run.state.log_history if "learning_rate" in entry]
+    assert run.optimizer.param_groups[0]["foreach"] is True
+    if by == "optimizers":
+        assert held(run.optimizer) == run.model.lm_head.weight.numel()
+        assert groups(run.optimizer, "betas", "weight_decay") == [((0.8, 0.9), 0.2)]
+        assert rates == pytest.approx([0.0, 1e-3])
+    elif by == "override":
+        assert held(run.optimizer) == sum(p.numel() for p in run.model.model.layers.parameters())
+        assert groups(run.optimizer, "betas", "initial_lr") == [((0.8, 0.9), 1e-3), ((0.8, 0.9), 5e-4)]
+    else:
+        assert held(run.optimizer) == trainable(run.model)
+        run.train()  # from the beginning, with another model
+        assert all(layer.gradient_checkpointing for layer in run.model.model.layers)
+    assert (tmp_path / "checkpoint-2" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_the_schedule_of_given_optimizers_is_replaced_where_asked(model, tmp_path):
+    scale = ScalePlugin(lr_schedule="cosine", learning_rate=1e-2)
+    run = KINDS["trainer"](scale, model, tmp_path, by="optimizers")
+    rates = [entry["learning_rate"] for entry in run.state.log_history if "learning_rate" in entry]
+    assert rates == pytest.approx([1e-2, 0.5e-2])
+    assert groups(run.optimizer, "betas") == [((0.8, 0.9),)]
+    with pytest.raises(ConfigError, match="schedule of 7 steps and the 2 that will be taken"):
+        KINDS["trainer"](ScalePlugin(lr_schedule="cosine", num_training_steps=7), model, tmp_path)

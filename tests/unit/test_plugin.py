@@ -15,7 +15,6 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from accel_scale.errors import ConfigError
 from accel_scale.plugin import ScalePlugin
-from accel_scale.training.preparing import replace_optimizer
 
 
 @pytest.fixture(autouse=True)
@@ -112,7 +111,8 @@ def test_optimizer_takes_over_groups_and_peak_learning_rates():
     plugin = ScalePlugin(optimizer="sgd_momentum", weight_decay=0.5)
     _, model, optimizer, _, _ = prepared(plugin)
     assert type(optimizer.optimizer) is torch.optim.SGD
-    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(1e-3, 0.5), (1e-4, 0.0)]
+    peaks = [(group["initial_lr"], group["weight_decay"]) for group in optimizer.param_groups]
+    assert peaks == [(1e-3, 0.5), (1e-4, 0.0)]
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     assert held == {id(p) for p in model.parameters()}
 
@@ -149,8 +149,9 @@ def test_learning_rate_scales_with_the_global_batch():
     plugin = ScalePlugin(
         scale_lr_from_batch_size="sqrt", lr_base_batch_size=2, global_batch_size=8, learning_rate=1e-2
     )
-    _, _, optimizer, _, _ = prepared(plugin)
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(2e-2)
+    _, _, optimizer, _, scheduler = prepared(plugin)
+    scheduler.scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(2e-2 / 100)  # the script's schedule, to the new peak
 
 
 def test_adapter_is_trained_and_the_base_is_not():
@@ -159,13 +160,14 @@ def test_adapter_is_trained_and_the_base_is_not():
         optimizer="adamw_torch",
         checkpointing_policy="full",
     )
-    accelerator, model, optimizer, loader, _ = prepared(plugin)
+    accelerator, model, optimizer, loader, scheduler = prepared(plugin)
     assert isinstance(model, PeftModel)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     model.train()
     for batch in loader:
         accelerator.backward(model(input_ids=batch, labels=batch).loss)
         optimizer.step()
+        scheduler.step()
         optimizer.zero_grad()
     changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
     assert len(changed) == 4
@@ -224,15 +226,6 @@ def test_a_launch_that_fell_apart_is_noticed(monkeypatch):
     monkeypatch.setattr(plugin, "launch", type(plugin.launch)(plugin.launch.parallel, None, 2, 2, 0, 0))
     with pytest.raises(ConfigError, match="2 processes, but each believes it is alone"):
         plugin.accelerator(cpu=True)
-
-
-def test_replaced_optimizer_drops_what_is_frozen():
-    model = tiny()
-    model.model.embed_tokens.weight.requires_grad_(False)
-    old = torch.optim.SGD(model.parameters(), lr=0.5)
-    new = replace_optimizer(old, None, "adamw_torch", device_type="cpu", strategy="single")
-    assert sum(len(group["params"]) for group in new.param_groups) == len(list(model.parameters())) - 1
-    assert new.param_groups[0]["lr"] == 0.5
 
 
 SETTINGS = {
