@@ -187,7 +187,7 @@ def train_in_two(model: Path, out: Path, layouts: tuple[str, str], steps: int) -
     first = train(model, out / "first", *LAYOUTS[layouts[0]], steps)
     if first["error"]:
         return first
-    half = f"checkpoint_{steps // 2}"
+    half = f"checkpoint-{steps // 2}"
     shutil.copytree(first["folder"] / half, out / "second" / "run" / half)
     second = train(model, out / "second", *LAYOUTS[layouts[1]], steps)
     if not second["error"]:

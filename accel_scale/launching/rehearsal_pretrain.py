@@ -24,7 +24,7 @@ from accel_scale.launching.rehearsal_plan import (
 )
 
 # Of its checkpoints, and what is written into one last.
-_CHECKPOINT, _COMPLETE_FILE = f"checkpoint_{CHECKPOINT_STEP}", "manifest.json"
+_CHECKPOINT, _COMPLETE_FILE = f"checkpoint-{CHECKPOINT_STEP}", "manifest.json"
 _DEFAULT_MICRO_BATCH_SIZE = 8
 _MODEL_FLAGS = (
     "model_name_or_path", "model_revision", "model_config", "num_params", "tokenizer", "train_tokenizer", "vocab_size",

@@ -14,12 +14,13 @@ import shutil
 import zipfile
 from pathlib import Path
 
+from accel_scale.training.checkpoint_manifest import MANIFEST
+
 STAGING_FOLDER = ".partial"
 _REPLACED_PREFIX = "replaced-"
 # Without one of these no `from_pretrained` accepts a folder, so they are removed first and written last.
 GATE_FILES = ("config.json", "adapter_config.json")
 _OLD_WEIGHTS = re.compile(r"(model|pytorch_model|adapter_model)\b.*\.(safetensors|bin|index\.json)")
-_CHECKPOINT_NAME = re.compile(r"checkpoint[-_](\d+)")
 _ZIP_SUFFIXES = (".pt", ".pth", ".bin")
 
 
@@ -153,15 +154,16 @@ def _file_problem(path: Path) -> str | None:
 
 
 def checkpoint_problems(folder: str | Path) -> list[str]:
-    """What keeps `folder` from being resumed: files cut off, shards or the Trainer's state missing.
+    """What is wrong with the structure of a folder that has no manifest: files cut off, shards or states missing.
 
-    Reads headers only, so it takes milliseconds whatever the size. Weights that differ from what was in
-    memory are `verify_checkpoint`'s business.
+    Reads headers only, so it takes milliseconds whatever the size. A good checkpoint is one whose manifest says so
+    (`checkpoint_folders`); this is for folders of other programs.
     """
     folder = Path(folder)
     problems = []
     # `Trainer` writes its state last, so a checkpoint of its own without it was torn.
-    if re.fullmatch(r"checkpoint-\d+", folder.name) and not (folder / "trainer_state.json").is_file():
+    is_trainers = re.fullmatch(r"checkpoint-\d+", folder.name) and not (folder / MANIFEST).exists()
+    if is_trainers and not (folder / "trainer_state.json").is_file():
         problems.append("trainer_state.json is missing")
     for path in sorted(folder.rglob("*")):
         if path.is_file() and (problem := _file_problem(path)):
@@ -173,18 +175,3 @@ def checkpoint_problems(folder: str | Path) -> list[str]:
     if tag.is_file() and not (folder / tag.read_text(encoding="utf-8").strip()).is_dir():
         problems.append("the DeepSpeed folder named in `latest` is missing")
     return problems
-
-
-def latest_complete_checkpoint(output_dir: str | Path) -> str | None:
-    """Path of the newest ``checkpoint-<n>`` under `output_dir` that is complete, or None."""
-    if not Path(output_dir).is_dir():
-        return None
-    numbered = [
-        (int(match.group(1)), path)
-        for path in Path(output_dir).iterdir()
-        if path.is_dir() and (match := _CHECKPOINT_NAME.fullmatch(path.name))
-    ]
-    for _, path in sorted(numbered, reverse=True):
-        if not checkpoint_problems(path):
-            return str(path)
-    return None

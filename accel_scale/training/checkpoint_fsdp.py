@@ -53,18 +53,12 @@ class FsdpContents:
 
     def load(self, folder: Path, manifest: Manifest, scratch: Path) -> None:
         from accelerate.utils import load_fsdp_model, load_fsdp_optimizer
-        from torch.distributed.fsdp import StateDictType
 
         accelerator = self._accelerator
         refuse_unsafe_folder(folder)
         plugin = accelerator.state.fsdp_plugin
-        names = ("state_dict_type", "state_dict_config", "optim_state_dict_config")
-        configured = {name: getattr(plugin, name) for name in names}
-        if manifest.layout != self.layout:
-            plugin.state_dict_config = plugin.optim_state_dict_config = None  # set anew for the other layout only so
-            plugin.set_state_dict_type(StateDictType[manifest.layout])
         try:
-            with one_reason():
+            with layout_of_checkpoint(plugin, manifest.layout), one_reason():
                 for index, model in enumerate(accelerator._models):
                     load_fsdp_model(plugin, accelerator, model, str(folder), index)
                 for index, optimizer in enumerate(accelerator._optimizers):
@@ -75,9 +69,23 @@ class FsdpContents:
                 place="resume",
                 fix="resume with those it was written by.",
             ) from error
-        finally:
-            for name, value in configured.items():
-                setattr(plugin, name, value)
+
+
+@contextlib.contextmanager
+def layout_of_checkpoint(plugin: Any, layout: str) -> Iterator[None]:
+    """Let Accelerate read a checkpoint that was written in `layout`, whatever this run writes."""
+    from torch.distributed.fsdp import StateDictType
+
+    names = ("state_dict_type", "state_dict_config", "optim_state_dict_config")
+    configured = {name: getattr(plugin, name) for name in names}
+    if plugin.state_dict_type.name != layout:
+        plugin.state_dict_config = plugin.optim_state_dict_config = None  # set anew for the other layout only so
+        plugin.set_state_dict_type(StateDictType[layout])
+    try:
+        yield
+    finally:
+        for name, value in configured.items():
+            setattr(plugin, name, value)
 
 
 @contextlib.contextmanager

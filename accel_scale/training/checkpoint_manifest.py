@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ class Manifest:
         versions: Of the libraries that wrote it.
         algorithm: Of the checksums.
         files: Size in bytes and checksum by path inside the folder.
+        settings: What gives the run its meaning, as `checkpoint_settings` compares it; empty where nobody said.
     """
 
     step: int
@@ -50,6 +51,7 @@ class Manifest:
     versions: dict[str, str]
     algorithm: str
     files: dict[str, tuple[int, str]]
+    settings: dict[str, Any] = field(default_factory=dict)
     format: int = FORMAT
 
 

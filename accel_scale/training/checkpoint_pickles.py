@@ -19,6 +19,8 @@ _METADATA_NAMES = {
     ("collections", "OrderedDict"),
     ("torch", "device"),
 }
+# The Trainer pickles its arguments into every folder, for people to look at; nothing here or there loads it.
+NEVER_LOADED = "training_args.bin"
 # What DeepSpeed 0.19.8 pickles beside tensors; it reads its files without restrictions.
 _DEEPSPEED_NAMES = {
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
@@ -64,7 +66,7 @@ def refuse_unsafe_folder(folder: Path) -> None:
     for path in sorted(folder.rglob("*")):
         if path.name == ".metadata":
             _refuse_unsafe_metadata(path)
-        elif path.suffix in (".pt", ".bin") and path.is_file():
+        elif path.suffix in (".pt", ".bin") and path.name != NEVER_LOADED and path.is_file():
             refuse_unsafe(path, allowed=_DEEPSPEED_NAMES)
 
 

@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _LAUNCHER_PROGRAMS = {"accelerate", "accelerate-launch", "torchrun"}
 _LAUNCHER_MODULES = {
     "accelerate.commands.launch",
@@ -22,7 +22,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class StopSignals:
-    """Remembers SIGTERM and SIGUSR1 instead of dying of them.
+    """Remembers SIGTERM, SIGUSR1 and Ctrl-C (SIGINT) instead of dying of them; a second Ctrl-C ends at once.
 
     Where the parent is `accelerate launch` or torchrun, its death counts as SIGTERM (Linux): the launcher of a
     single process does not forward signals, it dies and leaves the process behind.
@@ -58,6 +58,9 @@ class StopSignals:
             self._asked_for_parents_death = False
 
     def _remember(self, number: int, frame: Any) -> None:
+        if number == signal.SIGINT and self.received == signal.SIGINT:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
         # Nothing else: Python runs this between two instructions of whatever the program was doing.
         self.received = self.received or number
 

@@ -30,6 +30,8 @@ class Job:
         writes: This rank's files; collective where the format is.
         meeting: Of the thread that runs it.
         clean_up: Called on rank 0 after it was published.
+        check: Called on every rank with the written folder before it is published; collective, what it raises on one
+            rank it raises on all.
     """
 
     output_dir: Path
@@ -37,6 +39,7 @@ class Job:
     writes: tuple[Write, ...]
     meeting: Meeting
     clean_up: Callable[[], None]
+    check: Write | None = None
 
     @property
     def folder(self) -> Path:
@@ -57,6 +60,8 @@ class Job:
             meeting.on_main(lambda: _make_empty(staged))
             meeting.together(lambda: _require_shared(staged, self.output_dir))
             meeting.together(lambda: self._write(staged))
+            if self.check is not None:
+                self.check(staged)
             described = meeting.together(lambda: self._describe(staged))
             meeting.on_main(lambda: self._publish(staged, {k: v for files in described for k, v in files.items()}))
         except (FailedSomewhere, ConfigError) as error:

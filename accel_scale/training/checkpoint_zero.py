@@ -38,7 +38,7 @@ class ZeroContents:
 
     def capture(self, *, copy: bool, group: Any) -> Write:
         def write(folder: Path) -> None:
-            with _errors_kept_for_later(self._engine()) as engine:
+            with errors_kept_for_later(self._engine()) as engine:
                 engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
             if self._accelerator.is_main_process:
                 (folder / "latest").write_text(TAG, encoding="utf-8")
@@ -46,24 +46,9 @@ class ZeroContents:
         return write
 
     def load(self, folder: Path, manifest: Manifest, scratch: Path) -> None:
-        engine, meeting = self._engine(), Meeting()
+        self._engine()
         refuse_unsafe_folder(folder / TAG)
-        if manifest.world_size == self._accelerator.num_processes:
-            loaded, _ = engine.load_checkpoint(str(folder), tag=TAG)
-        else:
-            try:
-                meeting.on_main(lambda: _convert(folder / TAG, scratch / TAG))
-            except FailedSomewhere as error:
-                raise ConfigError(
-                    f"DeepSpeed cannot convert {folder.name} from {manifest.world_size} ranks to "
-                    f"{self._accelerator.num_processes} ({error}).",
-                    place="resume",
-                    fix=f"resume on {manifest.world_size} ranks.",
-                ) from error
-            loaded = _load_universal(engine, scratch)
-            _load_buffers(self._accelerator, folder / TAG)
-        if loaded is None:
-            raise ConfigError(f"DeepSpeed found nothing to load in {folder.name}.", place="resume")
+        load_engine(self._accelerator, folder, TAG, scratch, written_by=manifest.world_size)
 
     def _engine(self) -> Any:
         models = self._accelerator._models
@@ -75,7 +60,7 @@ class ZeroContents:
 
 
 @contextlib.contextmanager
-def _errors_kept_for_later(engine: Any) -> Iterator[Any]:
+def errors_kept_for_later(engine: Any) -> Iterator[Any]:
     """Let `save_checkpoint` come to its end on every rank: it waits for the others after each rank's writing.
 
     Replaces the engine's writer and its copying of a script, checked on DeepSpeed 0.19.8; raises the first error at
@@ -111,6 +96,39 @@ def _errors_kept_for_later(engine: Any) -> Iterator[Any]:
         raise errors[0]
 
 
+def load_engine(
+    accelerator: Any,
+    folder: Path,
+    tag: str,
+    scratch: Path,
+    *,
+    written_by: int,
+    strict: bool = True,
+    place: str = "resume",
+) -> None:
+    """Load what the engine wrote into ``folder/tag``, by way of `scratch` if it was on other ranks; collective.
+
+    Raises:
+        ConfigError: if it cannot be loaded.
+    """
+    engine, ranks = accelerator._models[0], accelerator.num_processes
+    if written_by == ranks:
+        loaded, _ = engine.load_checkpoint(str(folder), tag=tag, load_module_strict=strict)
+    else:
+        try:
+            Meeting().on_main(lambda: _convert(folder / tag, scratch / tag))
+        except FailedSomewhere as error:
+            raise ConfigError(
+                f"DeepSpeed cannot convert {folder.name} from {written_by} ranks to {ranks} ({error}).",
+                place=place,
+                fix=f"resume on {written_by} ranks.",
+            ) from error
+        loaded = _load_universal(engine, scratch, tag, strict=strict, place=place)
+        _load_buffers(accelerator, folder / tag)
+    if loaded is None:
+        raise ConfigError(f"DeepSpeed found nothing to load in {folder.name}.", place=place)
+
+
 def _convert(source: Path, target: Path) -> None:
     """Into DeepSpeed's universal format: one folder per parameter, whole, readable by any number of ranks."""
     from deepspeed.checkpoint import ds_to_universal
@@ -130,15 +148,15 @@ def _convert(source: Path, target: Path) -> None:
         ds_to_universal.main(arguments)
 
 
-def _load_universal(engine: Any, folder: Path) -> str | None:
+def _load_universal(engine: Any, folder: Path, tag: str, *, strict: bool, place: str) -> str | None:
     """`load_checkpoint` asks the engine's configuration, which was read long before (private, 0.19.8)."""
     engine._config.load_universal_checkpoint = True
     try:
-        return engine.load_checkpoint(str(folder), tag=TAG)[0]
+        return engine.load_checkpoint(str(folder), tag=tag, load_module_strict=strict)[0]
     except (RuntimeError, ValueError, AssertionError) as error:
         raise ConfigError(
             f"DeepSpeed cannot load the converted checkpoint ({one_line(error)}).",
-            place="resume",
+            place=place,
             fix="resume on as many ranks as wrote it.",
         ) from error
     finally:

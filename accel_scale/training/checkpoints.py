@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from accel_scale.errors import ConfigError
-from accel_scale.training.atomic import recover, staging_root
+from accel_scale.training.atomic import staging_root
 from accel_scale.training.checkpoint_contents import (
     Write,
     capture_common,
@@ -32,14 +32,15 @@ from accel_scale.training.checkpoint_contents import (
     load_scaler,
     read_state,
 )
-from accel_scale.training.checkpoint_folders import Found, choose, open_checkpoint
+from accel_scale.training.checkpoint_folders import choose, open_checkpoint, resumed_line
 from accel_scale.training.checkpoint_manifest import Manifest, fast_algorithm, library_versions
-from accel_scale.training.checkpoint_ranks import FailedSomewhere, Meeting
+from accel_scale.training.checkpoint_ranks import Meeting
 from accel_scale.training.checkpoint_signals import StopSignals
 from accel_scale.training.checkpoint_strategies import check_fit, check_schedules, contents_of, refuse_other_savers
 from accel_scale.training.checkpoint_writing import Job, Writer, clean_up_after
 from accel_scale.training.ddp_hooks import capture_hook_states, load_hook_states
 from accel_scale.training.preparing import strategy_of
+from accel_scale.training.staging import prepare_output_dir
 
 # HTCondor's and others' status for "saved itself, start me again"; 75 is taken by memory running out (clean_stop.py).
 EXIT_STOPPED = 85
@@ -72,7 +73,7 @@ class ResumedState:
     folder: Path
 
 
-class CheckpointNotSaved(RuntimeError):
+class CheckpointNotSaved(OSError):
     """The last checkpoint of a run could not be written; end with `EXIT_NOT_SAVED`."""
 
 
@@ -81,7 +82,7 @@ class CheckpointManager:
 
     Args:
         accelerator: The one that prepared (or will prepare) model, optimizer and schedule.
-        output_dir: Checkpoints are ``<output_dir>/checkpoint_<step>``; all nodes must share it.
+        output_dir: Checkpoints are ``<output_dir>/checkpoint-<step>``; all nodes must share it.
         keep_last: How many good checkpoints to keep besides milestones; None keeps all.
         keep_every: Checkpoints at multiples of this many steps are never deleted.
         asynchronous: Copy to host memory, then write while training goes on.
@@ -171,11 +172,11 @@ class CheckpointManager:
         self._meeting.gather(None)  # all have read it
         self._recover(again=True)  # the scratch folder
         load_random_states(accelerator, found.folder, found.manifest)
-        self._say(_resumed_line(found, self._meeting.world_size))
+        self._say(resumed_line(found, self._meeting.world_size))
         return ResumedState(found.manifest.step, content["state"], found.folder)
 
     def save(self, step: int, state: dict[str, Any] | None = None, *, final: bool = False) -> Path | None:
-        """Write ``checkpoint_<step>``; collective.
+        """Write ``checkpoint-<step>``; collective.
 
         Args:
             step: Optimizer steps that are done.
@@ -220,7 +221,7 @@ class CheckpointManager:
         return None if self._last_failure else job.folder
 
     def should_stop(self) -> bool:
-        """Whether SIGTERM or SIGUSR1 has reached any rank; collective, a few bytes over the hosts."""
+        """Whether SIGTERM, SIGUSR1 or Ctrl-C has reached any rank; collective, a few bytes over the hosts."""
         if not self._stopped_by:
             self._stopped_by = self._meeting.largest(self._signals.received)
         return self._stopped_by != 0
@@ -261,12 +262,7 @@ class CheckpointManager:
         if self._has_recovered and not again:
             return
         self._has_recovered = True
-        try:
-            lines = self._meeting.on_main(lambda: recover(self._output_dir))
-        except FailedSomewhere as error:
-            raise ConfigError(
-                f"{self._output_dir} cannot be used ({error}).", place="output_dir", fix="choose another one."
-            ) from error
+        lines = prepare_output_dir(self._output_dir, self._meeting)
         for line in lines if not again else []:
             self._say(f"{self._output_dir.name}: {line}")
 
@@ -289,9 +285,3 @@ class CheckpointManager:
     def _say(self, line: str) -> None:
         if self._meeting.rank == 0:
             print(line, flush=True)
-
-
-def _resumed_line(found: Found, world_size: int) -> str:
-    before = found.manifest.world_size
-    change = "" if before == world_size else f", written by {before} ranks and now on {world_size}"
-    return f"resumed from {found.folder} (step {found.manifest.step}{change})"

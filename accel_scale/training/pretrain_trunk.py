@@ -39,7 +39,7 @@ def trunk_step(folder: str | None, *, place: str = "--decay_from") -> int | None
         raise ConfigError(
             f"{folder} is no checkpoint to branch off from ({error}).",
             place=place,
-            fix="give the path of a checkpoint_<step> that this recipe wrote.",
+            fix="give the path of a checkpoint-<step> that this recipe wrote.",
         ) from None
     check_trunk(record, step, place=place)
     return step

@@ -8,8 +8,10 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from accel_scale.errors import ConfigError
 from accel_scale.launching.run_folder import record_published, refuse_foreign_model
 from accel_scale.training.atomic import publish, publish_into, recover, staging_root
+from accel_scale.training.checkpoint_ranks import FailedSomewhere, Meeting
 from accel_scale.training.gathering import broadcast_from_main, process_index, wait_for_everyone
 
 
@@ -72,11 +74,18 @@ def publish_everywhere(staged: Path, folder: Path, *, inside: bool) -> None:
     wait_for_everyone()
 
 
-def prepare_output_dir(output_dir: str | Path) -> list[str]:
+def prepare_output_dir(output_dir: str | Path, meeting: Meeting | None = None) -> list[str]:
     """Remove what a killed run left unfinished in `output_dir`; call it on every process before training.
 
     Returns:
         One line per leftover.
+
+    Raises:
+        ConfigError: on every process, if the folder cannot be used.
     """
-    done = recover(output_dir) if process_index() == 0 else []
-    return broadcast_from_main(done)
+    try:
+        return (meeting or Meeting()).on_main(lambda: recover(output_dir))
+    except FailedSomewhere as error:
+        raise ConfigError(
+            f"{output_dir} cannot be used ({error}).", place="output_dir", fix="choose another one."
+        ) from error

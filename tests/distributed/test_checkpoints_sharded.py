@@ -85,8 +85,8 @@ def outcome(variant: str) -> tuple[Path, dict[str, Run]]:
         run("whole", 2, "--output_dir", first, "--save_at", str(SAVED_AT), "--dropout", "0.1"),
         run("resumed", 2, "--output_dir", first, "--dropout", "0.1"),
         run("reference", 2, "--output_dir", second, "--save_at", str(SAVED_AT)),
-        run("one", 1, "--output_dir", str(folder / "one"), "--resume", f"{second}/checkpoint_{SAVED_AT}"),
-        run("four", 4, "--output_dir", str(folder / "four"), "--resume", f"{second}/checkpoint_{SAVED_AT}"),
+        run("one", 1, "--output_dir", str(folder / "one"), "--resume", f"{second}/checkpoint-{SAVED_AT}"),
+        run("four", 4, "--output_dir", str(folder / "four"), "--resume", f"{second}/checkpoint-{SAVED_AT}"),
     ]
     if not name.startswith("zero"):
         asynchronous = ["--save_at", str(SAVED_AT), "--asynchronous"]
@@ -96,7 +96,7 @@ def outcome(variant: str) -> tuple[Path, dict[str, Run]]:
         other = "FULL_STATE_DICT" if changes else "SHARDED_STATE_DICT"
         resume = [
             "--resume",
-            f"{second}/checkpoint_{SAVED_AT}",
+            f"{second}/checkpoint-{SAVED_AT}",
             "--output_dir",
             str(folder / "other"),
             "--layout",
@@ -159,8 +159,8 @@ def test_the_layout_may_change(variant):
     folder, runs = outcome(variant)
     after = {step: loss for step, loss in runs["reference"].losses.items() if step > SAVED_AT}
     assert {step: runs["other layout"].losses[step] for step in after} == after
-    written = read_manifest(folder / "without" / f"checkpoint_{SAVED_AT}").layout
-    assert {written, read_manifest(folder / "other" / "checkpoint_7").layout} == {"FULL_STATE_DICT", SHARDED[1]}
+    written = read_manifest(folder / "without" / f"checkpoint-{SAVED_AT}").layout
+    assert {written, read_manifest(folder / "other" / "checkpoint-7").layout} == {"FULL_STATE_DICT", SHARDED[1]}
 
 
 @pytest.mark.parametrize("variant", ["ddp", "fsdp2", "fsdp2 sharded"])
@@ -168,7 +168,7 @@ def test_asynchronous_writes_the_same_bytes(variant):
     folder, _ = outcome(variant)
     written = {}
     for name in ("without", "asynchronous"):
-        root = folder / name / f"checkpoint_{SAVED_AT}"
+        root = folder / name / f"checkpoint-{SAVED_AT}"
         files = {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
         # torch gives every collection of shards an identity of its own, which is in here.
         written[name] = {k: v for k, v in files.items() if not k.endswith((".metadata", "manifest.json"))}
@@ -222,11 +222,11 @@ def finished(launcher: subprocess.Popen, folder: Path) -> int:
 def test_a_schedule_that_counts_ranks_is_refused_on_others(tmp_path):
     """As Accelerate has it by default; it would go on at another speed."""
     folder, _ = outcome("ddp")
-    arguments = ["--resume", str(folder / "without" / f"checkpoint_{SAVED_AT}"), "--schedule_counts_ranks"]
+    arguments = ["--resume", str(folder / "without" / f"checkpoint-{SAVED_AT}"), "--schedule_counts_ranks"]
     run = [sys.executable, SCRIPT, "--output_dir", str(tmp_path / "run"), *arguments]
     process = subprocess.run(run, capture_output=True, text=True, timeout=100, check=False)
     assert process.returncode == 2, process.stderr
-    assert "the schedule counts 2 at every step of checkpoint_3 and would now count 1" in process.stderr
+    assert "the schedule counts 2 at every step of checkpoint-3 and would now count 1" in process.stderr
 
 
 @pytest.mark.parametrize(
@@ -254,15 +254,15 @@ def test_killed_in_the_middle_of_a_save(tmp_path):
     """A rank of FSDP2 dies while the shards of the second checkpoint are written."""
     name, changes = VARIANTS["fsdp2 sharded"]
     arguments = [*changes, SCRIPT, "--save_every", "2", "--num_steps", "6", "--hidden_size", "256"]
-    killed = ["--killed_at", ".partial/checkpoint_4/optimizer_0/__1_0.distcp"]
+    killed = ["--killed_at", ".partial/checkpoint-4/optimizer_0/__1_0.distcp"]
     assert finished(start(name, tmp_path, *arguments, *killed), tmp_path) == 1
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [".partial", "checkpoint_2"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [".partial", "checkpoint-2"]
     report = tmp_path / "report.json"
     assert finished(start(name, tmp_path, *arguments, "--report", str(report)), tmp_path) == 0
     assert json.loads(report.read_text())["resumed"] == 2
-    assert "run: removed unfinished checkpoint_4" in (tmp_path / "log").read_text(errors="replace")
+    assert "run: removed unfinished checkpoint-4" in (tmp_path / "log").read_text(errors="replace")
     names = sorted(path.name for path in (tmp_path / "run").iterdir())
-    assert names == ["checkpoint_2", "checkpoint_4", "checkpoint_6"]
+    assert names == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
 
 
 @pytest.mark.parametrize("variant", ["fsdp2 sharded", "zero2"])
@@ -278,11 +278,11 @@ def test_a_full_disk_costs_the_new_checkpoint_only(tmp_path, variant):
         launcher = start(name, tmp_path, *changes, SCRIPT, "--save_every", "2", "--num_steps", "5")
         assert finished(launcher, tmp_path) == 1
         log = (tmp_path / "log").read_text(errors="replace")
-        assert log.count("warning: checkpoint_4 was not saved: the disk is full") == 1
+        assert log.count("warning: checkpoint-4 was not saved: the disk is full") == 1
         assert len(re.findall(r"^rank \d pid \d+ step 5$", log, re.MULTILINE)) == 2  # it went on
         assert re.search(rf"exitcode\s*: {EXIT_NOT_SAVED}", log)
-        assert [path.name for path in disk.iterdir()] == ["checkpoint_2"]
-        manifest = read_manifest(disk / "checkpoint_2")
-        assert changed_files(disk / "checkpoint_2", manifest, manifest.files) == []
+        assert [path.name for path in disk.iterdir()] == ["checkpoint-2"]
+        manifest = read_manifest(disk / "checkpoint-2")
+        assert changed_files(disk / "checkpoint-2", manifest, manifest.files) == []
     finally:
         libc.umount2(str(disk).encode(), 2)

@@ -102,7 +102,7 @@ def test_it_learns_and_what_it_saves_loads_plainly(pretrain: Pretrain) -> None:
     assert run["tokens"] == 60 * 8 * 64
     assert 0 < run["mfu"] < 1
     assert run["verified"]["max_diff"] == 0.0
-    assert not list(run["out"].glob("checkpoint_*"))
+    assert not list(run["out"].glob("checkpoint-*"))
 
 
 def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(pretrain: Pretrain) -> None:
@@ -122,7 +122,7 @@ def test_two_branches_decay_from_one_trunk_and_leave_it_alone(pretrain: Pretrain
     before = {path: path.stat().st_mtime_ns for path in sorted((tmp_path / "trunk").rglob("*"))}
     assert learning_rates(tmp_path / "trunk")[20] == 3e-3
     for begin, steps in ((10, 5), (20, 8)):
-        checkpoint = tmp_path / "trunk" / f"checkpoint_{begin}"
+        checkpoint = tmp_path / "trunk" / f"checkpoint-{begin}"
         branch = pretrain(f"--decay_from {checkpoint} --decay_steps {steps}", out=f"branch{begin}")
         rates = learning_rates(branch["out"])
         # 1 − √x over the branch's own steps (Hägele et al. 2024, section 3).
@@ -241,7 +241,7 @@ def test_a_signal_to_the_whole_group_ends_it_and_sigterm_saves(
         return
     assert process.returncode == EXIT_STOPPED
     last = logged(tmp_path / "run")[-1]["step"]
-    assert [path.name for path in (tmp_path / "run").glob("checkpoint_*")] == [f"checkpoint_{last}"]
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == [f"checkpoint-{last}"]
 
 
 def soaked(python: str, repository: Path, folder: Path, *flags: str) -> str:

@@ -121,7 +121,7 @@ def test_going_on_is_bitwise_the_uninterrupted_run(start, asynchronous):
     run.manager.finish()
     again = start(seed=7)
     resumed = again.manager.resume("auto")
-    assert (resumed.step, resumed.state, resumed.folder.name) == (6, {"rows": 48}, "checkpoint_6")
+    assert (resumed.step, resumed.state, resumed.folder.name) == (6, {"rows": 48}, "checkpoint-6")
     assert again.counter.value == 6
     assert again.steps(3) == expected
     assert again.scheduler.get_last_lr() == run.scheduler.get_last_lr()
@@ -134,8 +134,8 @@ def test_asynchronous_writes_the_same_bytes(start, tmp_path):
     saved(start, folder=tmp_path / "a")
     run, _ = saved(start, folder=tmp_path / "b", asynchronous=True)
     run.manager.finish()
-    for path in sorted((tmp_path / "a" / "checkpoint_6").iterdir()):
-        assert path.read_bytes() == (tmp_path / "b" / "checkpoint_6" / path.name).read_bytes(), path.name
+    for path in sorted((tmp_path / "a" / "checkpoint-6").iterdir()):
+        assert path.read_bytes() == (tmp_path / "b" / "checkpoint-6" / path.name).read_bytes(), path.name
 
 
 def test_no_and_nothing_there(start, tmp_path):
@@ -144,7 +144,7 @@ def test_no_and_nothing_there(start, tmp_path):
     assert start().manager.resume("no") is None
     with pytest.raises(ConfigError, match=r"manifest.json is missing"):
         start().manager.resume(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match=r"holds checkpoints and is none.*name one, e.g. .*checkpoint_6"):
+    with pytest.raises(ConfigError, match=r"holds checkpoints and is none.*name one, e.g. .*checkpoint-6"):
         start().manager.resume(tmp_path / "run")
 
 
@@ -192,21 +192,21 @@ DAMAGE = [truncate, flip, remove, flip_manifest, cut_manifest, remove_manifest, 
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda function: function.__name__)
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(start, tmp_path, capsys, damage):
     saved(start)
-    expected = damage(tmp_path / "run" / "checkpoint_6")
+    expected = damage(tmp_path / "run" / "checkpoint-6")
     with pytest.raises(ConfigError, match=expected):
-        start().manager.resume(tmp_path / "run" / "checkpoint_6")
+        start().manager.resume(tmp_path / "run" / "checkpoint-6")
     resumed = start().manager.resume("auto")
     assert resumed.step == 3
     line = next(line for line in capsys.readouterr().out.splitlines() if "damaged" in line)
-    assert line.startswith(f"warning: checkpoint_6 is damaged ({expected}")
-    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["checkpoint_3", "checkpoint_6.damaged"]
+    assert line.startswith(f"warning: checkpoint-6 is damaged ({expected}")
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["checkpoint-3", "checkpoint-6.damaged"]
 
 
 @pytest.mark.slow
 def test_every_single_flipped_byte_is_found(start, tmp_path):
     """Of the small files; the checksum is the same for large ones."""
     saved(start, steps=(1,))
-    folder = tmp_path / "run" / "checkpoint_1"
+    folder = tmp_path / "run" / "checkpoint-1"
     run = start()
     for name in ("scheduler.bin", "state.json", "manifest.json"):
         original = (folder / name).read_bytes()
@@ -222,53 +222,53 @@ def test_every_single_flipped_byte_is_found(start, tmp_path):
 
 def test_nothing_good_left(start, tmp_path, capsys):
     saved(start)
-    flip(tmp_path / "run" / "checkpoint_6")
-    truncate(tmp_path / "run" / "checkpoint_3")
+    flip(tmp_path / "run" / "checkpoint-6")
+    truncate(tmp_path / "run" / "checkpoint-3")
     assert start().manager.resume("auto") is None
     assert "no good checkpoint is left" in capsys.readouterr().out
 
 
 def names(folder: Path) -> list[str]:
-    return sorted((path.name for path in folder.iterdir()), key=lambda name: int(name.split("_")[1].split(".")[0]))
+    return sorted((path.name for path in folder.iterdir()), key=lambda name: int(name.split("-")[1].split(".")[0]))
 
 
 def test_what_is_kept(start, tmp_path):
     saved(start, steps=range(1, 9), keep_last=2, keep_every=3)
-    assert names(tmp_path / "run") == ["checkpoint_3", "checkpoint_6", "checkpoint_7", "checkpoint_8"]
+    assert names(tmp_path / "run") == ["checkpoint-3", "checkpoint-6", "checkpoint-7", "checkpoint-8"]
 
 
 def test_killed_while_an_old_one_is_deleted(start, tmp_path, capsys):
     saved(start, steps=(1, 2))
     (tmp_path / "run" / ".partial").mkdir()
-    os.rename(tmp_path / "run" / "checkpoint_1", tmp_path / "run" / ".partial" / "deleted-checkpoint_1")
+    os.rename(tmp_path / "run" / "checkpoint-1", tmp_path / "run" / ".partial" / "deleted-checkpoint-1")
     assert start().manager.resume("auto").step == 2
-    assert names(tmp_path / "run") == ["checkpoint_2"]
+    assert names(tmp_path / "run") == ["checkpoint-2"]
     assert "damaged" not in capsys.readouterr().out
 
 
 def test_damaged_ones_are_not_counted(start, tmp_path):
     run, _ = saved(start, steps=(1, 2, 3), keep_last=2)
-    truncate(tmp_path / "run" / "checkpoint_3")
+    truncate(tmp_path / "run" / "checkpoint-3")
     run.manager.save(4)
-    assert names(tmp_path / "run") == ["checkpoint_2", "checkpoint_3", "checkpoint_4"]
+    assert names(tmp_path / "run") == ["checkpoint-2", "checkpoint-3", "checkpoint-4"]
     run.manager.save(5)
-    assert names(tmp_path / "run") == ["checkpoint_3", "checkpoint_4", "checkpoint_5"]
+    assert names(tmp_path / "run") == ["checkpoint-3", "checkpoint-4", "checkpoint-5"]
 
 
 def test_going_back_makes_the_new_branch_the_newest(start, tmp_path):
     saved(start, steps=(2, 4, 6), keep_last=3)
     run = start(keep_last=2)
-    assert run.manager.resume(tmp_path / "run" / "checkpoint_2").step == 2
+    assert run.manager.resume(tmp_path / "run" / "checkpoint-2").step == 2
     run.manager.save(3)
     assert start().manager.resume("auto").step == 3
-    assert names(tmp_path / "run") == ["checkpoint_3", "checkpoint_6"]
+    assert names(tmp_path / "run") == ["checkpoint-3", "checkpoint-6"]
 
 
 def test_saving_a_step_again_replaces_it(start, tmp_path):
     run, _ = saved(start, steps=(3,))
     run.manager.save(3, {"rows": "again"})
     assert start().manager.resume("auto").state == {"rows": "again"}
-    assert names(tmp_path / "run") == ["checkpoint_3"]
+    assert names(tmp_path / "run") == ["checkpoint-3"]
 
 
 @pytest.fixture
@@ -293,21 +293,21 @@ def test_a_full_disk_costs_the_new_checkpoint_only(start, small_disk, capsys, pa
     run.manager.save(2)
     run.manager.finish()
     needed = before - shutil.disk_usage(small_disk).free
-    expected = {path.name: path.read_bytes() for path in (small_disk / "run" / "checkpoint_2").iterdir()}
+    expected = {path.name: path.read_bytes() for path in (small_disk / "run" / "checkpoint-2").iterdir()}
     free = shutil.disk_usage(small_disk).free
     (small_disk / "filler").write_bytes(bytes(free - int(part * needed)))
     run.steps(2)
     run.manager.save(4)
     run.steps(1)  # it goes on
-    with pytest.raises(CheckpointNotSaved, match=r"checkpoint_5 was not saved: the disk is full"):
+    with pytest.raises(CheckpointNotSaved, match=r"checkpoint-5 was not saved: the disk is full"):
         run.manager.save(5, final=True)
     out = capsys.readouterr().out
-    assert "warning: checkpoint_4 was not saved: " in out
+    assert "warning: checkpoint-4 was not saved: " in out
     assert "Older checkpoints are untouched" in out
-    assert [path.name for path in (small_disk / "run").iterdir()] == ["checkpoint_2"]
-    assert {p.name: p.read_bytes() for p in (small_disk / "run" / "checkpoint_2").iterdir()} == expected
+    assert [path.name for path in (small_disk / "run").iterdir()] == ["checkpoint-2"]
+    assert {p.name: p.read_bytes() for p in (small_disk / "run" / "checkpoint-2").iterdir()} == expected
     (small_disk / "filler").unlink()
-    assert run.manager.save(6, final=True).name == "checkpoint_6"
+    assert run.manager.save(6, final=True).name == "checkpoint-6"
     assert start(folder=small_disk / "run", size=512).manager.resume("auto").step == 6
 
 
@@ -316,7 +316,7 @@ def test_finish_reports_a_last_checkpoint_that_was_not_written(start, small_disk
     run.steps(1)
     (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free - 100_000))
     run.manager.save(1)
-    with pytest.raises(CheckpointNotSaved, match="checkpoint_1 was not saved: the disk is full"):
+    with pytest.raises(CheckpointNotSaved, match="checkpoint-1 was not saved: the disk is full"):
         run.manager.finish()
 
 
@@ -349,7 +349,7 @@ def test_what_is_registered_must_agree(start):
 def test_another_model_is_refused(start):
     saved(start)
     with pytest.raises(
-        ConfigError, match=r"checkpoint_6 does not fit this model \(size mismatch for embedding.weight"
+        ConfigError, match=r"checkpoint-6 does not fit this model \(size mismatch for embedding.weight"
     ):
         start(size=8).manager.resume("auto")
 
@@ -391,7 +391,7 @@ class Evil:
 
 def test_pickled_code_is_not_run(start, tmp_path):
     saved(start)
-    path = tmp_path / "run" / "checkpoint_6" / "optimizer.bin"
+    path = tmp_path / "run" / "checkpoint-6" / "optimizer.bin"
     torch.save({"state": Evil()}, path)
     with pytest.raises(ConfigError, match=r"optimizer\.bin holds posix\.system"):
         load_safely(path)
@@ -441,7 +441,7 @@ def test_host_copies():
 
 def test_the_manifest_says_what_it_is(start, tmp_path):
     saved(start)
-    folder = tmp_path / "run" / "checkpoint_6"
+    folder = tmp_path / "run" / "checkpoint-6"
     manifest = read_manifest(folder)
     assert (manifest.step, manifest.world_size, manifest.strategy) == (6, 1, "single")
     assert set(manifest.files) == {p.name for p in folder.iterdir()} - {"manifest.json"}
@@ -459,7 +459,7 @@ def test_a_signal_is_remembered(start, number):
     os.kill(os.getpid(), number)
     assert run.manager.should_stop()
     run.manager.save(1)
-    assert read_manifest(run.manager._output_dir / "checkpoint_1").stopped_by == number.name
+    assert read_manifest(run.manager._output_dir / "checkpoint-1").stopped_by == number.name
     run.manager.close()
     assert signal.getsignal(number) is before
 
@@ -474,7 +474,7 @@ run.steps(1)
 run.manager.save(1)
 run.manager.finish()
 def kill():
-    while not Path({folder!r}, ".partial", "checkpoint_2", {file!r}).exists():
+    while not Path({folder!r}, ".partial", "checkpoint-2", {file!r}).exists():
         pass
     os.kill(os.getpid(), signal.SIGKILL)
 threading.Thread(target=kill, daemon=True).start()
@@ -492,11 +492,11 @@ def test_killed_in_the_middle_of_writing(start, tmp_path, asynchronous, file):
     script = KILLED.format(here=str(Path(__file__).parent), folder=str(folder), asynchronous=asynchronous, file=file)
     process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert process.returncode == -signal.SIGKILL, process.stderr
-    assert (folder / ".partial" / "checkpoint_2").is_dir()
-    assert not (folder / "checkpoint_2").exists()
+    assert (folder / ".partial" / "checkpoint-2").is_dir()
+    assert not (folder / "checkpoint-2").exists()
     run = start(size=2048)
     assert run.manager.resume("auto").step == 1
-    assert [path.name for path in folder.iterdir()] == ["checkpoint_1"]
+    assert [path.name for path in folder.iterdir()] == ["checkpoint-1"]
 
 
 STOPPED = """
@@ -529,10 +529,10 @@ def test_the_death_of_a_launcher_that_does_not_forward_signals_stops_the_run(tmp
     launcher.send_signal(signal.SIGTERM)
     assert launcher.wait(30) == -signal.SIGTERM
     deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and not list((tmp_path / "run").glob("checkpoint_*")):
+    while time.monotonic() < deadline and not list((tmp_path / "run").glob("checkpoint-*")):
         time.sleep(0.1)
     launcher.stdout.read()  # until the process has ended, too
-    (folder,) = (tmp_path / "run").glob("checkpoint_*")
+    (folder,) = (tmp_path / "run").glob("checkpoint-*")
     assert json.loads((folder / "manifest.json").read_text())["stopped_by"] == "SIGTERM"
 
 
@@ -565,4 +565,4 @@ def test_exit_status_of_a_stopped_process(tmp_path):
     process.send_signal(signal.SIGUSR1)
     process.stdout.read()
     assert process.wait(30) == EXIT_STOPPED
-    assert list((tmp_path / "run").glob("checkpoint_*"))
+    assert list((tmp_path / "run").glob("checkpoint-*"))

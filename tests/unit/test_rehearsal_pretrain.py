@@ -89,15 +89,15 @@ def test_sizes_are_cut_and_the_rest_is_kept(script: str, tmp_path: Path) -> None
     ]
     words += ["--lr_scheduler_type", "wsd", "--warmup_steps", "2000", "--global_batch_size", "512", "--report_to"]
     words += ["wandb", "--max_length", "8192", "--data", "web=0.7", "law=0.3", "--text_column", "body"]
-    words += ["--attn_implementation", "flash_attention_3", "--decay_from", "x/checkpoint_9", "--decay_steps", "900"]
+    words += ["--attn_implementation", "flash_attention_3", "--decay_from", "x/checkpoint-9", "--decay_steps", "900"]
     plan = planned("fsdp2", script, *words, data=DataChoice(tmp_path / "text.jsonl", replaced="web, law"))
-    command = plan.command(tmp_path / "out", resume_from=tmp_path / "checkpoint_2", port=1234)
+    command = plan.command(tmp_path / "out", resume_from=tmp_path / "checkpoint-2", port=1234)
     kept = command[command.index(script) :]
     assert (flag(kept, "optim"), flag(kept, "lr_scheduler_type")) == ("sgd", "wsd")
     assert (flag(kept, "max_steps"), flag(kept, "save_steps"), flag(kept, "max_length")) == ("4", "2", "256")
     assert flag(kept, "global_batch_size") == "8", "2 rows × 2 ranks × 2, since the real run accumulates"
     assert flag(kept, "data") == str(tmp_path / "text.jsonl")
-    assert flag(kept, "resume") == str(tmp_path / "checkpoint_2")
+    assert flag(kept, "resume") == str(tmp_path / "checkpoint-2")
     assert flag(kept, "model_config") == str(tmp_path / "tiny"), "random weights stay random weights"
     assert plan.start is None
     gone = "num_params train_tokenizer vocab_size max_tokens warmup_steps report_to text_column decay_from decay_steps"
@@ -109,7 +109,7 @@ def test_a_model_that_is_trained_on_is_trained_on(script: str, tmp_path: Path) -
     plan = planned("zero2", script, "--model_name_or_path", "meta-llama/Llama-3.1-8B", "--method", "lora")
     assert flag(plan.recipe.words, "model_name_or_path") == str(tmp_path / "tiny")
     assert plan.start == tmp_path / "tiny"
-    assert (plan.checkpoint, plan.complete_file) == ("checkpoint_2", "manifest.json")
+    assert (plan.checkpoint, plan.complete_file) == ("checkpoint-2", "manifest.json")
 
 
 @pytest.mark.parametrize(
