@@ -59,6 +59,7 @@ class Run:
     plan: Any = None  # accel_scale.training.planned.RunPlan
     watch: Any = None  # accel_scale.training.measured_memory.MemoryWatch
     guard: Any = None  # accel_scale.training.guard.GuardSettings
+    course: Any = None  # accel_scale.training.going_on.Course
 
     @property
     def launch(self) -> Any:
@@ -83,19 +84,26 @@ class Run:
 
 def main(argv: list[str] | None = None) -> dict[str, Any] | None:
     """Run the recipe; returns what `run_summary.json` holds."""
+    from accel_scale.training.exits import exit_if_not_saved
+    from accel_scale.training.going_on import course_of_sft
+
     started = time.perf_counter()
     parsed = parse_flags(FLAG_CLASSES, argv, program=PROGRAM, description=__doc__)
     run = resolve_run(parsed)
     if run.settings.scale.print_config:
         return print_settings(run)
     check(run)
-    with run.start.folder.taken(is_main=run.is_main):
+    with run.start.folder.taken(is_main=run.is_main), exit_if_not_saved(PROGRAM):
         load_data(run)
+        run.course = course_of_sft(run, FLAG_CLASSES)
+        if finished := run.course.look_ahead():
+            return run.course.say_finished(finished, is_main=run.is_main)
         trainer = load(run)
+        run.course.follow(trainer, started)
         report_start(run, trainer)
-        trainer.train(resume_from_checkpoint=resume_point(trainer.args))
+        trainer.train(resume_from_checkpoint=run.course.choice)
         trainer.save_model(trainer.args.output_dir)
-        summary = report_end(run, trainer, seconds=time.perf_counter() - started)
+        summary = report_end(run, trainer)
     trainer.accelerator.end_training()  # torch warns of process groups that are left to the interpreter's end
     return summary
 
@@ -316,12 +324,6 @@ def load(run: Run) -> Any:
     return trainer
 
 
-def resume_point(args: RecipeSFTConfig) -> str | bool | None:
-    """``--resume_from_checkpoint``: a folder, or true for the newest complete checkpoint."""
-    value = args.resume_from_checkpoint
-    return {"true": True, "false": None}.get(str(value).lower(), value)
-
-
 # ── Report ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -359,7 +361,7 @@ def report_start(run: Run, trainer: Any) -> None:
     )
 
 
-def report_end(run: Run, trainer: Any, *, seconds: float) -> dict[str, Any]:
+def report_end(run: Run, trainer: Any) -> dict[str, Any]:
     """The table after the last step, and ``run_summary.json`` beside the model."""
     from accel_scale.reporting.run_tables import end_rows
     from accel_scale.reporting.summary import write_summary
@@ -373,7 +375,6 @@ def report_end(run: Run, trainer: Any, *, seconds: float) -> dict[str, Any]:
     summary = {
         "recipe": PROGRAM,
         **figures,
-        "seconds": seconds,
         "peak_host_bytes": peak_host_bytes(),
         "peak_device_bytes": peak_device_bytes(),
         "parameters": {"total": run.parameters[0], "trainable": run.parameters[1]},
@@ -385,6 +386,7 @@ def report_end(run: Run, trainer: Any, *, seconds: float) -> dict[str, Any]:
         "rehearsal": run.start.announcement is not None,
         "attention": run.attention,
         "plan": plan,
+        "finished": run.course.record(),
         "settings": run.settings.values,
         "origins": run.settings.sources,
     }

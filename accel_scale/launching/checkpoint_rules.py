@@ -35,8 +35,11 @@ def resumed_ranks(case: Case) -> Finding | None:
 
 
 def resumed_nvme(case: Case) -> Finding | None:
-    """Optimizer states on NVMe are in no checkpoint: DeepSpeed 0.19.8 resumes without them and says nothing."""
-    is_new = str(case.run.resume_from_checkpoint).lower() in ("none", "", "false")
+    """Optimizer states on NVMe are in no checkpoint: DeepSpeed 0.19.8 resumes without them and says nothing.
+
+    What `auto` finds is refused where it is found.
+    """
+    is_new = str(case.run.resume_from_checkpoint).lower() in ("none", "", "false", "no", "auto")
     if is_new or case.parallel.offload_optimizer != "nvme":
         return None
     return error(

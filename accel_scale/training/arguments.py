@@ -13,6 +13,8 @@ SYNC_EACH_BATCH_HELP = (
     "last wait whole on every rank, which takes memory, and are sent once."
 )
 
+ALLOW_CHANGED_HELP = "Go on from a checkpoint although data, batch, schedule or model are no longer what they were."
+
 
 def _flag(default, text: str, *, choices: tuple[str, ...] | None = None):
     metadata: dict = {"help": text}
@@ -96,4 +98,5 @@ class ScaleArguments:
         "takes it again with the same samples; where that cannot be done, all of them stop with status 75.",
     )
     fp8_emulate: bool = _flag(False, "Emulate fp8 matrix products on devices without them (for tests; slow).")
+    allow_changed_settings: bool = _flag(False, ALLOW_CHANGED_HELP)
     print_config: bool = _flag(False, "Print every resolved setting and where its value came from, then stop.")

@@ -168,6 +168,25 @@ def changed_anywhere(found: Found, meeting: Meeting) -> list[str]:
     return [line for lines in problems for line in lines]
 
 
+def read_checkpoint(folder: Path, *, place: str) -> Found:
+    """The checkpoint that the user named, as far as names and sizes tell.
+
+    Raises:
+        ConfigError: if it is not there or not good.
+    """
+    inside = [path.name for path in sorted(_named_folders(folder, _NAME), key=_number)]
+    if inside and not (folder / MANIFEST).is_file():
+        raise ConfigError(
+            f"{folder} holds checkpoints and is none.",
+            place=place,
+            fix=f"name one, e.g. {folder / inside[-1]}.",
+        )
+    try:
+        return Found(folder, read_manifest(folder))
+    except Damaged as problem:
+        raise ConfigError(f"{folder} is no good checkpoint: {problem}.", place=place, fix=_FIX) from problem
+
+
 def open_checkpoint(folder: Path, meeting: Meeting, *, place: str = "resume") -> Found:
     """The checkpoint that the user named; collective.
 
@@ -175,20 +194,7 @@ def open_checkpoint(folder: Path, meeting: Meeting, *, place: str = "resume") ->
         ConfigError: if it is not there or not good.
     """
 
-    def read() -> Found:
-        inside = [path.name for path in sorted(_named_folders(folder, _NAME), key=_number)]
-        if inside and not (folder / MANIFEST).is_file():
-            raise ConfigError(
-                f"{folder} holds checkpoints and is none.",
-                place=place,
-                fix=f"name one, e.g. {folder / inside[-1]}.",
-            )
-        try:
-            return Found(folder, read_manifest(folder))
-        except Damaged as problem:
-            raise ConfigError(f"{folder} is no good checkpoint: {problem}.", place=place, fix=_FIX) from problem
-
-    found = meeting.on_main(read)
+    found = meeting.on_main(lambda: read_checkpoint(folder, place=place))
     problems = changed_anywhere(found, meeting)
     if problems:
         raise ConfigError(f"{folder} is damaged: {problems[0]}.", place=place, fix=_FIX)

@@ -49,6 +49,13 @@ class RecipeSFTConfig(DdpHookArguments, SFTConfig):
             "choices": list(SCHEDULE_NAMES),
         },
     )
+    resume_from_checkpoint: str | None = field(
+        default="auto",
+        metadata={
+            "help": "auto: go on from the newest good checkpoint in --output_dir, if there is one; no: begin anew, "
+            "and refuse a folder with leftovers; or the path of a checkpoint."
+        },
+    )
     packing: bool = field(
         default=True,
         metadata={"help": "Pack documents into rows of --max_length; attention never crosses documents."},

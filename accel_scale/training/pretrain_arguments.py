@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from accel_scale.training.arguments import DECAY_SHAPES, PLANS, PRECISIONS, SYNC_EACH_BATCH_HELP, _flag
+from accel_scale.training.arguments import (
+    ALLOW_CHANGED_HELP,
+    DECAY_SHAPES,
+    PLANS,
+    PRECISIONS,
+    SYNC_EACH_BATCH_HELP,
+    _flag,
+)
 from accel_scale.training.ddp_arguments import DdpArguments
 from accel_scale.training.optimizers import OPTIMIZER_NAMES
 from accel_scale.training.schedules import SCHEDULE_NAMES
@@ -127,6 +134,7 @@ class PretrainArguments(DdpArguments):
     resume: str = _flag(
         "auto", "auto: the newest good checkpoint in --output_dir; no: refuse to overwrite; or a path."
     )
+    allow_changed_settings: bool = _flag(False, ALLOW_CHANGED_HELP)
     report_to: list[str] = _flag([], "Trackers: tensorboard, wandb, trackio, mlflow …")
     run_name: str | None = _flag(None, "Name of the run in a tracker.")
     profile_steps: int = _flag(0, "Record this many steps, after three of warm-up, with torch.profiler.")

@@ -64,20 +64,3 @@ def check_trunk(record: dict[str, Any], step: int, *, place: str) -> None:
             place=place,
             fix=f"branch off between steps {record['warmup_steps']} and {record['decay_begins']}.",
         )
-
-
-def refuse_leftovers(output_dir: str) -> None:
-    """Refuse to begin where an earlier run's checkpoints are, which the new ones would be mixed with.
-
-    Raises:
-        ConfigError: if there are any.
-    """
-    from accel_scale.training.checkpoint_folders import list_checkpoints
-
-    good, _ = list_checkpoints(Path(output_dir))
-    if good:
-        raise ConfigError(
-            f"{output_dir} holds checkpoints of an earlier run, the last of step {good[0].manifest.step:,}.",
-            place="--resume",
-            fix="use another --output_dir, or go on with --resume auto.",
-        )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -73,7 +75,8 @@ class ScaleSFTTrainer(_Base, SFTTrainer):
     ) -> None:
         self.loss_from_logits = loss_from_logits
         self._schedule = schedule or {}
-        self.answered: dict[str, ExactMatch] = {}
+        self.answered: dict[str, dict[str, Any]] = {}
+        self.started, self._before = time.perf_counter(), Counted()
         super().__init__(**kwargs)
         self.meter = ThroughputMeter(clock_of(self.accelerator.device.type))
         for what, rows in (("training", self.train_dataset), ("evaluation", self.eval_dataset)):
@@ -125,7 +128,7 @@ class ScaleSFTTrainer(_Base, SFTTrainer):
         """Answer the held-out questions with the weights as they are, whatever their sharding; on every rank."""
         # Under autocast, as in training: a bf16 base and fp32 embeddings trained beside adapters meet in one product.
         with self.accelerator.autocast():
-            self.answered[when] = exact_match(
+            result = exact_match(
                 self.model_wrapped if hasattr(self.model_wrapped, "generate") else self.model,
                 self.processing_class,
                 self._questions,
@@ -134,6 +137,23 @@ class ScaleSFTTrainer(_Base, SFTTrainer):
                 world_size=self.accelerator.num_processes,
                 reduce=lambda counts: self.accelerator.reduce(counts, "sum"),
             )
+        self.answered[when] = _as_dict(result)
+
+    def counters(self) -> dict[str, Any]:
+        meter, before = self.meter, self._before
+        return {
+            "tokens": before.tokens + sum(self._meeting.gather(float(meter.num_tokens))) / self.sp_size,
+            "num_tokens": self._total_train_tokens,
+            "seconds": before.seconds + time.perf_counter() - self.started,
+            "data_seconds": before.data_seconds + meter.data_seconds,
+            "timed_seconds": before.timed_seconds + meter.timed_seconds,
+            "answered": self.answered,
+        }
+
+    def take_up_counters(self, counters: dict[str, Any]) -> None:
+        if counters:
+            self._total_train_tokens, self.answered = counters["num_tokens"], dict(counters["answered"])
+            self._before = Counted(*(counters[field.name] for field in dataclasses.fields(Counted)))
 
     def _tokens_per_second(self) -> float | None:
         """Of all ranks, taken to be as fast as this one; `figures` asks them."""
@@ -143,13 +163,9 @@ class ScaleSFTTrainer(_Base, SFTTrainer):
     def figures(self) -> dict[str, Any]:
         """What the run measured, summed over ranks where that is meant; call it on every rank."""
         meter = self.meter
-        mine = torch.tensor(
-            [meter.tokens_per_second or 0.0, float(meter.num_tokens)],
-            dtype=torch.float32,
-            device=self.accelerator.device,
-        )
+        mine = torch.tensor(meter.tokens_per_second or 0.0, device=self.accelerator.device)
         # Of ranks that share rows each has counted all of them.
-        speed, tokens = (self.accelerator.reduce(mine, "sum") / self.sp_size).tolist()
+        speed, counted = self.accelerator.reduce(mine, "sum").item() / self.sp_size, self.counters()
         history = self.state.log_history
         evaluated = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
@@ -158,14 +174,27 @@ class ScaleSFTTrainer(_Base, SFTTrainer):
             "steps": self.state.global_step,
             "losses": [entry["loss"] for entry in history if "loss" in entry],
             "eval_loss": evaluated[-1] if evaluated else None,
-            "tokens": tokens,
+            "tokens": counted["tokens"],
+            "seconds": counted["seconds"],
             "tokens_per_second": speed or None,
-            "data_wait_ratio": meter.data_wait_ratio,
+            "data_wait_ratio": counted["data_seconds"] / counted["timed_seconds"]
+            if counted["timed_seconds"]
+            else None,
             "memory_recovery": self.recovery_summary(),
             "guard": self.guard_summary(),
             "ddp": hook_figures(self.model_wrapped),
-            "exact_match": {when: _as_dict(result) for when, result in self.answered.items()},
+            "exact_match": self.answered,
         }
+
+
+@dataclasses.dataclass(frozen=True)
+class Counted:
+    """What earlier starts of the run have counted, over all ranks; times are rank 0's."""
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+    data_seconds: float = 0.0
+    timed_seconds: float = 0.0
 
 
 class _AnswerCallback(TrainerCallback):
@@ -179,7 +208,8 @@ class _AnswerCallback(TrainerCallback):
             self._trainer.answer_questions("before")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._trainer.answer_questions("after")
+        if self._trainer.stopped_by is None:  # else little time is left
+            self._trainer.answer_questions("after")
 
 
 def cast_trainable(model: Any, dtype: torch.dtype) -> None:
