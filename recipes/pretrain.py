@@ -56,6 +56,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any] | None:
     check(run)
     with run.start.folder.taken(is_main=run.is_main), exit_if_not_saved(PROGRAM):
         load_data(run)
+        if finished := run.course.look_ahead():
+            run.accelerator.end_training()
+            return run.course.say_finished(finished, is_main=run.is_main)
         load_model(run)
         return train(run, started)
 
@@ -103,8 +106,9 @@ def check(run: Run) -> None:
 def load_data(run: Run) -> None:
     """Accelerator, tokenizer and data; rank 0 makes what all of them read."""
     from accel_scale.data.default import default_model_path, default_pretraining_text
+    from accel_scale.training.going_on import course_of_pretraining
     from accel_scale.training.plain_accelerator import plain_accelerator
-    from accel_scale.training.pretrain_model import open_data, run_tokenizer
+    from accel_scale.training.pretrain_model import open_data, run_config, run_tokenizer
 
     args, data_args, settings = run.args, run.data_args, run.settings
     run.accelerator = plain_accelerator(
@@ -125,6 +129,8 @@ def load_data(run: Run) -> None:
             data_args.data = [default_pretraining_text(f"{args.output_dir}/data")]
         run.tokenizer = run_tokenizer(run.model_args, data_args, args.output_dir, default=default_model_path())
     run.data = open_data(args, data_args, run.tokenizer)
+    run.model_config = run_config(run.model_args, data_args.max_length, run.tokenizer)
+    run.course = course_of_pretraining(run)
     for note in run.data.notes:
         run.say(f"note: {note}")
 
@@ -135,13 +141,12 @@ def load_model(run: Run) -> None:
     from accel_scale.training.fast_loss import add_fast_lm_head, tell_zero3
     from accel_scale.training.model import count_parameters
     from accel_scale.training.preparing import prepare_model, step_once_per_update
-    from accel_scale.training.pretrain_model import build_model, plan_memory, run_config
+    from accel_scale.training.pretrain_model import build_model, plan_memory
     from accel_scale.training.pretrain_parallel import build_to_share, check_layout, prepare_all, share_model
     from accel_scale.training.schedules import create_schedule
     from accel_scale.training.start_check import check_pretrain_start
 
     args, settings, device_type = run.args, run.settings, run.settings.launch.device_type
-    run.model_config = run_config(run.model_args, run.data_args.max_length, run.tokenizer)
     run.attention = attention.resolve_attention(
         run.model_args.attn_implementation,
         device=settings.launch.device,
@@ -205,10 +210,12 @@ def train(run: Run, started: float) -> dict[str, Any]:
         keep_last=args.keep_last,
         keep_every=args.keep_every,
         asynchronous=args.async_save,
+        settings=run.course.settings,
+        allow_changed_settings=args.allow_changed_settings,
     )
     guard = Guard(settings_from(run.guard_args))
     manager.register("guard", guard)
-    resume(run, manager, args.resume)
+    resume(run, manager, run.course.how)
     if run.guard_args.guard == "rollback" and run.step == 0:
         manager.save(0, run_state(run))  # there must be something to roll back to
     step = GuardedStep(
@@ -258,6 +265,7 @@ def train(run: Run, started: float) -> dict[str, Any]:
     manager.close()
     accelerator.end_training()
     if why_stopped == "a signal":
+        run.say(f"saved checkpoint-{run.step} after {manager.stopped_by}; the same command goes on from there")
         raise SystemExit(EXIT_STOPPED)
     return summary
 
@@ -326,13 +334,9 @@ def run_state(run: Run) -> dict[str, Any]:
 
 def resume(run: Run, manager: Any, how: str) -> None:
     """Take up a checkpoint where there is one; the data goes on from its position, without a replay."""
-    from accel_scale.training.pretrain_trunk import refuse_leftovers
-
-    if how == "no":
-        refuse_leftovers(run.args.output_dir)
     resumed = manager.resume(how)
     if resumed is None and run.args.decay_from:
-        resumed = manager.resume(run.args.decay_from)  # a branch begins; its own checkpoints come first
+        resumed = manager.resume(run.args.decay_from, compare=False)  # a branch begins; its own checkpoints come first
     state = resumed.state if resumed else {}
     run.step, run.drawn, run.tokens = resumed.step if resumed else 0, state.get("drawn", 0), state.get("tokens", 0)
     run.avoided = sorted({*run.avoided, *state.get("avoided", [])})

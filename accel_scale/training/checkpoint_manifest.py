@@ -15,6 +15,8 @@ from accel_scale.errors import ConfigError
 
 MANIFEST = "manifest.json"
 FORMAT = 1
+# Begins the `layout` of what a Trainer wrote: `CheckpointManager` writes other files under the same names.
+TRAINER_LAYOUT = "trainer"
 _CHUNK_BYTES = 8 * 2**20
 _NUM_THREADS = 8
 

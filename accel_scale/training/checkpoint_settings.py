@@ -15,15 +15,15 @@ from accel_scale.errors import ConfigError
 # Flags and arguments, of recipes, transformers and TRL, that change what is learned. Left out is what does not: how
 # many ranks and micro-batches a global batch is split into, what is logged and saved, processes that load data.
 MEANING = (
-    "method", "precision", "global_batch_size", "seed", "data_seed", "model_revision", "trust_remote_code",
+    "method", "precision", "global_batch_size", "seed", "data_seed", "model_revision",
     # data
     "dataset_config", "dataset_train_split", "dataset_mixture", "columns", "on_bad_row", "max_length", "packing",
     "packing_strategy", "padding_free", "isolate_documents", "completion_only_loss", "assistant_only_loss",
     "chat_template_path", "eos_token", "train_sampling_strategy", "validation_share", "text_column",
-    "text_documents", "tokenizer", "train_tokenizer", "vocab_size", "shuffle_dataset", "max_prompt_length",
+    "text_documents", "train_tokenizer", "vocab_size", "shuffle_dataset", "max_prompt_length",
     "max_completion_length",
     # model and adapters
-    "model_config", "num_params", "load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "use_bnb_nested_quant",
+    "num_params", "load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "use_bnb_nested_quant",
     "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters", "lora_modules_to_save",
     "use_rslora", "use_dora",
     # optimizer and schedule
@@ -51,6 +51,12 @@ def meaning_of(*sources: Any, **more: Any) -> dict[str, Any]:
     for source in sources:
         values = source if isinstance(source, Mapping) else vars(source)
         found |= {name: _plain(values[name]) for name in MEANING if name in values and name not in found}
+    if more.get("method") == "full":
+        found = {
+            name: value for name, value in found.items() if not name.startswith(("lora_", "use_rslora", "use_dora"))
+        }
+    if more.get("length", "") is None:
+        del more["length"]  # not to be compared
     return {**found, **{name: _plain(value) for name, value in more.items()}}
 
 
@@ -87,6 +93,8 @@ def refuse_changes(
         ConfigError: naming every setting, its old and its new value.
     """
     changed = differences(before, now)
+    if len(changed) == 1 and changed[0].startswith("global_batch_size "):  # as on another number of ranks
+        allow = f"{allow}; --global_batch_size {before['global_batch_size']} keeps the batch on these ranks"
     if changed:
         raise ConfigError(
             f"{folder} was saved with other settings: {', '.join(changed)}.",

@@ -16,15 +16,13 @@ from accel_scale.errors import ConfigError
 from accel_scale.training.atomic import checkpoint_problems, staging_root
 from accel_scale.training.checkpoint_contents import STATE, what_differs
 from accel_scale.training.checkpoint_folders import TRAINER_STATE, Found
-from accel_scale.training.checkpoint_manifest import MANIFEST, Manifest
+from accel_scale.training.checkpoint_manifest import MANIFEST, TRAINER_LAYOUT, Manifest
 from accel_scale.training.checkpoint_pickles import load_safely
 from accel_scale.training.checkpoint_random import derive_random_states, put_random_states, take_random_states
 from accel_scale.training.checkpoint_ranks import Meeting
 from accel_scale.training.checkpoint_settings import meaning_of, model_record, rows_fingerprint, schedule_length
 from accel_scale.training.checkpoint_signals import StopSignals
 
-# Begins the `layout` of a Trainer's manifest: `CheckpointManager` writes other files under the same names.
-LAYOUT = "trainer"
 _RANDOM = "random_states_{rank}.pt"
 _REPLICATED = {"single", "ddp"}
 
@@ -71,7 +69,7 @@ def _adapter_record(config: Any) -> dict[str, Any]:
 def layout_of(trainer: Any) -> str:
     """For the manifest: how the strategy writes a Trainer's checkpoint."""
     plugin = trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
-    return f"{LAYOUT}/{plugin.state_dict_type.name}" if plugin is not None else LAYOUT
+    return f"{TRAINER_LAYOUT}/{plugin.state_dict_type.name}" if plugin is not None else TRAINER_LAYOUT
 
 
 def check_trainer_fit(found: Found, strategy: str, *, place: str) -> None:
@@ -81,7 +79,7 @@ def check_trainer_fit(found: Found, strategy: str, *, place: str) -> None:
         ConfigError: if it is so.
     """
     manifest = found.manifest
-    if not manifest.layout.startswith(LAYOUT):
+    if not manifest.layout.startswith(TRAINER_LAYOUT):
         raise ConfigError(f"{found.folder} was not written by a Trainer.", place=place, fix="name one that was.")
     if manifest.strategy != strategy and not {manifest.strategy, strategy} <= _REPLICATED:
         raise ConfigError(

@@ -33,8 +33,9 @@ from accel_scale.training.checkpoint_contents import (
     read_state,
 )
 from accel_scale.training.checkpoint_folders import choose, open_checkpoint, resumed_line
-from accel_scale.training.checkpoint_manifest import Manifest, fast_algorithm, library_versions
+from accel_scale.training.checkpoint_manifest import TRAINER_LAYOUT, Manifest, fast_algorithm, library_versions
 from accel_scale.training.checkpoint_ranks import Meeting
+from accel_scale.training.checkpoint_settings import refuse_changes
 from accel_scale.training.checkpoint_signals import StopSignals
 from accel_scale.training.checkpoint_strategies import check_fit, check_schedules, contents_of, refuse_other_savers
 from accel_scale.training.checkpoint_writing import Job, Writer, clean_up_after
@@ -86,6 +87,8 @@ class CheckpointManager:
         keep_last: How many good checkpoints to keep besides milestones; None keeps all.
         keep_every: Checkpoints at multiples of this many steps are never deleted.
         asynchronous: Copy to host memory, then write while training goes on.
+        settings: What gives the run its meaning, JSON-able: kept with every checkpoint, and compared in `resume`.
+        allow_changed_settings: Go on although they differ.
 
     Raises:
         ConfigError: for counts below one, or if this strategy cannot write asynchronously.
@@ -99,6 +102,8 @@ class CheckpointManager:
         keep_last: int | None = 2,
         keep_every: int | None = None,
         asynchronous: bool = False,
+        settings: dict[str, Any] | None = None,
+        allow_changed_settings: bool = False,
     ) -> None:
         for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
             if value is not None and value < 1:
@@ -106,6 +111,7 @@ class CheckpointManager:
         self._accelerator = accelerator
         self._output_dir = Path(output_dir).absolute()
         self._keep_last, self._keep_every = keep_last, keep_every
+        self._settings, self._allow_changed_settings = settings or {}, allow_changed_settings
         self._registered: dict[str, Stateful] = {}
         self._strategy = strategy_of(accelerator)
         self._contents = contents_of(accelerator, self._strategy)
@@ -138,7 +144,7 @@ class CheckpointManager:
             )
         self._registered[name] = obj
 
-    def resume(self, how: str | Path = "auto") -> ResumedState | None:
+    def resume(self, how: str | Path = "auto", *, compare: bool = True) -> ResumedState | None:
         """Load a checkpoint into everything that was prepared and registered; collective.
 
         Call it after ``accelerator.prepare(model, optimizer, scheduler)``.
@@ -146,6 +152,7 @@ class CheckpointManager:
         Args:
             how: ``"auto"`` takes the newest good checkpoint of `output_dir` and returns None if there is none;
                 ``"no"`` returns None; anything else is the path of a checkpoint.
+            compare: Refuse one that was saved with other settings, unless they are allowed.
 
         Raises:
             ConfigError: if the named checkpoint is not good, or was written by something that cannot be loaded here.
@@ -160,6 +167,12 @@ class CheckpointManager:
             found = open_checkpoint(Path(how).absolute(), self._meeting)
         if found is None:
             return None
+        if compare and not self._allow_changed_settings:
+            refuse_changes(found.folder, found.manifest.settings, self._settings, place="resume")
+        if found.manifest.layout.startswith(TRAINER_LAYOUT):
+            raise ConfigError(
+                f"{found.folder} was written by a Trainer.", place="resume", fix="start from its weights instead."
+            )
         content = read_state(found.folder)
         check_fit(found, self._strategy, set(content["registered"]), set(self._registered))
         check_schedules(self._accelerator, found)
@@ -226,6 +239,11 @@ class CheckpointManager:
             self._stopped_by = self._meeting.largest(self._signals.received)
         return self._stopped_by != 0
 
+    @property
+    def stopped_by(self) -> str | None:
+        """Name of the signal because of which `should_stop` said so."""
+        return signal.Signals(self._stopped_by).name if self._stopped_by else None
+
     def finish(self) -> None:
         """Wait for what is being written; collective.
 
@@ -276,10 +294,11 @@ class CheckpointManager:
             strategy=self._strategy,
             layout=self._contents.layout,
             seed=torch.initial_seed(),
-            stopped_by=signal.Signals(self._stopped_by).name if self._stopped_by else None,
+            stopped_by=self.stopped_by,
             versions=library_versions(),
             algorithm=fast_algorithm(),
             files={},
+            settings=self._settings,
         )
 
     def _say(self, line: str) -> None:

@@ -20,6 +20,7 @@ from accel_scale.training.checkpoint_folders import (
 from accel_scale.training.checkpoint_settings import (
     ALLOW_FLAG,
     differences,
+    files_fingerprint,
     meaning_of,
     model_record,
     refuse_changes,
@@ -147,6 +148,30 @@ def course_of_sft(run: Any, flag_classes: Sequence[type]) -> Course:
         goal=schedule_length("", steps, epochs) or "",
         allow_changed_settings=settings.scale.allow_changed_settings,
         place=settings.sources.get("resume_from_checkpoint", "--resume_from_checkpoint"),
+    )
+
+
+def course_of_pretraining(run: Any) -> Course:
+    """That of recipes/pretrain.py, once model configuration and data are known."""
+    settings, values, args = run.settings, run.settings.values, run.args
+    goal = f"{args.max_tokens} tokens" if args.max_tokens else f"{args.decay_steps or args.max_steps} steps"
+    shares = sorted(str(source).rpartition("=")[2] for source in run.data_args.data if "=" in str(source))
+    depends = schedule_length(args.lr_scheduler_type, 1, 0, limited_by_time=args.max_train_time is not None)
+    return Course(
+        Path(args.output_dir),
+        resume_choice(args.resume),
+        settings=meaning_of(
+            values,
+            method=settings.method,
+            precision=settings.precision.name,
+            global_batch_size=settings.global_batch_size,
+            length=goal if depends else None,
+            model=model_record(run.model_config, run.model_args.model_name_or_path),
+            data=f"{len(run.data.files)} files {files_fingerprint(run.data.files)} {','.join(shares)}".strip(),
+        ),
+        goal=goal,
+        allow_changed_settings=args.allow_changed_settings,
+        place=settings.sources.get("resume", "--resume"),
     )
 
 

@@ -229,6 +229,7 @@ class Report:
             "sample": self.sample,
             "ddp": hook_figures(run.model),
             "plan": plan or None,
+            "finished": run.course.record() if why_stopped is None else None,
             "settings": run.settings.values,
             "origins": run.settings.sources,
         }

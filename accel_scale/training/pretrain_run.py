@@ -30,6 +30,7 @@ class Run:
     accelerator: Any = None
     tokenizer: Any = None
     model_config: Any = None
+    course: Any = None  # accel_scale.training.going_on.Course
     attention: str = ""
     data: Any = None  # accel_scale.data.pretraining.PretrainingData
     batches: Any = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.data.pretraining.encoding import Encoder
@@ -69,6 +70,11 @@ class PretrainingData:
             for one, *blocks in zip(sources, (one.source.num_blocks for one in sources), num_held_out, strict=True)
         )
         self.has_validation = bool(validation) or any(num_held_out)
+
+    @property
+    def files(self) -> list[Path]:
+        """The local files that are trained on."""
+        return [Path(path) for one in self._named for path in getattr(one.source, "paths", ())]
 
     def _run(self, global_batch_size: int) -> dict[str, Any]:
         """All that the order of rows depends on, as JSON: what a resumed run must agree with."""
