@@ -23,7 +23,7 @@ def whole_checkpoint_of_quantised_states(case: Case) -> Finding | None:
 
 
 def resumed_ranks(case: Case) -> Finding | None:
-    """DeepSpeed through the Trainer cannot resume on another number of ranks."""
+    """DeepSpeed cannot resume a folder without a manifest on another number of ranks."""
     before, now = case.run.resume_num_ranks, case.launch.num_processes
     if not case.parallel.is_deepspeed or before is None or now is None or before == now:
         return None

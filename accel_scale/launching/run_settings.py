@@ -128,9 +128,12 @@ def _dataset_bytes(values: Mapping[str, Any]) -> int | None:
 
 
 def deepspeed_ranks_in_checkpoint(folder: Path) -> int | None:
-    """Data-parallel ranks that wrote the DeepSpeed state in a checkpoint folder; None where there is none.
+    """Data-parallel ranks that wrote the DeepSpeed state in a folder of another program's; None where there is none.
 
-    DeepSpeed writes ``global_step*/*zero_pp_rank_<rank>_mp_rank_*_optim_states.pt``, one per rank.
+    DeepSpeed writes ``global_step*/*zero_pp_rank_<rank>_mp_rank_*_optim_states.pt``, one per rank. A checkpoint with a
+    manifest says itself who wrote it, and is converted.
     """
+    if (folder / "manifest.json").exists():
+        return None
     files = list(folder.glob("global_step*/*zero_pp_rank_*_mp_rank_*_optim_states.pt"))
     return len(files) or None
