@@ -91,7 +91,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any] | None:
     parsed = parse_flags(FLAG_CLASSES, argv, program=PROGRAM, description=__doc__)
     run = resolve_run(parsed)
     if run.settings.scale.print_config:
-        return print_settings(run)
+        run.say(run.settings.as_yaml(FLAG_CLASSES))
+        return None
     check(run)
     with run.start.folder.taken(is_main=run.is_main), exit_if_not_saved(PROGRAM):
         load_data(run)
@@ -137,12 +138,6 @@ def resolve_run(parsed: ParsedFlags) -> Run:
         model_args=settings.build(RecipeModelConfig),
         sp_size=sp_size,
     )
-
-
-def print_settings(run: Run) -> None:
-    """``--print_config``: every setting with its value and origin, as YAML that `--config_file` reads back."""
-    if run.is_main:
-        print(run.settings.as_yaml(FLAG_CLASSES))
 
 
 def check(run: Run) -> None:

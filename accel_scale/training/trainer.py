@@ -76,7 +76,7 @@ class ScaleSFTTrainer(_Base, SFTTrainer):
         self.loss_from_logits = loss_from_logits
         self._schedule = schedule or {}
         self.answered: dict[str, dict[str, Any]] = {}
-        self.started, self._before = time.perf_counter(), Counted()
+        self.started, self._counted_before = time.perf_counter(), Counted()
         super().__init__(**kwargs)
         self.meter = ThroughputMeter(clock_of(self.accelerator.device.type))
         for what, rows in (("training", self.train_dataset), ("evaluation", self.eval_dataset)):
@@ -140,7 +140,7 @@ class ScaleSFTTrainer(_Base, SFTTrainer):
         self.answered[when] = _as_dict(result)
 
     def counters(self) -> dict[str, Any]:
-        meter, before = self.meter, self._before
+        meter, before = self.meter, self._counted_before
         return {
             "tokens": before.tokens + sum(self._meeting.gather(float(meter.num_tokens))) / self.sp_size,
             "num_tokens": self._total_train_tokens,
@@ -153,7 +153,7 @@ class ScaleSFTTrainer(_Base, SFTTrainer):
     def take_up_counters(self, counters: dict[str, Any]) -> None:
         if counters:
             self._total_train_tokens, self.answered = counters["num_tokens"], dict(counters["answered"])
-            self._before = Counted(*(counters[field.name] for field in dataclasses.fields(Counted)))
+            self._counted_before = Counted(*(counters[field.name] for field in dataclasses.fields(Counted)))
 
     def _tokens_per_second(self) -> float | None:
         """Of all ranks, taken to be as fast as this one; `figures` asks them."""
