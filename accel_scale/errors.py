@@ -7,6 +7,9 @@ from collections.abc import Iterator
 
 from accel_scale.secrets import mask
 
+# sysexits.h's EX_IOERR, as where the last checkpoint could not be written.
+FULL_DISK_STATUS = 74
+
 
 class ConfigError(ValueError):
     """A setting that cannot be honoured: says what is wrong, where, and what to change.
@@ -29,7 +32,7 @@ class ConfigError(ValueError):
 
 @contextlib.contextmanager
 def user_errors(program: str) -> Iterator[None]:
-    """Turn a `ConfigError` into one line on stderr, from one process, and exit status 2.
+    """Turn a `ConfigError` into one line on stderr, from one process, and exit status 2; a full disk too, and 74.
 
     Everything else gets through; under a launcher, whose report comes after the traceback, its cause is said again.
     """
@@ -41,7 +44,12 @@ def user_errors(program: str) -> Iterator[None]:
         say_last(f"{program}: error: {error.one_line()}", all_ranks=True)
         raise SystemExit(2) from None
     except Exception as error:
-        from accel_scale.launching.last_word import repeat_cause
+        from accel_scale.disk_space import full_disk
+        from accel_scale.launching.last_word import repeat_cause, say_last
 
+        full = full_disk(error)
+        if full is not None:
+            say_last(f"{program}: error: {full.one_line()}", all_ranks=True)
+            raise SystemExit(FULL_DISK_STATUS) from None
         repeat_cause(program, error)
         raise

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from accel_scale import __version__
+from accel_scale.disk_space import writes_into
 from accel_scale.errors import ConfigError
 from accel_scale.launching.folder_lock import LOCK_FILE, held, is_held
 
@@ -120,6 +121,7 @@ class OutputFolder:
             yield
             return
         self._make()
+        writes_into(self.folder, self.place)
         with contextlib.ExitStack() as stack:
             with self._write_errors():
                 stack.enter_context(held(self.folder, place=self.place))

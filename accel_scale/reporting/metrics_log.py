@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import sys
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
+
+from accel_scale.disk_space import OUT_OF_SPACE
 
 METRICS_NAME = "metrics.jsonl"
 
@@ -27,19 +32,25 @@ class MetricsLog:
     def __init__(self, output_dir: str | os.PathLike[str], is_main: bool, *, resumed_step: int = 0) -> None:
         self.path = Path(output_dir) / METRICS_NAME
         self._is_main, self._resumed_step = is_main, resumed_step
-        self._file: TextIO | None = None
+        self._file: FileIO | None = None
+        self._waiting: list[str] = []  # lines that a full disk has not taken yet
 
     def write(self, step: int, **values: float) -> None:
         """Add one line: `step` and every value, as numbers. NaN and infinities become strings that `float` reads."""
         if not self._is_main:
             return
-        if self._file is None:
-            self._file = self._open()
         line: dict[str, Any] = {"step": int(step)}
         line.update({name: _as_json(value) for name, value in values.items()})
-        # One write call for the whole line, and no buffer: who follows the file never waits for the next line.
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        self._waiting.append(json.dumps(line) + "\n")
+        try:
+            if self._file is None:
+                self._file = self._open()
+            self._write_waiting(self._file)
+        except OSError as error:  # a log is no reason to end a run: there may be room again when the next line comes
+            if error.errno not in OUT_OF_SPACE:
+                raise
+            if len(self._waiting) == 1:
+                print(f"warning: {self.path} cannot be written ({error.strerror}): lines wait.", file=sys.stderr)
 
     def close(self) -> None:
         """Close the file; a later `write` opens it again and goes on below what is there."""
@@ -47,7 +58,21 @@ class MetricsLog:
             self._file.close()
             self._file = None
 
-    def _open(self) -> TextIO:
+    def _write_waiting(self, file: FileIO) -> None:
+        """One write call for whole lines, and no buffer: who follows the file never waits for the next line."""
+        lines = "".join(self._waiting).encode()
+        size = os.fstat(file.fileno()).st_size
+        written = 0
+        try:
+            written = file.write(lines)
+            if written < len(lines):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        finally:
+            if written < len(lines):
+                os.ftruncate(file.fileno(), size)
+        self._waiting.clear()
+
+    def _open(self) -> FileIO:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = [line for line in read_metrics(self.path) if line["step"] <= self._resumed_step]
         partial = self.path.with_suffix(".partial")
@@ -57,7 +82,7 @@ class MetricsLog:
             )
         partial.replace(self.path)
         self._resumed_step = 2**63  # opened again after `close`: everything below is this run's own
-        return open(self.path, "a", encoding="utf-8")
+        return open(self.path, "ab", buffering=0)
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import os
 import shutil
@@ -13,11 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from accel_scale.data.pretraining.tables import parquet_metadata
+from accel_scale.disk_space import OUT_OF_SPACE
 from accel_scale.errors import ConfigError
 
 _VERSION = 1
 _BATCH_ROWS = 8192
-OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def converted_parquet(name: str, paths: Sequence[str], text_column: str) -> tuple[str, ...]:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from accel_scale.data.loaders import available_cores
 from accel_scale.data.pretraining.encoding import Encoder
 from accel_scale.data.pretraining.finding import NamedSource, find_sources
-from accel_scale.data.pretraining.parquet_cache import OUT_OF_SPACE
 from accel_scale.data.pretraining.prepare_workers import run_jobs
 from accel_scale.data.pretraining.prepared import FORMAT_VERSION, MANIFEST, PLAN, PreparedSource
 from accel_scale.data.pretraining.shards import (
@@ -26,6 +25,7 @@ from accel_scale.data.pretraining.shards import (
     remove_partial_shards,
     sync_folder,
 )
+from accel_scale.disk_space import OUT_OF_SPACE
 from accel_scale.errors import ConfigError
 
 if TYPE_CHECKING:

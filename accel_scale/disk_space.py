@@ -1,0 +1,93 @@
+"""A full disk, whatever library runs into it: recognised in a chain of exceptions, and said in one line."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from accel_scale.errors import ConfigError
+from accel_scale.units import format_bytes
+
+OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Words of safetensors (Rust), Arrow, SQLite and torch, which lose the number on the way (safetensors 0.8, pyarrow 23,
+# torch 2.13: its writer of zip files tells of no reason at all).
+_WORDS = re.compile(
+    r"no space left on device|disk quota exceeded|storagefull|errno 28\b|os error 28\b|file too large|disk is full|"
+    r"(?P<unsaid>PytorchStreamWriter failed writing|unexpected pos \d+ vs \d+)",
+    re.IGNORECASE,
+)
+_LITTLE_BYTES = 64 * 2**20
+# Folders that this run writes → the setting that names each.
+_written: dict[Path, str] = {}
+
+
+def writes_into(folder: str | os.PathLike[str], place: str) -> None:
+    """Note a folder that this run writes, and the setting that names it, for `full_disk`."""
+    _written[Path(folder)] = place
+
+
+def full_disk(error: BaseException) -> ConfigError | None:
+    """What to say where `error` comes from a full disk or a quota; None where it does not."""
+    found = next((link for link in _chain(error) if _is_out_of_space(link)), None)
+    if found is None:
+        return None
+    folder, place = _fullest(getattr(found, "filename", None))
+    said = _WORDS.search(str(found))
+    if said is not None and said["unsaid"] and _free(folder) > _LITTLE_BYTES:
+        return None
+    if getattr(found, "errno", None) == errno.EFBIG:
+        problem = f"a file in {folder} would grow beyond the largest size that is allowed here (ulimit -f)"
+    else:
+        problem = f"the disk of {folder} is full or its quota used up ({format_bytes(_free(folder))} free)"
+    return ConfigError(
+        f"{problem}. What was complete before, such as the last good checkpoint, is untouched.",
+        place=place,
+        fix="make room, or name a folder on another disk, and run the same command again.",
+    )
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__ or link.__context__
+
+
+def _is_out_of_space(error: BaseException) -> bool:
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in OUT_OF_SPACE
+    return bool(_WORDS.search(str(error)))
+
+
+def _fullest(filename: object) -> tuple[Path, str]:
+    """The folder that the file is in, else the one with the least room of those that this run writes."""
+    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+    caches = {
+        Path(os.environ.get("HF_DATASETS_CACHE") or home / "datasets").expanduser(): "HF_DATASETS_CACHE",
+        Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser(): "HF_HUB_CACHE",
+        Path(tempfile.gettempdir()): "TMPDIR",
+    }
+    known = {**caches, **_written}
+    if isinstance(filename, str):
+        path = Path(os.path.abspath(filename))
+        for folder, place in sorted(known.items(), key=lambda item: len(item[0].parts), reverse=True):
+            if Path(os.path.abspath(folder)) in path.parents:
+                return folder, place
+        return path.parent, str(path)
+    return min(known.items(), key=lambda item: _free(item[0]))
+
+
+def _free(folder: Path) -> int:
+    folder = Path(os.path.abspath(folder))
+    for existing in (folder, *folder.parents):
+        with contextlib.suppress(OSError):
+            return shutil.disk_usage(existing).free
+    return 0
