@@ -44,7 +44,8 @@ def full_disk(error: BaseException) -> ConfigError | None:
     if getattr(found, "errno", None) == errno.EFBIG:
         problem = f"a file in {folder} would grow beyond the largest size that is allowed here (ulimit -f)"
     else:
-        problem = f"the disk of {folder} is full or its quota used up ({format_bytes(_free(folder))} free)"
+        free = format_bytes(_free(folder))
+        problem = f"the disk of {folder} is full: {free} are free, less than was being written, or a quota is used up"
     return ConfigError(
         f"{problem}. What was complete before, such as the last good checkpoint, is untouched.",
         place=place,

@@ -65,7 +65,7 @@ def test_every_writer_is_understood(small_disk, capsys, write):
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert f"error: --output_dir: the disk of {small_disk} is full" in said
-    assert "B free)" in said
+    assert "B are free" in said
     assert "Fix: make room" in said
 
 

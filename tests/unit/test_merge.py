@@ -314,3 +314,19 @@ def big(bases, tmp_path_factory):
     model.save_pretrained(folder / "base", max_shard_size="4MB")
     train(AutoModelForCausalLM.from_pretrained(folder / "base"), target_modules=QV).save_pretrained(folder / "adapter")
     return folder
+
+
+def test_neither_adapter_nor_base_nor_another_model_is_overwritten(tmp_path):
+    base, adapter, other = tmp_path / "base", tmp_path / "adapter", tmp_path / "other"
+    for folder, name in ((base, "config.json"), (adapter, "adapter_model.safetensors"), (other, "config.json")):
+        folder.mkdir()
+        (folder / name).write_text("precious")
+    settings = {"peft_type": "LORA", "base_model_name_or_path": str(base)}
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    (tmp_path / "link").symlink_to(base)
+    before = {path: path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
+    for output in (adapter, base, tmp_path / "link", other):
+        with pytest.raises(ConfigError, match=r"overwritten|holds a model") as refused:
+            merge_adapter(adapter, output)
+        assert refused.value.place == "--output_dir"
+    assert {path: path.read_text() for path in tmp_path.rglob("*") if path.is_file()} == before
