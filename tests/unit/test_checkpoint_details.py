@@ -167,6 +167,19 @@ def test_every_byte_of_a_checkpoint_is_on_the_disk_before_it_has_its_name(
     assert len(wanted) >= 5
     assert wanted <= disk.before(folder)
     assert folder.parent in disk.after(folder)
+    first = {path: index for index, (_, path) in reversed(list(enumerate(disk.events)))}
+    files = {path for path in wanted if path != staged and path.name != MANIFEST}
+    late = [path.name for path in files if first[path] > first[staged / MANIFEST]]
+    assert not late, "the manifest vouches for files that are on the disk: other nodes sync their own before it"
+
+
+def test_files_are_synced_where_that_is_asked_for(disk: Disk, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).write_text(name)
+    describe_files(tmp_path, ["a", "b"], "blake2b", sync=False)
+    assert disk.events == []
+    describe_files(tmp_path, ["a", "b"], "blake2b", sync=True)
+    assert {path.name for _, path in disk.events} == {"a", "b"}
 
 
 def tree(root: Path) -> Path:

@@ -123,7 +123,8 @@ def test_attention_is_the_usual_12_l_h_s() -> None:
 
 def test_windows_and_documents_shorten_attention() -> None:
     windowed = llama(window=1024)
-    assert attention_flops(windowed, 8192) < 0.25 * attention_flops(FACTS, 8192)
+    # Queries after the first 1,023 see 1,024 keys of up to 8,192.
+    assert attention_flops(windowed, 8192) == pytest.approx(0.2344 * attention_flops(FACTS, 8192), rel=1e-3)
     assert attention_flops(windowed, 512) == attention_flops(FACTS, 512)
     assert attention_flops(FACTS, 8192, document_length=512) == attention_flops(FACTS, 512)
     assert attention_flops(FACTS, 512, document_length=8192) == attention_flops(FACTS, 512)
@@ -185,11 +186,13 @@ def test_terms_add_up_and_speeds_follow() -> None:
         + found.data_seconds
     )
     assert parts == pytest.approx(found.step_seconds)
-    assert found.low_seconds < found.step_seconds < found.high_seconds
+    assert (found.low_seconds, found.high_seconds) == pytest.approx(
+        (0.8 * found.step_seconds, 1.3 * found.step_seconds)
+    )
     # A quarter of every row is text: padding is computed, and not counted.
     assert found.tokens_per_second * found.step_seconds == pytest.approx(8 * 4 * 2 * 1024)
     assert found.tokens_per_second_per_gpu == pytest.approx(found.tokens_per_second / 8)
-    assert 0.2 < found.mfu < 0.8
+    assert 0.45 < found.mfu < 0.65
     assert found.hfu == pytest.approx(found.mfu)
 
 
@@ -198,16 +201,20 @@ def test_what_the_field_knows_about_speed() -> None:
         return predict_time(facts, replace(SETUP, **changes), A100).step_seconds
 
     base = seconds()
-    assert 1.2 < seconds(checkpointing="full") / base < 1.4  # ~30% more for activation checkpointing
-    assert seconds(checkpointing="selective") < seconds(checkpointing="every_2") < seconds(checkpointing="full")
-    assert seconds(compile=True) < base
-    assert seconds(method="lora") < base
-    assert seconds(method="lora") < seconds(method="qlora")
-    assert seconds(attention="eager") > 1.1 * base
-    assert seconds(precision="fp32") > 5 * base
+    for low, high, changes in (
+        (1.2, 1.4, {"checkpointing": "full"}),  # ~30% more for activation checkpointing
+        (1.1, 1.2, {"checkpointing": "every_2"}),
+        (1.02, 1.1, {"checkpointing": "selective"}),
+        (0.75, 0.95, {"compile": True}),
+        (0.75, 0.9, {"method": "lora"}),
+        (1.3, 2.0, {"attention": "eager"}),
+        (10.0, 16.0, {"precision": "fp32"}),  # 19.5 against 312 TFLOP/s
+    ):
+        assert low < seconds(**changes) / base < high, changes
+    assert 1.0 < seconds(method="qlora") / seconds(method="lora") < 1.1
     eight = ParallelSetup(strategy="ddp", num_gpus=8)
     offloaded = replace(eight, strategy="zero2", offload_optimizer="cpu")
-    assert seconds(parallel=offloaded) > 1.2 * seconds(parallel=replace(eight, strategy="zero2"))
+    assert 1.5 < seconds(parallel=offloaded) / seconds(parallel=replace(eight, strategy="zero2")) < 2.5
 
 
 def test_ddp_scales_as_the_field_says() -> None:
@@ -223,7 +230,7 @@ def test_pipelines_wait() -> None:
     found = predict_time(FACTS, setup, A100)
     computing = found.matmul_seconds + found.memory_seconds + found.launch_wait_seconds
     slowest = stage_imbalance(FACTS, setup)  # the stage with the head, by which all of them go
-    assert 1.0 < slowest < 1.2
+    assert 1.03 < slowest < 1.08
     assert computing / (computing + found.bubble_seconds) == pytest.approx((1 - 3 / 15) / slowest)
 
 

@@ -1,0 +1,218 @@
+"""Attention over packed documents is masked attention, whatever the documents, heads, windows and masks."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from accel_scale.training import packed_attention
+from accel_scale.training.packed_attention import packed_attention_forward
+from accel_scale.training.packed_mask import attach_layout, bucket_lengths, dense_mask, packed_layout, packed_mask
+
+CPU = torch.device("cpu")
+
+
+def starts_of(rows: list[list[int]]) -> torch.Tensor:
+    """True where a document begins, of rows given by their documents' lengths."""
+    starts = torch.zeros(len(rows), sum(rows[0]), dtype=torch.bool)
+    for row, lengths in enumerate(rows):
+        starts[row, [sum(lengths[:index]) for index in range(len(lengths))]] = True
+    return starts
+
+
+def visible_by_hand(rows: list[list[int]], window: int | None) -> torch.Tensor:
+    length = sum(rows[0])
+    seen = torch.zeros(len(rows), 1, length, length, dtype=torch.bool)
+    for row, lengths in enumerate(rows):
+        begin = 0
+        for size in lengths:
+            for query in range(begin, begin + size):
+                first = begin if window is None else max(begin, query - window + 1)
+                seen[row, 0, query, first : query + 1] = True
+            begin += size
+    return seen
+
+
+def cut(length: int, seed: int) -> list[int]:
+    """Document lengths that add up to `length`."""
+    places = torch.randperm(length - 1, generator=torch.Generator().manual_seed(seed))[: seed % 4] + 1
+    bounds = [0, *sorted(places.tolist()), length]
+    return [end - begin for begin, end in pairwise(bounds)]
+
+
+def attend(rows: list[list[int]], window: int | None, heads: tuple[int, int], scaling: float | None, seed: int) -> Any:
+    """(packed, masked) outputs and gradients for the same random queries, keys and values."""
+    draw = torch.Generator().manual_seed(seed)
+    length, (num_heads, num_keys) = sum(rows[0]), heads
+    sizes = ((num_heads, 6), (num_keys, 6), (num_keys, 4))
+    tensors = [torch.randn(len(rows), n, length, size, generator=draw).requires_grad_() for n, size in sizes]
+    weights = torch.randn(len(rows), length, num_heads, 4, generator=draw)
+    layout = packed_layout(starts_of(rows), window, CPU)
+    module: Any = SimpleNamespace(is_causal=True)
+    packed, _ = packed_attention_forward(module, *tensors, attach_layout(layout), scaling=scaling)
+    query, key, value = tensors
+    group = num_heads // num_keys
+    masked = F.scaled_dot_product_attention(
+        query, key.repeat_interleave(group, 1), value.repeat_interleave(group, 1), scale=scaling,
+        attn_mask=visible_by_hand(rows, window),
+    ).transpose(1, 2)  # fmt: skip
+    gradients = [torch.autograd.grad((output * weights).sum(), tensors) for output in (packed, masked)]
+    return (packed, *gradients[0]), (masked, *gradients[1])
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    st.integers(2, 40), st.integers(1, 3), st.sampled_from([None, 1, 3, 17]),
+    st.sampled_from([(2, 2), (4, 2), (3, 1)]), st.sampled_from([None, 0.3]), st.integers(0, 99),
+)  # fmt: skip
+@example(2, 1, None, (2, 2), None, 1)  # two documents of one token
+@example(40, 2, 17, (4, 2), 0.3, 3)  # windows that some documents are shorter than
+@example(33, 3, 1, (3, 1), None, 7)  # each token sees itself alone
+def test_values_and_gradients_are_those_of_a_mask(length, num_rows, window, heads, scaling, seed) -> None:
+    rows = [cut(length, seed + row) for row in range(num_rows)]
+    for ours, theirs in zip(*attend(rows, window, heads, scaling, seed), strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("shares", [True, False])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
+def test_grouped_heads_with_and_without_a_kernel_for_them(shares, heads, monkeypatch) -> None:
+    device = SimpleNamespace(shares_key_heads=lambda **_: shares)
+    monkeypatch.setattr(packed_attention, "_device", lambda _: device)
+    for ours, theirs in zip(*attend([[5, 9, 3], [17]], None, heads, None, 0), strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 2])
+@pytest.mark.parametrize("scaling", [None, 0.7])
+@pytest.mark.parametrize("heads", [(2, 2), (6, 2)])
+def test_two_products_and_a_softmax_are_the_kernel(window, scaling, heads, monkeypatch) -> None:
+    """What short documents in bf16 take on a CPU, here in fp32, where it can be compared."""
+    monkeypatch.setattr(packed_attention, "_is_short_bf16", lambda *_: True)
+    for ours, theirs in zip(*attend([[5, 9, 3], [16, 1]], window, heads, scaling, 2), strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_dropout_drops_in_both() -> None:
+    q, k, v = (torch.randn(1, 8, 2, 4) for _ in range(3))
+    for attend_by in (packed_attention._attend_short, packed_attention._attend_fused):
+        torch.manual_seed(0)
+        kept, dropped = attend_by(q, k, v, None, 0.0, None), attend_by(q, k, v, None, 0.9, None)
+        assert not torch.allclose(kept, dropped)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=40))
+@example([16, 16])
+@example([1])
+@example([160, 112, 111, 97, 96])  # rounds to 0.7 of the longest, and to less
+def test_buckets_hold_every_document_and_waste_little(lengths) -> None:
+    descending = sorted(lengths, reverse=True)
+    buckets = bucket_lengths(descending)
+    assert sum(number for number, _ in buckets) == len(lengths)
+    at = 0
+    for number, padded in buckets:
+        held = descending[at : at + number]
+        assert padded == held[0]
+        assert all(-(-one // 16) * 16 >= 0.7 * padded for one in held)
+        at += number
+        assert at == len(lengths) or -(-descending[at] // 16) * 16 < 0.7 * padded
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(2, 50), st.integers(1, 3), st.sampled_from([None, 1, 4]), st.integers(0, 99))
+@example(8, 2, 4, 3)
+def test_a_layout_has_a_slot_for_each_token_and_stands_for_its_mask(length, num_rows, window, seed) -> None:
+    rows = [cut(length, seed + row) for row in range(num_rows)]
+    layout = packed_layout(starts_of(rows), window, CPU)
+    slots = sum(number * padded for number, padded in layout.buckets)
+    assert layout.token_of_slot.shape == (slots,)
+    assert layout.token_of_slot[layout.slot_of_token].tolist() == list(range(num_rows * length))
+    assert len(layout.padding_slots) == slots - num_rows * length
+    assert set(layout.padding_slots.tolist()).isdisjoint(layout.slot_of_token.tolist())
+    assert torch.equal(dense_mask(layout), visible_by_hand(rows, window))
+    longest = max(size for row in rows for size in row)
+    assert layout.window == (None if window is None or window >= longest else window)
+
+
+# ── Which masks are packed documents ─────────────────────────────────────────────────────────────────────────────────
+
+
+def documents(rows: list[list[int]], window: int | None = None) -> Any:
+    """A mask function as transformers builds it."""
+    segments = starts_of(rows).cumsum(-1)
+
+    def seen(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        near = (key <= query) if window is None else (key <= query) & (query - key < window)
+        return near & (segments[batch, query] == segments[batch, key])
+
+    return seen
+
+
+def mask_of(function: Any, rows: int, length: int, **settings: Any) -> Any:
+    return packed_mask(rows, length, settings.pop("kv_length", length), mask_function=function, **settings)
+
+
+def test_packed_rows_and_windows_are_recognised() -> None:
+    rows = [[3, 5], [8]]
+    for window in (None, 2, 4):
+        found = mask_of(documents(rows, window), 2, 8)
+        assert torch.equal(dense_mask(found.packed_layout), visible_by_hand(rows, window))
+    assert mask_of(documents([[8], [8]]), 2, 8) is None, "plain causal rows need no mask"
+    assert mask_of(None, 2, 8) is None
+    padding = torch.tensor([[1] * 8, [1] * 6 + [0] * 2])
+    assert mask_of(None, 2, 8, attention_mask=padding) is None, "a causal query does not see what follows"
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        [[0, 1, 1, 1], [1, 1, 1, 1]],  # padded on the left
+        [[1, 0, 1, 1], [1, 1, 1, 1]],  # a hole
+        [[1, 1, 1, 0], [0, 0, 0, 0]],  # a row of padding
+    ],
+)
+def test_other_padding_is_a_dense_mask(mask) -> None:
+    found = mask_of(None, 2, 4, attention_mask=torch.tensor(mask, dtype=torch.bool))
+    assert found.shape == (2, 1, 4, 4)
+    assert torch.equal(found[:, 0, -1], torch.tensor(mask, dtype=torch.bool))
+
+
+def test_masks_of_other_shapes_are_dense() -> None:
+    rows = [[2, 2]]
+    function = documents(rows)
+    assert not hasattr(mask_of(function, 1, 1, kv_length=4, q_offset=3), "packed_layout"), "one new token"
+    assert not hasattr(mask_of(function, 1, 2, kv_length=4, q_offset=2), "packed_layout"), "a cache"
+    assert not hasattr(mask_of(function, 1, 4, q_offset=1), "packed_layout")
+    assert not hasattr(mask_of(function, 1, 2, kv_length=2, kv_offset=1), "packed_layout")
+    assert hasattr(mask_of(function, 1, 4), "packed_layout")
+
+    def vectorised(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return key <= query
+
+    assert mask_of(vectorised, 1, 4, use_vmap=True, allow_is_causal_skip=False).shape == (1, 1, 4, 4)
+
+
+@pytest.mark.parametrize("change", ["sees the next token", "does not see itself", "a hole"])
+def test_what_is_not_causal_within_documents_stays_dense(change) -> None:
+    plain = documents([[4, 4]])
+
+    def seen(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        usual = plain(batch, head, query, key)
+        return {
+            "sees the next token": usual | ((query == 1) & (key == 2)),
+            "does not see itself": usual & ~((query == 2) & (key == 2)),
+            "a hole": usual & ~((query == 3) & (key == 1)),
+        }[change]
+
+    found = mask_of(seen, 1, 8, allow_is_causal_skip=False)  # as transformers asks for masks with functions
+    assert not hasattr(found, "packed_layout")
+    here = torch.arange(8)
+    assert torch.equal(found[0, 0], seen(torch.tensor(0), 0, here[:, None], here[None]))
