@@ -13,6 +13,7 @@ mutant. Beside those drawn at random stand the known ones, each of which was mis
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import random
@@ -71,8 +72,9 @@ class Result:
         return f"{self.mutant.module}:{self.mutant.line}"
 
 
+@functools.cache
 def read(module: str) -> str:
-    """A module's text."""
+    """A module's text, as it was when this began."""
     return (REPOSITORY / module).read_text(encoding="utf-8")
 
 
@@ -196,16 +198,16 @@ class Runner:
         for copy in self._copies:
             self._free.put(copy)
         self._all_tests = all_tests
-        self._seconds: dict[tuple[str, tuple[str, ...]], float] = {}
+        self._seconds: dict[tuple[str, tuple[str, ...]], float | None] = {}
 
-    def _seconds_of(self, copy: Copy, chosen: str, tests: tuple[str, ...]) -> float:
-        """How long the tests take on the modules as they are, where they must pass."""
+    def _seconds_of(self, copy: Copy, chosen: str, tests: tuple[str, ...]) -> float | None:
+        """How long the tests take on the modules as they are, where they must pass; None: they do not."""
         if (chosen, tests) not in self._seconds:
             started = time.perf_counter()
             outcome, output = copy.run(self._warm.executable, tests, chosen, 900)
             if outcome != SURVIVED:
-                raise SystemExit(f"{' '.join(tests)} fails as it is:\n{output[-3000:]}")
-            self._seconds[chosen, tests] = time.perf_counter() - started
+                print(f"{' '.join(tests)} fails as it is:\n{output[-2000:]}", flush=True)
+            self._seconds[chosen, tests] = time.perf_counter() - started if outcome == SURVIVED else None
         return self._seconds[chosen, tests]
 
     def result(self, watched: Watched, mutant: Mutant) -> Result:
@@ -214,9 +216,12 @@ class Runner:
         try:
             for chosen, tests in self._rounds(watched):
                 copy.write(mutant.module, read(mutant.module))
-                limit = 30 + 5 * self._seconds_of(copy, chosen, tests)
+                usual = self._seconds_of(copy, chosen, tests)
+                if usual is None:
+                    outcomes.append(INVALID)
+                    break
                 copy.write(mutant.module, changed(mutant))
-                outcomes.append(copy.run(self._warm.executable, tests, chosen, limit)[0])
+                outcomes.append(copy.run(self._warm.executable, tests, chosen, 30 + 5 * usual)[0])
                 if outcomes[-1] != SURVIVED:
                     break
         finally:
@@ -280,7 +285,11 @@ def table(results: Sequence[Result], seed: int) -> str:
     for group in groups:
         of_group = [result for result in results if result.group == group]
         lines.append(f"| {group} | {score(of_group, 'fast')} | {score(of_group, 'all')} |")
-    lines += [f"| **all** | **{score(results, 'fast')}** | **{score(results, 'all')}** |", "", "## Survivors", ""]
+    unusable = sum(result.fast == INVALID for result in results)
+    lines += [f"| **all** | **{score(results, 'fast')}** | **{score(results, 'all')}** |", ""]
+    if unusable:
+        lines += [f"Not counted: {unusable} that no module can be imported with, or whose tests fail as it is.", ""]
+    lines += ["## Survivors", ""]
     survivors = [result for result in results if SURVIVED in (result.fast, result.all)]
     for result in survivors:
         by = "the fast tests" if result.all == KILLED else "all" if result.all else "the fast tests"

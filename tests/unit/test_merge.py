@@ -330,3 +330,27 @@ def test_neither_adapter_nor_base_nor_another_model_is_overwritten(tmp_path):
             merge_adapter(adapter, output)
         assert refused.value.place == "--output_dir"
     assert {path: path.read_text() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    ("settings", "scale"),
+    [
+        ({"r": 4, "lora_alpha": 8}, 2.0),
+        ({"r": 3, "lora_alpha": 1, "use_rslora": True}, 3**-0.5),
+    ],
+)
+def test_merged_weights_by_hand(bases, tmp_path, settings, scale):
+    """W + α/r · BA (rank-stabilised: α/√r) where the adapter is, and the base's own bytes elsewhere."""
+    model = train(AutoModelForCausalLM.from_pretrained(bases / "llama"), target_modules=QV, **settings)
+    model.save_pretrained(tmp_path / "adapter")
+    adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    merge_adapter(tmp_path / "adapter", tmp_path / "merged")
+    base, merged = (
+        AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (bases / "llama", tmp_path / "merged")
+    )
+    assert base.keys() == merged.keys()
+    changed = {name for name in base if not torch.equal(base[name], merged[name])}
+    assert changed == {name for name in base if name.split(".")[-2] in QV}
+    for name in changed:
+        lora = {side: adapter[f"base_model.model.{name.removesuffix('weight')}lora_{side}.weight"] for side in "AB"}
+        torch.testing.assert_close(merged[name], base[name] + scale * lora["B"] @ lora["A"], rtol=1e-5, atol=1e-6)

@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from accel_scale.planning.catalogue import load_model_facts
 from accel_scale.planning.communication import step_collectives
 from accel_scale.planning.flops import trained_params
 from accel_scale.planning.hardware import Machine, find_gpu
+from accel_scale.planning.memory import predict_memory
+from accel_scale.planning.overheads import MARGIN_SHARE, gpu_overhead
 from accel_scale.planning.parameters import parameter_groups
 from accel_scale.planning.scaling_laws import LAWS, compute_for_loss, plan_scaling
 from accel_scale.planning.sharding import NF4_BYTES, NF4_DOUBLE_BYTES, frozen_layer_bytes, frozen_weight_bytes
@@ -251,3 +255,81 @@ def test_the_least_compute_of_a_loss() -> None:
     assert plan_scaling("kaplan", compute=1e21).extra_compute is None
     two = plan_scaling("refit", tokens=2e10, compute=1.2e20)
     assert (two.params, two.tokens) == (pytest.approx(1e9), pytest.approx(2e10))
+
+
+# ── Phases of a step ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def phases(setup: TrainingSetup) -> dict[str, dict[str, float]]:
+    return {phase.name: dict(phase.terms) for phase in predict_memory(LLAMA, setup).phases}
+
+
+def test_what_each_phase_holds_under_each_strategy() -> None:
+    for setup in (
+        sharing(),
+        replace(sharing("ddp", 8), accumulation=4),
+        replace(sharing("fsdp2", 8), accumulation=4),
+        replace(sharing("zero2", 8), accumulation=4),
+        sharing("zero3", 8),
+    ):
+        kept, moved = state_bytes_of(LLAMA, setup), transfers(LLAMA, setup)
+        found = phases(setup)
+        for name in ("forward and loss", "backward, last layer", "backward, first layer", "optimizer step"):
+            assert found[name]["weights"] == kept.weight_bytes
+            assert found[name]["master weights"] == kept.master_bytes
+            assert found[name]["optimizer states"] == kept.optimizer_bytes
+        # Gradients of earlier micro-batches, whole where they are not reduced yet; none with one micro-batch.
+        earlier = max(kept.gradient_bytes, moved.waiting_gradient_bytes) if setup.accumulation > 1 else 0
+        assert found["forward and loss"]["gradients"] == earlier
+        assert found["backward, last layer"]["gradients"] == earlier
+        assert found["forward and loss"]["gathered weights"] == moved.gathered_bytes
+        assert found["backward, last layer"]["communication buckets"] == moved.bucket_bytes
+        assert found["backward, first layer"]["communication buckets"] == moved.last_bucket_bytes
+        assert found["backward, first layer"]["gathered weights"] == moved.first_gathered_bytes
+        assert found["backward, first layer"]["unreduced gradients"] == moved.unreduced_bytes
+        whole = earlier > 0 and moved.unreduced_share < 1
+        share = 1 if whole else 1 - moved.unreduced_share
+        assert found["backward, first layer"]["gradients"] == pytest.approx(kept.gradient_bytes * share)
+        assert found["optimizer step"]["gradients"] == kept.gradient_bytes
+        assert found["optimizer step"]["update"] == kept.update_bytes
+        buckets = 0 if setup.parallel.strategy == "fsdp2" else moved.bucket_bytes
+        assert found["optimizer step"]["communication buckets"] == buckets
+        assert found["load"] == {"weights": kept.weight_bytes, "largest weight": kept.load_extra_bytes}
+
+
+def test_the_peak_is_the_fullest_phase_and_its_interval_is_around_the_card() -> None:
+    estimate = predict_memory(LLAMA, sharing("fsdp2", 8))
+    totals = {phase.name: phase.total_bytes for phase in estimate.phases}
+    assert estimate.peak_bytes == max(totals.values())
+    assert totals[estimate.peak_phase.name] == estimate.peak_bytes
+    said = estimate.as_dict()
+    assert said["peak_phase"] == estimate.peak_phase.name
+    assert sum(said["phases"][said["peak_phase"]].values()) == pytest.approx(said["allocated_bytes"], abs=10)
+    assert estimate.high_bytes - estimate.device_bytes == pytest.approx(estimate.device_bytes - estimate.low_bytes)
+    assert estimate.high_bytes == pytest.approx((1 + MARGIN_SHARE) * estimate.device_bytes)
+    overhead = gpu_overhead(sharing("fsdp2", 8), is_cuda=True)
+    beside = overhead.context_bytes + overhead.communication_bytes
+    assert estimate.device_bytes - estimate.reserved_bytes == pytest.approx(beside)
+    step = estimate.step
+    churn = step.peak_bytes - 0.75 * step.saved_bytes
+    lost = overhead.fragmentation_share * churn + overhead.fragmentation_bytes
+    assert estimate.reserved_bytes - estimate.peak_bytes == pytest.approx(lost)
+    assert estimate.host_bytes == estimate.states.host_bytes
+
+
+def test_a_shared_model_is_built_whole_in_host_memory() -> None:
+    divided = predict_memory(LLAMA, sharing("ddp", 8, tensor_parallel=4))
+    assert divided.host_bytes == 4 * N
+    staged = sharing("ddp", 4, pipeline_parallel=2)
+    received = {phase.name: dict(phase.terms) for phase in predict_memory(LLAMA, staged).phases}
+    assert "pipeline buffers" not in phases(sharing("ddp", 4))["forward and loss"]
+    assert received["forward and loss"].get("pipeline buffers", 1) > 0
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.sampled_from(["fsdp2", "zero3"]), st.sampled_from([2, 3, 8, 64]), st.sampled_from(["full", "lora", "qlora"]))
+@example("zero3", 3, "qlora")  # a number of ranks that divides nothing
+def test_shards_of_all_ranks_are_the_whole(strategy, ranks, method) -> None:
+    one, many = (state_bytes_of(LLAMA, replace(sharing(strategy, n), method=method)) for n in (1, ranks))
+    for name in ("weight_bytes", "gradient_bytes", "optimizer_bytes", "master_bytes"):
+        assert ranks * getattr(many, name) == pytest.approx(getattr(one, name)), name
