@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 
 from accel_scale.secrets import mask
@@ -34,7 +35,8 @@ class ConfigError(ValueError):
 def user_errors(program: str) -> Iterator[None]:
     """Turn a `ConfigError` into one line on stderr, from one process, and exit status 2; a full disk too, and 74.
 
-    Everything else gets through; under a launcher, whose report comes after the traceback, its cause is said again.
+    Where memory ran out, one line says so and what helps, with status 75. Everything else gets through; under a
+    launcher, whose report comes after the traceback, its cause is said again.
     """
     try:
         yield
@@ -51,5 +53,18 @@ def user_errors(program: str) -> Iterator[None]:
         if full is not None:
             say_last(f"{program}: error: {full.one_line()}", all_ranks=True)
             raise SystemExit(FULL_DISK_STATUS) from None
+        _say_if_out_of_memory(program, error)
         repeat_cause(program, error)
         raise
+
+
+def _say_if_out_of_memory(program: str, error: Exception) -> None:
+    if "torch" not in sys.modules:
+        return
+    from accel_scale.launching.last_word import say_last
+    from accel_scale.training.clean_stop import OUT_OF_MEMORY_STATUS
+    from accel_scale.training.out_of_memory import REMEDIES, is_out_of_memory, reason_in
+
+    if is_out_of_memory(error):
+        say_last(f"{program}: memory ran out ({reason_in(error)}). Fix: {REMEDIES}.", all_ranks=True)
+        raise SystemExit(OUT_OF_MEMORY_STATUS) from None

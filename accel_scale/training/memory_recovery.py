@@ -12,6 +12,7 @@ with status `OUT_OF_MEMORY_STATUS` and one line that names the flags to go on wi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -21,6 +22,13 @@ import torch.distributed as dist
 
 from accel_scale.training.batch_splitting import LossKind, Part, halve, num_rows, split
 from accel_scale.training.clean_stop import CleanStop
+from accel_scale.training.out_of_memory import (
+    REMEDIES,
+    STATE_REMEDIES,
+    is_in_collective,
+    is_out_of_memory,
+    reason_in,
+)
 from accel_scale.training.preparing import strategy_of
 from accel_scale.training.unfinished_collectives import (
     CannotFinish,
@@ -30,25 +38,9 @@ from accel_scale.training.unfinished_collectives import (
     source_files_of,
 )
 
-_OUT_OF_MEMORY_TEXTS = (
-    "DefaultCPUAllocator: can't allocate memory",
-    "DefaultCPUAllocator: not enough memory",
-    "MPS backend out of memory",
-    "CUDA error: out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-)
+_OPTIMIZER_SOURCE = re.compile(r"accelerate/optimizer\.py$|/torch/optim/")
+_LOST_GROUP = "it ran out in the buffers of a collective, whose group is lost with it"
 _FINE, _FAILED, _CANNOT_SPLIT = 0, 1, 2
-REMEDIES = (
-    "use --checkpointing_policy full, a shorter --max_length, --method lora or qlora, "
-    "or a launch file that shards more (accelerate_configs/fsdp2.yaml)"
-)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` says that a device or the host has no memory left."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY_TEXTS)
 
 
 class MemoryRecovery:
@@ -196,9 +188,10 @@ class MemoryRecovery:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            source_files, text = source_files_of(error.__traceback__), str(error).partition("\n")[0]
+            source_files, text = source_files_of(error.__traceback__), reason_in(error)
+            group_is_lost = is_in_collective(error)
         # Only out here nothing refers to the pass's activations any more.
-        problem = self._finish_collectives(source_files)
+        problem = _LOST_GROUP if group_is_lost else self._finish_collectives(source_files)
         if problem is not None:
             self._stop.stop(self._stop_line(text, problem))
         self._verdict = max(self._verdict, _FAILED if halve(part.inputs) else _CANNOT_SPLIT)
@@ -247,9 +240,19 @@ class MemoryRecovery:
                 f"again, from here on each pass has {size}: {pieces} passes per micro-batch, the same global batch."
             )
 
+    def stop_run(self, error: BaseException) -> None:
+        """End every process: `error` says that memory ran out where nothing can be taken again; does not return.
+
+        The optimizer's first step allocates its states; halfway through, some weights are new and some are not.
+        """
+        in_step = any(_OPTIMIZER_SOURCE.search(name) for name in source_files_of(error.__traceback__))
+        where = f"in the optimizer's step {self._step_number - 1}" if in_step else "outside of the training passes"
+        rank, fix = self._accelerator.process_index, STATE_REMEDIES if in_step else REMEDIES
+        self._stop.stop(f"memory ran out {where} on rank {rank} ({reason_in(error)}). Fix: {fix}.")
+
     def _stop_line(self, text: str | None, reason: str) -> str:
         rank = self._failed_rank if text is None else self._accelerator.process_index
-        said = f" ({text.rstrip('.')})" if text else ""
+        said = f" ({text})" if text else ""
         return (
             f"memory ran out in step {self._step_number} on rank {rank}{said} and training cannot go on in place: "
             f"{reason}. Fix: {self._advice(self.level) if self._advice else REMEDIES}."

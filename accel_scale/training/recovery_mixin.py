@@ -12,6 +12,7 @@ from accel_scale.training.batch_splitting import Part
 from accel_scale.training.fast_loss import FastLossMixin
 from accel_scale.training.memory_recovery import MemoryRecovery, smaller_batch_advice
 from accel_scale.training.optimizer_specs import steps_in_backward
+from accel_scale.training.out_of_memory import is_out_of_memory
 
 
 class MemoryRecoveryMixin:
@@ -35,6 +36,10 @@ class MemoryRecoveryMixin:
         self.memory_recovery = None
         try:
             return super().train(*args, **kwargs)  # type: ignore[misc]
+        except Exception as error:
+            if self.memory_recovery is None or not is_out_of_memory(error):
+                raise
+            self.memory_recovery.stop_run(error)
         finally:
             if self.memory_recovery is not None:
                 self.memory_recovery.close()

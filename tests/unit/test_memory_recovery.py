@@ -7,11 +7,14 @@ import torch
 from accelerate import Accelerator
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from accel_scale.errors import user_errors
 from accel_scale.training.batch_splitting import halve, split
 from accel_scale.training.clean_stop import OUT_OF_MEMORY_STATUS
 from accel_scale.training.fast_loss import add_fast_lm_head
-from accel_scale.training.memory_recovery import MemoryRecovery, is_out_of_memory, smaller_batch_advice
+from accel_scale.training.memory_recovery import MemoryRecovery, smaller_batch_advice
+from accel_scale.training.out_of_memory import is_out_of_memory, reason_in
 from accel_scale.training.packed_attention import register_packed_attention
+from accel_scale.training.recovery_mixin import MemoryRecoveryMixin
 
 VOCAB = 64
 
@@ -257,3 +260,93 @@ def _backward(model, part):
     loss = model(**part.inputs, num_items_in_batch=8, fast_lm_head=True).loss * part.factor
     loss.backward()
     return loss.detach()
+
+
+NCCL = """NCCL error in: ProcessGroupNCCL.cpp:3356, unhandled cuda error (run with NCCL_DEBUG=INFO for details)
+ncclUnhandledCudaError: Call to CUDA function failed.
+Last error:
+Cuda failure 2 'out of memory'"""
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (NCCL, "Cuda failure 2 'out of memory'"),
+        ("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`", None),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", None),
+        ("CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA`", "CUDA error: out of memory"),
+        ("HIP error: out of memory", None),
+        ("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED", None),
+        ("cuDNN error: CUDNN_STATUS_ALLOC_FAILED", None),
+        ("Triton Error [CUDA]: out of memory", None),
+    ],
+)
+def test_memory_that_runs_out_behind_torchs_allocator_is_recognised(text: str, reason: str | None) -> None:
+    assert is_out_of_memory(RuntimeError(text))
+    assert reason_in(RuntimeError(text)) == (reason or text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "NCCL error: unhandled system error, Last error: Connection refused",
+        "CUDA error: an illegal memory access was encountered",
+        "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`",
+        "out of resource: shared memory, Required: 180224, Hardware limit: 101376",
+    ],
+)
+def test_errors_that_only_sound_like_it_are_not(text: str) -> None:
+    assert not is_out_of_memory(RuntimeError(text))
+
+
+def test_a_collective_that_runs_out_of_memory_ends_the_run_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its group is lost, so nothing is tried again."""
+
+    def lost(part: dict) -> torch.Tensor:
+        raise torch.distributed.DistBackendError(NCCL)
+
+    with pytest.raises(SystemExit) as ended:
+        MemoryRecovery(Accelerator(cpu=True), tiny_model(), program="x.py").step([padded(2, 0)], lost)
+    assert ended.value.code == OUT_OF_MEMORY_STATUS
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("x.py: memory ran out in step 1 on rank 0 (Cuda failure 2 'out of memory')")
+    assert "whose group is lost" in line
+
+
+class FullAtItsFirstStep(torch.optim.SGD):
+    """Has no memory for its states."""
+
+    def step(self, closure=None):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def test_an_optimizers_first_step_that_finds_no_memory_is_one_line(tmp_path, capsys) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    class Recovering(MemoryRecoveryMixin, Trainer):
+        pass
+
+    rows = [{name: tensor[0] for name, tensor in padded(1, seed).items()} for seed in range(4)]
+    model = tiny_model()
+    arguments = TrainingArguments(
+        str(tmp_path), use_cpu=True, max_steps=2, per_device_train_batch_size=2, save_strategy="no", disable_tqdm=True
+    )
+    optimizer = FullAtItsFirstStep(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    trainer = Recovering(model=model, args=arguments, train_dataset=rows, optimizers=(optimizer, schedule))
+    with pytest.raises(SystemExit) as ended:
+        trainer.train()
+    assert ended.value.code == OUT_OF_MEMORY_STATUS
+    [line] = [line for line in capsys.readouterr().err.splitlines() if "memory ran out" in line]
+    assert (
+        "memory ran out in the optimizer's step 1 on rank 0 (CUDA out of memory. Tried to allocate 2.00 GiB)" in line
+    )
+    assert "Fix: use --optim adamw_torch_8bit" in line
+
+
+def test_a_recipe_without_recovery_says_it_in_one_line_too(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended, user_errors("pretrain.py"):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has …")
+    assert ended.value.code == OUT_OF_MEMORY_STATUS
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("pretrain.py: memory ran out (CUDA out of memory. Tried to allocate 2.00 GiB). Fix: use")

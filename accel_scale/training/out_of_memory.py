@@ -1,0 +1,53 @@
+"""How to tell that memory ran out, in the words of every library that allocates; and what helps."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+import torch.distributed as dist
+
+# Allocations outside of torch's own allocator, which raises `torch.OutOfMemoryError`. The libraries behind matrix
+# products and collectives make theirs when they are first used: what is left by then is what torch has left them.
+_OUT_OF_MEMORY = re.compile(
+    r"DefaultCPUAllocator: (can't allocate|not enough) memory"
+    r"|MPS backend out of memory"
+    r"|(CUDA|HIP) error: out of memory"
+    r"|Cuda failure.{0,40}out of memory"  # NCCL
+    r"|HIP failure.{0,40}out of memory"  # RCCL
+    r"|Triton Error \[\w+\]: out of memory"
+    # cuBLAS cannot make its handle where its workspace does not fit.
+    r"|CUBLAS_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)"
+    r"|HIPBLAS_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)"
+    r"|CUSOLVER_STATUS_ALLOC_FAILED|CUSPARSE_STATUS_ALLOC_FAILED"
+    r"|CUDNN_STATUS_(ALLOC_FAILED|NOT_INITIALIZED|INTERNAL_ERROR_(HOST|DEVICE)_ALLOCATION_FAILED)"
+    r"|UR_RESULT_ERROR_OUT_OF_(DEVICE|HOST|RESOURCES)",
+    re.DOTALL,
+)
+REMEDIES = (
+    "use --checkpointing_policy full, a shorter --max_length, --method lora or qlora, "
+    "or a launch file that shards more (accelerate_configs/fsdp2.yaml)"
+)
+STATE_REMEDIES = (
+    "use --optim adamw_torch_8bit or paged_adamw_8bit, --method lora or qlora, "
+    "or a launch file that shards the states (accelerate_configs/fsdp2.yaml, zero2_offload.yaml)"
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` says that a device or the host has no memory left."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
+
+
+def is_in_collective(error: BaseException) -> bool:
+    """Whether `error` comes from a collective, after which its group cannot be used."""
+    return isinstance(error, dist.DistBackendError)
+
+
+def reason_in(error: BaseException) -> str:
+    """The part of an error's text that says why, on one line: NCCL has it at the end, the others at the beginning."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = next((line for line in lines if _OUT_OF_MEMORY.search(line)), lines[0] if lines else type(error).__name__)
+    return said.rstrip(".")
