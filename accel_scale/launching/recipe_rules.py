@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 ISOLATING_ATTENTIONS = {"eager", "sdpa", "sdpa_packed", "flex_attention", "flash_attention_2", "flash_attention_3"}
 # Measured with TRL 1.16 on GSM8K's training file (4.2 MB), from reading to packed rows, one server core.
 TOKENISED_BYTES_PER_SECOND = 1.0e6
+# Up to here the mask (16 MiB) and the empty part of its products cost less than the compiler gains.
+COMPILED_MASK_POSITIONS = 4096
 
 
 def optimizer_package(case: Case) -> Finding | None:
@@ -100,6 +102,26 @@ def packing_attention(case: Case) -> Finding | None:
     )
 
 
+def compiled_packing(case: Case) -> Finding | None:
+    """A compiled model builds SDPA's mask as a matrix, over all rows of a micro-batch, which packing makes one."""
+    run, device = case.run, case.device
+    is_packed = (run.packing or run.padding_free) and not run.shares_model
+    if not (run.torch_compile and is_packed) or device.type == "cpu":
+        return None
+    name = run.attn_implementation
+    if name is None and case.precision != "fp32" and not device.flash_refusal("flash_attention_2"):
+        name = next(iter(device.flash), None)
+    positions = run.per_device_train_batch_size * (run.max_length or 0)
+    if (name is not None and ("flash" in name or name == "flex_attention")) or positions <= COMPILED_MASK_POSITIONS:
+        return None
+    return error(
+        run.place("torch_compile"),
+        f"compiled, attention over packed rows would compute a mask of {positions:,} × {positions:,} positions, "
+        "most of it zero.",
+        "leave --torch_compile out, or use --attn_implementation flash_attention_2 or flex_attention.",
+    )
+
+
 def packing_context_parallel(case: Case) -> Finding | None:
     """Ring context parallelism drops the mask that keeps packed documents apart; Ulysses keeps it."""
     if not case.run.packing or case.parallel.context_parallel_size == case.parallel.sequence_parallel_size:
@@ -177,6 +199,7 @@ RECIPE_RULES: tuple[Rule, ...] = (
     flash_attention,
     packing_mixes_documents,
     packing_attention,
+    compiled_packing,
     packing_context_parallel,
     streaming_needs_steps,
     slow_tokenisation,

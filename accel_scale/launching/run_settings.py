@@ -37,6 +37,8 @@ class RunSettings:
     packing: bool = True
     packing_strategy: str = "bfd"
     padding_free: bool = False
+    max_length: int | None = 1024
+    torch_compile: bool = False
     checkpointing_policy: str | None = None
     activation_checkpointing: bool | None = None
     use_reentrant: bool | None = None

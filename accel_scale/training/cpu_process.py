@@ -22,6 +22,56 @@ def tune_cpu_process() -> None:
     keep_freed_memory()
 
 
+def use_cores_of_host(num_cores: int, ranks_on_node: int) -> int | None:
+    """For a process whose optimizer steps in host memory beside an accelerator: its share of the node's cores.
+
+    Launchers give each process one thread, because the accelerator works. Adam over weights in host memory is bound
+    by the host's bandwidth, which one core of many does not reach. DeepSpeed's and torch's kernels share one OpenMP
+    runtime, which torch sets for the calling thread, the one that steps.
+
+    Returns:
+        How many threads; None where the user has chosen them.
+    """
+    if threads_are_chosen():
+        return None
+    import torch
+
+    threads = max(1, num_cores // max(1, ranks_on_node))
+    torch.set_num_threads(threads)
+    return threads
+
+
+def threads_are_chosen(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether ``OMP_NUM_THREADS`` is the user's own word rather than the launcher's.
+
+    `accelerate launch` and torchrun set it for their workers alone, so a user's word is in the launcher's own
+    environment, or among its flags. Without a launcher that can be read, what is set counts as chosen.
+
+    Args:
+        environment: The launcher's; None: looked up.
+    """
+    if environment is None:
+        environment = _launcher_environment()
+    return "OMP_NUM_THREADS" in (os.environ if environment is None else environment)
+
+
+def _launcher_environment() -> Mapping[str, str] | None:
+    import psutil
+
+    from accel_scale.launching.environment import find_launch_command
+    from accel_scale.launching.launcher import launcher_of
+
+    command = find_launch_command()
+    if command is not None and "num_cpu_threads_per_process" in command.flags:
+        return {"OMP_NUM_THREADS": command.flags["num_cpu_threads_per_process"]}
+    launcher = launcher_of(os.getpid())
+    if launcher is None:
+        return None
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(launcher).environ()
+    return None
+
+
 def keep_freed_memory(environment: Mapping[str, str] | None = None) -> bool:
     """Let glibc keep the memory that tensors leave, for the tensors of the next step.
 

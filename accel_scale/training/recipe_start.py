@@ -42,7 +42,7 @@ def start_recipe(parsed: ParsedFlags, *, output_dir: str) -> Start:
     from accel_scale.launching.machine import detect_device, detect_machine
     from accel_scale.launching.rehearsal import enable_rehearsal_if_needed
     from accel_scale.reporting.console import set_up_console
-    from accel_scale.training.cpu_process import tune_cpu_process
+    from accel_scale.training.cpu_process import tune_cpu_process, use_cores_of_host
 
     check_launch_variables(os.environ)
     announcement = enable_rehearsal_if_needed()
@@ -61,6 +61,8 @@ def start_recipe(parsed: ParsedFlags, *, output_dir: str) -> Start:
     )
     if facts.device_type == "cpu":
         tune_cpu_process()
+    elif steps_on_host(launch, parsed.explicit.get("optim")):
+        use_cores_of_host(machine.num_cores, launch.local_world_size)
     return Start(launch, machine, announcement, facts, output_folder(parsed, output_dir))
 
 
@@ -77,6 +79,15 @@ def output_folder(parsed: ParsedFlags, output_dir: str) -> OutputFolder:
         resumes_from=parsed.explicit.get("resume_from_checkpoint") or parsed.explicit.get("resume"),
         place=parsed.place("output_dir"),
     )
+
+
+def steps_on_host(launch: LaunchEnvironment, optimizer: str | None) -> bool:
+    """Whether weights are stepped by the host's cores while an accelerator does the rest."""
+    from accel_scale.planning.optimizer_states import OPTIMIZER_FACTS
+
+    parallel = launch.parallel
+    facts = OPTIMIZER_FACTS.get(str(optimizer))
+    return parallel.offload_optimizer != "none" or parallel.offload_params != "none" or bool(facts and facts.on_host)
 
 
 def check_settings(settings: Resolved, start: Start) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -14,10 +14,11 @@ from accel_scale.parallel.layout import ParallelLayout, build_mesh
 from accel_scale.parallel.sequence import check_ulysses, cut_batch, enable_ulysses, pad_rows
 from accel_scale.training.loss import count_loss_tokens
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 # Of a collator without padding: where documents begin, which attention here derives from position ids of whole rows.
 _DERIVED_KEYS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
-# Largest relative difference of hidden states between whole rows and parts, in fp32 and in 16 bits.
-_TOLERANCE, _TOLERANCE_16_BITS = 1e-3, 5e-2
 
 
 class SequenceParallelMixin:
@@ -51,13 +52,8 @@ class SequenceParallelMixin:
         accelerator, model = trainer.accelerator, trainer.model
         layout = ParallelLayout(dp_replicate=accelerator.num_processes // self.sp_size, sp=self.sp_size)
         self._sp_group = build_mesh(layout, accelerator.device.type)["sp"].get_group()
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model
         enable_ulysses(model, self._sp_group)
-        # An 8-bit base finds its outlier features over all positions that it is given.
-        if _is_whole(base) and not getattr(base, "is_loaded_in_8bit", False):
-            is_exact = base.dtype == torch.float32 and accelerator.mixed_precision == "no"
-            with accelerator.autocast():  # flash attention takes no fp32
-                check_ulysses(base, self._sp_group, tolerance=_TOLERANCE if is_exact else _TOLERANCE_16_BITS)
+        check_on_twin(model.config, self.sp_size)
 
     def held_part(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         """This rank's part of a micro-batch's rows; `FastLossMixin` computes the loss of it."""
@@ -155,6 +151,26 @@ def read_rows_in_groups(accelerator: Any, size: int) -> None:
     accelerator.prepare_data_loader = prepare
 
 
-def _is_whole(model: Any) -> bool:
-    """Whether this rank has every weight: FSDP2 may load on one rank only, ZeRO-3 has divided them already."""
-    return not any(p.is_meta or hasattr(p, "ds_id") for p in model.parameters())
+def check_on_twin(config: PreTrainedConfig, size: int) -> None:
+    """Compare parts of rows with whole ones on a small model of `config`, in fp32 on the CPU; collective.
+
+    The run's own weights may lie in host memory, be sharded or be quantised, and its group may know tensors on an
+    accelerator only. Nothing is compared where there is no small model with as many heads as ranks.
+
+    Raises:
+        ConfigError: as `check_ulysses`.
+    """
+    from accel_scale.planning.device import CPU
+    from accel_scale.training.attention import resolve_attention
+    from accel_scale.training.start_check.twin import NoTwin, build_twin, undisturbed
+
+    group, _ = dist.new_subgroups(group_size=size, backend="gloo")
+    attention = resolve_attention(None, device=CPU, dtype=torch.float32, packing=False, model_config=config)
+    with undisturbed():
+        try:
+            twin = build_twin(config, attention=attention)
+        except NoTwin:
+            return
+        if twin.config.get_text_config().num_attention_heads % size == 0:
+            enable_ulysses(twin, group)
+            check_ulysses(twin, group)

@@ -6,8 +6,10 @@ rows, and then with whole ones.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,12 +21,30 @@ from trl import SFTConfig, SFTTrainer
 from accel_scale import FastLossMixin, SequenceParallelMixin
 from accel_scale.data.default import default_model_path
 from accel_scale.launching.leaving import leave_process_group
+from accel_scale.parallel import sequence_exchange
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 class LongRowTrainer(SequenceParallelMixin, FastLossMixin, SFTTrainer):
     """LongRowTrainer(model, args=…, train_dataset=…, sp_size=2); no sp_size in the launch file."""
+
+
+@contextlib.contextmanager
+def groups_of_exchanges() -> Iterator[list[Any]]:
+    """The process groups over which parts of rows are exchanged inside."""
+    found: list[Any] = []
+    exchange = sequence_exchange.exchange
+
+    def noted(parts: torch.Tensor, group: Any) -> torch.Tensor:
+        found.append(group)
+        return exchange(parts, group)
+
+    sequence_exchange.exchange = noted
+    try:
+        yield found
+    finally:
+        sequence_exchange.exchange = exchange
 
 
 def train(sp_size: int, rows_per_rank: int, attention: str) -> dict[str, Any]:
@@ -39,13 +59,17 @@ def train(sp_size: int, rows_per_rank: int, attention: str) -> dict[str, Any]:
             report_to="none", save_strategy="no", use_cpu=True, max_length=64, bf16=False, disable_tqdm=True,
             per_device_eval_batch_size=1, eval_strategy="steps", eval_steps=2,
         )  # fmt: skip
-        trainer = LongRowTrainer(
-            LlamaForCausalLM(config), args=args, train_dataset=Dataset.from_dict({"text": texts}),
-            eval_dataset=Dataset.from_dict({"text": texts[:7]}), processing_class=tokenizer, sp_size=sp_size,
-        )  # fmt: skip
+        with groups_of_exchanges() as groups:
+            trainer = LongRowTrainer(
+                LlamaForCausalLM(config), args=args, train_dataset=Dataset.from_dict({"text": texts}),
+                eval_dataset=Dataset.from_dict({"text": texts[:7]}), processing_class=tokenizer, sp_size=sp_size,
+            )  # fmt: skip
+        # The group of the run may know tensors on accelerators only: what is checked on the host has one of its own.
+        is_apart = bool(groups) and not any(group is trainer._sp_group for group in groups)
         trainer.train()
     history = trainer.state.log_history
     return {
+        "is_checked_apart": is_apart,
         "losses": [entry["loss"] for entry in history if "loss" in entry],
         "evaluated": [entry["eval_loss"] for entry in history if "eval_loss" in entry],
         "accuracy": [entry["eval_mean_token_accuracy"] for entry in history if "eval_loss" in entry],

@@ -57,6 +57,7 @@ def test_a_trainer_of_ones_own() -> None:
     found = torchrun.cases("sequence_trainer_run.py", 4)["runs"]
     for attention in ("sdpa", "eager"):
         parts, whole = found[attention]["parts"], found[attention]["whole"]
+        assert (parts["is_checked_apart"], whole["is_checked_apart"]) == (True, False)
         assert whole["losses"][0] - whole["losses"][-1] > 0.5
         assert parts["losses"] == pytest.approx(whole["losses"], rel=1e-6), attention
         assert len(whole["evaluated"]) == 2

@@ -283,6 +283,25 @@ def test_packing_mixes_documents():
     silent("packing_mixes_documents", RunSettings(), single(), LAPTOP)
 
 
+def test_compiled_packing():
+    rule, long = "compiled_packing", RunSettings(torch_compile=True, max_length=2048)
+    fires(rule, long, single(), AMPERE, place="--torch_compile", says="16,384 × 16,384", fix="flash_attention_2")
+    sdpa = dataclasses.replace(long, attn_implementation="sdpa")
+    with_flash = dataclasses.replace(AMPERE.accelerator, flash=("flash_attention_2",))
+    fast = dataclasses.replace(AMPERE, accelerator=with_flash)
+    fires(rule, sdpa, single(), fast, place="--torch_compile", says="mask")
+    fires(rule, dataclasses.replace(long, precision="fp32"), single(), fast, place="--torch_compile", says="mask")
+    turing = dataclasses.replace(TURING.accelerator, flash=("flash_attention_2",))  # installed, of no use there
+    fires(rule, long, single(), dataclasses.replace(TURING, accelerator=turing), place="--torch_compile", says="mask")
+    silent(rule, long, single(), fast)
+    silent(rule, long, single(), LAPTOP)
+    silent(rule, dataclasses.replace(long, attn_implementation="flex_attention"), single(), AMPERE)
+    silent(rule, dataclasses.replace(long, per_device_train_batch_size=2), single(), AMPERE)
+    silent(rule, dataclasses.replace(long, packing=False), single(), AMPERE)
+    silent(rule, dataclasses.replace(long, torch_compile=False), single(), AMPERE)
+    silent(rule, dataclasses.replace(long, pp_size=1), single(), AMPERE)  # layers are compiled, their masks are not
+
+
 def test_packing_attention():
     run = RunSettings(attn_implementation="someone/linear-attention")
     fires("packing_attention", run, single(), LAPTOP, place="--attn_implementation", fix="--packing false")

@@ -9,11 +9,17 @@ import sys
 
 import pytest
 
-from accel_scale.training.cpu_process import keep_freed_memory
+from accel_scale.launching.environment import current_launch
+from accel_scale.training import cpu_process
+from accel_scale.training.cpu_process import keep_freed_memory, threads_are_chosen, use_cores_of_host
+from accel_scale.training.recipe_start import steps_on_host
 
 _FAULTS = """
 import resource
-from accel_scale.training.cpu_process import keep_freed_memory
+from accel_scale.launching.environment import current_launch
+from accel_scale.training import cpu_process
+from accel_scale.training.cpu_process import keep_freed_memory, threads_are_chosen, use_cores_of_host
+from accel_scale.training.recipe_start import steps_on_host
 assert keep_freed_memory() is %s
 blocks = lambda: [b"x" * (48 << 20) for _ in range(2)]
 blocks()
@@ -39,3 +45,46 @@ def test_second_step_touches_no_new_page() -> None:
 @pytest.mark.parametrize("name", ["MALLOC_ARENA_MAX", "GLIBC_TUNABLES", "LD_PRELOAD"])
 def test_own_settings_are_left_alone(name: str) -> None:
     assert not keep_freed_memory({name: "4"})
+
+
+@pytest.mark.parametrize(("cores", "ranks", "threads"), [(64, 8, 8), (13, 8, 1), (4, 8, 1), (16, 1, 16)])
+def test_a_step_in_host_memory_has_the_nodes_cores(monkeypatch, cores: int, ranks: int, threads: int) -> None:
+    import torch
+
+    found: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", found.append)
+    # What a launcher that nobody told of threads leaves in its worker.
+    monkeypatch.setattr(cpu_process, "_launcher_environment", lambda: {"PATH": "/bin"})
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert use_cores_of_host(cores, ranks) == threads
+    assert found == [threads]
+    # A user's own number stays, whether the launcher was told or there is none.
+    for environment in ({"OMP_NUM_THREADS": "4"}, None):
+        monkeypatch.setattr(cpu_process, "_launcher_environment", lambda said=environment: said)
+        assert use_cores_of_host(cores, ranks) is None
+    assert found == [threads]
+
+
+def test_without_a_launcher_nothing_set_is_nothing_chosen(monkeypatch) -> None:
+    monkeypatch.setattr(cpu_process, "_launcher_environment", lambda: None)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert not threads_are_chosen()
+
+
+@pytest.mark.parametrize(
+    ("settings", "optimizer", "expected"),
+    [
+        ({}, None, False),
+        ({}, "adamw_torch_fused", False),
+        ({}, "adamw_cpu_offload", True),
+        ({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}, None, False),
+        (
+            {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu"},
+            "paged_adamw_32bit",
+            True,
+        ),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "true"}, None, True),
+    ],
+)
+def test_which_runs_step_in_host_memory(settings: dict[str, str], optimizer: str | None, expected: bool) -> None:
+    assert steps_on_host(current_launch(settings), optimizer) == expected
