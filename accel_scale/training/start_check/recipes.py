@@ -82,11 +82,13 @@ def check_pretrain_start(run: PretrainRun) -> Verdict:
 
 
 def _said(planned: PlannedRun, say: Callable[[str], None]) -> Verdict:
+    from peft import LoraConfig
+
     from accel_scale.training.adapters import leave_out
 
     verdict = check_start(planned)
     for note in verdict.notes:
         say(f"note: {note}")
-    if planned.adapter is not None:
+    if isinstance(planned.adapter, LoraConfig):
         leave_out(planned.adapter, verdict.exclude_modules)
     return dataclasses.replace(verdict, use_reentrant=planned.use_reentrant, adapter=planned.adapter)
