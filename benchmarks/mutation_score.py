@@ -247,14 +247,15 @@ class Runner:
             copy.close()
 
 
-def run(pairs: list[tuple[Watched, Mutant]], *, workers: int, all_tests: bool) -> list[Result]:
-    """What becomes of each mutant, printed as it is known."""
+def run(pairs: list[tuple[Watched, Mutant]], *, workers: int, all_tests: bool, keep: Path) -> list[Result]:
+    """What becomes of each mutant, printed and kept as it is known."""
     runner = Runner(workers, all_tests=all_tests)
     try:
-        results = []
+        results: list[Result] = []
         with ThreadPoolExecutor(workers) as pool:
             for result in pool.map(lambda pair: runner.result(*pair), pairs):
                 results.append(result)
+                keep.write_text(json.dumps([asdict(one) for one in results], indent=1), encoding="utf-8")
                 outcome = result.fast if result.all in (None, result.fast) else f"{result.fast}, then {result.all}"
                 print(f"{outcome:10} {result.seconds:5.1f} s  {result.name}  {result.mutant.after[:110]}", flush=True)
         return results
@@ -331,9 +332,8 @@ def main() -> None:
         pairs += [pair for pair in known if pair[1].occurrence in missed]
     else:
         drawn = [(w, mutant) for w in modules for mutant in sample(w, options.per_module, options.seed)]
-        pairs = known + drawn
-    results = run(pairs, workers=options.workers, all_tests=options.all)
-    options.keep.write_text(json.dumps([asdict(result) for result in results], indent=1), encoding="utf-8")
+        pairs = drawn + known
+    results = run(pairs, workers=options.workers, all_tests=options.all, keep=options.keep)
     report = table(results, options.seed)
     print(report)
     if options.write:
