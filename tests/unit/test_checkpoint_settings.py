@@ -1,0 +1,173 @@
+"""What makes another run of a run: each setting is compared by its value, however it was written, and named."""
+
+from __future__ import annotations
+
+import json
+from enum import Enum
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import LlamaConfig
+
+from accel_scale.errors import ConfigError
+from accel_scale.training.checkpoint_settings import (
+    MEANING,
+    differences,
+    files_fingerprint,
+    meaning_of,
+    model_record,
+    refuse_changes,
+    rows_fingerprint,
+    schedule_length,
+)
+
+
+class Kind(Enum):
+    COSINE = "cosine"
+
+
+def kept(record: Any) -> Any:
+    """As it comes out of a checkpoint."""
+    return json.loads(json.dumps(record))
+
+
+def test_what_changes_learning_is_kept_and_the_rest_is_not() -> None:
+    flags = {
+        "learning_rate": 1e-4, "lr_scheduler_type": Kind.COSINE, "seed": 0, "columns": ("a", "b"),
+        "logging_steps": 5, "output_dir": "x", "per_device_train_batch_size": 8, "optim_args": None,
+    }  # fmt: skip
+    found = meaning_of(flags, SimpleNamespace(seed=9, weight_decay=0.1, save_steps=3), model={"type": "llama"})
+    assert found == {
+        "learning_rate": 1e-4, "lr_scheduler_type": "cosine", "seed": 0, "columns": ["a", "b"], "optim_args": None,
+        "weight_decay": 0.1, "model": {"type": "llama"},
+    }  # fmt: skip
+    assert kept(found) == found
+    assert len(set(MEANING)) == len(MEANING)
+
+
+def test_adapters_settings_mean_nothing_without_adapters() -> None:
+    flags = {"lora_r": 8, "lora_alpha": 16, "use_rslora": True, "use_dora": False, "learning_rate": 1e-4}
+    assert meaning_of(flags, method="full") == {"learning_rate": 1e-4, "method": "full"}
+    assert meaning_of(flags, method="lora") == {**flags, "method": "lora"}
+    assert "length" not in meaning_of(flags, length=None)
+    assert meaning_of(flags, length="5 steps")["length"] == "5 steps"
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "says"),
+    [
+        ({"learning_rate": 2e-4}, {"learning_rate": 1e-4}, ["learning_rate 0.0002 → 0.0001"]),
+        ({"columns": ["a", "b"]}, {"columns": []}, ["columns a,b → none"]),
+        ({"columns": ["a"]}, {"columns": ("a",)}, []),
+        ({"model": {"type": "llama", "n": 1}}, {"model": {"type": "llama", "n": 2}}, ["model.n 1 → 2"]),
+        ({"optim_args": None}, {"optim_args": "x"}, ["optim_args none → x"]),
+        ({"lora_r": 8}, {"seed": 1}, []),  # what only one of them knows: another version wrote it
+        ({"seed": 1, "lora_r": 8}, {"lora_r": 4, "seed": 2}, ["seed 1 → 2", "lora_r 8 → 4"]),
+        ({"packing": True}, {"packing": False}, ["packing True → False"]),
+    ],
+)
+def test_differences_are_named_with_both_values(before, now, says) -> None:
+    assert differences(before, now) == says
+
+
+def test_a_changed_run_is_refused_and_an_unchanged_one_is_not() -> None:
+    folder = Path("runs/a/checkpoint_5")
+    refuse_changes(folder, {"seed": 1}, {"seed": 1}, place="--resume")
+    with pytest.raises(ConfigError) as caught:
+        refuse_changes(folder, {"seed": 1, "max_length": 64}, {"seed": 2, "max_length": 32}, place="--resume")
+    error = caught.value
+    assert error.place == "--resume"
+    assert "runs/a/checkpoint_5 was saved with other settings: seed 1 → 2, max_length 64 → 32." in str(error)
+    assert "--allow_changed_settings" in error.fix
+    assert "--global_batch_size" not in error.fix
+    with pytest.raises(ConfigError) as caught:
+        refuse_changes(folder, {"global_batch_size": 32}, {"global_batch_size": 16}, place="--resume", allow="--so")
+    assert "allow it with --so; --global_batch_size 32 keeps the batch on these ranks" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("schedule", "steps", "epochs", "expected"),
+    [
+        ("cosine", 100, 3.0, "100 steps"),
+        ("cosine", -1, 3.0, "3 epochs"),
+        ("linear", 0, 0.5, "0.5 epochs"),
+        ("constant", 100, 3.0, None),
+        ("constant_with_warmup", -1, 3.0, None),
+    ],
+)
+def test_how_long_a_schedule_is(schedule, steps, epochs, expected) -> None:
+    assert schedule_length(schedule, steps, epochs) == expected
+    assert schedule_length(schedule, steps, epochs, limited_by_time=True) is None
+
+
+def test_a_model_is_its_numbers_and_the_weights_it_began_from(tmp_path: Path) -> None:
+    config = LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=96)
+    record = model_record(config, None)
+    assert record["type"] == "llama"
+    assert (record["hidden_size"], record["num_hidden_layers"], record["vocabulary"]) == (64, 2, 96)
+    assert "weights" not in record
+    assert model_record(config, "meta-llama/Llama-3.2-1B")["weights"] == "meta-llama/Llama-3.2-1B"
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(b"1" * 100)
+        (tmp_path / name / "config.json").write_text("{}")
+        (tmp_path / name / "README.md").write_text(name)
+    one, other = (model_record(config, str(tmp_path / name))["weights"] for name in ("a", "b"))
+    assert one == other, "the same files in another place are the same model"
+    (tmp_path / "b" / "model.safetensors").write_bytes(b"1" * 99 + b"2")
+    assert model_record(config, str(tmp_path / "b"))["weights"] != one
+    assert differences(kept(record), model_record(LlamaConfig(**{**config.to_dict(), "hidden_size": 32}), None)) == [
+        "hidden_size 64 → 32"
+    ]
+
+
+def test_files_are_told_apart_by_name_size_beginning_and_end(tmp_path: Path) -> None:
+    large = bytes(200_000)
+    changes = {
+        "first": b"1" + large[1:],
+        "last": large[:-1] + b"1",
+        "size": large + b"0",
+    }
+    path = tmp_path / "w.bin"
+    path.write_bytes(large)
+    seen = {files_fingerprint([path])}
+    for content in changes.values():
+        path.write_bytes(content)
+        seen.add(files_fingerprint([path]))
+    assert len(seen) == 4
+    path.write_bytes(large)
+    other = tmp_path / "v.bin"
+    other.write_bytes(large)
+    assert files_fingerprint([other]) not in seen
+    assert files_fingerprint([path, other]) == files_fingerprint([other, path])
+
+
+def test_rows_are_told_apart_by_content_and_order() -> None:
+    rows = [{"text": f"row {index}"} for index in range(2500)]  # more than one batch
+
+    def stamp(changed: list[dict[str, str]]) -> str:
+        return rows_fingerprint(Dataset.from_list(changed))
+
+    assert stamp(rows) == stamp(list(rows))
+    assert stamp(rows).startswith("2500 rows ")
+    for place in (0, 999, 1000, 2499):
+        changed = [*rows[:place], {"text": "another"}, *rows[place + 1 :]]
+        assert stamp(changed) != stamp(rows), place
+    assert stamp(rows[::-1]) != stamp(rows)
+    assert stamp(rows[:-1]) != stamp(rows)
+
+
+def test_rows_of_other_kinds() -> None:
+    rows = [{"a": torch.tensor([index, 2]), "b": (index, [1.5])} for index in range(700)]
+    assert rows_fingerprint(rows) == rows_fingerprint([dict(reversed(row.items())) for row in rows])
+    assert rows_fingerprint(rows) != rows_fingerprint([{"a": torch.tensor([7, 2]), "b": (7, [1.5])}, *rows[1:]])
+    assert rows_fingerprint(rows) != rows_fingerprint(rows[:-1])
+    stream = Dataset.from_list([{"text": str(index)} for index in range(20)])
+    assert rows_fingerprint(stream.to_iterable_dataset()) == rows_fingerprint(stream.to_iterable_dataset())
+    shorter = stream.select(range(1, 20)).to_iterable_dataset()
+    assert rows_fingerprint(stream.to_iterable_dataset()) != rows_fingerprint(shorter)
+    assert rows_fingerprint(iter([1])) == "rows that cannot be read twice"
