@@ -65,7 +65,8 @@ class StoredWeights:
                 first, *others = by_pattern[pattern].target_patterns
                 self._made[made] += [made.replace(first, other) for other in others]
         self._maker = {name: group for group, names in self._made.items() for name in names}
-        model._weight_conversions = [entry for entry in mapping if entry.was_used()]  # type: ignore[assignment]
+        if getattr(model, "_weight_conversions", None) is None:
+            model._weight_conversions = [entry for entry in mapping if entry.was_used()]  # type: ignore[assignment]
 
     def made_by(self, group: str) -> list[str]:
         """The model's tensors that come out of a group of stored ones."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from accel_scale.errors import ConfigError
 from accel_scale.training.checkpoint_names import StoredWeights
 from accel_scale.training.gathering import named_tensors
+from accel_scale.training.load_report import fit_of, refuse_partial_load
 from accel_scale.training.merge_io import NF4RoundTrip, SafetensorsReader, ShardWriter
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class AdapterMerger:
         model = _on_meta(self.config)
         self.base_shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         self.buffers = {name for name, _ in model.named_buffers()}
+        refuse_partial_load(model, fit_of(model, self.base.file_of), name=base.name, place=str(base))
         self.stored = StoredWeights(model, self.base.file_of)
         self.input_name = _weight_name(model, model.get_input_embeddings())
         self.output_name = _weight_name(model, model.get_output_embeddings())

@@ -88,15 +88,20 @@ def load_model(
     FSDP with RAM-efficient loading only rank 0 reads them.
 
     Raises:
-        ConfigError: if the weights or the model class cannot be loaded.
+        ConfigError: if the weights or the model class cannot be loaded, or the checkpoint is not the model's.
     """
     from transformers import AutoModelForCausalLM
 
+    from accel_scale.training.load_report import refuse_partial_load
+
+    ignores_shapes = bool(model_kwargs.pop("ignore_mismatched_sizes", False))
     if quantization_config is not None:
         model_kwargs["quantization_config"] = quantization_config
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             name,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
             dtype=dtype,
             attn_implementation=attn_implementation,
             revision=revision,
@@ -110,6 +115,11 @@ def load_model(
             place="--model_name_or_path",
             fix="check the folder or the hub id.",
         ) from error
+    model, info = loaded
+    if ignores_shapes:
+        info["mismatched_keys"] = ()
+    if not getattr(model, "_hf_peft_config_loaded", False):  # an adapter's report is about its own weights
+        refuse_partial_load(model, info, name=name, place="--model_name_or_path")
     model.config.use_cache = False
     return model
 
