@@ -143,6 +143,7 @@ def load_model(run: Run) -> None:
     from accel_scale.training.preparing import prepare_model, step_once_per_update
     from accel_scale.training.pretrain_model import build_model, plan_memory
     from accel_scale.training.pretrain_parallel import build_to_share, check_layout, prepare_all, share_model
+    from accel_scale.training.router_loss import RouterLoss
     from accel_scale.training.schedules import create_schedule
     from accel_scale.training.start_check import check_pretrain_start
 
@@ -179,7 +180,7 @@ def load_model(run: Run) -> None:
     run.parameters = count_parameters(model)
     trunk_step = pretrain_trunk.trunk_step(args.decay_from)
     run.length = pretrain_resolve.run_length(settings, trunk_step=trunk_step, num_params=run.parameters[0])
-    run.parallel = share_model(run, model)
+    run.parallel, run.router = share_model(run, model), RouterLoss.of(run.accelerator, run.model_config)
     optimizer = pretrain_resolve.make_optimizer(run.parallel or model, settings, run.launch)
     rates = pretrain_resolve.schedule_settings(settings, run.length)
     schedule, run.schedule_record = create_schedule(optimizer, **rates), pretrain_trunk.schedule_record(rates)
@@ -286,7 +287,8 @@ def forward_backward(run: Run, step: Any, watch: Any, drawn: Any) -> None:
         is_last = index + 1 == len(drawn.row_ids)
         with step.micro_batch(is_last=is_last, row_ids=row_ids), watch.micro_batch(batch):
             with run.accelerator.autocast():
-                loss = language_model_loss(run.model, batch, num_tokens)
+                parts = {"router": run.router, "num_micro_batches": len(drawn.row_ids)}
+                loss = language_model_loss(run.model, batch, num_tokens, **parts)
             step.backward(loss * step.loss_factor)
 
 

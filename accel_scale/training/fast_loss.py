@@ -18,15 +18,20 @@ from transformers.utils import ModelOutput
 
 from accel_scale.errors import ConfigError
 from accel_scale.training.loss import IGNORED_LABEL, chunked_cross_entropy, count_loss_tokens, gathered_head
+from accel_scale.training.router_loss import forward_with_router
 from accel_scale.training.vocabulary_parallel import held_head
 
 
 @dataclass
 class FastLossOutput(ModelOutput):
-    """Loss of a forward pass with ``fast_lm_head=True``, and the number of labels that were most likely."""
+    """Loss of a forward pass with ``fast_lm_head=True``, and the number of labels that were most likely.
+
+    `aux_loss` is the router's where it was asked for by ``router_loss=True``: no part of `loss`, without coefficient.
+    """
 
     loss: torch.Tensor | None = None
     num_correct: torch.Tensor | None = None
+    aux_loss: torch.Tensor | None = None
 
 
 def add_fast_lm_head(model: Any, *, from_logits: bool = False) -> None:
@@ -56,14 +61,20 @@ def add_fast_lm_head(model: Any, *, from_logits: bool = False) -> None:
         with_accuracy = kwargs.pop("with_accuracy", False)
         kwargs["use_cache"] = False
         options = {"num_items": num_items, "shift": shift, "return_num_correct": with_accuracy}
+        router_loss, aux_loss = kwargs.pop("router_loss", False), None
+        # Llama 4 names its backbone otherwise than its class says.
+        backbone = self.base_model if self.base_model is not self else self.model
         if self._loss_from_logits:
-            result = logits_loss(previous(*args, **kwargs).logits, labels, **options)
+            outputs = previous(*args, **kwargs, **({"output_router_logits": True} if router_loss else {}))
+            aux_loss = outputs.aux_loss if router_loss else None
+            result = logits_loss(outputs.logits, labels, **options)
+        elif router_loss:
+            hidden, aux_loss = forward_with_router(previous, backbone, *args, **kwargs)
+            result = head_loss(self, hidden, labels, **options)
         else:
-            # Llama 4 names its backbone otherwise than its class says.
-            backbone = self.base_model if self.base_model is not self else self.model
             result = head_loss(self, backbone(*args, **kwargs).last_hidden_state, labels, **options)
         loss, num_correct = result if with_accuracy else (result, None)
-        return FastLossOutput(loss=loss, num_correct=num_correct)
+        return FastLossOutput(loss=loss, num_correct=num_correct, aux_loss=aux_loss)
 
     model.forward = types.MethodType(forward, model)
     model._has_fast_lm_head = True
@@ -139,7 +150,7 @@ class FastLossMixin:
 
     Logs `num_tokens` as TRL does, `mean_token_accuracy` in evaluation, and in training if `log_token_accuracy`.
     What it does not cover goes to TRL's own loss: `loss_type` other than nll, label smoothing, a custom loss
-    function, mixture-of-experts auxiliary losses, images, Accelerate's own sequence parallelism, prompt-learning
+    function, images, Accelerate's own sequence parallelism, prompt-learning
     adapters.
     """
 
@@ -171,7 +182,7 @@ class FastLossMixin:
             trainer.args.loss_type != "nll"
             or trainer.label_smoother is not None
             or trainer.compute_loss_func is not None
-            or trainer.aux_loss_enabled
+            or (trainer.aux_loss_enabled and self.sp_size > 1)
             or trainer._is_vision_dataset
             or (parallelism is not None and (parallelism.sp_enabled or parallelism.cp_enabled))
             or getattr(peft_config, "is_prompt_learning", False)
@@ -192,12 +203,17 @@ class FastLossMixin:
             num_items_in_batch=num_items_in_batch,
             fast_lm_head=True,
             with_accuracy=self.log_token_accuracy or not is_training,
+            router_loss=trainer.aux_loss_enabled,
         )
         self._record_metrics(inputs, part, outputs, "train" if is_training else "eval")
+        loss = outputs.loss
         if trainer.args.average_tokens_across_devices and num_items_in_batch is not None:
             # `num_items_in_batch` counts every rank's tokens, and gradients are averaged over ranks.
-            return outputs.loss * (trainer.accelerator.num_processes // trainer.get_tp_size())
-        return outputs.loss
+            loss = loss * (trainer.accelerator.num_processes // trainer.get_tp_size())
+        if outputs.aux_loss is not None:  # of a micro-batch, as TRL weighs it: its mean over them and over ranks
+            steps = trainer.current_gradient_accumulation_steps if num_items_in_batch is not None else 1
+            loss = loss + outputs.aux_loss * (trainer.router_aux_loss_coef / steps)
+        return loss
 
     def held_part(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         """What this rank computes of a micro-batch: all of it, unless `SequenceParallelMixin` cuts its rows."""
@@ -212,6 +228,9 @@ class FastLossMixin:
             counts = torch.stack([outputs.num_correct, num_labelled])
             correct, labelled = trainer.accelerator.gather(counts[None]).sum(0).tolist()
             trainer._metrics[mode]["mean_token_accuracy"].append(correct / labelled if labelled else 0.0)
+        if outputs.aux_loss is not None:
+            aux_loss = trainer.accelerator.gather(outputs.aux_loss.detach()[None]).mean()
+            trainer._metrics[mode]["aux_loss"].append(aux_loss.item())
         if mode == "train":
             mask = inputs.get("attention_mask")
             # A tensor is only added up here; it is read when a log is due.

@@ -129,6 +129,8 @@ class Report:
             "learning_rate": learning_rate * outcome.lr_factor,
             "tokens": run.tokens,
         }
+        if run.router is not None:
+            values["aux_loss"] = run.router.mean()
         if run.args.log_rows:
             values["rows"] = rows_checksum(row_ids)
         if speed:

@@ -35,6 +35,7 @@ class Run:
     data: Any = None  # accel_scale.data.pretraining.PretrainingData
     batches: Any = None
     parallel: Any = None  # accel_scale.training.model_parallel.ModelParallel, where ranks share the model
+    router: Any = None  # accel_scale.training.router_loss.RouterLoss, where the configuration asks for it
     model: Any = None
     optimizer: Any = None
     schedule: Any = None

@@ -295,9 +295,11 @@ _ROWS = {"packed": "packed rows", "lanes": "packed rows", "padded": "padded rows
 def _recipe_loss(model: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
     """What both recipes call: the sum over labelled tokens ÷ their number in the global batch."""
     from accel_scale.training.loss import count_loss_tokens
+    from accel_scale.training.router_loss import router_coefficient
 
-    num_items = count_loss_tokens(inputs["labels"])
-    return model(**inputs, num_items_in_batch=num_items, fast_lm_head=True).loss  # type: ignore[no-any-return]
+    num_items, coefficient = count_loss_tokens(inputs["labels"]), router_coefficient(model.config)
+    outputs = model(**inputs, num_items_in_batch=num_items, fast_lm_head=True, router_loss=bool(coefficient))
+    return outputs.loss + coefficient * outputs.aux_loss if coefficient else outputs.loss  # type: ignore[no-any-return]
 
 
 def _with_adapter(base: Any, run: PlannedRun) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from accel_scale.errors import ConfigError
+from accel_scale.training.router_loss import refuse_shared_model
 from accel_scale.training.start_check.check import PlannedRun, Verdict, check_start
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ def check_pretrain_start(run: PretrainRun) -> Verdict:
         trust_remote_code=run.model_args.trust_remote_code,
         packing_flag="--isolate_documents false",
     )
+    refuse_shared_model(run.model_config, is_plain=run.layout.is_plain)
     verdict = _said(planned, run.say)
     if verdict.loss_from_logits and not run.layout.is_plain:
         raise ConfigError(
