@@ -97,3 +97,10 @@ class StoredWeights:
             spellings = (name, name.removeprefix(prefix), prefix + name)
             result[next(n for n in spellings if n in self.group_of)] = tensor.contiguous()
         return result
+
+
+def stored_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
+    """Each of `names` of the model's tensors by the name that `save_pretrained` gives it; for such as stay whole."""
+    import torch
+
+    return {name: next(iter(as_saved(model, {name: torch.empty(0, device="meta")}))) for name in names}

@@ -22,6 +22,7 @@ from accel_scale.training.learning import LearningMixin, refuse_unlabelled
 from accel_scale.training.meters import ThroughputMeter, clock_of
 from accel_scale.training.output_mixin import OutputFolderMixin
 from accel_scale.training.precision import enable_fp16_on_cpu
+from accel_scale.training.preparing import load_buffers_under_fsdp2
 from accel_scale.training.progress import MeterCallback, MetricsCallback, show_progress
 from accel_scale.training.recovery_mixin import MemoryRecoveryMixin
 from accel_scale.training.saving import AtomicSavingMixin
@@ -82,6 +83,7 @@ class ScaleSFTTrainer(_Base, SFTTrainer):
         for what, rows in (("training", self.train_dataset), ("evaluation", self.eval_dataset)):
             refuse_unlabelled(rows, what=what, max_length=self.args.max_length)
         enable_fp16_on_cpu(self.accelerator)
+        load_buffers_under_fsdp2()
         self.verify_first_checkpoint = verify_first_checkpoint
         self.recover_from_oom = recover_from_oom
         self.guard_settings = guard

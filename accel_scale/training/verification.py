@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
+from accel_scale.training.checkpoint_names import as_saved, stored_names
 from accel_scale.training.gathering import (
     adapter_tensors,
     broadcast_from_main,
@@ -187,10 +188,9 @@ def _compare(
     model: nn.Module, expected: dict[str, torch.Tensor], saved: SavedTensors | None, *, is_adapter: bool
 ) -> tuple[int, float, list[str]]:
     """Rank 0 compares with the files; the other ranks only take part in the gathering."""
-    pairs = gather_whole(expected)
+    pairs, tied = gather_whole(expected), _ties(model, expected)
     if not is_adapter and broadcast_from_main(saved is not None and not set(saved.file_of) <= set(expected)):
-        pairs = _in_checkpoint_names(model, expected)
-    tied = tied_names(expected)
+        pairs, tied = _in_checkpoint_names(model, expected), _ties_in_checkpoint_names(model, tied)
     seen, count, max_diff, problems = set(), 0, 0.0, list[str]()
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     for name, tensor in pairs:
@@ -214,13 +214,22 @@ def _compare(
     return count, max_diff, problems
 
 
+def _ties(model: nn.Module, expected: dict[str, torch.Tensor]) -> dict[str, list[str]]:
+    """Names that stand for one weight, by each of them: one tensor, or two that the model's class says are tied."""
+    tied = tied_names(expected)
+    for name, other in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        if name in expected and other in expected and name not in tied:
+            tied[name] = tied[other] = [*tied.get(other, [other]), name]
+    return tied
+
+
+def _ties_in_checkpoint_names(model: nn.Module, tied: dict[str, list[str]]) -> dict[str, list[str]]:
+    spelled = stored_names(model, tied)  # type: ignore[arg-type]
+    return {spelled[name]: [spelled[other] for other in others] for name, others in tied.items()}
+
+
 def _in_checkpoint_names(model: nn.Module, expected: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Architectures that fuse weights when loading (experts, for one) are split again, a layer at a time.
-
-    `revert_weight_conversion` is what `save_pretrained` applies; checked on transformers 5.23.
-    """
-    from transformers.core_model_loading import revert_weight_conversion
-
+    """Architectures that fuse weights when loading (experts, for one) are split again, a layer at a time."""
     layers: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in expected.items():
         match = re.search(r"^.*?\.\d+\.", name)
@@ -232,7 +241,7 @@ def _in_checkpoint_names(model: nn.Module, expected: dict[str, torch.Tensor]) ->
                 pass
             continue
         whole = {name: tensor.to("cpu", copy=True) for name, tensor in gathered}
-        yield from revert_weight_conversion(model, whole).items()  # type: ignore[arg-type]
+        yield from as_saved(model, whole).items()  # type: ignore[arg-type]
 
 
 def _unsaved_trainable(model: nn.Module, expected: dict[str, torch.Tensor], adapter: str | None) -> list[str]:
