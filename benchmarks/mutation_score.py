@@ -283,7 +283,7 @@ def table(results: Sequence[Result], seed: int) -> str:
         "|---|---|---|",
     ]
     groups = list(dict.fromkeys(result.group for result in results))
-    for group in groups:
+    for group in sorted(groups):
         of_group = [result for result in results if result.group == group]
         lines.append(f"| {group} | {score(of_group, 'fast')} | {score(of_group, 'all')} |")
     unusable = sum(result.fast == INVALID for result in results)
@@ -292,7 +292,7 @@ def table(results: Sequence[Result], seed: int) -> str:
         lines += [f"Not counted: {unusable} that no module can be imported with, or whose tests fail as it is.", ""]
     lines += ["## Survivors", ""]
     survivors = [result for result in results if SURVIVED in (result.fast, result.all)]
-    for result in survivors:
+    for result in sorted(survivors, key=lambda result: (result.mutant.module, result.mutant.line)):
         by = "the fast tests" if result.all == KILLED else "all" if result.all else "the fast tests"
         before, after = (text.replace("`", "'")[:160] for text in (result.mutant.before, result.mutant.after))
         lines.append(f"- {result.name} (survives {by}): `{before}` → `{after}`")
@@ -332,6 +332,7 @@ def main() -> None:
         pairs += [pair for pair in known if pair[1].occurrence in missed]
     else:
         drawn = [(w, mutant) for w in modules for mutant in sample(w, options.per_module, options.seed)]
+        random.Random(options.seed).shuffle(drawn)  # a run that is cut off is a smaller sample of all modules
         pairs = drawn + known
     results = run(pairs, workers=options.workers, all_tests=options.all, keep=options.keep)
     report = table(results, options.seed)
