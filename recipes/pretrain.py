@@ -266,7 +266,7 @@ def train(run: Run, started: float) -> dict[str, Any]:
     manager.close()
     accelerator.end_training()
     if why_stopped == "a signal":
-        run.say(f"saved checkpoint-{run.step} after {manager.stopped_by}; the same command goes on from there")
+        run.say_stopped(f"saved checkpoint-{run.step} after {manager.stopped_by}; the same command goes on from there")
         raise SystemExit(EXIT_STOPPED)
     return summary
 

@@ -84,6 +84,24 @@ class ClusterJob:
         text += f" --max_restarts {self.max_restarts}"
         return f"{text} {shlex.join([str(self.recipe.script), *self.recipe.words])}"
 
+    def signalled_agent(self, agent: str) -> str:
+        """Shell text that runs `agent` and hands SIGUSR1 on to its workers, returning when they have saved.
+
+        torchrun does so itself. The launcher of a single process would die of the signal, and the step with it, while
+        its worker is saving.
+        """
+        if self.launch.strategy != "single":
+            return f"exec {agent}"
+        return "\n".join(
+            [
+                f"(trap '' USR1; exec {agent}) &",
+                "agent=$!",
+                """trap 'pkill -USR1 -P "$agent"' USR1""",
+                'while wait "$agent"; status=$?; [ "$status" -gt 128 ] && kill -0 "$agent" 2>/dev/null; do :; done',
+                'exit "$status"',
+            ]
+        )
+
     @property
     def environment(self) -> dict[str, str]:
         """What agents need in their environment; one node alone must ask for the elastic rendezvous in this way."""

@@ -56,10 +56,15 @@ def say_last(line: str, *, all_ranks: bool = False) -> None:
 
 def repeat_cause(program: str, error: BaseException) -> None:
     """What `error`, whose traceback Python is about to print, comes to in one line, after the launcher's report."""
+    repeat_last(cause_line(program, error))
+
+
+def repeat_last(line: str) -> None:
+    """Print `line`, which has been said, again after the launcher's report."""
     launcher = launcher_of(os.getpid())
     turn = None if launcher is None else _first_turn(launcher)
     if launcher is not None and turn is not None:
-        _repeat_after(launcher, mask(cause_line(program, error)), turn)
+        _repeat_after(launcher, mask(line), turn)
 
 
 def cause_line(program: str, error: BaseException) -> str:

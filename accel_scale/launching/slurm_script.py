@@ -67,7 +67,7 @@ def slurm_script(job: ClusterJob, options: SlurmOptions) -> str:
         *(f"export {name}={value}" for name, value in job.environment.items()),
         f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={options.save_seconds - _END_SECONDS}",
         "",
-        f"AGENT={shlex.quote('exec ' + agent)}",
+        f"AGENT={shlex.quote(job.signalled_agent(agent))}",
         f"STEP_RESTARTS={options.step_restarts}",
         f"MAX_REQUEUES={options.max_requeues}",
         _BODY.replace("@CPUS@", cpus),

@@ -64,6 +64,13 @@ class Run:
         """Whether this process speaks."""
         return self.launch.rank == 0
 
+    def say_stopped(self, line: str) -> None:
+        """Print one line on one process, and again after the launcher's own report."""
+        from accel_scale.launching.last_word import repeat_last
+
+        self.say(line)
+        repeat_last(line)
+
     def say(self, line: str) -> None:
         """Print one line, on one process."""
         if self.is_main:

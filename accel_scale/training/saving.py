@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
+from accel_scale.launching.last_word import repeat_last
 from accel_scale.launching.leaving import let_go_of_collectives
 from accel_scale.training import checkpoint_trainer as trainers
 from accel_scale.training.atomic import checkpoint_problems
@@ -135,6 +136,7 @@ class AtomicSavingMixin(_TrainerBase):
         """End every process with the status of a run that was stopped and can go on."""
         saved = f"checkpoint-{self.state.global_step}"
         self._say(f"saved {saved} after {self.stopped_by}; {self.resume_words[2]}")
+        repeat_last(f"saved {saved} after {self.stopped_by}; {self.resume_words[2]}")
         self._meeting.gather(None)  # the launcher ends the others as soon as one has left
         let_go_of_collectives()
         self.accelerator.end_training()
