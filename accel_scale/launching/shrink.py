@@ -206,6 +206,8 @@ def _shrink_widths(old: Mapping[str, Any], new: dict[str, Any]) -> None:
     for key, limit in _LIMITS.items():
         if isinstance(old.get(key), int):
             new[key] = min(old[key], limit)
+    if isinstance(old.get("qk_head_dim"), int):
+        new["qk_head_dim"] = new["qk_nope_head_dim"] + new["qk_rope_head_dim"]
     if "word_embed_proj_dim" in old:
         new["word_embed_proj_dim"] = new_hidden
     if "rope_parameters" in old:

@@ -110,7 +110,7 @@ def _verdict(run: PlannedRun) -> Verdict:
     from accel_scale.training.start_check.flash_on_cpu import attention_on_cpu
 
     with attention_on_cpu(run.attention) as attention:
-        return _Check(run, attention).verdict()
+        return TwinCheck(run, attention).verdict()
 
 
 def _with_other_attention(run: PlannedRun, refusal: _AttentionRefused) -> Verdict:
@@ -154,7 +154,7 @@ def _without_running(run: PlannedRun, refusal: _Crashed) -> Verdict:
     ) from refusal
 
 
-class _Check:
+class TwinCheck:
     """One twin and the steps that are taken with it."""
 
     def __init__(self, run: PlannedRun, attention: Any) -> None:
@@ -261,7 +261,7 @@ class _Check:
         from accel_scale.training.start_check.twin import first_line
 
         try:
-            step = take_step(self.model, self.batch.inputs, _recipe_loss)
+            step = take_step(self.model, self.batch.inputs, recipe_loss)
         except Exception as error:
             return None, f"{type(error).__name__}: {first_line(error)}"
         gap = difference(step, own)
@@ -292,7 +292,7 @@ class _Check:
 _ROWS = {"packed": "packed rows", "lanes": "packed rows", "padded": "padded rows", "stream": "rows of plain text"}
 
 
-def _recipe_loss(model: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
+def recipe_loss(model: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
     """What both recipes call: the sum over labelled tokens ÷ their number in the global batch."""
     from accel_scale.training.loss import count_loss_tokens
     from accel_scale.training.router_loss import router_coefficient

@@ -1,0 +1,217 @@
+"""Run the start check on every causal language model of transformers that builds small, and write what it finds.
+
+    python benchmarks/start_check_scan.py                  # one process: about 8 minutes of one core
+    torchrun --nproc_per_node 2 benchmarks/start_check_scan.py --fsdp2  # the same twins, sharded over two processes
+    python benchmarks/start_check_scan.py --only llama bloom --print        # some of them, nothing is written
+
+Each architecture is its configuration class's defaults, shrunk as the start check shrinks a real model. Results go to
+`benchmarks/results/start_check.json` after every architecture, and the table in `docs/architectures.md` is made from
+that file. What is there for the same versions is not run again; `--again` runs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
+from trl import ModelConfig
+
+from accel_scale.errors import ConfigError
+from accel_scale.planning.device import CPU
+from accel_scale.quiet import quiet_imports
+from accel_scale.reporting.summary import installed_versions
+from accel_scale.training.attention import resolve_attention
+from accel_scale.training.checkpointing import CheckpointingPolicy
+from accel_scale.training.start_check import PlannedRun, Verdict, check_start
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+RESULTS = REPOSITORY / "benchmarks" / "results" / "start_check.json"
+TABLE = REPOSITORY / "docs" / "architectures.md"
+BEGIN, END = "<!-- start_check_scan: begin -->", "<!-- start_check_scan: end -->"
+METHODS = ("full", "lora")
+# What a configuration class leaves out, or gives in a size that does not go with the rest.
+_FILLED: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")
+        }
+    },
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 4, "moe_topk": 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
+    "ministral": {"num_key_value_heads": 8, "head_dim": 128},
+    "nemotron": {"num_key_value_heads": 8},
+    "xlm": {"causal": True},
+    "xmod": {"default_language": "en_XX"},
+}
+
+
+def architectures() -> Iterator[tuple[str, PreTrainedConfig]]:
+    """(model type, configuration) of every causal language model; encoders as decoders."""
+    for config_class in MODEL_FOR_CAUSAL_LM_MAPPING:
+        name = config_class.model_type
+        try:
+            config = config_class(**_FILLED.get(name, {}))
+        except Exception:  # whatever its own validation raises
+            continue  # the class itself has no default
+        if getattr(config, "is_encoder_decoder", False):
+            continue
+        if getattr(config, "is_decoder", None) is False:
+            config.is_decoder = True
+        yield name, config
+
+
+def planned(config: PreTrainedConfig, method: str, rows: Any) -> PlannedRun:
+    """The run that sft.py would make of `config` on a CPU, without the flags that need more than a configuration."""
+    return PlannedRun(
+        config=config,
+        attention=resolve_attention(
+            None, device=CPU, dtype=torch.float32, packing=rows == "packed", model_config=config
+        ),
+        rows=rows,
+        policy=CheckpointingPolicy("none"),
+        adapter=adapter_of(config) if method == "lora" else None,
+    )
+
+
+def adapter_of(config: PreTrainedConfig) -> Any:
+    """The recipe's default adapters."""
+    from accel_scale.training.adapters import lora_config
+
+    return lora_config(ModelConfig(lora_task_type="CAUSAL_LM"))
+
+
+def outcome(verdict: Verdict) -> str:
+    """In a word or two, what the check decided."""
+    skipped = next((note for note in verdict.notes if note.startswith("start check: skipped")), None)
+    if skipped:
+        return skipped
+    return "own logits" if verdict.loss_from_logits else "equal"
+
+
+def check_architecture(config: PreTrainedConfig) -> dict[str, Any]:
+    """Packing, then full and LoRA with packed rows where they are accepted, with padded rows elsewhere."""
+    found: dict[str, Any] = {}
+    rows = "packed"
+    try:
+        check_start(planned(config, "full", rows))
+        found["packing"] = "isolated"
+    except ConfigError as error:
+        found["packing"], rows = f"refused: {error.problem}", "padded"
+    found["rows"] = rows
+    for method in METHODS:
+        try:
+            verdict = check_start(planned(config, method, rows))
+        except ConfigError as error:
+            found[method] = f"refused: {error.problem}"
+            continue
+        found[method] = outcome(verdict)
+        if verdict.untrained:
+            found[f"{method}_untrained"] = len(verdict.untrained)
+        if verdict.exclude_modules:
+            found["without_adapters"] = list(verdict.exclude_modules)
+    return found
+
+
+def read_results() -> dict[str, Any]:
+    """The file, or an empty one where it is of other versions."""
+    known = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {}
+    if known.get("versions") != versions():
+        return {"versions": versions(), "architectures": {}}
+    return known
+
+
+def versions() -> dict[str, str]:
+    """Of the libraries whose behaviour the table shows."""
+    installed = installed_versions()
+    return {name: installed[name] for name in ("torch", "transformers", "peft", "trl")}
+
+
+def write(results: dict[str, Any]) -> None:
+    """Both files; several scans may write in turn."""
+    results["architectures"] = dict(sorted(results["architectures"].items()))
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    text = TABLE.read_text(encoding="utf-8")
+    before, rest = text.split(BEGIN)
+    TABLE.write_text(before + BEGIN + "\n" + table(results) + END + rest.split(END)[1], encoding="utf-8")
+
+
+def builds_small(found: dict[str, Any]) -> bool:
+    """Whether there was a twin that took a step."""
+    return not str(found.get("full", "")).startswith("start check: skipped")
+
+
+def table(results: dict[str, Any]) -> str:
+    """The Markdown between the markers of the page."""
+    built = {name: found for name, found in results["architectures"].items() if builds_small(found)}
+    others = sorted(set(results["architectures"]) - set(built))
+    stack = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    lines = [
+        f"{len(built)} architectures, {stack}.",
+        "",
+        "| model type | packed rows | full | LoRA | full, FSDP2 | LoRA, FSDP2 |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, found in built.items():
+        cells = [_short(found.get(key, "not run")) for key in ("packing", *METHODS, "full_fsdp2", "lora_fsdp2")]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    refusals = sorted({f"- {name}: {text[9:]}" for name, found in built.items() for text in _refusals(found)})
+    lines += ["", "What is refused, and why:", "", *refusals, ""]
+    lines += [f"No small model can be built of: {', '.join(others)}.", ""] if others else []
+    return "\n".join(lines)
+
+
+def _short(text: str) -> str:
+    return text.split(":")[0].replace("start check", "not run")
+
+
+def _refusals(found: dict[str, Any]) -> list[str]:
+    texts = [text for text in found.values() if isinstance(text, str) and text.startswith("refused: ")]
+    return [" ".join(text.split()) for text in texts]
+
+
+def main() -> None:
+    """Scan what is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=None, help="model types")
+    parser.add_argument("--fsdp2", action="store_true", help="shard the twins over the processes of torchrun")
+    parser.add_argument("--again", action="store_true", help="also what has been run")
+    parser.add_argument("--print", action="store_true", help="write nothing")
+    options = parser.parse_args()
+    quiet_imports()
+    torch.set_num_threads(1)
+    speaks = os.environ.get("RANK", "0") == "0"
+    if options.fsdp2:
+        from start_check_sharded import check_sharded, process_group
+
+        process_group()
+    for name, config in architectures():
+        if options.only is not None and name not in options.only:
+            continue
+        known = read_results()["architectures"].get(name, {})
+        if options.fsdp2:
+            is_due = options.again or "full_fsdp2" not in known
+            found = check_sharded(config, known.get("rows", "padded")) if is_due else {}
+        else:
+            is_due = options.again or "full" not in known
+            found = check_architecture(config) if is_due else {}
+        gc.collect()
+        if found and speaks:
+            print(name, found, flush=True)
+            if not options.print:
+                results = read_results()
+                results["architectures"].setdefault(name, {}).update(found)
+                write(results)
+
+
+if __name__ == "__main__":
+    main()

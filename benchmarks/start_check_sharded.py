@@ -1,0 +1,76 @@
+"""The start check's twin under FSDP2: two processes shard it and take the recipe's step, which must equal its own."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from accel_scale.errors import ConfigError
+from accel_scale.training.fast_loss import add_fast_lm_head
+from accel_scale.training.start_check.check import TwinCheck, recipe_loss
+from accel_scale.training.start_check.flash_on_cpu import attention_on_cpu
+from accel_scale.training.start_check.isolation import find_leak
+from accel_scale.training.start_check.steps import Step, difference, same_draws, take_step
+from accel_scale.training.start_check.twin import NoTwin, first_line, undisturbed
+
+
+def process_group() -> None:
+    """The two processes' group."""
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+
+
+def check_sharded(config: PreTrainedConfig, rows: str) -> dict[str, Any]:
+    """{"full_fsdp2": …, "lora_fsdp2": …} for a configuration whose rows come so."""
+    found = {}
+    for method in ("full", "lora"):
+        dist.barrier()
+        try:
+            with undisturbed():
+                found[f"{method}_fsdp2"] = _sharded(config, method, rows)
+        except ConfigError as error:
+            found[f"{method}_fsdp2"] = f"refused: {error.problem}"
+        except NoTwin as reason:
+            found[f"{method}_fsdp2"] = f"start check: skipped, {reason}"
+        except Exception as error:  # what the engine says about an architecture is a result
+            found[f"{method}_fsdp2"] = f"fails: {type(error).__name__}: {first_line(error)}"
+    return found
+
+
+def _sharded(config: PreTrainedConfig, method: str, rows: str) -> str:
+    from start_check_scan import planned
+
+    run = planned(config, method, rows)
+    with attention_on_cpu(run.attention) as attention:
+        check = TwinCheck(run, attention)
+        own = check.own_step()
+        check.refuse_leak()
+        _, from_logits = check.recipe_step(own)
+        add_fast_lm_head(check.base, from_logits=from_logits)
+        for module in check.model.modules():
+            if isinstance(module, GradientCheckpointingLayer):
+                fully_shard(module)
+        fully_shard(check.model)
+        step = take_step(check.model, check.batch.inputs, recipe_loss)
+        whole = {name: _whole(gradient) for name, gradient in step.gradients.items()}
+        gap = difference(Step(step.loss, whole), own)
+        if not gap.is_small:
+            return f"differs: {gap}"
+        inputs = {name: value for name, value in check.batch.inputs.items() if name != "labels"}
+        same_draws()
+        with torch.no_grad():
+            logits = check.model(**inputs, use_cache=False).logits
+        leak = find_leak(check.model, check.batch, logits)
+        if leak != "none":
+            return f"differs: {leak} notice a change"
+    return "own logits" if from_logits else "equal"
+
+
+def _whole(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
