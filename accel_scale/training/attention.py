@@ -106,6 +106,25 @@ def choose_kernels(device: Device, *, lengths_vary: bool) -> bool:
     return ruled_out
 
 
+def with_document_lengths(inputs: dict[str, Any], attention: str) -> dict[str, Any]:
+    """`inputs` of several packed rows with the lengths of all their documents, which flash attention needs.
+
+    transformers finds them in the positions of a single row only; with more rows it would attend over whole rows.
+    Every row begins with position 0.
+    """
+    positions = inputs.get("position_ids")
+    if positions is None or positions.shape[0] == 1 or "flash" not in attention or "cu_seq_lens_q" in inputs:
+        return inputs
+    import torch
+
+    starts = (positions.flatten() == 0).nonzero().flatten()
+    ends = torch.tensor([positions.numel()], device=positions.device)
+    lengths = torch.cat([starts, ends]).to(torch.int32)
+    longest = int(lengths.diff().max())
+    names = {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths, "max_length_q": longest, "max_length_k": longest}
+    return {**inputs, **names}
+
+
 def _default_attention(device: Device, dtype: Any, packing: bool, config: Any, model_class: Any) -> str:
     if device.type == "cuda":
         try:

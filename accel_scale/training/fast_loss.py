@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from transformers.utils import ModelOutput
 
 from accel_scale.errors import ConfigError
+from accel_scale.training.attention import with_document_lengths
 from accel_scale.training.loss import IGNORED_LABEL, chunked_cross_entropy, count_loss_tokens, gathered_head
 from accel_scale.training.router_loss import forward_with_router
 from accel_scale.training.vocabulary_parallel import held_head
@@ -56,6 +57,8 @@ def add_fast_lm_head(model: Any, *, from_logits: bool = False) -> None:
         if not fast_lm_head:
             return previous(*args, **kwargs)
         shift = "shift_labels" not in kwargs
+        if shift:  # parts of rows have an attention of their own
+            kwargs = with_document_lengths(kwargs, self.config._attn_implementation or "")
         labels = kwargs.pop("labels" if shift else "shift_labels")
         num_items = kwargs.pop("num_items_in_batch", None)
         with_accuracy = kwargs.pop("with_accuracy", False)

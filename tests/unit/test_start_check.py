@@ -26,9 +26,11 @@ from transformers import modeling_flash_attention_utils as flash
 from transformers.models.llama import modeling_llama
 
 from accel_scale.errors import ConfigError
+from accel_scale.training import fast_loss
 from accel_scale.training.checkpointing import CheckpointingPolicy
 from accel_scale.training.packed_attention import PACKED_ATTENTION, register_packed_attention
 from accel_scale.training.start_check import PlannedRun, Verdict, check_start
+from accel_scale.training.start_check import rows as start_check_rows
 from accel_scale.training.start_check.flash_on_cpu import _KERNEL_VARIABLES, attention_on_cpu
 from accel_scale.training.start_check.twin import NoTwin, build_twin, undisturbed
 
@@ -203,6 +205,15 @@ def test_flash_attention_is_judged_by_what_it_is_given() -> None:
     assert check(GptOssConfig(), attention="flash_attention_2").attention == "flash_attention_2"
     assert check(LLAMA, attention="flash_attention_3").attention == "flash_attention_3"
     assert check(LLAMA, attention="kernels-community/vllm-flash-attn3").notes == ()
+
+
+def test_flash_attention_gets_the_documents_of_several_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers finds them in the positions of one row alone, and a plain loop's micro-batch has more."""
+    assert check(LLAMA, attention="flash_attention_2", rows="lanes").attention == "flash_attention_2"
+    for module in (fast_loss, start_check_rows):
+        monkeypatch.setattr(module, "with_document_lengths", lambda inputs, attention: inputs)
+    with pytest.raises(ConfigError, match="see each other with flash_attention_2"):
+        check(LLAMA, attention="flash_attention_2", rows="lanes", attention_given=True)
 
 
 def test_flash_on_the_cpu_computes_attention() -> None:

@@ -167,7 +167,7 @@ class TwinCheck:
         self.base: Any = base
         self.name = type(base).__name__
         self.model: Any = _with_adapter(base, run) if run.adapter is not None else base
-        self.batch: TinyBatch = tiny_batch(run.rows)
+        self.batch: TinyBatch = tiny_batch(run.rows, run.attention)
         self.logits: torch.Tensor | None = None
 
     def verdict(self) -> Verdict:

@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from accel_scale.training.attention import with_document_lengths
 from accel_scale.training.start_check.twin import FIRST_PLAIN_TOKEN, VOCAB_SIZE
 
 # How a run's rows come: flattened packed rows and padded rows of TRL's collator, or rows of a plain loop with
@@ -34,8 +35,8 @@ class TinyBatch:
     others: torch.Tensor
 
 
-def tiny_batch(kind: RowKind) -> TinyBatch:
-    """Two rows of a few documents each, as `kind` of run would send them to the model."""
+def tiny_batch(kind: RowKind, attention: str) -> TinyBatch:
+    """Two rows of a few documents each, as `kind` of run would send them to a model with that attention."""
     generator = torch.Generator().manual_seed(_SEED)
     packs = kind in ("packed", "lanes")
     lengths: list[tuple[int, ...]] = [row if packs else (sum(row),) for row in _DOCUMENTS]
@@ -48,7 +49,9 @@ def tiny_batch(kind: RowKind) -> TinyBatch:
     other = rows[0].clone()
     span = VOCAB_SIZE - FIRST_PLAIN_TOKEN
     other[middle:end] = (other[middle:end] - FIRST_PLAIN_TOKEN + span // 2) % span + FIRST_PLAIN_TOKEN
-    inputs, changed = (_collate(kind, [first, *rows[1:]], lengths) for first in (rows[0], other))
+    inputs, changed = (
+        with_document_lengths(_collate(kind, [first, *rows[1:]], lengths), attention) for first in (rows[0], other)
+    )
     shape = inputs["input_ids"].shape  # type: ignore[union-attr]
     place = torch.arange(shape.numel()).view(shape)  # row 0 comes first, flattened or not
     before = (place >= begin) & (place < middle)
