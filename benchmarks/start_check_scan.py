@@ -12,6 +12,7 @@ that file. What is there for the same versions is not run again; `--again` runs 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import gc
 import json
 import os
@@ -29,7 +30,9 @@ from accel_scale.quiet import quiet_imports
 from accel_scale.reporting.summary import installed_versions
 from accel_scale.training.attention import resolve_attention
 from accel_scale.training.checkpointing import CheckpointingPolicy
+from accel_scale.training.model import skeleton_of
 from accel_scale.training.start_check import PlannedRun, Verdict, check_start
+from accel_scale.training.start_check.twin import tiny_config
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = REPOSITORY / "benchmarks" / "results" / "start_check.json"
@@ -57,7 +60,7 @@ _FILLED: dict[str, dict[str, Any]] = {
 
 def architectures() -> Iterator[tuple[str, PreTrainedConfig]]:
     """(model type, configuration) of every causal language model; encoders as decoders."""
-    for config_class in MODEL_FOR_CAUSAL_LM_MAPPING:
+    for config_class in dict.fromkeys(MODEL_FOR_CAUSAL_LM_MAPPING):
         name = config_class.model_type
         try:
             config = config_class(**_FILLED.get(name, {}))
@@ -84,10 +87,11 @@ def planned(config: PreTrainedConfig, method: str, rows: Any) -> PlannedRun:
 
 
 def adapter_of(config: PreTrainedConfig) -> Any:
-    """The recipe's default adapters."""
+    """The recipe's default adapters: what gets none is read from a model of few layers, which has every kind."""
     from accel_scale.training.adapters import lora_config
 
-    return lora_config(ModelConfig(lora_task_type="CAUSAL_LM"))
+    skeleton = skeleton_of(tiny_config(config))
+    return lora_config(ModelConfig(lora_task_type="CAUSAL_LM"), skeleton, dropout_is_set=False)
 
 
 def outcome(verdict: Verdict) -> str:
@@ -114,6 +118,9 @@ def check_architecture(config: PreTrainedConfig) -> dict[str, Any]:
         except ConfigError as error:
             found[method] = f"refused: {error.problem}"
             continue
+        except Exception as error:  # of the configuration, before there is a model
+            found[method] = f"start check: skipped, {type(error).__name__}: {error}"
+            continue
         found[method] = outcome(verdict)
         if verdict.untrained:
             found[f"{method}_untrained"] = len(verdict.untrained)
@@ -136,13 +143,29 @@ def versions() -> dict[str, str]:
     return {name: installed[name] for name in ("torch", "transformers", "peft", "trl")}
 
 
+def record(name: str, found: dict[str, Any]) -> None:
+    """Add what was found of an architecture to both files; scans may run at the same time."""
+    with (REPOSITORY / "benchmarks" / "start_check_scan.py").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        results = read_results()
+        results["architectures"].setdefault(name, {}).update(found)
+        write(results)
+
+
 def write(results: dict[str, Any]) -> None:
-    """Both files; several scans may write in turn."""
+    """Both files."""
     results["architectures"] = dict(sorted(results["architectures"].items()))
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    _replace(RESULTS, json.dumps(results, indent=1) + "\n")
     text = TABLE.read_text(encoding="utf-8")
     before, rest = text.split(BEGIN)
-    TABLE.write_text(before + BEGIN + "\n" + table(results) + END + rest.split(END)[1], encoding="utf-8")
+    _replace(TABLE, before + BEGIN + "\n" + table(results) + END + rest.split(END)[1])
+
+
+def _replace(path: Path, text: str) -> None:
+    """Whole, because another scan may be reading it."""
+    new = path.with_suffix(".new")
+    new.write_text(text, encoding="utf-8")
+    new.replace(path)
 
 
 def builds_small(found: dict[str, Any]) -> bool:
@@ -194,13 +217,14 @@ def main() -> None:
         from start_check_sharded import check_sharded, process_group
 
         process_group()
+    done = read_results()["architectures"]  # once: the processes of FSDP2 must agree
     for name, config in architectures():
         if options.only is not None and name not in options.only:
             continue
-        known = read_results()["architectures"].get(name, {})
+        known = done.get(name, {})
         if options.fsdp2:
             is_due = options.again or "full_fsdp2" not in known
-            found = check_sharded(config, known.get("rows", "padded")) if is_due else {}
+            found = check_sharded(config) if is_due else {}
         else:
             is_due = options.again or "full" not in known
             found = check_architecture(config) if is_due else {}
@@ -208,9 +232,7 @@ def main() -> None:
         if found and speaks:
             print(name, found, flush=True)
             if not options.print:
-                results = read_results()
-                results["architectures"].setdefault(name, {}).update(found)
-                write(results)
+                record(name, found)
 
 
 if __name__ == "__main__":

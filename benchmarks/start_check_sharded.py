@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 from typing import Any
 
@@ -14,11 +15,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from accel_scale.errors import ConfigError
 from accel_scale.training.fast_loss import add_fast_lm_head
-from accel_scale.training.start_check.check import TwinCheck, recipe_loss
 from accel_scale.training.start_check.flash_on_cpu import attention_on_cpu
 from accel_scale.training.start_check.isolation import find_leak
 from accel_scale.training.start_check.steps import Step, difference, same_draws, take_step
 from accel_scale.training.start_check.twin import NoTwin, first_line, undisturbed
+from accel_scale.training.start_check.twin_check import TwinCheck, recipe_loss
 
 
 def process_group() -> None:
@@ -26,27 +27,36 @@ def process_group() -> None:
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
 
 
-def check_sharded(config: PreTrainedConfig, rows: str) -> dict[str, Any]:
-    """{"full_fsdp2": …, "lora_fsdp2": …} for a configuration whose rows come so."""
+def check_sharded(config: PreTrainedConfig) -> dict[str, Any]:
+    """{"full_fsdp2": …, "lora_fsdp2": …}: with packed rows where the model takes them, else with padded ones."""
     found = {}
     for method in ("full", "lora"):
-        dist.barrier()
-        try:
-            with undisturbed():
-                found[f"{method}_fsdp2"] = _sharded(config, method, rows)
-        except ConfigError as error:
-            found[f"{method}_fsdp2"] = f"refused: {error.problem}"
-        except NoTwin as reason:
-            found[f"{method}_fsdp2"] = f"start check: skipped, {reason}"
-        except Exception as error:  # what the engine says about an architecture is a result
-            found[f"{method}_fsdp2"] = f"fails: {type(error).__name__}: {first_line(error)}"
+        for rows, attention in (("packed", None), ("padded", None), ("padded", "sdpa"), ("padded", "eager")):
+            dist.barrier()
+            found[f"{method}_fsdp2"] = _outcome(config, method, rows, attention)
+            if not found[f"{method}_fsdp2"].startswith("refused"):
+                break
     return found
 
 
-def _sharded(config: PreTrainedConfig, method: str, rows: str) -> str:
+def _outcome(config: PreTrainedConfig, method: str, rows: str, attention: str | None) -> str:
+    try:
+        with undisturbed():
+            return _sharded(config, method, rows, attention)
+    except ConfigError as error:
+        return f"refused: {error.problem}"
+    except NoTwin as reason:
+        return f"start check: skipped, {reason}"
+    except Exception as error:  # what the engine says about an architecture is a result
+        return f"fails: {type(error).__name__}: {first_line(error)}"
+
+
+def _sharded(config: PreTrainedConfig, method: str, rows: str, attention_name: str | None) -> str:
     from start_check_scan import planned
 
     run = planned(config, method, rows)
+    if attention_name is not None:
+        run = dataclasses.replace(run, attention=attention_name)
     with attention_on_cpu(run.attention) as attention:
         check = TwinCheck(run, attention)
         own = check.own_step()

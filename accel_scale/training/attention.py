@@ -47,11 +47,9 @@ def resolve_attention(
         model_config: The model's `PreTrainedConfig`.
 
     Raises:
-        ConfigError: if the request cannot be honoured here, or documents cannot be isolated in this model.
+        ConfigError: if the request cannot be honoured here.
     """
     model_class = _model_class(model_config)
-    if packing:
-        _check_can_isolate(model_config, model_class)
     if requested is None:
         return _default_attention(device, dtype, packing, model_config, model_class)
     if "/" in requested:
@@ -191,7 +189,13 @@ def _check_kernel(requested: str, device_type: str) -> str:
     return requested
 
 
-def _check_can_isolate(config: Any, model_class: Any) -> None:
+def check_can_isolate(config: Any, packing_flag: str) -> None:
+    """Refuse packing by a configuration alone: for models of which the start check cannot build a small one.
+
+    Raises:
+        ConfigError: if the model has layers that are known to carry a state; `packing_flag` switches packing off.
+    """
+    model_class = _model_class(config)
     text_config = config.get_text_config()
     layer_types = set(getattr(text_config, "layer_types", None) or ())
     mixing = layer_types - _ISOLATING_LAYER_TYPES
@@ -200,8 +204,8 @@ def _check_can_isolate(config: Any, model_class: Any) -> None:
         layers = f" ({', '.join(sorted(mixing))} layers)" if mixing else ""
         raise ConfigError(
             f"{config.model_type} models{layers} carry a state from one packed document into the next.",
-            place="--packing",
-            fix="switch packing off for this model.",
+            place=packing_flag.split()[0],
+            fix=f"switch packing off for this model: {packing_flag}.",
         )
 
 

@@ -27,6 +27,7 @@ from transformers import (
 from accel_scale.errors import ConfigError
 from accel_scale.planning.device import CPU, Device
 from accel_scale.training.attention import (
+    check_can_isolate,
     check_packing_strategy,
     resolve_attention,
 )
@@ -125,6 +126,15 @@ def test_rows_packed_by_trl_are_isolated(strategy):
         together = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits[0]
         alone = [model(input_ids=ids[None]).logits[0] for ids in batch["input_ids"][0].split(lengths)]
     assert torch.allclose(together, torch.cat(alone), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("config", "layers"), [(MambaConfig(), "carry a state"), (Qwen3NextConfig(), "linear_attention layers")]
+)
+def test_a_state_is_read_from_a_configuration(config, layers):
+    with pytest.raises(ConfigError, match=f"{layers}.* --packing false"):
+        check_can_isolate(config, "--packing false")
+    check_can_isolate(LlamaConfig(), "--packing false")
 
 
 def test_wrapped_packing_is_refused():
@@ -334,8 +344,6 @@ def test_resolution(requested, settings, expected):
         ("sdpa", {"model_config": Gemma2Config()}, "caps its attention logits"),
         (PACKED_ATTENTION, {"model_config": FalconConfig()}, "attention interface"),
         ("kernels-community/flash-attn2", {}, "this run is on a CPU"),
-        (None, {"packing": True, "model_config": MambaConfig()}, "carry a state"),
-        ("sdpa", {"packing": True, "model_config": Qwen3NextConfig()}, "linear_attention layers"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(requested, settings, message):

@@ -27,6 +27,7 @@ from transformers.models.llama import modeling_llama
 
 from accel_scale.errors import ConfigError
 from accel_scale.training import fast_loss
+from accel_scale.training.attention import check_can_isolate
 from accel_scale.training.checkpointing import CheckpointingPolicy
 from accel_scale.training.packed_attention import PACKED_ATTENTION, register_packed_attention
 from accel_scale.training.start_check import PlannedRun, Verdict, check_start
@@ -271,3 +272,24 @@ def test_what_cannot_be_shrunk_is_said_and_not_refused() -> None:
     assert "start check: skipped" in verdict.notes[0]
     with undisturbed(), pytest.raises(NoTwin, match="parameters after shrinking"):
         build_twin(config, attention="eager")
+
+
+def test_the_routers_loss_is_trls_or_is_switched_off() -> None:
+    """TRL adds it by names that not every mixture has: it is compared with the model's own, and 0 is the way out."""
+    mixtral, granite = CONFIG_MAPPING["mixtral"](), CONFIG_MAPPING["granitemoe"]()
+    assert check(mixtral, rows="padded", router_loss=0.02).notes == ()
+    with pytest.raises(ConfigError, match=r"--router_aux_loss_coef: TRL's loss .* num_experts.*Fix: use 0"):
+        check(granite, rows="padded", router_loss=0.02)
+    assert check(granite, rows="padded", router_loss=0.0).notes == ()
+
+
+def test_a_page_of_messages_does_not_name_another_recipes_flags() -> None:
+    """Whoever calls says what switches packing off."""
+    with pytest.raises(ConfigError, match="--isolate_documents false") as caught:
+        check(CONFIG_MAPPING["opt"](), rows="lanes", packing_flag="--isolate_documents false")
+    assert caught.value.place == "--isolate_documents"
+    with pytest.raises(ConfigError) as caught:
+        check_can_isolate(JambaConfig(), "--isolate_documents false")
+    assert caught.value.place == "--isolate_documents"
+    assert caught.value.fix is not None
+    assert "--isolate_documents false" in caught.value.fix

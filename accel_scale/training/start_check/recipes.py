@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from accel_scale.errors import ConfigError
 from accel_scale.training.router_loss import refuse_shared_model
-from accel_scale.training.start_check.check import PlannedRun, Verdict, check_start
+from accel_scale.training.start_check.check import check_start
+from accel_scale.training.start_check.plan import PlannedRun, Verdict
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -46,6 +47,7 @@ def check_sft_start(
         adapter=adapter,
         targets_given=bool(values.get("lora_target_modules")),
         trust_remote_code=bool(values.get("trust_remote_code")),
+        router_loss=_router_loss(config, values.get("router_aux_loss_coef")),
         packing_flag="--packing false --padding_free false" if values.get("padding_free") else "--packing false",
     )
     return _said(planned, say)
@@ -81,6 +83,14 @@ def check_pretrain_start(run: PretrainRun) -> Verdict:
             fix="leave them out, and use FSDP2 or ZeRO.",
         )
     return verdict
+
+
+def _router_loss(config: PreTrainedConfig, given: float | None) -> float:
+    """The weight that TRL gives to the routers' auxiliary loss: 0 for a model without routers that tell."""
+    text = config.get_text_config()
+    if not hasattr(text, "output_router_logits"):
+        return 0.0
+    return float(getattr(text, "router_aux_loss_coef", 0.0) if given is None else given)
 
 
 def _said(planned: PlannedRun, say: Callable[[str], None]) -> Verdict:

@@ -39,12 +39,8 @@ def build_twin(
     import torch
     from transformers import AutoModelForCausalLM
 
-    from accel_scale.launching.shrink import shrink_model_config
-
-    special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     try:
-        tiny = shrink_model_config(copy.deepcopy(config), vocab_size=VOCAB_SIZE, **special)
-        tiny.use_cache = False
+        tiny = tiny_config(config)
         options: dict[str, Any] = {"attn_implementation": attention, "trust_remote_code": trust_remote_code}
         with torch.device("meta"):
             num_parameters = AutoModelForCausalLM.from_config(copy.deepcopy(tiny), **options).num_parameters()
@@ -59,6 +55,16 @@ def build_twin(
     without_dropout(model)
     stir(model, seed)
     return model
+
+
+def tiny_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """`config` shrunk to the twin's size; it stays as it is itself."""
+    from accel_scale.launching.shrink import shrink_model_config
+
+    special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    tiny = shrink_model_config(copy.deepcopy(config), vocab_size=VOCAB_SIZE, **special)
+    tiny.use_cache = False
+    return tiny
 
 
 def attach_adapter(model: PreTrainedModel, adapter: PeftConfig, *, seed: int = 0) -> Any:
