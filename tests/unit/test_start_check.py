@@ -278,7 +278,7 @@ def test_the_routers_loss_is_trls_or_is_switched_off() -> None:
     """TRL adds it by names that not every mixture has: it is compared with the model's own, and 0 is the way out."""
     mixtral, granite = CONFIG_MAPPING["mixtral"](), CONFIG_MAPPING["granitemoe"]()
     assert check(mixtral, rows="padded", router_loss=0.02).notes == ()
-    with pytest.raises(ConfigError, match=r"--router_aux_loss_coef: TRL's loss .* num_experts.*Fix: use 0"):
+    with pytest.raises(ConfigError, match=r"--router_aux_loss_coef: TRL's loss .*num_experts.*Fix: use 0"):
         check(granite, rows="padded", router_loss=0.02)
     assert check(granite, rows="padded", router_loss=0.0).notes == ()
 
