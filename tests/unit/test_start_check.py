@@ -30,7 +30,7 @@ from accel_scale.training import fast_loss
 from accel_scale.training.attention import check_can_isolate
 from accel_scale.training.checkpointing import CheckpointingPolicy
 from accel_scale.training.packed_attention import PACKED_ATTENTION, register_packed_attention
-from accel_scale.training.start_check import PlannedRun, Verdict, check_start
+from accel_scale.training.start_check import PlannedRun, Verdict, check_start, twin_check
 from accel_scale.training.start_check import rows as start_check_rows
 from accel_scale.training.start_check.flash_on_cpu import _KERNEL_VARIABLES, attention_on_cpu
 from accel_scale.training.start_check.twin import NoTwin, build_twin, undisturbed
@@ -274,13 +274,13 @@ def test_what_cannot_be_shrunk_is_said_and_not_refused() -> None:
         build_twin(config, attention="eager")
 
 
-def test_the_routers_loss_is_trls_or_is_switched_off() -> None:
-    """TRL adds it by names that not every mixture has: it is compared with the model's own, and 0 is the way out."""
-    mixtral, granite = CONFIG_MAPPING["mixtral"](), CONFIG_MAPPING["granitemoe"]()
-    assert check(mixtral, rows="padded", router_loss=0.02).notes == ()
-    with pytest.raises(ConfigError, match=r"--router_aux_loss_coef: TRL's loss .*num_experts.*Fix: use 0"):
-        check(granite, rows="padded", router_loss=0.02)
-    assert check(granite, rows="padded", router_loss=0.0).notes == ()
+def test_the_routers_loss_is_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    mixtures = [CONFIG_MAPPING[name]() for name in ("mixtral", "granitemoe")]
+    for config in mixtures:
+        assert check(config, rows="padded", router_loss=0.02).notes == ()
+    monkeypatch.setattr(twin_check, "router_coefficient", lambda config: 0.01)
+    with pytest.raises(ConfigError, match=r"--router_aux_loss_coef: .*auxiliary loss is not Mixtral.*Fix: use 0"):
+        check(mixtures[0], rows="padded", router_loss=0.02)
 
 
 def test_a_page_of_messages_does_not_name_another_recipes_flags() -> None:

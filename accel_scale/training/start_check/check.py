@@ -74,18 +74,26 @@ def _with_other_attention(run: PlannedRun, refusal: AttentionRefused) -> Verdict
 
 
 def _without_running(run: PlannedRun, refusal: Crashed) -> Verdict:
-    """What is left to say of a twin that takes no step: whether its adapters are why."""
-    if run.adapter is None:
-        return _skipped(run, refusal.problem)
-    try:
-        _verdict(dataclasses.replace(run, adapter=None, policy=CheckpointingPolicy("none")))
-    except ConfigError:
+    """What is left to say of a twin that takes no step: whether its adapters or the router's loss are why."""
+    if run.router_loss and _is_accepted(dataclasses.replace(run, router_loss=0.0)):
+        raise ConfigError(refusal.problem, place="--router_aux_loss_coef", fix="use 0.") from refusal
+    if run.adapter is None or not _is_accepted(
+        dataclasses.replace(run, adapter=None, policy=CheckpointingPolicy("none"))
+    ):
         return _skipped(run, refusal.problem)
     raise ConfigError(
         f"these adapters do not go with the model: {refusal.problem}",
         place="--lora_target_modules",
         fix="name the attention's projections, such as q_proj k_proj v_proj o_proj.",
     ) from refusal
+
+
+def _is_accepted(run: PlannedRun) -> bool:
+    try:
+        _verdict(run)
+    except ConfigError:
+        return False
+    return True
 
 
 def _alternatives(run: PlannedRun) -> Iterable[tuple[PlannedRun, str]]:

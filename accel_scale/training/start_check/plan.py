@@ -28,7 +28,7 @@ class PlannedRun:
         use_reentrant: Whether checkpointing is of the reentrant kind.
         adapter: PEFT's configuration; None where the weights themselves are trained.
         trust_remote_code: Whether code of the model's own may run.
-        router_loss: Weight of the routers' auxiliary loss, which TRL's own loss adds; None: as the model's own loss.
+        router_loss: Weight of the router's auxiliary loss where the trainer sets it; None: as the configuration says.
         packing_flag: What switches packing off in this recipe.
         targets_given: Whether the user named the modules that get adapters.
     """

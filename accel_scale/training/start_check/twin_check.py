@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from accel_scale.errors import ConfigError
 from accel_scale.training.checkpointing import CheckpointingPolicy, apply_checkpointing
 from accel_scale.training.fast_loss import add_fast_lm_head
+from accel_scale.training.router_loss import router_coefficient
 from accel_scale.training.start_check.plan import AttentionRefused, Crashed, PlannedRun, Verdict
 
 if TYPE_CHECKING:
@@ -120,11 +121,11 @@ class TwinCheck:
             if step is not None:
                 return step, from_logits
             seen.append(why)
-        if self.run.router_loss:
+        if router_coefficient(self.base.config):
             raise ConfigError(
-                f"TRL's loss with the routers' auxiliary loss is not {self.name}'s own: {seen[-1]}.",
+                f"the recipe's loss with the router's auxiliary loss is not {self.name}'s own: {seen[-1]}.",
                 place="--router_aux_loss_coef",
-                fix="use 0.",
+                fix="use 0, or set output_router_logits to false in config.json.",
             )
         raise ConfigError(
             f"the recipe's loss is not {self.name}'s own: {seen[-1]}.",
@@ -169,7 +170,6 @@ class TwinCheck:
 def recipe_loss(model: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
     """What both recipes call: the sum over labelled tokens ÷ their number in the global batch."""
     from accel_scale.training.loss import count_loss_tokens
-    from accel_scale.training.router_loss import router_coefficient
 
     num_items, coefficient = count_loss_tokens(inputs["labels"]), router_coefficient(model.config)
     outputs = model(**inputs, num_items_in_batch=num_items, fast_lm_head=True, router_loss=bool(coefficient))
