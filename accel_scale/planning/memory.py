@@ -194,7 +194,9 @@ def _phases(
             ("communication buckets", 0.0 if setup.parallel.strategy.startswith("fsdp") else moved.bucket_bytes),
         ),
     )
-    load = Phase("load", (("weights", states.weight_bytes), ("largest weight", states.load_extra_bytes)))
+    load = Phase(
+        "load", (("weights", states.weight_bytes), ("rest of the base, before it is sharded", states.load_extra_bytes))
+    )
     return load, forward, top, bottom, update
 
 

@@ -70,13 +70,25 @@ def _torch(model: ModelFacts, setup: TrainingSetup, groups: ParameterGroups, opt
     weights, gradients = trained * width + frozen, trained * width
     states = trained * optimizer.state_bytes(width)
     update = trained * width * optimizer.transient_copies
-    host = _load_bytes(model, setup, groups)
+    host, whole = _load_bytes(model, setup, groups), _whole_on_card(setup, groups)
     if parallel.offload_params != "none":
         # FSDP's offload keeps weights, gradients and states on the host and steps there.
-        return StateBytes(0, 0, 0, 0, 0, 0, max(host, weights + gradients + states + update))
+        return StateBytes(0, 0, 0, 0, 0, whole, max(host, weights + gradients + states + update))
+    extra = max(0.0, whole - weights)
     if optimizer.on_host:
-        return StateBytes(weights, 0, gradients, 0, 0, 0, max(host, states + 2 * gradients))
-    return StateBytes(weights, 0, gradients, states, update, 0, host)
+        return StateBytes(weights, 0, gradients, 0, 0, extra, max(host, states + 2 * gradients))
+    return StateBytes(weights, 0, gradients, states, update, extra, host)
+
+
+def _whole_on_card(setup: TrainingSetup, groups: ParameterGroups) -> float:
+    """Bytes of the base that every card holds while it loads, before it is sharded; 0 where it comes in shards.
+
+    transformers quantises on the card and does not shard what it quantises (5.23: `is_quantized` excludes zero.Init
+    and loading on one rank; accelerate 1.15 `fsdp2_prepare_model` shards such a model from where it lies).
+    """
+    if setup.method != "qlora" or not setup.parallel.shards_weights:
+        return 0.0
+    return frozen_weight_bytes(setup, groups)
 
 
 def _deepspeed(
@@ -95,7 +107,7 @@ def _deepspeed(
     part = trained / shards
     update = 4 * (min(part, DEEPSPEED_SUB_GROUP) if parallel.strategy == "zero3" else part) if width < 4 else 0.0
     states = part * optimizer.state_bytes(4)
-    host = _load_bytes(model, setup, groups)
+    host, whole = _load_bytes(model, setup, groups), _whole_on_card(setup, groups)
     if parallel.offload_optimizer != "none":
         pinned = part * (4 + 4) + states
         host = max(host, pinned if parallel.offload_optimizer == "cpu" else 3 * 12 * min(part, DEEPSPEED_SUB_GROUP))
@@ -104,7 +116,7 @@ def _deepspeed(
     if parallel.offload_params != "none":
         host += weights if parallel.offload_params == "cpu" else 0.0
         weights = 0.0
-    return StateBytes(weights, masters, gradients, states, update, 0, host)
+    return StateBytes(weights, masters, gradients, states, update, max(0.0, whole - weights), host)
 
 
 def _load_bytes(model: ModelFacts, setup: TrainingSetup, groups: ParameterGroups) -> float:

@@ -156,3 +156,29 @@ def test_fsdp2_hands_every_mixed_precisions_layers_16_bit_weights(precision):
     # In one process the weights are fp32, and autocast makes the copies.
     one = predict_memory(LLAMA, replace(fsdp, precision=precision, parallel=ParallelSetup()))
     assert one.step.peak_bytes > found.step.peak_bytes
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
+def test_a_4_bit_base_is_whole_on_every_card_before_it_is_sharded(strategy):
+    """transformers quantises on each card; only then is there something to shard."""
+    setup = TrainingSetup(method="qlora", micro_batch_size=1, sequence_length=128, checkpointing="full")
+    eight = replace(setup, parallel=ParallelSetup(strategy, 8))
+    alone = predict_memory(LLAMA, setup)
+    sharded = predict_memory(LLAMA, eight)
+    whole = state_bytes(LLAMA, replace(setup, parallel=ParallelSetup())).weight_bytes
+    load = next(phase for phase in sharded.phases if phase.name == "load")
+    assert load.total_bytes == pytest.approx(whole, rel=0.05)  # adapters come later
+    assert sharded.peak_bytes >= load.total_bytes
+    assert sharded.states.weight_bytes < alone.states.weight_bytes / 4
+    # Other methods load in shards, and so does what only shards states or gradients.
+    assert predict_memory(LLAMA, replace(eight, method="lora")).states.load_extra_bytes == 0
+    assert predict_memory(LLAMA, replace(setup, parallel=ParallelSetup("zero2", 8))).states.load_extra_bytes == 0
+
+
+def test_a_70b_4_bit_base_is_not_promised_to_two_24_gib_cards():
+    large = load_model_facts("meta-llama/Llama-3.1-70B", allow_download=False)
+    setup = TrainingSetup(method="qlora", micro_batch_size=1, sequence_length=512, parallel=ParallelSetup("fsdp2", 2))
+    estimate = predict_memory(large, setup)
+    assert estimate.states.weight_bytes < 20 * 2**30  # what training would need
+    assert estimate.peak_phase.name == "load"
+    assert estimate.low_bytes > 24 * 2**30
