@@ -1,82 +1,66 @@
 """accel-scale: plan, rehearse, run and trust language model training on Hugging Face Accelerate.
 
-Public names are listed in `_EXPORTS` and imported on first use, so `import accel_scale` costs milliseconds.
+Public names are the imports below. Type checkers read them; at run time each is imported on first use, so
+`import accel_scale` costs milliseconds. docs/library.md says what each is for.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-_EXPORTS: dict[str, str] = {
-    "ConfigError": "accel_scale.errors",
-    "ScalePlugin": "accel_scale.plugin",
-    "ensure_chat_template": "accel_scale.data.chat",
-    "ensure_stop_token": "accel_scale.data.chat",
-    "LengthDistribution": "accel_scale.data.lengths",
-    "length_distribution": "accel_scale.data.lengths",
-    "loader_settings": "accel_scale.data.loaders",
-    "LoadedData": "accel_scale.data.loading",
-    "load_training_data": "accel_scale.data.loading",
-    "Finding": "accel_scale.launching.checks",
-    "check_run": "accel_scale.launching.checks",
-    "refuse_errors": "accel_scale.launching.checks",
-    "LaunchEnvironment": "accel_scale.launching.environment",
-    "current_launch": "accel_scale.launching.environment",
-    "LaunchFile": "accel_scale.launching.launch_file",
-    "read_launch_file": "accel_scale.launching.launch_file",
-    "Machine": "accel_scale.launching.machine",
-    "detect_machine": "accel_scale.launching.machine",
-    "enable_rehearsal_if_needed": "accel_scale.launching.rehearsal",
-    "RunSettings": "accel_scale.launching.run_settings",
-    "shrink_config": "accel_scale.launching.shrink",
-    "lora_config": "accel_scale.training.adapters",
-    "quantization_config": "accel_scale.training.adapters",
-    "prepare_quantized_base": "accel_scale.training.adapters",
-    "resolve_attention": "accel_scale.training.attention",
-    "derive_accumulation": "accel_scale.training.batch",
-    "CheckpointingPolicy": "accel_scale.training.checkpointing",
-    "apply_checkpointing": "accel_scale.training.checkpointing",
-    "CheckpointManager": "accel_scale.training.checkpoints",
-    "cap_device_memory": "accel_scale.training.device",
-    "ExactMatch": "accel_scale.training.exact_match",
-    "exact_match": "accel_scale.training.exact_match",
-    "FastLossMixin": "accel_scale.training.fast_loss",
-    "Guard": "accel_scale.training.guard",
-    "GuardSettings": "accel_scale.training.guard_settings",
-    "GuardedStep": "accel_scale.training.guarded_step",
-    "GuardMixin": "accel_scale.training.guard_mixin",
-    "chunked_cross_entropy": "accel_scale.training.loss",
-    "OPTIMIZER_NAMES": "accel_scale.training.optimizers",
-    "create_optimizer": "accel_scale.training.optimizers",
-    "Precision": "accel_scale.training.precision",
-    "resolve_precision": "accel_scale.training.precision",
-    "AtomicSavingMixin": "accel_scale.training.saving",
-    "save_atomically": "accel_scale.training.saving",
-    "save_final": "accel_scale.training.saving",
-    "SequenceParallelMixin": "accel_scale.training.sequence_mixin",
-    "create_schedule": "accel_scale.training.schedules",
-    "scaled_learning_rate": "accel_scale.training.schedules",
-    "verify_checkpoint": "accel_scale.training.verification",
-    "merge_adapter": "accel_scale.training.merge",
-    "MergeResult": "accel_scale.training.merge",
-    "ScaleTrainerMixin": "accel_scale.training.callbacks",
-    "latest_complete_checkpoint": "accel_scale.training.saving",
-    "CheckpointMismatch": "accel_scale.training.saving",
-}
+if TYPE_CHECKING:
+    from accel_scale.data.chat import ensure_chat_template as ensure_chat_template
+    from accel_scale.data.chat import ensure_stop_token as ensure_stop_token
+    from accel_scale.data.lengths import length_distribution as length_distribution
+    from accel_scale.errors import ConfigError as ConfigError
+    from accel_scale.launching.rehearsal import enable_rehearsal_if_needed as enable_rehearsal_if_needed
+    from accel_scale.launching.shrink import shrink_config as shrink_config
+    from accel_scale.plugin import ScalePlugin as ScalePlugin
+    from accel_scale.training.batch import derive_accumulation as derive_accumulation
+    from accel_scale.training.callbacks import ScaleTrainerMixin as ScaleTrainerMixin
+    from accel_scale.training.checkpointing import CheckpointingPolicy as CheckpointingPolicy
+    from accel_scale.training.checkpointing import apply_checkpointing as apply_checkpointing
+    from accel_scale.training.checkpoints import CheckpointManager as CheckpointManager
+    from accel_scale.training.cpu_process import tune_cpu_process as tune_cpu_process
+    from accel_scale.training.device import cap_device_memory as cap_device_memory
+    from accel_scale.training.exact_match import exact_match as exact_match
+    from accel_scale.training.fast_loss import FastLossMixin as FastLossMixin
+    from accel_scale.training.guard import Guard as Guard
+    from accel_scale.training.guard_mixin import GuardMixin as GuardMixin
+    from accel_scale.training.guard_settings import GuardSettings as GuardSettings
+    from accel_scale.training.guarded_step import GuardedStep as GuardedStep
+    from accel_scale.training.loss import chunked_cross_entropy as chunked_cross_entropy
+    from accel_scale.training.memory_recovery import MemoryRecovery as MemoryRecovery
+    from accel_scale.training.merge import merge_adapter as merge_adapter
+    from accel_scale.training.optimizers import OPTIMIZER_NAMES as OPTIMIZER_NAMES
+    from accel_scale.training.optimizers import create_optimizer as create_optimizer
+    from accel_scale.training.saving import AtomicSavingMixin as AtomicSavingMixin
+    from accel_scale.training.saving import CheckpointMismatch as CheckpointMismatch
+    from accel_scale.training.saving import latest_complete_checkpoint as latest_complete_checkpoint
+    from accel_scale.training.saving import save_atomically as save_atomically
+    from accel_scale.training.saving import save_final as save_final
+    from accel_scale.training.schedules import create_schedule as create_schedule
+    from accel_scale.training.schedules import scaled_learning_rate as scaled_learning_rate
+    from accel_scale.training.sequence_mixin import SequenceParallelMixin as SequenceParallelMixin
+    from accel_scale.training.verification import verify_checkpoint as verify_checkpoint
+else:
+    import importlib
+    import pkgutil
+    import re
 
-__all__ = ["__version__", *_EXPORTS]
+    _IMPORT = re.compile(r"^    from (accel_scale[\w.]*) import (\w+) as \2$", re.MULTILINE)
+    _EXPORTS = {name: module for module, name in _IMPORT.findall(pkgutil.get_data(__name__, "__init__.py").decode())}
 
+    __all__ = ["__version__", *_EXPORTS]
 
-def __getattr__(name: str) -> Any:
-    if name not in _EXPORTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_EXPORTS[name]), name)
-    globals()[name] = value
-    return value
+    def __getattr__(name):
+        if name not in _EXPORTS:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(_EXPORTS[name]), name)
+        globals()[name] = value
+        return value
 
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+    def __dir__():
+        return sorted(__all__)

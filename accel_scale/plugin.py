@@ -4,19 +4,35 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from accel_scale.errors import ConfigError
+from accel_scale.field_words import words_of_fields
+from accel_scale.plugin_checks import refuse_what_does_nothing
 from accel_scale.training.arguments import DECAY_SHAPES, PRECISIONS
+from accel_scale.training.attention import ATTENTION_NAMES
 from accel_scale.training.batch import derive_accumulation
 from accel_scale.training.checkpointing import CheckpointingPolicy
+from accel_scale.training.optimizer_specs import parse_optim_args
 from accel_scale.training.schedules import SCHEDULE_NAMES, create_schedule, scaled_learning_rate, schedule_name
 from accel_scale.units import parse_bytes
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+    from typing import TypeVar
+
+    import torch
+    from accelerate import Accelerator
+    from peft import PeftConfig
+    from typing_extensions import TypeVarTuple, Unpack
+
     from accel_scale.launching.environment import LaunchEnvironment
     from accel_scale.training.guard_settings import GuardSettings
+    from accel_scale.training.loop import ScaledAccelerator
     from accel_scale.training.precision import Precision
+
+    T = TypeVar("T")
+    Parts = TypeVarTuple("Parts")
 
 ENVIRONMENT_PREFIX = "ACCEL_SCALE_"
 _FALSE, _TRUE = ("0", "false", "no", "off"), ("1", "true", "yes", "on")
@@ -60,7 +76,7 @@ class ScalePlugin:
     precision: str | None = None
     checkpointing_policy: str | None = None
     attention: str | None = None
-    adapter: Any = None
+    adapter: PeftConfig | None = None
     optimizer: str | None = None
     optim_args: str | None = None
     learning_rate: float | None = None
@@ -90,7 +106,8 @@ class ScalePlugin:
                 self._from_environment.add(field.name)
                 setattr(self, field.name, self._parse(field.name, str(field.type), text))
         self.verify_first_checkpoint = self.verify_first_checkpoint is not False
-        self._validate()
+        with self.in_words_of_fields():
+            self._validate()
         self._rehearse()
 
     def _place(self, name: str) -> str:
@@ -115,6 +132,8 @@ class ScalePlugin:
         if self.lr_schedule is not None:
             self.lr_schedule = schedule_name(self.lr_schedule)
             self._choose("lr_schedule", SCHEDULE_NAMES)
+        if self.attention is not None and "/" not in self.attention:  # else the name of a kernel
+            self._choose("attention", ATTENTION_NAMES)
         for name in ("warmup_ratio", "min_lr_ratio", "decay_ratio"):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 1:
@@ -128,9 +147,7 @@ class ScalePlugin:
             if value is not None and value < 0:
                 raise ConfigError(f"{value:g} is negative.", place=self._place(name), fix="use 0 or more.")
         if self.optimizer is not None:
-            from accel_scale.training.optimizers import optimizer_spec
-
-            optimizer_spec(self.optimizer)
+            parse_optim_args(self.optimizer, self.optim_args)
         if self.device_memory is not None:
             parse_bytes(self.device_memory, place=self._place("device_memory"))
         self.policy = (
@@ -138,32 +155,20 @@ class ScalePlugin:
             if self.checkpointing_policy is not None
             else None
         )
-        self._refuse_what_does_nothing()
+        refuse_what_does_nothing(self, place=self._place)
+        if self.lr_schedule is not None:
+            self._try_schedule()
+
+    def _try_schedule(self) -> None:
+        """Refuse ratios that contradict each other, or that the schedule does not have, before anything is loaded."""
+        import torch
+
+        self.schedule(torch.optim.SGD([torch.zeros(1)], lr=1.0), self.num_training_steps or 1000)
 
     def _choose(self, name: str, choices: tuple[str, ...]) -> None:
         value = getattr(self, name)
         if value is not None and value not in choices:
             raise ConfigError(f"{value!r} is unknown.", place=self._place(name), fix=f"use {', '.join(choices)}.")
-
-    def _refuse_what_does_nothing(self) -> None:
-        """A setting that only another one makes use of, without that other one."""
-        needs = {
-            "optim_args": "optimizer",
-            "warmup_ratio": "lr_schedule",
-            "min_lr_ratio": "lr_schedule",
-            "decay_ratio": "lr_schedule",
-            "decay_shape": "lr_schedule",
-            "num_training_steps": "lr_schedule",
-            "lr_base_batch_size": "scale_lr_from_batch_size",
-            "fp8_emulate": "precision",
-            "guard_threshold": "guard",
-            "guard_max_skips": "guard",
-        }
-        for name, other in needs.items():
-            if getattr(self, name) and getattr(self, other) is None:
-                raise ConfigError(
-                    f"{name} does nothing without {other}.", place=self._place(name), fix=f"set {other}, or remove it."
-                )
 
     def _rehearse(self) -> None:
         from accel_scale.launching.environment import current_launch
@@ -220,8 +225,8 @@ class ScalePlugin:
     @property
     def moves_rates(self) -> bool:
         """Whether the optimizer, or its learning rate, is another than the script's."""
-        given = (self.optimizer, self.lr_schedule, self.learning_rate, self.scale_lr_from_batch_size)
-        return any(setting is not None for setting in given)
+        given = {self.optimizer, self.lr_schedule, self.learning_rate, self.scale_lr_from_batch_size}
+        return given != {None}
 
     def learning_rate_factor(self, global_batch_size: int) -> float:
         """What the learning rate is multiplied by for `global_batch_size` sequences."""
@@ -232,7 +237,9 @@ class ScalePlugin:
             rule=self.scale_lr_from_batch_size,
         )
 
-    def schedule(self, optimizer: Any, num_training_steps: int) -> Any:
+    def schedule(
+        self, optimizer: torch.optim.Optimizer, num_training_steps: int
+    ) -> torch.optim.lr_scheduler.LRScheduler:
         """The plugin's schedule over `optimizer`, stepped once per optimizer step."""
         return create_schedule(
             optimizer,
@@ -260,21 +267,37 @@ class ScalePlugin:
 
             cap_device_memory(self.device_memory, device_type=device_type, device_index=device_index)
 
-    def accelerator(self, **kwargs: Any) -> Any:
+    def accelerator(self, **kwargs: Any) -> ScaledAccelerator:
         """An `Accelerator` made with `kwargs` and these settings, whose `prepare` prepares model, optimizer and
         schedule, and whose `save_state` writes atomically."""
         from accel_scale.training.loop import make_accelerator
 
-        return make_accelerator(self, kwargs)
+        with self.in_words_of_fields():
+            return make_accelerator(self, kwargs)
 
-    def prepare(self, accelerator: Any, *parts: Any, **kwargs: Any) -> Any:
+    @overload
+    def prepare(self, accelerator: Accelerator, part: T, /, **kwargs: Any) -> T: ...
+
+    @overload
+    def prepare(self, accelerator: Accelerator, /, *parts: Unpack[Parts], **kwargs: Any) -> tuple[Unpack[Parts]]: ...
+
+    def prepare(self, accelerator: Any, /, *parts: Any, **kwargs: Any) -> Any:  # type: ignore[misc]
         """As ``accelerator.prepare(*parts)``, after the settings have been applied to each of the parts."""
         from accel_scale.training.loop import prepare
 
-        return prepare(self, accelerator, parts, kwargs)
+        with self.in_words_of_fields():
+            return prepare(self, accelerator, parts, kwargs)
 
-    def trainer(self, trainer_class: type) -> type:
+    def trainer(self, trainer_class: type[T]) -> type[T]:
         """`trainer_class`, HF's or one of TRL's, with these settings: ``plugin.trainer(SFTTrainer)(model=…)``."""
         from accel_scale.training.callbacks import scaled_trainer_class
 
         return scaled_trainer_class(trainer_class, self)
+
+    def in_words_of_fields(self) -> AbstractContextManager[None]:
+        """Let errors of what the recipes share name fields, where they name flags."""
+        return words_of_fields(self.field_names, place=self._place)
+
+    @property
+    def field_names(self) -> list[str]:
+        return [field.name for field in fields(self)]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from transformers import Trainer
 
 from accel_scale.errors import ConfigError
+from accel_scale.field_words import in_words_of_fields
 from accel_scale.launching.begin import begin_process
 from accel_scale.training.guard_mixin import GuardMixin
 from accel_scale.training.learning import LearningMixin, refuse_unlabelled
@@ -21,6 +22,9 @@ from accel_scale.training.trainer_arguments import adapt_arguments
 
 if TYPE_CHECKING:
     from accel_scale.plugin import ScalePlugin
+
+
+_T = TypeVar("_T")
 
 
 class ScaleTrainerMixin(LearningMixin, GuardMixin, MemoryRecoveryMixin, OutputFolderMixin, AtomicSavingMixin):
@@ -47,7 +51,8 @@ class ScaleTrainerMixin(LearningMixin, GuardMixin, MemoryRecoveryMixin, OutputFo
             raise ConfigError(
                 "the trainer was made without `args`.", place="ScalePlugin.trainer", fix="pass TrainingArguments."
             )
-        self._precision = adapt_arguments(self.scale, training_args)
+        with self.scale.in_words_of_fields():
+            self._precision = adapt_arguments(self.scale, training_args)
         self._adapter = self.scale.adapter
         if self._adapter is not None and "peft_config" in signature.parameters:
             if bound.arguments.get("peft_config") is not None:
@@ -70,6 +75,9 @@ class ScaleTrainerMixin(LearningMixin, GuardMixin, MemoryRecoveryMixin, OutputFo
         if self._adapter is not None or self.model_wrapped is None:
             self.model_wrapped = self.model
 
+    def in_user_words(self, advice: str) -> str:
+        return in_words_of_fields(advice, self.scale.field_names)
+
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         enable_fp16_on_cpu(self.accelerator)
@@ -81,15 +89,16 @@ class ScaleTrainerMixin(LearningMixin, GuardMixin, MemoryRecoveryMixin, OutputFo
         return self._prepare(model) if is_ready else model
 
     def _prepare(self, model: Any) -> Any:
-        return prepare_model(
-            model,
-            strategy=strategy_of(self.accelerator),
-            device_type=self.accelerator.device.type,
-            precision=self._precision,
-            policy=self.scale.policy,
-            attention=self.scale.attention,
-            adapter=self._adapter,
-        )
+        with self.scale.in_words_of_fields():
+            return prepare_model(
+                model,
+                strategy=strategy_of(self.accelerator),
+                device_type=self.accelerator.device.type,
+                precision=self._precision,
+                policy=self.scale.policy,
+                attention=self.scale.attention,
+                adapter=self._adapter,
+            )
 
     def _check_given(self) -> None:
         """An optimizer and a schedule that the script has made, `Trainer(optimizers=…)`, are changed as in a loop."""
@@ -104,6 +113,10 @@ class ScaleTrainerMixin(LearningMixin, GuardMixin, MemoryRecoveryMixin, OutputFo
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """The plugin's optimizer over the groups of the script's own, or over the trainer's."""
+        with self.scale.in_words_of_fields():
+            return self._create_optimizer(*args, **kwargs)
+
+    def _create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         scale = self.scale
         if self.optimizer is None and self._given_optimizer is not None:
             self.optimizer = self._given_optimizer  # DeepSpeed's start has dropped it
@@ -194,12 +207,13 @@ class ScaleTrainerMixin(LearningMixin, GuardMixin, MemoryRecoveryMixin, OutputFo
                 place="ScalePlugin(num_training_steps=)",
                 fix="remove it; a trainer knows its steps.",
             )
-        schedule: Any = scale.schedule(optimizer or self.optimizer, num_training_steps)
+        made_for: Any = optimizer or self.optimizer
+        schedule: Any = scale.schedule(made_for, num_training_steps)
         self.lr_scheduler, self._created_lr_scheduler = schedule, True
         return schedule
 
 
-def scaled_trainer_class(trainer_class: type, scale: ScalePlugin) -> type:
+def scaled_trainer_class(trainer_class: type[_T], scale: ScalePlugin) -> type[_T]:
     """`trainer_class` with `scale` applied: another class of the same name, for any HF or TRL trainer."""
     if not issubclass(trainer_class, Trainer):
         raise ConfigError(
@@ -207,4 +221,5 @@ def scaled_trainer_class(trainer_class: type, scale: ScalePlugin) -> type:
             place="ScalePlugin.trainer",
             fix="give it the class of the trainer, e.g. scale.trainer(SFTTrainer)(…).",
         )
-    return type(trainer_class.__name__, (ScaleTrainerMixin, trainer_class), {"scale": scale})
+    scaled: Any = type(trainer_class.__name__, (ScaleTrainerMixin, trainer_class), {"scale": scale})
+    return scaled

@@ -6,7 +6,7 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from accelerate import Accelerator
@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from accel_scale.errors import ConfigError
+from accel_scale.field_words import in_words_of_fields
 from accel_scale.launching.begin import begin_process
 from accel_scale.launching.leaving import let_go_of_collectives
 from accel_scale.training.batch_splitting import LossKind
@@ -26,7 +27,7 @@ from accel_scale.training.loop_settings import (
     require_parts,
     set_accumulation,
 )
-from accel_scale.training.memory_recovery import MemoryRecovery
+from accel_scale.training.memory_recovery import REMEDIES, MemoryRecovery
 from accel_scale.training.precision import enable_fp16_on_cpu
 from accel_scale.training.preparing import adapt_optimizer, prepare_model, step_once_per_update, strategy_of
 from accel_scale.training.replacing import schedules_of
@@ -34,8 +35,11 @@ from accel_scale.training.saving import save_atomically
 from accel_scale.training.verification import VerifyResult, verify_checkpoint
 
 if TYPE_CHECKING:
+    from typing_extensions import TypeVarTuple, Unpack
+
     from accel_scale.plugin import ScalePlugin
 
+    _Parts = TypeVarTuple("_Parts")
 
 _Part = TypeVar("_Part")
 
@@ -70,7 +74,8 @@ class ScaledAccelerator(Accelerator):
         `gradient_accumulation_steps`.
         """
         if self.memory_recovery is None:
-            self.memory_recovery = MemoryRecovery(self, model, loss_kind=loss_kind)
+            advice = in_words_of_fields(REMEDIES, self.scale.field_names)
+            self.memory_recovery = MemoryRecovery(self, model, loss_kind=loss_kind, advice=lambda level: advice)
         loss: torch.Tensor = self.memory_recovery.step(batches, loss_of)
         return loss
 
@@ -82,7 +87,13 @@ class ScaledAccelerator(Accelerator):
         let_go_of_collectives()
         super().end_training()
 
-    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+    @overload
+    def prepare(self, part: _Part, /, **kwargs: Any) -> _Part: ...
+
+    @overload
+    def prepare(self, *parts: Unpack[_Parts], **kwargs: Any) -> tuple[Unpack[_Parts]]: ...
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[misc]
         return self.scale.prepare(self, *args, **kwargs)
 
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:

@@ -101,8 +101,9 @@ class MemoryRecoveryMixin:
             rows = trainer.args.per_device_train_batch_size
             pieces = min(2**level, rows)
             text = smaller_batch_advice(rows // pieces, trainer.args.gradient_accumulation_steps * pieces)
-            saved = any(Path(trainer.args.output_dir).glob("checkpoint-*"))
-            return f"{text}; --resume_from_checkpoint true goes on from the last checkpoint" if saved else text
+            if any(Path(trainer.args.output_dir).glob("checkpoint-*")):
+                text += "; --resume_from_checkpoint true goes on from the last checkpoint"
+            return self.in_user_words(text)
 
         return MemoryRecovery(
             trainer.accelerator,
@@ -114,6 +115,10 @@ class MemoryRecoveryMixin:
             first_step=trainer.state.global_step + 1,
             program=Path(sys.argv[0]).name or "training",
         )
+
+    def in_user_words(self, advice: str) -> str:
+        """`advice`, which names flags, as the user writes them."""
+        return advice
 
     def recovery_summary(self) -> dict[str, Any] | None:
         """For the run's summary: which steps were taken again and how small passes became; None if none was."""
@@ -140,7 +145,7 @@ def _obstacle(trainer: Any) -> str | None:
     )
     if is_spread or getattr(trainer, "sp_size", 1) > 1 or trainer.args.n_gpu > 1:
         return "rows or sequences are spread over devices"
-    if getattr(trainer.model.config, "output_router_logits", False):
+    if getattr(getattr(trainer.model, "config", None), "output_router_logits", False):
         return "the router's balancing loss depends on the whole micro-batch"
     owners = [cls for cls in type(trainer).__mro__ if "compute_loss" in vars(cls) and cls is not MemoryRecoveryMixin]
     if owners[0] is FastLossMixin:

@@ -9,6 +9,8 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from other_scripts import KINDS, make_model
+from peft import LoraConfig
+from trl import DPOTrainer
 
 from accel_scale import ConfigError, ScalePlugin
 
@@ -112,3 +114,18 @@ def test_the_schedule_of_given_optimizers_is_replaced_where_asked(model, tmp_pat
     assert groups(run.optimizer, "betas") == [((0.8, 0.9),)]
     with pytest.raises(ConfigError, match="schedule of 7 steps and the 2 that will be taken"):
         KINDS["trainer"](ScalePlugin(lr_schedule="cosine", num_training_steps=7), model, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dpo", "kto", "grpo"])
+def test_an_adapter_needs_no_second_model(kind, model, tmp_path):
+    """The adapter's base, without it, is the reference model."""
+    scale = ScalePlugin(adapter=LoraConfig(r=2, target_modules=["q_proj"]), global_batch_size=4)
+    own = {"beta": 0.1} if kind == "grpo" else {}
+    run = KINDS[kind](scale, model, tmp_path, **own)
+    assert run.ref_model is None
+    assert held(run.optimizer) == trainable(run.model) == 2 * 2 * (64 + 64)
+    assert run.args.gradient_accumulation_steps == 2
+    assert (tmp_path / f"checkpoint-{run.args.max_steps}" / "adapter_model.safetensors").is_file()
+    with pytest.raises(ConfigError, match="gives the trainer an adapter of its own"):
+        scale.trainer(DPOTrainer)(model=str(model), args=run.args, peft_config=scale.adapter)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import accel_scale
 
@@ -22,3 +24,13 @@ def test_every_public_name_resolves() -> None:
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
     assert not hasattr(accel_scale, "no_such_name")
+
+
+def test_every_public_name_is_documented() -> None:
+    """In docs/library.md, in the table of names, and nothing else is."""
+    text = (Path(__file__).parents[2] / "docs" / "library.md").read_text()
+    table = text[text.index("| name | use |") :]
+    cells = [line.split("|")[1] for line in table.splitlines()[2:] if line.startswith("|")]
+    assert {name for cell in cells for name in re.findall(r"`(\w+)`", cell)} == set(accel_scale.__all__) - {
+        "__version__"
+    }

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from contextlib import nullcontext
+from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,10 +15,13 @@ from accelerate.state import AcceleratorState
 from peft import LoraConfig, PeftModel
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, RLOOConfig, SFTConfig, SFTTrainer
 
 from accel_scale.errors import ConfigError
+from accel_scale.field_words import in_words_of_fields
 from accel_scale.plugin import ScalePlugin
+from accel_scale.training.memory_recovery import smaller_batch_advice
+from accel_scale.training.trainer_arguments import adapt_arguments
 
 
 @pytest.fixture(autouse=True)
@@ -61,11 +68,49 @@ def prepared(plugin: ScalePlugin, model=None, **settings):
         ({"warmup_ratio": 0.1}, "warmup_ratio does nothing without lr_schedule"),
         ({"optim_args": "momentum=0.9"}, "optim_args does nothing without optimizer"),
         ({"fp8_emulate": True}, "fp8_emulate does nothing without precision"),
+        ({"fp8_emulate": True, "precision": "bf16"}, "fp8_emulate does nothing with bf16"),
+        ({"decay_ratio": 0.2, "lr_schedule": "cosine"}, "decay_ratio does nothing with cosine"),
+        ({"guard_max_skips": 3, "guard": "off"}, "guard_max_skips does nothing with guard off"),
+        ({"attention": "flash"}, r"ScalePlugin\(attention=\): 'flash' is unknown. Fix: use eager, sdpa"),
+        ({"optimizer": "sgd", "optim_args": "speed=1"}, r"ScalePlugin\(optim_args=\): sgd has no option 'speed'"),
+        ({"lr_schedule": "constant", "min_lr_ratio": 0.1}, r"ScalePlugin\(min_lr_ratio=\): min_lr_ratio=0.1 does not"),
+        (
+            {"lr_schedule": "wsd", "warmup_ratio": 0.6, "decay_ratio": 0.6},
+            r"ScalePlugin\(decay_ratio=\): warmup_ratio=0.6 and decay_ratio=0.6 add up to more than the run",
+        ),
     ],
 )
 def test_bad_settings_are_refused_when_the_plugin_is_made(settings, message):
     with pytest.raises(ConfigError, match=message):
         ScalePlugin(**settings)
+
+
+def test_messages_never_name_a_flag():
+    """Whatever is shared with the recipes speaks of fields here."""
+    names = {field.name for field in fields(ScalePlugin)}
+    sources = [path.read_text() for path in (Path(__file__).parents[2] / "accel_scale" / "training").rglob("*.py")]
+    texts = {text for source in sources for text in re.findall(r'"([^"\n]*--[a-z_]+[^"\n]*)"', source)}
+    assert len(texts) > 100
+    assert not [text for text in texts if re.search(r"--[a-z]", in_words_of_fields(text, names))]
+    expected = {
+        "use --optim adamw_bnb_8bit, whose states have 8 bits at any size.": 'use optimizer="adamw_bnb_8bit", whose ',
+        "set --precision bf16, or ": 'set precision="bf16", or ',
+        "use --precision bf16.": 'use precision="bf16".',
+        "remove it or use --lr_scheduler_type cosine.": 'remove it or use lr_schedule="cosine".',
+    }
+    for text, begin in expected.items():
+        assert in_words_of_fields(text, names).startswith(begin)
+
+
+def test_advice_of_a_trainer_that_runs_out_of_memory_names_what_a_script_has():
+    trainer = object.__new__(ScalePlugin().trainer(Trainer))
+    assert trainer.in_user_words(smaller_batch_advice(4, 2)).startswith(
+        "run again with per_device_train_batch_size=2 gradient_accumulation_steps=4 "
+    )
+
+
+def test_a_kernel_by_its_name_is_an_attention():
+    assert ScalePlugin(attention="kernels-community/flash-attn3").attention is not None
 
 
 def test_fields_fall_back_on_the_environment(monkeypatch):
@@ -228,6 +273,120 @@ def test_a_launch_that_fell_apart_is_noticed(monkeypatch):
         plugin.accelerator(cpu=True)
 
 
+def bare(**loader):
+    """A loop without what most fields change."""
+    model = torch.nn.Linear(8, 8)
+    return (
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        DataLoader(torch.ones(8, 8), **{"batch_size": 2, **loader}),
+    )
+
+
+REFUSED_IN_LOOPS = {
+    "learning_rate, no optimizer": ({"learning_rate": 1e-3}, lambda: bare()[:1], "nothing to replace: no optimizer"),
+    "weight_decay for nobody": ({"weight_decay": 0.1}, bare, "no parameter group of the script decays"),
+    "scaling, no loader": ({"scale_lr_from_batch_size": "sqrt"}, lambda: bare()[:2], "the global batch is not known"),
+    "scaling, no batch size": (
+        {"scale_lr_from_batch_size": "sqrt"},
+        lambda: bare(batch_size=None),
+        "the global batch is not known",
+    ),
+    "guard": ({"guard": "skip"}, bare, "in a plain loop the guard stands where the optimizer steps"),
+    "metric": ({"lr_schedule": "greedy", "num_training_steps": 4}, bare, "follows a metric"),
+    "schedule, no scheduler": (
+        {"lr_schedule": "cosine", "num_training_steps": 4},
+        bare,
+        "nothing to replace: no learning-rate scheduler",
+    ),
+    "scheduler, no optimizer": (
+        {"lr_schedule": "cosine", "num_training_steps": 4},
+        lambda: (torch.nn.Linear(1, 1), torch.optim.lr_scheduler.StepLR(bare()[1], 2)),
+        "without its optimizer",
+    ),
+    "attention of another model": ({"attention": "sdpa"}, bare, "not a transformers model"),
+    "checkpointing without blocks": ({"checkpointing_policy": "full"}, bare, "checkpoint"),
+    "adapter on two models": (
+        {"adapter": LoraConfig(r=2, target_modules=["q_proj"]), "optimizer": "sgd"},
+        lambda: (*bare(), *bare()[:2]),
+        "which of several models or optimizers",
+    ),
+    "device memory": ({"device_memory": "1GiB"}, bare, "cannot be capped"),
+}
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["plugin's accelerator", "own accelerator"])
+@pytest.mark.parametrize("case", list(REFUSED_IN_LOOPS))
+def test_a_field_that_would_do_nothing_in_a_loop_is_refused(case, own):
+    settings, make, message = REFUSED_IN_LOOPS[case]
+
+    def run() -> None:
+        plugin = ScalePlugin(**settings)
+        accelerator = Accelerator(cpu=True) if own else plugin.accelerator(cpu=True)
+        plugin.prepare(accelerator, *make())
+
+    with pytest.raises(ConfigError, match=message):
+        run()
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["plugin's accelerator", "own accelerator"])
+def test_a_global_batch_needs_a_loop_that_accumulates(own):
+    plugin = ScalePlugin(global_batch_size=4)
+
+    def loop(accumulate: bool, **loader) -> int:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator = Accelerator(cpu=True) if own else plugin.accelerator(cpu=True)
+        model, optimizer, batches = plugin.prepare(accelerator, *bare(**loader))
+        steps = 0
+        for batch in batches:
+            with accelerator.accumulate(model) if accumulate else nullcontext():
+                accelerator.backward(model(batch).sum())
+                steps += accelerator.sync_gradients
+                optimizer.step()
+                optimizer.zero_grad()
+        return steps
+
+    assert loop(True) == 2
+    with pytest.raises(ConfigError, match="takes a step with every micro-batch, not with 2"):
+        loop(False)
+    assert loop(False, batch_size=4) == 2
+    with pytest.raises(ConfigError, match="set micro_batch_size"):
+        loop(True, batch_size=None)
+
+
+def test_an_accelerator_of_ones_own_computes_as_the_plugin_says():
+    with pytest.raises(ConfigError, match="Accelerator computes in 'no', precision bf16 in 'bf16'"):
+        ScalePlugin(precision="bf16").prepare(Accelerator(cpu=True), *bare())
+    with pytest.raises(ConfigError, match="accumulates 3 micro-batches, global_batch_size 4 means 2"):
+        ScalePlugin(global_batch_size=4).prepare(Accelerator(cpu=True, gradient_accumulation_steps=3), *bare())
+
+
+def test_an_evaluation_loader_does_not_set_the_global_batch():
+    plugin = ScalePlugin(global_batch_size=8)
+    accelerator = plugin.accelerator(cpu=True)
+    accelerator.prepare(*bare())
+    accelerator.prepare(DataLoader(torch.ones(8, 8), batch_size=8))
+    assert accelerator.gradient_accumulation_steps == 4
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "said"), [(2, "has ended, and training goes on"), (4, ""), (9, "after 4 of the")]
+)
+def test_a_schedule_of_another_length_than_training_is_said(num_steps, said, capsys):
+    plugin = ScalePlugin(lr_schedule="linear", num_training_steps=num_steps)
+    accelerator = plugin.accelerator(cpu=True)
+    made = bare()
+    model, optimizer, loader, scheduler = accelerator.prepare(*made, torch.optim.lr_scheduler.StepLR(made[1], 2))
+    for batch in loader:
+        accelerator.backward(model(batch).sum())
+        optimizer.step()
+        scheduler.step()
+    accelerator.end_training()
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    assert len(warnings) == bool(said)
+    assert all(said in line for line in warnings)
+
+
 SETTINGS = {
     "max_steps": 2,
     "per_device_train_batch_size": 2,
@@ -324,3 +483,45 @@ def test_whole_checkpoints_of_quantised_states_are_refused(tmp_path, kind, is_re
         plugin.trainer(Trainer)(model=tiny(), args=args)
     args.save_strategy = "no"
     plugin.trainer(Trainer)(model=tiny(), args=args)
+
+
+@pytest.mark.parametrize(
+    ("given", "settings", "expected"),
+    [
+        ({}, {"global_batch_size": 8}, (8, 4)),
+        ({}, {"micro_batch_size": 4}, (4, 1)),
+        ({"steps_per_generation": 4}, {"global_batch_size": 4}, (8, 4)),  # chosen: as many completions as before
+        ({"generation_batch_size": 8}, {"micro_batch_size": 4}, (8, 2)),
+        ({"generation_batch_size": 6}, {"micro_batch_size": 4}, "is no multiple of 4"),
+        ({"num_generations": 8, "generation_batch_size": 8}, {"micro_batch_size": 8}, (8, 1)),
+        ({}, {"micro_batch_size": 3}, "no multiple of num_generations 2"),
+    ],
+)
+@pytest.mark.parametrize("config", [GRPOConfig, RLOOConfig])
+def test_batches_for_generation_follow_the_plugins(config, given, settings, expected, tmp_path):
+    arguments = config(str(tmp_path), **{"num_generations": 2, "bf16": False, **SETTINGS, **given})
+    if isinstance(expected, str):
+        with pytest.raises(ConfigError, match=expected):
+            adapt_arguments(ScalePlugin(**settings), arguments)
+        return
+    adapt_arguments(ScalePlugin(**settings), arguments)
+    assert (arguments.generation_batch_size, arguments.steps_per_generation) == expected
+    assert arguments.generation_batch_size == arguments.per_device_train_batch_size * arguments.steps_per_generation
+
+
+def test_other_names_of_what_is_derived_have_not_appeared():
+    """Fields of TRL's configurations that their own `__post_init__` derives from the batch: those that are known."""
+    import trl
+
+    found = set()
+    for name in dir(trl):
+        config = getattr(trl, name) if name.endswith("Config") else None
+        if isinstance(config, type) and issubclass(config, TrainingArguments):
+            source = inspect.getsource(config.__post_init__)
+            found |= set(re.findall(r"self\.(\w+) = [^=\n]*(?:per_device_train_batch|gradient_accumulation)", source))
+    assert found == {"generation_batch_size", "steps_per_generation"}
+
+
+def test_what_is_no_trainer_is_refused():
+    with pytest.raises(ConfigError, match="SFTConfig is no trainer of transformers or TRL"):
+        ScalePlugin().trainer(SFTConfig)

@@ -1,0 +1,53 @@
+"""Messages written for the recipes' flags, in the words of `ScalePlugin`'s fields."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Collection, Iterator
+
+from accel_scale.errors import ConfigError
+
+# Flags that are called otherwise there.
+_RENAMED = {"optim": "optimizer", "lr_scheduler_type": "lr_schedule", "attn_implementation": "attention"}
+# A flag, and what is set with it: the word after it, unless that goes on with the sentence.
+_SENTENCE = (
+    "add|already|alone|and|are|beside|both|by|can|cannot|decides|does|follows|for|has|here|in|is|or|says|set|sets|there|"
+    "times|to|was|with"
+)
+_FLAG = re.compile(rf"--(\w+)(?: (?!(?:{_SENTENCE})\b)([\w/-]+(?:[.=]\w+)*))?")
+
+
+@contextlib.contextmanager
+def words_of_fields(names: Collection[str], *, place: Callable[[str], str]) -> Iterator[None]:
+    """Let a `ConfigError` name fields where it names flags; a flag that is no field loses its dashes.
+
+    Args:
+        names: The fields.
+        place: Where a field was set, e.g. ``ScalePlugin(optimizer=)``.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        flag = (error.place or "").removeprefix("--")
+        field = _RENAMED.get(flag, flag)
+        if error.place:
+            error.place = place(field) if field in names else in_words_of_fields(error.place, names)
+        error.problem = in_words_of_fields(error.problem, names)
+        error.fix = in_words_of_fields(error.fix, names) if error.fix else None
+        error.args = (error.one_line(),)
+        raise
+
+
+def in_words_of_fields(text: str, names: Collection[str]) -> str:
+    """``use --optim sgd.`` as ``use optimizer="sgd".``"""
+
+    def reworded(match: re.Match[str]) -> str:
+        flag, value = match.groups()
+        name = _RENAMED.get(flag, flag)
+        if value is None:
+            return name
+        is_plain = name not in names or re.fullmatch(r"[\d.]+|[Tt]rue|[Ff]alse", value)
+        return f"{name}={value}" if is_plain else f'{name}="{value}"'
+
+    return _FLAG.sub(reworded, text)
