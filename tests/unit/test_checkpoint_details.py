@@ -93,9 +93,9 @@ def test_training_on_does_not_reach_what_is_still_being_written(small: Any, tmp_
         may_write.set()
         run.manager.finish()
     for name in ("model.safetensors", "optimizer.bin"):
-        written = (tmp_path / "late" / "checkpoint_2" / name).read_bytes()
-        assert written == (tmp_path / "plain" / "checkpoint_2" / name).read_bytes(), name
-    assert torch.equal(load_file(tmp_path / "late" / "checkpoint_2" / "model.safetensors")["weight"], before)
+        written = (tmp_path / "late" / "checkpoint-2" / name).read_bytes()
+        assert written == (tmp_path / "plain" / "checkpoint-2" / name).read_bytes(), name
+    assert torch.equal(load_file(tmp_path / "late" / "checkpoint-2" / "model.safetensors")["weight"], before)
 
 
 def test_accumulation_goes_on_in_the_middle(small: Any) -> None:
@@ -161,8 +161,8 @@ def test_every_byte_of_a_checkpoint_is_on_the_disk_before_it_has_its_name(
     run.micro_batches(1)
     run.manager.save(1)
     run.manager.finish()
-    folder = tmp_path / "run" / "checkpoint_1"
-    staged = staging_root(tmp_path / "run") / "checkpoint_1"
+    folder = tmp_path / "run" / "checkpoint-1"
+    staged = staging_root(tmp_path / "run") / "checkpoint-1"
     wanted = {staged, *(staged / path.relative_to(folder) for path in folder.rglob("*"))}
     assert len(wanted) >= 5
     assert wanted <= disk.before(folder)
@@ -243,7 +243,7 @@ def saved(small: Any, tmp_path: Path) -> Path:
     run = small()
     run.micro_batches(1)
     run.manager.save(1)
-    return tmp_path / "run" / "checkpoint_1"
+    return tmp_path / "run" / "checkpoint-1"
 
 
 def test_a_manifest_names_every_other_file_with_its_size(saved: Path) -> None:
