@@ -25,6 +25,7 @@ _MAX_LEVELS = 3  # a wrapper script or two may stand between
 _ended_by_launcher = 128 + signal.SIGTERM
 _following: threading.Thread | None = None
 _forking_pid = 0
+_ends_forks = False
 
 
 def launcher_of(pid: int) -> int | None:
@@ -131,7 +132,9 @@ def _is_running(pid: int) -> bool:
 
 def _end_forks_with_this_process() -> None:
     """Workers of data loaders look every five seconds whether their parent is there, those of pools never do."""
-    if hasattr(os, "register_at_fork"):
+    global _ends_forks
+    if not _ends_forks and hasattr(os, "register_at_fork"):
+        _ends_forks = True
         os.register_at_fork(before=_note_forking, after_in_child=_end_with_parent)
 
 

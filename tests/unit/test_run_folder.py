@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,6 +22,7 @@ from accel_scale.launching.run_folder import (
     record_published,
     refuse_foreign_model,
 )
+from accel_scale.training.output_mixin import OutputFolderMixin
 from accel_scale.training.staging import save_atomically
 
 
@@ -146,6 +148,7 @@ def test_a_record_follows_the_files(tmp_path):
 HOLD = """
 import sys, time
 from pathlib import Path
+from types import SimpleNamespace
 from accel_scale.launching.folder_lock import held
 with held(Path(sys.argv[1])):
     import os
@@ -181,3 +184,34 @@ def test_inputs_are_named_without_their_weights():
         "model_name_or_path": ["m"],
         "dataset_mixture": ["a.jsonl", "b=c.jsonl"],
     }
+
+
+class CardWriter:
+    """What TRL's trainers do at every checkpoint."""
+
+    def __init__(self, folder: Path) -> None:
+        self.args = SimpleNamespace(output_dir=str(folder))
+
+    def is_world_process_zero(self) -> bool:
+        return True
+
+    def create_model_card(self) -> None:
+        Path(self.args.output_dir, "README.md").write_text("generated")
+
+
+class KeepsReadme(OutputFolderMixin, CardWriter):
+    pass
+
+
+def test_a_model_card_replaces_its_own_and_nobody_elses(tmp_path):
+    taken(tmp_path)
+    trainer = KeepsReadme(tmp_path)
+    readme = tmp_path / "README.md"
+    trainer.create_model_card()
+    readme.write_text("by hand")  # somebody has edited it
+    trainer.create_model_card()
+    assert readme.read_text() == "by hand"
+    readme.unlink()
+    trainer.create_model_card()
+    trainer.create_model_card()
+    assert readme.read_text() == "generated"
