@@ -8,20 +8,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
+from accel_scale.launching.model_class import refuse_other_models
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-def load_text_config(
+def load_model_config(
     name_or_path: str, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedConfig:
-    """The configuration of `name_or_path`, its language part where the model has several; no weights are read.
+    """The configuration of `name_or_path`, with all of its parts where it has several; no weights are read.
 
     Where the hub cannot be asked, or wants a login, the planner's catalogue is: it has popular models' configurations.
 
     Raises:
-        ConfigError: if it is in neither.
+        ConfigError: if it is in neither, or no decoder of text.
     """
     from transformers import CONFIG_MAPPING, AutoConfig
 
@@ -35,13 +36,14 @@ def load_text_config(
     except (OSError, ValueError) as error:
         known = None if path.exists() else catalogue_config(name_or_path)
         if known is not None and known["model_type"] in CONFIG_MAPPING:
-            return AutoConfig.for_model(known.pop("model_type"), **known).get_text_config(decoder=True)
+            return AutoConfig.for_model(known.pop("model_type"), **known)
         raise ConfigError(
             f"the configuration of {name_or_path!r} cannot be had: {str(error).splitlines()[0]}",
             place="--model_name_or_path",
             fix="download its config.json once and give that file, or its folder.",
         ) from error
-    return config.get_text_config(decoder=True)
+    refuse_other_models(config, name=name_or_path, place="--model_name_or_path")
+    return config
 
 
 def own_tokenizer(name_or_path: str, *, revision: str | None, trust_remote_code: bool) -> Any:

@@ -73,9 +73,12 @@ def _load(folder: Path) -> tuple[Any, dict[str, Any]]:
         saved = _read_tensors(folder, "adapter_model*.safetensors")
         absent = set(saved) ^ set(get_peft_model_state_dict(model))
     else:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig
 
-        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+        from accel_scale.launching.model_class import language_model_class
+
+        kind = language_model_class(AutoConfig.from_pretrained(folder))
+        loaded: Any = kind.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
         model, info = loaded
         saved = _read_tensors(folder, "model*.safetensors")
         absent = {*info["missing_keys"], *info["unexpected_keys"], *(key for key, *_ in info["mismatched_keys"])}

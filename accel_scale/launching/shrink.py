@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
-from accel_scale.launching.model_source import load_text_config, own_tokenizer
+from accel_scale.launching.model_class import language_model_class
+from accel_scale.launching.model_source import load_model_config, own_tokenizer
 from accel_scale.launching.shrink_layers import MIN_LAYERS, first_of, num_layers, set_all, shrink_layers
 
 if TYPE_CHECKING:
@@ -97,20 +98,23 @@ def write_shrunken_model(
         ConfigError: the configuration cannot be had, or holds a size that is not known how to shrink.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     folder = Path(folder)
-    config = load_text_config(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
+    config = load_model_config(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
     tokenizer = own_tokenizer(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
     own = tokenizer is not None
     tokenizer = tokenizer or AutoTokenizer.from_pretrained(fallback_tokenizer)
     vocab_size = None if own else len(tokenizer)
-    tiny = shrink_config(config, vocab_size=vocab_size, min_layers=min_layers, **_special_tokens(tokenizer, own))
+    real_layers = num_layers(config.get_text_config(decoder=True).to_dict())
+    special = _special_tokens(tokenizer, own)
+    tiny = shrink_model_config(config, vocab_size=vocab_size, min_layers=min_layers, **special)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(tiny, trust_remote_code=trust_remote_code)
+        model = language_model_class(config).from_config(tiny, trust_remote_code=trust_remote_code)
     embedding = model.get_input_embeddings().weight.numel()
-    body = model.num_parameters() - embedding * (1 if tiny.tie_word_embeddings else 2)
+    tied = tiny.get_text_config(decoder=True).tie_word_embeddings
+    body = model.num_parameters() - embedding * (1 if tied else 2)
     if body > MAX_BODY_PARAMETERS:
         raise ConfigError(
             f"{config.model_type} still has {body:,} parameters after shrinking: it holds a size of unknown name.",
@@ -119,7 +123,7 @@ def write_shrunken_model(
         )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    layers = (num_layers(config.to_dict()), num_layers(tiny.to_dict()))
+    layers = (real_layers, num_layers(tiny.get_text_config(decoder=True).to_dict()))
     return ShrunkenModel(
         folder, type(model).__name__, layers, model.num_parameters(), own, bool(tokenizer.chat_template)
     )
@@ -153,7 +157,11 @@ def shrink_config(
 
 
 def shrink_model_config(
-    config: PreTrainedConfig, *, vocab_size: int | None = None, **special_tokens: int
+    config: PreTrainedConfig,
+    *,
+    vocab_size: int | None = None,
+    min_layers: int = MIN_LAYERS,
+    **special_tokens: int | list[int] | None,
 ) -> PreTrainedConfig:
     """`shrink_config` of a language model, or of each part of a model that has several.
 
@@ -162,10 +170,10 @@ def shrink_model_config(
     parts = {name: part for name in config.sub_configs if (part := getattr(config, name, None)) is not None}
     text = config.get_text_config(decoder=True)
     if text is config or not parts:
-        return shrink_config(config, vocab_size=vocab_size, **special_tokens)
+        return shrink_config(config, vocab_size=vocab_size, min_layers=min_layers, **special_tokens)
     for name, part in parts.items():
         if part is text:
-            tiny = shrink_config(part, vocab_size=vocab_size, **special_tokens)
+            tiny = shrink_config(part, vocab_size=vocab_size, min_layers=min_layers, **special_tokens)
         else:
             tiny = _shrink_other(part)
         setattr(config, name, tiny)

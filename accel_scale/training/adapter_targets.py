@@ -56,6 +56,18 @@ def language_prefix(model: PreTrainedModel) -> str:
     return next((f"{name}." for name, module in model.named_modules() if module is decoder and name), "")
 
 
+def freeze_other_parts(model: PreTrainedModel) -> None:
+    """Of a model of several modalities, train what text trains: the language model and its head."""
+    prefix = language_prefix(model)
+    if not prefix:
+        return
+    head = model.get_output_embeddings()
+    kept = {id(parameter) for parameter in (head.parameters() if head is not None else ())}
+    for name, parameter in model.named_parameters():
+        if not name.startswith(prefix) and id(parameter) not in kept:
+            parameter.requires_grad_(False)
+
+
 def is_multimodal(config: Any) -> bool:
     """Whether a configuration has parts for other things than text."""
     return config.get_text_config(decoder=True) is not config and not getattr(config, "is_encoder_decoder", False)

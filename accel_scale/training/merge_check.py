@@ -63,14 +63,16 @@ def _logits(folder: Path, adapter: Path | None, quantization: dict[str, Any] | N
     """Logits of seeded tokens, float32; the 4-bit base is loaded as it was in training."""
     import torch
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers import AutoConfig, BitsAndBytesConfig
+
+    from accel_scale.launching.model_class import language_model_class
 
     settings: dict[str, Any] = {"dtype": torch.float32}
     if quantization is not None:
         values = dict(quantization)
         settings["dtype"] = getattr(torch, values.pop("base_dtype"))
         settings["quantization_config"] = BitsAndBytesConfig.from_dict({**values, "bnb_4bit_compute_dtype": "float32"})
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, **settings)
+    model: Any = language_model_class(AutoConfig.from_pretrained(folder)).from_pretrained(folder, **settings)
     if quantization is not None:
         model.dequantize()  # bitsandbytes' CPU kernel for 4-bit weights rounds activations to bf16
     if adapter is not None:
@@ -92,6 +94,6 @@ def _with_adapter(model: Any, adapter: Path, peft_model: Any) -> Any:
 
     reader = SafetensorsReader(adapter, "adapter_model")
     for name in reader.file_of:
-        if name.endswith("embed_tokens.weight") and reader.shape(name)[0] != model.config.vocab_size:
+        if name.endswith("embed_tokens.weight") and reader.shape(name)[0] != model.config.get_text_config().vocab_size:
             model.resize_token_embeddings(reader.shape(name)[0])
     return peft_model.from_pretrained(model, str(adapter))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
+from accel_scale.launching.model_class import language_model_class
 from accel_scale.training.checkpoint_names import StoredWeights
 from accel_scale.training.gathering import named_tensors
 from accel_scale.training.load_report import fit_of, refuse_partial_load
@@ -231,10 +232,9 @@ def _base_config(base: Path) -> Any:
 
 def _on_meta(config: Any) -> Any:
     import torch
-    from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        return language_model_class(config).from_config(config)
 
 
 def _weight_name(model: nn.Module, module: nn.Module | None) -> str | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
+from accel_scale.launching.model_class import language_model_class, refuse_other_models
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +21,7 @@ def load_config(name: str, *, revision: str = "main", trust_remote_code: bool = 
     """The model's configuration, before any weight is read.
 
     Raises:
-        ConfigError: if there is no such folder or hub repository, or it cannot be reached.
+        ConfigError: if there is no such folder or hub repository, it cannot be reached, or it is of another kind.
     """
     from transformers import AutoConfig
 
@@ -31,13 +32,15 @@ def load_config(name: str, *, revision: str = "main", trust_remote_code: bool = 
             fix="check the path, or give a hub id.",
         )
     try:
-        return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"the model {name!r} cannot be loaded: {_first_line(error)}",
             place="--model_name_or_path",
             fix="check the name, and the connection if it is on the hub.",
         ) from error
+    refuse_other_models(config, name=name, place="--model_name_or_path")
+    return config
 
 
 def _looks_local(name: str) -> bool:
@@ -82,7 +85,7 @@ def load_model(
     device_map: Any = None,
     **model_kwargs: Any,
 ) -> PreTrainedModel:
-    """A causal language model with its weights in `dtype`.
+    """A causal language model with its weights in `dtype`; parts for other things than text are frozen.
 
     Call after `TrainingArguments` exists: under ZeRO-3 the weights are then partitioned while they load, and under
     FSDP with RAM-efficient loading only rank 0 reads them.
@@ -90,15 +93,15 @@ def load_model(
     Raises:
         ConfigError: if the weights or the model class cannot be loaded, or the checkpoint is not the model's.
     """
-    from transformers import AutoModelForCausalLM
-
+    from accel_scale.training.adapter_targets import freeze_other_parts
     from accel_scale.training.load_report import refuse_partial_load
 
     ignores_shapes = bool(model_kwargs.pop("ignore_mismatched_sizes", False))
     if quantization_config is not None:
         model_kwargs["quantization_config"] = quantization_config
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        config = load_config(name, revision=revision, trust_remote_code=trust_remote_code)
+        loaded: Any = language_model_class(config).from_pretrained(
             name,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are refused below, by name
@@ -120,6 +123,7 @@ def load_model(
         info["mismatched_keys"] = ()
     if not getattr(model, "_hf_peft_config_loaded", False):  # an adapter's report is about its own weights
         refuse_partial_load(model, info, name=name, place="--model_name_or_path")
+    freeze_other_parts(model)
     model.config.use_cache = False
     return model
 
@@ -127,10 +131,9 @@ def load_model(
 def skeleton_of(config: Any, attention: str | None = None, *, trust_remote_code: bool = False) -> Any:
     """The model of a configuration on the meta device: it takes no memory, and a fraction of a second."""
     import torch
-    from transformers import AutoModelForCausalLM
 
     with plain_loading(), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
+        model = language_model_class(config).from_config(
             copy.deepcopy(config), attn_implementation=attention, trust_remote_code=trust_remote_code
         )
     model.config.use_cache = False

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_scale.errors import ConfigError
+from accel_scale.launching.model_class import refuse_other_models
 
 _COUNT = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([kmbt]?)\s*", re.IGNORECASE)
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
@@ -144,6 +145,7 @@ def config_from_file(path: str, *, tokenizer: Any, trust_remote_code: bool = Fal
             place=str(file),
             fix=f"write vocab_size: {len(tokenizer)} there, or take another --tokenizer.",
         )
+    refuse_other_models(config, name=str(file), place=place)
     for name, value in _special_tokens(tokenizer).items():
         setattr(config, name, value)
     return config
@@ -163,11 +165,13 @@ def model_from_nothing(config: Any, *, dtype: Any, attention: str | None, seed: 
         ConfigError: if transformers has no causal language model of this configuration.
     """
     import torch
-    from transformers import AutoModelForCausalLM, set_seed
+    from transformers import set_seed
+
+    from accel_scale.launching.model_class import language_model_class
 
     set_seed(seed)
     try:
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
+        model = language_model_class(config).from_config(config, attn_implementation=attention, dtype=torch.float32)
     except ValueError as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"no causal language model can be made: {reason}", place="--model_config") from None

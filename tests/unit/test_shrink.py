@@ -26,7 +26,7 @@ from transformers import (
 
 from accel_scale.data.default import default_model_path
 from accel_scale.errors import ConfigError
-from accel_scale.launching.model_source import load_text_config
+from accel_scale.launching.model_source import load_model_config
 from accel_scale.launching.shrink import shrink_config, write_shrunken_model
 from accel_scale.launching.shrink_layers import chosen_layers
 
@@ -157,18 +157,18 @@ def test_written_from_a_config_alone(tmp_path: Path) -> None:
 
 def test_an_unknown_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no-such-model"):
-        load_text_config(str(tmp_path / "no-such-model"))
+        load_model_config(str(tmp_path / "no-such-model"))
 
 
 def test_the_catalogue_answers_where_the_hub_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gated models of which everybody knows the configuration."""
     monkeypatch.setattr("transformers.AutoConfig.from_pretrained", _out_of_reach)
-    config = load_text_config("meta-llama/Llama-3.1-8B")
+    config = load_model_config("meta-llama/Llama-3.1-8B")
     assert (config.model_type, config.num_hidden_layers, config.num_key_value_heads) == ("llama", 32, 8)
     with pytest.raises(ConfigError, match="cannot be had: no hub"):
-        load_text_config("nobody/has-this")
+        load_model_config("nobody/has-this")
     with pytest.raises(ConfigError, match="cannot be had: no hub"):
-        load_text_config("Qwen/Qwen-7B")  # its code is not transformers'
+        load_model_config("Qwen/Qwen-7B")  # its code is not transformers'
 
 
 def _out_of_reach(*args: object, **kwargs: object) -> None:

@@ -37,16 +37,17 @@ def build_twin(
         NoTwin: if the configuration cannot be shrunk, or not enough.
     """
     import torch
-    from transformers import AutoModelForCausalLM
+
+    from accel_scale.launching.model_class import language_model_class
 
     try:
         tiny = tiny_config(config)
         options: dict[str, Any] = {"attn_implementation": attention, "trust_remote_code": trust_remote_code}
         with torch.device("meta"):
-            num_parameters = AutoModelForCausalLM.from_config(copy.deepcopy(tiny), **options).num_parameters()
+            num_parameters = language_model_class(config).from_config(copy.deepcopy(tiny), **options).num_parameters()
         if num_parameters <= MAX_PARAMETERS:
             torch.default_generator.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(tiny, dtype=torch.float32, **options)
+            model = language_model_class(config).from_config(tiny, dtype=torch.float32, **options)
     except Exception as error:  # whatever a configuration of an unknown kind raises
         raise NoTwin(f"{type(error).__name__}: {first_line(error)}") from error
     if num_parameters > MAX_PARAMETERS:
