@@ -1,0 +1,131 @@
+"""Vision-language checkpoints train their language model on text; what is no decoder of text is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    BartConfig,
+    CLIPConfig,
+    T5Config,
+    WhisperConfig,
+)
+from trl import ModelConfig
+
+from accel_scale.errors import ConfigError
+from accel_scale.launching.model_class import language_model_class
+from accel_scale.launching.model_source import load_model_config
+from accel_scale.launching.shrink import write_shrunken_model
+from accel_scale.training.adapters import lora_config
+from accel_scale.training.merge import merge_adapter
+from accel_scale.training.model import load_config, load_model, skeleton_of
+from accel_scale.training.verification import CheckpointMismatch, verify_checkpoint
+
+IDS = torch.randint(3, 50, (2, 12), generator=torch.Generator().manual_seed(0))
+TEXT = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64,
+    "intermediate_size": 48, "head_dim": 8,
+}  # fmt: skip
+VISION = {
+    "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "image_size": 28,
+    "patch_size": 14,
+}  # fmt: skip
+PARTS = {
+    "gemma3": {"text_config": TEXT, "vision_config": VISION, "mm_tokens_per_image": 4, "image_token_index": 60},
+    "llava": {
+        "text_config": {"model_type": "llama", **TEXT},
+        "vision_config": {"model_type": "clip_vision_model", "projection_dim": 32, **VISION},
+        "image_token_index": 60,
+    },
+}
+
+
+@pytest.fixture(scope="module", params=PARTS)
+def base(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    torch.manual_seed(0)
+    AutoModelForImageTextToText.from_config(CONFIG_MAPPING[request.param](**PARTS[request.param])).save_pretrained(
+        folder
+    )
+    return folder
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS, use_cache=False).logits
+
+
+def test_text_trains_the_language_model_alone(base, tmp_path):
+    model = load_model(str(base), dtype=torch.float32)
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    assert frozen
+    assert all("vision_tower" in name or "multi_modal_projector" in name for name in frozen)
+    model.train()(input_ids=IDS, labels=IDS).loss.backward()
+    assert {name for name, p in model.named_parameters() if p.grad is None} == frozen
+    torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1).step()
+    model.save_pretrained(tmp_path / "trained")
+    again = AutoModelForImageTextToText.from_pretrained(tmp_path / "trained")
+    torch.testing.assert_close(logits(again), logits(model))
+
+
+def test_what_was_saved_is_verified_with_its_ties(base, tmp_path):
+    model = load_model(str(base), dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    assert verify_checkpoint(model, tmp_path).max_abs_diff == 0
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    embedding = next(name for name in tensors if name.endswith("embed_tokens.weight"))
+    save_file({name: tensor for name, tensor in tensors.items() if name != embedding}, file)
+    with pytest.raises(CheckpointMismatch, match=r"embed_tokens\.weight is missing"):
+        verify_checkpoint(model, tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_stay_off_the_vision_tower_and_merge(base, tmp_path):
+    model = load_model(str(base), dtype=torch.float32)
+    config = lora_config(ModelConfig(lora_r=2), skeleton_of(load_config(str(base))), dropout_is_set=False)
+    adapted = get_peft_model(model, config)
+    names = [name for name, _ in adapted.named_parameters() if "lora_A" in name]
+    assert len(names) == 2 * 7
+    assert not any("vision" in name or "projector" in name for name in names)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    adapted.save_pretrained(tmp_path / "adapter")
+    merge_adapter(tmp_path / "adapter", tmp_path / "merged", check=False)
+    merged = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(merged), logits(adapted), rtol=1e-4, atol=1e-4)
+    before, after = load_file(base / "model.safetensors"), load_file(tmp_path / "merged" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before if "vision" in name)
+
+
+def test_a_rehearsed_model_has_the_same_parts(base, tmp_path):
+    from accel_scale.data.default import default_model_path
+
+    shrunken = write_shrunken_model(str(base), tmp_path / "tiny", fallback_tokenizer=default_model_path())
+    assert shrunken.architecture == type(load_model(str(base), dtype=torch.float32)).__name__
+
+
+@pytest.mark.parametrize("config", [BartConfig(), T5Config(), WhisperConfig()], ids=lambda config: config.model_type)
+def test_encoder_decoders_are_refused_before_anything_is_loaded(tmp_path, config):
+    config.save_pretrained(tmp_path)
+    for load in (load_config, load_model_config):
+        with pytest.raises(ConfigError, match=f"is an encoder-decoder .{config.model_type}.") as error:
+            load(str(tmp_path))
+        assert error.value.place == "--model_name_or_path"
+
+
+def test_models_of_other_kinds_are_refused(tmp_path):
+    CLIPConfig().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="no causal language model: transformers has none of the type clip"):
+        load_config(str(tmp_path))
+
+
+def test_text_models_keep_their_class():
+    assert language_model_class(CONFIG_MAPPING["llama"]()) is AutoModelForCausalLM
