@@ -110,6 +110,11 @@ class WarmPython:
         executable: what to call instead of ``sys.executable``.
     """
 
+    @property
+    def servers(self) -> list[int]:
+        """Process ids of the servers, below which all warm processes are."""
+        return [server.pid for server in self._servers]
+
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="warm-python-"))
         self.executable = self.folder / "python"

@@ -152,7 +152,9 @@ def _load_universal(engine: Any, folder: Path, tag: str, *, strict: bool, place:
     """`load_checkpoint` asks the engine's configuration, which was read long before (private, 0.19.8)."""
     engine._config.load_universal_checkpoint = True
     try:
-        return engine.load_checkpoint(str(folder), tag=tag, load_module_strict=strict)[0]
+        loaded = engine.load_checkpoint(str(folder), tag=tag, load_module_strict=strict)[0]
+        _separate_groups(engine.optimizer.optimizer, folder / tag / "zero" / "optimizer_state.pt")
+        return loaded
     except (RuntimeError, ValueError, AssertionError) as error:
         raise ConfigError(
             f"DeepSpeed cannot load the converted checkpoint ({one_line(error)}).",
@@ -161,6 +163,20 @@ def _load_universal(engine: Any, folder: Path, tag: str, *, strict: bool, place:
         ) from error
     finally:
         engine._config.load_universal_checkpoint = False
+
+
+def _separate_groups(optimizer: Any, written: Path) -> None:
+    """Stage 3 of DeepSpeed 0.19.8 gives every group the first one's hyperparameters, and all states one `step`.
+
+    A fused or for-each optimizer then counts it once for each of them.
+    """
+    if written.is_file():  # converted here, from files that were looked through
+        saved = torch.load(written, map_location="cpu", weights_only=False)["optimizer_state_dict"]["param_groups"]
+        for group, values in zip(optimizer.param_groups, saved, strict=True):
+            group.update({name: value for name, value in values.items() if name != "params"})
+    for state in optimizer.state.values():
+        if isinstance(state.get("step"), torch.Tensor):
+            state["step"] = state["step"].clone()
 
 
 def _load_buffers(accelerator: Any, folder: Path) -> None:
