@@ -79,6 +79,11 @@ def latest_complete_checkpoint(output_dir: str | Path) -> str | None:
     return str(max(newest.values(), key=lambda folder: folder.stat().st_mtime_ns)) if newest else None
 
 
+def run_of(folder: Path) -> Path:
+    """The folder of the run that `folder` is a checkpoint of; itself where its name is no checkpoint's."""
+    return folder.parent if _ANY_NAME.fullmatch(folder.name) else folder
+
+
 def _named_folders(output_dir: Path, name: re.Pattern[str]) -> list[Path]:
     if not output_dir.is_dir():
         return []

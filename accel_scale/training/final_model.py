@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
+from accel_scale.training.checkpoint_ranks import FailedSomewhere, Meeting
+from accel_scale.training.checkpoints import CheckpointNotSaved
 from accel_scale.training.gathering import (
     adapter_tensors,
     gather_to_main,
     named_tensors,
-    process_index,
     unwrap,
-    wait_for_everyone,
 )
 from accel_scale.training.quantization_record import quantization_of, record_quantization
 from accel_scale.training.staging import save_atomically
@@ -53,6 +54,7 @@ def save_final(
         verify: Read the result back before it is published.
 
     Raises:
+        CheckpointNotSaved: if it could not be written; on every process, `output_dir` is then left as it was.
         CheckpointMismatch: if what was written is not what is in memory; `output_dir` is then left as it was.
     """
     accelerator, model, tokenizer = _parts(trainer_or_parts)
@@ -65,14 +67,11 @@ def save_final(
         held = {name: tensor for name, tensor in held.items() if id(tensor) in wanted}
     weights = gather_to_main(held, dtype=dtype)
     with save_atomically(output_dir) as staging:
-        if process_index() == 0:
-            _write(base, weights, staging)
-            correct_config(staging, dtype)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(staging)
-            record_quantization(staging, quantization_of(base))
+        try:
+            Meeting().on_main(partial(_write_all, base, weights, tokenizer, staging, dtype))
+        except FailedSomewhere as error:
+            raise CheckpointNotSaved(f"the model was not saved into {output_dir}: {error}") from error
         del weights
-        wait_for_everyone()
         return verify_checkpoint(base, staging) if verify else None
 
 
@@ -80,6 +79,16 @@ def _parts(trainer_or_parts: Any) -> tuple[Any, nn.Module, Any]:
     if isinstance(trainer_or_parts, tuple):
         return trainer_or_parts
     return trainer_or_parts.accelerator, trainer_or_parts.model, trainer_or_parts.processing_class
+
+
+def _write_all(
+    base: Any, weights: dict[str, torch.Tensor], tokenizer: Any, folder: Path, dtype: torch.dtype | None
+) -> None:
+    _write(base, weights, folder)
+    correct_config(folder, dtype)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    record_quantization(folder, quantization_of(base))
 
 
 def _write(base: Any, weights: dict[str, torch.Tensor], folder: Path) -> None:

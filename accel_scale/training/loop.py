@@ -19,6 +19,7 @@ from accel_scale.field_words import in_words_of_fields
 from accel_scale.launching.begin import begin_process
 from accel_scale.launching.leaving import let_go_of_collectives
 from accel_scale.training.batch_splitting import LossKind
+from accel_scale.training.checkpoint_folders import run_of
 from accel_scale.training.loop_settings import (
     ScheduleLength,
     check_accumulates,
@@ -31,7 +32,7 @@ from accel_scale.training.memory_recovery import REMEDIES, MemoryRecovery
 from accel_scale.training.precision import enable_fp16_on_cpu
 from accel_scale.training.preparing import adapt_optimizer, prepare_model, step_once_per_update, strategy_of
 from accel_scale.training.replacing import schedules_of
-from accel_scale.training.saving import save_atomically
+from accel_scale.training.saving import prepare_output_dir, save_atomically
 from accel_scale.training.verification import VerifyResult, verify_checkpoint
 
 if TYPE_CHECKING:
@@ -58,7 +59,23 @@ class ScaledAccelerator(Accelerator):
     def __init__(self, scale: ScalePlugin, **kwargs: Any) -> None:
         self.scale = scale
         self.schedule_lengths: list[ScheduleLength] = []
+        self._cleared: set[Path] = set()
         super().__init__(**kwargs)
+        if self.project_dir is not None:
+            self._clear_leftovers(self.project_dir)
+
+    def _clear_leftovers(self, folder: str | Path) -> None:
+        """Remove what a killed run was saving, once for each folder of a run; collective."""
+        run = run_of(Path(folder).absolute())
+        if run not in self._cleared:
+            self._cleared.add(run)
+            for line in prepare_output_dir(run):
+                self.print(f"{run}: {line}")
+
+    def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        if input_dir is not None:
+            self._clear_leftovers(input_dir)
+        return super().load_state(input_dir, *args, **kwargs)
 
     def forward_backward(
         self,
@@ -100,6 +117,7 @@ class ScaledAccelerator(Accelerator):
         self.scale.check_checkpoints()
         if output_dir is None:  # automatic naming: Accelerate also rotates
             return super().save_state(output_dir, *args, **kwargs)
+        self._clear_leftovers(output_dir)
         with save_atomically(output_dir) as staging:
             super().save_state(str(staging), *args, **kwargs)
             if self.scale.verify_first_checkpoint and self.first_verification is None and self._models:
