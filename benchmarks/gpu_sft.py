@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import re
 import shutil
@@ -34,9 +35,8 @@ SHAPES = {
     "0.5B": (896, 24, 14, 2, 4864, 151_936, True),
     "1.5B": (1536, 28, 12, 2, 8960, 151_936, True),
     "8B": (4096, 32, 32, 8, 14_336, 128_256, False),
-}
-# Dense bf16 TFLOP/s as published by NVIDIA; a device that is not here gets no MFU.
-PEAK_TFLOPS = {"H200": 989, "H100": 989, "A100": 312, "L40S": 362, "4090": 165, "3090": 71}
+}  # A case that takes longer has gone wrong, and the others want their time.
+_CASE_SECONDS = 240.0
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Case:
     length: int = 1024
     memory: str | None = None
     compile: bool = False
-    precision: str = "bf16"
+    precision: str | None = None  # as the device has it
 
     def flags(self) -> list[str]:
         """The recipe's flags for this case."""
@@ -63,33 +63,35 @@ class Case:
             "optim": self.optimizer,
             "per_device_train_batch_size": self.micro_batch,
             "max_length": self.length,
-            "precision": self.precision,
             "packing": self.packing,
             "torch_compile": self.compile,
         }
         if self.attention:
             flags["attn_implementation"] = self.attention
+        if self.precision:
+            flags["precision"] = self.precision
         if self.memory:
             flags["device_memory"] = self.memory
         return [part for name, value in flags.items() for part in (f"--{name}", str(value))]
 
 
 def cases(sizes: list[str], *, on_gpu: bool) -> list[Case]:
-    """What is measured, most telling first: the time may not suffice for all."""
-    found: list[Case] = []
-    for size in sizes:
+    """What is measured, most telling first, the largest model before all: the time may not suffice for all."""
+    first: list[Case] = []
+    others: list[Case] = []
+    for size in reversed(sizes):
         small = size != "8B"
-        found += [Case(size, method, micro_batch=4 if small else 2) for method in ("full", "lora", "qlora")]
-        found += [Case(size, "lora", checkpointing=p) for p in ("none", "every_2", "selective", "offload")]
-        found += [Case(size, "lora", packing=False), Case(size, "lora", attention="sdpa")]
-        if small:
-            found += [Case(size, optimizer=o) for o in ("adamw_bnb_8bit", "adamw_torch_8bit")]
-            found += [Case(size, precision="bf16_true"), Case(size, compile=True)]
+        first += [Case(size, method, micro_batch=4 if small else 2) for method in ("qlora", "lora", "full")]
         if on_gpu and not small:
-            found += [
+            others += [
                 Case(size, "qlora", micro_batch=1, memory=m, optimizer="paged_adamw_8bit") for m in ("24GiB", "12GiB")
             ]
-    return found
+        others += [Case(size, "lora", checkpointing=p) for p in ("none", "every_2", "selective", "offload")]
+        others += [Case(size, "lora", packing=False), Case(size, "lora", attention="sdpa")]
+        if small:
+            others += [Case(size, optimizer=o) for o in ("adamw_bnb_8bit", "adamw_torch_8bit")]
+            others += [Case(size, precision="bf16_true"), Case(size, compile=True)]
+    return first + others
 
 
 def write_model(folder: Path, size: str) -> int:
@@ -121,7 +123,11 @@ def write_model(folder: Path, size: str) -> int:
         torch.set_default_dtype(torch.float32)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return model.num_parameters()
+    num_parameters = model.num_parameters()
+    del model
+    if device == "cuda":
+        torch.cuda.empty_cache()  # the cases run in processes of their own and want the whole card
+    return num_parameters
 
 
 def write_data(path: Path, *, num_rows: int, seed: int = 0) -> None:
@@ -153,9 +159,21 @@ def run_case(case: Case, model: Path, data: Path, work: Path, *, steps: int, lim
 
 
 def utilisation(num_parameters: int, tokens_per_second: float | None, device: str) -> float | None:
-    """MFU: 6·N FLOPs per token (PaLM, appendix B, attention left out) over the dense bf16 peak."""
-    peak = next((value for name, value in PEAK_TFLOPS.items() if name in device), None)
-    return 6 * num_parameters * tokens_per_second / (peak * 1e12) if peak and tokens_per_second else None
+    """MFU: 6·N FLOPs per token (PaLM, appendix B, attention left out) over the card's dense bf16 peak."""
+    from accel_scale.errors import ConfigError
+    from accel_scale.planning.hardware import find_gpu
+
+    try:
+        peak = find_gpu(device).flops("bf16")
+    except ConfigError:  # not in the catalogue, or without bf16
+        return None
+    return 6 * num_parameters * tokens_per_second / peak if tokens_per_second else None
+
+
+def use_one_gpu() -> None:
+    """The first visible GPU, for this process and the cases: each is one process, which would refuse several."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0]
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -178,6 +196,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Run the cases that fit in the time and write the results after each."""
+    use_one_gpu()
     import torch
 
     from accel_scale.reporting.summary import write_summary
@@ -207,10 +226,8 @@ def main() -> None:
                 continue
             model = work / case.size
             if case.size not in sizes:
-                for other in sizes:
-                    shutil.rmtree(work / other, ignore_errors=True)
                 sizes[case.size] = write_model(model, case.size)
-            result = run_case(case, model, data, work, steps=options.steps, limit=max(60.0, left))
+            result = run_case(case, model, data, work, steps=options.steps, limit=min(_CASE_SECONDS, max(60.0, left)))
             row = {"case": asdict(case), **result}
             if "error" not in result:
                 row["mfu"] = utilisation(sizes[case.size], result["tokens_per_second"], device)
