@@ -1,0 +1,61 @@
+"""Both recipes refuse what would train silently wrong from a configuration alone: the folders here hold no weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import BertConfig, BloomConfig, PreTrainedConfig
+
+from accel_scale.data.default import default_model_path
+from accel_scale.errors import ConfigError
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"text": f"Row {n} of a few."}) + "\n" for n in range(40)), encoding="utf-8")
+    return path
+
+
+def folder_of(config: PreTrainedConfig, folder: Path) -> Path:
+    """A model without weights: its configuration and the embedded tokenizer."""
+    config.save_pretrained(folder)
+    for file in Path(default_model_path()).glob("*token*"):
+        shutil.copy(file, folder)
+    return folder
+
+
+@pytest.mark.parametrize("strategy", ["single", "fsdp2", "zero3"])
+def test_sft_refuses_packing_that_leaks_under_every_strategy(
+    sft_module: Any, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
+    """Where weights are sharded, too: the check has a model of its own."""
+    if strategy == "fsdp2":
+        monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+        monkeypatch.setenv("FSDP_VERSION", "2")
+    if strategy == "zero3":
+        monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+        monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
+    model = folder_of(BloomConfig(hidden_size=1024, n_layer=24, n_head=16), tmp_path / "bloom")
+    command = f"--model_name_or_path {model} --dataset_name {rows} --output_dir {tmp_path / 'out'} --max_length 64"
+    with pytest.raises(ConfigError, match=r"lets packed documents see each other.*--packing false"):
+        sft_module.main(command.split())
+
+
+def test_sft_tells_an_encoder_to_decode(sft_module: Any, rows: Path, tmp_path: Path) -> None:
+    model = folder_of(BertConfig(), tmp_path / "bert")
+    command = f"--model_name_or_path {model} --dataset_name {rows} --output_dir {tmp_path / 'out'} --packing false"
+    with pytest.raises(ConfigError, match=r"not causal.*is_decoder"):
+        sft_module.main([*command.split(), "--max_length", "64"])
+
+
+def test_pretrain_names_its_own_flag(pretrain_module: Any, rows: Path, tmp_path: Path) -> None:
+    model = folder_of(BloomConfig(hidden_size=64, n_layer=2, n_head=4), tmp_path / "bloom")
+    command = f"--model_config {model} --data {rows} --output_dir {tmp_path / 'out'} --max_length 64 --max_steps 2"
+    with pytest.raises(ConfigError, match="--isolate_documents false") as caught:
+        pretrain_module.main([*command.split(), "--isolate_documents", "true"])
+    assert "--packing" not in str(caught.value)
