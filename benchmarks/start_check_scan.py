@@ -187,7 +187,7 @@ def table(results: dict[str, Any]) -> str:
     for name, found in built.items():
         cells = [_short(found.get(key, "not run")) for key in ("packing", *METHODS, "full_fsdp2", "lora_fsdp2")]
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    refusals = sorted({f"- {name}: {text[9:]}" for name, found in built.items() for text in _refusals(found)})
+    refusals = sorted({f"- {name}: {text}" for name, found in built.items() for text in _refusals(found)})
     lines += ["", "What is refused, and why:", "", *refusals, ""]
     lines += [f"No small model can be built of: {', '.join(others)}.", ""] if others else []
     return "\n".join(lines)
@@ -198,8 +198,8 @@ def _short(text: str) -> str:
 
 
 def _refusals(found: dict[str, Any]) -> list[str]:
-    texts = [text for text in found.values() if isinstance(text, str) and text.startswith("refused: ")]
-    return [" ".join(text.split()) for text in texts]
+    texts = [text for text in found.values() if isinstance(text, str) and text.startswith(("refused: ", "fails: "))]
+    return [" ".join(text.removeprefix("refused: ").split()) for text in texts]
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from accel_scale.errors import ConfigError
 from accel_scale.training.fast_loss import add_fast_lm_head
+from accel_scale.training.start_check import check_start
 from accel_scale.training.start_check.flash_on_cpu import attention_on_cpu
 from accel_scale.training.start_check.steps import Step, difference, same_draws, take_step
 from accel_scale.training.start_check.twin import NoTwin, first_line, undisturbed
@@ -43,13 +44,23 @@ def check_sharded(config: PreTrainedConfig) -> dict[str, Any]:
 def _outcome(config: PreTrainedConfig, method: str, rows: str, attention: str | None) -> str:
     try:
         with undisturbed():
-            return _sharded(config, method, rows, attention)
+            text = _sharded(config, method, rows, attention)
+            if text.startswith("differs"):
+                _whole_is_accepted(config, method, rows)
+            return text
     except ConfigError as error:
         return f"refused: {error.problem}"
     except NoTwin as reason:
         return f"start check: skipped, {reason}"
     except Exception as error:  # what the engine says about an architecture is a result
         return f"fails: {type(error).__name__}: {first_line(error)}"
+
+
+def _whole_is_accepted(config: PreTrainedConfig, method: str, rows: str) -> None:
+    """ConfigError where the check refuses the model unsharded as well, as it does on every rank of a run."""
+    from start_check_scan import planned
+
+    check_start(planned(config, method, rows))
 
 
 def _sharded(config: PreTrainedConfig, method: str, rows: str, attention_name: str | None) -> str:

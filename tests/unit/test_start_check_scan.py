@@ -1,0 +1,51 @@
+"""The committed scan of every causal model: the page is what the results say, and some of them are run again."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPOSITORY / "benchmarks"))
+
+import start_check_scan as scan  # noqa: E402
+
+from accel_scale.training.start_check.twin import undisturbed  # noqa: E402
+
+RESULTS = json.loads(scan.RESULTS.read_text(encoding="utf-8"))
+# Packed and refused, windowed, capped, scaled, mixtures, a state, a head of several layers, positions in the bias.
+AGAIN = ("llama", "gemma2", "cohere2", "qwen3_moe", "mamba2", "bert", "bloom", "deepseek_v3")
+
+# FSDP2 stops at its first step with an error: layers share weights, and it shards each layer by itself.
+NOT_SHARDED = ("zamba2",)
+
+
+def test_the_page_is_what_the_results_say() -> None:
+    page = scan.TABLE.read_text(encoding="utf-8")
+    assert page.split(scan.BEGIN)[1].split(scan.END)[0].strip() == scan.table(RESULTS).strip()
+
+
+def test_every_architecture_that_builds_is_equal_or_refused() -> None:
+    """Under one process and FSDP2, with full weights and LoRA; and its documents are isolated or refused."""
+    built = {name: found for name, found in RESULTS["architectures"].items() if scan.builds_small(found)}
+    assert len(built) >= 140
+    for name, found in built.items():
+        assert found["packing"] == "isolated" or found["packing"].startswith("refused: "), name
+        for key in ("full", "lora", "full_fsdp2", "lora_fsdp2"):
+            if name in NOT_SHARDED and key.endswith("_fsdp2"):
+                assert found[key].startswith("fails: "), "it can be taken off the list"
+                continue
+            assert found[key] in ("equal", "own logits") or found[key].startswith("refused: "), (name, key)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", AGAIN)
+def test_a_scanned_architecture_is_found_the_same_again(name: str) -> None:
+    with undisturbed():
+        config = dict(scan.architectures())[name]
+        found = scan.check_architecture(config)
+    recorded = RESULTS["architectures"][name]
+    assert found == {key: value for key, value in recorded.items() if not key.endswith("_fsdp2")}
