@@ -309,3 +309,19 @@ def test_events_are_strict_json_and_come_back(tmp_path) -> None:
     assert console_line(event).endswith("rows in its batch: 0, 1, 2, 3, 4, 5, 6, 7 and 32 more")
     event["micro_batches"][1]["rows"] = [31]
     assert console_line(event) == ("warning: step 7 was not taken: loss is nan; rows whose loss is not finite: 31")
+
+
+def test_a_guard_goes_on_from_its_state_as_if_undisturbed():
+    """Estimates, events and counts: the same decisions on the same numbers, to the end of the budget."""
+    settings = GuardSettings(policy="skip", min_steps=5, max_skips=3)
+    whole = Guard(settings)
+    for step in range(12):
+        whole.judge(2.0 + 0.01 * (step % 3), 1.0 + 0.02 * (step % 4))
+    whole.judge(math.nan, 1.0)
+    resumed = Guard(settings)
+    resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
+    assert resumed.state_dict() == whole.state_dict()
+    for loss, norm in ((2.01, 1.0), (50.0, 1.0), (2.0, 90.0), (2.0, 1.02), (math.inf, 1.0), (60.0, 1.0)):
+        assert resumed.judge(loss, norm) == whole.judge(loss, norm)
+    assert resumed.state_dict() == whole.state_dict()
+    assert whole.judge(math.nan, 1.0).action == "stop"
