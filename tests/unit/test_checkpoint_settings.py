@@ -24,6 +24,7 @@ from accel_scale.training.checkpoint_settings import (
     rows_fingerprint,
     schedule_length,
 )
+from accel_scale.training.checkpoint_trainer import StopCallback, trainer_settings
 
 
 class Kind(Enum):
@@ -171,3 +172,53 @@ def test_rows_of_other_kinds() -> None:
     shorter = stream.select(range(1, 20)).to_iterable_dataset()
     assert rows_fingerprint(stream.to_iterable_dataset()) != rows_fingerprint(shorter)
     assert rows_fingerprint(iter([1])) == "rows that cannot be read twice"
+
+
+# ── Of trainers ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_signal_on_any_rank_saves_and_stops_all_without_an_evaluation() -> None:
+    from transformers import TrainerControl
+
+    heard = [0, 15, 0]  # what the largest signal of all ranks is, step by step
+    meeting: Any = SimpleNamespace(largest=lambda received: heard.pop(0))
+    signals: Any = SimpleNamespace(received=0)
+    callback = StopCallback(meeting, signals)
+    quiet = TrainerControl(should_evaluate=True)
+    callback.on_step_end(None, None, quiet)
+    assert (quiet.should_save, quiet.should_training_stop, quiet.should_evaluate) == (False, False, True)
+    asked = TrainerControl(should_evaluate=True)
+    callback.on_step_end(None, None, asked)
+    assert (asked.should_save, asked.should_training_stop, asked.should_evaluate) == (True, True, False)
+    assert callback.number == 15
+    callback.on_step_end(None, None, TrainerControl())
+    assert heard == [0], "once is enough"
+
+
+def test_the_meaning_of_a_trainers_run() -> None:
+    def of(**changes: Any) -> dict[str, Any]:
+        usual = {
+            "world_size": 4, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 8, "optim": "adamw",
+            "lr_scheduler_type": Kind.COSINE, "max_steps": 30, "num_train_epochs": 3.0, "seed": 1,
+        }  # fmt: skip
+        sp_size = changes.pop("sp_size", 1)
+        trainer: Any = SimpleNamespace(
+            args=SimpleNamespace(**{**usual, **changes}),
+            model=SimpleNamespace(config=LlamaConfig(hidden_size=64)),
+            sp_size=sp_size,
+            accelerator=SimpleNamespace(mixed_precision="bf16"),
+            train_dataset=[{"a": 1}],
+        )
+        return trainer_settings(trainer)
+
+    found = of()
+    assert found["global_batch_size"] == 2 * 8 * 4
+    assert (found["length"], found["precision"], found["adapter"]) == ("30 steps", "bf16", "none")
+    assert (found["optim"], found["lr_scheduler_type"], found["seed"]) == ("adamw", "cosine", 1)
+    assert found["model"]["hidden_size"] == 64
+    assert of(sp_size=2)["global_batch_size"] == 2 * 8 * 2, "ranks that share rows count once"
+    # The same global batch on other ranks is the same run.
+    assert of(world_size=2, gradient_accumulation_steps=16) == found
+    assert differences(kept(found), of(max_steps=-1)) == ["length 30 steps → 3 epochs"]
+    replaced = of(optimizer_name="ours", schedule_name="wsd")
+    assert (replaced["optim"], replaced["lr_scheduler_type"]) == ("ours", "wsd")
