@@ -231,3 +231,26 @@ def test_rolling_back_and_around_a_batch_ends_as_if_it_had_not_come(tmp_path):
         clean.step.step_number = batch
         clean.take()
     assert loop.state() == clean.state()
+
+
+def test_a_trainers_own_step_does_what_was_decided():
+    """`optimizer.step()`, which a trainer calls, steps, or does not where that was decided, until it is detached."""
+    loop = Loop()
+    gate = make_gate(loop.accelerator, loop.model, loop.optimizer)
+    usual = loop.optimizer.step
+    gate.attach()
+
+    def moved() -> bool:
+        before = loop.model.weight.detach().clone()
+        loop.accelerator.backward(loop.model(torch.ones(2, 4)).square().mean())
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        return not torch.equal(loop.model.weight, before)
+
+    assert moved()
+    gate.holds_back = True
+    assert not moved()
+    assert not gate.holds_back
+    assert moved()
+    gate.detach()
+    assert loop.optimizer.step == usual

@@ -13,6 +13,7 @@ from accel_scale.planning.communication import step_collectives
 from accel_scale.planning.flops import trained_params
 from accel_scale.planning.hardware import Machine, find_gpu
 from accel_scale.planning.memory import predict_memory
+from accel_scale.planning.optimizer_states import OPTIMIZER_FACTS
 from accel_scale.planning.overheads import MARGIN_SHARE, gpu_overhead
 from accel_scale.planning.parameters import parameter_groups
 from accel_scale.planning.scaling_laws import LAWS, compute_for_loss, plan_scaling
@@ -336,3 +337,9 @@ def test_shards_of_all_ranks_are_the_whole(strategy, ranks, method) -> None:
     one, many = (state_bytes_of(LLAMA, replace(sharing(strategy, n), method=method)) for n in (1, ranks))
     for name in ("weight_bytes", "gradient_bytes", "optimizer_bytes", "master_bytes"):
         assert ranks * getattr(many, name) == pytest.approx(getattr(one, name)), name
+
+
+def test_paged_optimizers_are_those_that_say_so() -> None:
+    paged = {name for name, facts in OPTIMIZER_FACTS.items() if facts.is_paged}
+    assert paged == {name for name in OPTIMIZER_FACTS if name.startswith("paged_")}
+    assert paged
