@@ -171,8 +171,9 @@ def _separate_groups(optimizer: Any, written: Path) -> None:
     A fused or for-each optimizer then counts it once for each of them.
     """
     if written.is_file():  # converted here, from files that were looked through
-        saved = torch.load(written, map_location="cpu", weights_only=False)["optimizer_state_dict"]["param_groups"]
-        for group, values in zip(optimizer.param_groups, saved, strict=True):
+        saved = torch.load(written, map_location="cpu", weights_only=False)
+        groups = saved.get("optimizer_state_dict", {}).get("param_groups", [])  # stage 3 alone keeps them there
+        for group, values in zip(optimizer.param_groups, groups, strict=False):
             group.update({name: value for name, value in values.items() if name != "params"})
     for state in optimizer.state.values():
         if isinstance(state.get("step"), torch.Tensor):
