@@ -6,6 +6,9 @@ added to it. It returns its trainer, or for a plain loop a namespace with what i
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -220,3 +223,52 @@ KINDS: dict[str, Callable[..., Any]] = {
     "loop": loop,
     "gan": gan,
 }
+
+
+def facts(run: Any) -> dict[str, Any]:
+    """What a run has done, as JSON can say it."""
+    accelerator, optimizer = run.accelerator, getattr(run, "optimizer", None)
+    found: dict[str, Any] = {
+        "distributed_type": accelerator.distributed_type.value,
+        "num_processes": accelerator.num_processes,
+        "mixed_precision": accelerator.mixed_precision,
+    }
+    inner = getattr(optimizer, "optimizer", optimizer)
+    inner = getattr(inner, "optimizer", inner)  # DeepSpeed's wraps once more
+    if inner is not None:
+        found["optimizer"] = type(inner).__name__
+        found["betas"] = [list(group["betas"]) for group in inner.param_groups if "betas" in group]
+    if hasattr(run, "state"):
+        found["steps"] = run.state.global_step
+        found["losses"] = [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+        found["rates"] = [entry["learning_rate"] for entry in run.state.log_history if "learning_rate" in entry]
+        found["rows_per_step"] = run.get_total_train_batch_size(run.args)
+        found["second_model"] = getattr(run, "ref_model", None) is not None
+    else:
+        found["losses"] = getattr(run, "losses", [])
+        found["rates"] = getattr(run, "rates", [])
+        found["verified"] = accelerator.first_verification.num_tensors if accelerator.first_verification else None
+    return found
+
+
+def main() -> None:
+    """``other_scripts.py FOLDER JSON``: each kind in turn, with its plugin's fields and its script's own settings."""
+    folder, plan = Path(sys.argv[1]), json.loads(sys.argv[2])
+    # All plugins are made first, as a script makes its one, before anything looks for other processes.
+    plugins = [(kind, ScalePlugin(**_with_adapter(fields)), own) for kind, fields, own in plan]
+    seen = {}
+    for kind, scale, own in plugins:
+        seen[kind] = facts(KINDS[kind](scale, folder / "model", folder / kind, **own))
+    if os.environ.get("RANK", "0") == "0":
+        (folder / "facts.json").write_text(json.dumps(seen))
+
+
+def _with_adapter(fields: dict[str, Any]) -> dict[str, Any]:
+    from peft import LoraConfig
+
+    rank = fields.get("adapter")
+    return {**fields, "adapter": LoraConfig(r=rank, target_modules=["q_proj"])} if rank else fields
+
+
+if __name__ == "__main__":
+    main()

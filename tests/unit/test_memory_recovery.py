@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from accel_scale.errors import user_errors
-from accel_scale.training.batch_splitting import halve, split
+from accel_scale.training.batch_splitting import halve, num_rows, split
 from accel_scale.training.clean_stop import OUT_OF_MEMORY_STATUS
 from accel_scale.training.fast_loss import add_fast_lm_head
 from accel_scale.training.memory_recovery import MemoryRecovery, smaller_batch_advice
@@ -350,3 +350,13 @@ def test_a_recipe_without_recovery_says_it_in_one_line_too(capsys: pytest.Captur
     assert ended.value.code == OUT_OF_MEMORY_STATUS
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("pretrain.py: memory ran out (CUDA out of memory. Tried to allocate 2.00 GiB). Fix: use")
+
+
+def test_what_has_no_rows_to_cut_is_handed_on_as_it_is():
+    """GRPO's training step takes a list of rows; so may anybody's."""
+    rows = [{"prompt": "Once"}, {"prompt": "upon"}]
+    assert halve(rows) is None
+    assert num_rows(rows) == 0
+    (part,) = split(rows, 0, loss_kind="token_mean")
+    assert part.inputs is rows
+    assert [(each.inputs is rows, each.factor) for each in split(rows, 1)] == [(True, 1.0), (True, 0.0)]
