@@ -1,7 +1,7 @@
 """A checkpoint's names and a model's: transformers renames, fuses and splits weights when it loads and saves them.
 
 Of its private ``core_model_loading`` (checked on 5.23) `StoredWeights` uses what loads, `as_saved` what saves;
-tests/unit/test_checkpoint_names.py fails when they move.
+tests/unit/test_adapter_targets.py and test_model_class.py fail when they move.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def load_buffers_under_fsdp2() -> None:
 
     It takes everything in a state dict for a sharded parameter (`'Tensor' object has no attribute 'device_mesh'`).
     Around its own loading, buffers are none of the state dict; afterwards rank 0 broadcasts them. Twice is harmless.
-    (`accelerate.utils.fsdp_utils.fsdp2_load_full_state_dict`, 1.15.0; tests/distributed/test_fsdp_buffers.py.)
+    (`fsdp_utils.fsdp2_load_full_state_dict` of Accelerate 1.15.0; tests/distributed/test_architectures_sharded.py.)
     """
     from accelerate.utils import fsdp_utils
 
