@@ -18,9 +18,10 @@ SIZES = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 48, "max_position_embeddings": 512,
 }  # fmt: skip
-EXPERTS = {"num_local_experts": 3, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LATENT = {
-    "num_key_value_heads": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16,
+    "n_routed_experts": 4, "n_shared_experts": 1, "num_key_value_heads": 4,
+    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16,
     "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
 }  # fmt: skip
 VISION = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
