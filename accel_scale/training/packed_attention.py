@@ -97,15 +97,15 @@ def _attend_packed(
     scaling: float | None,
 ) -> torch.Tensor:
     batch_size, num_heads, length, _ = query.shape
-    slots = [_ToSlots.apply(_tokens_first(tensor), layout) for tensor in (query, key, value)]
-    outputs, done = [], 0
-    for num_documents, padded in layout.buckets:
-        size = num_documents * padded
-        q, k, v = (tensor[done : done + size].unflatten(0, (num_documents, padded)) for tensor in slots)
+    sizes = [num_documents * padded for num_documents, padded in layout.buckets]
+    # One node for all buckets of a tensor: slices would each give a gradient as long as the whole, to be added up.
+    slots = [_ToSlots.apply(_tokens_first(tensor), layout).split(sizes) for tensor in (query, key, value)]
+    outputs = []
+    for (num_documents, padded), *parts in zip(layout.buckets, *slots, strict=True):
+        q, k, v = (part.unflatten(0, (num_documents, padded)) for part in parts)
         attend = _attend_short if _is_short_bf16(query, padded) else _attend_fused
         window = layout.window if layout.window is not None and layout.window < padded else None
         outputs.append(attend(q, k, v, window, dropout, scaling).flatten(0, 1))
-        done += size
     tokens = _FromSlots.apply(torch.cat(outputs) if len(outputs) > 1 else outputs[0], layout)
     return tokens.view(batch_size, length, num_heads, value.shape[-1])
 
