@@ -68,14 +68,23 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _rehearse(args: argparse.Namespace, work: Path) -> int:
+    from accel_scale.launching.early_checks import check_model
+    from accel_scale.launching.launch_file import read_launch_file
+    from accel_scale.launching.path_flags import MODEL_FLAGS
+    from accel_scale.launching.recipe_command import RecipeCommand
+    from accel_scale.planning.catalogue import catalogue_config
     from accel_scale.quiet import quiet_imports
 
+    launch = read_launch_file(args.config_file)
+    recipe = RecipeCommand.parse(args.recipe[0], args.recipe[1:])
+    for flag in MODEL_FLAGS[:2]:  # data that are elsewhere are replaced
+        name = recipe.value(flag)
+        if name and catalogue_config(str(name)) is None:
+            check_model(str(name), place=recipe.place(flag))
     quiet_imports()
     from rich.console import Console
     from transformers.utils import logging as transformers_logging
 
-    from accel_scale.launching.launch_file import read_launch_file
-    from accel_scale.launching.recipe_command import RecipeCommand
     from accel_scale.launching.rehearse import Check, run_rehearsal
 
     # The table is the output; tiny models load in milliseconds and need no bars.
@@ -85,8 +94,6 @@ def _rehearse(args: argparse.Namespace, work: Path) -> int:
     warnings.simplefilter("ignore", FutureWarning)
     started = time.perf_counter()
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
-    launch = read_launch_file(args.config_file)
-    recipe = RecipeCommand.parse(args.recipe[0], args.recipe[1:])
     prepare = _prepare_pretraining if recipe.script.name == "pretrain.py" else _prepare
     with console.status("shrinking the model"):
         tiny, data, rehearsal, real_model = prepare(launch, recipe, work)

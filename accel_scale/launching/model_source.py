@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
+from accel_scale.launching.hub_reach import unreachable_hub
 from accel_scale.launching.model_class import refuse_other_models
 
 if TYPE_CHECKING:
@@ -68,6 +69,8 @@ def _is_out_of_reach(name: str) -> bool:
 
     if Path(name).exists() or constants.HF_HUB_OFFLINE:
         return False
+    if unreachable_hub() is not None:
+        return True
     try:
         get_hf_file_metadata(hf_hub_url(name, "config.json"))
     except Exception as error:

@@ -95,6 +95,16 @@ def test_without_a_network_the_cache_is_used_and_said(monkeypatch, capsys):
     [
         ["recipes/sft.py", "--model_name_or_path", "/absent"],
         ["recipes/pretrain.py", "--data", "/absent.txt"],
+        [
+            "-m",
+            "accel_scale.cli.main",
+            "rehearse",
+            "--config_file",
+            "accelerate_configs/ddp.yaml",
+            "recipes/sft.py",
+            "--model_name_or_path",
+            "/absent",
+        ],
         ["-m", "accel_scale.cli.main", "merge", "/absent", "--output_dir", "/tmp/merged"],
         ["-m", "accel_scale.cli.main", "prepare", "--data", "/absent.txt", "--tokenizer", "byte", "--output", "/x/y"],
     ],
