@@ -294,7 +294,9 @@ def table(results: Sequence[Result], seed: int) -> str:
     survivors = [result for result in results if SURVIVED in (result.fast, result.all)]
     for result in sorted(survivors, key=lambda result: (result.mutant.module, result.mutant.line)):
         by = "the fast tests" if result.all == KILLED else "all" if result.all else "the fast tests"
-        before, after = (text.replace("`", "'")[:160] for text in (result.mutant.before, result.mutant.after))
+        before, after = (
+            " ".join(text.replace("`", "'").split())[:160] for text in (result.mutant.before, result.mutant.after)
+        )
         lines.append(f"- {result.name} (survives {by}): `{before}` → `{after}`")
     return "\n".join(lines or ["none"]) + "\n"
 
