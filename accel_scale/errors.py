@@ -33,26 +33,23 @@ class ConfigError(ValueError):
 
 @contextlib.contextmanager
 def user_errors(program: str) -> Iterator[None]:
-    """Turn a `ConfigError` into one line on stderr, from one process, and exit status 2; a full disk too, and 74.
+    """Turn a `ConfigError`, or a library's error that is one, into a line on stderr of one process, and status 2.
 
-    Where memory ran out, one line says so and what helps, with status 75. Everything else gets through; under a
+    A full disk is one too, with status 74, and memory that ran out, with 75. Everything else gets through; under a
     launcher, whose report comes after the traceback, its cause is said again.
     """
     try:
         yield
-    except ConfigError as error:
-        from accel_scale.launching.last_word import say_last
-
-        say_last(f"{program}: error: {error.one_line()}", all_ranks=True)
-        raise SystemExit(2) from None
     except Exception as error:
         from accel_scale.disk_space import full_disk
+        from accel_scale.known_errors import as_setting
         from accel_scale.launching.last_word import repeat_cause, say_last
 
-        full = full_disk(error)
-        if full is not None:
-            say_last(f"{program}: error: {full.one_line()}", all_ranks=True)
-            raise SystemExit(FULL_DISK_STATUS) from None
+        full = None if isinstance(error, ConfigError) else full_disk(error)
+        known = full or as_setting(error)
+        if known is not None:
+            say_last(f"{program}: error: {known.one_line()}", all_ranks=True)
+            raise SystemExit(2 if full is None else FULL_DISK_STATUS) from None
         _say_if_out_of_memory(program, error)
         repeat_cause(program, error)
         raise

@@ -149,6 +149,7 @@ def check(run: Run) -> None:
     from accel_scale.training.attention import check_packing_strategy, choose_kernels, resolve_attention
     from accel_scale.training.device import cap_device_memory, fragmentation_advice
     from accel_scale.training.model import load_config, load_tokenizer
+    from accel_scale.training.model_files import check_model
     from accel_scale.training.optimizers import check_optimizer
     from accel_scale.training.planned import plan_run
     from accel_scale.training.start_check import check_sft_start
@@ -188,6 +189,7 @@ def check(run: Run) -> None:
     name, revision = run.model_args.model_name_or_path, run.model_args.model_revision
     run.model_config = load_config(name, revision=revision, trust_remote_code=trust)
     run.tokenizer = load_tokenizer(name, revision=revision, trust_remote_code=trust)
+    check_model(run.settings, run.model_config, run.tokenizer, default_length=RecipeSFTConfig.max_length)
     if values.get("packing", True):
         check_packing_strategy(values.get("packing_strategy", "bfd"))
     run.attention = resolve_attention(

@@ -132,12 +132,31 @@ def _parse_command_line(parser: argparse.ArgumentParser, argv: list[str]) -> dic
     # Sentinels instead of defaults: what is still a sentinel afterwards was not given.
     namespace = argparse.Namespace(**{a.dest: _UNSET for a in parser._actions if a.dest != "help"})
     try:
-        namespace, unknown = parser.parse_known_args(argv, namespace)
+        namespace, unknown = parser.parse_known_args(_with_negative_numbers(argv), namespace)
     except ConfigError as error:
         raise ConfigError(error.problem, place="command line", fix=f"see {parser.prog} --help.") from None
     if unknown:
         raise _unknown(parser, unknown[0].split("=")[0].lstrip("-"), place=f"command line, {unknown[0]}", dashes="--")
     return {name: value for name, value in vars(namespace).items() if value is not _UNSET and name != "_nullable"}
+
+
+def _with_negative_numbers(argv: Sequence[str]) -> list[str]:
+    """``--flag -1e-4`` as ``--flag=-1e-4``: argparse takes what is not plainly a negative number for another flag."""
+    words: list[str] = []
+    for word in argv:
+        if word.startswith("-") and words and words[-1].startswith("--") and "=" not in words[-1] and _is_number(word):
+            words[-1] = f"{words[-1]}={word}"
+        else:
+            words.append(word)
+    return words
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
 
 
 def _unknown(parser: argparse.ArgumentParser, key: str, *, place: str, dashes: str = "") -> ConfigError:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
+from accel_scale.training.model_files import stored_shapes
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +39,7 @@ class SafetensorsReader:
     def __init__(self, folder: Path, stem: str = "model") -> None:
         self.folder = folder
         index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
+        stored_shapes(folder, stem)  # refuses files that are not whole
         if index.is_file():
             self.file_of: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         elif single.is_file():

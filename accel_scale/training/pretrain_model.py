@@ -102,6 +102,7 @@ def run_config(model_args: PretrainModelArguments, max_length: int, tokenizer: A
         ConfigError: if it cannot be read, or does not go with rows of `max_length` tokens.
     """
     from accel_scale.training.model import load_config
+    from accel_scale.training.model_files import check_model_files, check_row_length
 
     if model_args.model_name_or_path:
         config = load_config(
@@ -120,14 +121,9 @@ def run_config(model_args: PretrainModelArguments, max_length: int, tokenizer: A
         from accel_scale.assets.train_base import model_config
 
         config = model_config(tokenizer)
-    # Learned positions end there; rotary ones may be stretched at the user's risk, and --max_length says so.
-    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if longest is not None and max_length > longest:
-        raise ConfigError(
-            f"rows of {max_length:,} tokens are longer than the model's {longest:,} positions.",
-            place="--max_length",
-            fix=f"use {longest} or less.",
-        )
+    check_row_length(config, max_length)
+    if model_args.model_name_or_path:
+        check_model_files(model_args.model_name_or_path, config, tokenizer)
     return config
 
 

@@ -1,0 +1,162 @@
+"""Every command given what cannot work: the line it answers with, how long that takes, and its exit status.
+
+    python benchmarks/bad_inputs.py --write     # real processes, one after another; benchmarks/results/bad_inputs.md
+
+tests/recipes/test_bad_inputs.py runs the same cases in one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "bad_inputs.md"
+RECIPES = ("sft", "pretrain", "tune")
+_RUNS = {
+    "sft": "--model_name_or_path {model} --dataset_name {rows} --columns prompt=question completion=answer "
+    "--precision fp32 --max_length 64 --max_steps 2 --per_device_train_batch_size 2 --save_strategy no "
+    "--output_dir {out}",
+    "pretrain": "--model_name_or_path {model} --data {text} --precision fp32 --max_length 64 --max_steps 2 "
+    "--per_device_train_batch_size 2 --output_dir {out}",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One command that cannot work.
+
+    Attributes:
+        program: ``sft``, ``pretrain``, ``tune`` or a subcommand of ``accel-scale``.
+        line: Its arguments, with names of inputs in braces.
+        says: Of each text the answer must hold one of the alternatives that ``|`` divides.
+    """
+
+    program: str
+    line: str
+    says: tuple[str, ...]
+
+    def words(self, inputs: dict[str, str], out: Path) -> list[str]:
+        """The arguments with real paths; a flag that is given again replaces the run's own."""
+        names = {**inputs, "out": str(out), "sft_py": str(ROOT / "recipes" / "sft.py")}
+        runs = {name: flags.format(**names) for name, flags in _RUNS.items()}
+        text = self.line.format(**{**names, **runs})
+        return shlex.split(text.replace('{"', "'{\"").replace('"}', "\"}'"))
+
+    @property
+    def command(self) -> str:
+        """As it is shown."""
+        shown = self.line.replace("{{", "{").replace("}}", "}").replace("{sft} ", "… ").replace("{pretrain} ", "… ")
+        return f"{self.program}.py {shown}" if self.program in RECIPES else f"accel-scale {self.program} {shown}"
+
+    def problems(self, status: int, error: str) -> list[str]:
+        """What is wrong with an answer: several lines, a traceback, another status, a word that is not there."""
+        lines = [line for line in error.splitlines() if line.strip()]
+        found = [] if len(lines) == 1 else [f"{len(lines)} lines"]
+        found += [f"status {status}"] if status != 2 else []
+        found += [] if "Fix: " in error else ["no fix"]
+        last = lines[-1] if lines else ""
+        return found + [words for words in self.says if not any(word in last for word in words.split("|"))]
+
+
+def read_cases(path: Path = ROOT / "benchmarks" / "data" / "bad_inputs.yaml") -> list[Case]:
+    """All of them, in the file's order."""
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return [Case(program, line, tuple(says)) for program, cases in content.items() for line, says in cases]
+
+
+@contextlib.contextmanager
+def _captured() -> Iterator[tuple[io.StringIO, io.StringIO]]:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        yield out, err
+
+
+def run_here(case: Case, words: list[str], recipe: Callable[[str], ModuleType]) -> tuple[int, str]:
+    """Status and standard error of `case` in this process.
+
+    Args:
+        recipe: Name → the recipe's module.
+    """
+    from accel_scale.cli.main import main as cli
+    from accel_scale.errors import user_errors
+
+    with _captured() as (_, err):
+        try:
+            if case.program in RECIPES:
+                module = recipe(case.program)
+                with user_errors(module.PROGRAM):
+                    module.main(words)
+                return 0, err.getvalue()
+            return cli([case.program, *words]), err.getvalue()
+        except SystemExit as end:
+            return end.code if isinstance(end.code, int) else 1, err.getvalue()
+
+
+def run_process(case: Case, words: list[str]) -> tuple[int, str, float]:
+    """Status, standard error and seconds of `case` as a process of its own."""
+    program = [str(ROOT / "recipes" / f"{case.program}.py")]
+    command = program if case.program in RECIPES else ["-m", "accel_scale.cli.main", case.program]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2"}
+    started = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, *command, *words], capture_output=True, text=True, check=False, env=environment, timeout=600
+    )
+    return done.returncode, done.stderr, time.perf_counter() - started
+
+
+def load_recipe(name: str) -> ModuleType:
+    """The module of recipes/NAME.py."""
+    spec = importlib.util.spec_from_file_location(f"recipes_{name}", ROOT / "recipes" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def main() -> int:
+    """Run all cases as processes; returns 1 where an answer is not one right line."""
+    from benchmarks.bad_input_files import make_inputs
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write benchmarks/results/bad_inputs.md")
+    parser.add_argument("--only", default="", help="cases whose command holds this text")
+    args = parser.parse_args()
+    rows, failed = [], 0
+    with tempfile.TemporaryDirectory() as folder:
+        inputs = make_inputs(Path(folder) / "inputs")
+        cases = [case for case in read_cases() if args.only in case.command]
+        for number, case in enumerate(cases):
+            status, error, seconds = run_process(case, case.words(inputs, Path(folder) / f"out{number}"))
+            problems = case.problems(status, error)
+            failed += bool(problems)
+            line = re.sub(r"\s+", " ", (error.strip().splitlines() or [""])[-1]).replace(folder, "…").replace("|", "\\|")
+            rows.append(f"| `{case.command}` | {line} | {seconds:.1f} s | {status} |")
+            print(f"{seconds:5.1f} s  {status}  {case.command}\n    {line}\n    {'; '.join(problems)}", flush=True)
+    if args.write:
+        head = "# What cannot work, and the line that says so\n\n`python benchmarks/bad_inputs.py --write`; `…` stands for "
+        head += "flags of a run that works, and for the folder of the inputs.\n\n| command | line | time | status |\n"
+        RESULTS.write_text(head + "|---|---|---|---|\n" + "\n".join(rows) + "\n", encoding="utf-8")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    raise SystemExit(main())
