@@ -37,6 +37,12 @@ _RUNS = {
 }
 
 
+_OWN = {
+    "sft_py": str(ROOT / "recipes" / "sft.py"),
+    "ddp": str(ROOT / "accelerate_configs" / "ddp.yaml"),
+}
+
+
 @dataclass(frozen=True)
 class Case:
     """One command that cannot work.
@@ -53,7 +59,7 @@ class Case:
 
     def words(self, inputs: dict[str, str], out: Path) -> list[str]:
         """The arguments with real paths; a flag that is given again replaces the run's own."""
-        names = {**inputs, "out": str(out), "sft_py": str(ROOT / "recipes" / "sft.py")}
+        names = {**inputs, "out": str(out), **_OWN}
         runs = {name: flags.format(**names) for name, flags in _RUNS.items()}
         text = self.line.format(**{**names, **runs})
         return shlex.split(text.replace('{"', "'{\"").replace('"}', "\"}'"))
@@ -147,7 +153,9 @@ def main() -> int:
             status, error, seconds = run_process(case, case.words(inputs, Path(folder) / f"out{number}"))
             problems = case.problems(status, error)
             failed += bool(problems)
-            line = re.sub(r"\s+", " ", (error.strip().splitlines() or [""])[-1]).replace(folder, "…").replace("|", "\\|")
+            line = (
+                re.sub(r"\s+", " ", (error.strip().splitlines() or [""])[-1]).replace(folder, "…").replace("|", "\\|")
+            )
             rows.append(f"| `{case.command}` | {line} | {seconds:.1f} s | {status} |")
             print(f"{seconds:5.1f} s  {status}  {case.command}\n    {line}\n    {'; '.join(problems)}", flush=True)
     if args.write:

@@ -31,6 +31,7 @@ from accel_scale.training.pretrain_arguments import (  # noqa: E402
     PretrainDataArguments,
     PretrainModelArguments,
 )
+from accel_scale.training.pretrain_resolve import refuse_contradictions  # noqa: E402
 from accel_scale.training.pretrain_run import Run  # noqa: E402
 
 FLAG_CLASSES = (
@@ -70,7 +71,6 @@ def resolve_run(parsed: ParsedFlags) -> Run:
     """Flags, launch and machine brought together; contradictions are refused here."""
     from accel_scale.data.default import DEFAULT_PRETRAINING
     from accel_scale.training.parallel_arguments import layout_of, with_layout
-    from accel_scale.training.pretrain_resolve import refuse_contradictions
     from accel_scale.training.recipe_start import start_recipe
     from accel_scale.training.resolve import resolve
 

@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from accel_scale.errors import ConfigError, user_errors
+from accel_scale.errors import user_errors
 from accel_scale.launching.begin import begin
 from accel_scale.quiet import quiet_imports
 
@@ -33,6 +33,7 @@ from accel_scale.training.config import RecipeModelConfig, RecipeSFTConfig  # no
 from accel_scale.training.flags import ParsedFlags, parse_flags  # noqa: E402
 from accel_scale.training.guard_arguments import TrainerGuardArguments, guard_for  # noqa: E402
 from accel_scale.training.parallel_arguments import SequenceArguments  # noqa: E402
+from accel_scale.training.trl_flags import refuse_contradictions  # noqa: E402
 
 gc.enable()
 
@@ -119,15 +120,10 @@ def resolve_run(parsed: ParsedFlags) -> Run:
     from accel_scale.training.planned_choice import resolve_planned
     from accel_scale.training.recipe_start import start_recipe
 
+    refuse_contradictions(parsed)
     start = start_recipe(parsed, output_dir=parsed.explicit.get("output_dir") or RecipeSFTConfig.output_dir)
     start, sp_size = rows_in_groups(parsed, start)
     embedded = not any(parsed.explicit.get(name) for name in ("dataset_name", "dataset_mixture"))
-    if embedded and parsed.explicit.get("model_name_or_path"):
-        raise ConfigError(
-            "a model is given but nothing to train it on.",
-            place=parsed.place("model_name_or_path"),
-            fix="add --dataset_name with a hub id, a file or a folder.",
-        )
     settings = resolve_planned(parsed, start.facts, start.launch, preset=DEFAULT_TRAINING if embedded else None)
     if not settings.values.get("model_name_or_path"):
         settings.set("model_name_or_path", default_model_path(), "the embedded model")
@@ -171,8 +167,8 @@ def check(run: Run) -> None:
         optim_args=values.get("optim_args"),
         place=run.settings.sources.get("optim", "--optim"),
     )
-    guard_args, guard_place = run.settings.build(TrainerGuardArguments), run.settings.sources.get("guard")
-    run.guard, unguarded = guard_for(guard_args, optim, place=guard_place)
+    guard_args = run.settings.build(TrainerGuardArguments)
+    run.guard, unguarded = guard_for(guard_args, optim, run.settings.sources.get("guard"))
     advice = [
         unguarded,
         fragmentation_advice(device_type=run.device_type),
@@ -182,13 +178,11 @@ def check(run: Run) -> None:
     for line in [*(finding.one_line() for finding in findings), *notes]:
         run.say(f"warning: {line}")
     if run.settings.scale.device_memory:
-        cap_device_memory(
-            run.settings.scale.device_memory, device_type=run.device_type, device_index=run.launch.local_rank
-        )
-    trust = bool(values.get("trust_remote_code"))
-    name, revision = run.model_args.model_name_or_path, run.model_args.model_revision
-    run.model_config = load_config(name, revision=revision, trust_remote_code=trust)
-    run.tokenizer = load_tokenizer(name, revision=revision, trust_remote_code=trust)
+        cap, rank = run.settings.scale.device_memory, run.launch.local_rank
+        cap_device_memory(cap, device_type=run.device_type, device_index=rank)
+    name = run.model_args.model_name_or_path
+    how = {"revision": run.model_args.model_revision, "trust_remote_code": bool(values.get("trust_remote_code"))}
+    run.model_config, run.tokenizer = load_config(name, **how), load_tokenizer(name, **how)
     check_model(run.settings, run.model_config, run.tokenizer, default_length=RecipeSFTConfig.max_length)
     if values.get("packing", True):
         check_packing_strategy(values.get("packing_strategy", "bfd"))

@@ -6,9 +6,17 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
-from accel_scale.errors import user_errors
+from accel_scale.errors import ConfigError, user_errors
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse whose errors are one line, as all others are."""
+
+    def error(self, message: str) -> NoReturn:
+        problem = message[:1].upper() + message[1:].rstrip(".")
+        raise ConfigError(f"{problem}.", place="command line", fix=f"see {self.prog} --help.")
 
 
 class Command(NamedTuple):
@@ -51,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = argv[0]
     # Only the chosen subcommand's module is imported: others may import torch.
     module = importlib.import_module(COMMANDS[name].module)
-    own = argparse.ArgumentParser(
+    own = _Parser(
         prog=f"accel-scale {name}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     module.add_arguments(own)

@@ -67,6 +67,23 @@ def run(args: argparse.Namespace) -> int:
         return _rehearse(args, folder)
 
 
+def _refuse_at_once(recipe: RecipeCommand) -> None:
+    """What the recipe says to its flags alone, before a model is shrunk and processes are started.
+
+    A script that is none of this project's recipes, which say what their flags are, is asked by launching it.
+    """
+    from accel_scale.launching.early_checks import check_numbers
+    from accel_scale.training.flags import parse_flags
+    from accel_scale.tuning.recipe import load_recipe
+
+    if "FLAG_CLASSES" not in recipe.script.read_text(encoding="utf-8", errors="replace"):
+        return
+    check_numbers(recipe)  # needs none of the slow imports
+    known = load_recipe(recipe.script)
+    parsed = parse_flags(known.classes, recipe.words, program=known.program)
+    known.refuse(parsed)
+
+
 def _rehearse(args: argparse.Namespace, work: Path) -> int:
     from accel_scale.launching.early_checks import check_model
     from accel_scale.launching.launch_file import read_launch_file
@@ -82,6 +99,7 @@ def _rehearse(args: argparse.Namespace, work: Path) -> int:
         if name and catalogue_config(str(name)) is None:
             check_model(str(name), place=recipe.place(flag))
     quiet_imports()
+    _refuse_at_once(recipe)
     from rich.console import Console
     from transformers.utils import logging as transformers_logging
 

@@ -212,21 +212,29 @@ def detect_layout(
 def _main_columns(
     mapping: dict[str, str], names: list[str], rows: Sequence[Mapping[str, Any]]
 ) -> tuple[str, dict[str, str]] | None:
-    """(format, role → column) of the columns that make up a row, or None."""
+    """(format, role → column) of the columns that make up a row, or None; the one that most rows fill, else the first."""
     if "messages" in mapping or "text" in mapping:
         role = "messages" if "messages" in mapping else "text"
         return role, {role: mapping[role]}
     pair = {role: mapping.get(role, role) for role in ("prompt", "completion")}
     if "prompt" in mapping or "completion" in mapping:
         return ("prompt_completion", pair) if set(pair.values()) <= set(names) else None
+    found: list[tuple[str, dict[str, str]]] = []
     for column in ("messages", "conversations"):
         if column in names and (column == "messages" or turn_keys_of(rows, column)):
-            return "messages", {"messages": column}
+            found.append(("messages", {"messages": column}))
     if set(pair) <= set(names):
-        return "prompt_completion", pair
+        found.append(("prompt_completion", pair))
     if {"instruction", "output"} <= set(names):
-        return "alpaca", {role: role for role in ("instruction", "input", "output") if role in names}
-    return ("text", {"text": "text"}) if "text" in names else None
+        found.append(("alpaca", {role: role for role in ("instruction", "input", "output") if role in names}))
+    if "text" in names:
+        found.append(("text", {"text": "text"}))
+
+    def filled(candidate: tuple[str, dict[str, str]]) -> int:
+        needed = [column for role, column in candidate[1].items() if role != "input"]
+        return sum(all(row.get(column) for column in needed) for row in rows)
+
+    return max(found, key=filled, default=None)
 
 
 def describe_columns(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:

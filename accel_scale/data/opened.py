@@ -235,7 +235,14 @@ def _checked_batch(
 def _saved_split(source: Source, split: str, streaming: bool) -> Any:
     from datasets import Dataset, load_from_disk
 
-    loaded = load_from_disk(os.path.expanduser(source.name))
+    try:
+        loaded = load_from_disk(os.path.expanduser(source.name))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{source.name} is no whole folder of `save_to_disk` ({_first_sentence(error)}).",
+            place="--dataset_name",
+            fix="save the data set again, or copy all of its folder.",
+        ) from error
     splits = {"train": loaded} if isinstance(loaded, Dataset) else dict(loaded)
     if split not in splits:
         raise missing_split(source.name, split, list(splits))

@@ -150,8 +150,10 @@ def cluster_job(
         )
     launch = read_launch_file(path)
     command = _resumable(RecipeCommand.parse(words[0], words[1:]))
-    nodes = num_nodes or int(launch.values.get("num_machines") or 1)
-    per_node = gpus_per_node or max(1, (launch.num_processes or nodes) // nodes)
+    nodes = int(launch.values.get("num_machines") or 1) if num_nodes is None else num_nodes
+    per_node = gpus_per_node
+    if per_node is None:
+        per_node = max(1, (launch.num_processes or nodes) // max(nodes, 1))
     _check_strategy(launch, nodes)
     _check_sizes(launch, nodes, per_node)
     for name, value, least in (("--max_restarts", max_restarts, 0), ("--join_timeout", join_timeout_seconds, 1)):

@@ -3,6 +3,7 @@ that is not the run's."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,8 @@ from accel_scale.launching.hub_reach import require_on_hub
 from accel_scale.launching.path_flags import DATA_FLAGS, MODEL_FLAGS, named_inputs
 from accel_scale.launching.recipe_command import RecipeCommand
 from accel_scale.launching.run_folder import OutputFolder
+from accel_scale.training.flag_ranges import RANGES, check_ranges
+from accel_scale.training.model_files import stored_shapes
 
 _ONLY_TELL = {"--help", "-h", "--print_config", "--print-config"}
 BUILT_IN_TOKENIZERS = ("byte", "char")
@@ -27,6 +30,7 @@ def check_command_line(program: str, script: str, words: Sequence[str]) -> None:
     if _ONLY_TELL & set(words):
         return
     command = RecipeCommand.parse(script, words)
+    check_numbers(command)
     inputs = named_inputs(command.values)
     for flag, names in inputs.items():
         for name in names:
@@ -42,12 +46,35 @@ def check_command_line(program: str, script: str, words: Sequence[str]) -> None:
             {command.place(flag): names for flag, names in inputs.items()},
             resumes_from=command.value("resume_from_checkpoint") or command.value("resume"),
             place=command.place("output_dir"),
-        ).check()
+        ).check_writable()
+
+
+def check_numbers(command: RecipeCommand) -> None:
+    """Refuse numbers that their flags cannot take, as far as they are written as numbers.
+
+    Raises:
+        ConfigError: for the first of them.
+    """
+    check_ranges(_numbers_of(command), command.place)
+
+
+def _numbers_of(command: RecipeCommand) -> dict[str, float]:
+    """The flags with a range that are written as numbers; the recipe's own parser reads all of them."""
+    found = {}
+    for name in RANGES:
+        value = command.value(name)
+        if isinstance(value, (str, int, float)) and not isinstance(value, bool):
+            with contextlib.suppress(ValueError):
+                found[name] = float(value)
+    return found
 
 
 def check_model(name: str, *, place: str) -> None:
     """Refuse a model, tokenizer or configuration that is nowhere."""
-    if Path(name).expanduser().exists():
+    path = Path(name).expanduser()
+    if path.is_dir():
+        stored_shapes(path)  # refuses files that are not whole
+    if path.exists():
         return
     if _is_meant_as_path(name):
         raise ConfigError(f"there is no folder {name!r}.", place=place, fix="check the path, or give a hub id.")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -109,6 +111,19 @@ class OutputFolder:
         found = self._foreign()
         if found:
             self._refuse("{} ({})".format(*found))
+
+    def check_writable(self) -> None:
+        """`check`, and that the folder, or the nearest one above it that is there, can be written to.
+
+        Raises:
+            ConfigError: as `check`; if it cannot be written.
+        """
+        self.check()
+        nearest = next(path for path in (self.folder.absolute(), *self.folder.absolute().parents) if path.is_dir())
+        with self._write_errors():
+            os.rmdir(tempfile.mkdtemp(prefix=".writable-", dir=nearest))
+            if len(os.fsencode(self.folder.name)) > os.pathconf(nearest, "PC_NAME_MAX"):
+                raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
 
     @contextlib.contextmanager
     def taken(self, *, is_main: bool = True) -> Iterator[None]:

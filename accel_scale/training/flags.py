@@ -161,6 +161,9 @@ def _is_number(word: str) -> bool:
 
 def _unknown(parser: argparse.ArgumentParser, key: str, *, place: str, dashes: str = "") -> ConfigError:
     names = sorted({a.dest for a in parser._actions})
+    if key == "datasets" and "dataset_mixture" in names:  # of TRL's own scripts
+        fix = "list them with weights: --dataset_mixture a.jsonl=0.7 b.jsonl=0.3."
+        return ConfigError(f"{key!r} is not a flag of {parser.prog}.", place=place, fix=fix)
     near = difflib.get_close_matches(key.replace("-", "_"), names, n=1, cutoff=0.5)
     fix = f"did you mean {dashes}{near[0]}?" if near else f"see {parser.prog} --help for every flag."
     return ConfigError(f"{key!r} is not a flag of {parser.prog}.", place=place, fix=fix)

@@ -49,7 +49,7 @@ class TrainerGuardArguments(GuardArguments):
     )
 
 
-def guard_for(arguments: GuardArguments, optimizer: str, *, place: str | None) -> tuple[GuardSettings, str | None]:
+def guard_for(arguments: GuardArguments, optimizer: str, place: str | None) -> tuple[GuardSettings, str | None]:
     """What a run is guarded by, and a note where it cannot be and nobody has asked for it.
 
     Args:

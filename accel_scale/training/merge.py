@@ -79,10 +79,10 @@ def merge_adapter(
     base = local_folder(base_name, place="--base_model" if base_model else str(adapter / "adapter_config.json"))
     inputs = {"ADAPTER": [str(adapter)], "--base_model": [str(base)]}
     folder = OutputFolder(Path(output_dir), "accel-scale merge", inputs, made_of=str(adapter.resolve()))
-    folder.check()
+    folder.check_writable()
+    max_shard_bytes = parse_bytes(max_shard_size, place="--max_shard_size")
     quantization, reason = _quantization(adapter, base, base_weights)
     merger = AdapterMerger(base, adapter, peft_config, quantization, dtype)
-    max_shard_bytes = parse_bytes(max_shard_size, place="--max_shard_size")
     with save_atomically(output_dir) as staging:
         writer = ShardWriter(staging, max_shard_bytes)
         merger.write(writer)

@@ -148,7 +148,7 @@ class AdapterMerger:
         if tuple(tensor.shape) != self.base_shapes[name]:
             shapes = f"{list(tensor.shape)} in its file and {list(self.base_shapes[name])} by its config.json"
             raise self._wrong_base(f"{name} of the base has shape {shapes}")
-        return self._as_loaded(name, tensor)
+        return self._as_loaded(name, _finite(name, tensor, self.base.folder))
 
     def _as_loaded(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         return self.round_trip(name, tensor) if self.round_trip else tensor
@@ -163,7 +163,7 @@ class AdapterMerger:
         for parameter_name, _ in list(layer.named_parameters()):
             owner, _, leaf = parameter_name.rpartition(".")
             if parameter_name in brought:
-                value = self.adapter.read(brought[parameter_name])
+                value = _finite(brought[parameter_name], self.adapter.read(brought[parameter_name]), self.place)
             else:
                 value = self._base_tensor(f"{name}.{parameter_name.replace('base_layer.', '')}")
             setattr(layer.get_submodule(owner), leaf, nn.Parameter(value.to(torch.float32), requires_grad=False))
@@ -250,3 +250,14 @@ def _plain(name: str) -> str:
 def _some(names: list[str]) -> str:
     more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
     return ", ".join(names[:_MAX_LISTED]) + more
+
+
+def _finite(name: str, tensor: torch.Tensor, place: str | Path) -> torch.Tensor:
+    """`tensor` itself, unless it holds NaN or infinity."""
+    if tensor.is_floating_point() and tensor.itemsize > 1 and not bool(tensor.isfinite().all()):
+        raise ConfigError(
+            f"{name} holds values that are not finite, so the merged model would be of no use.",
+            place=str(place),
+            fix="merge a base and an adapter whose weights are finite.",
+        )
+    return tensor

@@ -113,7 +113,7 @@ def _check_shapes(config: PretrainedConfig, shapes: dict[str, tuple[int, ...]], 
 
 
 def _skeleton(config: PretrainedConfig, place: str, fix: str) -> PreTrainedModel | None:
-    from accel_scale.training.pretrain_model import skeleton_of
+    from accel_scale.training.model import skeleton_of
 
     try:
         return skeleton_of(config)  # type: ignore[no-any-return]

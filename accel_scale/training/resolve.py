@@ -17,6 +17,7 @@ from accel_scale.training.flags import ParsedFlags
 from accel_scale.training.method import resolve_method
 from accel_scale.training.precision import Precision, resolve_precision
 from accel_scale.training.schedules import scaled_learning_rate
+from accel_scale.training.trl_flags import refuse_trl_flags
 
 T = TypeVar("T")
 
@@ -162,6 +163,7 @@ def resolve(parsed: ParsedFlags, launch: LaunchFacts, *, preset: Mapping[str, An
     _set_checkpointing(resolved, parsed)
     _set_batch(resolved, parsed)
     _set_schedule(resolved, parsed)
+    refuse_trl_flags(values, parsed.place, device_type=launch.device_type)
     return resolved
 
 

@@ -6,14 +6,14 @@ import argparse
 import importlib.util
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from accel_scale.errors import ConfigError
 from accel_scale.secrets import is_secret
-from accel_scale.training.flags import build_parser, parse_flags
+from accel_scale.training.flags import ParsedFlags, build_parser, parse_flags
 
 # Flags that a trial cannot leave to the user, with what to do instead.
 _OWNED = {
@@ -33,12 +33,14 @@ class Recipe:
         program: Its name in messages.
         classes: The dataclasses that hold its flags.
         parser: Its own parser.
+        refuse: What it says to flags that cannot work together, its ``refuse_contradictions``.
     """
 
     path: Path
     program: str
     classes: tuple[type, ...]
     parser: argparse.ArgumentParser
+    refuse: Callable[[ParsedFlags], None] = lambda parsed: None
 
     @property
     def stem(self) -> str:
@@ -83,7 +85,8 @@ def load_recipe(path: str | Path) -> Recipe:
             fix="define FLAG_CLASSES, the dataclasses it gives to accel_scale.training.flags.parse_flags.",
         )
     program = getattr(module, "PROGRAM", path.name)
-    return Recipe(path, program, tuple(classes), build_parser(classes, program=program))
+    refuse = getattr(module, "refuse_contradictions", lambda parsed: None)
+    return Recipe(path, program, tuple(classes), build_parser(classes, program=program), refuse)
 
 
 def refuse_owned(flag: str, place: str) -> None:

@@ -269,19 +269,19 @@ def test_flags_that_would_do_nothing_are_refused() -> None:
         settings_from(TrainerGuardArguments(guard="off", guard_window=64))
     with pytest.raises(ConfigError, match="does nothing with --guard skip"):
         settings_from(GuardArguments(guard_lr_factor=0.5))
-    assert guard_for(TrainerGuardArguments(), "adamw_torch", place=None) == (GuardSettings(), None)
+    assert guard_for(TrainerGuardArguments(), "adamw_torch", None) == (GuardSettings(), None)
     assert settings_from(GuardArguments(guard="lower_lr", guard_lr_factor=0.5)).lr_factor == 0.5
 
 
 def test_an_optimizer_whose_steps_cannot_be_judged_has_no_guard_unless_one_is_asked_for() -> None:
-    settings, note = guard_for(TrainerGuardArguments(), "adalomo", place=None)
+    settings, note = guard_for(TrainerGuardArguments(), "adalomo", None)
     assert settings.policy == "off"
     assert "adalomo" in str(note)
     with pytest.raises(ConfigError, match="in the backward pass") as caught:
-        guard_for(TrainerGuardArguments(), "galore_adamw_layerwise", place="run.yaml:3")
+        guard_for(TrainerGuardArguments(), "galore_adamw_layerwise", "run.yaml:3")
     assert caught.value.place == "run.yaml:3"
     with pytest.raises(ConfigError, match="does nothing with --guard off"):
-        guard_for(TrainerGuardArguments(guard_window=64), "lomo", place=None)
+        guard_for(TrainerGuardArguments(guard_window=64), "lomo", None)
 
 
 def test_events_are_strict_json_and_come_back(tmp_path) -> None:
