@@ -27,6 +27,13 @@ import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "bad_inputs.md"
+_HEAD = """# What cannot work, and the line that says so
+
+`python benchmarks/bad_inputs.py --write`; `…` stands for flags of a run that works, and for the folder of the inputs.
+
+| command | line | time | status |
+|---|---|---|---|
+"""
 RECIPES = ("sft", "pretrain", "tune")
 _RUNS = {
     "sft": "--model_name_or_path {model} --dataset_name {rows} --columns prompt=question completion=answer "
@@ -159,9 +166,7 @@ def main() -> int:
             rows.append(f"| `{case.command}` | {line} | {seconds:.1f} s | {status} |")
             print(f"{seconds:5.1f} s  {status}  {case.command}\n    {line}\n    {'; '.join(problems)}", flush=True)
     if args.write:
-        head = "# What cannot work, and the line that says so\n\n`python benchmarks/bad_inputs.py --write`; `…` stands for "
-        head += "flags of a run that works, and for the folder of the inputs.\n\n| command | line | time | status |\n"
-        RESULTS.write_text(head + "|---|---|---|---|\n" + "\n".join(rows) + "\n", encoding="utf-8")
+        RESULTS.write_text(_HEAD + "\n".join(rows) + "\n", encoding="utf-8")
     return 1 if failed else 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import warnings
 
 DESCRIPTION = (
     "Merge a LoRA, rsLoRA, DoRA or QLoRA adapter into its base, shard by shard: models larger than memory merge too. "
@@ -39,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
     if args.base_model:
         check_model(args.base_model, place="--base_model")
     quiet_imports()  # before the libraries that would print at import
+    warnings.simplefilter("ignore", FutureWarning)  # of libraries to one another
     from transformers.utils import logging
 
     from accel_scale.training.merge import merge_adapter
