@@ -17,10 +17,11 @@ from typing import Any
 from accel_scale.errors import user_errors
 from accel_scale.launching.begin import begin
 from accel_scale.quiet import quiet_imports
+from accel_scale.training.pretrain_resolve import refuse_contradictions
 
 PROGRAM = "pretrain.py"
 if __name__ == "__main__":
-    begin(PROGRAM)  # before the slow imports
+    begin(PROGRAM, refuse_contradictions)  # before the slow imports
 quiet_imports()  # before the libraries that would print at import
 
 from accel_scale.training.flags import ParsedFlags, parse_flags  # noqa: E402
@@ -31,7 +32,6 @@ from accel_scale.training.pretrain_arguments import (  # noqa: E402
     PretrainDataArguments,
     PretrainModelArguments,
 )
-from accel_scale.training.pretrain_resolve import refuse_contradictions  # noqa: E402
 from accel_scale.training.pretrain_run import Run  # noqa: E402
 
 FLAG_CLASSES = (

@@ -19,10 +19,11 @@ from typing import Any
 from accel_scale.errors import user_errors
 from accel_scale.launching.begin import begin
 from accel_scale.quiet import quiet_imports
+from accel_scale.training.trl_flags import refuse_contradictions
 
 PROGRAM = "sft.py"
 if __name__ == "__main__":
-    begin(PROGRAM)  # before the slow imports
+    begin(PROGRAM, refuse_contradictions)  # before the slow imports
 quiet_imports()  # before the libraries that would print at import
 gc.disable()  # imports allocate much and free little: without collections they take a sixth less
 
@@ -33,7 +34,6 @@ from accel_scale.training.config import RecipeModelConfig, RecipeSFTConfig  # no
 from accel_scale.training.flags import ParsedFlags, parse_flags  # noqa: E402
 from accel_scale.training.guard_arguments import TrainerGuardArguments, guard_for  # noqa: E402
 from accel_scale.training.parallel_arguments import SequenceArguments  # noqa: E402
-from accel_scale.training.trl_flags import refuse_contradictions  # noqa: E402
 
 gc.enable()
 

@@ -212,7 +212,7 @@ def detect_layout(
 def _main_columns(
     mapping: dict[str, str], names: list[str], rows: Sequence[Mapping[str, Any]]
 ) -> tuple[str, dict[str, str]] | None:
-    """(format, role → column) of the columns that make up a row: those that most rows fill, else the first; or None."""
+    """(format, role → column) of the columns that make up a row: those most rows fill, or the first; or None."""
     if "messages" in mapping or "text" in mapping:
         role = "messages" if "messages" in mapping else "text"
         return role, {role: mapping[role]}

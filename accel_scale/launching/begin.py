@@ -5,23 +5,29 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable
 from types import FrameType
 
 from accel_scale.errors import user_errors
 from accel_scale.launching.early_checks import check_command_line
 from accel_scale.launching.environment import check_launch_variables
 from accel_scale.launching.launcher import end_with_launcher
+from accel_scale.training.flags import ParsedFlags
 
 # As shells report a program that Ctrl-C has ended.
 INTERRUPTED_STATUS = 130
 
 
-def begin(program: str) -> None:
-    """Call first in a recipe that is run as a program; ends it with one line and status 2 where something is wrong."""
+def begin(program: str, refuse: Callable[[ParsedFlags], None]) -> None:
+    """Call first in a recipe that is run as a program; ends it with one line and status 2 where something is wrong.
+
+    Args:
+        refuse: What the recipe says to flags that cannot work together; it imports nothing large.
+    """
     end_at_interrupt(program)
     with user_errors(program):
         begin_process()
-        check_command_line(program, sys.argv[0], sys.argv[1:])
+        check_command_line(program, sys.argv[0], sys.argv[1:], refuse)
 
 
 def end_at_interrupt(program: str) -> None:

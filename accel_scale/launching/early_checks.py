@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from accel_scale.data.sources import find_source, looks_local
 from accel_scale.errors import ConfigError
@@ -15,14 +18,20 @@ from accel_scale.launching.path_flags import DATA_FLAGS, MODEL_FLAGS, named_inpu
 from accel_scale.launching.recipe_command import RecipeCommand
 from accel_scale.launching.run_folder import OutputFolder
 from accel_scale.training.flag_ranges import RANGES, check_ranges
+from accel_scale.training.flags import ParsedFlags, read_mapping
 from accel_scale.training.model_files import stored_shapes
 
 _ONLY_TELL = {"--help", "-h", "--print_config", "--print-config"}
 BUILT_IN_TOKENIZERS = ("byte", "char")
 
 
-def check_command_line(program: str, script: str, words: Sequence[str]) -> None:
+def check_command_line(
+    program: str, script: str, words: Sequence[str], refuse: Callable[[ParsedFlags], None] = lambda parsed: None
+) -> None:
     """Refuse what can be refused without the libraries.
+
+    Args:
+        refuse: What the recipe says to flags that cannot work together.
 
     Raises:
         ConfigError: naming the flag, or file and line of the flag.
@@ -30,7 +39,11 @@ def check_command_line(program: str, script: str, words: Sequence[str]) -> None:
     if _ONLY_TELL & set(words):
         return
     command = RecipeCommand.parse(script, words)
+    if command.config_path is not None:
+        read_mapping(command.config_path)  # refuses what is not YAML
     check_numbers(command)
+    with contextlib.suppress(TypeError, AttributeError):  # a value of another type, which the flag's parser refuses
+        refuse(_as_parsed(command, program))
     inputs = named_inputs(command.values)
     for flag, names in inputs.items():
         for name in names:
@@ -47,6 +60,23 @@ def check_command_line(program: str, script: str, words: Sequence[str]) -> None:
             resumes_from=command.value("resume_from_checkpoint") or command.value("resume"),
             place=command.place("output_dir"),
         ).check_writable()
+
+
+def _as_parsed(command: RecipeCommand, program: str) -> ParsedFlags:
+    """The flags as far as they can be read without knowing their types."""
+    explicit = {name: _plain(command.values(name)) for name in command.names()}
+    places = {name: command.place(name) for name in explicit}
+    return ParsedFlags(explicit, places, command.config_path, program)
+
+
+def _plain(values: list[Any]) -> Any:
+    """Text as YAML reads it, so that numbers are numbers; several values as a list."""
+    if len(values) != 1:
+        return values
+    try:
+        return yaml.safe_load(values[0]) if isinstance(values[0], str) else values[0]
+    except yaml.YAMLError:
+        return values[0]
 
 
 def check_numbers(command: RecipeCommand) -> None:

@@ -55,6 +55,10 @@ class RecipeCommand:
         entry = self._yaml().get(name)
         return [] if entry is None else list(entry) if isinstance(entry, list) else [entry]
 
+    def names(self) -> list[str]:
+        """Every flag that is set, on the command line or in the file."""
+        return list(dict.fromkeys([*(name for name, _ in self.flags()), *self._yaml()]))
+
     def place(self, name: str) -> str:
         """``--name``, or ``file.yaml:12`` where the file of flags sets it."""
         from accel_scale.training.flags import read_mapping

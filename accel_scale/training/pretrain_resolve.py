@@ -87,11 +87,11 @@ def _refuse_tokenizers(parsed: ParsedFlags) -> None:
 def _refuse_lengths(parsed: ParsedFlags) -> None:
     given = parsed.explicit
     if given.get("max_tokens"):
-        parse_count(given["max_tokens"], place=parsed.place("max_tokens"))
+        parse_count(str(given["max_tokens"]), place=parsed.place("max_tokens"))
     if given.get("max_steps", -1) > 0 and given.get("max_tokens"):
         raise _refuse(parsed, "max_tokens", "--max_steps and --max_tokens both say how long.", "keep one.")
     if given.get("max_train_time"):
-        parse_duration(given["max_train_time"], place=parsed.place("max_train_time"))
+        parse_duration(str(given["max_train_time"]), place=parsed.place("max_train_time"))
 
 
 def _refuse_branches(parsed: ParsedFlags) -> None:

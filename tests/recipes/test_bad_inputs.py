@@ -12,8 +12,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks.bad_input_files import make_inputs  # noqa: E402
-from benchmarks.bad_inputs import RESULTS, Case, read_cases, run_here  # noqa: E402
+from benchmarks.bad_input_files import make_inputs
+from benchmarks.bad_inputs import RESULTS, Case, read_cases, run_here
 
 pytestmark = pytest.mark.slow
 CASES = read_cases()
