@@ -11,6 +11,7 @@ from typing import Any
 
 def make_inputs(folder: Path) -> dict[str, str]:
     """Write all of them below `folder`; name → path, as benchmarks/data/bad_inputs.yaml uses them."""
+    folder.mkdir(parents=True, exist_ok=True)
     from accel_scale.data.default import default_model_path
 
     rows = [{"question": f"What is {n} plus {n}?", "answer": f"It is {2 * n}."} for n in range(60)]
