@@ -42,8 +42,6 @@ def check_command_line(
     if command.config_path is not None:
         read_mapping(command.config_path)  # refuses what is not YAML
     check_numbers(command)
-    with contextlib.suppress(TypeError, AttributeError):  # a value of another type, which the flag's parser refuses
-        refuse(_as_parsed(command, program))
     inputs = named_inputs(command.values)
     for flag, names in inputs.items():
         for name in names:
@@ -60,6 +58,8 @@ def check_command_line(
             resumes_from=command.value("resume_from_checkpoint") or command.value("resume"),
             place=command.place("output_dir"),
         ).check_writable()
+    with contextlib.suppress(TypeError, AttributeError):  # a value of another type, which the flag's parser refuses
+        refuse(_as_parsed(command, program))
 
 
 def _as_parsed(command: RecipeCommand, program: str) -> ParsedFlags:
