@@ -145,7 +145,7 @@ class ScaleSFTTrainer(_Base, SFTTrainer):
         meter, before = self.meter, self._counted_before
         return {
             "tokens": before.tokens + sum(self._meeting.gather(float(meter.num_tokens))) / self.sp_size,
-            "num_tokens": self._total_train_tokens,
+            "num_tokens": int(self._total_train_tokens),  # a tensor between two lines of the log
             "seconds": before.seconds + time.perf_counter() - self.started,
             "data_seconds": before.data_seconds + meter.data_seconds,
             "timed_seconds": before.timed_seconds + meter.timed_seconds,

@@ -13,7 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.bad_input_files import make_inputs
-from benchmarks.bad_inputs import Case, read_cases, run_here
+from benchmarks.bad_inputs import RESULTS, Case, read_cases, run_here
 
 pytestmark = pytest.mark.slow
 CASES = read_cases()
@@ -47,8 +47,10 @@ def test_a_mistake_is_one_line_that_names_place_and_fix(
     assert case.problems(status, error) == [], error
 
 
-def test_every_command_has_cases() -> None:
+def test_every_command_has_cases_and_the_table_is_of_all_of_them() -> None:
     from accel_scale.cli.main import COMMANDS
 
     assert {case.program for case in CASES} == {"sft", "pretrain", "tune", *COMMANDS}
     assert len(CASES) >= 80
+    shown = RESULTS.read_text(encoding="utf-8")
+    assert [case.command for case in CASES if f"`{case.command}`" not in shown] == []
