@@ -1,4 +1,4 @@
-"""recipes/sft.py on two processes: a signal saves, the same command goes on, bit for bit; hostile pickles stay shut."""
+"""recipes/sft.py on two processes: a signal saves, the same command goes on, bit for bit; no hostile pickle runs."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_signal_and_the_same_command_again_change_nothing(inputs: Path, tmp_pa
 
     # Half of the ranks, the same global batch.
     assert start(name, inputs, tmp_path / "one", "--resume_from_checkpoint", str(kept), ranks=1).wait(400) == 0
-    losses = [dict((line[0], line[1]) for line in logged(folder)) for folder in (whole, tmp_path / "one")]
+    losses = [{line[0]: line[1] for line in logged(folder)} for folder in (whole, tmp_path / "one")]
     for step, loss in losses[1].items():
         assert loss == pytest.approx(losses[0][step], rel=1e-6), step
 
