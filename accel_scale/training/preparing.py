@@ -195,6 +195,8 @@ def adapt_optimizer(
         adapter_parameters: As for `replace_optimizer`.
         keep_rates: Learning rates are the plugin's already.
     """
+    if scale.lr_schedule is not None:
+        schedules = ()  # the plugin's takes their place
     if scale.optimizer is not None:
         optimizer = replace_optimizer(
             optimizer,
@@ -209,7 +211,6 @@ def adapt_optimizer(
         )
     if scale.lr_schedule is not None:
         forget_schedules(optimizer)
-        schedules = ()
     if scale.learning_rate is not None and not keep_rates:
         set_peak(optimizer, schedules, scale.learning_rate)
     if scale.scale_lr_from_batch_size is not None and not keep_rates:
