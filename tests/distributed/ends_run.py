@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from accel_scale.errors import ConfigError, user_errors
-from accel_scale.launching.begin import begin
+from accel_scale.launching.begin import begin_process
 
 PROGRAM = "ends_run.py"
 
@@ -33,6 +33,6 @@ def main(mode: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    begin(PROGRAM)
     with user_errors(PROGRAM):
+        begin_process()
         main(sys.argv[1], Path(sys.argv[2]))
