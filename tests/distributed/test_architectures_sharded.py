@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import tempfile
 from pathlib import Path
 
@@ -65,7 +66,9 @@ def results(name: str) -> dict[str, parity.Result]:
 def spelled_alike(result: parity.Result) -> parity.Result:
     """Older and newer names of the parts of a model, both of which transformers loads, as one."""
     weights = {
-        name.removeprefix("model.").replace("language_model.model.", "language_model."): tensor
+        re.sub(
+            r"vision_tower\.vision_model", "vision_tower", re.sub(r"language_model(\.model)+", "language_model", name)
+        ).removeprefix("model."): tensor
         for name, tensor in result.weights.items()
     }
     return parity.Result(result.losses, weights)
