@@ -65,7 +65,17 @@ def test_pretraining_passes(
     """A Llama of 1.3 billion parameters from nothing, on text that is elsewhere."""
     launch = ["--config_file", str(REPOSITORY / "accelerate_configs" / f"{name}.yaml"), "--keep", str(tmp_path)]
     recipe = str(REPOSITORY / "recipes" / "pretrain.py")
-    flags = ["--num_params", "1.3B", "--data", "nobody/has-this", "--global_batch_size", "256", "--max_tokens", "26B"]
+    flags = [
+        "--num_params",
+        "1.3B",
+        "--train_tokenizer",
+        "--data",
+        "nobody/has-this",
+        "--global_batch_size",
+        "256",
+        "--max_tokens",
+        "26B",
+    ]
     flags += ["--warmup_steps", "2000", "--output_dir", str(tmp_path / "real-output")]
     status = main(["rehearse", *launch, recipe, *flags, *sharing])
     printed = capsys.readouterr().out
