@@ -106,7 +106,7 @@ class OutputFolder:
             if (record["program"], record["made_of"]) != (self.program, self.made_of):
                 self._refuse(f"a run of {record['program']}" + f" on {record['made_of']}" * bool(record["made_of"]))
             return
-        if self._is_of_an_earlier_version() or self._is_resumed():
+        if self._holds_own_run() or self._is_resumed():
             return
         found = self._foreign()
         if found:
@@ -192,14 +192,16 @@ class OutputFolder:
                         fix="name another folder.",
                     )
 
-    def _is_of_an_earlier_version(self) -> bool:
-        """Earlier versions kept no `RUN_FILE`."""
+    def _holds_own_run(self) -> bool:
+        """Whether the run is known by what it left: earlier versions kept no `RUN_FILE`."""
         if self.program == "tune.py":
             return (self.folder / "study.db").is_file()
         with contextlib.suppress(OSError, ValueError):
             summary = json.loads((self.folder / "run_summary.json").read_text(encoding="utf-8"))
             return isinstance(summary, dict) and summary.get("recipe") == self.program
-        return self.program == "pretrain.py" and any(self.folder.glob("checkpoint_*/manifest.json"))
+        # Checkpoints that were copied here, to go on from them in a folder of their own.
+        state = "state.json" if self.program == "pretrain.py" else "trainer_state.json"
+        return any((path.parent / state).is_file() for path in self.folder.glob("checkpoint[-_]*/manifest.json"))
 
     def _is_resumed(self) -> bool:
         resumes = str(self.resumes_from or "")

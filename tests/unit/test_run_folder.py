@@ -97,7 +97,8 @@ def test_runs_of_earlier_versions_are_their_own(tmp_path):
     (tmp_path / "sft" / "run_summary.json").write_text(json.dumps({"recipe": "sft.py"}))
     taken(tmp_path / "sft")
     (tmp_path / "pre" / "checkpoint_5").mkdir(parents=True)
-    (tmp_path / "pre" / "checkpoint_5" / "manifest.json").write_text("{}")
+    for name in ("manifest.json", "state.json"):
+        (tmp_path / "pre" / "checkpoint_5" / name).write_text("{}")
     with pytest.raises(ConfigError):
         taken(tmp_path / "pre")
     taken(tmp_path / "pre", program="pretrain.py")
@@ -105,6 +106,16 @@ def test_runs_of_earlier_versions_are_their_own(tmp_path):
     with pytest.raises(ConfigError, match="checkpoint-5"):
         taken(tmp_path / "hf", resumes_from="auto")
     taken(tmp_path / "hf", resumes_from=str(tmp_path / "hf" / "checkpoint-5"))
+
+
+@pytest.mark.parametrize(("program", "state"), [("pretrain.py", "state.json"), ("sft.py", "trainer_state.json")])
+def test_a_checkpoint_that_was_copied_is_gone_on_from(tmp_path, program, state):
+    (tmp_path / "checkpoint-7").mkdir()
+    (tmp_path / "checkpoint-7" / "manifest.json").write_text("{}")
+    with pytest.raises(ConfigError, match="checkpoint-7"):
+        taken(tmp_path, program=program)
+    (tmp_path / "checkpoint-7" / state).write_text("{}")
+    taken(tmp_path, program=program)
 
 
 def test_a_model_is_replaced_only_by_who_wrote_it(tmp_path):
