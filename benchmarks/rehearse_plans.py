@@ -42,7 +42,7 @@ REQUESTS: dict[str, str] = {
     "fsdp2-full": "meta-llama/Llama-3.1-8B --gpu H100-SXM --num_gpus 8 --strategy fsdp2",
     "fsdp2-accumulated": "Qwen/Qwen3-32B --gpu H100-SXM --num_gpus 8 --strategy fsdp2 --max_length 4096 "
     "--global_batch_size 256",
-    "fsdp2-qlora": "meta-llama/Llama-3.1-70B --gpu 4090 --num_gpus 4 --method qlora --strategy fsdp2 --max_length 512",
+    "fsdp2-qlora": "meta-llama/Llama-3.1-70B --gpu H100 --num_gpus 4 --method qlora --strategy fsdp2 --max_length 512",
     "fsdp2-eager": "google/gemma-2-2b --gpu 4090 --num_gpus 4 --strategy fsdp2 --max_length 1024",
     "fsdp2-grad-op": "EleutherAI/pythia-1b --gpu A10G --num_gpus 4 --strategy fsdp2_grad_op",
     "fsdp2-offload": "mistralai/Mistral-7B-v0.1 --gpu 4090 --num_gpus 2 --strategy fsdp2_offload",
