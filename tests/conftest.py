@@ -18,6 +18,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 REPOSITORY = Path(__file__).resolve().parents[1]
 SHARED_DATA = REPOSITORY.parent / "shared" / "data"
 REAL_PYTHON = sys.executable
+LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "ACCELERATE_TORCH_DEVICE", "ACCELERATE_USE_FSDP")
 FOLDERS_THAT_LAUNCH = ("distributed", "library", "recipes")
 
 
@@ -49,6 +50,19 @@ def _small_numbers_are_numbers() -> None:
     import torch
 
     torch.set_flush_denormal(False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_launch_is_left_behind() -> Iterator[None]:
+    """The next module starts outside any launch: what a distributed run sets belongs in a process of its own."""
+    before = {name: os.environ.get(name) for name in LAUNCH_VARIABLES}
+    yield
+    left = {name: os.environ.get(name) for name in LAUNCH_VARIABLES}
+    assert left == before, "a test has left a launch's variables in this process"
+    if "torch.distributed" in sys.modules:
+        import torch.distributed as dist
+
+        assert not dist.is_initialized(), "a test has left a process group in this process"
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,21 +33,25 @@ def folder_of(config: PreTrainedConfig, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("strategy", ["single", "fsdp2", "zero3"])
+LAUNCHES = {
+    "single": {},
+    "fsdp2": {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"},
+    "zero3": {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"},
+}
+
+
+@pytest.mark.parametrize("strategy", LAUNCHES)
 def test_sft_refuses_packing_that_leaks_under_every_strategy(
-    sft_module: Any, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str
+    repository: Path, rows: Path, tmp_path: Path, strategy: str
 ) -> None:
-    """Where weights are sharded, too: the check has a model of its own."""
-    if strategy == "fsdp2":
-        monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-        monkeypatch.setenv("FSDP_VERSION", "2")
-    if strategy == "zero3":
-        monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-        monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
+    """Where weights are sharded, too: the check has a model of its own. In a process of its own, which a launch changes."""
     model = folder_of(BloomConfig(hidden_size=1024, n_layer=24, n_head=16), tmp_path / "bloom")
-    command = f"--model_name_or_path {model} --dataset_name {rows} --output_dir {tmp_path / 'out'} --max_length 64"
-    with pytest.raises(ConfigError, match=r"lets packed documents see each other.*--packing false"):
-        sft_module.main(command.split())
+    flags = f"--model_name_or_path {model} --dataset_name {rows} --output_dir {tmp_path / 'out'} --max_length 64"
+    command = [sys.executable, str(repository / "recipes" / "sft.py"), *flags.split()]
+    env = {**os.environ, **LAUNCHES[strategy], "PYTHONPATH": str(repository)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2, done.stderr
+    assert re.search(r"lets packed documents see each other.*--packing false", done.stderr.splitlines()[-1])
 
 
 def test_sft_tells_an_encoder_to_decode(sft_module: Any, rows: Path, tmp_path: Path) -> None:
