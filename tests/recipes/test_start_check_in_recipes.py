@@ -44,7 +44,7 @@ LAUNCHES = {
 def test_sft_refuses_packing_that_leaks_under_every_strategy(
     repository: Path, rows: Path, tmp_path: Path, strategy: str
 ) -> None:
-    """Where weights are sharded, too: the check has a model of its own. In a process of its own, which a launch changes."""
+    """Where weights are sharded, too: the check has a model of its own. A launch changes its process."""
     model = folder_of(BloomConfig(hidden_size=1024, n_layer=24, n_head=16), tmp_path / "bloom")
     flags = f"--model_name_or_path {model} --dataset_name {rows} --output_dir {tmp_path / 'out'} --max_length 64"
     command = [sys.executable, str(repository / "recipes" / "sft.py"), *flags.split()]
