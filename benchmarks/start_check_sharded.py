@@ -15,6 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from accel_scale.errors import ConfigError
 from accel_scale.training.fast_loss import add_fast_lm_head
+from accel_scale.training.fsdp2_preparation import modules_that_share
 from accel_scale.training.start_check import check_start
 from accel_scale.training.start_check.flash_on_cpu import attention_on_cpu
 from accel_scale.training.start_check.steps import Step, difference, same_draws, take_step
@@ -72,8 +73,9 @@ def _sharded(config: PreTrainedConfig, method: str, rows: str, attention_name: s
     with attention_on_cpu(run.attention) as attention:
         check = TwinCheck(run, attention)
         own = check.own_step()
-        for module in check.model.modules():
-            if isinstance(module, GradientCheckpointingLayer):
+        sharing = modules_that_share(check.model)
+        for module in reversed(list(check.model.modules())):  # a layer in a layer comes first
+            if isinstance(module, GradientCheckpointingLayer) and id(module) not in sharing:
                 fully_shard(module)
         fully_shard(check.model)
         inputs = {name: value for name, value in check.batch.inputs.items() if name != "labels"}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
 from accel_scale.training.checkpointing import CheckpointingPolicy, apply_checkpointing
-from accel_scale.training.gathering import broadcast_from_main, is_partitioned
+from accel_scale.training.fsdp2_preparation import mend_fsdp2_preparation
+from accel_scale.training.gathering import is_partitioned
 from accel_scale.training.replacing import (
     forget_schedules,
     replace_optimizer,
@@ -70,7 +70,7 @@ def prepare_model(
         ConfigError: if the model cannot be prepared so.
     """
     if strategy == "fsdp2":
-        load_buffers_under_fsdp2()
+        mend_fsdp2_preparation()
     if attention is not None:
         _set_attention(model, attention, device_type, precision)
     if adapter is not None:
@@ -95,59 +95,6 @@ def prepare_model(
         use_reentrant = strategy == "zero3" and hasattr(model, "peft_config")
         apply_checkpointing(model, policy, use_reentrant=use_reentrant)
     return model
-
-
-def load_buffers_under_fsdp2() -> None:
-    """Let Accelerate's RAM-efficient FSDP2 loading send persistent buffers too, such as an expert router's biases.
-
-    It takes everything in a state dict for a sharded parameter (`'Tensor' object has no attribute 'device_mesh'`).
-    Around its own loading, buffers are none of the state dict; afterwards rank 0 broadcasts them. Twice is harmless.
-    (`fsdp_utils.fsdp2_load_full_state_dict` of Accelerate 1.15.0; tests/distributed/test_architectures_sharded.py.)
-    """
-    from accelerate.utils import fsdp_utils
-
-    load: Any = fsdp_utils.fsdp2_load_full_state_dict
-    if getattr(load, "sends_buffers", False):
-        return
-
-    @functools.wraps(load)
-    def load_all(accelerator: Any, model: nn.Module, full_sd: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        state = model.state_dict()
-        held = {name: module for name, module in _persistent_buffers(model).items() if name in state}
-        for name, module in held.items():
-            module._non_persistent_buffers_set.add(name.rpartition(".")[2])
-        try:
-            loaded = load(accelerator, model, full_sd, *args, **kwargs)
-        finally:
-            for name, module in held.items():
-                module._non_persistent_buffers_set.discard(name.rpartition(".")[2])
-        _broadcast_buffers(held, full_sd, accelerator.device)
-        return loaded
-
-    load_all.sends_buffers = True  # type: ignore[attr-defined]
-    fsdp_utils.fsdp2_load_full_state_dict = load_all
-
-
-def _persistent_buffers(model: nn.Module) -> dict[str, nn.Module]:
-    """Module of each buffer that belongs in a checkpoint, by the buffer's name."""
-    return {
-        f"{path}.{leaf}".lstrip("."): module
-        for path, module in model.named_modules()
-        for leaf, buffer in module._buffers.items()
-        if buffer is not None and leaf not in module._non_persistent_buffers_set
-    }
-
-
-def _broadcast_buffers(owners: dict[str, nn.Module], full_sd: dict[str, Any], device: torch.device) -> None:
-    import torch
-    import torch.distributed as dist
-
-    kinds = broadcast_from_main({name: (full_sd[name].shape, full_sd[name].dtype) for name in owners})
-    for name, module in owners.items():
-        shape, dtype = kinds[name]
-        whole = full_sd[name].to(device) if dist.get_rank() == 0 else torch.empty(shape, dtype=dtype, device=device)
-        dist.broadcast(whole, src=0)
-        module._buffers[name.rpartition(".")[2]] = whole
 
 
 def _set_attention(model: Any, name: str, device_type: str, precision: Precision | None) -> None:

@@ -16,13 +16,13 @@ from accel_scale.training.config import RecipeSFTConfig
 from accel_scale.training.ddp_hooks import DdpHookMixin, hook_figures
 from accel_scale.training.exact_match import ExactMatch, exact_match
 from accel_scale.training.fast_loss import FastLossMixin
+from accel_scale.training.fsdp2_preparation import mend_fsdp2_preparation
 from accel_scale.training.guard_mixin import GuardMixin
 from accel_scale.training.guard_settings import GuardSettings
 from accel_scale.training.learning import LearningMixin, refuse_unlabelled
 from accel_scale.training.meters import ThroughputMeter, clock_of
 from accel_scale.training.output_mixin import OutputFolderMixin
 from accel_scale.training.precision import enable_fp16_on_cpu
-from accel_scale.training.preparing import load_buffers_under_fsdp2
 from accel_scale.training.progress import MeterCallback, MetricsCallback, show_progress
 from accel_scale.training.recovery_mixin import MemoryRecoveryMixin
 from accel_scale.training.saving import AtomicSavingMixin
@@ -83,7 +83,7 @@ class ScaleSFTTrainer(_Base, SFTTrainer):
         for what, rows in (("training", self.train_dataset), ("evaluation", self.eval_dataset)):
             refuse_unlabelled(rows, what=what, max_length=self.args.max_length)
         enable_fp16_on_cpu(self.accelerator)
-        load_buffers_under_fsdp2()
+        mend_fsdp2_preparation()
         self.verify_first_checkpoint = verify_first_checkpoint
         self.recover_from_oom = recover_from_oom
         self.guard_settings = guard

@@ -18,6 +18,7 @@ from accel_scale.errors import ConfigError
 from accel_scale.planning.training_setup import ParallelSetup, TrainingSetup
 from accel_scale.training.measured_memory import StorageTracker, resident_tensors
 from accel_scale.training.precision import precision_named
+from accel_scale.training.start_check.twin_check import recipe_loss
 from accel_scale.training.trial_nf4 import moved_from_meta, quantise_linears
 
 _SEED = 0
@@ -70,11 +71,11 @@ def measure_step(
     if setup != one_process(setup):
         raise ConfigError("a trial step runs plain rows in one process.", place="setup", fix="use one_process(setup).")
     torch.manual_seed(_SEED)
-    model = _build(config, setup, "meta" if is_fake else device)
+    model = build_trial(config, setup, "meta" if is_fake else device)
     with _without_values() if is_fake else contextlib.nullcontext():
         if is_fake:
             _move_from_meta(model)
-        run = _Run(model, setup, device)
+        run = TrialRun(model, setup, device)
         return _on_cuda(run, num_steps) if device == "cuda" else _traced(run, num_steps)
 
 
@@ -97,7 +98,7 @@ def _without_values() -> Iterator[None]:
         masking_utils.find_packed_sequence_indices = kept
 
 
-class _Run:
+class TrialRun:
     """Model, optimizer and the two halves of a step."""
 
     def __init__(self, model: Any, setup: TrainingSetup, device: str) -> None:
@@ -114,14 +115,14 @@ class _Run:
         """Forward and backward of all micro-batches."""
         for _ in range(self.setup.accumulation):
             with self.precision.autocast(self.device):
-                loss = self._loss()
+                loss = self.loss()
             loss.backward()
 
-    def _loss(self) -> torch.Tensor:
+    def loss(self) -> torch.Tensor:
+        """Of a micro-batch, as a run of `setup` computes it."""
         if self.setup.loss == "full":
             return self.model(input_ids=self.ids, labels=self.ids, use_cache=False).loss
-        num_items = self.ids.numel() * self.setup.accumulation
-        return self.model(input_ids=self.ids, labels=self.ids, num_items_in_batch=num_items, fast_lm_head=True).loss
+        return recipe_loss(self.model, {"input_ids": self.ids, "labels": self.ids})
 
     def update(self) -> None:
         """Clipping and optimizer step."""
@@ -129,7 +130,8 @@ class _Run:
         self.optimizer.step()
 
 
-def _build(config: Any, setup: TrainingSetup, device: str) -> nn.Module:
+def build_trial(config: Any, setup: TrainingSetup, device: str) -> nn.Module:
+    """A model of `config` with random weights, prepared as a run of `setup` prepares it."""
     from transformers import AutoModelForCausalLM
 
     from accel_scale.training.checkpointing import CheckpointingPolicy, apply_checkpointing
@@ -148,9 +150,19 @@ def _build(config: Any, setup: TrainingSetup, device: str) -> nn.Module:
             model = _adapted(model, setup)
     cast_parameters(model, precision)
     if setup.loss != "full":
-        add_fast_lm_head(model.get_base_model() if hasattr(model, "get_base_model") else model)
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        add_fast_lm_head(base, from_logits=_takes_own_logits(config, setup))
     apply_checkpointing(model, CheckpointingPolicy.parse(setup.checkpointing))
     return model.train()
+
+
+def _takes_own_logits(config: Any, setup: TrainingSetup) -> bool:
+    """Whether training would compute the loss from the model's own logits: the start check decides here as there."""
+    from accel_scale.training.checkpointing import CheckpointingPolicy
+    from accel_scale.training.start_check import PlannedRun, check_start
+
+    run = PlannedRun(config=config, attention=setup.attention, rows="stream", policy=CheckpointingPolicy("none"))
+    return check_start(run).loss_from_logits
 
 
 def _move_from_meta(model: nn.Module) -> None:
@@ -195,7 +207,7 @@ def _adapted(model: Any, setup: TrainingSetup) -> nn.Module:
         return get_peft_model(model, config)
 
 
-def _traced(run: _Run, num_steps: int) -> StepMeasurement:
+def _traced(run: TrialRun, num_steps: int) -> StepMeasurement:
     """Every storage counted as it is made and freed."""
     tracker = _FakeAwareTracker()
     weights = tracker.adopt(resident_tensors(run.model))
@@ -227,7 +239,7 @@ class _FakeAwareTracker(StorageTracker):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def _on_cuda(run: _Run, num_steps: int) -> StepMeasurement:
+def _on_cuda(run: TrialRun, num_steps: int) -> StepMeasurement:
     """The allocator's own figures; everything before the model was built is left out."""
     cuda = torch.cuda
     cuda.empty_cache()  # what building and quantising left reserved is no part of a step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig
 
 from accel_scale.data.default import default_model_path
 from accel_scale.errors import ConfigError
@@ -12,7 +12,7 @@ from accel_scale.planning.catalogue import load_model_facts
 from accel_scale.planning.memory import predict_memory
 from accel_scale.planning.training_setup import ParallelSetup, TrainingSetup
 from accel_scale.training.measured_memory import StorageTracker, comparison_line
-from accel_scale.training.trial_step import StepMeasurement, measure_step, one_process
+from accel_scale.training.trial_step import StepMeasurement, TrialRun, build_trial, measure_step, one_process
 from accel_scale.training.verify_plan import TRACED_LAYERS, pass_bytes, verify_plan
 
 
@@ -94,6 +94,22 @@ def test_a_plan_of_a_large_model_is_verified_without_a_gpu() -> None:
     assert [row[0] for row in found.rows][-1] == "peak"
     for part, predicted, got in found.rows:
         assert predicted == pytest.approx(got, rel=0.05), part
+
+
+@pytest.mark.parametrize("kind", ["bert", "mixtral"])
+def test_a_trial_step_computes_the_models_own_loss(kind: str) -> None:
+    """A head of several layers, and a router's auxiliary loss: as in training, neither is left out."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    own = {
+        "bert": {"is_decoder": True},
+        "mixtral": {"num_key_value_heads": 2, "num_local_experts": 3, "output_router_logits": True},
+    }[kind]
+    config = CONFIG_MAPPING[kind](**sizes, vocab_size=256, pad_token_id=0, bos_token_id=1, eos_token_id=2, **own)
+    setup = setup_for("full")
+    torch.manual_seed(0)
+    run = TrialRun(build_trial(config, setup, "cpu").eval(), setup, "cpu")
+    expected = run.model(input_ids=run.ids, labels=run.ids, use_cache=False).loss
+    assert run.loss().item() == pytest.approx(expected.item(), abs=1e-5)
 
 
 def test_what_cannot_be_verified_is_said() -> None:
