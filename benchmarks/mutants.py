@@ -197,6 +197,8 @@ def described(module: str, source: str, changed: str, operator: str, occurrence:
 def _cannot_matter(node: Any, start: Position) -> bool:
     if node.type == "number" and _hardly_changes(node.value):
         return True
+    if node.parent is not None and node.parent.type == "parameters":
+        return True  # the star before keywords is no product
     if node.type == "term" and _PATH.search(node.get_code()):
         return True  # a path's `/` fails at once as any other operator
     if node.type == "if_stmt" and "TYPE_CHECKING" in node.children[1].get_code():

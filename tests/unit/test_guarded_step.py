@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -254,3 +255,58 @@ def test_a_trainers_own_step_does_what_was_decided():
     assert moved()
     gate.detach()
     assert loop.optimizer.step == usual
+
+
+def test_rows_named_at_the_end_go_with_the_losses_or_beside_rows_that_were_named(tmp_path):
+    loop = Loop(guard=Guard(), output_dir=tmp_path)
+    loop.take(math.nan, row_ids=((), ()), loss_sum=None)
+    for first in ((), ("a",)):
+        for index in range(2):
+            with loop.step.micro_batch(is_last=index == 1, row_ids=first if index else ()):
+                loop.step.backward(loop.model(torch.ones(1, 4)).sum() * math.nan)
+        loop.step.finish(row_ids=["x", "y"])
+    _, alone, beside = [
+        json.loads(line)["micro_batches"] for line in (tmp_path / "guard_events.jsonl").read_text().splitlines()
+    ]
+    assert [(part["rows"], part["loss"]) for part in alone] == [(["x", "y"], "NaN")]
+    assert [part["rows"] for part in beside] == [[], ["a"], ["x", "y"]]
+    assert beside[2]["loss"] == 0
+
+
+def test_steps_of_a_pipeline_are_judged_by_the_stages_that_have_a_loss(tmp_path):
+    """Two stages of a pipeline on four ranks: the mean over ranks counts those that have none."""
+    loop = Loop(guard=Guard(GuardSettings(policy="stop")), output_dir=tmp_path)
+    loop.step.loss_factor = 3
+    loop.model(torch.ones(1, 4)).sum().backward()
+    loop.step.record([torch.tensor(1.0), torch.tensor(2.5)], [["a"], ["b"]])
+    assert loop.accelerator.sync_gradients
+    outcome = loop.step.finish()
+    assert outcome.loss == pytest.approx(3 * 3.5)
+    shared = SimpleNamespace(layout=SimpleNamespace(pp=2), speaks_for_rows=True)
+    for speaks in (True, False):
+        shared.speaks_for_rows = speaks
+        loop.step._shared = shared
+        loop.model(torch.ones(1, 4)).sum().backward()
+        loop.step.record([torch.tensor(math.nan)] if speaks else [], [["a"]])
+        assert loop.step._parts[0].losses == [] or speaks
+        outcome = loop.step.finish(loss_sum=math.nan)
+        assert outcome.action == "stop"
+    events = [json.loads(line) for line in (tmp_path / "guard_events.jsonl").read_text().splitlines()]
+    assert [event["rows"] for event in events] == [["a"], []]
+    loop.step._shared = SimpleNamespace(layout=SimpleNamespace(pp=2), speaks_for_rows=True)
+    loop.model(torch.ones(1, 4)).sum().backward()
+    loop.step.record([], [["a"]])
+    assert loop.step.finish(loss_sum=0.5).loss == pytest.approx(0.5 * 3 * 2)
+
+
+def test_the_watch_over_hanging_ranks_knows_the_step(monkeypatch):
+    from accel_scale.training import guarded_step
+
+    asked = []
+    monkeypatch.setattr(guarded_step, "follow_steps", asked.append)
+    loop = Loop(first_step=7)
+    loop.take()
+    (step_of,) = asked
+    assert step_of() == 8
+    loop.step = None
+    assert step_of() == 0, "it must not keep the model alive"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from datasets import Dataset
 from torch import nn
 
 from accel_scale.training.learning import (
+    LearningMixin,
     NothingLearnt,
     WeightsBefore,
     count_not_finite,
@@ -104,3 +106,120 @@ def test_large_weights_are_not_taken_for_infinite_ones() -> None:
     model = layers()
     model[0].weight.data.fill_(3e38)  # their sum is
     assert count_not_finite(model) == {}
+
+
+# ── In a trainer's loop ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Steps:
+    """What a trainer does: it begins, fetches batches, and counts steps."""
+
+    def __init__(self, batches: list, num_items: list, *, losses: tuple[float, ...] = (), moves: bool = True) -> None:
+        self.model, self.moves, self.callbacks = layers(), moves, []
+        self.todo = list(zip(batches, num_items, strict=True))
+        self.state = SimpleNamespace(global_step=0, log_history=[{"loss": loss} for loss in losses])
+        self.args = SimpleNamespace(max_length=16)
+
+    def add_callback(self, callback) -> None:
+        self.callbacks.append(callback)
+
+    def remove_callback(self, kind: type) -> None:
+        self.callbacks = [one for one in self.callbacks if not isinstance(one, kind)]
+
+    def get_batch_samples(self):
+        return self.todo.pop(0)
+
+    def train(self, first_step: int = 0) -> str:
+        self.state.global_step = first_step
+        for callback in self.callbacks:
+            callback.on_train_begin(self.args, self.state, None)
+        while self.todo:
+            batches, _ = self.get_batch_samples()
+            if batches:
+                self.state.global_step += 1
+                self.model[1].bias.data += self.moves
+        return "done"
+
+
+class Learner(LearningMixin, Steps):
+    """A trainer that refuses to end well where nothing was learnt."""
+
+
+LABELLED = [{"labels": 1}]
+
+
+def test_a_trainer_that_learnt_ends_well_and_keeps_no_callback() -> None:
+    trainer = Learner([LABELLED] * 3, [torch.tensor(0), torch.tensor(2), None], losses=(0.5, 0.25))
+    assert trainer.train() == "done"
+    assert trainer.callbacks == []
+    # A finished run, asked again, and one that was stopped before its first step.
+    assert Learner([], []).train(first_step=4) == "done"
+
+
+@pytest.mark.parametrize(
+    ("trainer", "problem"),
+    [
+        (Learner([[]], [None]), "without a step"),
+        (Learner([LABELLED] * 2, [0, 0]), r"no row of the first 2 steps, cut to 16 tokens, has a token"),
+        (Learner([LABELLED] * 2, [1, 1], moves=False), "no weight has changed in 2 steps"),
+        (Learner([LABELLED] * 2, [1, 1], losses=(1.0, math.nan)), "the last loss was nan"),
+    ],
+)
+def test_a_trainer_that_learnt_nothing_does_not(trainer: Learner, problem: str) -> None:
+    with pytest.raises(NothingLearnt, match=problem):
+        trainer.train()
+    assert trainer.callbacks == []
+
+
+def test_rewards_may_be_nothing_and_rounded_losses_may_be_zero() -> None:
+    for batches in ([[{"prompt": 1}]], [["a row of text"]]):
+        assert Learner(batches * 2, [None] * 2, losses=(0.0,), moves=False).train() == "done"
+    assert Learner([LABELLED] * 2, [1, 1], losses=(1.0, 0.0)).train() == "done"
+
+
+def test_a_stream_without_labels_is_not_followed_to_its_end() -> None:
+    trainer = Learner([LABELLED] * 20, [0] * 20)
+    with pytest.raises(NothingLearnt, match="no row of the first 8 steps"):
+        trainer.train()
+    assert len(trainer.todo) == 20 - 9
+    late = Learner([LABELLED] * 20, [0] * 7 + [1] + [0] * 12)
+    assert late.train() == "done"
+    resumed = Learner([LABELLED] * 9, [0] * 9)
+    with pytest.raises(NothingLearnt, match="no row of the first 8 steps"):
+        resumed.train(first_step=5)
+
+
+def test_a_guard_says_how_many_steps_it_did_not_take() -> None:
+    for num_skipped, at_end, problem in ((3, 0, "3 of the 4"), (3, 3, "nor any of the last 3"), (1, 2, None)):
+        trainer = Learner([LABELLED] * 4, [1] * 4, losses=(math.nan,))
+        trainer.guard = object()  # its own log has the losses of steps that were not taken
+        trainer.skipped = {"num_skipped": num_skipped, "skipped_at_end": at_end, "why_skipped": "loss is nan"}
+        if problem is None:
+            assert trainer.train() == "done"
+        else:
+            with pytest.raises(NothingLearnt, match=problem):
+                trainer.train()
+
+
+def test_a_few_values_of_a_large_tensor_are_remembered_and_any_of_them_tells() -> None:
+    model = nn.Linear(100, 300, bias=False)
+    before = WeightsBefore.of(model)
+    assert before.sample["weight"].numel() == 256
+    assert not before.have_changed(model)
+    flat = model.weight.data.view(-1)
+    flat[1] += 1  # between two of them: every 117th is one
+    assert not before.have_changed(model)
+    flat[117 * 255] += 1
+    assert before.have_changed(model)
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    assert WeightsBefore.of(frozen).have_changed(frozen), "nothing to compare"
+
+
+def test_weights_that_came_broken_may_stay_but_not_grow() -> None:
+    model = layers()
+    model[1].weight.data[0, :2] = math.nan
+    before = WeightsBefore.of(model)
+    assert before.not_finite == {"1.weight": 2}
+    assert before.newly_broken(model) is None
+    model[1].weight.data[0, 2] = math.inf
+    assert before.newly_broken(model) == "1.weight"
