@@ -217,14 +217,14 @@ def train(run: Run, started: float) -> dict[str, Any]:
     guard = Guard(settings_from(run.guard_args))
     manager.register("guard", guard)
     resume(run, manager, run.course.how)
-    if run.guard_args.guard == "rollback" and run.step == 0:
-        manager.save(0, run_state(run))  # there must be something to roll back to
     step = GuardedStep(
         accelerator, run.model, run.optimizer, run.schedule, guard=guard, max_grad_norm=args.max_grad_norm,
         output_dir=args.output_dir, first_step=run.step + 1,
     )  # fmt: skip
     metrics = MetricsLog(args.output_dir, run.is_main, resumed_step=run.step)
     report = Report(run, metrics, ThroughputMeter(clock_of(accelerator.device.type)), started)
+    if run.guard_args.guard == "rollback" and run.step == 0:
+        manager.save(0, run_state(run, report))  # there must be something to roll back to
     watch = LoopWatch(accelerator, run.model, run.optimizer, report.meter, run.plan)
     report.start()
     before, first_step = WeightsBefore.of(run.model), run.step
@@ -256,7 +256,7 @@ def train(run: Run, started: float) -> dict[str, Any]:
             if why_stopped != "a signal" and outcome.taken and is_due(run.step, length.eval_steps, is_end):
                 evaluate(run, report)
             if why_stopped or (outcome.taken and length.save_steps and is_due(run.step, length.save_steps, is_end)):
-                manager.save(run.step, run_state(run), final=is_end)
+                manager.save(run.step, run_state(run, report), final=is_end)
             watch.resume_watch()
     manager.finish()
     if run.step > first_step and why_stopped != "a signal":
@@ -319,7 +319,7 @@ def evaluate(run: Run, report: Any) -> None:
 # ── Save and resume ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def run_state(run: Run) -> dict[str, Any]:
+def run_state(run: Run, report: Any) -> dict[str, Any]:
     """What a checkpoint holds beside weights, optimizer, schedule and random states; collective."""
     from accelerate.utils import gather_object
 
@@ -329,6 +329,7 @@ def run_state(run: Run) -> dict[str, Any]:
         "drawn": run.drawn,
         "avoided": run.avoided,
         "tokens": run.tokens,
+        "counted": report.counters(),
         "data": merge_states(gather_object([run.batches.state_dict()])),
         "schedule": run.schedule_record,
     }
@@ -341,7 +342,7 @@ def resume(run: Run, manager: Any, how: str) -> None:
         resumed = manager.resume(run.args.decay_from, compare=False)  # a branch begins; its own checkpoints come first
     state = resumed.state if resumed else {}
     run.step, run.drawn, run.tokens = resumed.step if resumed else 0, state.get("drawn", 0), state.get("tokens", 0)
-    run.avoided = sorted({*run.avoided, *state.get("avoided", [])})
+    run.avoided, run.counted = sorted({*run.avoided, *state.get("avoided", [])}), state.get("counted", {})
     open_batches(run, state.get("data"))
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +12,7 @@ from typing import Any
 MAX_WORKERS = 8
 # Below this many rows, held in memory-mapped files and used by a CPU, starting workers costs more than they give.
 SMALL_NUM_ROWS = 100_000
+_outliving_pid = 0
 
 
 def loader_settings(
@@ -68,3 +71,25 @@ def available_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def outlive_signals(worker: int = 0) -> None:
+    """For a worker process: launchers, schedulers and terminals signal a run's whole group, and the run saves first.
+
+    It ends its workers then, so SIGTERM counts only where it comes from that process, and the others do not count.
+    """
+    global _outliving_pid
+    if _outliving_pid == os.getpid():
+        return
+    _outliving_pid = os.getpid()
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    if hasattr(signal, "sigwaitinfo"):  # not on macOS
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # before the thread, which inherits it
+        threading.Thread(target=_end_with_owner, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_with_owner(owner: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid not in (owner, os.getpid()):
+        pass
+    os._exit(0)

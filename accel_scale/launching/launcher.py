@@ -153,4 +153,7 @@ def _end_with_parent() -> None:
         _wait_for_end(parent, descriptor)
         os.kill(os.getpid(), signal.SIGKILL)
 
+    # A signal to the process goes to any thread that does not block it: which ones count is for the main one to say.
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     threading.Thread(target=follow, name="accel-scale-parent", daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)

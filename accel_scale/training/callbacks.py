@@ -11,7 +11,8 @@ from accel_scale.errors import ConfigError
 from accel_scale.field_words import in_words_of_fields
 from accel_scale.launching.begin import begin_process
 from accel_scale.training.guard_mixin import GuardMixin
-from accel_scale.training.learning import LearningMixin, refuse_unlabelled
+from accel_scale.training.learning import refuse_unlabelled
+from accel_scale.training.learning_mixin import LearningMixin
 from accel_scale.training.output_mixin import OutputFolderMixin
 from accel_scale.training.precision import enable_fp16_on_cpu
 from accel_scale.training.preparing import adapt_optimizer, prepare_model, strategy_of

@@ -10,6 +10,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from accel_scale.data.loaders import outlive_signals
+
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _LAUNCHER_PROGRAMS = {"accelerate", "accelerate-launch", "torchrun"}
 _LAUNCHER_MODULES = {
@@ -19,13 +21,16 @@ _LAUNCHER_MODULES = {
     "torch.distributed.launch",
 }
 _PR_SET_PDEATHSIG = 1
+_num_installed = 0
+_follows_forks = False
 
 
 class StopSignals:
     """Remembers SIGTERM, SIGUSR1 and Ctrl-C (SIGINT) instead of dying of them; a second Ctrl-C ends at once.
 
     Where the parent is `accelerate launch` or torchrun, its death counts as SIGTERM (Linux): the launcher of a
-    single process does not forward signals, it dies and leaves the process behind.
+    single process does not forward signals, it dies and leaves the process behind. Workers that are forked meanwhile,
+    such as a data loader's, are not ended by a signal to the whole group: a run without them could not save.
 
     Attributes:
         received: Number of the first signal, 0 before it.
@@ -42,6 +47,7 @@ class StopSignals:
             return
         for number in STOP_SIGNALS:
             self._previous[number] = signal.signal(number, self._remember)
+        _count_installed(1)
         parent = os.getppid()
         if sys.platform == "linux" and is_launcher(parent):
             self._asked_for_parents_death = _signal_at_parents_death(signal.SIGTERM)
@@ -50,6 +56,8 @@ class StopSignals:
 
     def restore(self) -> None:
         """Put the handlers back that were there before."""
+        if self._previous:
+            _count_installed(-1)
         for number, handler in self._previous.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         self._previous.clear()
@@ -63,6 +71,19 @@ class StopSignals:
             os.kill(os.getpid(), number)
         # Nothing else: Python runs this between two instructions of whatever the program was doing.
         self.received = self.received or number
+
+
+def _count_installed(change: int) -> None:
+    global _num_installed, _follows_forks
+    _num_installed += change
+    if not _follows_forks and hasattr(os, "register_at_fork"):
+        _follows_forks = True
+        os.register_at_fork(after_in_child=_protect_worker)
+
+
+def _protect_worker() -> None:
+    if _num_installed:
+        outlive_signals()
 
 
 def is_launcher(pid: int) -> bool:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import TrainerCallback
 
 from accel_scale.errors import ConfigError
 from accel_scale.training.gathering import gather_values, is_partitioned, unwrap
@@ -25,8 +24,6 @@ _SAMPLED_VALUES = 256
 _VALUES_PER_COUNT = 1 << 24
 # In a row, after which it is the weights and not the rows.
 _SKIPPED_AT_END = 3
-# Optimizer steps of a stream without one label after which no more are waited for.
-_STEPS_WITHOUT_LABELS = 8
 
 
 class NothingLearnt(ConfigError):
@@ -73,10 +70,11 @@ def refuse_unlabelled(dataset: Any, *, what: str, max_length: int | None, flag: 
     from datasets import Dataset
 
     if isinstance(dataset, Dataset) and not has_labels(dataset):
-        raise _no_labels(f"no {what} row", max_length, flag)
+        raise no_labels(f"no {what} row", max_length, flag)
 
 
-def _no_labels(rows: str, max_length: int | None, flag: str) -> NothingLearnt:
+def no_labels(rows: str, max_length: int | None, flag: str) -> NothingLearnt:
+    """The error where no token of `rows` has a label."""
     if max_length is None:
         place, fix = flag.format("dataset_name"), "check that completions are not empty."
     else:
@@ -203,96 +201,10 @@ def refuse_unlearnt(
     if last_loss is not None and not math.isfinite(last_loss):
         raise NothingLearnt(f"the last loss was {last_loss}.", place=rate, fix=f"lower it, and use {guard} skip.")
     if last_loss == 0 and must_change:
-        raise _no_labels("the last loss was exactly 0: no row", None, flag)
+        raise no_labels("the last loss was exactly 0: no row", None, flag)
     if must_change and not before.have_changed(model):
         raise NothingLearnt(
             f"no weight has changed in {num_steps} steps.",
             place=rate,
             fix="raise it, shorten the warm-up or train longer; bf16_true rounds small steps away, fp16 overflows.",
         )
-
-
-class LearningMixin:
-    """Put before an HF or TRL trainer class: `train` refuses to end well where nothing was learnt.
-
-    That there was no label at all, and that weights are as they were, are errors where batches have labels: a reward
-    may well be zero.
-
-    Attributes:
-        flag: How a setting is written where the user sets it.
-    """
-
-    flag: str = "--{}"
-    _before: WeightsBefore | None = None
-    _first_step = 0
-    _num_labelled: Any = None
-    _num_batches = 0
-    _is_empty = _has_labels = False
-
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        trainer: Any = self
-        trainer.add_callback(_Begin(self))
-        try:
-            result = super().train(*args, **kwargs)  # type: ignore[misc]
-        finally:
-            trainer.remove_callback(_Begin)
-        self._refuse_unlearnt()
-        return result
-
-    def begin(self, step: int) -> None:
-        """Call when everything is prepared and a checkpoint's weights are there."""
-        trainer: Any = self
-        self._first_step, self._num_labelled, self._num_batches = step, None, 0
-        self._is_empty = self._has_labels = False
-        self._before = WeightsBefore.of(trainer.model)
-
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        batches, num_items = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
-        self._is_empty = self._num_batches == 0 and not batches
-        self._num_batches += len(batches)
-        if batches and isinstance(batches[0], Mapping) and "labels" in batches[0]:
-            self._has_labels = True
-        if num_items is not None:  # a tensor stays on its device
-            self._num_labelled = num_items if self._num_labelled is None else self._num_labelled + num_items
-        if self._steps_seen == _STEPS_WITHOUT_LABELS:
-            self._refuse_unlabelled()
-        return batches, num_items
-
-    @property
-    def _steps_seen(self) -> int:
-        trainer: Any = self
-        return int(trainer.state.global_step - self._first_step)
-
-    def _refuse_unlabelled(self) -> None:
-        trainer: Any = self
-        if self._num_labelled is not None and not any(gather_values(int(self._num_labelled))):
-            rows = f"no row of the first {self._steps_seen} steps"
-            raise _no_labels(rows, getattr(trainer.args, "max_length", None), self.flag)
-
-    def _refuse_unlearnt(self) -> None:
-        trainer: Any = self
-        if self._before is None or (self._steps_seen == 0 and not self._is_empty):
-            return  # a finished run, or one that was asked to stop at once
-        if self._steps_seen:
-            self._refuse_unlabelled()
-        guard, skipped = getattr(trainer, "guard", None), getattr(trainer, "skipped", {})
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        refuse_unlearnt(
-            trainer.model,
-            before=self._before,
-            num_steps=self._steps_seen,
-            must_change=self._has_labels,
-            **skipped,
-            last_loss=(losses[-1] or None) if losses and guard is None else None,
-            flag=self.flag,
-        )
-
-
-class _Begin(TrainerCallback):
-    """Tells a `LearningMixin` when training begins."""
-
-    def __init__(self, trainer: LearningMixin) -> None:
-        self._trainer = trainer
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._trainer.begin(state.global_step)

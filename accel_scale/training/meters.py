@@ -5,7 +5,8 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -120,6 +121,35 @@ class ThroughputMeter:
     def step_seconds(self) -> float | None:
         """Seconds of an optimizer step; `None` before the second step."""
         return self.timed_seconds / self.timed_steps if self.timed_steps else None
+
+    @property
+    def data_wait_ratio(self) -> float | None:
+        """Share of the step time spent waiting for data; `None` before the second step."""
+        return self.data_seconds / self.timed_seconds if self.timed_seconds else None
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What a run has counted over all its starts, tokens over all ranks; times are rank 0's."""
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+    data_seconds: float = 0.0
+    timed_seconds: float = 0.0
+
+    @classmethod
+    def of(cls, kept: Mapping[str, Any]) -> Counted:
+        """What a checkpoint's state holds of it; those of earlier versions hold less."""
+        return cls(**{name.name: kept[name.name] for name in fields(cls) if name.name in kept})
+
+    def and_now(self, meter: ThroughputMeter, *, tokens: float, started: float) -> Counted:
+        """Together with this start, which began at `started` by `time.perf_counter`."""
+        return Counted(
+            self.tokens + tokens,
+            self.seconds + time.perf_counter() - started,
+            self.data_seconds + meter.data_seconds,
+            self.timed_seconds + meter.timed_seconds,
+        )
 
     @property
     def data_wait_ratio(self) -> float | None:

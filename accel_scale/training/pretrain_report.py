@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import time
 import zlib
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.reporting.step_lines import StepFigures, StepLines
 from accel_scale.training.ddp_hooks import hook_figures
-from accel_scale.training.meters import ThroughputMeter, peak_device_bytes, peak_host_bytes, peak_memory_bytes
+from accel_scale.training.meters import Counted, ThroughputMeter, peak_device_bytes, peak_host_bytes, peak_memory_bytes
 from accel_scale.units import format_bytes
 
 if TYPE_CHECKING:
@@ -33,10 +33,22 @@ class Report:
         self.run, self.metrics, self.meter, self.started = run, metrics, meter, started
         self.losses: list[float] = []
         self.eval_losses: list[float] = []
-        self.num_skipped = 0
+        kept = run.counted
+        self._before = Counted.of(kept)
+        self.num_skipped = int(kept.get("skipped_steps", 0))
         self.sample: str | None = None
         self.flops_per_token = self.peak = 0.0
         self._lines: StepLines | None = None
+
+    def counters(self) -> dict[str, Any]:
+        """What all starts of the run have counted beside its tokens, JSON-able, kept with every checkpoint."""
+        counted = asdict(self._counted)
+        del counted["tokens"]  # the run's own, which a rollback takes back
+        return {**counted, "skipped_steps": self.num_skipped}
+
+    @property
+    def _counted(self) -> Counted:
+        return self._before.and_now(self.meter, tokens=0, started=self.started)
 
     # ── Start ──
 
@@ -203,7 +215,7 @@ class Report:
             self._lines.close()
         if not run.is_main:
             return {}
-        seconds = time.perf_counter() - self.started
+        counted = self._counted
         summary = {
             "recipe": "pretrain.py",
             "steps": run.step,
@@ -214,10 +226,10 @@ class Report:
             "tokens_per_second": self.tokens_per_second,
             "mfu": self.mfu,
             "mfu_basis": self._mfu_basis,
-            "data_wait_ratio": self.meter.data_wait_ratio,
+            "data_wait_ratio": counted.data_wait_ratio,
             "skipped_steps": self.num_skipped,
             "stopped_by": why_stopped,
-            "seconds": seconds,
+            "seconds": counted.seconds,
             "peak_host_bytes": peak_host_bytes(),
             "peak_device_bytes": peak_device_bytes(),
             "parameters": {"total": run.parameters[0], "trainable": run.parameters[1]},

@@ -48,6 +48,7 @@ class Run:
     drawn: int = 0  # batches taken from the data: more than steps once the guard has skipped some
     avoided: list[int] = field(default_factory=list)  # batches to go around after a rollback
     tokens: int = 0
+    counted: dict[str, Any] = field(default_factory=dict)  # what earlier starts have counted, for the report
 
     @property
     def launch(self) -> Any:

@@ -19,8 +19,9 @@ from accel_scale.training.fast_loss import FastLossMixin
 from accel_scale.training.fsdp2_preparation import mend_fsdp2_preparation
 from accel_scale.training.guard_mixin import GuardMixin
 from accel_scale.training.guard_settings import GuardSettings
-from accel_scale.training.learning import LearningMixin, refuse_unlabelled
-from accel_scale.training.meters import ThroughputMeter, clock_of
+from accel_scale.training.learning import refuse_unlabelled
+from accel_scale.training.learning_mixin import LearningMixin
+from accel_scale.training.meters import Counted, ThroughputMeter, clock_of
 from accel_scale.training.output_mixin import OutputFolderMixin
 from accel_scale.training.precision import enable_fp16_on_cpu
 from accel_scale.training.progress import MeterCallback, MetricsCallback, show_progress
@@ -142,20 +143,20 @@ class ScaleSFTTrainer(_Base, SFTTrainer):
         self.answered[when] = _as_dict(result)
 
     def counters(self) -> dict[str, Any]:
-        meter, before = self.meter, self._counted_before
         return {
-            "tokens": before.tokens + sum(self._meeting.gather(float(meter.num_tokens))) / self.sp_size,
+            **dataclasses.asdict(self._counted()),
             "num_tokens": int(self._total_train_tokens),  # a tensor between two lines of the log
-            "seconds": before.seconds + time.perf_counter() - self.started,
-            "data_seconds": before.data_seconds + meter.data_seconds,
-            "timed_seconds": before.timed_seconds + meter.timed_seconds,
             "answered": self.answered,
         }
+
+    def _counted(self) -> Counted:
+        tokens = sum(self._meeting.gather(float(self.meter.num_tokens))) / self.sp_size
+        return self._counted_before.and_now(self.meter, tokens=tokens, started=self.started)
 
     def take_up_counters(self, counters: dict[str, Any]) -> None:
         if counters:
             self._total_train_tokens, self.answered = counters["num_tokens"], dict(counters["answered"])
-            self._counted_before = Counted(*(counters[field.name] for field in dataclasses.fields(Counted)))
+            self._counted_before = Counted.of(counters)
 
     def _tokens_per_second(self) -> float | None:
         """Of all ranks, taken to be as fast as this one; `figures` asks them."""
@@ -167,7 +168,7 @@ class ScaleSFTTrainer(_Base, SFTTrainer):
         meter = self.meter
         mine = torch.tensor(meter.tokens_per_second or 0.0, device=self.accelerator.device)
         # Of ranks that share rows each has counted all of them.
-        speed, counted = self.accelerator.reduce(mine, "sum").item() / self.sp_size, self.counters()
+        speed, counted = self.accelerator.reduce(mine, "sum").item() / self.sp_size, self._counted()
         history = self.state.log_history
         evaluated = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
@@ -176,27 +177,15 @@ class ScaleSFTTrainer(_Base, SFTTrainer):
             "steps": self.state.global_step,
             "losses": [entry["loss"] for entry in history if "loss" in entry],
             "eval_loss": evaluated[-1] if evaluated else None,
-            "tokens": counted["tokens"],
-            "seconds": counted["seconds"],
+            "tokens": counted.tokens,
+            "seconds": counted.seconds,
             "tokens_per_second": speed or None,
-            "data_wait_ratio": counted["data_seconds"] / counted["timed_seconds"]
-            if counted["timed_seconds"]
-            else None,
+            "data_wait_ratio": counted.data_wait_ratio,
             "memory_recovery": self.recovery_summary(),
             "guard": self.guard_summary(),
             "ddp": hook_figures(self.model_wrapped),
             "exact_match": self.answered,
         }
-
-
-@dataclasses.dataclass(frozen=True)
-class Counted:
-    """What earlier starts of the run have counted, over all ranks; times are rank 0's."""
-
-    tokens: float = 0.0
-    seconds: float = 0.0
-    data_seconds: float = 0.0
-    timed_seconds: float = 0.0
 
 
 class _AnswerCallback(TrainerCallback):

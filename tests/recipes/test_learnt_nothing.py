@@ -39,7 +39,8 @@ def test_a_run_that_learns_nothing_is_refused(sft: Any, flags: str, place: str, 
     assert not (tmp_path / "out" / "model.safetensors").exists()
 
 
-def test_evaluation_rows_without_labels_are_refused(sft: Any, small_gsm8k: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["", "--dataset_streaming"])
+def test_evaluation_rows_without_labels_are_refused(sft: Any, small_gsm8k: Path, tmp_path: Path, how: str) -> None:
     rows = [json.loads(line) for line in small_gsm8k.read_text().splitlines()]
     for row in rows[40:]:
         row["question"] *= 40
@@ -47,7 +48,7 @@ def test_evaluation_rows_without_labels_are_refused(sft: Any, small_gsm8k: Path,
     path.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
     split = "--dataset_train_split train[:40] --dataset_test_split train[40:] --eval_strategy steps --eval_steps 2"
     with pytest.raises(ConfigError, match="no evaluation row, cut to 256 tokens"):
-        sft(split, data=path)
+        sft(split, how, data=path)
 
 
 def test_a_row_of_nan_is_skipped_by_default_and_the_weights_stay_finite(

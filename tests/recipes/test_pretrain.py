@@ -109,8 +109,12 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(pretrain: Pretrai
     flags = "--save_steps 5 --eval_steps 5 --lr_scheduler_type constant"
     whole = pretrain(f"--max_steps 15 {flags}", out="whole")
     pretrain(f"--max_steps 10 {flags}", out="parts")
+    started = time.perf_counter()
     resumed = pretrain(f"--max_steps 15 {flags}", out="parts")
+    took = time.perf_counter() - started
     assert logged(resumed["out"]) == logged(whole["out"])
+    kept = json.loads((resumed["out"] / "checkpoint-10" / "state.json").read_text())["state"]["counted"]
+    assert kept["seconds"] + took / 2 < resumed["seconds"] < kept["seconds"] + took
     first, second = (load_file(run["out"] / "model.safetensors") for run in (whole, resumed))
     assert all(torch.equal(first[name], second[name]) for name in first)
     with pytest.raises(ConfigError, match=r"checkpoints of an earlier run, the last of step 15"):

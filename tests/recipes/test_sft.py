@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from accel_scale.errors import ConfigError
+from accel_scale.training.checkpoint_manifest import read_manifest
 
 pytestmark = pytest.mark.slow
 
@@ -122,14 +123,19 @@ def test_wsd_by_ratios(sft) -> None:
     assert decay[-1] >= 1e-4
 
 
-def test_resume_continues_exactly(sft, tmp_path: Path) -> None:
-    common = "--learning_rate 1e-3 --max_steps 4 --save_strategy steps --save_steps 2"
+@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+def test_resume_continues_exactly(sft, tmp_path: Path, method: str) -> None:
+    common = f"--method {method} --learning_rate 1e-3 --max_steps 4 --save_strategy steps --save_steps 2"
     whole = sft(common)
     sft(common, out=tmp_path / "again")
+    weights = "model.safetensors" if method == "full" else "adapter_model.safetensors"
+    manifest = read_manifest(tmp_path / "again" / "checkpoint-2")
+    assert {weights, "optimizer.pt", "scheduler.pt", "trainer_state.json"} <= set(manifest.files)
     shutil.rmtree(tmp_path / "again" / "checkpoint-4")  # as if the run had been killed after its second step
     resumed = sft(common, "--resume_from_checkpoint true", out=tmp_path / "again")
     assert resumed["steps"] == 4
-    a, b = (load_file(run["out"] / "model.safetensors") for run in (whole, resumed))
+    assert resumed["losses"] == whole["losses"]
+    a, b = (load_file(run["out"] / weights) for run in (whole, resumed))
     assert differs(a, b) == 0
     assert not list(whole["out"].glob("*.partial"))
 

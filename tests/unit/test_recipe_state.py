@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,8 @@ from accel_scale.parallel.layout import ParallelLayout
 from accel_scale.training.checkpoints import CheckpointManager
 from accel_scale.training.guard import Guard
 from accel_scale.training.guard_settings import GuardSettings
+from accel_scale.training.meters import ThroughputMeter
+from accel_scale.training.pretrain_report import Report
 from accel_scale.training.pretrain_run import Run
 
 
@@ -74,6 +77,7 @@ class Begun:
         self.manager.register("guard", self.guard)
         self.report = SimpleNamespace(rolled_back=lambda: self.lines.append("rolled back"))
         recipe.resume(run, self.manager, "auto")
+        self.report.counters = Report(run, None, ThroughputMeter(), time.perf_counter()).counters  # type: ignore[arg-type]
 
     def draw(self) -> list[str]:
         """The next batch that is not gone around, by its rows."""
@@ -90,7 +94,7 @@ class Begun:
         return rows
 
     def save(self) -> None:
-        self.manager.save(self.run.step, self.recipe.run_state(self.run))
+        self.manager.save(self.run.step, self.recipe.run_state(self.run, self.report))
 
     def meet_nan(self) -> str:
         """The next batch gives NaN; what the guard says, done."""
@@ -190,3 +194,14 @@ def test_the_data_follows_its_seed_or_the_runs(sft: Any, tmp_path: Path, monkeyp
     assert order(seed=7) == order(seed=7) != usual
     assert order(seed=7, data_seed=3) == order(seed=8, data_seed=3) != order(seed=7)
     assert order(seed=7, data_seed=0) == order(seed=8, data_seed=0), "0 is a seed as others are"
+
+
+def test_figures_of_earlier_starts_are_counted_on(begin: Callable[[], Begun]) -> None:
+    one = begin("run")
+    one.run.counted = {"seconds": 100.0, "data_seconds": 2.0, "timed_seconds": 8.0, "skipped_steps": 3}
+    one.report.counters = Report(one.run, None, ThroughputMeter(), time.perf_counter()).counters  # type: ignore[arg-type]
+    one.step()
+    one.save()
+    again = begin("run").report.counters()
+    assert 100 < again.pop("seconds") < 200
+    assert again == {"data_seconds": 2.0, "timed_seconds": 8.0, "skipped_steps": 3}

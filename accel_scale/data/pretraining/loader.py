@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from accel_scale.data.loaders import outlive_signals
 from accel_scale.data.pretraining.encoding import Encoder, one_thread_tokenizers
 from accel_scale.data.pretraining.lanes import LaneSet, LaneState, TrainingSource
 from accel_scale.data.pretraining.states import STATE_VERSION, check_state
@@ -147,7 +145,7 @@ class TrainLoader:
             num_workers=self._num_workers,
             collate_fn=_as_it_is,
             prefetch_factor=_PREFETCHED_STEPS if self._num_workers else None,
-            worker_init_fn=_outlive_signals,
+            worker_init_fn=outlive_signals,
             generator=torch.Generator(),  # else a seed would be drawn from the run's random numbers
         )
         self._parts: Iterator[_Part | ConfigError] | None = None
@@ -235,24 +233,6 @@ def check_shape(global_batch_size: int, micro_batch_size: int, rank: int, world_
             place="global_batch_size",
             fix=f"use a multiple of {micro_batch_size * world_size}, or another micro-batch.",
         )
-
-
-def _outlive_signals(worker: int) -> None:
-    """Schedulers and terminals signal a job's whole group: the run that owns this worker saves first, then ends it.
-
-    So SIGTERM counts only where it comes from that process, and the others do not count.
-    """
-    for number in (signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
-    if hasattr(signal, "sigwaitinfo"):  # not on macOS
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # before the thread, which inherits it
-        threading.Thread(target=_end_with_owner, args=(os.getppid(),), daemon=True).start()
-
-
-def _end_with_owner(owner: int) -> None:
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid not in (owner, os.getpid()):
-        pass
-    os._exit(0)
 
 
 def _as_it_is(part: Any) -> Any:
