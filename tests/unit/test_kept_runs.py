@@ -7,19 +7,22 @@ import os
 import pickle
 import shutil
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from test_saving import make_trainer, rows, tiny_llama
+from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 from accel_scale.errors import ConfigError
+from accel_scale.launching.launcher import end_with_launcher
 from accel_scale.training.checkpoint_folders import latest_complete_checkpoint
 from accel_scale.training.checkpoint_manifest import Manifest, describe_files, read_manifest, write_manifest
 from accel_scale.training.checkpoint_settings import differences, files_fingerprint, model_record, rows_fingerprint
-from accel_scale.training.checkpoint_signals import StopSignals
+from accel_scale.training.checkpoint_signals import STOP_SIGNALS, StopSignals
 from accel_scale.training.checkpoints import EXIT_STOPPED, CheckpointNotSaved
 from accel_scale.training.going_on import Course, resume_choice
 
@@ -154,6 +157,32 @@ def test_a_second_interrupt_ends_at_once():
         os.kill(os.getpid(), signal.SIGINT)
         os._exit(0 if remembered else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGINT
+
+
+def test_a_signal_to_the_whole_group_leaves_the_workers_that_load_data():
+    """Launchers and schedulers send it so; a run whose workers are killed ends before it has saved."""
+    (ready, say_ready), (sent, say_sent) = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.setsid()
+            end_with_launcher()  # as recipes begin
+            signals = StopSignals()
+            signals.install()
+            batches = iter(DataLoader(range(200), num_workers=2))
+            next(batches)
+            os.write(say_ready, b"x")
+            os.read(sent, 1)
+            time.sleep(0.1)
+            status = int(len(list(batches)) != 199 or signals.received not in STOP_SIGNALS)
+        finally:
+            os._exit(status)
+    os.read(ready, 1)
+    for number in STOP_SIGNALS:
+        os.killpg(child, number)
+    os.write(say_sent, b"x")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_save_that_fails_is_one_line_and_the_last_one_is_an_error(tmp_path, monkeypatch, capsys):
