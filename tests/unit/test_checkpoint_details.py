@@ -7,6 +7,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +17,10 @@ from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file
 from torch import nn
 
-from accel_scale import CheckpointManager
+from accel_scale import CheckpointManager, ConfigError
 from accel_scale.training import atomic
 from accel_scale.training.atomic import publish, publish_into, recover, staging_root
+from accel_scale.training.checkpoint_contents import host_copy, numbered
 from accel_scale.training.checkpoint_manifest import (
     MANIFEST,
     Damaged,
@@ -28,6 +30,9 @@ from accel_scale.training.checkpoint_manifest import (
     read_manifest,
     write_manifest,
 )
+from accel_scale.training.checkpoint_random import derive_random_states, put_random_states, take_random_states
+from accel_scale.training.checkpoint_ranks import Meeting
+from accel_scale.training.checkpoint_writing import Writer
 
 
 class Small:
@@ -306,3 +311,88 @@ def read_manifest_as_one(folder: Path) -> Any:
     content = json.loads((folder / MANIFEST).read_text())
     content.pop("checksum")
     return Manifest(**content)
+
+
+def test_manifests_that_were_written_before_are_read(tmp_path: Path) -> None:
+    """Its own checksum is of sorted JSON, 16 bytes long: one that changed would refuse every checkpoint there is."""
+    import json
+
+    content = {
+        "settings": {"seed": 7}, "format": 1, "files": {}, "algorithm": "blake2b", "versions": {"torch": "2.13.0"},
+        "stopped_by": None, "seed": 7, "layout": "whole", "strategy": "single", "world_size": 1, "sequence": 2,
+        "step": 3, "checksum": "a24f26889275d9179f14e1669dd8d042",
+    }  # fmt: skip
+    (tmp_path / MANIFEST).write_text(json.dumps(content))
+    assert read_manifest(tmp_path).settings == {"seed": 7}
+    (tmp_path / MANIFEST).write_text(json.dumps({**content, "step": 4}))
+    with pytest.raises(Damaged, match="was changed"):
+        read_manifest(tmp_path)
+
+
+def test_new_ranks_are_seeded_as_they_were_before() -> None:
+    """A run that goes on twice from one checkpoint, with a version between, is one run."""
+    import random
+
+    import numpy as np
+
+    cpu = torch.device("cpu")
+    before = take_random_states(cpu)
+    try:
+        assert derive_random_states(1, 3, 2) == 4847164307455262873
+        drawn = (random.random(), float(np.random.rand()), torch.rand(()).item())
+        assert drawn == (0.2553333077858788, 0.22335513673425633, 0.17891478538513184)
+    finally:
+        put_random_states(before, cpu)
+
+
+def test_random_states_of_an_accelerator_are_this_ranks(monkeypatch: Any) -> None:
+    device, held = torch.device("cuda", 1), {"state": torch.tensor([1, 2])}
+    module = type("Module", (), {
+        "get_rng_state": staticmethod(lambda where: held["state"] if where == device else None),
+        "set_rng_state": staticmethod(lambda state, where: held.update(state=state, where=where)),
+    })  # fmt: skip
+    monkeypatch.setattr(torch, "get_device_module", lambda where: module)
+    taken = take_random_states(device)
+    assert taken["cuda"].tolist() == [1, 2]
+    held["state"] = torch.tensor([9, 9])
+    put_random_states(taken, torch.device("cpu"))
+    assert held["state"].tolist() == [9, 9]
+    put_random_states(take_random_states(torch.device("cpu")), device)  # saved without one: its state is kept
+    assert held["state"].tolist() == [9, 9]
+    put_random_states(taken, device)
+    assert (held["state"].tolist(), held["where"]) == ([1, 2], device)
+
+
+def test_what_is_written_has_the_layout_that_was_asked_for_whatever_lay_in_memory() -> None:
+    turned = torch.arange(6.0).view(2, 3).t()
+    for copy in (True, False):
+        found = host_copy(turned, copy=copy)
+        assert found.is_contiguous()
+        assert torch.equal(found, turned)
+    assert [numbered("optimizer.bin", index) for index in (0, 1, 12)] == [
+        "optimizer.bin", "optimizer_1.bin", "optimizer_12.bin",
+    ]  # fmt: skip
+
+
+def test_registered_states_must_be_json(small: Any) -> None:
+    run = small()
+    bad = type("Bad", (), {"state_dict": lambda self: {"a": {1}}, "load_state_dict": lambda self, state: None})()
+    run.manager.register("bad", bad)
+    with pytest.raises(ConfigError, match=r"registered object 'bad'\['a'\] is a set"):
+        run.manager.save(1)
+
+
+def test_what_the_writing_thread_raises_is_raised_where_it_is_waited_for() -> None:
+    def fails() -> None:
+        raise ConfigError("pickled.", place="save", fix="leave it out.")
+
+    writer = Writer(Meeting())
+    for outcome in (None, "the disk is full"):
+        writer.start(SimpleNamespace(run=lambda outcome=outcome: outcome))
+        assert writer.wait() == outcome
+        assert writer.job is None
+    writer.start(SimpleNamespace(run=fails))
+    with pytest.raises(ConfigError, match="pickled"):
+        writer.wait()
+    writer.start(SimpleNamespace(run=lambda: None))
+    assert writer.wait() is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from datasets import Dataset
 from transformers import LlamaConfig
 
 from accel_scale.errors import ConfigError
+from accel_scale.training import checkpoint_settings
 from accel_scale.training.checkpoint_settings import (
     MEANING,
     differences,
@@ -23,6 +25,7 @@ from accel_scale.training.checkpoint_settings import (
     refuse_changes,
     rows_fingerprint,
     schedule_length,
+    with_defaults,
 )
 from accel_scale.training.checkpoint_trainer import StopCallback, trainer_settings
 
@@ -172,6 +175,57 @@ def test_rows_of_other_kinds() -> None:
     shorter = stream.select(range(1, 20)).to_iterable_dataset()
     assert rows_fingerprint(stream.to_iterable_dataset()) != rows_fingerprint(shorter)
     assert rows_fingerprint(iter([1])) == "rows that cannot be read twice"
+
+
+def test_large_data_is_sampled_from_its_first_row_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 1000 rows every third: 256 would be every fourth, and more than 256 are read rather than fewer."""
+    monkeypatch.setattr(checkpoint_settings, "_HASHED_BYTES", 100)
+    rows = [{"text": f"row {index}"} for index in range(1000)]
+
+    def stamp(place: int | None = None) -> str:
+        changed = [{"text": "another"} if index == place else row for index, row in enumerate(rows)]
+        return rows_fingerprint(Dataset.from_list(changed))
+
+    same = stamp()
+    assert same.startswith("1000 rows ")
+    assert len(same.split()[-1]) == 16, "a line names two of them"
+    assert [stamp(place) == same for place in (0, 1, 2, 3, 500, 501, 999)] == [
+        False, True, True, False, True, False, False,
+    ]  # fmt: skip
+    few = [{"a": 1}, {"a": 2}]
+    assert rows_fingerprint(few) != rows_fingerprint([{"a": 1}, {"a": 3}])
+    stream = Dataset.from_list([{"a": index} for index in range(10)])
+    first = rows_fingerprint(stream.to_iterable_dataset())
+    later = stream.map(lambda row: {"a": 99} if row["a"] == 8 else row)
+    assert rows_fingerprint(later.to_iterable_dataset()) == first, "eight rows of a stream are read"
+    earlier = stream.map(lambda row: {"a": 99} if row["a"] == 7 else row)
+    assert rows_fingerprint(earlier.to_iterable_dataset()) != first
+
+
+def test_defaults_of_flags_count_as_settings() -> None:
+    @dataclass
+    class Flags:
+        needed: int
+        seed: int = 3
+        columns: list[str] = field(default_factory=lambda: ["a"])
+
+    assert with_defaults({"seed": 4}, [Flags]) == {"needed": None, "seed": 4, "columns": ["a"]}
+
+
+def test_values_are_compared_and_shown_as_json_gives_them_back() -> None:
+    now = {"columns": {"b", "a"}, "optim_args": {1: Path("x")}, "seed": None, "lr_scheduler_type": Kind.COSINE}
+    found = meaning_of(now)
+    assert found == {
+        "columns": ["a", "b"], "optim_args": {"1": "x"}, "seed": None, "lr_scheduler_type": "cosine"
+    }  # fmt: skip
+    assert differences(kept(found), found) == []
+    assert differences({"columns": ["a"], "seed": 1}, {"columns": [], "seed": None}) == [
+        "columns a → none", "seed 1 → none"
+    ]  # fmt: skip
+    one = {"global_batch_size": 8, "seed": 1}
+    with pytest.raises(ConfigError) as caught:
+        refuse_changes(Path("x"), one, {"global_batch_size": 4, "seed": 2}, place="--resume")
+    assert "keeps the batch" not in caught.value.fix, "more than the number of ranks has changed"
 
 
 # ── Of trainers ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -310,3 +310,18 @@ def test_the_watch_over_hanging_ranks_knows_the_step(monkeypatch):
     assert step_of() == 8
     loop.step = None
     assert step_of() == 0, "it must not keep the model alive"
+
+
+def test_all_ranks_have_met_before_one_leaves(monkeypatch):
+    from accel_scale.training import step_judge
+
+    order = []
+    monkeypatch.setattr(step_judge, "let_go_of_collectives", lambda: order.append("let go"))
+    ranks = SimpleNamespace(
+        is_main_process=False,
+        wait_for_everyone=lambda: order.append("met"),
+        end_training=lambda: order.append("ended"),
+    )
+    with pytest.raises(SystemExit):
+        stop_run(ranks, step_judge.StepOutcome("stop", 1.0, None, "x"))
+    assert order == ["met", "let go", "ended"]

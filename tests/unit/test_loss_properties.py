@@ -148,3 +148,34 @@ def test_what_has_no_entry_for_each_row_is_not_cut() -> None:
     listed = split(batch([[1, 2], [3, 4]]) | {"names": ["a", "b"], "scale": 2.0}, 1)
     assert [part.inputs["names"] for part in listed] == [["a"], ["b"]]
     assert [part.inputs["scale"] for part in listed] == [2.0, 2.0]
+
+
+def test_document_numbers_begin_again_and_what_cannot_be_cut_is_not() -> None:
+    positions = [[0, 1, 0, 1, 2, 0, 1, 2]]
+    labels = [[IGNORED, 1, IGNORED, 3, 4, IGNORED, 6, 7]]
+    whole = {**batch(labels, positions), "seq_idx": torch.tensor([[0, 0, 1, 1, 1, 2, 2, 2]])}
+    first, second = split(whole, 1)
+    assert first.inputs["seq_idx"].tolist() == [[0, 0, 1, 1, 1]]
+    assert second.inputs["seq_idx"].tolist() == [[0, 0, 0]]
+    for uncut in (
+        {**whole, "pixel_values": torch.zeros(8, 1)},
+        {**whole, "position_ids": torch.zeros(3, 1, 8)},
+        batch([[1, 2]]),
+        {**whole, "labels": torch.tensor([[IGNORED, 1, 2, 3, 4, 5, 6, 7]])},
+        batch([[1] * 4], [[0, 1, 2, 3]]),
+        [{"a": 1}, {"a": 2}],
+    ):
+        assert [(part.inputs is uncut, part.factor) for part in split(uncut, 1)] == [(True, 1.0), (True, 0.0)]
+    kept = split({**whole, "scale": torch.tensor(2.0), "names": ["a"]}, 1)
+    assert [(part.inputs["scale"].item(), part.inputs["names"]) for part in kept] == [(2.0, ["a"])] * 2
+
+
+def test_parts_without_labels_weigh_by_rows_and_repetitions_weigh_nothing() -> None:
+    rows = {"input_ids": torch.arange(6).view(3, 2)}
+    assert [part.factor for part in split(rows, 1, loss_kind="token_mean")] == [2 / 3, 1 / 3]
+    classes = {**rows, "labels": torch.tensor([0, 1, 1])}
+    assert [part.factor for part in split(classes, 1, loss_kind="token_mean")] == [2 / 3, 1 / 3]
+    assert [part.factor for part in split(rows, 2, loss_kind="row_mean")] == [1 / 3, 1 / 3, 1 / 3, 0]
+    nothing = batch([[IGNORED] * 2] * 2)
+    assert [part.factor for part in split(nothing, 1, loss_kind="token_mean")] == [0, 0]
+    assert [part.factor for part in split(nothing, 0, loss_kind="token_mean")] == [1.0]

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import pickle
 import random
+import signal
+import subprocess
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +19,7 @@ import pytest
 import torch
 
 from accel_scale.data.pretraining import load_pretraining_tokenizer, merge_states, open_pretraining_data
+from accel_scale.data.pretraining import loader as loader_module
 from accel_scale.data.pretraining.opened import PretrainingData
 from accel_scale.errors import ConfigError
 
@@ -237,3 +242,59 @@ def test_memory_stays_flat(write_jsonl) -> None:
     for _ in range(140):
         next(loader)
     assert private_bytes() < before * 1.1
+
+
+def test_states_are_joined_of_one_step_of_one_run_in_the_order_of_rows() -> None:
+    run = {"global_batch_size": 11, "seed": 1}
+
+    def of(*lanes: int, step: int = 3, **changes: Any) -> dict[str, Any]:
+        return {"version": 1, "step": step, "run": {**run, **changes}, "lanes": {str(lane): lane for lane in lanes}}
+
+    joined = merge_states([of(10, 2, 3), of(0, 1, 4, 5, 6, 7, 8, 9)])
+    assert list(joined["lanes"]) == [str(lane) for lane in range(11)]
+    assert (joined["step"], joined["run"]) == (3, run)
+    with pytest.raises(ConfigError, match="states of steps 3 and 4 of one run"):
+        merge_states([of(0), of(1, step=4)])
+    with pytest.raises(ConfigError, match=r"states of steps 3 and 3 of the seed changed \(1, now 2\)"):
+        merge_states([of(0), of(1, seed=2)])
+    with pytest.raises(ConfigError, match="1 of the global batch's 11 rows"):
+        merge_states([of(*range(10))])
+    with pytest.raises(ConfigError, match="no states"):
+        merge_states([])
+
+
+def test_workers_end_with_their_loader_and_with_a_bad_row(corpus, write_jsonl) -> None:
+    data = open_data(corpus)
+    unused = data.train_loader(global_batch_size=2, micro_batch_size=1, num_workers=1)
+    unused.close()
+    unused.close()
+    with data.train_loader(global_batch_size=2, micro_batch_size=1, num_workers=1) as used:
+        next(used)
+        assert multiprocessing.active_children()
+    assert not multiprocessing.active_children()
+    with pytest.raises(StopIteration):
+        next(used)
+    path = write_jsonl("bad.jsonl", [{"text": "fine"}] * 50 + [{"text": 7}])
+    bad = open_data(path).train_loader(global_batch_size=1, micro_batch_size=1, num_workers=1)
+    with pytest.raises(ConfigError, match="holds int"):
+        list(bad)
+    assert not multiprocessing.active_children()
+
+
+def test_a_worker_outlives_what_a_scheduler_sends_to_its_whole_group() -> None:
+    if not hasattr(signal, "sigwaitinfo"):
+        pytest.skip("macOS has no sigwaitinfo")
+    ready, told = os.pipe()
+    worker = os.fork()
+    if worker == 0:
+        loader_module._outlive_signals(0)
+        os.write(told, b"x")
+        time.sleep(20)
+        os._exit(9)
+    os.read(ready, 1)
+    for number in ("-INT", "-USR1", "-TERM"):
+        subprocess.run(["kill", number, str(worker)], check=True)
+    time.sleep(0.05)
+    assert os.waitpid(worker, os.WNOHANG) == (0, 0)
+    os.kill(worker, signal.SIGTERM)  # from the process that owns it
+    assert os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) == 0
