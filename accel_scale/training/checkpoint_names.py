@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
     from transformers import PreTrainedModel
 
 
@@ -20,6 +21,16 @@ def as_saved(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[s
     from transformers.core_model_loading import revert_weight_conversion
 
     return revert_weight_conversion(model, tensors)
+
+
+def remember_used_conversions(model: nn.Module) -> None:
+    """Let a save of `model` revert what its checkpoint needed, and nothing else, as `from_pretrained` has it.
+
+    Under ZeRO-3 transformers remembers all conversions of the architecture; reverted are then some that never were.
+    """
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is not None:
+        model._weight_conversions = [entry for entry in conversions if entry.was_used()]  # type: ignore[assignment]
 
 
 class StoredWeights:
@@ -66,7 +77,8 @@ class StoredWeights:
                 self._made[made] += [made.replace(first, other) for other in others]
         self._maker = {name: group for group, names in self._made.items() for name in names}
         if getattr(model, "_weight_conversions", None) is None:
-            model._weight_conversions = [entry for entry in mapping if entry.was_used()]  # type: ignore[assignment]
+            model._weight_conversions = mapping  # type: ignore[assignment]
+            remember_used_conversions(model)
 
     def made_by(self, group: str) -> list[str]:
         """The model's tensors that come out of a group of stored ones."""

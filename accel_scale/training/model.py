@@ -94,6 +94,7 @@ def load_model(
         ConfigError: if the weights or the model class cannot be loaded, or the checkpoint is not the model's.
     """
     from accel_scale.training.adapter_targets import freeze_other_parts
+    from accel_scale.training.checkpoint_names import remember_used_conversions
     from accel_scale.training.load_report import refuse_partial_load
 
     ignores_shapes = bool(model_kwargs.pop("ignore_mismatched_sizes", False))
@@ -123,6 +124,7 @@ def load_model(
         info["mismatched_keys"] = ()
     if not getattr(model, "_hf_peft_config_loaded", False):  # an adapter's report is about its own weights
         refuse_partial_load(model, info, name=name, place="--model_name_or_path")
+    remember_used_conversions(model)
     freeze_other_parts(model)
     model.config.use_cache = False
     return model

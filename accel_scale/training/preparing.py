@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
+from accel_scale.training.checkpoint_names import remember_used_conversions
 from accel_scale.training.checkpointing import CheckpointingPolicy, apply_checkpointing
 from accel_scale.training.fsdp2_preparation import mend_fsdp2_preparation
 from accel_scale.training.gathering import is_partitioned
@@ -71,6 +72,8 @@ def prepare_model(
     """
     if strategy == "fsdp2":
         mend_fsdp2_preparation()
+    if strategy == "zero3":
+        remember_used_conversions(model)
     if attention is not None:
         _set_attention(model, attention, device_type, precision)
     if adapter is not None:
