@@ -342,7 +342,8 @@ def resume(run: Run, manager: Any, how: str) -> None:
         resumed = manager.resume(run.args.decay_from, compare=False)  # a branch begins; its own checkpoints come first
     state = resumed.state if resumed else {}
     run.step, run.drawn, run.tokens = resumed.step if resumed else 0, state.get("drawn", 0), state.get("tokens", 0)
-    run.avoided, run.counted = sorted({*run.avoided, *state.get("avoided", [])}), state.get("counted", {})
+    run.avoided = sorted({*run.avoided, *state.get("avoided", [])})
+    run.counted = state.get("counted", {})
     open_batches(run, state.get("data"))
 
 

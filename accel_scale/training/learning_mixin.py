@@ -72,7 +72,8 @@ class LearningMixin:
             self._has_labels = True
         if num_items is not None:  # a tensor stays on its device
             self._num_labelled = num_items if self._num_labelled is None else self._num_labelled + num_items
-        if self._steps_seen == _STEPS_WITHOUT_LABELS and not _was_looked_through(self.train_dataset):  # type: ignore[attr-defined]
+        rows = getattr(self, "train_dataset", None)
+        if self._steps_seen == _STEPS_WITHOUT_LABELS and not _was_looked_through(rows):
             self._refuse_unlabelled()
         return batches, num_items
 

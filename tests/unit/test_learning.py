@@ -11,7 +11,6 @@ from datasets import Dataset
 from torch import nn
 
 from accel_scale.training.learning import (
-    LearningMixin,
     NothingLearnt,
     WeightsBefore,
     count_not_finite,
@@ -19,6 +18,7 @@ from accel_scale.training.learning import (
     refuse_unlabelled,
     refuse_unlearnt,
 )
+from accel_scale.training.learning_mixin import LearningMixin
 
 
 def dataset(*labels: list[int], lengths: list[list[int]] | None = None) -> Dataset:
@@ -140,6 +140,12 @@ class Steps:
                 self.model[1].bias.data += self.moves
         return "done"
 
+    def prediction_step(self, model, inputs) -> str:
+        return "predicted"
+
+    def evaluation_loop(self, loader) -> list[str]:
+        return [self.prediction_step(self.model, inputs) for inputs in loader]
+
 
 class Learner(LearningMixin, Steps):
     """A trainer that refuses to end well where nothing was learnt."""
@@ -187,6 +193,21 @@ def test_a_stream_without_labels_is_not_followed_to_its_end() -> None:
     resumed = Learner([LABELLED] * 9, [0] * 9)
     with pytest.raises(NothingLearnt, match="no row of the first 8 steps"):
         resumed.train(first_step=5)
+
+
+def test_rows_that_were_looked_through_may_have_their_first_label_late() -> None:
+    trainer = Learner([LABELLED] * 20, [0] * 19 + [1])
+    trainer.train_dataset = dataset([-100, 7])
+    assert trainer.train() == "done"
+
+
+def test_evaluation_on_a_stream_without_labels_is_no_loss_of_zero() -> None:
+    trainer, masked = Learner([], []), {"labels": torch.tensor([[7, -100, -100]])}  # the first one has no predictor
+    with pytest.raises(NothingLearnt, match="no evaluation row, cut to 16 tokens"):
+        trainer.evaluation_loop([masked, masked])
+    assert trainer.evaluation_loop([masked, {"labels": torch.tensor([[7, -100, 7]])}]) == ["predicted"] * 2
+    assert trainer.evaluation_loop([{"prompt": "a row of text"}]) == ["predicted"]
+    assert trainer.evaluation_loop([{"labels": torch.tensor([1, 0])}]) == ["predicted"]
 
 
 def test_a_guard_says_how_many_steps_it_did_not_take() -> None:
