@@ -17,22 +17,18 @@ from typing import Any
 from accel_scale.errors import user_errors
 from accel_scale.launching.begin import begin
 from accel_scale.quiet import quiet_imports
-from accel_scale.training.pretrain_resolve import refuse_contradictions
-
-PROGRAM = "pretrain.py"
-if __name__ == "__main__":
-    begin(PROGRAM, refuse_contradictions)  # before the slow imports
-quiet_imports()  # before the libraries that would print at import
-
-from accel_scale.training.flags import ParsedFlags, parse_flags  # noqa: E402
-from accel_scale.training.guard_arguments import GuardArguments  # noqa: E402
-from accel_scale.training.parallel_arguments import ParallelArguments  # noqa: E402
-from accel_scale.training.pretrain_arguments import (  # noqa: E402
+from accel_scale.training.flags import ParsedFlags, parse_flags
+from accel_scale.training.guard_arguments import GuardArguments
+from accel_scale.training.parallel_arguments import ParallelArguments
+from accel_scale.training.pretrain_arguments import (
     PretrainArguments,
     PretrainDataArguments,
     PretrainModelArguments,
 )
-from accel_scale.training.pretrain_run import Run  # noqa: E402
+from accel_scale.training.pretrain_resolve import refuse_contradictions
+from accel_scale.training.pretrain_run import Run
+
+PROGRAM = "pretrain.py"
 
 FLAG_CLASSES = (
     PretrainModelArguments,
@@ -41,6 +37,7 @@ FLAG_CLASSES = (
     ParallelArguments,
     GuardArguments,
 )
+quiet_imports()  # before the libraries that would print at import
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any] | None:
@@ -395,5 +392,6 @@ def save_model(run: Run, report: Any, why_stopped: str | None) -> Any:
 
 
 if __name__ == "__main__":
+    begin(PROGRAM, FLAG_CLASSES, refuse_contradictions)
     with user_errors(PROGRAM):
         main()

@@ -11,34 +11,29 @@ Flags are TRL's `ScriptArguments`, `SFTConfig` and `ModelConfig` and our `ScaleA
 
 from __future__ import annotations
 
-import gc
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import user_errors
 from accel_scale.launching.begin import begin
 from accel_scale.quiet import quiet_imports
+from accel_scale.training.arguments import ScaleArguments
+from accel_scale.training.flags import ParsedFlags, parse_flags
+from accel_scale.training.guard_arguments import TrainerGuardArguments, guard_for
+from accel_scale.training.library_flags import load_classes
+from accel_scale.training.parallel_arguments import SequenceArguments
+from accel_scale.training.sft_flags import LIBRARY_CLASSES
 from accel_scale.training.trl_flags import refuse_contradictions
 
+if TYPE_CHECKING:  # torch and TRL are slow to import: not before the command line has been checked
+    from trl import ScriptArguments
+
+    from accel_scale.training.config import RecipeModelConfig
+
 PROGRAM = "sft.py"
-if __name__ == "__main__":
-    begin(PROGRAM, refuse_contradictions)  # before the slow imports
+FLAG_CLASSES = (*LIBRARY_CLASSES, ScaleArguments, TrainerGuardArguments, SequenceArguments)
 quiet_imports()  # before the libraries that would print at import
-gc.disable()  # imports allocate much and free little: without collections they take a sixth less
-
-from trl import ScriptArguments  # noqa: E402
-
-from accel_scale.training.arguments import ScaleArguments  # noqa: E402
-from accel_scale.training.config import RecipeModelConfig, RecipeSFTConfig  # noqa: E402
-from accel_scale.training.flags import ParsedFlags, parse_flags  # noqa: E402
-from accel_scale.training.guard_arguments import TrainerGuardArguments, guard_for  # noqa: E402
-from accel_scale.training.parallel_arguments import SequenceArguments  # noqa: E402
-
-gc.enable()
-
-OWN_FLAGS = (ScaleArguments, TrainerGuardArguments, SequenceArguments)
-FLAG_CLASSES = (ScriptArguments, RecipeSFTConfig, RecipeModelConfig, *OWN_FLAGS)
 
 
 @dataclass
@@ -92,12 +87,12 @@ def main(argv: list[str] | None = None) -> dict[str, Any] | None:
     parsed = parse_flags(FLAG_CLASSES, argv, program=PROGRAM, description=__doc__)
     run = resolve_run(parsed)
     if run.settings.scale.print_config:
-        run.say(run.settings.as_yaml(FLAG_CLASSES))
+        run.say(run.settings.as_yaml(load_classes(FLAG_CLASSES)))
         return None
     check(run)
     with run.start.folder.taken(is_main=run.is_main), exit_if_not_saved(PROGRAM):
         load_data(run)
-        run.course = course_of_sft(run, FLAG_CLASSES)
+        run.course = course_of_sft(run, load_classes(FLAG_CLASSES))
         if finished := run.course.look_ahead():
             return run.course.say_finished(finished, is_main=run.is_main)
         trainer = load(run)
@@ -115,13 +110,14 @@ def main(argv: list[str] | None = None) -> dict[str, Any] | None:
 
 def resolve_run(parsed: ParsedFlags) -> Run:
     """Flags, launch and machine brought together; contradictions are refused here."""
+    refuse_contradictions(parsed)
+    script_class, config_class, model_class, *_ = load_classes(FLAG_CLASSES)  # the slow imports
     from accel_scale.data.default import DEFAULT_TRAINING, default_model_path
     from accel_scale.training.parallel_arguments import rows_in_groups
     from accel_scale.training.planned_choice import resolve_planned
     from accel_scale.training.recipe_start import start_recipe
 
-    refuse_contradictions(parsed)
-    start = start_recipe(parsed, output_dir=parsed.explicit.get("output_dir") or RecipeSFTConfig.output_dir)
+    start = start_recipe(parsed, output_dir=parsed.explicit.get("output_dir") or config_class.output_dir)
     start, sp_size = rows_in_groups(parsed, start)
     embedded = not any(parsed.explicit.get(name) for name in ("dataset_name", "dataset_mixture"))
     settings = resolve_planned(parsed, start.facts, start.launch, preset=DEFAULT_TRAINING if embedded else None)
@@ -130,8 +126,8 @@ def resolve_run(parsed: ParsedFlags) -> Run:
     return Run(
         settings=settings,
         start=start,
-        script=settings.build(ScriptArguments),
-        model_args=settings.build(RecipeModelConfig),
+        script=settings.build(script_class),
+        model_args=settings.build(model_class),
         sp_size=sp_size,
     )
 
@@ -143,6 +139,7 @@ def check(run: Run) -> None:
     from accel_scale.parallel.sequence_checks import check_sequence_parallel
     from accel_scale.training.adapters import paged_optimizer_advice
     from accel_scale.training.attention import check_packing_strategy, choose_kernels, resolve_attention
+    from accel_scale.training.config import RecipeSFTConfig
     from accel_scale.training.device import cap_device_memory, fragmentation_advice
     from accel_scale.training.model import load_config, load_tokenizer
     from accel_scale.training.model_files import check_model
@@ -238,6 +235,7 @@ def load(run: Run) -> Any:
     from accel_scale.data.chat import ensure_chat_template, ensure_stop_token
     from accel_scale.data.loaders import loader_settings
     from accel_scale.training import adapters, checkpointing, measured_memory, precision
+    from accel_scale.training.config import RecipeSFTConfig
     from accel_scale.training.model import add_stop_token, count_parameters, load_model
     from accel_scale.training.optimizers import optimizer_cls_and_kwargs
     from accel_scale.training.trainer import ScaleSFTTrainer
@@ -389,5 +387,6 @@ def report_end(run: Run, trainer: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    begin(PROGRAM, FLAG_CLASSES, refuse_contradictions)
     with user_errors(PROGRAM):
         main()

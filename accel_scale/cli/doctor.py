@@ -113,16 +113,14 @@ def read_recipe_flags(flags: Sequence[str], *, program: str = "sft.py") -> Parse
     quiet_imports()
     if program == "pretrain.py":
         return _read_pretraining_flags(flags)
-    from trl import ScriptArguments
-
     from accel_scale.training.arguments import ScaleArguments
-    from accel_scale.training.config import RecipeModelConfig, RecipeSFTConfig
     from accel_scale.training.flags import parse_flags
     from accel_scale.training.guard_arguments import TrainerGuardArguments
     from accel_scale.training.parallel_arguments import SequenceArguments
+    from accel_scale.training.sft_flags import LIBRARY_CLASSES
 
     own = (ScaleArguments, TrainerGuardArguments, SequenceArguments)
-    return parse_flags((ScriptArguments, RecipeSFTConfig, RecipeModelConfig, *own), flags, program="sft.py")
+    return parse_flags((*LIBRARY_CLASSES, *own), flags, program="sft.py")
 
 
 def _read_pretraining_flags(flags: Sequence[str]) -> ParsedFlags:

@@ -72,13 +72,11 @@ def _refuse_at_once(recipe: RecipeCommand) -> None:
 
     A script that is none of this project's recipes, which say what their flags are, is asked by launching it.
     """
-    from accel_scale.launching.early_checks import check_numbers
     from accel_scale.training.flags import parse_flags
     from accel_scale.tuning.recipe import load_recipe
 
     if "FLAG_CLASSES" not in recipe.script.read_text(encoding="utf-8", errors="replace"):
         return
-    check_numbers(recipe)  # needs none of the slow imports
     known = load_recipe(recipe.script)
     parsed = parse_flags(known.classes, recipe.words, program=known.program)
     known.refuse(parsed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 
 from accel_scale.errors import user_errors
@@ -13,21 +13,23 @@ from accel_scale.launching.early_checks import check_command_line
 from accel_scale.launching.environment import check_launch_variables
 from accel_scale.launching.launcher import end_with_launcher
 from accel_scale.training.flags import ParsedFlags
+from accel_scale.training.library_flags import FlagClass
 
 # As shells report a program that Ctrl-C has ended.
 INTERRUPTED_STATUS = 130
 
 
-def begin(program: str, refuse: Callable[[ParsedFlags], None]) -> None:
+def begin(program: str, flag_classes: Sequence[FlagClass], refuse: Callable[[ParsedFlags], None]) -> None:
     """Call first in a recipe that is run as a program; ends it with one line and status 2 where something is wrong.
 
     Args:
+        flag_classes: Its flags, as for `parse_flags`.
         refuse: What the recipe says to flags that cannot work together; it imports nothing large.
     """
     end_at_interrupt(program)
     with user_errors(program):
         begin_process()
-        check_command_line(program, sys.argv[0], sys.argv[1:], refuse)
+        check_command_line(program, sys.argv[0], sys.argv[1:], flag_classes, refuse)
 
 
 def end_at_interrupt(program: str) -> None:

@@ -3,13 +3,9 @@ that is not the run's."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from accel_scale.data.sources import find_source, looks_local
 from accel_scale.errors import ConfigError
@@ -17,8 +13,8 @@ from accel_scale.launching.hub_reach import require_on_hub
 from accel_scale.launching.path_flags import DATA_FLAGS, MODEL_FLAGS, named_inputs
 from accel_scale.launching.recipe_command import RecipeCommand
 from accel_scale.launching.run_folder import OutputFolder
-from accel_scale.training.flag_ranges import RANGES, check_ranges
-from accel_scale.training.flags import ParsedFlags, read_mapping
+from accel_scale.training.flags import ParsedFlags, parse_flags
+from accel_scale.training.library_flags import FlagClass
 from accel_scale.training.model_files import stored_shapes
 
 _ONLY_TELL = {"--help", "-h", "--print_config", "--print-config"}
@@ -26,11 +22,16 @@ BUILT_IN_TOKENIZERS = ("byte", "char")
 
 
 def check_command_line(
-    program: str, script: str, words: Sequence[str], refuse: Callable[[ParsedFlags], None] = lambda parsed: None
+    program: str,
+    script: str,
+    words: Sequence[str],
+    flag_classes: Sequence[FlagClass],
+    refuse: Callable[[ParsedFlags], None],
 ) -> None:
     """Refuse what can be refused without the libraries.
 
     Args:
+        flag_classes: The recipe's flags.
         refuse: What the recipe says to flags that cannot work together.
 
     Raises:
@@ -39,9 +40,7 @@ def check_command_line(
     if _ONLY_TELL & set(words):
         return
     command = RecipeCommand.parse(script, words)
-    if command.config_path is not None:
-        read_mapping(command.config_path)  # refuses what is not YAML
-    check_numbers(command)
+    parsed = parse_flags(flag_classes, words, program=program)
     inputs = named_inputs(command.values)
     for flag, names in inputs.items():
         for name in names:
@@ -58,45 +57,7 @@ def check_command_line(
             resumes_from=command.value("resume_from_checkpoint") or command.value("resume"),
             place=command.place("output_dir"),
         ).check_writable()
-    with contextlib.suppress(TypeError, AttributeError):  # a value of another type, which the flag's parser refuses
-        refuse(_as_parsed(command, program))
-
-
-def _as_parsed(command: RecipeCommand, program: str) -> ParsedFlags:
-    """The flags as far as they can be read without knowing their types."""
-    explicit = {name: _plain(command.values(name)) for name in command.names()}
-    places = {name: command.place(name) for name in explicit}
-    return ParsedFlags(explicit, places, command.config_path, program)
-
-
-def _plain(values: list[Any]) -> Any:
-    """Text as YAML reads it, so that numbers are numbers; several values as a list."""
-    if len(values) != 1:
-        return values
-    try:
-        return yaml.safe_load(values[0]) if isinstance(values[0], str) else values[0]
-    except yaml.YAMLError:
-        return values[0]
-
-
-def check_numbers(command: RecipeCommand) -> None:
-    """Refuse numbers that their flags cannot take, as far as they are written as numbers.
-
-    Raises:
-        ConfigError: for the first of them.
-    """
-    check_ranges(_numbers_of(command), command.place)
-
-
-def _numbers_of(command: RecipeCommand) -> dict[str, float]:
-    """The flags with a range that are written as numbers; the recipe's own parser reads all of them."""
-    found = {}
-    for name in RANGES:
-        value = command.value(name)
-        if isinstance(value, (str, int, float)) and not isinstance(value, bool):
-            with contextlib.suppress(ValueError):
-                found[name] = float(value)
-    return found
+    refuse(parsed)
 
 
 def check_model(name: str, *, place: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import json
@@ -16,6 +17,18 @@ import yaml
 
 from accel_scale.errors import ConfigError
 from accel_scale.training.flag_ranges import check_ranges
+from accel_scale.training.library_flags import (
+    FlagClass,
+    LaterClass,
+    NeedsLibraryError,
+    Table,
+    add_known,
+    hf_argument_parser,
+    known_table,
+    load_classes,
+    make_table,
+    remember,
+)
 
 CONFIG_FLAGS = ("--config_file", "--config-file", "--config")
 # Keys that only an Accelerate launch file has.
@@ -63,11 +76,13 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(
-    dataclass_types: Sequence[type], *, program: str, description: str | None = None
+    flag_classes: Sequence[FlagClass], *, program: str, description: str | None = None, table: Table | None = None
 ) -> argparse.ArgumentParser:
-    """An argument parser with one flag per dataclass field, as transformers' `HfArgumentParser` lays them out."""
-    from transformers import HfArgumentParser
+    """An argument parser with one flag per dataclass field, as transformers' `HfArgumentParser` lays them out.
 
+    Args:
+        table: Flags of libraries, in place of importing their classes; it holds no help.
+    """
     parser = _Parser(
         prog=program,
         description=description,
@@ -81,17 +96,23 @@ def build_parser(
         help="YAML file with flags; the command line wins over it.",
     )
     nullable: set[str] = set()
-    for cls in dataclass_types:
-        group = parser.add_argument_group(f"{cls.__name__}")
-        nullable |= _add_fields(HfArgumentParser, group, cls)
+    for cls in flag_classes if table else load_classes(flag_classes):
+        group = parser.add_argument_group(getattr(cls, "__name__", ""))
+        own: tuple[type, ...] = cls.own if isinstance(cls, LaterClass) else (cls,)
+        if table and isinstance(cls, LaterClass):
+            replaced = {f.name for base in own for f in dataclasses.fields(base)}
+            nullable |= add_known(group, table["classes"][cls.library], replaced=replaced)
+        for base in own:
+            nullable |= _add_fields(group, base)
     parser.set_defaults(_nullable=nullable)
     return parser
 
 
-def _add_fields(hf_parser: type, group: argparse._ArgumentGroup, cls: type) -> set[str]:
+def _add_fields(group: argparse._ArgumentGroup, cls: type) -> set[str]:
     """Add one flag per field; returns the names that YAML's null may set."""
     hints = get_type_hints(cls)
     nullable = set()
+    hf_parser = hf_argument_parser().HfArgumentParser
     for f in dataclasses.fields(cls):
         if f.init:
             if type(None) in get_args(hints[f.name]):
@@ -99,31 +120,42 @@ def _add_fields(hf_parser: type, group: argparse._ArgumentGroup, cls: type) -> s
             # HfArgumentParser's own reading of a field, so that flags look and behave as in TRL's scripts
             # (checked on transformers 5.23; tests/unit/test_flags.py fails when it moves).
             f.type = hints[f.name]
-            hf_parser._parse_dataclass_field(group, f)  # type: ignore[attr-defined]
+            hf_parser._parse_dataclass_field(group, f)
     return nullable
 
 
 def parse_flags(
-    dataclass_types: Sequence[type],
+    flag_classes: Sequence[FlagClass],
     argv: Sequence[str] | None = None,
     *,
     program: str,
     description: str | None = None,
 ) -> ParsedFlags:
-    """Read `argv` (default: the process's) and the YAML file it names.
+    """Read `argv` (default: the process's) and the YAML file it names, without importing a library where that can be.
 
     Raises:
         ConfigError: unknown key, wrong type or bad choice, with file, line, key and the nearest right one; a number
             outside its flag's range; an Accelerate launch file given as the recipe's file.
     """
-    parser = build_parser(dataclass_types, program=program, description=description)
     argv = list(sys.argv[1:] if argv is None else argv)
+    later = any(isinstance(cls, LaterClass) for cls in flag_classes)
+    table = known_table() if later and not {"-h", "--help"} & set(argv) else None
+    if table:
+        with contextlib.suppress(NeedsLibraryError):
+            return _parse(build_parser(flag_classes, program=program, table=table), argv)
+    parser = build_parser(flag_classes, program=program, description=description)
+    if later and not table and not known_table():
+        remember(make_table(flag_classes, lambda classes: build_parser(classes, program="")))
+    return _parse(parser, argv)
+
+
+def _parse(parser: argparse.ArgumentParser, argv: list[str]) -> ParsedFlags:
     command_line = _parse_command_line(parser, argv)
     path = command_line.pop("config_file", None)
     explicit, origins = _read_yaml(parser, Path(path)) if path else ({}, {})
     explicit.update(command_line)
     origins.update({name: f"--{name}" for name in command_line})
-    parsed = ParsedFlags(explicit, origins, Path(path) if path else None, program)
+    parsed = ParsedFlags(explicit, origins, Path(path) if path else None, parser.prog)
     check_ranges(explicit, parsed.place)
     return parsed
 

@@ -14,6 +14,7 @@ from typing import Any
 from accel_scale.errors import ConfigError
 from accel_scale.secrets import is_secret
 from accel_scale.training.flags import ParsedFlags, build_parser, parse_flags
+from accel_scale.training.library_flags import FlagClass, known_table
 
 # Flags that a trial cannot leave to the user, with what to do instead.
 _OWNED = {
@@ -38,7 +39,7 @@ class Recipe:
 
     path: Path
     program: str
-    classes: tuple[type, ...]
+    classes: tuple[FlagClass, ...]
     parser: argparse.ArgumentParser
     refuse: Callable[[ParsedFlags], None] = lambda parsed: None
 
@@ -86,7 +87,7 @@ def load_recipe(path: str | Path) -> Recipe:
         )
     program = getattr(module, "PROGRAM", path.name)
     refuse = getattr(module, "refuse_contradictions", lambda parsed: None)
-    return Recipe(path, program, tuple(classes), build_parser(classes, program=program), refuse)
+    return Recipe(path, program, tuple(classes), build_parser(classes, program=program, table=known_table()), refuse)
 
 
 def refuse_owned(flag: str, place: str) -> None:

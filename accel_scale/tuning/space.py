@@ -5,14 +5,15 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from accel_scale.errors import ConfigError
-from accel_scale.training.flags import parse_entry, read_mapping, refuse_launch_key
+from accel_scale.training.flags import build_parser, parse_entry, read_mapping, refuse_launch_key
+from accel_scale.training.library_flags import NeedsLibraryError
 from accel_scale.tuning.recipe import Recipe, as_label, plain, refuse_owned
 
 if TYPE_CHECKING:
@@ -142,7 +143,14 @@ def read_space(path: str | Path, recipe: Recipe) -> SearchSpace:
     Raises:
         ConfigError: names the file and the line of what is unknown, of the wrong type or out of order.
     """
-    path = Path(path)
+    try:
+        return _read_space(Path(path), recipe)
+    except NeedsLibraryError:
+        whole = build_parser(recipe.classes, program=recipe.program)
+        return _read_space(Path(path), replace(recipe, parser=whole))
+
+
+def _read_space(path: Path, recipe: Recipe) -> SearchSpace:
     dimensions: dict[str, Choice | Range] = {}
     fixed: dict[str, tuple[Any, str]] = {}
     for flag, place, node in read_mapping(path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -34,8 +35,20 @@ def somewhere(tmp_path, monkeypatch):
     hub_reach.unreachable_hub.cache_clear()
 
 
+@dataclasses.dataclass
+class Named:
+    """Flags of both recipes that name something."""
+
+    model_name_or_path: str | None = None
+    tokenizer: str | None = None
+    dataset_name: str | None = None
+    output_dir: str | None = None
+    dataset_mixture: list[str] = dataclasses.field(default_factory=list)
+    data: list[str] = dataclasses.field(default_factory=list)
+
+
 def check(words: str) -> None:
-    check_command_line("sft.py", __file__, words.split())
+    check_command_line("sft.py", __file__, words.split(), (Named,), lambda parsed: None)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import pytest
 from accel_scale.errors import ConfigError
 from accel_scale.training.flag_ranges import RANGES, Range, check_ranges
 from accel_scale.training.flags import parse_flags
+from accel_scale.training.library_flags import load_classes
 from accel_scale.training.pretrain_arguments import PretrainArguments
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +34,7 @@ def test_every_flag_that_takes_a_number_has_a_range_and_a_default_within(recipe:
     module = loaded(recipe)
     classes = getattr(module, "FLAG_CLASSES", None) or (module.TuneArguments,)
     without, outside = [], []
-    for cls in classes:
+    for cls in load_classes(classes):
         hints = get_type_hints(cls)
         for field in dataclasses.fields(cls):
             if not field.init or not {int, float} & {hints[field.name], *get_args(hints[field.name])}:

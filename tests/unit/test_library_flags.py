@@ -1,0 +1,156 @@
+"""Mistakes in flags are said before the libraries are imported, and in the words that their own classes lead to."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers.training_args import DebugOption
+
+from accel_scale.errors import ConfigError
+from accel_scale.training import flags, library_flags
+from accel_scale.training.arguments import ScaleArguments
+from accel_scale.training.flags import build_parser, parse_flags
+from accel_scale.training.library_flags import SHIPPED, load_classes, make_table
+from accel_scale.training.sft_flags import LIBRARY_CLASSES
+
+FLAGS = (*LIBRARY_CLASSES, ScaleArguments)
+SLOW = {"torch", "transformers", "trl", "accelerate", "datasets", "peft"}
+
+
+def answer(argv: list[str], classes: tuple) -> str | dict:
+    try:
+        return parse_flags(classes, argv, program="sft.py").explicit
+    except ConfigError as error:
+        return error.one_line()
+
+
+def as_told(parser: argparse.ArgumentParser) -> dict[str, tuple]:
+    """Flag → all that argparse goes by."""
+    return {
+        " ".join(action.option_strings): (
+            action.dest,
+            type(action),
+            action.nargs,
+            action.const,
+            action.choices and [str(choice) for choice in action.choices],
+            str(getattr(action.default, "value", action.default)),
+        )
+        for action in parser._actions
+    }
+
+
+def test_the_shipped_table_is_that_of_the_installed_libraries() -> None:
+    made = make_table(LIBRARY_CLASSES, lambda classes: build_parser(classes, program=""))
+    shipped = json.loads(SHIPPED.read_text(encoding="utf-8"))
+    assert shipped == json.loads(json.dumps(made)), "run: python -m accel_scale.training.sft_flags"
+
+
+def test_the_recipes_parser_has_the_flags_of_its_classes() -> None:
+    known = build_parser(FLAGS, program="sft.py", table=library_flags.known_table())
+    real = build_parser(FLAGS, program="sft.py")
+    assert as_told(known) == as_told(real)
+    assert known.get_default("_nullable") == real.get_default("_nullable")
+    assert len(as_told(real)) >= 200
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--learning_rat", "1"],
+        ["--learning-rate", "fast"],
+        ["--learning_rate", "-1"],
+        ["--lr_scheduler_type", "cosin"],
+        ["--eval_strategy", "sometimes"],
+        ["--bf16", "maybe"],
+        ["--num_train_epochs"],
+        ["--no_packing", "7"],
+        ["--max_steps", "1.5"],
+        ["--report_to"],
+        ["--datasets", "a"],
+        ["--dtype", "fp17"],
+        ["--liger_kernel_config", "x"],
+        ["--debug", "everything"],
+        ["--parallelism_config", "x"],
+        ["word"],
+        ["--yaml", "learning_rte: 1"],
+        ["--yaml", "seed: many"],
+        ["--yaml", "seed:"],
+        ["--yaml", "seed: [1, 2]"],
+        ["--yaml", "bf16: maybe"],
+        ["--yaml", "save_strategy: never"],
+        ["--yaml", "no_packing: true"],
+        ["--yaml", "distributed_type: FSDP"],
+        ["--yaml", "debug: everything"],
+        ["--yaml", "max_grad_norm: .nan"],
+        # and what is right
+        ["--yaml", "max_length: null\nbf16: yes\nmodel_init_kwargs: {a: 1}\nreport_to: [a, b]"],
+        ["--no_packing", "--bf16", "--eval_strategy", "no", "--learning_rate", "-0.0001e0"],
+        ["--gradient_checkpointing", "--optim", "adamw_8bit", "--lora_target_modules", "a", "b"],
+    ],
+    ids=" ".join,
+)
+def test_the_table_and_the_classes_give_the_same_answer(argv: list[str], tmp_path: Path) -> None:
+    if argv[0] == "--yaml":
+        path = tmp_path / "flags.yaml"
+        path.write_text(argv[1])
+        argv = ["--config_file", str(path)]
+    assert answer(argv, FLAGS) == answer(argv, load_classes(FLAGS))
+
+
+def test_a_value_of_a_librarys_own_type_is_read_by_the_library() -> None:
+    assert answer(["--debug", "underflow_overflow"], FLAGS) == {"debug": [DebugOption.UNDERFLOW_OVERFLOW]}
+
+
+def test_under_other_versions_the_classes_are_asked_once_and_then_a_table_in_the_users_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(library_flags, "_versions", lambda: {"trl": "1.99", "transformers": "5.99"})
+    mistake = ["--learning_rat", "1"]
+    assert library_flags.known_table() is None
+    first = answer(mistake, FLAGS)
+    kept = library_flags.known_table()
+    assert kept is not None
+    assert kept["classes"] == json.loads(SHIPPED.read_text(encoding="utf-8"))["classes"]
+    monkeypatch.setattr(flags, "load_classes", None)  # not asked again
+    assert answer(mistake, FLAGS) == first
+
+
+def test_a_checkout_of_a_library_has_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    library_flags.remember({"versions": {"trl": "1.17.0.dev0"}, "classes": {}})
+    assert list(tmp_path.rglob("*.json")) == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["recipes/sft.py", "--learning_rat", "1"],
+        ["recipes/sft.py", "--config_file", "{yaml}"],
+        ["recipes/pretrain.py", "--max_length", "long"],
+        ["recipes/tune.py", "recipes/sft.py", "--num_trials", "few"],
+        ["recipes/tune.py", "recipes/sft.py", "--", "--learning_rat", "1"],
+        ["-m", "accel_scale.cli.main", "rehearse", "--config_file", "{ddp}", "recipes/sft.py", "--optim", "adm"],
+    ],
+    ids=" ".join,
+)
+def test_commands_say_so_before_a_library_is_imported(repository: Path, tmp_path: Path, words: list[str]) -> None:
+    path = tmp_path / "flags.yaml"
+    path.write_text("seed: 1\nlearning_rte: 3\n")
+    words = [word.format(yaml=path, ddp=repository / "accelerate_configs/ddp.yaml") for word in words]
+    env = {**os.environ, "PYTHONPATH": str(repository), "PYTHONPROFILEIMPORTTIME": "1"}
+    done = subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, cwd=repository, env=env, timeout=60
+    )
+    imports = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    said = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
+    assert done.returncode == 2
+    assert len(said) == 1
+    assert " Fix: " in said[0]
+    assert not imports & SLOW
