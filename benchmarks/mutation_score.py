@@ -1,4 +1,4 @@
-"""How many mutants of the modules in benchmarks/mutation.toml the tests notice.
+"""How many mutants of the modules in benchmarks/mutation.yaml the tests notice.
 
     python benchmarks/mutation_score.py --per-module 8 --write
     python benchmarks/mutation_score.py --module accel_scale/training/loss.py --per-module 40
@@ -31,17 +31,17 @@ from typing import Any
 
 import yaml
 from mutants import Mutant, described, mutated, sites
+from mutation_report import INVALID, KILLED, SURVIVED, Result, load, table
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY / "tests"))
 import warm_python  # noqa: E402
 
 CONFIG = REPOSITORY / "benchmarks" / "mutation.yaml"
-RESULTS = REPOSITORY / "benchmarks" / "results"
+RESULTS = REPOSITORY / "benchmarks" / "results" / "mutation.md"
 COPIED = ("accel_scale", "accelerate_configs", "benchmarks", "docs", "recipes", "tests", "README.md", "pyproject.toml")
 FAST = "not slow and not soak"
 SLOW = "not soak"
-KILLED, SURVIVED, INVALID = "killed", "survived", "invalid"
 KNOWN = "known"
 # pytest's exit status: 1 a test failed, 2 a file could not be imported, 5 no test was chosen.
 _OF_STATUS = {0: SURVIVED, 5: SURVIVED, 2: INVALID}
@@ -55,21 +55,6 @@ class Watched:
     path: str
     tests: tuple[str, ...]
     more: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Result:
-    """What became of a mutant: by the fast tests, and by all of `make test` where that was asked for."""
-
-    group: str
-    mutant: Mutant
-    fast: str
-    all: str | None
-    seconds: float
-
-    @property
-    def name(self) -> str:
-        return f"{self.mutant.module}:{self.mutant.line}"
 
 
 @functools.cache
@@ -263,52 +248,6 @@ def run(pairs: list[tuple[Watched, Mutant]], *, workers: int, all_tests: bool, k
         runner.close()
 
 
-def score(results: Sequence[Result], field: str) -> str:
-    """``17 of 20 (85%)``; what is not valid does not count."""
-    outcomes = [getattr(result, field) for result in results if result.fast != INVALID]
-    if not outcomes or None in outcomes:
-        return "–"
-    return f"{outcomes.count(KILLED)} of {len(outcomes)} ({outcomes.count(KILLED) / len(outcomes):.0%})"
-
-
-def table(results: Sequence[Result], seed: int) -> str:
-    """The report as Markdown."""
-    lines = [
-        "# Mutants that the tests notice",
-        "",
-        f"`python benchmarks/mutation_score.py`, seed {seed}: mutants drawn at random from the modules of "
-        "`benchmarks/mutation.yaml`, each against the tests of its module.",
-        "",
-        "| group | fast tests | `make test` |",
-        "|---|---|---|",
-    ]
-    groups = list(dict.fromkeys(result.group for result in results))
-    for group in sorted(groups):
-        of_group = [result for result in results if result.group == group]
-        lines.append(f"| {group} | {score(of_group, 'fast')} | {score(of_group, 'all')} |")
-    unusable = sum(result.fast == INVALID for result in results)
-    lines += [f"| **all** | **{score(results, 'fast')}** | **{score(results, 'all')}** |", ""]
-    if unusable:
-        lines += [f"Not counted: {unusable} that no module can be imported with, or whose tests fail as it is.", ""]
-    lines += ["## Survivors", ""]
-    survivors = [result for result in results if SURVIVED in (result.fast, result.all)]
-    for result in sorted(survivors, key=lambda result: (result.mutant.module, result.mutant.line)):
-        by = "the fast tests" if result.all == KILLED else "all" if result.all else "the fast tests"
-        before, after = (
-            " ".join(text.replace("`", "'").split())[:160] for text in (result.mutant.before, result.mutant.after)
-        )
-        lines.append(f"- {result.name} (survives {by}): `{before}` → `{after}`")
-    return "\n".join(lines or ["none"]) + "\n"
-
-
-def load(path: Path) -> list[Result]:
-    """A run's results as `write` left them."""
-    return [
-        Result(entry["group"], Mutant(**entry["mutant"]), entry["fast"], entry["all"], entry["seconds"])
-        for entry in json.loads(path.read_text(encoding="utf-8"))
-    ]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--per-module", type=int, default=8, help="mutants drawn from each module")
@@ -340,7 +279,7 @@ def main() -> None:
     report = table(results, options.seed)
     print(report)
     if options.write:
-        (RESULTS / "mutation.md").write_text(report, encoding="utf-8")
+        RESULTS.write_text(report, encoding="utf-8")
     valid = [result for result in results if result.fast != INVALID]
     for least, killed in (
         (options.least, sum((result.all or result.fast) == KILLED for result in valid)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,16 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from accel_scale.parallel.pipeline_split import split_model, stage_of
-from accel_scale.training.evaluating import Evaluation, evaluate_loss, evaluating, reduce_sum, total_over_ranks
+from accel_scale.training.evaluating import (
+    Evaluation,
+    beginning_of,
+    evaluate_loss,
+    evaluating,
+    language_model_loss,
+    reduce_sum,
+    sample_text,
+    total_over_ranks,
+)
 from accel_scale.training.fast_loss import add_fast_lm_head, head_loss
 from accel_scale.training.precision import enable_fp16_on_cpu
 
@@ -102,6 +112,115 @@ def test_sums_over_ranks() -> None:
     assert reduce_sum(alone, values) is values
     assert alone.asked == []
     assert reduce_sum(Ranks(torch.tensor([3.0, 4.0])), values).tolist() == [4.0, 6.0]
+
+
+def test_ranks_that_share_rows_count_them_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks of one product, two stages: each rank hears of the same rows, and the first stage has no loss."""
+    from accel_scale.training import model_parallel
+
+    asked: list[Any] = []
+    shared = SimpleNamespace(
+        layout=SimpleNamespace(tp=2, model_ranks=4),
+        local=lambda batch: asked.append(set(batch)) or {**batch, "labels": batch["labels"][:, :4]},
+        evaluate=lambda made, batch: None,
+    )
+    monkeypatch.setattr(model_parallel, "model_parallel_of", lambda accelerator: shared)
+    others = torch.tensor([40.0, 10.0], dtype=torch.float64)
+    row = {"input_ids": torch.arange(6)[None], "labels": torch.arange(6)[None], "names": ["a"]}
+    found = evaluate_loss(Ranks(others), torch.nn.Linear(1, 1), [row])
+    assert (found.loss, found.num_tokens) == (4.0, 5)
+    assert asked == [{"input_ids", "labels"}]
+    shared.evaluate = lambda made, batch: torch.tensor(6.0)
+    found = evaluate_loss(Ranks(others), torch.nn.Linear(1, 1), [row])
+    assert (found.loss, found.num_tokens) == (pytest.approx((6 + 40) / (3 + 10)), 6)
+    assert total_over_ranks(Ranks(torch.tensor(5)), 3).item() == 8 // 4
+
+
+def test_the_loss_takes_what_it_needs_and_the_routers_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+
+    def made(**inputs: Any) -> Any:
+        seen.update(inputs)
+        return SimpleNamespace(loss=torch.tensor(2.0), aux_loss=torch.tensor(8.0))
+
+    router: Any = SimpleNamespace(weighted=lambda loss, num_micro_batches: 0.25 * loss / num_micro_batches)
+    batch = {"input_ids": 1, "labels": 2, "position_ids": 3, "row_ids": 4}
+    assert language_model_loss(made, batch, 7).item() == 2.0
+    assert seen == {
+        "input_ids": 1, "labels": 2, "position_ids": 3, "num_items_in_batch": 7, "fast_lm_head": True,
+        "router_loss": False,
+    }  # fmt: skip
+    assert language_model_loss(made, batch, 7, router=router).item() == 4.0
+    assert seen["router_loss"]
+    assert language_model_loss(made, batch, 7, router=router, num_micro_batches=4).item() == 2.5
+
+
+class Words:
+    """A tokenizer of numbers; 0 is a special token."""
+
+    pad_token_id: int | None = None
+    eos_token_id: int | None = 5
+
+    def __call__(self, text: str, *, add_special_tokens: bool, return_tensors: str) -> dict[str, torch.Tensor]:
+        assert (add_special_tokens, return_tensors) == (False, "pt")
+        return {"input_ids": torch.tensor([[int(word) for word in text.split()]], dtype=torch.long)}
+
+    def decode(self, ids: torch.Tensor, *, skip_special_tokens: bool) -> str:
+        return " ".join(str(one) for one in ids.tolist() if one or not skip_special_tokens)
+
+
+def test_the_beginning_of_the_first_row_is_shown() -> None:
+    rows = [{"input_ids": torch.tensor([[0, *range(1, 30)], [9] * 30])}]
+    assert beginning_of(rows, Words(), num_tokens=4) == "1 2 3"
+    assert beginning_of(rows, Words()) == " ".join(map(str, range(1, 12)))
+    assert beginning_of([], Words()) == beginning_of(None, Words()) == ""
+
+
+def test_a_sample_is_drawn_alike_each_time_and_in_step_where_weights_are_shared() -> None:
+    made, seen = model(), []
+    generate = made.generate
+
+    def watched(**settings: Any) -> torch.Tensor:
+        seen.append((settings, made.training))
+        return generate(**settings)
+
+    made.generate = watched
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    texts = [sample_text(Ranks(), made, Words(), "7 8", max_new_tokens=9, seed=seed) for seed in (0, 0, 1)]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert texts[0] == texts[1] != texts[2]
+    assert made.training
+    settings, was_training = seen[0]
+    assert not was_training
+    assert settings.pop("input_ids").tolist() == [[7, 8]]
+    assert settings.pop("attention_mask").tolist() == [[1, 1]]
+    assert settings == {
+        "max_new_tokens": 9, "do_sample": True, "temperature": 0.8, "top_k": 50, "use_cache": True,
+        "synced_gpus": False, "pad_token_id": 5,
+    }  # fmt: skip
+    numbers = [int(word) for word in texts[0].split()]
+    assert 0 < len(numbers) <= 9
+
+    class Padded(Words):
+        pad_token_id = 0
+
+    sample_text(Ranks(), made, Padded(), "", max_new_tokens=1)
+    assert seen[-1][0]["input_ids"].tolist() == [[5]], "nothing to begin with: the end of a text"
+    assert seen[-1][0]["pad_token_id"] == 0
+    # Ranks with whole weights generate by themselves, those with parts of them wait for each other.
+    several = Ranks(torch.zeros(2))
+    made.generate = lambda **settings: seen.append((settings, None)) or torch.tensor([[7, 3], [7, 4]])
+    assert sample_text(several, made, Words(), "7", max_new_tokens=1) == "3"
+    assert seen[-1][0]["synced_gpus"] is False
+    for mark in ("ds_id", "device_mesh"):
+        parameter = next(made.parameters())
+        setattr(parameter, mark, 1)
+        sample_text(several, made, Words(), "7", max_new_tokens=1)
+        assert seen[-1][0]["synced_gpus"] is True, mark
+        sample_text(Ranks(), made, Words(), "7", max_new_tokens=1)
+        assert seen[-1][0]["synced_gpus"] is False
+        delattr(parameter, mark)
 
 
 def test_evaluating_has_no_dropout_and_puts_the_mode_back() -> None:

@@ -256,3 +256,14 @@ def test_the_precision_that_a_file_asks_for(tmp_path, text, precision):
 def test_processes_of_all_nodes_and_of_one(tmp_path, text, total, local):
     file = read_launch_file(write(tmp_path, text + "\n"))
     assert (file.num_processes, file.local_world_size) == (total, local)
+
+
+def test_bytes_that_are_no_text_and_lines_that_are_no_yaml_are_told_apart(tmp_path):
+    path = tmp_path / "launch.yaml"
+    path.write_bytes(b"num_processes: 2\nname: \xff\xfe\n")
+    with pytest.raises(ConfigError, match="not valid YAML: not text in UTF-8"):
+        read_launch_file(str(path))
+    path.write_text("num_processes: 2\nname: [a\n")
+    with pytest.raises(ConfigError, match=r"not valid YAML: expected") as refused:
+        read_launch_file(str(path))
+    assert refused.value.place.startswith(f"{path}:")

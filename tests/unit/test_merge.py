@@ -23,6 +23,7 @@ from transformers import (
 
 from accel_scale.cli import merge as merge_command
 from accel_scale.errors import ConfigError
+from accel_scale.training import merge_weights
 from accel_scale.training.merge import merge_adapter
 from accel_scale.training.quantization_record import quantization_of, record_quantization
 
@@ -90,9 +91,13 @@ KINDS = {
 }
 
 
-@pytest.mark.slow
+FAST_KINDS = ("whole head", "lora biases", "trained tokens")
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [kind if kind in FAST_KINDS else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+)
 def test_merged_logits_are_those_of_base_and_adapter(bases, tmp_path, kind):
     base_name, settings = KINDS[kind]
     model = train(AutoModelForCausalLM.from_pretrained(bases / base_name), **settings)
@@ -354,3 +359,15 @@ def test_merged_weights_by_hand(bases, tmp_path, settings, scale):
     for name in changed:
         lora = {side: adapter[f"base_model.model.{name.removesuffix('weight')}lora_{side}.weight"] for side in "AB"}
         torch.testing.assert_close(merged[name], base[name] + scale * lora["B"] @ lora["A"], rtol=1e-5, atol=1e-6)
+
+
+def test_values_that_are_not_finite_are_named_and_those_of_8_bits_have_none():
+    assert merge_weights._finite("w", torch.ones(2), "base").tolist() == [1, 1]
+    for tensor in (torch.zeros(2, dtype=torch.float8_e4m3fn), torch.tensor([1, 2])):
+        assert merge_weights._finite("w", tensor, "base") is tensor
+    for value in (float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match="w holds values that are not finite") as refused:
+            merge_weights._finite("w", torch.tensor([0.0, value]), "base")
+        assert refused.value.place == "base"
+    assert merge_weights._some(["a", "b", "c"]) == "a, b, c"
+    assert merge_weights._some(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"

@@ -8,12 +8,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from accel_scale.errors import ConfigError
 from accel_scale.planning.catalogue import load_model_facts
-from accel_scale.planning.communication import step_collectives
+from accel_scale.planning.communication import collective_seconds, gathered_weight_bytes, step_collectives
+from accel_scale.planning.efficiency import EFFICIENCY
 from accel_scale.planning.flops import trained_params
 from accel_scale.planning.hardware import Machine, find_gpu
 from accel_scale.planning.memory import predict_memory
-from accel_scale.planning.optimizer_states import OPTIMIZER_FACTS
+from accel_scale.planning.optimizer_states import OPTIMIZER_FACTS, optimizer_facts
 from accel_scale.planning.overheads import MARGIN_SHARE, gpu_overhead
 from accel_scale.planning.parameters import parameter_groups
 from accel_scale.planning.scaling_laws import LAWS, compute_for_loss, plan_scaling
@@ -97,7 +99,7 @@ def test_frozen_weights_are_four_bits_and_their_constants() -> None:
 
 
 def test_buckets_of_replicas_and_of_deepspeed() -> None:
-    assert transfers(LLAMA, sharing()) == Transfers()
+    assert transfers(LLAMA, sharing()) == Transfers(0, 0, 0, 0, 0, 0, 0)
     assert transfers(LLAMA, sharing("fsdp2", 1)) == Transfers()
     ddp = transfers(LLAMA, sharing("ddp", 2))
     assert ddp == Transfers(bucket_bytes=4 * N, last_bucket_bytes=4 * N)  # a second copy of fp32 gradients
@@ -198,8 +200,26 @@ def test_what_computation_hides_but_for_the_edge() -> None:
     assert three.exposed_communication_seconds == pytest.approx(three.communication_seconds)
 
 
+def test_frozen_weights_travel_as_they_are_stored() -> None:
+    assert gathered_weight_bytes(LLAMA, TrainingSetup()) == 2 * N
+    lora = TrainingSetup(method="lora")
+    assert gathered_weight_bytes(LLAMA, lora) == 2 * (N + trained_params(LLAMA, lora))
+
+
+def test_what_cannot_be_hidden_is_added_to_what_can() -> None:
+    for setup in (sharing("fsdp2", 8), sharing("fsdp2", 8, tensor_parallel=2), sharing("ddp", 8, pipeline_parallel=2)):
+        each = [(one.overlaps, collective_seconds(one, A100)) for one in step_collectives(LLAMA, setup)]
+        found = predict_time(LLAMA, setup, A100)
+        assert found.communication_seconds == pytest.approx(sum(seconds for _, seconds in each))
+        waiting = sum(seconds for overlaps, seconds in each if not overlaps)
+        edge = (found.communication_seconds - waiting) / LLAMA.num_layers
+        assert found.exposed_communication_seconds >= waiting + edge - 1e-12
+
+
 def test_each_rank_steps_on_its_share() -> None:
     whole = optimizer_seconds(LLAMA, sharing("ddp", 8), A100)
+    speed = A100.gpu.bandwidth() * EFFICIENCY.bandwidth_fraction
+    assert whole == pytest.approx(N * optimizer_traffic_bytes(sharing("ddp", 8)) / speed)
     assert optimizer_seconds(LLAMA, sharing("fsdp2", 8), A100) == pytest.approx(whole / 8)
     assert optimizer_seconds(LLAMA, sharing("ddp", 8, tensor_parallel=4), A100) == pytest.approx(whole / 4)
     divided = sharing("ddp", 8, tensor_parallel=2, pipeline_parallel=2)
@@ -293,6 +313,11 @@ def test_what_each_phase_holds_under_each_strategy() -> None:
         assert found["backward, first layer"]["gradients"] == pytest.approx(kept.gradient_bytes * share)
         assert found["optimizer step"]["gradients"] == kept.gradient_bytes
         assert found["optimizer step"]["update"] == kept.update_bytes
+        step = predict_memory(LLAMA, setup).step
+        assert found["forward and loss"]["activations and loss"] == max(step.forward_bytes, step.loss_bytes)
+        assert found["backward, last layer"]["activations and loss"] == step.backward_top_bytes
+        bottom = max(0.0, step.backward_bottom_bytes - step.gradient_bytes)
+        assert found["backward, first layer"]["activations and loss"] == bottom
         buckets = 0 if setup.parallel.strategy == "fsdp2" else moved.bucket_bytes
         assert found["optimizer step"]["communication buckets"] == buckets
         assert found["load"] == {
@@ -321,6 +346,17 @@ def test_the_peak_is_the_fullest_phase_and_its_interval_is_around_the_card() -> 
     assert estimate.host_bytes == estimate.states.host_bytes
 
 
+def test_stages_hold_no_shard_of_a_gradient_before_all_are_reduced() -> None:
+    staged = replace(sharing("fsdp2", 8, pipeline_parallel=2), accumulation=4)
+    found = phases(staged)
+    assert found["backward, first layer"]["gradients"] == 0
+    assert found["backward, first layer"]["unreduced gradients"] > 0
+    whole = found["forward and loss"]["gradients"]
+    gpipe = replace(staged, parallel=replace(staged.parallel, pipeline_schedule="gpipe"))
+    later = max(0.0, whole - predict_memory(LLAMA, gpipe).step.saved_bytes / 4)
+    assert phases(gpipe)["forward and loss"]["gradients"] == pytest.approx(later)
+
+
 def test_a_shared_model_is_built_whole_in_host_memory() -> None:
     divided = predict_memory(LLAMA, sharing("ddp", 8, tensor_parallel=4))
     assert divided.host_bytes == 4 * N
@@ -343,3 +379,68 @@ def test_paged_optimizers_are_those_that_say_so() -> None:
     paged = {name for name, facts in OPTIMIZER_FACTS.items() if facts.is_paged}
     assert paged == {name for name in OPTIMIZER_FACTS if name.startswith("paged_")}
     assert paged
+
+
+# Values per weight, their bits, and where it does not run: one accelerator, DDP, FSDP2, ZeRO, fp16, a CPU.
+OPTIMIZERS = {
+    "adamw_torch_fused": (2, None, ""), "adamw_torch": (2, None, ""), "adamw_torch_foreach": (2, None, ""),
+    "sgd": (0, None, ""), "sgd_momentum": (1, None, ""), "adagrad": (1, None, ""), "rmsprop": (1, None, ""),
+    "adafactor": (0, None, "fsdp"), "adamw_bnb_8bit": (2, 8, "fsdp"), "adamw_8bit": (2, 8, "fsdp"),
+    "paged_adamw_32bit": (2, 32, "fsdp"), "paged_adamw_8bit": (2, 8, "fsdp"), "lion_32bit": (1, 32, "fsdp"),
+    "lion_8bit": (1, 8, "fsdp"), "paged_lion_32bit": (1, 32, "fsdp"), "paged_lion_8bit": (1, 8, "fsdp"),
+    "rmsprop_bnb": (1, 32, "fsdp"), "rmsprop_bnb_32bit": (1, 32, "fsdp"), "rmsprop_bnb_8bit": (1, 8, "fsdp"),
+    "ademamix": (3, 32, "fsdp"), "ademamix_8bit": (3, 8, "fsdp"), "paged_ademamix_32bit": (3, 32, "fsdp"),
+    "paged_ademamix_8bit": (3, 8, "fsdp"), "adamw_torch_8bit": (2, 8, "zero"),
+    "adamw_torch_4bit": (2, 4, "fsdp zero"), "adamw_cpu_offload": (2, None, "ddp fsdp zero fp16 cpu"),
+    "deepspeed_cpu_adam": (2, 32, "cuda fsdp zero"),
+}  # fmt: skip
+
+
+def test_every_optimizers_states_and_places() -> None:
+    assert set(OPTIMIZERS) == set(OPTIMIZER_FACTS)
+    for name, (num_states, bits, places) in OPTIMIZERS.items():
+        facts = optimizer_facts(name)
+        assert (facts.num_states, facts.state_bits, set(facts.refused)) == (num_states, bits, set(places.split())), (
+            name
+        )
+        each = {None: 4.0, 32: 4.0, 8: 1 + 4 / 256, 4: 0.5 + 4 / 256}[bits]
+        assert facts.state_bytes(4) == num_states * each, name
+    copies = {name for name, facts in OPTIMIZER_FACTS.items() if facts.transient_copies == 1}
+    assert copies == {"adamw_torch", "adamw_torch_foreach", "adagrad", "rmsprop"}
+    assert {name for name, facts in OPTIMIZER_FACTS.items() if facts.on_host} == {
+        "adamw_cpu_offload", "deepspeed_cpu_adam",
+    }  # fmt: skip
+    instead = {name: facts.zero_offload for name, facts in OPTIMIZER_FACTS.items() if facts.zero_offload}
+    lion = dict.fromkeys(("lion_32bit", "paged_lion_32bit"), "DeepSpeed CPU Lion")
+    adam = ("adamw_torch_fused", "adamw_torch", "adamw_torch_foreach", "paged_adamw_32bit", "deepspeed_cpu_adam")
+    assert instead == {**lion, **dict.fromkeys(adam, "DeepSpeed CPU Adam")}
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "condition"),
+    [
+        ("adamw_8bit", {"strategy": "fsdp2"}, "fsdp"),
+        ("adamw_8bit", {"strategy": "ddp"}, None),
+        ("adamw_torch_8bit", {"strategy": "zero2"}, "zero"),
+        ("adamw_torch_8bit", {"strategy": "zero2", "zero_offload": True}, None),
+        ("deepspeed_cpu_adam", {"device_type": "cuda"}, "cuda"),
+        ("deepspeed_cpu_adam", {"device_type": "cpu"}, None),
+        ("deepspeed_cpu_adam", {"device_type": "cuda", "strategy": "zero3", "zero_offload": True}, None),
+        ("adamw_cpu_offload", {"precision": "fp16", "strategy": "ddp"}, "fp16"),
+        ("adamw_cpu_offload", {"precision": "bf16", "device_type": "cpu"}, "cpu"),
+        ("adamw_cpu_offload", {"device_type": None}, None),
+        ("adamw_cpu_offload", {"device_type": "cpu", "strategy": "zero1"}, "zero"),
+    ],
+)
+def test_where_an_optimizer_does_not_work(name, where, condition) -> None:
+    usual = {"device_type": None, "strategy": "single", "zero_offload": False, "precision": None}
+    found = optimizer_facts(name).refusal(**{**usual, **where})
+    assert (found and found[0]) == condition
+    assert found is None or found[1] == OPTIMIZER_FACTS[name].refused[condition]
+
+
+def test_an_unknown_optimizer_is_told_its_neighbour() -> None:
+    for name, hint in (("adamw_tourch", "did you mean adamw_torch? use one of"), ("zzz", "use one of")):
+        with pytest.raises(ConfigError) as refused:
+            optimizer_facts(name)
+        assert refused.value.fix.startswith(hint)

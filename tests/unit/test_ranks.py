@@ -149,6 +149,19 @@ def test_a_rank_without_a_gradient_takes_part(reductions: list[tuple[int, ...]])
     assert reductions == [(0, 1, 2, 3)]
 
 
+def test_no_gradient_is_no_norm() -> None:
+    assert global_grad_norm([]).item() == 0
+    frozen = torch.nn.Parameter(torch.ones(2))
+    empty = torch.nn.Parameter(torch.zeros(0))
+    empty.grad = torch.zeros(0)
+    assert clip_gradients([frozen], 1.0).item() == 0
+    three = torch.nn.Parameter(torch.ones(3, dtype=torch.float16))
+    three.grad = torch.full((3,), 300.0, dtype=torch.float16)
+    assert global_grad_norm(iter([frozen, three])).item() == pytest.approx(300 * math.sqrt(3)), "summed in fp32"
+    assert clip_gradients([three], 3.0).dtype == torch.float32
+    assert three.grad.tolist() == pytest.approx([math.sqrt(3)] * 3, rel=1e-2)
+
+
 def test_stages_add_up(reductions: list[tuple[int, ...]]) -> None:
     plain = torch.nn.Parameter(torch.zeros(3))
     plain.grad = torch.full((3,), 2.0)

@@ -281,6 +281,7 @@ def test_unknown_scaling_rule():
 @given(st.sampled_from(OWN_SCHEDULES), st.integers(1, 25), st.integers(0, 25), st.sampled_from([0.0, 0.25]))
 @example("warmup_stable_decay", 8, 3, 0.25)  # resumed inside of the decay
 @example("warmup_stable_decay", 8, 8, 0.25)  # at its end
+@example("cosine", 1, 0, 0.25)  # the warm-up is the whole run
 def test_a_resumed_schedule_is_the_undisturbed_one(name, num_steps, at, warmup_ratio):
     at = min(at, num_steps)
     warmup = 0.0 if name == "constant" else warmup_ratio
@@ -292,7 +293,8 @@ def test_a_resumed_schedule_is_the_undisturbed_one(name, num_steps, at, warmup_r
     schedule = create_schedule(optimizer, name, **options)
     whole = _learning_rates(optimizer, schedule, num_steps + 1)
     assert max(whole) <= 2.0
-    assert floor is None or whole[-1] == pytest.approx(0.2)
+    has_decay = floor is not None and math.ceil(warmup * num_steps) < num_steps
+    assert not has_decay or whole[-1] == pytest.approx(0.2)
     first, second = _optimizer(lr=2.0), _optimizer(lr=2.0)
     begun = create_schedule(first, name, **options)
     assert _learning_rates(first, begun, at) == whole[:at]
@@ -332,3 +334,18 @@ def test_a_floor_of_nothing_is_a_floor():
     optimizer = _optimizer(lr=1.0)
     schedule = create_schedule(optimizer, "constant", num_training_steps=3, min_lr_ratio=0.0)
     assert _learning_rates(optimizer, schedule, 3) == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("warmup", "said", "rest"),
+    [
+        ({"warmup_ratio": 0.6}, "--warmup_ratio 0.6 and --decay_ratio 0.5", "0.4"),
+        ({"warmup_steps": 8}, "--warmup_steps 8 and --decay_ratio 0.5", "0.2"),
+        ({"warmup_steps": 12}, "--warmup_steps 12 and", "0"),
+    ],
+)
+def test_a_warm_up_and_a_decay_that_do_not_fit_are_named_with_what_does(warmup, said, rest):
+    with pytest.raises(ConfigError, match=said) as refused:
+        create_schedule(_optimizer(), "wsd", num_training_steps=10, decay_ratio=0.5, **warmup)
+    assert f"use --decay_ratio {rest} or less" in refused.value.fix
+    create_schedule(_optimizer(), "wsd", num_training_steps=10, decay_ratio=0.5, warmup_ratio=0.5)
