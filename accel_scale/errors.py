@@ -38,6 +38,13 @@ def user_errors(program: str) -> Iterator[None]:
     A full disk is one too, with status 74, and memory that ran out, with 75. Everything else gets through; under a
     launcher, whose report comes after the traceback, its cause is said again.
     """
+    from accel_scale.launching.last_word import credentials_unsaid
+
+    with credentials_unsaid():
+        yield from _user_errors(program)
+
+
+def _user_errors(program: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:

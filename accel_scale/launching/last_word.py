@@ -16,9 +16,10 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Iterator, Sequence
 
 from accel_scale.launching.launcher import launcher_of, open_process
-from accel_scale.secrets import mask
+from accel_scale.secrets import is_secret, mask
 
 # torchrun gives its workers this long to end before it reports, plus what its own report takes.
 _WAIT_SECONDS = 120
@@ -73,6 +74,38 @@ def cause_line(program: str, error: BaseException) -> str:
     where = f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
     return f"{program}: error: {type(error).__name__}{where}: {text}"
+
+
+@contextlib.contextmanager
+def credentials_unsaid() -> Iterator[None]:
+    """Where the command line holds a credential, the launcher of a single process ends without its report.
+
+    `accelerate launch` (1.15) reports a failure of one process with the whole command line, into logs that others
+    read. It is ended once everything has been said here: its status is then that of SIGTERM.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not (isinstance(error, SystemExit) and error.code in (None, 0)) and holds_credential(sys.argv[1:]):
+            launcher = None if "TORCHELASTIC_RUN_ID" in os.environ else launcher_of(os.getpid())
+            if launcher is not None:
+                _say_and_end(launcher, error)
+                raise SystemExit(getattr(error, "code", 1)) from None  # said already
+        raise
+
+
+def holds_credential(words: Sequence[str]) -> bool:
+    """Whether a command line names a flag for a credential, or has one in a value."""
+    names = (word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--"))
+    return any(map(is_secret, names)) or any(mask(word) != word for word in words)
+
+
+def _say_and_end(launcher: int, error: BaseException) -> None:
+    if not isinstance(error, SystemExit):
+        print(mask("".join(traceback.format_exception(error))), file=sys.stderr)
+    sys.stdout.flush()
+    print("The launcher ends without its report, which would show a credential.", file=sys.stderr, flush=True)
+    os.kill(launcher, signal.SIGTERM)
 
 
 def _wait_to_be_ended() -> None:

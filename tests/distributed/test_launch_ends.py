@@ -55,6 +55,23 @@ def test_the_cause_is_the_last_line(real_python, repository, tmp_path, launcher,
 
 
 @pytest.mark.parametrize(
+    ("launcher", "mode", "status", "last"),
+    [
+        ("accelerate", "refuse", -signal.SIGTERM, REFUSED),  # whose report has the whole command line
+        ("accelerate, two", "crash on the last rank", 1, "ends_run.py: error: KeyError at ends_run.py:22: "),
+    ],
+)
+def test_a_typed_credential_is_not_in_the_report(real_python, repository, tmp_path, launcher, mode, status, last):
+    done = subprocess.run(
+        command(real_python, launcher, mode, str(tmp_path), "--hub_token", "my secret"),
+        capture_output=True, text=True, cwd=repository, env={**os.environ, **ENVIRONMENT}, timeout=120,
+    )  # fmt: skip
+    assert "secret" not in done.stdout + done.stderr
+    assert done.returncode == status
+    assert [line for line in done.stderr.splitlines() if line.strip()][-1].startswith(last)
+
+
+@pytest.mark.parametrize(
     ("launcher", "number", "mode"),
     [
         ("accelerate", signal.SIGTERM, "stuck"),
