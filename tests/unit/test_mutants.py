@@ -54,6 +54,21 @@ def test_what_is_changed_and_what_is_not(mutants: Any) -> None:
     assert mutants.sites(SOURCE) == mutants.sites(SOURCE), "a seed draws the same ones again"
 
 
+def test_what_the_configuration_names_is_there(repository: Path, mutants: Any) -> None:
+    """A module or a test that was renamed would end every run, or count its mutants as missed."""
+    import mutation_score
+
+    known = mutation_score.known_mutants()
+    watched = [*mutation_score.watched_modules(), *(pair[0] for pair in known)]
+    assert len(known) > 20
+    for one in watched:
+        for test in (*one.tests, *one.more):
+            assert (repository / test.partition("::")[0]).is_file(), test
+    for one in mutation_score.watched_modules():
+        assert (repository / one.path).is_file(), one.path
+        assert one.tests, one.path
+
+
 @pytest.mark.soak
 def test_nine_of_ten_mutants_are_noticed(repository: Path) -> None:
     """And seven of ten by the fast tests alone."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import (
@@ -22,6 +24,7 @@ from accel_scale.errors import ConfigError
 from accel_scale.parallel.sequence import (
     check_context_parallel,
     check_sequence_parallel,
+    check_ulysses,
     cut_batch,
     enable_ulysses,
 )
@@ -152,3 +155,45 @@ def test_ring_context_parallelism_is_refused_where_it_would_be_wrong(device, opt
 
 def test_ring_context_parallelism_of_a_plain_model_on_cuda():
     check_context_parallel("cuda", cp_size=2, config=GemmaConfig())
+
+
+class Halved(torch.nn.Module):
+    """A model of one table that is off by `error` on parts of a row, of which this rank has the second half."""
+
+    def __init__(self, error: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.error = torch.nn.Embedding(32, 4), error
+        self.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=32))
+        self.lengths: list[tuple[int, bool]] = []
+
+    def base_model(self, *, input_ids: torch.Tensor, position_ids: torch.Tensor, use_cache: bool) -> SimpleNamespace:
+        assert not use_cache
+        assert input_ids.shape == position_ids.shape
+        self.lengths.append((input_ids.shape[1], self.training))
+        hidden = self.table(input_ids)
+        return SimpleNamespace(last_hidden_state=hidden + self.error * (input_ids.shape[1] == 16))
+
+
+@pytest.mark.parametrize("elsewhere", [0.0, 5e-4, 0.5])
+@pytest.mark.parametrize("here", [0.0, 1e-4, 0.5])
+def test_a_row_that_any_rank_computes_otherwise_is_refused_on_all(here, elsewhere, monkeypatch) -> None:
+    group = SimpleNamespace(rank=lambda: 1, size=lambda: 2)
+    asked = []
+
+    def all_reduce(worst: torch.Tensor, op: object, group: object = None) -> None:
+        asked.append((op, group))
+        worst.clamp_(min=elsewhere)
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    model = Halved(here).train()
+    if max(here, elsewhere) == 0.5:
+        with pytest.raises(ConfigError, match=r"Halved does not compute the same on parts of a row: off by \d"):
+            check_ulysses(model, group)
+    else:
+        found = check_ulysses(model, group)
+        assert elsewhere <= found < 1e-3
+        assert found > 0 or not here
+    assert asked == [(torch.distributed.ReduceOp.MAX, group)]
+    assert model.lengths == [(16, False), (32, False)]
+    assert model.training
