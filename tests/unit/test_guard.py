@@ -325,3 +325,61 @@ def test_a_guard_goes_on_from_its_state_as_if_undisturbed():
         assert resumed.judge(loss, norm) == whole.judge(loss, norm)
     assert resumed.state_dict() == whole.state_dict()
     assert whole.judge(math.nan, 1.0).action == "stop"
+
+
+def test_a_state_of_an_earlier_version_is_gone_on_from() -> None:
+    """It does not know how often a norm spiked at the same weights: the next three batches are left out."""
+    settings = GuardSettings(max_skips=9)
+    old = Guard(settings)
+    run(old, curve(300, 3))
+    run(old, [(2.6, 20.0)] * 2)
+    state = {name: value for name, value in old.state_dict().items() if "spikes" not in name and name != "num_taken"}
+    resumed = Guard(settings)
+    resumed.load_state_dict(state)
+    assert (resumed.num_judged, resumed.num_events) == (302, 2)
+    assert run(resumed, [(2.6, 20.0)] * 4) == ["skipped"] * 3 + ["stepped"]
+    assert resumed.state_dict()["num_taken"] == 1
+
+
+def test_what_an_event_was_judged_by_is_said() -> None:
+    guard = Guard(GuardSettings(policy="lower_lr", lr_steps=2, lr_factor=0.25))
+    run(guard, [(2.0, 1.0)] * 40)
+    usual = guard.judge(2.0, 1.0)
+    assert (usual.loss_threshold, usual.grad_norm_threshold) == (pytest.approx(2.1), pytest.approx(2.0))
+    assert (usual.is_event, usual.reason, usual.lr_factor, usual.is_overflow) == (False, None, 1.0, False)
+    spike = guard.judge(2.2, 1.0)
+    assert (spike.action, spike.taken, spike.lr_factor, spike.is_event) == ("lowered", True, 0.25, True)
+    assert spike.loss_threshold == pytest.approx(2.1)
+    assert guard.state_dict()["lowered_steps_left"] == 1
+    assert guard.state_dict()["num_taken"] == 42
+    assert guard.judge(2.0, 1.0).lr_factor == 0.25
+    assert guard.judge(2.0, 1.0).lr_factor == 1.0
+    few = Guard(GuardSettings(min_steps=4))
+    run(few, [(2.0, 1.0)] * 3)
+    assert few.judge(9.0, 9.0).loss_threshold is None
+    assert few.judge(2.0, 1.0).loss_threshold is not None
+
+
+def test_estimates_by_hand() -> None:
+    """Median 3, median distance 1: eight robust deviations above are 3 + 8 · 1.4826."""
+    estimate = RunningEstimate(5, 5, least_ratio=1.05)
+    for value in (100.0, 1.0, 2.0, 3.0, 4.0, math.nan):
+        estimate.add(value)
+    assert estimate.threshold(8) == pytest.approx(3 + 8 * 1.4826)  # of 100, 1, 2, 3, 4
+    estimate.add(5.0)
+    assert list(estimate.values) == [1, 2, 3, 4, 5], "the last five"
+    assert estimate.threshold(2) == pytest.approx(3 + 2 * 1.4826)
+    ratios = RunningEstimate(5, 3, least_ratio=2.0, is_logarithmic=True)
+    for norm in (1.0, 0.0, -1.0, math.inf):
+        ratios.add(norm)
+    assert list(ratios.values) == [1.0]
+    assert ratios.threshold(8) is None
+    ratios.add(math.e)
+    ratios.add(math.e**2)
+    assert ratios.threshold(1) == pytest.approx(math.exp(1 + 1.4826))
+    assert ratios.threshold(0.1) == pytest.approx(2 * math.e)
+    assert ratios.threshold(10**6) == math.exp(700)
+    below = RunningEstimate(4, 2, least_ratio=1.5)
+    for value in (-2.0, -2.0):
+        below.add(value)
+    assert below.threshold(8) == -1.0

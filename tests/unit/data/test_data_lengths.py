@@ -26,6 +26,21 @@ def test_statistics_of_known_lengths() -> None:
     assert length_distribution([7] * 9, max_length=50, batch_size=4).padded_waste == 0
 
 
+def test_percentiles_samples_and_bins_by_hand() -> None:
+    got = length_distribution(range(101), max_length=1000, batch_size=4)
+    assert [got.percentile(percent) for percent in (5, 25, 50, 75, 90, 95, 99)] == [5, 25, 50, 75, 90, 95, 99]
+    assert (got.truncated_share, got.lost_token_share) == (0, 0)
+    assert length_distribution([8, 8, 9], max_length=8, batch_size=1).truncated_share == pytest.approx(1 / 3)
+    assert length_distribution([1, 9, 1, 9], max_length=10, batch_size=2).sorted_waste == 0
+    # 9 and 6 leave 1 and 4: the 4 goes where it fits best, the 1 fills the first bin, and the 2 opens another.
+    assert packed_fill([9, 6, 4, 1], 10) == 1.0
+    assert packed_fill([9, 6, 4, 1, 2], 10) == pytest.approx(22 / 30)
+    assert packed_fill([], 10) == 0
+    many = length_distribution([5] * 10 + [7] * 10, max_length=9, batch_size=2, num_sampled=20)
+    assert (many.num_sampled, many.mean_tokens) == (20, 6)
+    assert length_distribution(range(100), max_length=9, batch_size=2, num_sampled=99).num_sampled == 99
+
+
 @given(st.lists(st.integers(1, 64), min_size=1, max_size=60), st.integers(1, 8))
 def test_shares_are_shares(lengths: list[int], batch_size: int) -> None:
     got = length_distribution(lengths, max_length=64, batch_size=batch_size)
