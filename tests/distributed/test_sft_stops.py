@@ -22,7 +22,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 RANKS = {"single": 1, "ddp": 2, "fsdp2": 2, "zero2": 2, "zero3": 2}
 # What ends a job, what a terminal sends, and what nobody can handle.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)
-SHORT = [("single", signal.SIGTERM), ("fsdp2", signal.SIGKILL)]
+SHORT = [("single", signal.SIGTERM), ("fsdp2", signal.SIGTERM)]
 LONG = [(name, number) for name in RANKS for number in SIGNALS if (name, number) not in SHORT]
 # After the launcher's end, on a machine that does nothing else.
 SECONDS_LEFT = 5.0

@@ -44,11 +44,13 @@ def test_evaluation_rows_without_labels_are_refused(sft: Any, small_gsm8k: Path,
     rows = [json.loads(line) for line in small_gsm8k.read_text().splitlines()]
     for row in rows[40:]:
         row["question"] *= 40
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
-    split = "--dataset_train_split train[:40] --dataset_test_split train[40:] --eval_strategy steps --eval_steps 2"
+    for name, part in (("train", rows[:40]), ("test", rows[40:])):
+        (tmp_path / "rows").mkdir(exist_ok=True)
+        (tmp_path / "rows" / f"{name}.jsonl").write_text("\n".join(json.dumps(row) for row in part) + "\n")
     with pytest.raises(ConfigError, match="no evaluation row, cut to 256 tokens"):
-        sft(split, how, data=path)
+        sft(f"--eval_strategy steps --eval_steps 2 {how}", data=tmp_path / "rows", out=tmp_path / "out")
+    metrics = tmp_path / "out" / "metrics.jsonl"
+    assert not metrics.is_file() or "eval_loss" not in metrics.read_text()
 
 
 def test_a_row_of_nan_is_skipped_by_default_and_the_weights_stay_finite(

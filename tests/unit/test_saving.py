@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from accel_scale.errors import ConfigError
+from accel_scale.plugin import ScalePlugin
 from accel_scale.training import atomic
 from accel_scale.training.saving import (
     AtomicSavingMixin,
@@ -268,6 +269,41 @@ def test_leftovers_beside_a_final_folder_are_removed_and_other_runs_left_alone(t
         (tmp_path / atomic.STAGING_FOLDER / name).mkdir(parents=True)
     assert prepare_output_dir(tmp_path / "mine") == ["removed unfinished mine"]
     assert [path.name for path in (tmp_path / atomic.STAGING_FOLDER).iterdir()] == ["theirs"]
+
+
+@pytest.mark.parametrize("how", ["project_dir", "save_state", "load_state", "a trainer"])
+def test_a_killed_save_state_is_cleared_away_at_the_next_start_and_nothing_else(tmp_path, how):
+    run, model = tmp_path / "run", tiny_llama()
+    saved = run / "step_1"
+    child = os.fork()
+    if child == 0:
+        accelerator = ScalePlugin(verify_first_checkpoint=False).accelerator(cpu=True)
+        accelerator.prepare(model)
+        accelerator.save_state(str(saved))
+        accelerator.register_save_state_pre_hook(lambda models, weights, folder: os.kill(os.getpid(), signal.SIGKILL))
+        accelerator.save_state(str(run / "step_2"))
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    left = run / atomic.STAGING_FOLDER
+    assert [path.name for path in left.iterdir()] == ["step_2"]
+    # Somebody else's: names that only look so, and what another run is saving beside this one.
+    others = [run / "step_2.partial", run / "notes.partial", tmp_path / atomic.STAGING_FOLDER / "other_run"]
+    for folder in others:
+        folder.mkdir(parents=True)
+        (folder / "file").write_text("mine")
+    if how == "a trainer":
+        make_trainer(run, max_steps=1).train()
+    else:
+        project = {"project_dir": str(run)} if how == "project_dir" else {}
+        accelerator = ScalePlugin(verify_first_checkpoint=False).accelerator(cpu=True, **project)
+        accelerator.prepare(model)
+        if how == "save_state":
+            accelerator.save_state(str(run / "step_3"))
+        elif how == "load_state":
+            accelerator.load_state(str(saved))
+    assert not left.exists()
+    assert (saved / "model.safetensors").is_file()
+    assert [(folder / "file").read_text() for folder in others] == ["mine"] * 3
 
 
 _KILLED_RUN = """
