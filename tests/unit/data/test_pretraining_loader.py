@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 
+from accel_scale.data.loaders import outlive_signals
 from accel_scale.data.pretraining import load_pretraining_tokenizer, merge_states, open_pretraining_data
-from accel_scale.data.pretraining import loader as loader_module
 from accel_scale.data.pretraining.opened import PretrainingData
 from accel_scale.errors import ConfigError
 
@@ -287,11 +287,15 @@ def test_a_worker_outlives_what_a_scheduler_sends_to_its_whole_group() -> None:
     ready, told = os.pipe()
     worker = os.fork()
     if worker == 0:
-        loader_module._outlive_signals(0)
-        os.write(told, b"x")
-        time.sleep(20)
-        os._exit(9)
-    os.read(ready, 1)
+        try:
+            outlive_signals(0)
+            os.write(told, b"x")
+            time.sleep(20)
+        finally:
+            os._exit(9)
+    os.close(told)
+    assert os.read(ready, 1) == b"x"
+    os.close(ready)
     for number in ("-INT", "-USR1", "-TERM"):
         subprocess.run(["kill", number, str(worker)], check=True)
     time.sleep(0.05)
