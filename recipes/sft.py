@@ -204,6 +204,8 @@ def load_data(run: Run) -> None:
     """Training rows, evaluation rows where asked for, and the questions of the exact-match report."""
     from accel_scale.data.default import default_data_paths, default_dataset
     from accel_scale.data.loading import load_training_data
+    from accel_scale.training.config import RecipeSFTConfig
+    from accel_scale.training.learning import refuse_long_prompts
 
     script, scale, values = run.script, run.settings.scale, run.settings.values
     evaluates = str(values.get("eval_strategy", "no")) != "no"
@@ -227,6 +229,7 @@ def load_data(run: Run) -> None:
     if num_questions:
         heldout = default_dataset()[1] if embedded else run.data.test  # the embedded rows name their task
         run.questions = [row for row, _ in zip(heldout, range(num_questions), strict=False)]
+    refuse_long_prompts(run.data.train, run.tokenizer, values, max_length=RecipeSFTConfig.max_length)
     run.plan = run.plan and run.plan.for_data(run.data.train, run.tokenizer)
 
 

@@ -111,8 +111,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _request(args: argparse.Namespace) -> tuple[Request, list[str]]:
     """The request, with lengths of a local data file, and what the user should know about it."""
+    from accel_scale.launching.hub_reach import give_up_if_unreachable
+    from accel_scale.planning.catalogue import is_on_hub
     from accel_scale.planning.requests import Wish, build_request, one_of
 
+    if is_on_hub(args.model):
+        give_up_if_unreachable()
     values = {f.name: getattr(args, f.name) for f in fields(Wish)}
     lists = {name: tuple(values[name]) for name in ("lora_target_modules", "strategy")}
     packing = one_of(args.packing.lower(), ("true", "false"), "--packing") == "true" and not args.no_packing

@@ -56,6 +56,12 @@ def require_on_hub(name: str, *, kind: str, place: str) -> None:
     )
 
 
+def give_up_if_unreachable() -> None:
+    """From here on the hub's client reads its cache only, if the hub is out of reach: it would wait for seconds."""
+    if not os.environ.get("HF_HUB_OFFLINE") and unreachable_hub() is not None:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+
+
 @functools.lru_cache(maxsize=1)
 def unreachable_hub() -> str | None:
     """The hub's host if it does not answer within two seconds, else None. Behind a proxy its client will tell."""

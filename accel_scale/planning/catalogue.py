@@ -67,6 +67,13 @@ def load_model_facts(model: str, *, allow_download: bool = True) -> ModelFacts:
     return _facts_from_file(_hub_config(model, allow_download), name=model)
 
 
+def is_on_hub(model: str) -> bool:
+    """Whether `model` can only be found on the hub: ``owner/name`` that is no path and not in the catalogue."""
+    if Path(model).expanduser().exists() or model.lower() in _names():
+        return False
+    return model.count("/") == 1 and not model.startswith((".", "/", "~")) and not model.endswith("/")
+
+
 def _facts_from_file(path: Path, *, name: str) -> ModelFacts:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -86,7 +93,7 @@ def full_names() -> tuple[str, ...]:
 
 def _hub_config(model: str, allow_download: bool) -> Path:
     """The path of the hub's config.json. Only ``owner/name`` is looked up: a bare name is a slip or a local folder."""
-    if model.count("/") != 1 or model.startswith((".", "/", "~")) or model.endswith("/"):
+    if not is_on_hub(model):
         raise _not_found(model, "no catalogue name and no folder")
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
 
@@ -97,7 +104,7 @@ def _hub_config(model: str, allow_download: bool) -> Path:
     if isinstance(cached, str):
         return Path(cached)
     if not allow_download or constants.HF_HUB_OFFLINE:
-        raise _not_found(model, "not in the catalogue or the local cache, and downloads are off")
+        raise _not_found(model, "not in the catalogue or the local cache, and the hub is out of reach or switched off")
     try:
         get_hf_file_metadata(hf_hub_url(model, "config.json"))  # asks once; the download would retry for half a minute
         return Path(hf_hub_download(model, "config.json"))

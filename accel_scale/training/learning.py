@@ -73,6 +73,41 @@ def refuse_unlabelled(dataset: Any, *, what: str, max_length: int | None, flag: 
         raise no_labels(f"no {what} row", max_length, flag)
 
 
+def refuse_long_prompts(rows: Any, tokenizer: Any, values: Mapping[str, Any], *, max_length: int | None) -> None:
+    """Refuse rows whose prompts alone are cut, as `refuse_unlabelled` would once the model has been loaded.
+
+    One row that fits is enough, so this reads few; other rows than plain prompts and completions are left to it.
+
+    Args:
+        rows: Training rows in TRL's columns.
+        values: Flags as they are set.
+        max_length: The recipe's default.
+
+    Raises:
+        NothingLearnt: if the first rows are all of the rows, and none of them has room for a completion.
+    """
+    length = values.get("max_length", max_length)
+    cut = values.get("truncation_mode", "keep_start") == "keep_start" and not values.get("chat_template_path")
+    cut = cut and (not values.get("packing", True) or values.get("packing_strategy", "bfd") == "bfd")
+    names = getattr(rows, "column_names", None) or ()
+    if length is None or not cut or values.get("completion_only_loss") is False or not hasattr(rows, "__len__"):
+        return
+    if len(rows) > _ROWS_PER_READ or not {"prompt", "completion"} <= set(names):
+        return
+    for row in rows:
+        if not isinstance(row["prompt"], str):
+            return
+        prompt, both = (
+            tokenizer(text=text)["input_ids"] for text in (row["prompt"], row["prompt"] + row["completion"])
+        )
+        shared = next(
+            (at for at, (one, other) in enumerate(zip(prompt, both, strict=False)) if one != other), len(prompt)
+        )
+        if shared < length:
+            return
+    raise no_labels("no training row", length, "--{}")
+
+
 def no_labels(rows: str, max_length: int | None, flag: str) -> NothingLearnt:
     """The error where no token of `rows` has a label."""
     if max_length is None:

@@ -15,6 +15,7 @@ from accel_scale.training.learning import (
     WeightsBefore,
     count_not_finite,
     has_labels,
+    refuse_long_prompts,
     refuse_unlabelled,
     refuse_unlearnt,
 )
@@ -64,6 +65,36 @@ def layers() -> nn.Module:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 2))
     model[0].bias.requires_grad_(False)
     return model
+
+
+def words(text: str) -> dict[str, list[int]]:
+    return {"input_ids": [len(word) for word in text.split()]}
+
+
+@pytest.mark.parametrize(
+    ("prompts", "settings", "refused"),
+    [
+        (["a bb ccc", "a bb ccc dd"], {"max_length": 3}, True),
+        (["a bb ccc", "a bb"], {"max_length": 3}, False),  # one row is enough
+        (["a bb ccc"], {"max_length": 4}, False),
+        (["a bb ccc"], {}, False),
+        (["a bb ccc"], {"max_length": None}, False),
+        (["a bb ccc"], {"max_length": 3, "packing": False}, True),
+        (["a bb ccc"], {"max_length": 3, "packing_strategy": "wrapped"}, False),
+        (["a bb ccc"], {"max_length": 3, "truncation_mode": "keep_end"}, False),
+        (["a bb ccc"], {"max_length": 3, "completion_only_loss": False}, False),
+        ([[{"role": "user", "content": "a"}]], {"max_length": 2}, False),  # of turns the trainer tells
+    ],
+)
+def test_prompts_that_leave_no_room_are_refused_before_a_model_is_loaded(
+    prompts: list, settings: dict[str, object], refused: bool
+) -> None:
+    rows = Dataset.from_dict({"prompt": prompts, "completion": [" x"] * len(prompts)})
+    if not refused:
+        return refuse_long_prompts(rows, lambda text: words(text), settings, max_length=1024)
+    with pytest.raises(NothingLearnt, match=r"cut to 3 tokens.* Fix: use a larger --max_length"):
+        refuse_long_prompts(rows, lambda text: words(text), settings, max_length=1024)
+    return None
 
 
 def test_the_end_of_a_run_is_refused_for_each_way_of_learning_nothing() -> None:

@@ -132,7 +132,7 @@ def test_a_cached_config_is_used_without_a_network(tmp_path: Path, monkeypatch: 
     ("model", "says"),
     [
         ("lama-3.1-8b", "meta-llama/Llama-3.1-8B"),
-        ("Qwen/Qwen3-9B", "downloads are off. Fix: use one of Qwen/Qwen3-8B"),
+        ("Qwen/Qwen3-9B", "switched off. Fix: use one of Qwen/Qwen3-8B"),
         ("owner/na me", "no model 'owner/na me'"),
         ("./not-a-folder", "no catalogue name and no folder"),
         ("", "no model is named"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import resource
 import subprocess
@@ -190,6 +191,17 @@ def test_bad_models_are_one_line(tmp_path, capsys):
     status, _, err = plan("gpt2", "--gpu", "4090", "--max_length", "2048", capsys=capsys)
     assert status == 2
     assert "1024" in err
+
+
+def test_a_hub_out_of_reach_is_asked_once_and_shortly(repository):
+    env = {key: value for key, value in os.environ.items() if key not in ("HF_HUB_OFFLINE", "http_proxy")}
+    done = subprocess.run(
+        [sys.executable, "-m", "accel_scale.cli.main", "plan", "owner/no-such-model", "--gpu", "4090"],
+        capture_output=True, text=True, cwd=repository, env={**env, "HF_ENDPOINT": "http://127.0.0.1:9"}, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "MODEL: no model 'owner/no-such-model': not in the catalogue or the local cache, and the hub" in done.stderr
+    assert " Fix: use one of " in done.stderr
 
 
 @pytest.mark.slow
