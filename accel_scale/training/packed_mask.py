@@ -63,13 +63,16 @@ def packed_layout(starts: torch.Tensor, window: int | None, device: torch.device
     slot_of_token[tokens[filled]] = filled
     if window is not None and window >= sorted_lengths[0]:
         window = None
+    segment_ids = starts.cumsum(-1) - 1
+    parts = (tokens, slot_of_token, is_padding.nonzero().flatten(), segment_ids.flatten())
+    on_device = torch.cat(parts).to(device).split([part.numel() for part in parts])  # one upload
     return PackedLayout(
         buckets=tuple(buckets),
-        token_of_slot=tokens.to(device),
-        slot_of_token=slot_of_token.to(device),
-        padding_slots=is_padding.nonzero().flatten().to(device),
+        token_of_slot=on_device[0],
+        slot_of_token=on_device[1],
+        padding_slots=on_device[2],
         window=window,
-        segment_ids=(starts.cumsum(-1) - 1).to(device),
+        segment_ids=on_device[3].view_as(segment_ids),
     )
 
 
@@ -177,11 +180,12 @@ def _causal_pattern(
     seen = mask_function(rows, head, last, positions).expand(batch_size, length)
     window = torch.where(seen, from_end + 1, 0).max()
     is_window = (seen == (from_end < window)).all()
-    facts = torch.stack([~sees_after.any(), sees_itself.all(), is_window, seen.all()]).cpu()
-    is_causal, is_reflexive, is_window_, sees_document = facts.tolist()
+    facts = torch.stack([~sees_after.any(), sees_itself.all(), is_window, seen.all()]).long()
+    on_host = torch.cat([facts, window[None], starts.flatten()]).cpu()  # one wait for the device
+    is_causal, is_reflexive, is_window_, sees_document, width = on_host[:5].tolist()
     if not (is_causal and is_reflexive and is_window_):
         return None
-    return starts.cpu(), None if sees_document else int(window)
+    return on_host[5:].view(batch_size, length).bool(), None if sees_document else width
 
 
 def dense_mask(layout: PackedLayout) -> torch.Tensor:

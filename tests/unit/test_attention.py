@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     BloomConfig,
     FalconConfig,
@@ -242,6 +243,49 @@ def test_layout_stands_for_the_dense_mask(window):
     assert carrier.packed_layout.window == window
     slots = carrier.packed_layout.token_of_slot[carrier.packed_layout.slot_of_token]
     assert torch.equal(slots, torch.arange(2 * 96))
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that counts what would wait for a device, as do all tensors computed with it."""
+
+    waits = 0
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        waits = function.__name__ in ("cpu", "tolist", "item", "nonzero", "__bool__", "__int__")
+        cls.waits += waits
+        result = super().__torch_function__(function, types, args, kwargs)
+        return result.as_subclass(torch.Tensor) if function.__name__ == "cpu" else result
+
+
+def test_a_packed_mask_waits_for_the_device_once(monkeypatch):
+    segments = torch.tensor([[0] * 5 + [1] * 11, [0] * 16]).as_subclass(OnDevice)
+    monkeypatch.setattr(OnDevice, "waits", 0)
+
+    def function(row, head, query, key):
+        return (segments[row, query] == segments[row, key]) & (query >= key) & (query - key < 6)
+
+    layout = packed_mask(2, 16, 16, mask_function=function).packed_layout
+    assert (OnDevice.waits, layout.window) == (1, 6)
+
+
+class Uploads(TorchDispatchMode):
+    """Counts copies to the meta device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        is_copy = function is torch.ops.aten._to_copy.default
+        self.count += is_copy and (kwargs or {}).get("device") == torch.device("meta")
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_packed_layout_is_uploaded_at_once():
+    starts = torch.zeros(2, 16, dtype=torch.bool)
+    starts[:, 0] = starts[0, 5] = True
+    with Uploads() as uploads:
+        layout = packed_layout(starts, None, torch.device("meta"))
+    assert (uploads.count, layout.segment_ids.shape) == (1, (2, 16))
 
 
 def test_a_mask_that_is_not_causal_within_documents_stays_dense():
