@@ -884,3 +884,19 @@ def every_rule_is_proven_both_ways(request):
     written = {name for name, value in vars(request.module).items() if name.startswith("test_") and callable(value)}
     if written <= STARTED:
         assert {f"{rule} {what}" for rule in ALL_RULES for what in ("fires", "is silent")} == PROVEN
+
+
+@pytest.mark.parametrize(
+    ("total", "local", "written", "expected"),
+    [
+        (None, None, 3, 3), (8, None, None, 1), (None, 4, "0", 1), (8, 4, None, 2), (8, 4, 3, 3), (8, 8, 1, 1),
+        (12, 4, 2, 3),
+    ],
+)  # fmt: skip
+def test_machines_are_those_of_the_file_or_of_the_processes_if_there_are_more(total, local, written, expected) -> None:
+    from types import SimpleNamespace
+
+    from accel_scale.launching.launch_rules import _num_machines
+
+    launch = SimpleNamespace(num_processes=total, local_world_size=local, file_values={"num_machines": written})
+    assert _num_machines(SimpleNamespace(launch=launch)) == expected
