@@ -13,9 +13,13 @@ from accel_scale.launching.hub_reach import require_on_hub
 from accel_scale.launching.path_flags import DATA_FLAGS, MODEL_FLAGS, named_inputs
 from accel_scale.launching.recipe_command import RecipeCommand
 from accel_scale.launching.run_folder import OutputFolder
+from accel_scale.training.checkpointing import CheckpointingPolicy
 from accel_scale.training.flags import ParsedFlags, parse_flags
+from accel_scale.training.guard_arguments import GuardArguments
 from accel_scale.training.library_flags import FlagClass
 from accel_scale.training.model_files import stored_shapes
+from accel_scale.training.optimizer_specs import parse_optim_args
+from accel_scale.units import parse_duration
 
 _ONLY_TELL = {"--help", "-h", "--print_config", "--print-config"}
 BUILT_IN_TOKENIZERS = ("byte", "char")
@@ -57,7 +61,26 @@ def check_command_line(
             resumes_from=command.value("resume_from_checkpoint") or command.value("resume"),
             place=command.place("output_dir"),
         ).check_writable()
+    refuse_unreadable(parsed)
     refuse(parsed)
+
+
+def refuse_unreadable(parsed: ParsedFlags) -> None:
+    """Refuse values that the run would refuse in the same words after the libraries' imports.
+
+    Raises:
+        ConfigError: naming the flag, or file and line of the flag.
+    """
+    given, place = parsed.explicit, parsed.place
+    if given.get("checkpointing_policy"):
+        CheckpointingPolicy.parse(given["checkpointing_policy"], place=place("checkpointing_policy"))
+    if given.get("collective_timeout"):
+        parse_duration(given["collective_timeout"], place=place("collective_timeout"))
+    if given.get("optim_args"):
+        parse_optim_args(given.get("optim", "adamw_torch_fused"), given["optim_args"])
+    guard = parsed.for_class(GuardArguments)
+    if guard:
+        GuardArguments(**guard).settings()
 
 
 def check_model(name: str, *, place: str) -> None:

@@ -139,7 +139,7 @@ def resolve_precision(
     Raises:
         ConfigError: if two of them contradict each other, or the device cannot compute so.
     """
-    name, source = _wanted(requested, fp16_flag, bf16_flag, dtype_flag, trains_adapters, place)
+    name, source = wanted_precision(requested, fp16_flag, bf16_flag, dtype_flag, trains_adapters, place)
     if name is None:
         name = _launch_default(launch_mixed_precision) or device.default_precision
     elif launch_mixed_precision is not None and launch_mixed_precision != _LAUNCH_NAMES[name]:
@@ -168,7 +168,7 @@ def _quoted(launch_name: str) -> str:
     return "'no'" if launch_name == "no" else launch_name  # a bare no is false in YAML
 
 
-def _wanted(
+def wanted_precision(
     requested: str | None,
     fp16_flag: bool | None,
     bf16_flag: bool | None,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
+from accel_scale.training.precision import wanted_precision
 
 if TYPE_CHECKING:
     from accel_scale.training.flags import ParsedFlags
@@ -63,6 +64,8 @@ def refuse_contradictions(parsed: ParsedFlags) -> None:
         ConfigError: for the first that is found.
     """
     given = parsed.explicit
+    refuse_trl_flags(given, parsed.place, device_type="not known yet")
+    wanted_precision(*map(given.get, ("precision", "fp16", "bf16", "dtype")), False, parsed.place)
     if given.get("model_name_or_path") and not (given.get("dataset_name") or given.get("dataset_mixture")):
         raise ConfigError(
             "a model is given but nothing to train it on.",

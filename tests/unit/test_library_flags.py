@@ -13,13 +13,17 @@ import pytest
 from transformers.training_args import DebugOption
 
 from accel_scale.errors import ConfigError
+from accel_scale.launching.early_checks import check_command_line
 from accel_scale.training import flags, library_flags
 from accel_scale.training.arguments import ScaleArguments
 from accel_scale.training.flags import build_parser, parse_flags
+from accel_scale.training.guard_arguments import TrainerGuardArguments
 from accel_scale.training.library_flags import SHIPPED, load_classes, make_table
 from accel_scale.training.sft_flags import LIBRARY_CLASSES
+from accel_scale.training.trl_flags import refuse_contradictions
 
 FLAGS = (*LIBRARY_CLASSES, ScaleArguments)
+SFT_FLAGS = (*FLAGS, TrainerGuardArguments)
 SLOW = {"torch", "transformers", "trl", "accelerate", "datasets", "peft"}
 
 
@@ -134,6 +138,7 @@ def test_a_checkout_of_a_library_has_no_table(tmp_path: Path, monkeypatch: pytes
         ["recipes/sft.py", "--learning_rat", "1"],
         ["recipes/sft.py", "--config_file", "{yaml}"],
         ["recipes/pretrain.py", "--max_length", "long"],
+        ["recipes/pretrain.py", "--collective_timeout", "soon"],
         ["recipes/tune.py", "recipes/sft.py", "--num_trials", "few"],
         ["recipes/tune.py", "recipes/sft.py", "--", "--learning_rat", "1"],
         ["-m", "accel_scale.cli.main", "rehearse", "--config_file", "{ddp}", "recipes/sft.py", "--optim", "adm"],
@@ -154,3 +159,27 @@ def test_commands_say_so_before_a_library_is_imported(repository: Path, tmp_path
     assert len(said) == 1
     assert " Fix: " in said[0]
     assert not imports & SLOW
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--checkpointing_policy every_0", "did you mean every_4?"),
+        ("--collective_timeout soon", "write it like 90m"),
+        ("--optim_args momentum=3", "adamw_torch_fused has no option 'momentum'"),
+        ("--optim sgd --optim_args momentum=much", "--optim_args"),
+        ("--guard_min_steps 500", "500 steps never are in a window of 128"),
+        ("--fp16 true --bf16 true", "fp16 and bf16 are both on"),
+        ("--precision fp32 --bf16 true", "contradict each other"),
+        ('--model_init_kwargs {"attn_implementation":"eager"}', "use --attn_implementation"),
+        ("--lr_scheduler_kwargs notjson", "no JSON object"),
+        ("--dataset_text_field question", "use --columns text=question"),
+    ],
+)
+def test_values_are_read_before_the_libraries(flags: str, says: str) -> None:
+    """As a recipe begins; what it says later is in the table of bad inputs."""
+    with pytest.raises(ConfigError) as refused:
+        check_command_line("sft.py", __file__, flags.split(), SFT_FLAGS, refuse_contradictions)
+    assert says in refused.value.one_line()
+    assert refused.value.place
+    assert refused.value.fix
