@@ -65,7 +65,8 @@ def refuse_contradictions(parsed: ParsedFlags) -> None:
     """
     given = parsed.explicit
     refuse_trl_flags(given, parsed.place, device_type="not known yet")
-    wanted_precision(*map(given.get, ("precision", "fp16", "bf16", "dtype")), False, parsed.place)
+    precision, fp16, bf16, dtype = (given.get(name) for name in ("precision", "fp16", "bf16", "dtype"))
+    wanted_precision(precision, fp16, bf16, dtype, False, parsed.place)
     if given.get("model_name_or_path") and not (given.get("dataset_name") or given.get("dataset_mixture")):
         raise ConfigError(
             "a model is given but nothing to train it on.",
