@@ -1,6 +1,7 @@
 """Run the start check on every causal language model of transformers that builds small, and write what it finds.
 
     python benchmarks/start_check_scan.py                  # one process: about 8 minutes of one core
+    python benchmarks/start_check_scan.py --policies       # activation checkpointing of those
     torchrun --nproc_per_node 2 benchmarks/start_check_scan.py --fsdp2  # the same twins, sharded over two processes
     python benchmarks/start_check_scan.py --only llama bloom --print        # some of them, nothing is written
 
@@ -12,6 +13,8 @@ that file. What is there for the same versions is not run again; `--again` runs 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import fcntl
 import gc
 import json
@@ -29,16 +32,25 @@ from accel_scale.planning.device import CPU
 from accel_scale.quiet import quiet_imports
 from accel_scale.reporting.summary import installed_versions
 from accel_scale.training.attention import resolve_attention
-from accel_scale.training.checkpointing import CheckpointingPolicy
+from accel_scale.training.checkpointing import CheckpointingPolicy, apply_checkpointing
+from accel_scale.training.fast_loss import add_fast_lm_head
 from accel_scale.training.model import skeleton_of
 from accel_scale.training.start_check import PlannedRun, Verdict, check_start
-from accel_scale.training.start_check.twin import tiny_config
+from accel_scale.training.start_check.flash_on_cpu import attention_on_cpu
+from accel_scale.training.start_check.steps import Step
+from accel_scale.training.start_check.twin import tiny_config, undisturbed
+from accel_scale.training.start_check.twin_check import TwinCheck
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = REPOSITORY / "benchmarks" / "results" / "start_check.json"
 TABLE = REPOSITORY / "docs" / "architectures.md"
 BEGIN, END = "<!-- start_check_scan: begin -->", "<!-- start_check_scan: end -->"
 METHODS = ("full", "lora")
+POLICIES = ("full", "selective")
+COLUMNS = {
+    "name": "model type", "packing": "packed rows", "full": "full", "lora": "LoRA", "full_fsdp2": "full, FSDP2",
+    "lora_fsdp2": "LoRA, FSDP2", **{f"checkpointing_{kind}": f"checkpointing {kind}" for kind in POLICIES},
+}  # fmt: skip
 # What a configuration class leaves out, or gives in a size that does not go with the rest.
 _FILLED: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {
@@ -129,6 +141,34 @@ def check_architecture(config: PreTrainedConfig) -> dict[str, Any]:
     return found
 
 
+def check_policies(config: PreTrainedConfig, known: dict[str, Any]) -> dict[str, Any]:
+    """Whether each checkpointing policy leaves the gradients as they are, in the rows and by the loss that are known.
+
+    One small model and three passes, with the first attention with which it takes a step.
+    """
+    if known["full"] not in ("equal", "own logits"):
+        return {f"checkpointing_{kind}": "not run" for kind in POLICIES}
+    run = planned(config, "full", known["rows"])
+    for attention in dict.fromkeys((run.attention, "sdpa", "eager")):
+        with undisturbed(), attention_on_cpu(attention) as on_cpu:
+            check = TwinCheck(dataclasses.replace(run, attention=attention), on_cpu)
+            with contextlib.suppress(ConfigError):
+                own = check.own_step()
+                add_fast_lm_head(check.base, from_logits=known["full"] == "own logits")
+                return {f"checkpointing_{kind}": _with_policy(check, own, kind) for kind in POLICIES}
+    raise RuntimeError(f"{config.model_type} takes no step any more")
+
+
+def _with_policy(check: TwinCheck, own: Step, kind: str) -> str:
+    check.run = dataclasses.replace(check.run, policy=CheckpointingPolicy(kind))
+    try:
+        apply_checkpointing(check.model, check.run.policy)
+    except ConfigError as error:
+        return f"refused: {error.problem}"
+    step, why = check.compared(own)
+    return "equal" if step is not None else f"refused: {check.policy_changes_gradients(own, why)}"
+
+
 def read_results() -> dict[str, Any]:
     """The file, or an empty one where it is of other versions."""
     known = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {}
@@ -181,12 +221,12 @@ def table(results: dict[str, Any]) -> str:
     lines = [
         f"{len(built)} architectures, {stack}.",
         "",
-        "| model type | packed rows | full | LoRA | full, FSDP2 | LoRA, FSDP2 |",
-        "|---|---|---|---|---|---|",
+        f"| {' | '.join(COLUMNS.values())} |",
+        f"|{'---|' * len(COLUMNS)}",
     ]
     for name, found in built.items():
-        cells = [_short(found.get(key, "not run")) for key in ("packing", *METHODS, "full_fsdp2", "lora_fsdp2")]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        cells = [_short({"name": name, **found}.get(key, "not run")) for key in COLUMNS]
+        lines.append(f"| {' | '.join(cells)} |")
     refusals = sorted({f"- {name}: {text}" for name, found in built.items() for text in _refusals(found)})
     lines += ["", "What is refused, and why:", "", *refusals, ""]
     lines += [f"No small model can be built of: {', '.join(others)}.", ""] if others else []
@@ -207,6 +247,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=None, help="model types")
     parser.add_argument("--fsdp2", action="store_true", help="shard the twins over the processes of torchrun")
+    parser.add_argument("--policies", action="store_true", help="activation checkpointing, of what has been run")
     parser.add_argument("--again", action="store_true", help="also what has been run")
     parser.add_argument("--print", action="store_true", help="write nothing")
     options = parser.parse_args()
@@ -225,6 +266,9 @@ def main() -> None:
         if options.fsdp2:
             is_due = options.again or "full_fsdp2" not in known
             found = check_sharded(config) if is_due else {}
+        elif options.policies:
+            is_due = builds_small(known) and (options.again or f"checkpointing_{POLICIES[-1]}" not in known)
+            found = check_policies(config, known) if is_due else {}
         else:
             is_due = options.again or "full" not in known
             found = check_architecture(config) if is_due else {}

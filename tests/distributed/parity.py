@@ -127,11 +127,28 @@ def recipe_flags(method: str, folder: Path, *, global_batch_size: int = GLOBAL_B
     ]
 
 
+def pretrain_flags(model: Path, folder: Path) -> list[str]:
+    """The flags of recipes/pretrain.py for a run like those of `recipe_flags`."""
+    texts = folder / "texts.jsonl"
+    with (SHARED_DATA / "gsm8k" / "train.jsonl").open() as lines:
+        rows = [json.loads(next(lines)) for _ in range(NUM_ROWS)]
+    texts.write_text("".join(json.dumps({"text": row["question"] + row["answer"]}) + "\n" for row in rows))
+    return [
+        *("--model_name_or_path", str(model), "--data", str(texts), "--precision", "fp32", "--max_length", "64"),
+        *("--max_steps", str(NUM_STEPS), "--learning_rate", "1e-3", "--logging_steps", "1", "--save_steps", "0"),
+        *("--global_batch_size", str(GLOBAL_BATCH_SIZE), "--per_device_train_batch_size", "1"),
+        *("--sample_tokens", "0", "--dataloader_num_workers", "0"),
+    ]
+
+
 def run_launch(name: str, flags_by_run: dict[str, list[str]], folder: Path) -> dict[str, Result]:
-    """Launch `name` once and run the recipe once per entry of `flags_by_run`, one after the other."""
+    """Launch `name` once and run the recipe once per entry of `flags_by_run`, one after the other.
+
+    The recipe is sft.py, and pretrain.py where the flags are `pretrain_flags`.
+    """
     runs = [
         {
-            "recipe": str(REPOSITORY / "recipes" / "sft.py"),
+            "recipe": str(REPOSITORY / "recipes" / ("pretrain.py" if "--data" in flags else "sft.py")),
             "argv": [*flags, "--output_dir", str(folder / run)],
             "port": get_free_port(),
             "log": str(folder / f"{run}.log"),

@@ -35,6 +35,7 @@ SHARED = {
 }  # fmt: skip
 OWN = {"deepseek_v3": LATENT, "zamba2": SHARED, "mixtral": {"output_router_logits": True, "router_aux_loss_coef": 0.5}}
 METHODS = {"deepseek_v3": "full", "mixtral": "lora", "gemma3": "full", "zamba2": "full"}
+ALONE = ("mixtral", "zamba2")  # also trained by one process
 
 
 def write(kind: str, folder: Path) -> None:
@@ -68,13 +69,14 @@ def results(name: str) -> dict[str, parity.Result]:
         pytest.skip(f"real inputs are not there: {parity.SHARED_DATA}")
     with tempfile.TemporaryDirectory(prefix=f"architectures-{name}-") as parent:
         flags = {}
-        for kind in ("mixtral", "zamba2") if name == "cpu" else METHODS:
+        for kind in ALONE if name == "cpu" else METHODS:
             write(kind, Path(parent) / f"{kind}-base")
             flags[kind] = parity.recipe_flags(METHODS[kind], Path(parent))
             flags[kind][flags[kind].index("--model_name_or_path") + 1] = str(Path(parent) / f"{kind}-base")
+        flags["pretraining"] = parity.pretrain_flags(Path(parent) / "mixtral-base", Path(parent))
         found = parity.run_launch(name, flags, Path(parent))
         for kind in flags:
-            if METHODS[kind] == "full":
+            if METHODS.get(kind) == "full":
                 base = load_file(Path(parent) / f"{kind}-base" / "model.safetensors")
                 assert sorted(found[kind].weights) == sorted(base), kind
         return found
@@ -88,10 +90,11 @@ def test_fsdp2_trains_what_zero3_trains(kind: str) -> None:
     assert difference.weight <= parity.TOLERANCE
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "zamba2"])
-def test_ranks_train_what_one_process_trains(kind: str) -> None:
+@pytest.mark.parametrize("kind", [*ALONE, "pretraining"])
+@pytest.mark.parametrize("name", ["fsdp2", "zero3"])
+def test_ranks_train_what_one_process_trains(name: str, kind: str) -> None:
     """With a heavy auxiliary loss, recomputed by the reentrant kind under ZeRO-3, and with shared layers."""
-    difference = parity.compare(results("zero3")[kind], results("cpu")[kind])
+    difference = parity.compare(results(name)[kind], results("cpu")[kind])
     assert difference.loss <= parity.TOLERANCE
     assert difference.weight <= parity.TOLERANCE
 

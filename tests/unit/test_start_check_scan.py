@@ -33,6 +33,8 @@ def test_every_architecture_that_builds_is_equal_or_refused() -> None:
         assert found["packing"] == "isolated" or found["packing"].startswith("refused: "), name
         for key in ("full", "lora", "full_fsdp2", "lora_fsdp2"):
             assert found[key] in ("equal", "own logits") or found[key].startswith("refused: "), (name, key)
+        for key in ("checkpointing_full", "checkpointing_selective"):
+            assert found[key] in ("equal", "not run") or found[key].startswith("refused: "), (name, key)
 
 
 @pytest.mark.slow
@@ -40,6 +42,6 @@ def test_every_architecture_that_builds_is_equal_or_refused() -> None:
 def test_a_scanned_architecture_is_found_the_same_again(name: str) -> None:
     with undisturbed():
         config = dict(scan.architectures())[name]
-        found = scan.check_architecture(config)
-    recorded = RESULTS["architectures"][name]
+        recorded = RESULTS["architectures"][name]
+        found = scan.check_architecture(config) | scan.check_policies(config, recorded)
     assert found == {key: value for key, value in recorded.items() if not key.endswith("_fsdp2")}
