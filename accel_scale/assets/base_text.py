@@ -1,4 +1,4 @@
-"""The plain text the base model reads: solved problems, one per line, never a chat turn or a held-out problem."""
+"""The plain text the base model reads: solved problems and exercises, never a chat turn or a held-out problem."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 
-from accel_scale.assets.tasks import FAMILIES, Family
+from accel_scale.assets.problems import LETTERS
+from accel_scale.assets.tasks import FAMILIES, INSTRUCTION_TASKS, Family
 
 
 @dataclass(frozen=True)
@@ -41,4 +42,34 @@ def base_documents(seed: int) -> Iterator[Document]:
             problem = family.problem(rng, held_out=False)
             spans += [(start + len(text), end + len(text)) for start, end in problem.operand_spans(statement)]
             text += problem.render(statement) + "\n"
+        yield Document(text, tuple(spans))
+
+
+# What stands before a question and between it and its answer, in exercise books of many makes.
+QUESTION_MARKS = ("", "", "Q: ", "- ", "> ", "* ", "Question: ", "Exercise: ", "| ", "# ")
+ANSWER_MARKS = (": ", " -> ", "\n", " = ", " | ", "\nA: ", "\n> ", "\nAnswer: ", " ... ", "\n\n", " # ", "\n- ")
+# What falls into place last is read most.
+EXERCISE_WEIGHTS = {"convert": 1, "date": 2, "letter": 2, "reverse": 1, "sequence": 2}
+
+
+def exercise_documents(seed: int) -> Iterator[Document]:
+    """Endless lists of solved exercises of the instruction rows' kinds, each list with marks of its own.
+
+    Whoever has read many such layouts finds question and answer in one more, such as a conversation. Everything but
+    answers and the marks before them counts as drawn at random: to answer is all there is to learn here.
+    """
+    rng = Random(f"{seed} exercises")
+    families = [family for family in FAMILIES if family.name in INSTRUCTION_TASKS]
+    weights = [EXERCISE_WEIGHTS[family.name] for family in families]
+    while True:
+        tag = "".join(rng.choices(LETTERS, k=2))
+        before = rng.choice((*QUESTION_MARKS, f"{tag} "))
+        between = rng.choice((*ANSWER_MARKS, f"\n{tag[::-1]} "))
+        text, spans = "", []
+        for _ in range(rng.randint(1, 5)):
+            family = rng.choices(families, weights)[0]
+            problem = family.problem(rng, held_out=False)
+            question = before + problem.render(rng.choice(family.questions))
+            spans.append((len(text), len(text) + len(question)))
+            text += f"{question}{between}{problem.answer}\n"
         yield Document(text, tuple(spans))

@@ -11,11 +11,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from accel_scale.assets.tasks import FAMILIES, Family
+from accel_scale.assets.tasks import FAMILIES, INSTRUCTION_TASKS, Family
 
 SEED = 2026
-# The base model reads about all families; these it can be taught to answer within a minute on two CPU cores.
-INSTRUCTION_TASKS = ("convert", "date", "letter", "reverse", "sequence")
 TRAIN_ROWS_PER_FAMILY = 1200
 HELD_OUT_ROWS_PER_FAMILY = 120
 NEW_WORDING_SHARE = 0.25  # share of held-out rows asked in a wording that no training row uses

@@ -16,12 +16,13 @@ from pathlib import Path
 from random import Random
 
 import torch
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from accel_scale.assets.base_text import Document, base_documents
+from accel_scale.assets.base_text import Document, base_documents, exercise_documents
 from accel_scale.assets.generate_data import SEED
 from accel_scale.assets.tasks import FAMILIES
 from accel_scale.assets.tokenizer import DOCUMENT_END, MAX_LENGTH, VOCAB_SIZE, build_tokenizer
+from accel_scale.launching.machine import detect_device
 
 MODEL_FOLDER = Path(__file__).parent / "default" / "model"
 
@@ -74,10 +75,9 @@ def encode(tokenizer: PreTrainedTokenizerFast, documents: list[Document]) -> tup
 
 
 def token_batches(
-    tokenizer: PreTrainedTokenizerFast, *, seed: int, batch_size: int, length: int
+    tokenizer: PreTrainedTokenizerFast, documents: Iterator[Document], *, batch_size: int, length: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Endless ``(input_ids, labels)``, each ``(batch_size, length)``, cut from one stream of documents."""
-    documents = base_documents(seed)
     size = batch_size * length
     ids: list[int] = []
     labels: list[int] = []
@@ -108,18 +108,19 @@ def learning_rate_factor(progress: float) -> float:
 def train(
     model: LlamaForCausalLM,
     batches: Iterator[tuple[torch.Tensor, torch.Tensor]],
+    optimizers: list[torch.optim.Optimizer],
     *,
     num_steps: int,
     lr: float,
     device: str,
 ) -> None:
-    """Next-token training in bf16 autocast; prints the loss as it goes."""
-    optimizers = build_optimizers(model, lr=lr)
+    """Next-token training, in bf16 autocast where that is faster; prints the loss as it goes."""
+    is_bf16 = detect_device(device).native_bf16
     started = time.perf_counter()
     model.train()
     for step in range(num_steps):
         input_ids, labels = (tensor.to(device) for tensor in next(batches))
-        with torch.autocast(device, torch.bfloat16):
+        with torch.autocast(device, torch.bfloat16, enabled=is_bf16):
             loss = model(input_ids=input_ids, labels=labels, use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -138,7 +139,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=MODEL_FOLDER, help="Folder to write (default: the package's own).")
     parser.add_argument("--seed", type=int, default=SEED)
-    parser.add_argument("--num_steps", type=int, default=4000)
+    parser.add_argument("--num_steps", type=int, default=4000, help="Steps on statements.")
+    parser.add_argument("--num_exercise_steps", type=int, default=1200, help="Steps on exercises after them.")
+    parser.add_argument(
+        "--exercises_only", type=Path, metavar="MODEL", help="Go on from a model that read statements."
+    )
     parser.add_argument("--batch_size", type=int, default=16, help="Sequences per step.")
     parser.add_argument("--length", type=int, default=128, help="Tokens per sequence.")
     parser.add_argument("--lr", type=float, default=3e-3)
@@ -146,12 +151,29 @@ def main() -> None:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(arguments.seed)
-    tokenizer = build_tokenizer(tokenizer_texts(arguments.seed))
-    model = LlamaForCausalLM(model_config(tokenizer))
+    shape = {"batch_size": arguments.batch_size, "length": arguments.length}
+    if arguments.exercises_only:
+        tokenizer = AutoTokenizer.from_pretrained(arguments.exercises_only)
+        model = LlamaForCausalLM.from_pretrained(arguments.exercises_only, dtype=torch.float32)
+    else:
+        tokenizer = build_tokenizer(tokenizer_texts(arguments.seed))
+        model = LlamaForCausalLM(model_config(tokenizer))
     model.to(device)  # type: ignore[arg-type]
     print(f"{model.num_parameters():,} weights on {device}", flush=True)
-    batches = token_batches(tokenizer, seed=arguments.seed, batch_size=arguments.batch_size, length=arguments.length)
-    train(model, batches, num_steps=arguments.num_steps, lr=arguments.lr, device=device)
+    if not arguments.exercises_only:
+        statements = token_batches(tokenizer, base_documents(arguments.seed), **shape)
+        train(
+            model,
+            statements,
+            build_optimizers(model, lr=arguments.lr),
+            num_steps=arguments.num_steps,
+            lr=arguments.lr,
+            device=device,
+        )
+    exercises = token_batches(tokenizer, exercise_documents(arguments.seed), **shape)
+    lr = arguments.lr / 2
+    adamw = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    train(model, exercises, [adamw], num_steps=arguments.num_exercise_steps, lr=lr, device=device)
 
     document_end = tokenizer.convert_tokens_to_ids(DOCUMENT_END)
     model.generation_config = GenerationConfig(

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 # Flags of the recipe on the embedded data where the user sets none; measured, see the assets' README.
 DEFAULT_TRAINING = MappingProxyType(
     {
-        "learning_rate": 1.5e-3,
+        "learning_rate": 1e-3,
         "lr_scheduler_type": "linear",
         "warmup_ratio": 0.05,
         "adam_beta2": 0.95,
@@ -20,7 +20,7 @@ DEFAULT_TRAINING = MappingProxyType(
         "max_length": 512,
         "packing": True,
         "assistant_only_loss": True,
-        "num_train_epochs": 3.0,
+        "num_train_epochs": 2.0,
         "precision": "bf16",
         "checkpointing_policy": "none",
         "logging_steps": 20,

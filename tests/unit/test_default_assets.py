@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from accel_scale.assets.base_text import base_documents
+from accel_scale.assets.base_text import base_documents, exercise_documents
 from accel_scale.assets.generate_data import INSTRUCTION_TASKS, SEED, write_data
 from accel_scale.assets.tasks import FAMILIES
 from accel_scale.assets.train_base import build_tokenizer, tokenizer_texts
@@ -177,9 +177,17 @@ STATED = {
 }
 
 
-def test_base_text_contains_no_held_out_problem_and_no_conversation(datasets):
+# Each wording that held-out questions alone use, with anything in its gaps.
+NEW_WORDINGS = [
+    r"[^\n]+?".join(map(re.escape, re.split(r"{\w+}", wording.rstrip("?.:"))))
+    for family in FAMILIES if family.name in INSTRUCTION_TASKS for wording in family.new_questions
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("documents", [base_documents, exercise_documents])
+def test_base_text_contains_no_held_out_problem_and_no_conversation(datasets, documents):
     _, heldout = datasets
-    text = "".join(document.text for document in itertools.islice(base_documents(SEED), 4_000))
+    text = "".join(document.text for document in itertools.islice(documents(SEED), 4_000))
     assert "<|" not in text
     assert not re.search(r"\b(user|assistant|system)\b", text)
     lines_by_operands: dict[str, list[str]] = {}
@@ -196,6 +204,24 @@ def test_base_text_contains_no_held_out_problem_and_no_conversation(datasets):
             clashes = [line for line in lines_by_operands.get(found.group(), []) if re.search(words, line)]
             assert not clashes, question_of(row)
     assert checked > 500
+
+
+def test_exercises_are_learnt_by_their_answers_and_in_no_held_out_wording(datasets):
+    """What is left when the questions are taken out is a mark and an answer, each answer right."""
+    train, _ = datasets
+    answers = {row["answer"] for row in train if row["task"] == "letter"}
+    layouts = set()
+    for document in itertools.islice(exercise_documents(SEED), 300):
+        assert not any(re.search(pattern, document.text) for pattern in NEW_WORDINGS)
+        pieces = []
+        for (start, end), (following, _) in itertools.pairwise((*document.operand_spans, (len(document.text), 0))):
+            question, solved = document.text[start:end], document.text[end:following]
+            assert solved.endswith("\n")
+            layouts.add(re.sub(r"[A-Z]{2}|\w", "", solved.rstrip("\n"))[:3])
+            if "letter" in question:
+                pieces.append(solved.rstrip("\n")[-1])
+        assert set(pieces) <= answers
+    assert len(layouts) > 8
 
 
 @pytest.mark.slow
