@@ -52,11 +52,12 @@ class GuardMixin:
         self._judge = StepJudge(trainer.accelerator, self.guard, trainer.args.output_dir)
         self._parts: list[MicroBatch] = []
         self._row_ids: list[Any] = []
-        self._logged_steps, self._logged_drops, self._dropped_loss = 0, 0, 0.0
+        self._judged_steps, self._logged_steps, self._logged_drops, self._dropped_loss = 0, 0, 0, 0.0
         self.skipped = {}
         trainer.add_callback(GuardState())
         try:
-            return super().train(*args, **kwargs)  # type: ignore[misc]
+            output = super().train(*args, **kwargs)  # type: ignore[misc]
+            return output._replace(training_loss=output.metrics["train_loss"])
         except _Stop as stop:
             stop_run(trainer.accelerator, stop.outcome, program=Path(sys.argv[0]).name or "training")
         finally:
@@ -125,6 +126,7 @@ class GuardMixin:
         )
         if outcome.action == "stop":
             raise _Stop(outcome)
+        self._judged_steps += 1
         self._logged_steps += 1
         is_dropped = decision.is_event and not outcome.taken
         self.skipped = {
@@ -148,6 +150,9 @@ class GuardMixin:
                 logs["skipped_steps"] = self._logged_drops
                 logs["loss"] = logs["loss"] * self._logged_steps / taken if taken else self._dropped_loss
             self._logged_steps, self._logged_drops = 0, 0
+        dropped = self.skipped.get("num_skipped", 0)
+        if "train_loss" in logs and self._is_guarded and dropped < self._judged_steps:
+            logs["train_loss"] *= self._judged_steps / (self._judged_steps - dropped)  # a sum over the taken ones
         super().log(logs, start_time)  # type: ignore[misc]
 
     def guard_summary(self) -> dict[str, Any] | None:

@@ -124,12 +124,13 @@ def test_the_schedule_waits_and_the_log_averages_what_was_taken(tmp_path) -> Non
     rates = Rates()
     made = trainer(tmp_path, rows(broken={5, 17}), guard=GuardSettings(), logging_steps=4)
     made.add_callback(rates)
-    made.train()
+    output = made.train()
     assert rates.seen == pytest.approx([5e-3 * (1 - k / 8) for k in range(6)])
     entries = [entry for entry in made.state.log_history if "loss" in entry]
     assert [entry["skipped_steps"] for entry in entries] == [1, 1]
     assert all(2 < entry["loss"] < 5 for entry in entries)
-    assert math.isfinite(made.state.log_history[-1]["train_loss"])
+    mean = sum(entry["loss"] for entry in entries) / 2  # of three taken steps each
+    assert output.training_loss == made.state.log_history[-1]["train_loss"] == pytest.approx(mean, rel=1e-3)
     assert made.guard_summary() == {"policy": "skip", "events": 2}
 
 
