@@ -78,11 +78,17 @@ class LearningMixin:
         return batches, num_items
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """As the trainer's; a batch without labels has no loss, rather than one of 0 that lowers the mean."""
         labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
-        if isinstance(labels, torch.Tensor):
-            count = count_loss_tokens(labels, shift=labels.dim() > 1)
-            self._num_evaluated = count if self._num_evaluated is None else self._num_evaluated + count
-        return super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        result = super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        if not isinstance(labels, torch.Tensor):
+            return result
+        count = count_loss_tokens(labels, shift=labels.dim() > 1)
+        self._num_evaluated = count if self._num_evaluated is None else self._num_evaluated + count
+        if not isinstance(result, tuple) or not isinstance(result[0], torch.Tensor):
+            return result
+        # The trainer's mean is over finite losses, unless its filter is turned off.
+        return torch.where(count.to(result[0].device) > 0, result[0], torch.nan), *result[1:]
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """As the trainer's; rows of a stream are known to have no labels when they have been read."""

@@ -241,6 +241,23 @@ def test_evaluation_on_a_stream_without_labels_is_no_loss_of_zero() -> None:
     assert trainer.evaluation_loop([{"labels": torch.tensor([1, 0])}]) == ["predicted"]
 
 
+class Losses(Steps):
+    """Its evaluation computes the loss of a batch, 0 where nothing is labelled."""
+
+    def prediction_step(self, model, inputs) -> tuple[torch.Tensor, None, None]:
+        return (inputs["labels"] > 0).sum().float(), None, None
+
+
+class LosingLearner(LearningMixin, Losses):
+    pass
+
+
+def test_an_evaluation_batch_without_labels_does_not_lower_the_mean() -> None:
+    batches = [{"labels": torch.tensor([[-100, label, label]])} for label in (7, -100, 7)]
+    losses = [loss for loss, _, _ in LosingLearner([], []).evaluation_loop(batches)]
+    assert [loss.item() for loss in losses] == pytest.approx([2.0, math.nan, 2.0], nan_ok=True)
+
+
 def test_a_guard_says_how_many_steps_it_did_not_take() -> None:
     for num_skipped, at_end, problem in ((3, 0, "3 of the 4"), (3, 3, "nor any of the last 3"), (1, 2, None)):
         trainer = Learner([LABELLED] * 4, [1] * 4, losses=(math.nan,))
