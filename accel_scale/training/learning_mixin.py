@@ -43,7 +43,7 @@ class LearningMixin:
     _before: WeightsBefore | None = None
     _first_step = 0
     _num_labelled: Any = None
-    _num_evaluated: Any = None
+    _evaluated: torch.Tensor | None = None  # labelled tokens, batches, batches without a label, of this rank
     _num_batches = 0
     _is_empty = _has_labels = False
 
@@ -78,25 +78,34 @@ class LearningMixin:
         return batches, num_items
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """As the trainer's; a batch without labels has no loss, rather than one of 0 that lowers the mean."""
         labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
         result = super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
-        if not isinstance(labels, torch.Tensor):
-            return result
-        count = count_loss_tokens(labels, shift=labels.dim() > 1)
-        self._num_evaluated = count if self._num_evaluated is None else self._num_evaluated + count
-        if not isinstance(result, tuple) or not isinstance(result[0], torch.Tensor):
-            return result
-        # The trainer's mean is over finite losses, unless its filter is turned off.
-        return torch.where(count.to(result[0].device) > 0, result[0], torch.nan), *result[1:]
+        if isinstance(labels, torch.Tensor):
+            count = count_loss_tokens(labels, shift=labels.dim() > 1)
+            loss = result[0] if isinstance(result, tuple) and isinstance(result[0], torch.Tensor) else torch.ones(())
+            is_no_loss = (count == 0) & (loss == 0).all().to(count.device)
+            counts = torch.stack([count, torch.ones_like(count), is_no_loss.to(count.dtype)])
+            self._evaluated = counts if self._evaluated is None else self._evaluated + counts
+        return result
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """As the trainer's; rows of a stream are known to have no labels when they have been read."""
+        """As the trainer's, but a batch without labels has no loss, rather than one of 0 that lowers the mean.
+
+        Rows of a stream are known to have no labels when they have been read.
+        """
         trainer: Any = self
-        self._num_evaluated = None
+        self._evaluated = None
         result = super().evaluation_loop(dataloader, *args, **kwargs)  # type: ignore[misc]
-        if not _was_looked_through(getattr(dataloader, "dataset", None)) and _is_zero_everywhere(self._num_evaluated):
+        counts = gather_values(None if self._evaluated is None else self._evaluated.tolist())
+        counted = [each for each in counts if each is not None]
+        if not counted:
+            return result
+        num_labelled, num_batches, num_without = map(sum, zip(*counted, strict=True))
+        if not _was_looked_through(getattr(dataloader, "dataset", None)) and num_labelled == 0:
             raise no_labels("no evaluation row", getattr(trainer.args, "max_length", None), self.flag)
+        mean = f"{kwargs.get('metric_key_prefix', 'eval')}_loss"
+        if 0 < num_without < num_batches and mean in result.metrics:
+            result.metrics[mean] *= num_batches / (num_batches - num_without)
         return result
 
     @property
