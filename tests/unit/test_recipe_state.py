@@ -17,7 +17,9 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from torch import nn
+from transformers import AutoTokenizer
 
+from accel_scale.data.default import default_model_path
 from accel_scale.data.pretraining import load_pretraining_tokenizer, open_pretraining_data
 from accel_scale.parallel.layout import ParallelLayout
 from accel_scale.training.checkpoints import CheckpointManager
@@ -174,6 +176,8 @@ def test_the_data_follows_its_seed_or_the_runs(sft: Any, tmp_path: Path, monkeyp
     rows = {name: [{"prompt": f"{name}{i}", "completion": "c"} for i in range(60)] for name in "ab"}
     mixture = [f"{write_jsonl(tmp_path / f'{name}.jsonl', found)}=1" for name, found in rows.items()]
 
+    tokenizer = AutoTokenizer.from_pretrained(default_model_path())
+
     def order(**values: int) -> list[str]:
         scale = SimpleNamespace(dataset_mixture=mixture, exact_match_samples=0, columns=(), on_bad_row="error")
         script = SimpleNamespace(
@@ -183,7 +187,7 @@ def test_the_data_follows_its_seed_or_the_runs(sft: Any, tmp_path: Path, monkeyp
         run = SimpleNamespace(
             script=script,
             settings=SimpleNamespace(scale=scale, values=values),
-            tokenizer=SimpleNamespace(chat_template=None),
+            tokenizer=tokenizer,
             plan=None,
         )
         sft.load_data(run)

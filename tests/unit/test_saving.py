@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -332,7 +333,9 @@ def test_kill_9_in_the_middle_of_saving_leaves_no_torn_checkpoint(tmp_path):
             deadline = time.monotonic() + 120
             while time.monotonic() < deadline:
                 assert run.poll() is None, "the run ended before it was killed"
-                staged = [p for p in staging.glob("checkpoint-*") if int(p.name.split("-")[1]) > newest + 1]
+                staged = []
+                with contextlib.suppress(FileNotFoundError):  # removed while it was listed
+                    staged = [p for p in staging.glob("checkpoint-*") if int(p.name.split("-")[1]) > newest + 1]
                 if staged and _size(staged[0]) > after_bytes:
                     break
                 time.sleep(0.0005)
@@ -353,13 +356,10 @@ def test_kill_9_in_the_middle_of_saving_leaves_no_torn_checkpoint(tmp_path):
 
 
 def _size(folder: Path) -> int:
-    total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_size
-        except FileNotFoundError:  # published meanwhile
-            return -1
-    return total
+    try:
+        return sum(path.stat().st_size for path in folder.rglob("*"))
+    except FileNotFoundError:  # published meanwhile
+        return -1
 
 
 @pytest.fixture
