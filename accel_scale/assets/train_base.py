@@ -16,7 +16,7 @@ from pathlib import Path
 from random import Random
 
 import torch
-from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from accel_scale.assets.base_text import Document, base_documents, exercise_documents
 from accel_scale.assets.generate_data import SEED
@@ -153,7 +153,7 @@ def main() -> None:
     torch.manual_seed(arguments.seed)
     shape = {"batch_size": arguments.batch_size, "length": arguments.length}
     if arguments.exercises_only:
-        tokenizer = AutoTokenizer.from_pretrained(arguments.exercises_only)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(arguments.exercises_only)
         model = LlamaForCausalLM.from_pretrained(arguments.exercises_only, dtype=torch.float32)
     else:
         tokenizer = build_tokenizer(tokenizer_texts(arguments.seed))
