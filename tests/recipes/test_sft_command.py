@@ -18,8 +18,9 @@ def launch(repository: Path, *args: str, launch_file: str | None = "cpu.yaml") -
     command = [sys.executable, "-m", "accelerate.commands.launch"]
     if launch_file:
         command += ["--config_file", f"accelerate_configs/{launch_file}"]
-    # Accelerate's launcher remarks on threads unless they are chosen.
-    environment = {**os.environ, "OMP_NUM_THREADS": str(os.cpu_count())}
+    # Accelerate's launcher remarks on threads unless they are chosen. Ranks that share cores take one each.
+    num_threads = os.cpu_count() if launch_file == "cpu.yaml" else 1
+    environment = {**os.environ, "OMP_NUM_THREADS": str(num_threads)}
     return subprocess.run(
         [*command, *SFT, *args], cwd=repository, capture_output=True, text=True, check=False, env=environment
     )

@@ -26,6 +26,7 @@ def benchmark(repository):
     del sys.modules["sft_side_by_side"]
 
 
+@pytest.mark.soak
 def test_the_recipe_is_faster_than_trls_defaults(benchmark, tmp_path):
     workload = benchmark.embedded_workload(tmp_path, 240)
     groups = benchmark.contestants(workload)
