@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import warnings
+from pathlib import Path
 
 DESCRIPTION = (
     "Merge a LoRA, rsLoRA, DoRA or QLoRA adapter into its base, shard by shard: models larger than memory merge too. "
@@ -34,17 +35,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Merge, then print what was merged into what and how the logits compare."""
     from accel_scale.launching.early_checks import check_model
+    from accel_scale.launching.run_folder import OutputFolder
     from accel_scale.quiet import quiet_imports
+    from accel_scale.units import format_bytes, parse_bytes
 
+    parse_bytes(args.max_shard_size, place="--max_shard_size")
     check_model(args.adapter, place="ADAPTER")
     if args.base_model:
         check_model(args.base_model, place="--base_model")
+    adapter = Path(args.adapter)
+    if adapter.is_dir():
+        inputs = {"ADAPTER": [str(adapter)]}
+        made_of = str(adapter.resolve())
+        OutputFolder(Path(args.output_dir), "accel-scale merge", inputs, made_of=made_of).check_writable()
     quiet_imports()  # before the libraries that would print at import
     warnings.simplefilter("ignore", FutureWarning)  # of libraries to one another
     from transformers.utils import logging
 
     from accel_scale.training.merge import merge_adapter
-    from accel_scale.units import format_bytes
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()

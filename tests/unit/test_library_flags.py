@@ -142,13 +142,19 @@ def test_a_checkout_of_a_library_has_no_table(tmp_path: Path, monkeypatch: pytes
         ["recipes/tune.py", "recipes/sft.py", "--num_trials", "few"],
         ["recipes/tune.py", "recipes/sft.py", "--", "--learning_rat", "1"],
         ["-m", "accel_scale.cli.main", "rehearse", "--config_file", "{ddp}", "recipes/sft.py", "--optim", "adm"],
+        ["-m", "accel_scale.cli.main", "merge", "{adapter}", "--output_dir", "merged", "--max_shard_size", "big"],
+        ["-m", "accel_scale.cli.main", "merge", "{adapter}", "--output_dir", "/proc/merged"],
     ],
     ids=" ".join,
 )
 def test_commands_say_so_before_a_library_is_imported(repository: Path, tmp_path: Path, words: list[str]) -> None:
     path = tmp_path / "flags.yaml"
     path.write_text("seed: 1\nlearning_rte: 3\n")
-    words = [word.format(yaml=path, ddp=repository / "accelerate_configs/ddp.yaml") for word in words]
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    named = {"yaml": path, "ddp": repository / "accelerate_configs/ddp.yaml", "adapter": adapter}
+    words = [word.format(**named) for word in words]
     env = {**os.environ, "PYTHONPATH": str(repository), "PYTHONPROFILEIMPORTTIME": "1"}
     done = subprocess.run(
         [sys.executable, *words], capture_output=True, text=True, cwd=repository, env=env, timeout=60
