@@ -13,6 +13,7 @@ from accel_scale.launching.hub_reach import require_on_hub
 from accel_scale.launching.path_flags import DATA_FLAGS, MODEL_FLAGS, named_inputs
 from accel_scale.launching.recipe_command import RecipeCommand
 from accel_scale.launching.run_folder import OutputFolder
+from accel_scale.training.batch import derive_accumulation
 from accel_scale.training.checkpointing import CheckpointingPolicy
 from accel_scale.training.flags import ParsedFlags, parse_flags
 from accel_scale.training.guard_arguments import GuardArguments
@@ -78,6 +79,9 @@ def refuse_unreadable(parsed: ParsedFlags) -> None:
         parse_duration(given["collective_timeout"], place=place("collective_timeout"))
     if given.get("optim_args"):
         parse_optim_args(given.get("optim", "adamw_torch_fused"), given["optim_args"])
+    batch, micro = given.get("global_batch_size"), given.get("per_device_train_batch_size")
+    if batch and micro and os.environ.get("WORLD_SIZE", "1") == "1" and "gradient_accumulation_steps" not in given:
+        derive_accumulation(batch, micro, 1)
     guard = parsed.for_class(GuardArguments)
     if guard:
         GuardArguments(**guard).settings()

@@ -25,16 +25,6 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 CHOSEN = ["zero2", *(pytest.param(name, marks=pytest.mark.soak) for name in ("ddp", "fsdp2", "zero3"))]
 
 
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    sys.path.insert(0, str(REPOSITORY / "benchmarks"))
-    from sft_soak import make_inputs
-
-    folder = tmp_path_factory.mktemp("inputs") / "inputs"
-    make_inputs(folder)
-    return folder
-
-
 def start(name: str, inputs: Path, out: Path, *flags: str, ranks: int = 2) -> subprocess.Popen[bytes]:
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--mixed_precision", "no"]
     launch += ["--config_file", str(REPOSITORY / "accelerate_configs" / f"{name}.yaml")]

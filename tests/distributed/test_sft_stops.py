@@ -28,16 +28,6 @@ LONG = [(name, number) for name in RANKS for number in SIGNALS if (name, number)
 SECONDS_LEFT = 5.0
 
 
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    sys.path.insert(0, str(REPOSITORY / "benchmarks"))
-    from sft_soak import make_inputs
-
-    folder = tmp_path_factory.mktemp("inputs") / "inputs"
-    make_inputs(folder)
-    return folder
-
-
 def start(name: str, inputs: Path, out: Path) -> subprocess.Popen[bytes]:
     file = "cpu" if name == "single" else name
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--mixed_precision", "no"]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from said_early import said_with_imports
 
 from accel_scale.errors import ConfigError
 from accel_scale.launching import hub_reach
@@ -123,14 +122,7 @@ def test_without_a_network_the_cache_is_used_and_said(monkeypatch, capsys):
     ],
 )
 def test_commands_say_so_before_torch_is_imported(repository, words):
-    env = {**os.environ, "PYTHONPATH": str(repository), "PYTHONPROFILEIMPORTTIME": "1"}
-    done = subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, cwd=repository, env=env, timeout=60
-    )
-    imports = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
-    said = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
-    assert done.returncode == 2
-    assert len(said) == 1
-    assert "/absent" in said[0]
-    assert " Fix: " in said[0]
+    said, imports = said_with_imports(repository, words)
+    assert "/absent" in said
+    assert " Fix: " in said
     assert not imports & {"torch", "transformers", "datasets"}

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from said_early import said_with_imports
 from transformers.training_args import DebugOption
 
 from accel_scale.errors import ConfigError
@@ -137,6 +135,7 @@ def test_a_checkout_of_a_library_has_no_table(tmp_path: Path, monkeypatch: pytes
     [
         ["recipes/sft.py", "--learning_rat", "1"],
         ["recipes/sft.py", "--config_file", "{yaml}"],
+        ["recipes/sft.py", "--global_batch_size", "3", "--per_device_train_batch_size", "2"],
         ["recipes/pretrain.py", "--max_length", "long"],
         ["recipes/pretrain.py", "--collective_timeout", "soon"],
         ["recipes/tune.py", "recipes/sft.py", "--num_trials", "few"],
@@ -155,15 +154,8 @@ def test_commands_say_so_before_a_library_is_imported(repository: Path, tmp_path
     (adapter / "adapter_config.json").write_text("{}")
     named = {"yaml": path, "ddp": repository / "accelerate_configs/ddp.yaml", "adapter": adapter}
     words = [word.format(**named) for word in words]
-    env = {**os.environ, "PYTHONPATH": str(repository), "PYTHONPROFILEIMPORTTIME": "1"}
-    done = subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, cwd=repository, env=env, timeout=60
-    )
-    imports = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
-    said = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
-    assert done.returncode == 2
-    assert len(said) == 1
-    assert " Fix: " in said[0]
+    said, imports = said_with_imports(repository, words)
+    assert " Fix: " in said
     assert not imports & SLOW
 
 
