@@ -96,11 +96,6 @@ class ParallelLayout:
         place = self.coordinate(rank)
         return place["dp_replicate"] * self.dp_shard + place["dp_shard"]
 
-    def speaks_for_data(self, rank: int) -> bool:
-        """Whether `rank` is the first of those that read the same rows."""
-        place = self.coordinate(rank)
-        return not (place["pp"] or place["sp"] or place["tp"])
-
 
 def build_mesh(layout: ParallelLayout, device_type: str) -> DeviceMesh:
     """A device mesh with every dimension of `layout`, those of size 1 too, so that any of them can be asked for.

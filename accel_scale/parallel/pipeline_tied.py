@@ -57,16 +57,6 @@ class TiedWeights:
         if earlier is not None:
             weight.grad += earlier
 
-    @torch.no_grad()
-    def copy_weights(self) -> None:
-        """Make the head what the embedding is, after weights were loaded into parts."""
-        if self._part is None:
-            return
-        own = _local(self._weight)
-        other = self._exchange(own)
-        if not self._is_first:
-            own.copy_(other)
-
     def _exchange(self, own: torch.Tensor) -> torch.Tensor:
         other, mine = torch.empty_like(own, memory_format=torch.contiguous_format), own.contiguous()
         operations = [

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from accel_scale.errors import ConfigError
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -126,27 +125,6 @@ def plain_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
         for name, shape in getattr(module, "plain_shapes", {}).items():
             shapes[f"{module_name}.{name}"] = shape
     return shapes
-
-
-def gather_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The plain model's state dictionary, whole, in host memory, on rank 0; an empty one elsewhere. Collective.
-
-    Tied names share a tensor. `load_state_dict` of the plain model takes it, and `save_pretrained(state_dict=…)`.
-    """
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.tensor import DTensor
-
-    shapes, is_main = plain_shapes(model), dist.get_rank() == 0
-    copies: dict[int, torch.Tensor] = {}
-    state: dict[str, torch.Tensor] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in copies:
-            whole: Any = tensor.detach()
-            whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
-            copies[id(tensor)] = whole.reshape(shapes.get(name, whole.shape)).cpu() if is_main else torch.empty(0)
-        state[name] = copies[id(tensor)]
-    return state if is_main else {}
 
 
 def _refuse(problem: str, fix: str) -> ConfigError:

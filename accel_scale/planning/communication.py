@@ -20,11 +20,6 @@ from accel_scale.planning.training_setup import TrainingSetup
 NF4_BYTES_PER_PARAM = (4 + 0.127) / 8
 
 
-def pipeline_bubble(stages: int, micro_batches: int) -> float:
-    """Share of a 1F1B step in which a stage waits: (p−1)/(m+p−1)."""
-    return (stages - 1) / (micro_batches + stages - 1)
-
-
 @dataclass(frozen=True)
 class Collective:
     """Collectives of one kind in an optimizer step.

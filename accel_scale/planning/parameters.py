@@ -79,15 +79,6 @@ def parameter_groups(facts: ModelFacts, setup: TrainingSetup) -> ParameterGroups
     )
 
 
-def trainable_params(facts: ModelFacts, setup: TrainingSetup) -> int:
-    """Parameters with a gradient: all of them, or adapters and the modules trained whole beside them.
-
-    Raises:
-        ConfigError: if the setup's adapters name a module that the model does not have.
-    """
-    return parameter_groups(facts, setup).trainable
-
-
 def lora_params(facts: ModelFacts, lora: LoraSetup) -> int:
     """Parameters of the adapters: r·(in + out) for each target, and with DoRA a magnitude for each output.
 

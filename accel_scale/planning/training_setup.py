@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 from accel_scale.errors import ConfigError
 
@@ -222,10 +221,6 @@ class TrainingSetup:
     def frozen_bytes(self) -> int:
         """Bytes per frozen weight that is not quantised."""
         return _DTYPE_BYTES[self.frozen_dtype] if self.frozen_dtype else self.compute_bytes
-
-    def with_parallel(self, **changes: Any) -> TrainingSetup:
-        """The same with other parallel settings."""
-        return replace(self, parallel=replace(self.parallel, **changes))
 
 
 def _choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -188,19 +188,6 @@ def _storage(given: str | None, precision: Precision, strategy: str, place: Call
     )
 
 
-def nf4_bits_per_parameter(
-    *, double_quantization: bool = True, block_size: int = 64, nested_block_size: int = 256
-) -> float:
-    """Bits of a 4-bit weight with its constants: 4.127 with double quantisation, 4.5 without.
-
-    One fp32 constant per block; double quantisation keeps it in 8 bits with one fp32 constant per nested block
-    (Dettmers et al. 2023, arXiv:2305.14314, section 3).
-    """
-    if not double_quantization:
-        return 4 + 32 / block_size
-    return 4 + 8 / block_size + 32 / (block_size * nested_block_size)
-
-
 def prepare_quantized_base(model: nn.Module, *, use_reentrant: bool = False) -> nn.Module:
     """Freeze a 4- or 8-bit base for adapters, leaving every dtype as it was loaded.
 

@@ -95,7 +95,8 @@ class ScaleArguments:
     recover_from_oom: bool = _flag(
         True,
         "When memory runs out in a training step: every process discards the step, halves its micro-batches and "
-        "takes it again with the same samples; where that cannot be done, all of them stop with status 75.",
+        "takes it again with the same samples; where that cannot be done, as under FSDP2 and ZeRO, all of them stop "
+        "with status 75.",
     )
     fp8_emulate: bool = _flag(False, "Emulate fp8 matrix products on devices without them (for tests; slow).")
     allow_changed_settings: bool = _flag(False, ALLOW_CHANGED_HELP)

@@ -16,7 +16,7 @@ from accel_scale.errors import ConfigError
 from accel_scale.training.atomic import checkpoint_problems, staging_root
 from accel_scale.training.checkpoint_contents import STATE, what_differs
 from accel_scale.training.checkpoint_folders import TRAINER_STATE, Found
-from accel_scale.training.checkpoint_manifest import MANIFEST, TRAINER_LAYOUT, Manifest
+from accel_scale.training.checkpoint_manifest import TRAINER_LAYOUT, Manifest
 from accel_scale.training.checkpoint_pickles import load_safely
 from accel_scale.training.checkpoint_random import derive_random_states, put_random_states, take_random_states
 from accel_scale.training.checkpoint_ranks import Meeting
@@ -281,8 +281,3 @@ def load_zero(trainer: Any, folder: Path, manifest: Manifest | None, *, place: s
             trainer.accelerator, folder, tag, scratch, written_by=written_by,
             strict=not hasattr(trainer.model, "peft_config"), place=place,
         )  # fmt: skip
-
-
-def has_manifest(folder: Path) -> bool:
-    """Whether it can be verified."""
-    return (folder / MANIFEST).exists()

@@ -1,13 +1,13 @@
 """Out of memory in a training step: every process discards it, halves its micro-batches and takes it again.
 
-One optimizer step is a transaction. A process that runs out of memory frees what it can and makes the collective
-calls that the others still wait for (`unfinished_collectives`), so nobody hangs. Before the optimizer steps, the
-processes exchange one number over gloo, on the host. That is once per optimizer step and waits for no GPU: an
-allocation fails on the host, so a process knows without asking its device. If somebody failed, all of them redo the
+One optimizer step is a transaction. A process that runs out of memory frees what it can and, under DDP, makes the
+collective calls that the others still wait for (`unfinished_collectives`), so nobody hangs. Before the optimizer
+steps, the processes exchange one number over gloo, on the host. That is once per optimizer step and waits for no GPU:
+an allocation fails on the host, so a process knows without asking its device. If somebody failed, all of them redo the
 step with the same samples in parts half as large (`batch_splitting`), and keep that size for the rest of the run.
 
-Where the missing collectives are not known (ZeRO, or memory that ran out inside of a collective) every process ends
-with status `OUT_OF_MEMORY_STATUS` and one line that names the flags to go on with (`clean_stop`).
+Where the missing collectives are not known (FSDP2, ZeRO, or memory that ran out inside of a collective) every process
+ends with status `OUT_OF_MEMORY_STATUS` and one line that names the flags to go on with (`clean_stop`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from traceback import extract_tb
 from typing import Any
 
 import torch
@@ -35,7 +36,6 @@ from accel_scale.training.unfinished_collectives import (
     Collectives,
     UnknownCollectives,
     collectives_of,
-    source_files_of,
 )
 
 _OPTIMIZER_SOURCE = re.compile(r"accelerate/optimizer\.py$|/torch/optim/")
@@ -167,16 +167,10 @@ class MemoryRecovery:
         return total
 
     def _reduction(self, is_last_pass: bool) -> AbstractContextManager[Any]:
-        """Gradients are reduced in the step's last pass; under FSDP2 in each, once micro-batches are halved.
-
-        Accumulated without reducing, FSDP2's gradients are as large as the whole model: there, less memory is better.
-        """
+        """Gradients are reduced in the step's last pass."""
         state = self._accelerator.gradient_state
         state._set_sync_gradients(is_last_pass)
         if self._strategy.startswith("zero"):  # its engine decides by itself
-            return nullcontext()
-        if self._strategy == "fsdp2" and self.level:
-            self._model.set_requires_gradient_sync(True)
             return nullcontext()
         every_batch = state.plugin_kwargs.get("sync_each_batch", False)
         return nullcontext() if is_last_pass or every_batch else self._accelerator.no_sync(self._model)
@@ -188,22 +182,21 @@ class MemoryRecovery:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            source_files, text = source_files_of(error.__traceback__), reason_in(error)
-            group_is_lost = is_in_collective(error)
+            text, group_is_lost = reason_in(error), is_in_collective(error)
         # Only out here nothing refers to the pass's activations any more.
-        problem = _LOST_GROUP if group_is_lost else self._finish_collectives(source_files)
+        problem = _LOST_GROUP if group_is_lost else self._finish_collectives()
         if problem is not None:
             self._stop.stop(self._stop_line(text, problem))
         self._verdict = max(self._verdict, _FAILED if halve(part.inputs) else _CANNOT_SPLIT)
         return None
 
-    def _finish_collectives(self, source_files: Sequence[str]) -> str | None:
+    def _finish_collectives(self) -> str | None:
         """Why the processes cannot be brought back into step, None where they are."""
         _free_memory()
         if self._obstacle and not self._is_alone:
             return self._obstacle
         try:
-            self._collectives.finish(source_files)
+            self._collectives.finish()
         except CannotFinish as reason:
             return str(reason)
         except Exception as error:  # nothing is certain about the collectives any more
@@ -224,7 +217,7 @@ class MemoryRecovery:
 
     def _restart(self) -> None:
         self._verdict = _FINE
-        self._collectives.discard(self._model)
+        self._model.zero_grad(set_to_none=True)
         _free_memory()
         if self._on_discard is not None:
             self._on_discard()
@@ -245,7 +238,7 @@ class MemoryRecovery:
 
         The optimizer's first step allocates its states; halfway through, some weights are new and some are not.
         """
-        in_step = any(_OPTIMIZER_SOURCE.search(name) for name in source_files_of(error.__traceback__))
+        in_step = any(_OPTIMIZER_SOURCE.search(frame.filename) for frame in extract_tb(error.__traceback__))
         where = f"in the optimizer's step {self._step_number - 1}" if in_step else "outside of the training passes"
         rank, fix = self._accelerator.process_index, STATE_REMEDIES if in_step else REMEDIES
         self._stop.stop(f"memory ran out {where} on rank {rank} ({reason_in(error)}). Fix: {fix}.")

@@ -25,7 +25,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from accel_scale.launching.leaving import leave_process_group
 from accel_scale.parallel.gradient_norm import clip_gradients, global_grad_norm
 from accel_scale.parallel.layout import ParallelLayout, build_mesh
-from accel_scale.parallel.tensor import apply_tensor_parallel, gather_state, plain_shapes
+from accel_scale.parallel.tensor import apply_tensor_parallel, plain_shapes
 from accel_scale.training.checkpointing import CheckpointingPolicy, apply_checkpointing
 from accel_scale.training.evaluating import language_model_loss
 from accel_scale.training.fast_loss import add_fast_lm_head
@@ -186,6 +186,23 @@ def pair() -> None:
         show(f"traffic of {kind}", **traffic_per_layer(kind, mesh))
     show("evaluation", **evaluation(mesh))
     show("architectures", **{kind: gradient_difference(kind, mesh) for kind in ARCHITECTURES})
+
+
+def gather_state(model: Any) -> dict[str, torch.Tensor]:
+    """The plain model's state dictionary, whole, in host memory, on rank 0; an empty one elsewhere. Collective.
+
+    Tied names share a tensor. `load_state_dict` of the plain model takes it, and `save_pretrained(state_dict=…)`.
+    """
+    shapes, is_main = plain_shapes(model), dist.get_rank() == 0
+    copies: dict[int, torch.Tensor] = {}
+    state: dict[str, torch.Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in copies:
+            whole: Any = tensor.detach()
+            whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+            copies[id(tensor)] = whole.reshape(shapes.get(name, whole.shape)).cpu() if is_main else torch.empty(0)
+        state[name] = copies[id(tensor)]
+    return state if is_main else {}
 
 
 def gradient_difference(kind: str, mesh: Any) -> float:

@@ -1,4 +1,4 @@
-"""Global batch arithmetic, batch normalisation under data parallelism, memory caps."""
+"""Global batch arithmetic and memory caps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_scale.errors import ConfigError
-from accel_scale.training.batch import batch_norm_warning, derive_accumulation, sync_batch_norm
+from accel_scale.training.batch import derive_accumulation
 from accel_scale.training.device import cap_device_memory, fragmentation_advice, memory_fraction
 
 GIB = 1024**3
@@ -49,43 +49,6 @@ def test_refusal_names_the_nearest_working_sizes():
 def test_sizes_below_one_are_refused(sizes):
     with pytest.raises(ConfigError):
         derive_accumulation(*sizes)
-
-
-def test_batch_norm_is_reported_and_layer_norm_is_not():
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.BatchNorm1d(4))
-    warning = batch_norm_warning(model, micro_batch_size=2, world_size=4)
-    assert "2 batch normalisation layers (first: 1)" in warning
-    assert "sync_batch_norm(model)" in warning
-    assert batch_norm_warning(torch.nn.LayerNorm(4), micro_batch_size=2, world_size=4) is None
-
-
-def test_batch_norm_is_synchronised_where_torch_can():
-    model = torch.nn.Sequential(torch.nn.BatchNorm1d(4))
-    assert sync_batch_norm(model, device_type="cpu", world_size=1) is model
-    with pytest.raises(ConfigError, match="CPU"):
-        sync_batch_norm(model, device_type="cpu", world_size=2)
-    converted = sync_batch_norm(model, device_type="cuda", world_size=2)
-    assert isinstance(converted[0], torch.nn.SyncBatchNorm)
-    assert batch_norm_warning(converted, micro_batch_size=2, world_size=2) is None
-
-
-def test_batch_norm_statistics_really_differ_by_micro_batch():
-    """What the warning says: accumulated micro-batches do not give the gradient of the whole batch."""
-    torch.manual_seed(0)
-    samples = torch.randn(8, 4, dtype=torch.float64)
-
-    def gradient(normalise, chunks):
-        linear = torch.nn.Linear(4, 4, bias=False, dtype=torch.float64)
-        with torch.no_grad():
-            linear.weight.copy_(torch.eye(4) + 0.1)
-        for part in samples.chunk(chunks):
-            normalise(linear(part)).pow(3).sum().div(8).backward()
-        return linear.weight.grad
-
-    batch_norm = torch.nn.BatchNorm1d(4, dtype=torch.float64)
-    layer_norm = torch.nn.LayerNorm(4, dtype=torch.float64)
-    assert (gradient(batch_norm, 1) - gradient(batch_norm, 4)).abs().max() > 1e-2
-    torch.testing.assert_close(gradient(layer_norm, 1), gradient(layer_norm, 4))
 
 
 def test_memory_cap_is_refused_where_nothing_can_enforce_it():

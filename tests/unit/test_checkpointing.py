@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from activation_memory import saved_activation_bytes
 from torch import nn
 from transformers import (
     GPTNeoXConfig,
@@ -17,7 +18,6 @@ from transformers import (
 )
 
 from accel_scale.errors import ConfigError
-from accel_scale.training.activation_memory import saved_activation_bytes
 from accel_scale.training.activation_offload import offload_stats
 from accel_scale.training.checkpointing import (
     CheckpointingPolicy,

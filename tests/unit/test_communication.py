@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from accel_scale.planning.communication import collective_seconds, pipeline_bubble, step_collectives
+from accel_scale.planning.communication import collective_seconds, step_collectives
 from accel_scale.planning.flops import trained_params
 from accel_scale.planning.hardware import Machine, find_gpu
 from accel_scale.planning.model_facts import LayerFacts, LinearFacts, ModelFacts
@@ -110,12 +110,6 @@ def test_model_parallel_traffic() -> None:
     assert ulysses.kind == "all_to_all"
     stages = step_collectives(FACTS, setup("single", 4, pipeline_parallel=4, accumulation=8))
     assert [entry.kind for entry in stages] == ["point_to_point"]
-
-
-def test_the_pipeline_bubble() -> None:
-    assert pipeline_bubble(4, 12) == pytest.approx(3 / 15)
-    assert pipeline_bubble(1, 5) == 0
-    assert 0.8 <= 1 - pipeline_bubble(4, 16) <= 0.9  # the usual efficiency of a well filled pipeline
 
 
 def test_all_reduce_table() -> None:

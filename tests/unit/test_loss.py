@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from activation_memory import peak_tensor_bytes
 from datasets import Dataset
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -11,7 +12,6 @@ from trl import SFTConfig, SFTTrainer
 
 from accel_scale.errors import ConfigError
 from accel_scale.training import loss as loss_module
-from accel_scale.training.activation_memory import peak_tensor_bytes
 from accel_scale.training.fast_loss import FastLossMixin, head_transform
 from accel_scale.training.loss import chunked_cross_entropy, count_loss_tokens
 

@@ -227,41 +227,6 @@ def test_memory_that_really_runs_out_is_recognised() -> None:
     assert is_out_of_memory(caught.value)
 
 
-def test_under_fsdp2_each_pass_of_a_halved_micro_batch_is_reduced():
-    """A trainer that accumulates has turned reducing off: whole gradients would take the memory that ran out."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        model = tiny_model()
-        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-        recovery = MemoryRecovery(Accelerator(cpu=True), model)
-        recovery._strategy = "fsdp2"
-        inputs = padded(4, seed=3)
-
-        def reduced(level: int) -> bool:
-            """After the passes of a micro-batch that is not the step's last one."""
-            recovery.level = level
-            model.zero_grad()
-            model.set_requires_gradient_sync(False)
-            recovery.micro_batch(inputs, lambda part: _backward(model, part), is_last=False)
-            return all(parameter.grad is not None for parameter in model.parameters())
-
-        assert reduced(1)
-        assert not reduced(0)
-        recovery.close()
-    finally:
-        dist.destroy_process_group()
-
-
-def _backward(model, part):
-    loss = model(**part.inputs, num_items_in_batch=8, fast_lm_head=True).loss * part.factor
-    loss.backward()
-    return loss.detach()
-
-
 NCCL = """NCCL error in: ProcessGroupNCCL.cpp:3356, unhandled cuda error (run with NCCL_DEBUG=INFO for details)
 ncclUnhandledCudaError: Call to CUDA function failed.
 Last error:

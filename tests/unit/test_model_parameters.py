@@ -15,7 +15,7 @@ from transformers.quantizers.base import get_keys_to_not_convert
 
 from accel_scale.errors import ConfigError
 from accel_scale.planning.model_config import facts_from_config
-from accel_scale.planning.parameters import lora_params, parameter_groups, quantised_linears, trainable_params
+from accel_scale.planning.parameters import lora_params, parameter_groups, quantised_linears
 from accel_scale.planning.training_setup import LoraSetup, TrainingSetup
 
 
@@ -82,7 +82,7 @@ def peft_trainable(config: dict[str, Any], setup: LoraSetup) -> int:
 def test_adapters_of_named_linears_are_pefts(model_type: str, setup: LoraSetup) -> None:
     config = SMALL[model_type]
     facts = facts_from_config(config, name="small")
-    assert trainable_params(facts, TrainingSetup(method="lora", lora=setup)) == peft_trainable(config, setup)
+    assert parameter_groups(facts, TrainingSetup(method="lora", lora=setup)).trainable == peft_trainable(config, setup)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_adapters_of_named_linears_are_pefts(model_type: str, setup: LoraSetup) 
 def test_what_peft_cannot_adapt_is_refused(model_type: str, setup: LoraSetup, says: str) -> None:
     config = SMALL[model_type]
     with pytest.raises(ConfigError, match=re.escape(says)) as caught:
-        trainable_params(facts_from_config(config, name="small"), TrainingSetup(method="lora", lora=setup))
+        parameter_groups(facts_from_config(config, name="small"), TrainingSetup(method="lora", lora=setup))
     assert "\n" not in str(caught.value)
     with pytest.raises((ValueError, AttributeError)):
         peft_trainable(config, setup)
@@ -107,14 +107,14 @@ def test_a_misspelt_module_to_train_whole_is_refused() -> None:
     facts = facts_from_config(SMALL["llama"], name="small")
     lora = LoraSetup(4, ("q_proj",), full_modules=("embed_token",))
     with pytest.raises(ConfigError, match=r"did you mean embed_tokens\?"):
-        trainable_params(facts, TrainingSetup(method="lora", lora=lora))
+        parameter_groups(facts, TrainingSetup(method="lora", lora=lora))
 
 
 def test_a_quantised_module_cannot_be_trained_whole() -> None:
     facts = facts_from_config(SMALL["llama"], name="small")
     lora = LoraSetup(4, ("q_proj",), full_modules=("o_proj",))
     with pytest.raises(ConfigError, match="o_proj is quantised"):
-        trainable_params(facts, TrainingSetup(method="qlora", lora=lora))
+        parameter_groups(facts, TrainingSetup(method="qlora", lora=lora))
 
 
 @pytest.mark.parametrize("method", ["full", "lora", "qlora"])

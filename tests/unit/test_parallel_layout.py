@@ -18,11 +18,15 @@ sizes = st.integers(1, 4)
 layouts = st.builds(ParallelLayout, pp=sizes, dp_replicate=sizes, dp_shard=sizes, sp=sizes, tp=sizes)
 
 
+def is_first_reader(place: dict[str, int]) -> bool:
+    return not (place["pp"] or place["sp"] or place["tp"])
+
+
 @given(layouts)
 def test_every_rank_has_one_place_and_every_row_one_reader_that_speaks(layout: ParallelLayout) -> None:
     places = [layout.coordinate(rank) for rank in range(layout.world_size)]
     assert len({tuple(place.items()) for place in places}) == layout.world_size
-    speakers = [rank for rank in range(layout.world_size) if layout.speaks_for_data(rank)]
+    speakers = [rank for rank in range(layout.world_size) if is_first_reader(layout.coordinate(rank))]
     assert sorted(layout.data_rank(rank) for rank in speakers) == list(range(layout.data_ranks))
     for rank in range(layout.world_size):
         assert 0 <= layout.data_rank(rank) < layout.data_ranks

@@ -9,9 +9,10 @@ import pytest
 from transformers import LlamaConfig
 from trl import ScriptArguments
 
+from accel_scale.planning.communication import NF4_BYTES_PER_PARAM
 from accel_scale.planning.device import Device
 from accel_scale.quiet import quiet_imports
-from accel_scale.training.adapters import lora_config, nf4_bits_per_parameter, quantization_config
+from accel_scale.training.adapters import lora_config, quantization_config
 from accel_scale.training.arguments import ScaleArguments
 from accel_scale.training.config import RecipeModelConfig, RecipeSFTConfig
 from accel_scale.training.flags import parse_flags
@@ -172,7 +173,7 @@ def predicted_peak_bytes(stem: str) -> float:
     adapters = 16 * num_layers * values["lora_r"] * sum(a + b for a, b in adapted)
     if values["method"] == "lora":
         return 2 * (linear + embeddings) + adapters + activations
-    weights = linear * nf4_bits_per_parameter() / 8 + 2 * embeddings
+    weights = linear * NF4_BYTES_PER_PARAM + 2 * embeddings
     return weights + adapters + activations + 2 * hidden * intermediate
 
 

@@ -202,7 +202,7 @@ def test_stages_hold_all_parameters_once():
         assert last.has_head
         assert not last.has_embedding
         assert [share.waiting for share in shares[:1] + shares[-1:]] == [3, 0]
-        two = rank_shares(model, setup.with_parallel(num_gpus=2, pipeline_parallel=2))
+        two = rank_shares(model, replace(setup, parallel=replace(setup.parallel, num_gpus=2, pipeline_parallel=2)))
         copies = model.embedding_params if model.tied_embeddings else 0
         assert sum(share.facts.num_params for share in two) == model.num_params + copies
 
@@ -240,7 +240,8 @@ def test_a_bubble_costs_time():
     few = predict_time(model, base, machine)
     many = predict_time(model, replace(base, accumulation=64), machine)
     assert many.step_seconds < 6.5 * few.step_seconds
-    gapless = predict_time(model, base.with_parallel(pipeline_schedule="zero_bubble"), machine)
+    zero_bubble = replace(base, parallel=replace(base.parallel, pipeline_schedule="zero_bubble"))
+    gapless = predict_time(model, zero_bubble, machine)
     assert gapless.bubble_seconds < few.bubble_seconds
 
 
