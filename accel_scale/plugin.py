@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, overload
 
 from accel_scale.errors import ConfigError
 from accel_scale.field_words import words_of_fields
+from accel_scale.planning.device import ATTENTION_NAMES
 from accel_scale.plugin_checks import refuse_what_does_nothing
 from accel_scale.training.arguments import DECAY_SHAPES, PRECISIONS
-from accel_scale.training.attention import ATTENTION_NAMES
 from accel_scale.training.batch import derive_accumulation
 from accel_scale.training.checkpointing import CheckpointingPolicy
 from accel_scale.training.optimizer_specs import parse_optim_args

@@ -72,6 +72,7 @@ def _refuse_at_once(recipe: RecipeCommand) -> None:
 
     A script that is none of this project's recipes, which say what their flags are, is asked by launching it.
     """
+    from accel_scale.launching.early_checks import refuse_unreadable
     from accel_scale.training.flags import parse_flags
     from accel_scale.tuning.recipe import load_recipe
 
@@ -79,6 +80,7 @@ def _refuse_at_once(recipe: RecipeCommand) -> None:
         return
     known = load_recipe(recipe.script)
     parsed = parse_flags(known.classes, recipe.words, program=known.program)
+    refuse_unreadable(parsed)
     known.refuse(parsed)
 
 

@@ -10,9 +10,12 @@ from pathlib import Path
 from accel_scale.data.sources import find_source, looks_local
 from accel_scale.errors import ConfigError
 from accel_scale.launching.hub_reach import require_on_hub
+from accel_scale.launching.machine import is_surely_cpu
 from accel_scale.launching.path_flags import DATA_FLAGS, MODEL_FLAGS, named_inputs
 from accel_scale.launching.recipe_command import RecipeCommand
 from accel_scale.launching.run_folder import OutputFolder
+from accel_scale.launching.strategy import is_true
+from accel_scale.planning.device import check_attention_name
 from accel_scale.training.batch import derive_accumulation
 from accel_scale.training.checkpointing import CheckpointingPolicy
 from accel_scale.training.flags import ParsedFlags, parse_flags
@@ -20,6 +23,7 @@ from accel_scale.training.guard_arguments import GuardArguments
 from accel_scale.training.library_flags import FlagClass
 from accel_scale.training.model_files import stored_shapes
 from accel_scale.training.optimizer_specs import parse_optim_args
+from accel_scale.training.trl_flags import refuse_trl_flags
 from accel_scale.units import parse_duration
 
 _ONLY_TELL = {"--help", "-h", "--print_config", "--print-config"}
@@ -62,12 +66,17 @@ def check_command_line(
             resumes_from=command.value("resume_from_checkpoint") or command.value("resume"),
             place=command.place("output_dir"),
         ).check_writable()
-    refuse_unreadable(parsed)
+    refuse_unreadable(parsed, world_size=int(os.environ.get("WORLD_SIZE", "1")))
     refuse(parsed)
+    if is_surely_cpu(parsed.explicit.get("use_cpu") or is_true(os.environ.get("ACCELERATE_USE_CPU", "false"))):
+        refuse_trl_flags(parsed.explicit, parsed.place, device_type="cpu")
 
 
-def refuse_unreadable(parsed: ParsedFlags) -> None:
+def refuse_unreadable(parsed: ParsedFlags, *, world_size: int | None = None) -> None:
     """Refuse values that the run would refuse in the same words after the libraries' imports.
+
+    Args:
+        world_size: How many processes train; None: not known.
 
     Raises:
         ConfigError: naming the flag, or file and line of the flag.
@@ -75,12 +84,14 @@ def refuse_unreadable(parsed: ParsedFlags) -> None:
     given, place = parsed.explicit, parsed.place
     if given.get("checkpointing_policy"):
         CheckpointingPolicy.parse(given["checkpointing_policy"], place=place("checkpointing_policy"))
+    if given.get("attn_implementation"):
+        check_attention_name(given["attn_implementation"], place=place("attn_implementation"))
     if given.get("collective_timeout"):
         parse_duration(given["collective_timeout"], place=place("collective_timeout"))
     if given.get("optim_args"):
         parse_optim_args(given.get("optim", "adamw_torch_fused"), given["optim_args"])
     batch, micro = given.get("global_batch_size"), given.get("per_device_train_batch_size")
-    if batch and micro and os.environ.get("WORLD_SIZE", "1") == "1" and "gradient_accumulation_steps" not in given:
+    if batch and micro and world_size == 1 and "gradient_accumulation_steps" not in given:
         derive_accumulation(batch, micro, 1)
     guard = parsed.for_class(GuardArguments)
     if guard:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
+import importlib.util
 import os
 import platform
+import runpy
 import shutil
 import sys
 from collections.abc import Iterable, Mapping
@@ -150,6 +153,35 @@ def detect_device(device_type: str | None = None) -> Device:
         return replace(card, architecture=properties.gcnArchName.partition(":")[0])
     capability = (properties.major, properties.minor)
     return replace(card, capability=capability, built_for=tuple(torch.cuda.get_arch_list()))
+
+
+def is_surely_cpu(use_cpu: bool | None = None) -> bool:
+    """Whether `detect_device` would find a CPU, as far as that can be known without importing torch, in milliseconds.
+
+    True: this build of torch has no device, nor another package that brings one, or NVIDIA's driver is not there.
+    False says nothing: macOS may have Metal, and drivers of AMD and Intel are asked by torch alone.
+
+    Args:
+        use_cpu: The user's or the launch file's word.
+    """
+    if use_cpu:
+        return True
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None or sys.platform == "darwin":
+        return False
+    # torch 2.13: `cuda`, `hip` and `xpu`, each None where it is not built for.
+    built = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
+    if built.get("hip") or built.get("xpu") or importlib.metadata.entry_points(group="torch.backends"):
+        return False
+    return not (built["cuda"] and _has_nvidia_driver())
+
+
+def _has_nvidia_driver() -> bool:
+    try:
+        ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def _installed_flash() -> tuple[str, ...]:

@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING
 
 from accel_scale.launching.checks import Case, Finding, Rule, error, warning
 from accel_scale.launching.machine import FLASH_PACKAGES, PACKAGES
+from accel_scale.planning.device import ATTENTION_NAMES
 
 if TYPE_CHECKING:
     from accel_scale.training.optimizer_specs import OptimizerSpec
 
-# Their masks keep packed documents apart (transformers' masking_utils, or FlashAttention's variable lengths).
-ISOLATING_ATTENTIONS = {"eager", "sdpa", "sdpa_packed", "flex_attention", "flash_attention_2", "flash_attention_3"}
 # Measured with TRL 1.16 on GSM8K's training file (4.2 MB), from reading to packed rows, one server core.
 TOKENISED_BYTES_PER_SECOND = 1.0e6
 # Up to here the mask (16 MiB) and the empty part of its products cost less than the compiler gains.
@@ -93,7 +92,7 @@ def packing_mixes_documents(case: Case) -> Finding | None:
 def packing_attention(case: Case) -> Finding | None:
     """Packing with an attention that is not known to keep documents apart."""
     name = case.run.attn_implementation
-    if not case.run.packing or name is None or name in ISOLATING_ATTENTIONS or "flash" in name:
+    if not case.run.packing or name is None or name in ATTENTION_NAMES or "flash" in name:
         return None
     return error(
         case.run.place("attn_implementation"),

@@ -13,6 +13,7 @@ from typing import Any
 from accel_scale.launching.ddp_rules import FIRST_POWERSGD_STEP
 from accel_scale.launching.launch_file import LaunchFile
 from accel_scale.launching.recipe_command import RecipeCommand
+from accel_scale.launching.strategy import is_true
 
 NUM_STEPS, CHECKPOINT_STEP = 4, 2
 MAX_LENGTH, MICRO_BATCH_SIZE, NUM_ROWS = 256, 2, 256
@@ -137,6 +138,9 @@ def for_the_cpu(recipe: RecipeCommand, launch: LaunchFile, work: Path) -> tuple[
     if attention and attention not in ("eager", "sdpa"):
         recipe = recipe.without(["attn_implementation"], work)
         notes.append(f"attention: chosen for the CPU, {attention} needs a GPU")
+    if is_true(recipe.value("activation_offloading", "false")):
+        recipe = recipe.without(["activation_offloading"], work)
+        notes.append("activations: kept, on a CPU they are in host memory already")
     if "fp8" in (launch.mixed_precision, recipe.value("precision")):
         recipe = recipe.with_flags(fp8_emulate="true")
         notes.append("fp8: matrix products emulated")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
 
+from accel_scale.errors import ConfigError
 from accel_scale.planning.hardware import Gpu, find_gpu
 
 # NVIDIA: Volta (7.0) brought fp16 tensor cores, Ampere (8.0) bf16 and the flash kernels, Ada (8.9) and Hopper (9.0)
@@ -18,6 +20,11 @@ _FLASH_CAPABILITIES = {
 # torch prefers cuDNN's attention from Hopper on; it compiles a plan for every new shape.
 _CUDNN_CAPABILITY = (9, 0)
 _FLASH_KERNEL_HEAD_SIZE = 256
+# `accel_scale.training.packed_attention`, as it is registered with transformers.
+PACKED_ATTENTION = "sdpa_packed"
+# What ``--attn_implementation`` takes, beside kernels from the hub; their masks, or FlashAttention's
+# variable lengths, keep packed documents apart.
+ATTENTION_NAMES = ("eager", "sdpa", PACKED_ATTENTION, "flash_attention_2", "flash_attention_3", "flex_attention")
 _COLLECTIVES = {"cuda": "nccl", "xpu": "xccl", "cpu": "gloo"}
 
 
@@ -167,3 +174,18 @@ def device_named(text: str, *, place: str = "--gpu") -> Device:
         ConfigError: as `find_gpu`.
     """
     return device_of(find_gpu(text, place=place))
+
+
+def check_attention_name(name: str, *, place: str) -> None:
+    """Refuse what is neither one of `ATTENTION_NAMES` nor a kernel's repository, such as ``kernels-community/…``.
+
+    Raises:
+        ConfigError: with the nearest name.
+    """
+    if name in ATTENTION_NAMES or "/" in name:
+        return
+    nearest = difflib.get_close_matches(name, ATTENTION_NAMES, n=1, cutoff=0.4)
+    hint = f"did you mean {nearest[0]}? " if nearest else ""
+    raise ConfigError(
+        f"{name!r} is not an attention implementation.", place=place, fix=f"{hint}use {', '.join(ATTENTION_NAMES)}."
+    )

@@ -6,11 +6,12 @@ import math
 from dataclasses import dataclass
 
 from accel_scale.errors import ConfigError
+from accel_scale.planning.device import ATTENTION_NAMES, PACKED_ATTENTION
 
 METHODS = ("full", "lora", "qlora")
 PRECISIONS = ("fp32", "fp16", "bf16", "bf16_true", "fp8")
 STRATEGIES = ("single", "ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3")
-ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+ATTENTIONS = tuple(name for name in ATTENTION_NAMES if name != PACKED_ATTENTION)  # that one counts as sdpa
 LOSSES = ("full", "chunked", "liger")
 OFFLOADS = ("none", "cpu", "nvme")
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble")

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
-from accel_scale.training.packed_attention import PACKED_ATTENTION, register_packed_attention
+from accel_scale.planning.device import PACKED_ATTENTION, check_attention_name
+from accel_scale.training.packed_attention import register_packed_attention
 
 if TYPE_CHECKING:
     import torch
 
     from accel_scale.planning.device import Device
 
-ATTENTION_NAMES = (
-    "eager",
-    "sdpa",
-    PACKED_ATTENTION,
-    "flash_attention_2",
-    "flash_attention_3",
-    "flex_attention",
-)
 _FLASH_INSTALL = {
     "flash_attention_2": "pip install --no-build-isolation 'accel-scale[flash]' on a machine with CUDA",
     "flash_attention_3": "build the hopper folder of github.com/Dao-AILab/flash-attention",
@@ -52,12 +44,9 @@ def resolve_attention(
     model_class = _model_class(model_config)
     if requested is None:
         return _default_attention(device, dtype, packing, model_config, model_class)
+    check_attention_name(requested, place="--attn_implementation")
     if "/" in requested:
         return _check_kernel(requested, device.type)
-    if requested not in ATTENTION_NAMES:
-        nearest = difflib.get_close_matches(requested, ATTENTION_NAMES, n=1, cutoff=0.4)
-        hint = f"did you mean {nearest[0]}? " if nearest else ""
-        raise _refuse(f"{requested!r} is not an attention implementation.", f"{hint}use {', '.join(ATTENTION_NAMES)}.")
     if requested in _FLASH_INSTALL:
         _check_flash(requested, device, dtype, model_config, model_class)
     elif requested == "flex_attention":

@@ -15,10 +15,8 @@ import torch
 from torch.nn import functional as F
 
 from accel_scale.launching.machine import detect_device
-from accel_scale.planning.device import Device
+from accel_scale.planning.device import PACKED_ATTENTION, Device
 from accel_scale.training.packed_mask import PackedLayout, dense_mask, packed_mask
-
-PACKED_ATTENTION = "sdpa_packed"
 
 # The CPU's flash kernel is built for long rows: below this length two matrix products and a softmax are 1.3 to 6
 # times as fast in bf16 (measured for head sizes 16 to 64 on an AVX512-BF16 machine); in fp32 the kernel wins.

@@ -11,7 +11,9 @@ from said_early import said_with_imports
 from transformers.training_args import DebugOption
 
 from accel_scale.errors import ConfigError
+from accel_scale.launching import machine
 from accel_scale.launching.early_checks import check_command_line
+from accel_scale.planning.device import ATTENTION_NAMES
 from accel_scale.training import flags, library_flags
 from accel_scale.training.arguments import ScaleArguments
 from accel_scale.training.flags import build_parser, parse_flags
@@ -136,11 +138,22 @@ def test_a_checkout_of_a_library_has_no_table(tmp_path: Path, monkeypatch: pytes
         ["recipes/sft.py", "--learning_rat", "1"],
         ["recipes/sft.py", "--config_file", "{yaml}"],
         ["recipes/sft.py", "--global_batch_size", "3", "--per_device_train_batch_size", "2"],
+        ["recipes/sft.py", "--activation_offloading", "true", "--use_cpu", "true"],
         ["recipes/pretrain.py", "--max_length", "long"],
+        ["recipes/pretrain.py", "--attn_implementation", "flash"],
         ["recipes/pretrain.py", "--collective_timeout", "soon"],
         ["recipes/tune.py", "recipes/sft.py", "--num_trials", "few"],
         ["recipes/tune.py", "recipes/sft.py", "--", "--learning_rat", "1"],
         ["-m", "accel_scale.cli.main", "rehearse", "--config_file", "{ddp}", "recipes/sft.py", "--optim", "adm"],
+        [
+            "-m",
+            "accel_scale.cli.main",
+            "rehearse",
+            "--config_file",
+            "{ddp}",
+            "recipes/sft.py",
+            "--attn_implementation=sdpa_paked",
+        ],
         ["-m", "accel_scale.cli.main", "merge", "{adapter}", "--output_dir", "merged", "--max_shard_size", "big"],
         ["-m", "accel_scale.cli.main", "merge", "{adapter}", "--output_dir", "/proc/merged"],
     ],
@@ -172,6 +185,8 @@ def test_commands_say_so_before_a_library_is_imported(repository: Path, tmp_path
         ('--model_init_kwargs {"attn_implementation":"eager"}', "use --attn_implementation"),
         ("--lr_scheduler_kwargs notjson", "no JSON object"),
         ("--dataset_text_field question", "use --columns text=question"),
+        ("--attn_implementation flash_atention_2", "did you mean flash_attention_2?"),
+        ("--activation_offloading true --use_cpu true", "activations on a CPU"),
     ],
 )
 def test_values_are_read_before_the_libraries(flags: str, says: str) -> None:
@@ -181,3 +196,36 @@ def test_values_are_read_before_the_libraries(flags: str, says: str) -> None:
     assert says in refused.value.one_line()
     assert refused.value.place
     assert refused.value.fix
+
+
+@pytest.mark.parametrize("name", [*ATTENTION_NAMES, "kernels-community/flash-attn3", "kernels-community/x:flash_fn"])
+def test_attention_that_the_run_knows_passes_early(name: str) -> None:
+    check_command_line("sft.py", __file__, ["--attn_implementation", name], SFT_FLAGS, refuse_contradictions)
+
+
+@pytest.mark.parametrize(
+    ("built", "driver", "extra", "surely"),
+    [
+        ({"cuda": None}, False, (), True),
+        ({"cuda": "13.0"}, False, (), True),
+        ({"cuda": "13.0"}, True, (), False),
+        ({"cuda": None, "hip": "7.1"}, False, (), False),
+        ({"cuda": None, "xpu": "2026"}, False, (), False),
+        ({"cuda": None}, False, ("npu",), False),
+    ],
+)
+def test_a_device_that_torch_may_have_is_not_ruled_out(
+    built: dict[str, str | None], driver: bool, extra: tuple[str, ...], surely: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine.sys, "platform", "linux")
+    monkeypatch.setattr(machine.runpy, "run_path", lambda path: built)
+    monkeypatch.setattr(machine.importlib.metadata, "entry_points", lambda group: extra)
+    monkeypatch.setattr(machine, "_has_nvidia_driver", lambda: driver)
+    assert machine.is_surely_cpu() is surely
+    assert machine.is_surely_cpu(use_cpu=True)
+    monkeypatch.setattr(machine.sys, "platform", "darwin")
+    assert not machine.is_surely_cpu()
+
+
+def test_what_is_known_without_torch_is_what_torch_finds() -> None:
+    assert not machine.is_surely_cpu() or machine.detect_device().type == "cpu"

@@ -11,7 +11,13 @@ import pytest
 from accel_scale.errors import ConfigError
 from accel_scale.launching.launch_file import read_launch_file
 from accel_scale.launching.recipe_command import RecipeCommand
-from accel_scale.launching.rehearsal_plan import DataChoice, choose_data, plan_rehearsal, rehearsed_processes
+from accel_scale.launching.rehearsal_plan import (
+    DataChoice,
+    choose_data,
+    for_the_cpu,
+    plan_rehearsal,
+    rehearsed_processes,
+)
 from accel_scale.launching.rehearse import Check, Report, error_lines
 
 CONFIGS = Path(__file__).resolve().parents[2] / "accelerate_configs"
@@ -144,6 +150,20 @@ def test_local_data_is_cut_and_remote_data_replaced(tmp_path: Path, script: str)
     assert choice.replaced == "nobody/has-this"
     assert choice.path is not None
     assert json.loads(choice.path.read_text().splitlines()[1]) == {"prompt": "1?\n", "completion": "1"}
+
+
+def test_what_a_cpu_has_not_is_left_out_and_noted(tmp_path: Path, script: str) -> None:
+    config = tmp_path / "flags.yaml"
+    config.write_text("activation_offloading: true\nattn_implementation: flash_attention_2\n")
+    (tmp_path / "work").mkdir()
+    launch = read_launch_file(CONFIGS / "ddp.yaml")
+    cut, notes = for_the_cpu(RecipeCommand.parse(script, ["--config_file", str(config)]), launch, tmp_path / "work")
+    assert cut.names() == ["config_file"]
+    assert [note.partition(":")[0] for note in notes] == ["attention", "activations"]
+    on = RecipeCommand.parse(script, ["--activation_offloading"])
+    assert not for_the_cpu(on, launch, tmp_path / "work")[0].words
+    off = RecipeCommand.parse(script, ["--activation_offloading", "false"])
+    assert for_the_cpu(off, launch, tmp_path / "work") == (off, [])
 
 
 def test_no_data_is_the_recipes_own_business(tmp_path: Path, script: str) -> None:
