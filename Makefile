@@ -12,7 +12,7 @@ CORES := $(shell nproc 2>/dev/null || echo 1)
 # Launches of two processes wait for each other and for imports most of the time: two files of tests at once.
 WORKERS ?= 2
 
-.PHONY: sft pretrain test test-fast soak lint format clean debian ops
+.PHONY: sft pretrain test test-fast coverage soak lint format clean debian ops
 
 sft: $(STAMP)  ## Fine-tune the embedded model on the embedded data and report exact match before and after
 	OMP_NUM_THREADS=$(CORES) $(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/sft.py
@@ -25,6 +25,11 @@ test: $(STAMP) debian ops  ## Every test except the soaks
 
 test-fast: $(STAMP)  ## Unit tests that take milliseconds
 	$(PYTEST) tests/unit -m "not slow and not soak" -x -n $(WORKERS) --dist loadfile
+
+coverage: $(STAMP)  ## Lines that the fast tests run: prints them and writes the figure to docs/contributing.md
+	$(PYTEST) tests/unit -m "not slow and not soak" -n $(WORKERS) --dist loadfile --cov \
+	  --cov-report=term:skip-covered --cov-report=json:coverage.json
+	$(BIN)/python docs/refresh.py --coverage coverage.json
 
 soak: $(STAMP) debian ops  ## Long proofs: kill loops, full benchmarks
 	$(PYTEST) tests -m soak --timeout 3600
@@ -68,4 +73,4 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info outputs
+	rm -rf $(VENV) build dist *.egg-info outputs .coverage coverage.json

@@ -6,7 +6,7 @@
     python benchmarks/start_check_scan.py --only llama bloom --print        # some of them, nothing is written
 
 Each architecture is its configuration class's defaults, shrunk as the start check shrinks a real model. Results go to
-`benchmarks/results/start_check.json` after every architecture, and the table in `docs/architectures.md` is made from
+`benchmarks/results/start_check.json` after every architecture, and the table in `docs/start-check.md` is made from
 that file. What is there for the same versions is not run again; `--again` runs it.
 """
 
@@ -43,7 +43,7 @@ from accel_scale.training.start_check.twin_check import TwinCheck
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = REPOSITORY / "benchmarks" / "results" / "start_check.json"
-TABLE = REPOSITORY / "docs" / "architectures.md"
+TABLE = REPOSITORY / "docs" / "start-check.md"
 BEGIN, END = "<!-- start_check_scan: begin -->", "<!-- start_check_scan: end -->"
 METHODS = ("full", "lora")
 POLICIES = ("full", "selective")

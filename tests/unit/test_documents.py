@@ -1,0 +1,76 @@
+"""README and docs: short enough, every link leads somewhere, every page is listed, and quoted outputs are today's."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+from accel_scale.cli.main import main
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "accel_scale" / "assets" / "README.md"])
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def anchors(page: Path) -> set[str]:
+    """The fragments that GitHub gives a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_readme_is_short_and_begins_with_what_a_reader_needs():
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 150
+    first_screen = "\n".join(lines[:40])
+    for needed in ("For training LLMs", "pip install", "accel-scale plan", "memory per GPU"):
+        assert needed in first_screen
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page):
+    for target in _LINK.findall(page.read_text(encoding="utf-8")):
+        if target.startswith(("http://", "https://", "mailto:")):
+            continue
+        path, _, fragment = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), target
+        assert not fragment or fragment in anchors(linked), target
+
+
+def test_the_index_lists_every_page():
+    text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^- \[[^\]]+\]\((\S+\.md)\): \S", text, re.MULTILINE)
+    assert sorted(listed) == sorted(page.name for page in (ROOT / "docs").glob("*.md") if page.name != "index.md")
+
+
+def test_figures_of_readme_and_measured_name_a_committed_file():
+    for page, marker in ((ROOT / "README.md", "## Measured"), (ROOT / "docs" / "measured.md", "# Measured")):
+        text = page.read_text(encoding="utf-8")
+        tables = re.split(r"^## (?!Measured)", text[text.index(marker) :], flags=re.MULTILINE)
+        rows = [line for part in (tables[:1] if page.name == "README.md" else tables) for line in part.splitlines()]
+        figures = [row for row in rows if row.startswith("| ") and not row.startswith("| what")]
+        assert len(figures) > 4
+        for row in figures:
+            where = row.rstrip(" |").rpartition(" | ")[2]
+            named = [*re.findall(r"`([\w/.]+\.\w+)`", where), *(t.removeprefix("../") for t in _LINK.findall(where))]
+            assert any((ROOT / name).exists() or (page.parent / name.partition("#")[0]).exists() for name in named), (
+                row
+            )
+            assert all((ROOT / name).exists() for name in named if "/" in name and "#" not in name), row
+
+
+def test_readme_quotes_what_its_command_prints(capsys, monkeypatch):
+    """`python docs/refresh.py` writes it anew."""
+    spec = importlib.util.spec_from_file_location("refresh", ROOT / "docs" / "refresh.py")
+    assert spec is not None
+    assert spec.loader is not None
+    refresh = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(refresh)
+    monkeypatch.setenv("COLUMNS", "120")
+    ((command, quoted),) = refresh.quoted_outputs((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert main(refresh.shlex.split(command)[1:]) == 0
+    printed = "".join(f"{line.rstrip()}\n" for line in capsys.readouterr().out.splitlines())
+    assert quoted == printed
