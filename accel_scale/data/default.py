@@ -76,20 +76,17 @@ def default_dataset() -> tuple[Dataset, Dataset]:
 
 
 def default_pretraining_text(folder: str, *, num_documents: int = 40_000) -> str:
-    """Path of the embedded base model's training text in `folder` (JSON lines), made there where it is missing."""
+    """Path of the embedded base model's training text in `folder` (JSON lines), unpacked there where it is missing."""
     import itertools
-    import json
+    import lzma
     from pathlib import Path
-
-    from accel_scale.assets.base_text import base_documents
-    from accel_scale.assets.generate_data import SEED
 
     path = Path(folder) / f"base_text_{num_documents}.jsonl"
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
-        with open(partial, "w", encoding="utf-8") as file:
-            for document in itertools.islice(base_documents(SEED), num_documents):
-                file.write(json.dumps({"text": document.text}) + "\n")
+        packed = files("accel_scale.assets").joinpath("default", "data", "base_text.jsonl.xz")
+        with packed.open("rb") as raw, lzma.open(raw) as lines, open(partial, "wb") as file:
+            file.writelines(itertools.islice(lines, num_documents))
         partial.replace(path)
     return str(path)

@@ -101,6 +101,7 @@ def run_config(model_args: PretrainModelArguments, max_length: int, tokenizer: A
     Raises:
         ConfigError: if it cannot be read, or does not go with rows of `max_length` tokens.
     """
+    from accel_scale.data.default import default_model_path
     from accel_scale.training.model import load_config
     from accel_scale.training.model_files import check_model_files, check_row_length
 
@@ -118,9 +119,9 @@ def run_config(model_args: PretrainModelArguments, max_length: int, tokenizer: A
         size = parse_count(model_args.num_params, place="--num_params")
         config = config_of_size(size, vocab_size=len(tokenizer), max_length=max_length, tokenizer=tokenizer)
     else:
-        from accel_scale.assets.train_base import model_config
-
-        config = model_config(tokenizer)
+        config = load_config(default_model_path())
+        config.name_or_path, config.dtype = "", None  # the embedded model's shape, not its weights
+        config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
     check_row_length(config, max_length)
     if model_args.model_name_or_path:
         check_model_files(model_args.model_name_or_path, config, tokenizer)

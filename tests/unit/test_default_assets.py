@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import lzma
 import re
+import sys
 from collections import Counter
 from datetime import datetime
 from decimal import Decimal
@@ -15,11 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from accel_scale.assets.base_text import base_documents, exercise_documents
-from accel_scale.assets.generate_data import INSTRUCTION_TASKS, SEED, write_data
-from accel_scale.assets.tasks import FAMILIES
-from accel_scale.assets.train_base import build_tokenizer, tokenizer_texts
-from accel_scale.data.default import default_data_paths, default_dataset, default_model_path
+from accel_scale.data.default import default_data_paths, default_dataset, default_model_path, default_pretraining_text
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools" / "embedded"))
+
+from base_text import base_documents, exercise_documents
+from generate_data import INSTRUCTION_TASKS, SEED, write_data
+from tasks import FAMILIES
+from train_base import build_tokenizer, tokenizer_texts
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +126,11 @@ def test_rebuilding_gives_the_same_bytes(tmp_path):
     write_data(tmp_path)
     for committed in map(Path, default_data_paths()):
         assert (tmp_path / committed.name).read_bytes() == committed.read_bytes()
+    rebuilt = lzma.decompress((tmp_path / "base_text.jsonl.xz").read_bytes())  # liblzma's versions pack differently
+    assert Path(default_pretraining_text(str(tmp_path / "run"))).read_bytes() == rebuilt
+    some = Path(default_pretraining_text(str(tmp_path / "run"), num_documents=100)).read_bytes()
+    assert rebuilt.startswith(some)
+    assert some.count(b"\n") == 100
 
 
 def test_rebuilding_gives_the_same_tokenizer(tmp_path):

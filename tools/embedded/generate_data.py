@@ -1,4 +1,4 @@
-"""Write the embedded instruction data: `python -m accel_scale.assets.generate_data [--out DIR]`.
+"""Write the embedded instruction data and the base text: `python tools/embedded/generate_data.py [--out DIR]`.
 
 Deterministic: the same seed gives the same bytes on every Python the package supports.
 """
@@ -6,18 +6,24 @@ Deterministic: the same seed gives the same bytes on every Python the package su
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import lzma
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from accel_scale.assets.tasks import FAMILIES, INSTRUCTION_TASKS, Family
+from base_text import base_documents
+from tasks import FAMILIES, INSTRUCTION_TASKS, Family
+
+from accel_scale.data.default import default_data_paths
 
 SEED = 2026
 TRAIN_ROWS_PER_FAMILY = 1200
 HELD_OUT_ROWS_PER_FAMILY = 120
 NEW_WORDING_SHARE = 0.25  # share of held-out rows asked in a wording that no training row uses
-DATA_FOLDER = Path(__file__).parent / "default" / "data"
+BASE_DOCUMENTS = 40_000
+DATA_FOLDER = Path(default_data_paths()[0]).parent
 
 
 def instruction_row(family: Family, rng: Random, *, held_out: bool) -> dict[str, Any]:
@@ -62,9 +68,12 @@ def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def write_data(folder: Path = DATA_FOLDER, *, seed: int = SEED) -> None:
-    """Write ``train.jsonl`` and ``heldout.jsonl``."""
+    """Write ``train.jsonl``, ``heldout.jsonl`` and the base model's text, ``base_text.jsonl.xz``."""
     write_jsonl(folder / "train.jsonl", instruction_rows(TRAIN_ROWS_PER_FAMILY, held_out=False, seed=seed))
     write_jsonl(folder / "heldout.jsonl", instruction_rows(HELD_OUT_ROWS_PER_FAMILY, held_out=True, seed=seed))
+    documents = itertools.islice(base_documents(seed), BASE_DOCUMENTS)
+    text = "".join(json.dumps({"text": document.text}) + "\n" for document in documents)
+    (folder / "base_text.jsonl.xz").write_bytes(lzma.compress(text.encode(), preset=9))
 
 
 def main() -> None:

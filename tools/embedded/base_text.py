@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 
-from accel_scale.assets.problems import LETTERS
-from accel_scale.assets.tasks import FAMILIES, INSTRUCTION_TASKS, Family
+from problems import LETTERS
+from tasks import FAMILIES, INSTRUCTION_TASKS, Family
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from accel_scale.assets import problems
-from accel_scale.assets.problems import Draw, Problem
+import problems
+from problems import Draw, Problem
 
 # The base model reads about all families; these it can be taught to answer within a minute on two CPU cores.
 INSTRUCTION_TASKS = ("convert", "date", "letter", "reverse", "sequence")

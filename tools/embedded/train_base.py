@@ -1,4 +1,4 @@
-"""Train the embedded base model and its tokenizer from nothing: `python -m accel_scale.assets.train_base`.
+"""Train the embedded base model and its tokenizer from nothing: `python tools/embedded/train_base.py`.
 
 The model is a small Llama trained on plain text (`base_documents`): statements of solved problems and exercises with
 their solutions, never a chat turn or a held-out problem. It has the skills but does not answer in a conversation,
@@ -16,15 +16,16 @@ from pathlib import Path
 from random import Random
 
 import torch
+from base_text import Document, base_documents, exercise_documents
+from generate_data import SEED
+from tasks import FAMILIES
+from tokenizer import DOCUMENT_END, MAX_LENGTH, VOCAB_SIZE, build_tokenizer
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from accel_scale.assets.base_text import Document, base_documents, exercise_documents
-from accel_scale.assets.generate_data import SEED
-from accel_scale.assets.tasks import FAMILIES
-from accel_scale.assets.tokenizer import DOCUMENT_END, MAX_LENGTH, VOCAB_SIZE, build_tokenizer
+from accel_scale.data.default import default_model_path
 from accel_scale.launching.machine import detect_device
 
-MODEL_FOLDER = Path(__file__).parent / "default" / "model"
+MODEL_FOLDER = Path(default_model_path())
 
 
 def tokenizer_texts(seed: int) -> Iterator[str]:
