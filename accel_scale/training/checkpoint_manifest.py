@@ -112,14 +112,12 @@ def _own_checksum(content: dict[str, Any]) -> str:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write ``manifest.json``; the last file of a checkpoint."""
+    """Write ``manifest.json``, the last file of a checkpoint; `publish` forces it to disk with the others."""
     content = asdict(manifest)
     content["checksum"] = _own_checksum(content)
     with open(folder / MANIFEST, "w", encoding="utf-8") as file:
         json.dump(content, file, indent=1)
         file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -246,6 +246,25 @@ def test_killed_while_an_old_one_is_deleted(start, tmp_path, capsys):
     assert "damaged" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("begin", ["auto", "no", "save"])
+def test_what_a_killed_run_left_is_put_right_before_anything_else(start, tmp_path, capsys, begin):
+    """The newest one was being replaced, and another was being written."""
+    saved(start, steps=(1, 2))
+    folder = tmp_path / "run"
+    (folder / ".partial" / "checkpoint-3").mkdir(parents=True)
+    os.rename(folder / "checkpoint-2", folder / ".partial" / "replaced-checkpoint-2")
+    manager = start(keep_last=3).manager
+    if begin == "save":
+        manager.save(4)
+    else:
+        found = manager.resume(begin)
+        assert (found and found.step) == (2 if begin == "auto" else None)
+    assert names(folder) == ["checkpoint-1", "checkpoint-2", *(["checkpoint-4"] if begin == "save" else [])]
+    said = capsys.readouterr().out
+    for line in ("put back checkpoint-2", "removed unfinished checkpoint-3"):
+        assert said.count(line) == 1
+
+
 def test_damaged_ones_are_not_counted(start, tmp_path):
     run, _ = saved(start, steps=(1, 2, 3), keep_last=2)
     truncate(tmp_path / "run" / "checkpoint-3")

@@ -210,8 +210,8 @@ def test_a_sample_is_drawn_alike_each_time_and_in_step_where_weights_are_shared(
     assert seen[-1][0]["pad_token_id"] == 0
     # Ranks with whole weights generate by themselves, those with parts of them wait for each other.
     several = Ranks(torch.zeros(2))
-    made.generate = lambda **settings: seen.append((settings, None)) or torch.tensor([[7, 3], [7, 4]])
-    assert sample_text(several, made, Words(), "7", max_new_tokens=1) == "3"
+    made.generate = lambda **settings: seen.append((settings, None)) or torch.tensor([[7, 3, 0], [7, 4, 0]])
+    assert sample_text(several, made, Words(), "7", max_new_tokens=1) == "3", "without the token that ends it"
     assert seen[-1][0]["synced_gpus"] is False
     for mark in ("ds_id", "device_mesh"):
         parameter = next(made.parameters())

@@ -257,6 +257,37 @@ def test_a_trainers_own_step_does_what_was_decided():
     assert loop.optimizer.step == usual
 
 
+def test_a_gate_that_was_told_nothing_does_what_the_optimizer_does():
+    """Also after a step at another learning rate, which is for that step alone."""
+    plain, gated = Loop(), Loop()
+    gate = make_gate(gated.accelerator, gated.model, gated.optimizer)
+    gate.attach()
+
+    def step(loop: Loop) -> torch.Tensor:
+        before = loop.model.weight.detach().clone()
+        loop.accelerator.backward(loop.model(torch.ones(2, 4)).square().mean())
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        return loop.model.weight.detach() - before
+
+    assert torch.equal(step(gated), step(plain))
+    gate.lr_factor = 0.5
+    assert torch.allclose(step(gated), 0.5 * step(plain), rtol=1e-5)
+    gated.model.load_state_dict(plain.model.state_dict())
+    assert torch.allclose(step(gated), step(plain), rtol=1e-5)
+
+
+def test_a_step_is_finished_once():
+    loop = Loop()
+    loop.take()
+    with pytest.raises(RuntimeError, match="finish comes after"):
+        loop.step.finish()
+    with loop.step.micro_batch(is_last=False):
+        loop.step.backward(loop.model(torch.ones(1, 4)).mean())
+    with pytest.raises(RuntimeError, match="finish comes after"):
+        loop.step.finish()
+
+
 def test_rows_named_at_the_end_go_with_the_losses_or_beside_rows_that_were_named(tmp_path):
     loop = Loop(guard=Guard(), output_dir=tmp_path)
     loop.take(math.nan, row_ids=((), ()), loss_sum=None)

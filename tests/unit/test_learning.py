@@ -193,6 +193,14 @@ def test_a_trainer_that_learnt_ends_well_and_keeps_no_callback() -> None:
     assert Learner([], []).train(first_step=4) == "done"
 
 
+def test_a_run_that_was_stopped_within_its_first_step_is_no_run_without_rows() -> None:
+    trainer = Learner([LABELLED, []], [1, None])
+    trainer.begin(0)
+    while trainer.todo:
+        trainer.get_batch_samples()
+    trainer._refuse_unlearnt()
+
+
 @pytest.mark.parametrize(
     ("trainer", "problem"),
     [

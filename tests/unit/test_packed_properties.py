@@ -84,10 +84,24 @@ def test_values_and_gradients_are_those_of_a_mask(length, num_rows, window, head
 @pytest.mark.parametrize("shares", [True, False])
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
 def test_grouped_heads_with_and_without_a_kernel_for_them(shares, heads, monkeypatch) -> None:
-    device = SimpleNamespace(shares_key_heads=lambda **_: shares)
+    device, seen, attention = (
+        SimpleNamespace(shares_key_heads=lambda **_: shares),
+        set(),
+        F.scaled_dot_product_attention,
+    )
     monkeypatch.setattr(packed_attention, "_device", lambda _: device)
+
+    def watched(query, key, value, **settings):
+        if "enable_gqa" in settings:  # ours, not the one that it is compared with
+            seen.add((key.shape[1], value.shape[1], settings["enable_gqa"]))
+        return attention(query, key, value, **settings)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
     for ours, theirs in zip(*attend([[5, 9, 3], [17]], None, heads, None, 0), strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+    num_keys = heads[1] if shares else heads[0]
+    assert seen == {(num_keys, num_keys, num_keys < heads[0])}, "keys and values are repeated only where they must be"
 
 
 @pytest.mark.parametrize("window", [None, 2])

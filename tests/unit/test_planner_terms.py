@@ -67,6 +67,16 @@ def test_offloaded_weights_leave_the_card_and_lie_on_the_host() -> None:
     assert states("fsdp2", 8, offload_params="cpu").host_bytes == 4 * N
 
 
+def test_an_offloaded_step_needs_its_copies_on_the_host_too() -> None:
+    """FSDP's optimizer steps where the states are: torch's foreach Adam makes a copy of what it updates."""
+    setup = sharing("fsdp2", 2, offload_params="cpu")
+    for name in ("adamw_torch_fused", "adamw_torch", "adagrad"):
+        facts = optimizer_facts(name)
+        kept = state_bytes_of(LLAMA, replace(setup, optimizer=name))
+        assert kept.host_bytes == (4 + 4 + facts.state_bytes(4) + 4 * facts.transient_copies) * N / 2
+    assert optimizer_facts("adamw_torch").transient_copies > 0
+
+
 def test_an_optimizer_on_the_host_leaves_weights_and_gradients_on_the_card() -> None:
     setup = TrainingSetup(optimizer="adamw_cpu_offload")
     kept = state_bytes_of(LLAMA, setup)
@@ -174,6 +184,31 @@ def test_hybrid_shards_are_reduced_between_replicas() -> None:
     assert found.num_bytes == 2 * N / 8
     several = replace(sharing("fsdp2", 32, num_replicas=4), accumulation=3, sync_each_batch=True)
     assert only(several, "replicas").count == 3
+
+
+def test_stages_gather_their_weights_once_a_step() -> None:
+    """Elsewhere each micro-batch does, twice where they are dropped after the forward pass."""
+    setup = replace(sharing("fsdp2", 8), accumulation=4)
+    assert (only(setup, "weights").count, only(setup, "gradients").count) == (
+        LLAMA.num_layers * 4 * 2,
+        LLAMA.num_layers,
+    )
+    kept = replace(setup, parallel=replace(setup.parallel, reshard_after_forward=False))
+    assert only(kept, "weights").count == LLAMA.num_layers * 4
+    stages = replace(setup, parallel=replace(setup.parallel, pipeline_parallel=2))
+    assert only(stages, "weights").count == LLAMA.num_layers * 2
+    deepspeed = replace(sharing("zero3", 8), accumulation=4)
+    assert only(deepspeed, "gradients").count == LLAMA.num_layers * 4
+
+
+def test_short_documents_in_a_packed_row_are_attended_to_faster() -> None:
+    """Every figure of the estimate follows: computing, and what of it was useful."""
+    setup = replace(sharing(), sequence_length=8192, packing=True)
+    rows, documents = (predict_time(LLAMA, setup, A100, document_length=length) for length in (None, 256))
+    assert documents.matmul_seconds < 0.95 * rows.matmul_seconds
+    saved = rows.matmul_seconds + rows.memory_seconds - documents.matmul_seconds - documents.memory_seconds
+    assert rows.step_seconds - documents.step_seconds == pytest.approx(saved, rel=1e-4)
+    assert documents.tokens_per_second > rows.tokens_per_second
 
 
 def test_sizes_of_what_ranks_that_share_a_model_send() -> None:
