@@ -15,36 +15,36 @@ if TYPE_CHECKING:
     from accel_scale.data.chat import ensure_stop_token as ensure_stop_token
     from accel_scale.data.lengths import length_distribution as length_distribution
     from accel_scale.errors import ConfigError as ConfigError
+    from accel_scale.flags.guard_settings import GuardSettings as GuardSettings
+    from accel_scale.launching.cpu_process import tune_cpu_process as tune_cpu_process
+    from accel_scale.launching.memory_cap import cap_device_memory as cap_device_memory
     from accel_scale.launching.rehearsal import enable_rehearsal_if_needed as enable_rehearsal_if_needed
-    from accel_scale.launching.shrink import shrink_config as shrink_config
-    from accel_scale.plugin import ScalePlugin as ScalePlugin
-    from accel_scale.training.batch import derive_accumulation as derive_accumulation
-    from accel_scale.training.callbacks import ScaleTrainerMixin as ScaleTrainerMixin
-    from accel_scale.training.checkpointing import CheckpointingPolicy as CheckpointingPolicy
-    from accel_scale.training.checkpointing import apply_checkpointing as apply_checkpointing
-    from accel_scale.training.checkpoints import CheckpointManager as CheckpointManager
-    from accel_scale.training.cpu_process import tune_cpu_process as tune_cpu_process
-    from accel_scale.training.device import cap_device_memory as cap_device_memory
-    from accel_scale.training.exact_match import exact_match as exact_match
-    from accel_scale.training.fast_loss import FastLossMixin as FastLossMixin
-    from accel_scale.training.guard import Guard as Guard
-    from accel_scale.training.guard_mixin import GuardMixin as GuardMixin
-    from accel_scale.training.guard_settings import GuardSettings as GuardSettings
-    from accel_scale.training.guarded_step import GuardedStep as GuardedStep
-    from accel_scale.training.loss import chunked_cross_entropy as chunked_cross_entropy
-    from accel_scale.training.memory_recovery import MemoryRecovery as MemoryRecovery
-    from accel_scale.training.merge import merge_adapter as merge_adapter
-    from accel_scale.training.optimizers import OPTIMIZER_NAMES as OPTIMIZER_NAMES
-    from accel_scale.training.optimizers import create_optimizer as create_optimizer
-    from accel_scale.training.saving import AtomicSavingMixin as AtomicSavingMixin
-    from accel_scale.training.saving import CheckpointMismatch as CheckpointMismatch
-    from accel_scale.training.saving import latest_complete_checkpoint as latest_complete_checkpoint
-    from accel_scale.training.saving import save_atomically as save_atomically
-    from accel_scale.training.saving import save_final as save_final
-    from accel_scale.training.schedules import create_schedule as create_schedule
-    from accel_scale.training.schedules import scaled_learning_rate as scaled_learning_rate
-    from accel_scale.training.sequence_mixin import SequenceParallelMixin as SequenceParallelMixin
-    from accel_scale.training.verification import verify_checkpoint as verify_checkpoint
+    from accel_scale.merging.adapter import merge_adapter as merge_adapter
+    from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy as CheckpointingPolicy
+    from accel_scale.modeling.activation_checkpointing import apply_checkpointing as apply_checkpointing
+    from accel_scale.optimization.batch import derive_accumulation as derive_accumulation
+    from accel_scale.optimization.fast_loss import FastLossMixin as FastLossMixin
+    from accel_scale.optimization.loss import chunked_cross_entropy as chunked_cross_entropy
+    from accel_scale.optimization.optimizers import OPTIMIZER_NAMES as OPTIMIZER_NAMES
+    from accel_scale.optimization.optimizers import create_optimizer as create_optimizer
+    from accel_scale.optimization.schedules import create_schedule as create_schedule
+    from accel_scale.optimization.schedules import scaled_learning_rate as scaled_learning_rate
+    from accel_scale.plugin.plugin import ScalePlugin as ScalePlugin
+    from accel_scale.plugin.trainer_mixin import ScaleTrainerMixin as ScaleTrainerMixin
+    from accel_scale.shrinking.shrink import shrink_config as shrink_config
+    from accel_scale.training.checkpoints.manager import CheckpointManager as CheckpointManager
+    from accel_scale.training.evaluation.exact_match import exact_match as exact_match
+    from accel_scale.training.guard.guard import Guard as Guard
+    from accel_scale.training.guard.guarded_step import GuardedStep as GuardedStep
+    from accel_scale.training.resilience.memory_recovery import MemoryRecovery as MemoryRecovery
+    from accel_scale.training.saving.saving import AtomicSavingMixin as AtomicSavingMixin
+    from accel_scale.training.saving.saving import CheckpointMismatch as CheckpointMismatch
+    from accel_scale.training.saving.saving import latest_complete_checkpoint as latest_complete_checkpoint
+    from accel_scale.training.saving.saving import save_atomically as save_atomically
+    from accel_scale.training.saving.saving import save_final as save_final
+    from accel_scale.training.saving.verification import verify_checkpoint as verify_checkpoint
+    from accel_scale.training.trainers.guard_mixin import GuardMixin as GuardMixin
+    from accel_scale.training.trainers.sequence_mixin import SequenceParallelMixin as SequenceParallelMixin
 else:
     import importlib
     import pkgutil

@@ -38,7 +38,7 @@ def user_errors(program: str) -> Iterator[None]:
     A full disk is one too, with status 74, and memory that ran out, with 75. Everything else gets through; under a
     launcher, whose report comes after the traceback, its cause is said again.
     """
-    from accel_scale.launching.last_word import credentials_unsaid
+    from accel_scale.ending.last_word import credentials_unsaid
 
     with credentials_unsaid():
         yield from _user_errors(program)
@@ -49,8 +49,8 @@ def _user_errors(program: str) -> Iterator[None]:
         yield
     except Exception as error:
         from accel_scale.disk_space import full_disk
-        from accel_scale.known_errors import as_setting
-        from accel_scale.launching.last_word import repeat_cause, say_last
+        from accel_scale.ending.known_errors import as_setting
+        from accel_scale.ending.last_word import repeat_cause, say_last
 
         full = None if isinstance(error, ConfigError) else full_disk(error)
         known = full or as_setting(error)
@@ -65,9 +65,9 @@ def _user_errors(program: str) -> Iterator[None]:
 def _say_if_out_of_memory(program: str, error: Exception) -> None:
     if "torch" not in sys.modules:
         return
-    from accel_scale.launching.last_word import say_last
-    from accel_scale.training.clean_stop import OUT_OF_MEMORY_STATUS
-    from accel_scale.training.out_of_memory import REMEDIES, is_out_of_memory, reason_in
+    from accel_scale.ending.clean_stop import OUT_OF_MEMORY_STATUS
+    from accel_scale.ending.last_word import say_last
+    from accel_scale.ending.out_of_memory import REMEDIES, is_out_of_memory, reason_in
 
     if is_out_of_memory(error):
         say_last(f"{program}: memory ran out ({reason_in(error)}). Fix: {REMEDIES}.", all_ranks=True)

@@ -74,7 +74,7 @@ def run(args: argparse.Namespace, flags: list[str], *, seed: int) -> dict[str, A
 def table(args: argparse.Namespace, runs: dict[str, dict[str, Any]], others: dict[str, float]) -> str:
     import torch
 
-    from accel_scale.launching.collective_runs import processor_name
+    from accel_scale.measuring.collective_runs import processor_name
 
     plain = runs["none"]
     params = plain["parameters"]["trainable"]

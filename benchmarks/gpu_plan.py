@@ -59,8 +59,8 @@ class Case:
     @property
     def setup(self) -> Any:
         """The same in the planner's terms."""
-        from accel_scale.planning.training_setup import TrainingSetup
-        from accel_scale.training.trial_step import one_process
+        from accel_scale.planning.models.training_setup import TrainingSetup
+        from accel_scale.verifying.trial_step import one_process
 
         return one_process(
             TrainingSetup(
@@ -94,7 +94,7 @@ def config_of(case: Case) -> Any:
     """The model's transformers configuration."""
     from transformers import AutoConfig
 
-    from accel_scale.planning.catalogue import catalogue_config
+    from accel_scale.planning.models.catalogue import catalogue_config
 
     values = catalogue_config(case.model) or {"model_type": case.model, **CPU_SHAPE}
     return AutoConfig.for_model(**values)
@@ -103,10 +103,10 @@ def config_of(case: Case) -> Any:
 def predict(case: Case, *, on_gpu: bool) -> dict[str, float | None]:
     """Bytes and seconds, before anything runs."""
     from accel_scale.errors import ConfigError
-    from accel_scale.planning.hardware import detect_local
-    from accel_scale.planning.memory import predict_memory
-    from accel_scale.planning.model_config import facts_from_config
-    from accel_scale.planning.timing import predict_time
+    from accel_scale.facts.hardware import detect_local
+    from accel_scale.planning.cost.memory import predict_memory
+    from accel_scale.planning.cost.timing import predict_time
+    from accel_scale.planning.models.model_config import facts_from_config
 
     facts = facts_from_config(config_of(case).to_dict(), name=case.model)
     memory = predict_memory(facts, case.setup, is_cuda=on_gpu, is_tracked=not on_gpu)
@@ -129,7 +129,7 @@ def measure(case: Case) -> dict[str, Any]:
     """Run the case in this process."""
     import torch
 
-    from accel_scale.training.trial_step import measure_step
+    from accel_scale.verifying.trial_step import measure_step
 
     on_gpu = torch.cuda.is_available()
     steps = 5 if on_gpu else 2

@@ -161,7 +161,7 @@ def run_case(case: Case, model: Path, data: Path, work: Path, *, steps: int, lim
 def utilisation(num_parameters: int, tokens_per_second: float | None, device: str) -> float | None:
     """MFU: 6·N FLOPs per token (PaLM, appendix B, attention left out) over the card's dense bf16 peak."""
     from accel_scale.errors import ConfigError
-    from accel_scale.planning.hardware import find_gpu
+    from accel_scale.facts.hardware import find_gpu
 
     try:
         peak = find_gpu(device).flops("bf16")

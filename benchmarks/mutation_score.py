@@ -1,7 +1,7 @@
 """How many mutants of the modules in benchmarks/mutation.yaml the tests notice.
 
     python benchmarks/mutation_score.py --per-module 8 --write
-    python benchmarks/mutation_score.py --module accel_scale/training/loss.py --per-module 40
+    python benchmarks/mutation_score.py --module accel_scale/optimization/loss.py --per-module 40
     python benchmarks/mutation_score.py --survivors /tmp/mutation.json  # those of an earlier run, after a new test
 
 A mutant is written into a copy of the checkout, and the tests of its module run there, in a process forked from one

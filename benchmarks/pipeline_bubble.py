@@ -30,7 +30,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from accel_scale.launching.leaving import leave_process_group
+from accel_scale.ending.leaving import leave_process_group
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = REPOSITORY / "benchmarks" / "results" / "pipeline_bubble.json"
@@ -43,7 +43,7 @@ def timed_part(index: int, num_stages: int, clock: dict[str, float]) -> Any:
     import torch
     from torch import nn
 
-    from accel_scale.parallel.pipeline_split import Stage
+    from accel_scale.parallel.pipelines.split import Stage
 
     def wait() -> None:
         started = time.perf_counter()
@@ -100,8 +100,8 @@ def measure_timed(
     import torch
     import torch.distributed as dist
 
-    from accel_scale.parallel.pipeline import Pipeline, PipelineSettings, stages_of_rank
-    from accel_scale.planning.pipeline import bubble_fraction
+    from accel_scale.parallel.pipelines.pipeline import Pipeline, PipelineSettings, stages_of_rank
+    from accel_scale.planning.cost.pipeline import bubble_fraction
 
     group = dist.group.WORLD if group is None else group
     size, settings = dist.get_world_size(group), PipelineSettings(schedule, stages_per_rank)
@@ -135,9 +135,9 @@ def measure_computing(micro_batches: int, steps: int) -> dict[str, float]:
     import torch.distributed as dist
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from accel_scale.parallel.pipeline import Pipeline, PipelineSettings, split_model, stage_boundaries
-    from accel_scale.parallel.pipeline_split import layer_costs
-    from accel_scale.planning.pipeline import bubble_fraction
+    from accel_scale.parallel.pipelines.pipeline import Pipeline, PipelineSettings, split_model, stage_boundaries
+    from accel_scale.parallel.pipelines.split import layer_costs
+    from accel_scale.planning.cost.pipeline import bubble_fraction
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -169,7 +169,7 @@ def run_rank(args: argparse.Namespace) -> None:
     """What every process of a launch does; rank 0 prints one JSON line per case."""
     import torch.distributed as dist
 
-    import accel_scale.parallel.pipeline  # noqa: F401  before anything is timed
+    import accel_scale.parallel.pipelines.pipeline  # noqa: F401  before anything is timed
 
     if args.realtime:
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))

@@ -25,8 +25,8 @@ from typing import Any
 from published_rows import HF_STACKS, PublishedRow, load_rows, published_row
 
 from accel_scale.errors import ConfigError
-from accel_scale.planning.memory import MemoryEstimate, predict_memory
-from accel_scale.planning.parameters import parameter_groups
+from accel_scale.planning.cost.memory import MemoryEstimate, predict_memory
+from accel_scale.planning.models.parameters import parameter_groups
 from accel_scale.quiet import quiet_imports
 
 GIB = 2**30

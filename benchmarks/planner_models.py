@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from accel_scale.planning.training_setup import LoraSetup, TrainingSetup
-from accel_scale.training.adapters import prepare_quantized_base
-from accel_scale.training.checkpointing import CheckpointingPolicy, apply_checkpointing
-from accel_scale.training.fast_loss import add_fast_lm_head
+from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy, apply_checkpointing
+from accel_scale.modeling.adapters import prepare_quantized_base
+from accel_scale.optimization.fast_loss import add_fast_lm_head
+from accel_scale.planning.models.training_setup import LoraSetup, TrainingSetup
 
 NO_DROPOUT = {
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},

@@ -80,8 +80,8 @@ def bare(job: dict[str, Any], *, fast: bool) -> dict[str, Any]:
     """A loop with nothing around it."""
     import torch
 
-    from accel_scale.training.fast_loss import add_fast_lm_head
-    from accel_scale.training.packed_attention import register_packed_attention
+    from accel_scale.modeling.packed_attention import register_packed_attention
+    from accel_scale.optimization.fast_loss import add_fast_lm_head
 
     torch.set_flush_denormal(True)
     model = hf_model(job, register_packed_attention() if fast else "sdpa")
@@ -140,7 +140,7 @@ def ours(job: dict[str, Any], *, compiled: bool) -> dict[str, Any]:
     sys.path.insert(0, str(REPOSITORY / "recipes"))
     import pretrain
 
-    from accel_scale.training import pretrain_report
+    from accel_scale.training.pretrain import report as pretrain_report
 
     clock, stepped = step_clock(job), pretrain_report.Report.stepped
 
@@ -245,7 +245,7 @@ def make_job(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     import numpy
 
     from accel_scale.data.default import default_model_path, default_pretraining_text
-    from accel_scale.training.model import load_tokenizer
+    from accel_scale.modeling.loading import load_tokenizer
 
     tokenizer = load_tokenizer(default_model_path())
     text = default_pretraining_text(str(folder))
@@ -296,7 +296,7 @@ def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from sft_side_by_side import machine
     from transformers import LlamaConfig
 
-    from accel_scale.training.peak_flops import measured_peak_flops, model_flops
+    from accel_scale.measuring.peak_flops import measured_peak_flops, model_flops
 
     if options.litgpt_python:
         check_litgpt(options.litgpt_python)

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from accel_scale.errors import ConfigError
-from accel_scale.planning.catalogue import load_model_facts
-from accel_scale.planning.model_facts import ModelFacts
-from accel_scale.planning.training_setup import LoraSetup, ParallelSetup, TrainingSetup
+from accel_scale.planning.models.catalogue import load_model_facts
+from accel_scale.planning.models.model_facts import ModelFacts
+from accel_scale.planning.models.training_setup import LoraSetup, ParallelSetup, TrainingSetup
 
 MEASUREMENTS = Path(__file__).parent / "data" / "memory_measurements.json"
 # Stacks that train transformers' models with Accelerate, DeepSpeed or the HF Trainer.

@@ -90,7 +90,7 @@ def write_plan(name: str, folder: Path) -> dict:
     Raises:
         RuntimeError: if nothing fits or the command fails.
     """
-    from accel_scale.planning.catalogue import catalogue_config
+    from accel_scale.planning.models.catalogue import catalogue_config
 
     model, *flags = shlex.split(REQUESTS[name])
     config = catalogue_config(model)

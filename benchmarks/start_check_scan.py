@@ -28,18 +28,18 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 from trl import ModelConfig
 
 from accel_scale.errors import ConfigError
-from accel_scale.planning.device import CPU
+from accel_scale.facts.device import CPU
+from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy, apply_checkpointing
+from accel_scale.modeling.attention import resolve_attention
+from accel_scale.modeling.loading import skeleton_of
+from accel_scale.optimization.fast_loss import add_fast_lm_head
 from accel_scale.quiet import quiet_imports
 from accel_scale.reporting.summary import installed_versions
-from accel_scale.training.attention import resolve_attention
-from accel_scale.training.checkpointing import CheckpointingPolicy, apply_checkpointing
-from accel_scale.training.fast_loss import add_fast_lm_head
-from accel_scale.training.model import skeleton_of
-from accel_scale.training.start_check import PlannedRun, Verdict, check_start
-from accel_scale.training.start_check.flash_on_cpu import attention_on_cpu
-from accel_scale.training.start_check.steps import Step
-from accel_scale.training.start_check.twin import tiny_config, undisturbed
-from accel_scale.training.start_check.twin_check import TwinCheck
+from accel_scale.start_check import PlannedRun, Verdict, check_start
+from accel_scale.start_check.flash_on_cpu import attention_on_cpu
+from accel_scale.start_check.steps import Step
+from accel_scale.start_check.twin import tiny_config, undisturbed
+from accel_scale.start_check.twin_check import TwinCheck
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = REPOSITORY / "benchmarks" / "results" / "start_check.json"
@@ -100,7 +100,7 @@ def planned(config: PreTrainedConfig, method: str, rows: Any) -> PlannedRun:
 
 def adapter_of(config: PreTrainedConfig) -> Any:
     """The recipe's default adapters: what gets none is read from a model of few layers, which has every kind."""
-    from accel_scale.training.adapters import lora_config
+    from accel_scale.modeling.adapters import lora_config
 
     skeleton = skeleton_of(tiny_config(config))
     return lora_config(ModelConfig(lora_task_type="CAUSAL_LM"), skeleton, dropout_is_set=False)

@@ -15,18 +15,18 @@ import time
 from typing import Any
 
 from accel_scale.errors import user_errors
-from accel_scale.launching.begin import begin
-from accel_scale.quiet import quiet_imports
-from accel_scale.training.flags import ParsedFlags, parse_flags
-from accel_scale.training.guard_arguments import GuardArguments
-from accel_scale.training.parallel_arguments import ParallelArguments
-from accel_scale.training.pretrain_arguments import (
+from accel_scale.flags.guard import GuardArguments
+from accel_scale.flags.parallel import ParallelArguments
+from accel_scale.flags.parsing import ParsedFlags, parse_flags
+from accel_scale.flags.pretraining import (
     PretrainArguments,
     PretrainDataArguments,
     PretrainModelArguments,
 )
-from accel_scale.training.pretrain_resolve import refuse_contradictions
-from accel_scale.training.pretrain_run import Run
+from accel_scale.quiet import quiet_imports
+from accel_scale.starting.begin import begin
+from accel_scale.training.pretrain.resolve import refuse_contradictions
+from accel_scale.training.pretrain.run import Run
 
 PROGRAM = "pretrain.py"
 
@@ -42,7 +42,7 @@ quiet_imports()  # before the libraries that would print at import
 
 def main(argv: list[str] | None = None) -> dict[str, Any] | None:
     """Run the recipe; returns what `run_summary.json` holds."""
-    from accel_scale.training.exits import exit_if_not_saved
+    from accel_scale.ending.exits import exit_if_not_saved
 
     started = time.perf_counter()
     parsed = parse_flags(FLAG_CLASSES, argv, program=PROGRAM, description=__doc__)
@@ -67,9 +67,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any] | None:
 def resolve_run(parsed: ParsedFlags) -> Run:
     """Flags, launch and machine brought together; contradictions are refused here."""
     from accel_scale.data.default import DEFAULT_PRETRAINING
-    from accel_scale.training.parallel_arguments import layout_of, with_layout
-    from accel_scale.training.recipe_start import start_recipe
-    from accel_scale.training.resolve import resolve
+    from accel_scale.flags.parallel import layout_of, with_layout
+    from accel_scale.settings.resolve import resolve
+    from accel_scale.starting.recipe_start import start_recipe
 
     start = start_recipe(parsed, output_dir=parsed.explicit.get("output_dir", PretrainArguments.output_dir))
     refuse_contradictions(parsed)
@@ -85,8 +85,8 @@ def resolve_run(parsed: ParsedFlags) -> Run:
 
 def check(run: Run) -> None:
     """Refuse what cannot work before anything is loaded; say what the user may want to change."""
-    from accel_scale.training.device import cap_device_memory
-    from accel_scale.training.recipe_start import check_settings
+    from accel_scale.launching.memory_cap import cap_device_memory
+    from accel_scale.starting.recipe_start import check_settings
 
     if run.start.announcement:
         run.say(run.start.announcement)
@@ -103,9 +103,9 @@ def check(run: Run) -> None:
 def load_data(run: Run) -> None:
     """Accelerator, tokenizer and data; rank 0 makes what all of them read."""
     from accel_scale.data.default import default_model_path, default_pretraining_text
-    from accel_scale.training.going_on import course_of_pretraining
-    from accel_scale.training.plain_accelerator import plain_accelerator
-    from accel_scale.training.pretrain_model import open_data, run_config, run_tokenizer
+    from accel_scale.training.checkpoints.going_on import course_of_pretraining
+    from accel_scale.training.pretrain.accelerator import plain_accelerator
+    from accel_scale.training.pretrain.model import open_data, run_config, run_tokenizer
 
     args, data_args, settings = run.args, run.data_args, run.settings
     run.accelerator = plain_accelerator(
@@ -134,15 +134,17 @@ def load_data(run: Run) -> None:
 
 def load_model(run: Run) -> None:
     """Model, optimizer and schedule, prepared for the launch's strategy."""
-    from accel_scale.training import attention, pretrain_resolve, pretrain_trunk
-    from accel_scale.training.fast_loss import add_fast_lm_head, tell_zero3
-    from accel_scale.training.model import count_parameters
-    from accel_scale.training.preparing import prepare_model, step_once_per_update
-    from accel_scale.training.pretrain_model import build_model, plan_memory
-    from accel_scale.training.pretrain_parallel import build_to_share, check_layout, prepare_all, share_model
-    from accel_scale.training.router_loss import RouterLoss
-    from accel_scale.training.schedules import create_schedule
-    from accel_scale.training.start_check import check_pretrain_start
+    from accel_scale.modeling import attention
+    from accel_scale.modeling.loading import count_parameters
+    from accel_scale.optimization.fast_loss import add_fast_lm_head, tell_zero3
+    from accel_scale.optimization.router_loss import RouterLoss
+    from accel_scale.optimization.schedules import create_schedule
+    from accel_scale.plugin.preparing import prepare_model, step_once_per_update
+    from accel_scale.start_check import check_pretrain_start
+    from accel_scale.training.pretrain import resolve as pretrain_resolve
+    from accel_scale.training.pretrain import trunk
+    from accel_scale.training.pretrain.model import build_model, plan_memory
+    from accel_scale.training.pretrain.parallel import build_to_share, check_layout, prepare_all, share_model
 
     args, settings, device_type = run.args, run.settings, run.settings.launch.device_type
     run.attention = attention.resolve_attention(
@@ -175,12 +177,12 @@ def load_model(run: Run) -> None:
         adapter=verdict.adapter,
     )
     run.parameters = count_parameters(model)
-    trunk_step = pretrain_trunk.trunk_step(args.decay_from)
+    trunk_step = trunk.trunk_step(args.decay_from)
     run.length = pretrain_resolve.run_length(settings, trunk_step=trunk_step, num_params=run.parameters[0])
     run.parallel, run.router = share_model(run, model), RouterLoss.of(run.accelerator, run.model_config)
     optimizer = pretrain_resolve.make_optimizer(run.parallel or model, settings, run.launch)
     rates = pretrain_resolve.schedule_settings(settings, run.length)
-    schedule, run.schedule_record = create_schedule(optimizer, **rates), pretrain_trunk.schedule_record(rates)
+    schedule, run.schedule_record = create_schedule(optimizer, **rates), trunk.schedule_record(rates)
     run.model, run.optimizer, run.schedule = prepare_all(run, model, optimizer, schedule)
     step_once_per_update(run.schedule)
 
@@ -190,16 +192,16 @@ def load_model(run: Run) -> None:
 
 def train(run: Run, started: float) -> dict[str, Any]:
     """The loop: draw, forward, backward, step; log, validate and save when it is time."""
+    from accel_scale.flags.guard_settings import settings_from
+    from accel_scale.measuring.meters import ThroughputMeter, clock_of
+    from accel_scale.measuring.profiling import step_profiler
+    from accel_scale.plugin.loop_watch import LoopWatch
     from accel_scale.reporting.metrics_log import MetricsLog
-    from accel_scale.training.checkpoints import EXIT_STOPPED, CheckpointManager
-    from accel_scale.training.guard import Guard
-    from accel_scale.training.guard_settings import settings_from
-    from accel_scale.training.guarded_step import GuardedStep, stop_run
-    from accel_scale.training.learning import WeightsBefore, refuse_unlearnt
-    from accel_scale.training.loop_watch import LoopWatch
-    from accel_scale.training.meters import ThroughputMeter, clock_of
-    from accel_scale.training.pretrain_report import Report
-    from accel_scale.training.profiling import step_profiler
+    from accel_scale.training.checkpoints.manager import EXIT_STOPPED, CheckpointManager
+    from accel_scale.training.guard.guard import Guard
+    from accel_scale.training.guard.guarded_step import GuardedStep, stop_run
+    from accel_scale.training.guard.learning import WeightsBefore, refuse_unlearnt
+    from accel_scale.training.pretrain.report import Report
 
     accelerator, args, length = run.accelerator, run.args, run.length
     manager = CheckpointManager(
@@ -270,8 +272,8 @@ def train(run: Run, started: float) -> dict[str, Any]:
 
 def forward_backward(run: Run, step: Any, watch: Any, drawn: Any) -> None:
     """Gradients of one optimizer step: of its micro-batches one by one, or in the order of a pipeline's schedule."""
-    from accel_scale.training.evaluating import language_model_loss, total_over_ranks
-    from accel_scale.training.pretrain_parallel import run_pipeline
+    from accel_scale.training.evaluation.validation import language_model_loss, total_over_ranks
+    from accel_scale.training.pretrain.parallel import run_pipeline
 
     device = run.accelerator.device
     num_tokens = total_over_ranks(run.accelerator, drawn.num_predicted)
@@ -296,7 +298,7 @@ def is_due(step: int, every: int, is_end: bool) -> bool:
 
 def reason_to_stop(run: Run, manager: Any, started: float) -> str | None:
     """A signal on any rank, or the time limit by rank 0's clock; the same answer on all of them."""
-    from accel_scale.training.gathering import broadcast_from_main
+    from accel_scale.modeling.gathering import broadcast_from_main
 
     if manager.should_stop():
         return "a signal"
@@ -307,7 +309,7 @@ def reason_to_stop(run: Run, manager: Any, started: float) -> str | None:
 
 def evaluate(run: Run, report: Any) -> None:
     """Loss on held-out rows, if there are any."""
-    from accel_scale.training.evaluating import evaluate_loss
+    from accel_scale.training.evaluation.validation import evaluate_loss
 
     if run.held_out is not None:
         report.evaluated(evaluate_loss(run.accelerator, run.model, run.held_out))
@@ -346,7 +348,7 @@ def resume(run: Run, manager: Any, how: str) -> None:
 
 def open_batches(run: Run, position: dict[str, Any] | None) -> None:
     """The endless batches from a position on, and the held-out rows."""
-    from accel_scale.training.pretrain_model import num_workers
+    from accel_scale.training.pretrain.model import num_workers
 
     rank = {"rank": run.layout.data_rank(run.launch.rank), "world_size": run.layout.data_ranks}
     device_type = run.accelerator.device.type
@@ -379,8 +381,8 @@ def roll_back(run: Run, manager: Any, guard: Any, report: Any) -> None:
 
 def save_model(run: Run, report: Any, why_stopped: str | None) -> Any:
     """The final folder, which plain `from_pretrained` loads, and a sample of what the model writes."""
-    from accel_scale.training.evaluating import beginning_of, sample_text
-    from accel_scale.training.pretrain_parallel import save_model_of
+    from accel_scale.training.evaluation.validation import beginning_of, sample_text
+    from accel_scale.training.pretrain.parallel import save_model_of
 
     if why_stopped == "a signal":
         return None  # little time is left, and the checkpoint is there

@@ -16,20 +16,20 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import user_errors
-from accel_scale.launching.begin import begin
+from accel_scale.flags.common import ScaleArguments
+from accel_scale.flags.guard import TrainerGuardArguments, guard_for
+from accel_scale.flags.library import load_classes
+from accel_scale.flags.parallel import SequenceArguments
+from accel_scale.flags.parsing import ParsedFlags, parse_flags
+from accel_scale.flags.sft import LIBRARY_CLASSES
+from accel_scale.flags.trl_refused import refuse_contradictions
 from accel_scale.quiet import quiet_imports
-from accel_scale.training.arguments import ScaleArguments
-from accel_scale.training.flags import ParsedFlags, parse_flags
-from accel_scale.training.guard_arguments import TrainerGuardArguments, guard_for
-from accel_scale.training.library_flags import load_classes
-from accel_scale.training.parallel_arguments import SequenceArguments
-from accel_scale.training.sft_flags import LIBRARY_CLASSES
-from accel_scale.training.trl_flags import refuse_contradictions
+from accel_scale.starting.begin import begin
 
 if TYPE_CHECKING:  # torch and TRL are slow to import: not before the command line has been checked
     from trl import ScriptArguments
 
-    from accel_scale.training.config import RecipeModelConfig
+    from accel_scale.flags.trl_config import RecipeModelConfig
 
 PROGRAM = "sft.py"
 FLAG_CLASSES = (*LIBRARY_CLASSES, ScaleArguments, TrainerGuardArguments, SequenceArguments)
@@ -40,22 +40,22 @@ quiet_imports()  # before the libraries that would print at import
 class Run:
     """Everything decided before training, step by step."""
 
-    settings: Any  # accel_scale.training.resolve.Resolved
-    start: Any  # accel_scale.training.recipe_start.Start
+    settings: Any  # accel_scale.settings.resolve.Resolved
+    start: Any  # accel_scale.starting.recipe_start.Start
     script: ScriptArguments
     model_args: RecipeModelConfig
     sp_size: int = 1
     model_config: Any = None
     tokenizer: Any = None
     attention: str = ""
-    start_check: Any = None  # accel_scale.training.start_check.Verdict
+    start_check: Any = None  # accel_scale.start_check.Verdict
     data: Any = None
     questions: list[dict[str, Any]] = field(default_factory=list)
     parameters: tuple[int, int] = (0, 0)
-    plan: Any = None  # accel_scale.training.planned.RunPlan
-    watch: Any = None  # accel_scale.training.measured_memory.MemoryWatch
-    guard: Any = None  # accel_scale.training.guard.GuardSettings
-    course: Any = None  # accel_scale.training.going_on.Course
+    plan: Any = None  # accel_scale.settings.planned.RunPlan
+    watch: Any = None  # accel_scale.measuring.measured_memory.MemoryWatch
+    guard: Any = None  # accel_scale.training.guard.guard.GuardSettings
+    course: Any = None  # accel_scale.training.checkpoints.going_on.Course
 
     @property
     def launch(self) -> Any:
@@ -80,8 +80,8 @@ class Run:
 
 def main(argv: list[str] | None = None) -> dict[str, Any] | None:
     """Run the recipe; returns what `run_summary.json` holds."""
-    from accel_scale.training.exits import exit_if_not_saved
-    from accel_scale.training.going_on import course_of_sft
+    from accel_scale.ending.exits import exit_if_not_saved
+    from accel_scale.training.checkpoints.going_on import course_of_sft
 
     started = time.perf_counter()
     parsed = parse_flags(FLAG_CLASSES, argv, program=PROGRAM, description=__doc__)
@@ -113,9 +113,9 @@ def resolve_run(parsed: ParsedFlags) -> Run:
     refuse_contradictions(parsed)
     script_class, config_class, model_class, *_ = load_classes(FLAG_CLASSES)  # the slow imports
     from accel_scale.data.default import DEFAULT_TRAINING, default_model_path
-    from accel_scale.training.parallel_arguments import rows_in_groups
-    from accel_scale.training.planned_choice import resolve_planned
-    from accel_scale.training.recipe_start import start_recipe
+    from accel_scale.flags.parallel import rows_in_groups
+    from accel_scale.settings.planned_choice import resolve_planned
+    from accel_scale.starting.recipe_start import start_recipe
 
     start = start_recipe(parsed, output_dir=parsed.explicit.get("output_dir") or config_class.output_dir)
     start, sp_size = rows_in_groups(parsed, start)
@@ -134,18 +134,18 @@ def resolve_run(parsed: ParsedFlags) -> Run:
 
 def check(run: Run) -> None:
     """Refuse what cannot work before anything is loaded; say what the user may want to change."""
-    from accel_scale.launching.checks import check_run, refuse_errors
-    from accel_scale.launching.run_settings import RunSettings
+    from accel_scale.checks.checks import check_run, refuse_errors
+    from accel_scale.checks.run_settings import RunSettings
+    from accel_scale.flags.trl_config import RecipeSFTConfig
+    from accel_scale.launching.memory_cap import cap_device_memory, fragmentation_advice
+    from accel_scale.modeling.adapters import paged_optimizer_advice
+    from accel_scale.modeling.attention import check_packing_strategy, choose_kernels, resolve_attention
+    from accel_scale.modeling.files import check_model
+    from accel_scale.modeling.loading import load_config, load_tokenizer
+    from accel_scale.optimization.optimizers import check_optimizer
     from accel_scale.parallel.sequence_checks import check_sequence_parallel
-    from accel_scale.training.adapters import paged_optimizer_advice
-    from accel_scale.training.attention import check_packing_strategy, choose_kernels, resolve_attention
-    from accel_scale.training.config import RecipeSFTConfig
-    from accel_scale.training.device import cap_device_memory, fragmentation_advice
-    from accel_scale.training.model import load_config, load_tokenizer
-    from accel_scale.training.model_files import check_model
-    from accel_scale.training.optimizers import check_optimizer
-    from accel_scale.training.planned import plan_run
-    from accel_scale.training.start_check import check_sft_start
+    from accel_scale.settings.planned import plan_run
+    from accel_scale.start_check import check_sft_start
 
     if run.start.announcement:
         run.say(run.start.announcement)
@@ -204,8 +204,8 @@ def load_data(run: Run) -> None:
     """Training rows, evaluation rows where asked for, and the questions of the exact-match report."""
     from accel_scale.data.default import default_data_paths, default_dataset
     from accel_scale.data.loading import load_training_data
-    from accel_scale.training.config import RecipeSFTConfig
-    from accel_scale.training.learning import refuse_long_prompts
+    from accel_scale.flags.trl_config import RecipeSFTConfig
+    from accel_scale.training.guard.learning import refuse_long_prompts
 
     script, scale, values = run.script, run.settings.scale, run.settings.values
     evaluates = str(values.get("eval_strategy", "no")) != "no"
@@ -237,11 +237,12 @@ def load(run: Run) -> Any:
     """Model, adapters and trainer; sharded at load where the launch shards."""
     from accel_scale.data.chat import ensure_chat_template, ensure_stop_token
     from accel_scale.data.loaders import loader_settings
-    from accel_scale.training import adapters, checkpointing, measured_memory, precision
-    from accel_scale.training.config import RecipeSFTConfig
-    from accel_scale.training.model import add_stop_token, count_parameters, load_model
-    from accel_scale.training.optimizers import optimizer_cls_and_kwargs
-    from accel_scale.training.trainer import ScaleSFTTrainer
+    from accel_scale.flags.trl_config import RecipeSFTConfig
+    from accel_scale.measuring import measured_memory
+    from accel_scale.modeling import activation_checkpointing, adapters, precision
+    from accel_scale.modeling.loading import add_stop_token, count_parameters, load_model
+    from accel_scale.optimization.optimizers import optimizer_cls_and_kwargs
+    from accel_scale.training.trainers.sft_trainer import ScaleSFTTrainer
 
     settings = run.settings
     for name, value in loader_settings(
@@ -310,7 +311,7 @@ def load(run: Run) -> Any:
         loss_from_logits=run.start_check.loss_from_logits,
     )
     reentrant = run.start_check.use_reentrant
-    checkpointing.apply_checkpointing(trainer.model, settings.checkpointing, use_reentrant=reentrant)
+    activation_checkpointing.apply_checkpointing(trainer.model, settings.checkpointing, use_reentrant=reentrant)
     add_stop_token(trainer.model, run.tokenizer.convert_tokens_to_ids(stop_token))
     run.parameters, run.watch = count_parameters(trainer.model), measured_memory.watch(trainer, run.plan)
     return trainer
@@ -355,10 +356,10 @@ def report_start(run: Run, trainer: Any) -> None:
 
 def report_end(run: Run, trainer: Any) -> dict[str, Any]:
     """The table after the last step, and ``run_summary.json`` beside the model."""
+    from accel_scale.measuring.meters import peak_device_bytes, peak_host_bytes
     from accel_scale.reporting.run_tables import end_rows
     from accel_scale.reporting.summary import write_summary
     from accel_scale.reporting.tables import print_table
-    from accel_scale.training.meters import peak_device_bytes, peak_host_bytes
 
     figures, plan = trainer.figures(), run.watch and run.watch.report()  # collectives: every rank takes part
     if not run.is_main:

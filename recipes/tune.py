@@ -24,7 +24,7 @@ from accel_scale.quiet import quiet_imports
 
 quiet_imports()  # before the libraries that would print at import
 
-from accel_scale.training.flags import parse_flags  # noqa: E402
+from accel_scale.flags.parsing import parse_flags  # noqa: E402
 
 PROGRAM = "tune.py"
 
@@ -127,7 +127,7 @@ def resolve(script: str, own: list[str], rest: list[str], *, stop: Stop) -> Sear
         import optuna
     except ImportError:
         raise ConfigError("Optuna is not installed.", place=PROGRAM, fix="pip install 'accel-scale[tune]'") from None
-    from accel_scale.launching.path_flags import as_list, named_inputs
+    from accel_scale.flags.paths import as_list, named_inputs
     from accel_scale.launching.run_folder import OutputFolder
     from accel_scale.tuning import recipe as recipes
     from accel_scale.tuning import study as studies

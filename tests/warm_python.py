@@ -42,7 +42,7 @@ READ_AT_IMPORT = ("BNB_", "DATASETS_", "HF_", "HOME", "HUGGINGFACE_", "LD_", "TR
 # The recipes set it for what they start; no test downloads.
 OF_NO_MATTER = ("HF_HUB_DISABLE_PROGRESS_BARS",)
 # Looks at its parent and its children, and imports nothing large.
-COLD_MODULES = ("accel_scale.tuning.guard",)
+COLD_MODULES = ("accel_scale.tuning.process_guard",)
 PRELOADED = (
     "accelerate.commands.launch",
     "bitsandbytes",

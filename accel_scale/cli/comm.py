@@ -93,7 +93,7 @@ def _refuse(args: argparse.Namespace, names: Sequence[str], why: str) -> None:
 
 
 def _catalogue(args: argparse.Namespace) -> int:
-    from accel_scale.planning.links import named_links
+    from accel_scale.planning.network.links import named_links
     from accel_scale.reporting.comm_tables import print_links
 
     links = list(named_links().values())
@@ -115,7 +115,7 @@ def _catalogue(args: argparse.Namespace) -> int:
 
 def _predict(args: argparse.Namespace) -> int:
     from accel_scale.cli.comm_cluster import cluster_of_flags
-    from accel_scale.planning.links import predict
+    from accel_scale.planning.network.links import predict
     from accel_scale.reporting.comm_tables import prediction_dict, print_predictions
 
     cluster, title, notes = cluster_of_flags(args)
@@ -140,8 +140,8 @@ def parse_ops(words: Sequence[str] | None, default: Sequence[str]) -> tuple[str,
     Raises:
         ConfigError: naming the nearest.
     """
-    from accel_scale.planning.collectives import OPS
-    from accel_scale.planning.requests import one_of
+    from accel_scale.planning.network.collectives import OPS
+    from accel_scale.planning.search.requests import one_of
 
     if words is None:
         return tuple(default)
@@ -158,7 +158,7 @@ def parse_sizes(words: Sequence[str], factor_text: str) -> list[int]:
     Raises:
         ConfigError: for anything else.
     """
-    from accel_scale.planning.scaling_laws import parse_count
+    from accel_scale.planning.laws.scaling_laws import parse_count
     from accel_scale.units import parse_bytes
 
     factor = parse_count(factor_text, place="--step_factor")

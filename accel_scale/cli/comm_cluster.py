@@ -6,10 +6,10 @@ import argparse
 from dataclasses import replace
 
 from accel_scale.errors import ConfigError
-from accel_scale.planning.collectives import Link
-from accel_scale.planning.hardware import Gpu, detect_local, find_gpu, network_bytes_per_second
-from accel_scale.planning.link_fit import MeasuredLinks, load_links
-from accel_scale.planning.links import (
+from accel_scale.facts.hardware import Gpu, detect_local, find_gpu, network_bytes_per_second
+from accel_scale.planning.network.collectives import Link
+from accel_scale.planning.network.link_fit import MeasuredLinks, load_links
+from accel_scale.planning.network.links import (
     ACHIEVED_LINK_FRACTION,
     INTERNODE_LATENCY_SECONDS,
     INTRANODE_LATENCY_SECONDS,
@@ -17,7 +17,7 @@ from accel_scale.planning.links import (
     NamedLink,
     find_link,
 )
-from accel_scale.planning.requests import whole
+from accel_scale.planning.search.requests import whole
 from accel_scale.units import parse_bytes
 
 # Without --gpus_per_node: the usual server.

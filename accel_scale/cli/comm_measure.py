@@ -10,11 +10,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accel_scale.ending.leaving import leave_process_group
 from accel_scale.errors import ConfigError
-from accel_scale.launching.leaving import leave_process_group
 
 if TYPE_CHECKING:
-    from accel_scale.planning.link_fit import MeasuredLinks
+    from accel_scale.planning.network.link_fit import MeasuredLinks
 
 # What the planner asks for.
 _DEFAULT_OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "point_to_point")
@@ -26,10 +26,10 @@ _DEFAULT_CAPS = ("1", "5", "10", "25", "50", "100")
 def run_measurement(args: argparse.Namespace) -> int:
     """Measure, fit, save, print."""
     from accel_scale.cli.comm import parse_ops, parse_sizes
-    from accel_scale.launching.collective_runs import DEFAULT_REPEATS, measure_levels
     from accel_scale.launching.local_processes import choose_backend
-    from accel_scale.planning.link_fit import default_path, save_links, worst_and_median
-    from accel_scale.planning.requests import whole
+    from accel_scale.measuring.collective_runs import DEFAULT_REPEATS, measure_levels
+    from accel_scale.planning.network.link_fit import default_path, save_links, worst_and_median
+    from accel_scale.planning.search.requests import whole
     from accel_scale.reporting.comm_tables import print_measured
 
     ops, repeats = (
@@ -60,7 +60,7 @@ def run_measurement(args: argparse.Namespace) -> int:
 
 def links_of(found: dict[str, Any]) -> MeasuredLinks:
     """The fits of what `measure_levels` returned."""
-    from accel_scale.planning.link_fit import MeasuredLinks, Sample, fit_op
+    from accel_scale.planning.network.link_fit import MeasuredLinks, Sample, fit_op
 
     levels: dict[str, Any] = {"inside": {}, "between": {}}
     sharing = 1
@@ -112,7 +112,7 @@ def _num_processes(args: argparse.Namespace) -> int:
     import torch
 
     from accel_scale.launching.local_processes import launched_processes
-    from accel_scale.planning.requests import whole
+    from accel_scale.planning.search.requests import whole
 
     launched = launched_processes()
     if launched and args.processes is not None:
@@ -146,9 +146,9 @@ def _on_processes(args: argparse.Namespace, work: Callable[..., Any], processes:
 
 def run_bucket_sweep(args: argparse.Namespace) -> int:
     """Time DDP's steps by bucket size, and say which flag to use."""
-    from accel_scale.planning.requests import amount, whole
+    from accel_scale.measuring.ddp_buckets import SweepSettings, best_cap, sweep_buckets
+    from accel_scale.planning.search.requests import amount, whole
     from accel_scale.reporting.comm_tables import print_buckets
-    from accel_scale.training.ddp_buckets import SweepSettings, best_cap, sweep_buckets
 
     if (args.model is None) == (args.num_params is None):
         raise ConfigError(

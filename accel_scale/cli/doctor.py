@@ -16,14 +16,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from accel_scale.checks.checks import Finding, Launch
+from accel_scale.checks.run_settings import RunSettings
 from accel_scale.errors import ConfigError
-from accel_scale.launching.checks import Finding, Launch
-from accel_scale.launching.run_settings import RunSettings
-from accel_scale.planning.device import CPU
+from accel_scale.facts.device import CPU
 
 if TYPE_CHECKING:
+    from accel_scale.flags.parsing import ParsedFlags
     from accel_scale.launching.machine import Machine
-    from accel_scale.training.flags import ParsedFlags
 
 
 # Recipes whose ranks can share the model.
@@ -49,7 +49,7 @@ def arrange(words: Sequence[str]) -> list[str]:
 
 def run(args: argparse.Namespace) -> int:
     """Print the diagnosis; 1 if it has errors."""
-    from accel_scale.launching.doctor import as_json, diagnose, print_diagnosis
+    from accel_scale.checks.doctor import as_json, diagnose, print_diagnosis
     from accel_scale.launching.machine import detect_machine
 
     more: list[Finding] = []
@@ -113,26 +113,26 @@ def read_recipe_flags(flags: Sequence[str], *, program: str = "sft.py") -> Parse
     quiet_imports()
     if program == "pretrain.py":
         return _read_pretraining_flags(flags)
-    from accel_scale.training.arguments import ScaleArguments
-    from accel_scale.training.flags import parse_flags
-    from accel_scale.training.guard_arguments import TrainerGuardArguments
-    from accel_scale.training.parallel_arguments import SequenceArguments
-    from accel_scale.training.sft_flags import LIBRARY_CLASSES
+    from accel_scale.flags.common import ScaleArguments
+    from accel_scale.flags.guard import TrainerGuardArguments
+    from accel_scale.flags.parallel import SequenceArguments
+    from accel_scale.flags.parsing import parse_flags
+    from accel_scale.flags.sft import LIBRARY_CLASSES
 
     own = (ScaleArguments, TrainerGuardArguments, SequenceArguments)
     return parse_flags((*LIBRARY_CLASSES, *own), flags, program="sft.py")
 
 
 def _read_pretraining_flags(flags: Sequence[str]) -> ParsedFlags:
-    from accel_scale.training.flags import parse_flags
-    from accel_scale.training.guard_arguments import GuardArguments
-    from accel_scale.training.parallel_arguments import ParallelArguments
-    from accel_scale.training.pretrain_arguments import (
+    from accel_scale.flags.guard import GuardArguments
+    from accel_scale.flags.parallel import ParallelArguments
+    from accel_scale.flags.parsing import parse_flags
+    from accel_scale.flags.pretraining import (
         PretrainArguments,
         PretrainDataArguments,
         PretrainModelArguments,
     )
-    from accel_scale.training.pretrain_resolve import refuse_contradictions
+    from accel_scale.training.pretrain.resolve import refuse_contradictions
 
     classes = (
         PretrainModelArguments,
@@ -148,13 +148,13 @@ def _read_pretraining_flags(flags: Sequence[str]) -> ParsedFlags:
 
 def _refusals_of_the_recipe(parsed: ParsedFlags, launch: Launch, machine: Machine) -> list[Finding]:
     """What the recipe itself refuses while it resolves its settings; each step stops at its first."""
-    from accel_scale.training.optimizers import check_optimizer
-    from accel_scale.training.resolve import LaunchFacts, resolve
+    from accel_scale.optimization.optimizers import check_optimizer
+    from accel_scale.settings.resolve import LaunchFacts, resolve
 
     device = CPU if launch.parallel.use_cpu else machine.accelerator
     found: list[Finding] = []
     ranks = launch.num_processes or 1
-    from accel_scale.training.parallel_arguments import layout_of, row_group_size
+    from accel_scale.flags.parallel import layout_of, row_group_size
 
     with _collected(found):
         shares_model = parsed.program in _SHARING

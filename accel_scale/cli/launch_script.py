@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from accel_scale.errors import ConfigError
 
 if TYPE_CHECKING:
-    from accel_scale.launching.cluster_job import ClusterJob
+    from accel_scale.cluster.job import ClusterJob
 
 KINDS = ("slurm", "kubernetes", "ssh")
 # Flag → the kinds that read it, its default, its help. A flag that its kind does not read is refused.
@@ -82,7 +82,7 @@ def arrange(words: Sequence[str]) -> list[str]:
 
 def run(args: argparse.Namespace) -> int:
     """Check, then write or print."""
-    from accel_scale.launching.cluster_job import cluster_job
+    from accel_scale.cluster.job import cluster_job
     from accel_scale.units import parse_duration
 
     _refuse_foreign(args)
@@ -127,7 +127,7 @@ def _name(job: ClusterJob, args: argparse.Namespace) -> str:
 
 
 def _slurm(job: ClusterJob, args: argparse.Namespace) -> str:
-    from accel_scale.launching.slurm_script import SlurmOptions, slurm_script
+    from accel_scale.cluster.slurm import SlurmOptions, slurm_script
     from accel_scale.units import parse_duration
 
     options = SlurmOptions(
@@ -146,7 +146,7 @@ def _slurm(job: ClusterJob, args: argparse.Namespace) -> str:
 
 
 def _kubernetes(job: ClusterJob, args: argparse.Namespace) -> str:
-    from accel_scale.launching.kubernetes_job import KubernetesOptions, kubernetes_manifest
+    from accel_scale.cluster.kubernetes import KubernetesOptions, kubernetes_manifest
     from accel_scale.units import parse_duration
 
     names = ("image", "namespace", "runtime", "cpus", "memory", "gpu_resource", "volume_claim", "mount_path")
@@ -160,7 +160,7 @@ def _kubernetes(job: ClusterJob, args: argparse.Namespace) -> str:
 
 
 def _ssh(job: ClusterJob, args: argparse.Namespace) -> str:
-    from accel_scale.launching.ssh_script import SshOptions, ssh_script
+    from accel_scale.cluster.ssh import SshOptions, ssh_script
 
     hosts = [host.strip() for host in args.hosts.split(",") if host.strip()]
     return ssh_script(job, SshOptions(hosts, args.port, args.node_restarts, args.save_seconds or 120))

@@ -34,9 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Merge, then print what was merged into what and how the logits compare."""
-    from accel_scale.launching.early_checks import check_model
     from accel_scale.launching.run_folder import OutputFolder
     from accel_scale.quiet import quiet_imports
+    from accel_scale.starting.early_checks import check_model
     from accel_scale.units import format_bytes, parse_bytes
 
     parse_bytes(args.max_shard_size, place="--max_shard_size")
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     warnings.simplefilter("ignore", FutureWarning)  # of libraries to one another
     from transformers.utils import logging
 
-    from accel_scale.training.merge import merge_adapter
+    from accel_scale.merging.adapter import merge_adapter
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from accel_scale.errors import ConfigError
 
 if TYPE_CHECKING:
-    from accel_scale.planning.search import Plan, Request
-    from accel_scale.planning.writing import WrittenPlan
+    from accel_scale.planning.search.search import Plan, Request
+    from accel_scale.planning.search.writing import WrittenPlan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,8 +85,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan; 1 if nothing fits."""
-    from accel_scale.planning.requests import amount, flag_places, whole
-    from accel_scale.planning.search import search
+    from accel_scale.planning.search.requests import amount, flag_places, whole
+    from accel_scale.planning.search.search import search
     from accel_scale.reporting import plan_json, plan_tables
 
     top = whole(args.top, "--top")
@@ -112,8 +112,8 @@ def run(args: argparse.Namespace) -> int:
 def _request(args: argparse.Namespace) -> tuple[Request, list[str]]:
     """The request, with lengths of a local data file, and what the user should know about it."""
     from accel_scale.launching.hub_reach import give_up_if_unreachable
-    from accel_scale.planning.catalogue import is_on_hub
-    from accel_scale.planning.requests import Wish, build_request, one_of
+    from accel_scale.planning.models.catalogue import is_on_hub
+    from accel_scale.planning.search.requests import Wish, build_request, one_of
 
     if is_on_hub(args.model):
         give_up_if_unreachable()
@@ -133,8 +133,8 @@ def _request(args: argparse.Namespace) -> tuple[Request, list[str]]:
 
 
 def _write(args: argparse.Namespace, plan: Plan, tokens: float | None) -> WrittenPlan:
-    from accel_scale.planning.requests import model_for_recipe
-    from accel_scale.planning.writing import RecipeChoices, plan_files, write_files
+    from accel_scale.planning.search.requests import model_for_recipe
+    from accel_scale.planning.search.writing import RecipeChoices, plan_files, write_files
 
     assert plan.best is not None
     dataset = args.dataset_name
@@ -154,7 +154,7 @@ def _verify(args: argparse.Namespace, plan: Plan) -> None:
 
     quiet_imports()
     from accel_scale.reporting.plan_tables import print_verification
-    from accel_scale.training.verify_plan import verify_plan
+    from accel_scale.verifying.verify_plan import verify_plan
 
     assert plan.best is not None
     found: Any = verify_plan(args.model, plan.request.model, plan.best.setup)

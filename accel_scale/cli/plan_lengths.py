@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from accel_scale.errors import ConfigError
-from accel_scale.planning.requests import model_for_recipe, with_lengths
-from accel_scale.planning.search import Request
+from accel_scale.planning.search.requests import model_for_recipe, with_lengths
+from accel_scale.planning.search.search import Request
 
 _SAMPLED_ROWS = 1000
 
@@ -26,7 +26,7 @@ def measured(request: Request, model: str, dataset: str, columns: Sequence[str])
 
     from accel_scale.data.lengths import length_distribution
     from accel_scale.data.loading import load_training_data
-    from accel_scale.training.model import load_tokenizer
+    from accel_scale.modeling.loading import load_tokenizer
 
     rows = load_training_data(dataset, columns=columns)
     try:

@@ -36,9 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prepare, then print what there is."""
-    from accel_scale.launching.early_checks import BUILT_IN_TOKENIZERS, check_data, check_model
-    from accel_scale.launching.path_flags import without_weight
+    from accel_scale.flags.paths import without_weight
     from accel_scale.quiet import quiet_imports
+    from accel_scale.starting.early_checks import BUILT_IN_TOKENIZERS, check_data, check_model
 
     for source in args.data:
         check_data(without_weight(source), place="--data")

@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Any
 from accel_scale.cli.recipe_words import mark_recipe, work_folder
 
 if TYPE_CHECKING:
+    from accel_scale.flags.command_line import RecipeCommand
     from accel_scale.launching.launch_file import LaunchFile
-    from accel_scale.launching.recipe_command import RecipeCommand
-    from accel_scale.launching.rehearsal_plan import DataChoice, Rehearsal
-    from accel_scale.launching.rehearse import Check, Report
-    from accel_scale.launching.shrink import ShrunkenModel
+    from accel_scale.rehearsing.plan import DataChoice, Rehearsal
+    from accel_scale.rehearsing.rehearse import Check, Report
+    from accel_scale.shrinking.shrink import ShrunkenModel
 
     Prepared = tuple[ShrunkenModel, DataChoice, Rehearsal, str]
 
@@ -72,8 +72,8 @@ def _refuse_at_once(recipe: RecipeCommand) -> None:
 
     A script that is none of this project's recipes, which say what their flags are, is asked by launching it.
     """
-    from accel_scale.launching.early_checks import refuse_unreadable
-    from accel_scale.training.flags import parse_flags
+    from accel_scale.flags.parsing import parse_flags
+    from accel_scale.starting.early_checks import refuse_unreadable
     from accel_scale.tuning.recipe import load_recipe
 
     if "FLAG_CLASSES" not in recipe.script.read_text(encoding="utf-8", errors="replace"):
@@ -85,12 +85,12 @@ def _refuse_at_once(recipe: RecipeCommand) -> None:
 
 
 def _rehearse(args: argparse.Namespace, work: Path) -> int:
-    from accel_scale.launching.early_checks import check_model
+    from accel_scale.flags.command_line import RecipeCommand
+    from accel_scale.flags.paths import MODEL_FLAGS
     from accel_scale.launching.launch_file import read_launch_file
-    from accel_scale.launching.path_flags import MODEL_FLAGS
-    from accel_scale.launching.recipe_command import RecipeCommand
-    from accel_scale.planning.catalogue import catalogue_config
+    from accel_scale.planning.models.catalogue import catalogue_config
     from accel_scale.quiet import quiet_imports
+    from accel_scale.starting.early_checks import check_model
 
     launch = read_launch_file(args.config_file)
     recipe = RecipeCommand.parse(args.recipe[0], args.recipe[1:])
@@ -103,7 +103,7 @@ def _rehearse(args: argparse.Namespace, work: Path) -> int:
     from rich.console import Console
     from transformers.utils import logging as transformers_logging
 
-    from accel_scale.launching.rehearse import Check, run_rehearsal
+    from accel_scale.rehearsing.rehearse import Check, run_rehearsal
 
     # The table is the output; tiny models load in milliseconds and need no bars.
     transformers_logging.disable_progress_bar()
@@ -138,7 +138,7 @@ def _rehearse(args: argparse.Namespace, work: Path) -> int:
 def _prepare(launch: LaunchFile, recipe: RecipeCommand, work: Path) -> Prepared:
     """Of a fine-tuning recipe: the tiny model, the data, what to launch, and the real model's name."""
     from accel_scale.data.default import default_model_path
-    from accel_scale.launching.rehearsal_plan import choose_data, plan_rehearsal
+    from accel_scale.rehearsing.plan import choose_data, plan_rehearsal
 
     real_model = str(recipe.value("model_name_or_path", default_model_path()))
     tiny = _shrink(real_model, recipe, work)
@@ -149,7 +149,7 @@ def _prepare(launch: LaunchFile, recipe: RecipeCommand, work: Path) -> Prepared:
 def _prepare_pretraining(launch: LaunchFile, recipe: RecipeCommand, work: Path) -> Prepared:
     """The same of the pretraining recipe, whose model may have a name, a configuration or only a size."""
     from accel_scale.data.default import default_model_path, default_pretraining_text
-    from accel_scale.launching.rehearsal_pretrain import choose_text, min_layers, plan_pretraining_rehearsal
+    from accel_scale.rehearsing.pretraining import choose_text, min_layers, plan_pretraining_rehearsal
 
     named = recipe.value("model_name_or_path") or recipe.value("model_config")
     size = recipe.value("num_params")
@@ -167,7 +167,7 @@ def _prepare_pretraining(launch: LaunchFile, recipe: RecipeCommand, work: Path) 
 
 def _shrink(real_model: str, recipe: RecipeCommand, work: Path, **options: Any) -> ShrunkenModel:
     from accel_scale.data.default import default_model_path
-    from accel_scale.launching.shrink import write_shrunken_model
+    from accel_scale.shrinking.shrink import write_shrunken_model
 
     return write_shrunken_model(
         real_model,
@@ -184,7 +184,7 @@ def _config_of(size: str, recipe: RecipeCommand, folder: Path) -> Path:
     from transformers import AutoTokenizer
 
     from accel_scale.data.default import default_model_path
-    from accel_scale.training.scratch import config_of_size, parse_count
+    from accel_scale.modeling.scratch import config_of_size, parse_count
 
     tokenizer = AutoTokenizer.from_pretrained(default_model_path())
     vocab_size = int(recipe.value("vocab_size") or len(tokenizer))

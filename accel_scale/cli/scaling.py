@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 from accel_scale.errors import ConfigError
 
 if TYPE_CHECKING:
-    from accel_scale.planning.reference_tables import Table
-    from accel_scale.planning.scaling_fit import Fit
-    from accel_scale.planning.scaling_laws import NamedLaw, ScalingPlan
+    from accel_scale.planning.laws.reference_tables import Table
+    from accel_scale.planning.laws.scaling_fit import Fit
+    from accel_scale.planning.laws.scaling_laws import NamedLaw, ScalingPlan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 def _reference(document: dict[str, Any]) -> list[Table]:
     from dataclasses import asdict
 
-    from accel_scale.planning.reference_tables import gpu_table, reference_tables
+    from accel_scale.planning.laws.reference_tables import gpu_table, reference_tables
 
     tables = {**reference_tables(), "gpus": gpu_table()}
     document["tables"] = {name: asdict(table) for name, table in tables.items()}
@@ -74,7 +74,7 @@ def _reference(document: dict[str, Any]) -> list[Table]:
 
 
 def _named(name: str) -> NamedLaw:
-    from accel_scale.planning.scaling_laws import find_law
+    from accel_scale.planning.laws.scaling_laws import find_law
 
     return find_law(name)
 
@@ -84,8 +84,8 @@ def _fit(args: argparse.Namespace, document: dict[str, Any], tables: list[Table]
     from dataclasses import asdict
     from pathlib import Path
 
-    from accel_scale.planning.scaling_fit import draw_fit, fit_runs, read_runs
-    from accel_scale.planning.scaling_laws import NamedLaw
+    from accel_scale.planning.laws.scaling_fit import draw_fit, fit_runs, read_runs
+    from accel_scale.planning.laws.scaling_laws import NamedLaw
 
     if args.plot and not args.plot.lower().endswith(".svg"):
         raise ConfigError(f"{args.plot} is not an .svg file.", place="--plot", fix="name it like fit.svg.")
@@ -103,7 +103,7 @@ def _fit(args: argparse.Namespace, document: dict[str, Any], tables: list[Table]
 
 
 def _fit_table(fit: Fit, path: str) -> Table:
-    from accel_scale.planning.reference_tables import Table
+    from accel_scale.planning.laws.reference_tables import Table
 
     symbols = dict(zip(fit.intervals, ("E", "A", "α", "B", "β"), strict=True))
     rows = tuple(
@@ -117,8 +117,8 @@ def _fit_table(fit: Fit, path: str) -> Table:
 def _plans(args: argparse.Namespace, laws: list[NamedLaw], document: dict[str, Any]) -> list[Table]:
     from dataclasses import asdict
 
-    from accel_scale.planning.reference_tables import Table
-    from accel_scale.planning.scaling_laws import LAWS, parse_count, plan_scaling
+    from accel_scale.planning.laws.reference_tables import Table
+    from accel_scale.planning.laws.scaling_laws import LAWS, parse_count, plan_scaling
 
     names = ("params", "tokens", "compute")
     given = {name: parse_count(getattr(args, name), place=f"--{name}") for name in names if getattr(args, name)}
@@ -137,9 +137,9 @@ def _cost(args: argparse.Namespace, plan: ScalingPlan) -> dict[str, float | None
     """Hours, energy and price of a plan; empty without ``--gpu``."""
     if args.gpu is None:
         return {}
-    from accel_scale.planning.hardware import find_gpu
-    from accel_scale.planning.scaling_laws import parse_count
-    from accel_scale.planning.timing import token_budget
+    from accel_scale.facts.hardware import find_gpu
+    from accel_scale.planning.cost.timing import token_budget
+    from accel_scale.planning.laws.scaling_laws import parse_count
 
     gpu = find_gpu(args.gpu)
     count = parse_count(args.num_gpus, place="--num_gpus")

@@ -24,7 +24,7 @@ from accel_scale.cli.recipe_words import mark_recipe, work_folder
 from accel_scale.errors import ConfigError
 
 if TYPE_CHECKING:
-    from accel_scale.planning.link_fit import MeasuredLinks
+    from accel_scale.planning.network.link_fit import MeasuredLinks
 
 _VALUE_FLAGS = ("--config_file", "--ranks", "--kind", "--steps", "--keep", "--links")
 
@@ -53,10 +53,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace, work: Path) -> int:
+    from accel_scale.flags.command_line import RecipeCommand
     from accel_scale.launching.launch_file import read_launch_file
     from accel_scale.launching.machine import detect_machine
-    from accel_scale.launching.recipe_command import RecipeCommand
-    from accel_scale.launching.scaling_runs import KINDS, efficiency, measure, predicted_efficiency, scaling_runs
+    from accel_scale.rehearsing.scaling_runs import KINDS, efficiency, measure, predicted_efficiency, scaling_runs
 
     if args.steps < 3:
         raise ConfigError(f"{args.steps} steps cannot be timed.", place="--steps", fix="use 3 or more.")
@@ -104,7 +104,7 @@ def _run(args: argparse.Namespace, work: Path) -> int:
 
 def _links(name: str | None, *, is_needed: bool) -> MeasuredLinks | None:
     """Those of the file, or the last ones measured here where the planner has no others."""
-    from accel_scale.planning.link_fit import default_path, load_links
+    from accel_scale.planning.network.link_fit import default_path, load_links
 
     if name is not None:
         return load_links(name)

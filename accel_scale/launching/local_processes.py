@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from accel_scale.ending.leaving import leave_process_group
 from accel_scale.errors import ConfigError
-from accel_scale.launching.leaving import leave_process_group
 
 
 @dataclass(frozen=True)

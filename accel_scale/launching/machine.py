@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from accel_scale.facts.device import CPU, Device
 from accel_scale.launching.build_locks import stale_build_locks
-from accel_scale.planning.device import CPU, Device
 
 # Distribution names; versions come from their metadata, nothing is imported.
 PACKAGES = (

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from accel_scale.planning.overheads import gpu_overhead
-from accel_scale.planning.search import Candidate, Plan, Rejection
-from accel_scale.planning.writing import WrittenPlan
+from accel_scale.planning.cost.overheads import gpu_overhead
+from accel_scale.planning.search.search import Candidate, Plan, Rejection
+from accel_scale.planning.search.writing import WrittenPlan
 from accel_scale.reporting.plan_tables import Budgeted, nothing_fits, time_notes
 
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any, TextIO
 
 from accel_scale.errors import ConfigError
-from accel_scale.planning.changes import as_flag, cheapest_changes, launch_label
-from accel_scale.planning.model_parallel import SHARED_BY
-from accel_scale.planning.overheads import gpu_overhead
-from accel_scale.planning.search import Candidate, Plan, Rejection, Request, search
-from accel_scale.planning.timing import predict_time
-from accel_scale.planning.training_setup import TrainingSetup
-from accel_scale.planning.writing import WrittenPlan
+from accel_scale.planning.cost.overheads import gpu_overhead
+from accel_scale.planning.cost.timing import predict_time
+from accel_scale.planning.models.training_setup import TrainingSetup
+from accel_scale.planning.search.changes import as_flag, cheapest_changes, launch_label
+from accel_scale.planning.search.model_parallel import SHARED_BY
+from accel_scale.planning.search.search import Candidate, Plan, Rejection, Request, search
+from accel_scale.planning.search.writing import WrittenPlan
 from accel_scale.reporting.tables import format_count, format_seconds
 from accel_scale.units import format_bytes
 

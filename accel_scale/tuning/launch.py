@@ -27,7 +27,7 @@ class Launch:
 
     def __init__(self, command: Sequence[str], log: Path, *, grace_seconds: float = GRACE_SECONDS) -> None:
         self._grace_seconds = grace_seconds
-        guarded = [sys.executable, "-m", "accel_scale.tuning.guard", str(grace_seconds), *command]
+        guarded = [sys.executable, "-m", "accel_scale.tuning.process_guard", str(grace_seconds), *command]
         with log.open("wb") as output:
             # A session of its own: Ctrl-C in the terminal reaches the search alone, which then ends the launch.
             self._guard = subprocess.Popen(

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from accel_scale.errors import ConfigError
+from accel_scale.flags.library import FlagClass, known_table
+from accel_scale.flags.parsing import ParsedFlags, build_parser, parse_flags
 from accel_scale.secrets import is_secret
-from accel_scale.training.flags import ParsedFlags, build_parser, parse_flags
-from accel_scale.training.library_flags import FlagClass, known_table
 
 # Flags that a trial cannot leave to the user, with what to do instead.
 _OWNED = {
@@ -83,7 +83,7 @@ def load_recipe(path: str | Path) -> Recipe:
         raise ConfigError(
             "does not say which flags it has.",
             place=str(path),
-            fix="define FLAG_CLASSES, the dataclasses it gives to accel_scale.training.flags.parse_flags.",
+            fix="define FLAG_CLASSES, the dataclasses it gives to accel_scale.flags.parsing.parse_flags.",
         )
     program = getattr(module, "PROGRAM", path.name)
     refuse = getattr(module, "refuse_contradictions", lambda parsed: None)

@@ -16,7 +16,7 @@ import yaml
 from optuna.trial import FrozenTrial, TrialState
 
 from accel_scale.errors import ConfigError
-from accel_scale.training.flags import parse_flags
+from accel_scale.flags.parsing import parse_flags
 from accel_scale.tuning.ownership import is_interrupted
 from accel_scale.tuning.recipe import FixedFlags, Recipe, plain
 from accel_scale.tuning.space import SearchSpace

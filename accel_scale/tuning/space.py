@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from accel_scale.errors import ConfigError
-from accel_scale.training.flags import build_parser, parse_entry, read_mapping, refuse_launch_key
-from accel_scale.training.library_flags import NeedsLibraryError
+from accel_scale.flags.library import NeedsLibraryError
+from accel_scale.flags.parsing import build_parser, parse_entry, read_mapping, refuse_launch_key
 from accel_scale.tuning.recipe import Recipe, as_label, plain, refuse_owned
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import yaml
 
 from accel_scale.errors import ConfigError
 from accel_scale.launching.launch_file import LaunchFile
-from accel_scale.launching.rehearse import error_lines
+from accel_scale.rehearsing.rehearse import error_lines
 from accel_scale.tuning.following import MetricsFollower
 from accel_scale.tuning.launch import Launch, launch_command
 from accel_scale.tuning.ownership import owner_of_this_process

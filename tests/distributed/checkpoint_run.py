@@ -28,10 +28,15 @@ from run_recipe_forked import run_once
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from accel_scale import ConfigError
-from accel_scale.launching.leaving import let_go_of_collectives
+from accel_scale.ending.leaving import let_go_of_collectives
 from accel_scale.launching.rehearsal import enable_rehearsal_if_needed
-from accel_scale.training.checkpoints import EXIT_NOT_SAVED, EXIT_STOPPED, CheckpointManager, CheckpointNotSaved
-from accel_scale.training.preparing import step_once_per_update
+from accel_scale.plugin.preparing import step_once_per_update
+from accel_scale.training.checkpoints.manager import (
+    EXIT_NOT_SAVED,
+    EXIT_STOPPED,
+    CheckpointManager,
+    CheckpointNotSaved,
+)
 
 GLOBAL_BATCH_SIZE, LENGTH, VOCABULARY = 4, 16, 64
 

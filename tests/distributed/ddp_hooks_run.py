@@ -22,10 +22,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from accel_scale import CheckpointManager, Guard, GuardedStep, GuardSettings
-from accel_scale.launching.leaving import let_go_of_collectives
+from accel_scale.ending.leaving import let_go_of_collectives
 from accel_scale.launching.rehearsal import enable_rehearsal_if_needed
-from accel_scale.training.ddp_hooks import DdpHookMixin, DdpSettings, hook_of, use_ddp_settings
-from accel_scale.training.powersgd import PowerSgd
+from accel_scale.training.ddp.hooks import DdpHookMixin, DdpSettings, hook_of, use_ddp_settings
+from accel_scale.training.ddp.powersgd import PowerSgd
 
 STEPS, START, RANK, ROWS, LENGTH, VOCABULARY = 10, 4, 2, 4, 16, 256
 POWERSGD = DdpSettings(1, "powersgd", RANK, START)

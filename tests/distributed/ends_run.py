@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from accel_scale.errors import ConfigError, user_errors
-from accel_scale.launching.begin import begin_process
+from accel_scale.starting.begin import begin_process
 
 PROGRAM = "ends_run.py"
 

@@ -14,9 +14,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from accel_scale.launching.leaving import leave_process_group
-from accel_scale.training.fast_loss import add_fast_lm_head
-from accel_scale.training.packed_attention import register_packed_attention
+from accel_scale.ending.leaving import leave_process_group
+from accel_scale.modeling.packed_attention import register_packed_attention
+from accel_scale.optimization.fast_loss import add_fast_lm_head
 
 VOCAB = 64
 

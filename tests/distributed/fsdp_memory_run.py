@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from accel_scale.launching.leaving import leave_process_group
+from accel_scale.ending.leaving import leave_process_group
 
 SHAPE = {
     "hidden_size": 256,

@@ -22,9 +22,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from accel_scale import Guard, GuardedStep, GuardSettings
 from accel_scale.launching.rehearsal import enable_rehearsal_if_needed
-from accel_scale.training.guard_events import read_events
-from accel_scale.training.precision import enable_fp16_on_cpu
-from accel_scale.training.step_judge import stop_run
+from accel_scale.modeling.precision import enable_fp16_on_cpu
+from accel_scale.training.guard.events import read_events
+from accel_scale.training.guard.verdict import stop_run
 
 NUM_STEPS, MICRO_BATCHES, ROWS, LENGTH, VOCABULARY = 32, 2, 4, 16, 64
 # step → (rank, micro-batch, loss weight): the first step, before spikes are judged, and in a row.

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from accel_scale.launching.leaving import leave_process_group
+from accel_scale.ending.leaving import leave_process_group
 
 TIMEOUT_SECONDS = 5.0
 STOP_AT = 3
@@ -73,7 +73,7 @@ def rank_main(scenario: str, rank: int, port: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from accel_scale.training.hang_watch import HangWatch, follow_steps
+    from accel_scale.training.resilience.hang_watch import HangWatch, follow_steps
 
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
@@ -132,7 +132,7 @@ def main() -> None:
     from torch.optim import SGD  # noqa: F401
     from torch.utils.data import DataLoader  # noqa: F401
 
-    import accel_scale.training.hang_watch  # noqa: F401
+    import accel_scale.training.resilience.hang_watch  # noqa: F401
 
     assert torch.distributed.is_available()
 

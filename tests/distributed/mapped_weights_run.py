@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from transformers import CONFIG_MAPPING, set_seed
 
+from accel_scale.ending.leaving import leave_process_group
 from accel_scale.errors import ConfigError
-from accel_scale.launching.leaving import leave_process_group
-from accel_scale.training.mapped_weights import build_once_per_server
-from accel_scale.training.model import skeleton_of
-from accel_scale.training.scratch import model_from_nothing
+from accel_scale.modeling.loading import skeleton_of
+from accel_scale.modeling.scratch import model_from_nothing
+from accel_scale.parallel.mapped_weights import build_once_per_server
 
 SMALL = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,

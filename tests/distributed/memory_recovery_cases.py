@@ -17,11 +17,11 @@ from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from accel_scale.launching.leaving import let_go_of_collectives
+from accel_scale.ending.leaving import let_go_of_collectives
 from accel_scale.launching.rehearsal import enable_rehearsal_if_needed
-from accel_scale.training.checkpointing import CheckpointingPolicy, apply_checkpointing
-from accel_scale.training.fast_loss import add_fast_lm_head
-from accel_scale.training.memory_recovery import MemoryRecovery
+from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy, apply_checkpointing
+from accel_scale.optimization.fast_loss import add_fast_lm_head
+from accel_scale.training.resilience.memory_recovery import MemoryRecovery
 
 VOCAB, NUM_LAYERS, NUM_STEPS, NUM_BATCHES, ROWS = 64, 3, 3, 2, 4
 MODELS = {"untied": {}, "tied": {"tied": True}, "checkpointing": {"checkpointing": True}, "lora": {"lora": True}}
@@ -109,7 +109,7 @@ def raise_out_of_memory(*unused) -> None:
 
 def train(accelerator, options, rows_of, *, fault: tuple[str, int, int] | None = None):
     """Final trained weights by name, the losses of the steps, and the lines that were said."""
-    import accel_scale.training.loss as loss_module
+    import accel_scale.optimization.loss as loss_module
 
     model = build(**options)
     rank, world_size = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)

@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 from accelerate.utils.other import get_free_port
 
-from accel_scale.launching.cluster_job import AGENT_ENVIRONMENT
+from accel_scale.cluster.job import AGENT_ENVIRONMENT
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LAUNCH_FILES = {"ddp": "ddp_multinode", "fsdp2": "fsdp2_multinode", "zero3": "zero3_multinode"}

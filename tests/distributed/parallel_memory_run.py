@@ -21,15 +21,15 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.tensor import DTensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from accel_scale.launching.leaving import leave_process_group
+from accel_scale.ending.leaving import leave_process_group
+from accel_scale.measuring.measured_memory import StorageTracker, resident_tensors
+from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy, apply_checkpointing
+from accel_scale.modeling.packed_attention import register_packed_attention
+from accel_scale.optimization.fast_loss import add_fast_lm_head
 from accel_scale.parallel.layout import DIMENSIONS, ParallelLayout
-from accel_scale.parallel.pipeline import PipelineSettings
-from accel_scale.training.checkpointing import CheckpointingPolicy, apply_checkpointing
-from accel_scale.training.evaluating import language_model_loss
-from accel_scale.training.fast_loss import add_fast_lm_head
-from accel_scale.training.measured_memory import StorageTracker, resident_tensors
-from accel_scale.training.model_parallel import ModelParallel, parallelize
-from accel_scale.training.packed_attention import register_packed_attention
+from accel_scale.parallel.model_parallel import ModelParallel, parallelize
+from accel_scale.parallel.pipelines.pipeline import PipelineSettings
+from accel_scale.training.evaluation.validation import language_model_loss
 
 SHAPE = {
     "hidden_size": 256,

@@ -23,8 +23,8 @@ from accelerate.utils.other import get_free_port
 from safetensors.torch import load_file
 
 from accel_scale.launching.launch_file import read_launch_file
-from accel_scale.launching.rehearsal_plan import nvme_flags
-from accel_scale.launching.rehearse import error_lines
+from accel_scale.rehearsing.plan import nvme_flags
+from accel_scale.rehearsing.rehearse import error_lines
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIGS = REPOSITORY / "accelerate_configs"

@@ -24,9 +24,13 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from accel_scale.launching.leaving import leave_process_group
+from accel_scale.ending.leaving import leave_process_group
+from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy, apply_checkpointing
+from accel_scale.modeling.packed_attention import register_packed_attention
+from accel_scale.optimization.fast_loss import add_fast_lm_head
 from accel_scale.parallel.layout import ParallelLayout, build_mesh
-from accel_scale.parallel.pipeline import (
+from accel_scale.parallel.model_parallel import ModelParallel
+from accel_scale.parallel.pipelines.pipeline import (
     Pipeline,
     PipelineSettings,
     check_pipeline,
@@ -34,13 +38,9 @@ from accel_scale.parallel.pipeline import (
     stage_boundaries,
     stages_of_rank,
 )
-from accel_scale.parallel.pipeline_split import costs_of, owned_parameters, stage_layers, stage_of
-from accel_scale.training.checkpointing import CheckpointingPolicy, apply_checkpointing
-from accel_scale.training.evaluating import evaluating, language_model_loss
-from accel_scale.training.fast_loss import add_fast_lm_head
-from accel_scale.training.final_shared import save_final_shared
-from accel_scale.training.model_parallel import ModelParallel
-from accel_scale.training.packed_attention import register_packed_attention
+from accel_scale.parallel.pipelines.split import costs_of, owned_parameters, stage_layers, stage_of
+from accel_scale.training.evaluation.validation import evaluating, language_model_loss
+from accel_scale.training.saving.final_shared import save_final_shared
 
 VOCAB, LENGTH, ROWS, MICRO_BATCHES, STEPS = 96, 24, 2, 8, 4
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}

@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, Trainer, TrainingArguments
 
-from accel_scale.launching.leaving import leave_process_group
+from accel_scale.ending.leaving import leave_process_group
 from accel_scale.launching.rehearsal import enable_rehearsal_if_needed
-from accel_scale.training.gathering import wait_for_everyone
-from accel_scale.training.saving import AtomicSavingMixin, CheckpointMismatch, save_final, verify_checkpoint
+from accel_scale.modeling.gathering import wait_for_everyone
+from accel_scale.training.saving.saving import AtomicSavingMixin, CheckpointMismatch, save_final, verify_checkpoint
 
 TEXT = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. One day, "
 

@@ -20,7 +20,7 @@ from trl import SFTConfig, SFTTrainer
 
 from accel_scale import FastLossMixin, SequenceParallelMixin
 from accel_scale.data.default import default_model_path
-from accel_scale.launching.leaving import leave_process_group
+from accel_scale.ending.leaving import leave_process_group
 from accel_scale.parallel import sequence_exchange
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}

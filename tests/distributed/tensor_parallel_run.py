@@ -22,15 +22,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from accel_scale.launching.leaving import leave_process_group
+from accel_scale.ending.leaving import leave_process_group
+from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy, apply_checkpointing
+from accel_scale.modeling.packed_attention import register_packed_attention
+from accel_scale.optimization.fast_loss import add_fast_lm_head
+from accel_scale.optimization.loss import count_loss_tokens
 from accel_scale.parallel.gradient_norm import clip_gradients, global_grad_norm
 from accel_scale.parallel.layout import ParallelLayout, build_mesh
 from accel_scale.parallel.tensor import apply_tensor_parallel, plain_shapes
-from accel_scale.training.checkpointing import CheckpointingPolicy, apply_checkpointing
-from accel_scale.training.evaluating import language_model_loss
-from accel_scale.training.fast_loss import add_fast_lm_head
-from accel_scale.training.loss import count_loss_tokens
-from accel_scale.training.packed_attention import register_packed_attention
+from accel_scale.training.evaluation.validation import language_model_loss
 
 VOCAB, LENGTH, STEPS, MICRO_BATCHES = 96, 32, 5, 2
 SHAPE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCAB}
@@ -249,7 +249,7 @@ def traffic_per_layer(kind: str, mesh: Any) -> dict[str, float]:
 
 def evaluation(mesh: Any) -> dict[str, Any]:
     """Accuracy and gradients from the head where it is large (computed in the backward pass), and generation."""
-    from accel_scale.training import loss
+    from accel_scale.optimization import loss
 
     loss._HEAD_GRAD_IN_FORWARD_BYTES = 0
     plain, model = build("gemma2", "eager"), build("gemma2", "eager")

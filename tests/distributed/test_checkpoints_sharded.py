@@ -20,8 +20,8 @@ import parity
 import pytest
 from accelerate.utils.other import get_free_port
 
-from accel_scale.training.checkpoint_manifest import changed_files, read_manifest
-from accel_scale.training.checkpoints import EXIT_NOT_SAVED, EXIT_STOPPED
+from accel_scale.training.checkpoints.manager import EXIT_NOT_SAVED, EXIT_STOPPED
+from accel_scale.training.checkpoints.manifest import changed_files, read_manifest
 
 pytestmark = pytest.mark.slow
 

@@ -14,8 +14,8 @@ import torch.multiprocessing as mp
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from accel_scale.data.default import default_model_path
-from accel_scale.launching.leaving import leave_process_group
-from accel_scale.training.exact_match import exact_match
+from accel_scale.ending.leaving import leave_process_group
+from accel_scale.training.evaluation.exact_match import exact_match
 
 pytestmark = pytest.mark.slow
 

@@ -7,9 +7,9 @@ import json
 import pytest
 from torchrun import torchrun
 
-from accel_scale.planning.memory import MemoryEstimate, predict_memory
-from accel_scale.planning.model_config import facts_from_config
-from accel_scale.planning.training_setup import ParallelSetup, TrainingSetup
+from accel_scale.planning.cost.memory import MemoryEstimate, predict_memory
+from accel_scale.planning.models.model_config import facts_from_config
+from accel_scale.planning.models.training_setup import ParallelSetup, TrainingSetup
 
 pytestmark = pytest.mark.slow
 

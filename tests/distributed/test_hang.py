@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from accel_scale.training.hang_verdict import blamed, verdict
-from accel_scale.training.hang_watch import HUNG_STATUS
-from accel_scale.training.heartbeat import Beat, locate
+from accel_scale.training.resilience.hang_verdict import blamed, verdict
+from accel_scale.training.resilience.hang_watch import HUNG_STATUS
+from accel_scale.training.resilience.heartbeat import Beat, locate
 
 HERE = Path(__file__).resolve().parent
 
@@ -111,7 +111,7 @@ def test_nobody_behind_points_at_the_network() -> None:
 
 def test_phases_and_collectives_of_stacks() -> None:
     c10d, autograd = "/x/torch/distributed/distributed_c10d.py", "/x/torch/autograd/graph.py"
-    evaluate = ("/x/accel_scale/training/evaluating.py", "evaluate_loss")
+    evaluate = ("/x/accel_scale/training/evaluation/validation.py", "evaluate_loss")
     call = ("/x/torch/nn/modules/module.py", "_call_impl")
     assert locate([("/x/recipes/pretrain.py", "train")]) == ("other", None)
     assert locate([evaluate, call]) == ("evaluation", None)

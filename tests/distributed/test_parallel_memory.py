@@ -7,10 +7,10 @@ import json
 import pytest
 from torchrun import torchrun
 
-from accel_scale.planning.memory import _of_rank
-from accel_scale.planning.model_config import facts_from_config
-from accel_scale.planning.rank_share import rank_shares
-from accel_scale.planning.training_setup import ParallelSetup, TrainingSetup
+from accel_scale.planning.cost.memory import _of_rank
+from accel_scale.planning.cost.rank_share import rank_shares
+from accel_scale.planning.models.model_config import facts_from_config
+from accel_scale.planning.models.training_setup import ParallelSetup, TrainingSetup
 
 pytestmark = pytest.mark.slow
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from torchrun import cases
 
-from accel_scale.planning.activations import step_bytes
-from accel_scale.planning.communication import step_collectives
-from accel_scale.planning.model_config import facts_from_config
-from accel_scale.planning.training_setup import ParallelSetup, TrainingSetup
+from accel_scale.planning.cost.communication import step_collectives
+from accel_scale.planning.models.model_config import facts_from_config
+from accel_scale.planning.models.training_setup import ParallelSetup, TrainingSetup
+from accel_scale.planning.tape.activations import step_bytes
 
 pytestmark = pytest.mark.slow
 SCRIPT = "sequence_parallel_run.py"

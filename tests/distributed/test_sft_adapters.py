@@ -14,7 +14,7 @@ import torch
 from accelerate.utils.other import get_free_port
 from safetensors.torch import load_file
 
-from accel_scale.training.checkpoint_manifest import read_manifest
+from accel_scale.training.checkpoints.manifest import read_manifest
 
 pytestmark = pytest.mark.slow
 

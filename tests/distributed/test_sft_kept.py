@@ -16,7 +16,7 @@ import torch
 from accelerate.utils.other import get_free_port
 from safetensors.torch import load_file
 
-from accel_scale.training.checkpoint_manifest import describe_files, read_manifest, write_manifest
+from accel_scale.training.checkpoints.manifest import describe_files, read_manifest, write_manifest
 
 pytestmark = pytest.mark.slow
 

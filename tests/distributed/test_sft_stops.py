@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from accel_scale.training.checkpoint_folders import list_checkpoints
+from accel_scale.training.checkpoints.folders import list_checkpoints
 
 WARM_PYTHON = False  # who is whose parent is the subject
 pytestmark = pytest.mark.slow

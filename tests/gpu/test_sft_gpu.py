@@ -42,8 +42,8 @@ def test_the_first_command_trains_with_the_devices_own_settings(repository: Path
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_packed_attention_gives_each_document_what_it_has_alone(dtype: torch.dtype) -> None:
     from accel_scale.launching.machine import detect_device
-    from accel_scale.training.packed_attention import packed_attention_forward
-    from accel_scale.training.packed_mask import attach_layout, packed_layout
+    from accel_scale.modeling.packed_attention import packed_attention_forward
+    from accel_scale.modeling.packed_mask import attach_layout, packed_layout
 
     if dtype == torch.bfloat16 and not detect_device().supports_bf16:
         pytest.skip("no bf16 here")
@@ -73,7 +73,7 @@ def test_packed_attention_gives_each_document_what_it_has_alone(dtype: torch.dty
 def test_the_meters_clock_stops_when_the_device_has_finished() -> None:
     import time
 
-    from accel_scale.training.meters import ThroughputMeter, clock_of
+    from accel_scale.measuring.meters import ThroughputMeter, clock_of
 
     meter, matrix = ThroughputMeter(clock_of("cuda")), torch.randn(4096, 4096, device="cuda")
     torch.cuda.synchronize()

@@ -17,7 +17,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils.other import get_free_port
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from accel_scale.training.schedules import lr_factor
+from accel_scale.optimization.schedules import lr_factor
 
 HERE = Path(__file__).parent
 SCRIPTS = ("plain_loop", "plain_trainer")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+from accel_scale.ending.leaving import let_go_of_collectives
 from accel_scale.errors import ConfigError, user_errors
-from accel_scale.launching.leaving import let_go_of_collectives
-from accel_scale.training.flags import parse_flags
+from accel_scale.flags.parsing import parse_flags
 
 PROGRAM = "small_recipe.py"
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from accel_scale.planning.catalogue import catalogue_config
+from accel_scale.planning.models.catalogue import catalogue_config
 
 pytestmark = pytest.mark.slow
 

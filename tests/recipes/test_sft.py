@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from accel_scale.errors import ConfigError
-from accel_scale.training.checkpoint_manifest import read_manifest
+from accel_scale.training.checkpoints.manifest import read_manifest
 
 pytestmark = pytest.mark.slow
 

@@ -14,9 +14,9 @@ import yaml
 from accel_scale.cli.main import main
 from accel_scale.data.default import default_model_path
 from accel_scale.launching.launch_file import read_launch_file
-from accel_scale.planning.model_config import facts_from_config
-from accel_scale.planning.rank_share import rank_shares
-from accel_scale.planning.training_setup import ParallelSetup, TrainingSetup
+from accel_scale.planning.cost.rank_share import rank_shares
+from accel_scale.planning.models.model_config import facts_from_config
+from accel_scale.planning.models.training_setup import ParallelSetup, TrainingSetup
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--gpu", "H100", "--recipe", "pretrain", "--global_batch_size", "8", "--per_device_train_batch_size", "1"]

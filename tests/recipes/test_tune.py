@@ -19,8 +19,8 @@ import pytest
 import yaml
 
 from accel_scale.errors import ConfigError
+from accel_scale.flags.parsing import parse_flags
 from accel_scale.reporting.metrics_log import read_metrics
-from accel_scale.training.flags import parse_flags
 from accel_scale.tuning.launch import Launch, launch_command, read_trial_launch_file
 from accel_scale.tuning.recipe import load_recipe
 

@@ -13,25 +13,25 @@ from typing import Any
 import pytest
 import yaml
 
+from accel_scale.checks.doctor import diagnose
+from accel_scale.checks.run_settings import RunSettings
 from accel_scale.cli.doctor import read_recipe_flags
 from accel_scale.cli.main import main
 from accel_scale.errors import ConfigError
+from accel_scale.facts.device import device_of
+from accel_scale.facts.hardware import Machine as PlannedMachine
+from accel_scale.facts.hardware import find_gpu
+from accel_scale.flags.parallel import row_group_size
+from accel_scale.flags.parsing import ParsedFlags
 from accel_scale.launching import machine as machine_module
-from accel_scale.launching.doctor import diagnose
 from accel_scale.launching.launch_file import LaunchFile, read_launch_file
 from accel_scale.launching.machine import PACKAGES, Folder, Machine
-from accel_scale.launching.run_settings import RunSettings
-from accel_scale.planning.device import device_of
-from accel_scale.planning.hardware import Machine as PlannedMachine
-from accel_scale.planning.hardware import find_gpu
-from accel_scale.planning.requests import Wish, build_request
-from accel_scale.planning.search import Candidate, Plan, Request, search
-from accel_scale.planning.training_setup import TrainingSetup
-from accel_scale.planning.writing import RecipeChoices, WrittenPlan, plan_files, write_files
-from accel_scale.training.flags import ParsedFlags
-from accel_scale.training.parallel_arguments import row_group_size
-from accel_scale.training.planned_setup import setup_of
-from accel_scale.training.resolve import LaunchFacts, resolve
+from accel_scale.planning.models.training_setup import TrainingSetup
+from accel_scale.planning.search.requests import Wish, build_request
+from accel_scale.planning.search.search import Candidate, Plan, Request, search
+from accel_scale.planning.search.writing import RecipeChoices, WrittenPlan, plan_files, write_files
+from accel_scale.settings.planned_setup import setup_of
+from accel_scale.settings.resolve import LaunchFacts, resolve
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))

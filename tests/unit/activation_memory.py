@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from accel_scale.training.activation_offload import offload_stats
+from accel_scale.modeling.activation_offload import offload_stats
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +54,7 @@ def peak_tensor_bytes(function: Callable[[], Any]) -> int:
 
     Counts what goes through torch's dispatcher, on any device; not the scratch memory inside of kernels.
     """
-    from accel_scale.training.measured_memory import StorageTracker
+    from accel_scale.measuring.measured_memory import StorageTracker
 
     with StorageTracker() as tracker:
         function()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, BertForMaskedLM
 
-from accel_scale.planning.model_config import MODEL_TYPES
+from accel_scale.planning.models.model_config import MODEL_TYPES
 
 IN_TRANSFORMERS = tuple(name for name in MODEL_TYPES if name != "qwen")
 

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING
 
 from accel_scale.errors import ConfigError
-from accel_scale.planning import shadow_head
-from accel_scale.planning.activations import _walk, step_bytes
-from accel_scale.planning.catalogue import load_model_facts
-from accel_scale.planning.model_config import facts_from_config
-from accel_scale.planning.strategies import conflict
-from accel_scale.planning.training_setup import LoraSetup, ParallelSetup, TrainingSetup
-from accel_scale.training import loss as real_loss
+from accel_scale.optimization import loss as real_loss
+from accel_scale.planning.cost.strategies import conflict
+from accel_scale.planning.models.catalogue import load_model_facts
+from accel_scale.planning.models.model_config import facts_from_config
+from accel_scale.planning.models.training_setup import LoraSetup, ParallelSetup, TrainingSetup
+from accel_scale.planning.tape import head
+from accel_scale.planning.tape.activations import _walk, step_bytes
 
 # Few setups for all families, all setups for one.
 FAMILY_SETUPS = {
@@ -125,8 +125,8 @@ def test_a_few_walked_layers_say_what_all_would(architecture, checkpointing):
 
 
 def test_figures_of_the_chunked_loss_are_the_real_ones():
-    assert shadow_head.CHUNK_LOGITS == real_loss._CHUNK_LOGITS
-    assert shadow_head.HEAD_GRAD_IN_FORWARD_BYTES == real_loss._HEAD_GRAD_IN_FORWARD_BYTES
+    assert head.CHUNK_LOGITS == real_loss._CHUNK_LOGITS
+    assert head.HEAD_GRAD_IN_FORWARD_BYTES == real_loss._HEAD_GRAD_IN_FORWARD_BYTES
 
 
 def test_full_checkpointing_keeps_one_input_per_layer():

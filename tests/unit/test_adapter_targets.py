@@ -9,10 +9,10 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from trl import ModelConfig
 
 from accel_scale.errors import ConfigError
-from accel_scale.training.adapter_targets import exclusion
-from accel_scale.training.adapters import lora_config
-from accel_scale.training.merge import merge_adapter
-from accel_scale.training.model import skeleton_of
+from accel_scale.merging.adapter import merge_adapter
+from accel_scale.modeling.adapter_targets import exclusion
+from accel_scale.modeling.adapters import lora_config
+from accel_scale.modeling.loading import skeleton_of
 
 IDS = torch.randint(3, 100, (2, 12), generator=torch.Generator().manual_seed(0))
 DENSE = {

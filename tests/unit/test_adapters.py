@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from accel_scale.errors import ConfigError
-from accel_scale.quiet import quiet_imports
-from accel_scale.training.adapters import (
+from accel_scale.modeling.adapters import (
     lora_config,
     paged_optimizer_advice,
     prepare_quantized_base,
     quantization_config,
 )
-from accel_scale.training.model import skeleton_of
-from accel_scale.training.precision import precision_named
+from accel_scale.modeling.loading import skeleton_of
+from accel_scale.modeling.precision import precision_named
+from accel_scale.quiet import quiet_imports
 
 quiet_imports()
 NUM_LAYERS, HIDDEN, INTERMEDIATE, KV, VOCABULARY = 2, 256, 512, 128, 512

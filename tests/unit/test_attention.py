@@ -26,15 +26,15 @@ from transformers import (
 )
 
 from accel_scale.errors import ConfigError
-from accel_scale.planning.device import CPU, Device
-from accel_scale.training.attention import (
+from accel_scale.facts.device import CPU, Device
+from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy, apply_checkpointing
+from accel_scale.modeling.attention import (
     check_can_isolate,
     check_packing_strategy,
     resolve_attention,
 )
-from accel_scale.training.checkpointing import CheckpointingPolicy, apply_checkpointing
-from accel_scale.training.packed_attention import PACKED_ATTENTION, register_packed_attention
-from accel_scale.training.packed_mask import bucket_lengths, dense_mask, packed_layout, packed_mask
+from accel_scale.modeling.packed_attention import PACKED_ATTENTION, register_packed_attention
+from accel_scale.modeling.packed_mask import bucket_lengths, dense_mask, packed_layout, packed_mask
 
 register_packed_attention()
 VOCAB = 96

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_scale.errors import ConfigError
-from accel_scale.training.batch import derive_accumulation
-from accel_scale.training.device import cap_device_memory, fragmentation_advice, memory_fraction
+from accel_scale.launching.memory_cap import cap_device_memory, fragmentation_advice, memory_fraction
+from accel_scale.optimization.batch import derive_accumulation
 
 GIB = 1024**3
 

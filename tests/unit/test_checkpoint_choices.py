@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from accel_scale.errors import ConfigError
-from accel_scale.training import checkpoint_trainer as trainers
-from accel_scale.training.atomic import staging_root
-from accel_scale.training.checkpoint_folders import (
+from accel_scale.training.checkpoints.atomic import staging_root
+from accel_scale.training.checkpoints.folders import (
     changed_anywhere,
     checkpoint_folder,
     choose,
@@ -27,8 +26,9 @@ from accel_scale.training.checkpoint_folders import (
     resumed_line,
     run_of,
 )
-from accel_scale.training.checkpoint_manifest import Manifest, describe_files, read_manifest, write_manifest
-from accel_scale.training.checkpoint_ranks import Meeting
+from accel_scale.training.checkpoints.manifest import Manifest, describe_files, read_manifest, write_manifest
+from accel_scale.training.checkpoints.ranks import Meeting
+from accel_scale.training.trainers import checkpoint_trainer as trainers
 
 
 def save(folder: Path, step: int, sequence: int, *, files: tuple[str, ...] = ("weights",), **more: Any) -> Path:

@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from accel_scale import CheckpointManager, ConfigError
-from accel_scale.training import atomic
-from accel_scale.training.atomic import publish, publish_into, recover, staging_root
-from accel_scale.training.checkpoint_contents import host_copy, numbered
-from accel_scale.training.checkpoint_manifest import (
+from accel_scale.training.checkpoints import atomic
+from accel_scale.training.checkpoints.atomic import publish, publish_into, recover, staging_root
+from accel_scale.training.checkpoints.contents import host_copy, numbered
+from accel_scale.training.checkpoints.manifest import (
     MANIFEST,
     Damaged,
     changed_files,
@@ -30,9 +30,9 @@ from accel_scale.training.checkpoint_manifest import (
     read_manifest,
     write_manifest,
 )
-from accel_scale.training.checkpoint_random import derive_random_states, put_random_states, take_random_states
-from accel_scale.training.checkpoint_ranks import Meeting
-from accel_scale.training.checkpoint_writing import Writer
+from accel_scale.training.checkpoints.random_states import derive_random_states, put_random_states, take_random_states
+from accel_scale.training.checkpoints.ranks import Meeting
+from accel_scale.training.checkpoints.writing import Writer
 
 
 class Small:
@@ -306,7 +306,7 @@ def read_manifest_as_one(folder: Path) -> Any:
     """The manifest whatever its format."""
     import json
 
-    from accel_scale.training.checkpoint_manifest import Manifest
+    from accel_scale.training.checkpoints.manifest import Manifest
 
     content = json.loads((folder / MANIFEST).read_text())
     content.pop("checksum")

@@ -15,8 +15,8 @@ from datasets import Dataset
 from transformers import LlamaConfig
 
 from accel_scale.errors import ConfigError
-from accel_scale.training import checkpoint_settings
-from accel_scale.training.checkpoint_settings import (
+from accel_scale.training.checkpoints import settings as checkpoint_settings
+from accel_scale.training.checkpoints.settings import (
     MEANING,
     differences,
     files_fingerprint,
@@ -27,7 +27,7 @@ from accel_scale.training.checkpoint_settings import (
     schedule_length,
     with_defaults,
 )
-from accel_scale.training.checkpoint_trainer import StopCallback, trainer_settings
+from accel_scale.training.trainers.checkpoint_trainer import StopCallback, trainer_settings
 
 
 class Kind(Enum):

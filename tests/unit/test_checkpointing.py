@@ -18,12 +18,12 @@ from transformers import (
 )
 
 from accel_scale.errors import ConfigError
-from accel_scale.training.activation_offload import offload_stats
-from accel_scale.training.checkpointing import (
+from accel_scale.modeling.activation_checkpointing import (
     CheckpointingPolicy,
     apply_checkpointing,
     find_blocks,
 )
+from accel_scale.modeling.activation_offload import offload_stats
 
 POLICIES = ["full", "every_2", "every_3", "selective", "offload"]
 NUM_LAYERS, HIDDEN, BATCH, LENGTH = 4, 64, 2, 128

@@ -10,20 +10,20 @@ from typing import Any
 
 import pytest
 
+from accel_scale.checks import checks
+from accel_scale.checks.checkpoint_rules import CHECKPOINT_RULES
+from accel_scale.checks.checks import Finding, check_run, refuse_errors
+from accel_scale.checks.deepspeed_rules import DEEPSPEED_RULES, KEYS_OF_DEEPSPEED_FILE
+from accel_scale.checks.launch_rules import LAUNCH_RULES
+from accel_scale.checks.precision_rules import PRECISION_RULES
+from accel_scale.checks.recipe_rules import RECIPE_RULES
+from accel_scale.checks.run_settings import RunSettings, deepspeed_ranks_in_checkpoint
 from accel_scale.errors import ConfigError
-from accel_scale.launching import checks
+from accel_scale.facts.device import Device, device_named
 from accel_scale.launching.build_locks import remove_abandoned_locks, stale_build_locks
-from accel_scale.launching.checkpoint_rules import CHECKPOINT_RULES
-from accel_scale.launching.checks import Finding, check_run, refuse_errors
-from accel_scale.launching.deepspeed_rules import DEEPSPEED_RULES, KEYS_OF_DEEPSPEED_FILE
 from accel_scale.launching.environment import LaunchEnvironment, current_launch
 from accel_scale.launching.launch_file import LaunchFile, read_launch_file
-from accel_scale.launching.launch_rules import LAUNCH_RULES
 from accel_scale.launching.machine import PACKAGES, Folder, Machine, describe_folder
-from accel_scale.launching.precision_rules import PRECISION_RULES
-from accel_scale.launching.recipe_rules import RECIPE_RULES
-from accel_scale.launching.run_settings import RunSettings, deepspeed_ranks_in_checkpoint
-from accel_scale.planning.device import Device, device_named
 
 ROOT = Path(__file__).parents[2]
 ALL_RULES = {
@@ -149,9 +149,9 @@ def test_launch_precision(precision, launch, agree):
 
 
 def test_launch_precision_agrees_with_the_training_code():
-    from accel_scale.launching.precision_rules import LAUNCH_PRECISIONS
-    from accel_scale.training.arguments import PRECISIONS
-    from accel_scale.training.precision import resolve_precision
+    from accel_scale.checks.precision_rules import LAUNCH_PRECISIONS
+    from accel_scale.flags.common import PRECISIONS
+    from accel_scale.modeling.precision import resolve_precision
 
     assert set(LAUNCH_PRECISIONS) == set(PRECISIONS)
     for precision, launches in LAUNCH_PRECISIONS.items():
@@ -896,7 +896,7 @@ def every_rule_is_proven_both_ways(request):
 def test_machines_are_those_of_the_file_or_of_the_processes_if_there_are_more(total, local, written, expected) -> None:
     from types import SimpleNamespace
 
-    from accel_scale.launching.launch_rules import _num_machines
+    from accel_scale.checks.launch_rules import _num_machines
 
     launch = SimpleNamespace(num_processes=total, local_world_size=local, file_values={"num_machines": written})
     assert _num_machines(SimpleNamespace(launch=launch)) == expected

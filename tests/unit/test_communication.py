@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from accel_scale.planning.communication import collective_seconds, step_collectives
-from accel_scale.planning.flops import trained_params
-from accel_scale.planning.hardware import Machine, find_gpu
-from accel_scale.planning.model_facts import LayerFacts, LinearFacts, ModelFacts
-from accel_scale.planning.reference_tables import reference_tables
-from accel_scale.planning.training_setup import ParallelSetup, TrainingSetup
+from accel_scale.facts.hardware import Machine, find_gpu
+from accel_scale.planning.cost.communication import collective_seconds, step_collectives
+from accel_scale.planning.cost.flops import trained_params
+from accel_scale.planning.laws.reference_tables import reference_tables
+from accel_scale.planning.models.model_facts import LayerFacts, LinearFacts, ModelFacts
+from accel_scale.planning.models.training_setup import ParallelSetup, TrainingSetup
 
 
 def llama_2_7b() -> ModelFacts:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from accel_scale.launching.machine import detect_machine
-from accel_scale.training.precision import resolve_precision
+from accel_scale.modeling.precision import resolve_precision
 
 
 @pytest.mark.parametrize(

@@ -9,17 +9,17 @@ import sys
 
 import pytest
 
+from accel_scale.launching import cpu_process
+from accel_scale.launching.cpu_process import keep_freed_memory, threads_are_chosen, use_cores_of_host
 from accel_scale.launching.environment import current_launch
-from accel_scale.training import cpu_process
-from accel_scale.training.cpu_process import keep_freed_memory, threads_are_chosen, use_cores_of_host
-from accel_scale.training.recipe_start import steps_on_host
+from accel_scale.starting.recipe_start import steps_on_host
 
 _FAULTS = """
 import resource
 from accel_scale.launching.environment import current_launch
-from accel_scale.training import cpu_process
-from accel_scale.training.cpu_process import keep_freed_memory, threads_are_chosen, use_cores_of_host
-from accel_scale.training.recipe_start import steps_on_host
+from accel_scale.launching import cpu_process
+from accel_scale.launching.cpu_process import keep_freed_memory, threads_are_chosen, use_cores_of_host
+from accel_scale.starting.recipe_start import steps_on_host
 assert keep_freed_memory() is %s
 blocks = lambda: [b"x" * (48 << 20) for _ in range(2)]
 blocks()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from accel_scale.errors import ConfigError
-from accel_scale.training.ddp_buckets import SweepSettings, best_cap
+from accel_scale.measuring.ddp_buckets import SweepSettings, best_cap
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from deepspeed.runtime.utils import combine_grad_norm_groups
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from accel_scale.training import deepspeed_gate
+from accel_scale.training.guard import deepspeed_control
 
 
 def source_of(cls: type, name: str) -> str:
@@ -35,8 +35,8 @@ def calls(cls: type, name: str) -> list[str]:
 @pytest.mark.parametrize(
     ("cls", "names"),
     [
-        (DeepSpeedZeroOptimizer, deepspeed_gate._STAGE_1_AND_2 + deepspeed_gate._BOTH),
-        (DeepSpeedZeroOptimizer_Stage3, deepspeed_gate._STAGE_3 + deepspeed_gate._BOTH),
+        (DeepSpeedZeroOptimizer, deepspeed_control._STAGE_1_AND_2 + deepspeed_control._BOTH),
+        (DeepSpeedZeroOptimizer_Stage3, deepspeed_control._STAGE_3 + deepspeed_control._BOTH),
     ],
 )
 def test_what_is_used_is_there(cls, names) -> None:

@@ -9,21 +9,21 @@ import torch
 from transformers import LlamaConfig
 from trl import ScriptArguments
 
+from accel_scale.checks.checks import check_run
+from accel_scale.checks.run_settings import RunSettings
 from accel_scale.data.default import DEFAULT_TRAINING
 from accel_scale.errors import ConfigError
-from accel_scale.launching.checks import check_run
+from accel_scale.facts.device import CPU, Device, device_named
+from accel_scale.flags.common import ScaleArguments
+from accel_scale.flags.parsing import parse_flags
+from accel_scale.flags.trl_config import RecipeModelConfig, RecipeSFTConfig
 from accel_scale.launching.environment import LaunchEnvironment
 from accel_scale.launching.machine import PACKAGES, Machine
-from accel_scale.launching.run_settings import RunSettings
 from accel_scale.launching.strategy import Strategy
-from accel_scale.planning.device import CPU, Device, device_named
-from accel_scale.training import packed_attention
-from accel_scale.training.arguments import ScaleArguments
-from accel_scale.training.attention import choose_kernels, resolve_attention
-from accel_scale.training.config import RecipeModelConfig, RecipeSFTConfig
-from accel_scale.training.flags import parse_flags
-from accel_scale.training.optimizers import check_optimizer
-from accel_scale.training.resolve import LaunchFacts, Resolved, resolve
+from accel_scale.modeling import packed_attention
+from accel_scale.modeling.attention import choose_kernels, resolve_attention
+from accel_scale.optimization.optimizers import check_optimizer
+from accel_scale.settings.resolve import LaunchFacts, Resolved, resolve
 
 DEVICES = {
     "V100": device_named("V100 16GB"),
@@ -189,7 +189,7 @@ def test_key_heads_are_repeated_where_sdpa_would_form_whole_matrices(name, is_sh
     if packed:
         starts = torch.zeros(1, 600, dtype=torch.bool)
         starts[0, [0, 100, 350]] = True
-        from accel_scale.training.packed_mask import attach_layout, packed_layout
+        from accel_scale.modeling.packed_mask import attach_layout, packed_layout
 
         mask = attach_layout(packed_layout(starts, None, torch.device("cpu")))
     expected, _ = packed_attention.packed_attention_forward(module, query, key, value, mask)

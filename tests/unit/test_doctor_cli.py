@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from accel_scale.checks.checks import Finding
+from accel_scale.checks.doctor import Diagnosis, print_diagnosis
 from accel_scale.cli import main as main_module
 from accel_scale.cli.doctor import arrange
-from accel_scale.launching.checks import Finding
-from accel_scale.launching.doctor import Diagnosis, print_diagnosis
 from accel_scale.launching.machine import Machine, detect_machine
 
 ROOT = Path(__file__).parents[2]

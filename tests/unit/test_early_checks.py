@@ -12,7 +12,7 @@ from said_early import said_with_imports
 
 from accel_scale.errors import ConfigError
 from accel_scale.launching import hub_reach
-from accel_scale.launching.early_checks import check_command_line
+from accel_scale.starting.early_checks import check_command_line
 
 
 @pytest.fixture(autouse=True)

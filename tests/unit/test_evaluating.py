@@ -12,8 +12,10 @@ import torch
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from accel_scale.parallel.pipeline_split import split_model, stage_of
-from accel_scale.training.evaluating import (
+from accel_scale.modeling.precision import enable_fp16_on_cpu
+from accel_scale.optimization.fast_loss import add_fast_lm_head, head_loss
+from accel_scale.parallel.pipelines.split import split_model, stage_of
+from accel_scale.training.evaluation.validation import (
     Evaluation,
     beginning_of,
     evaluate_loss,
@@ -23,8 +25,6 @@ from accel_scale.training.evaluating import (
     sample_text,
     total_over_ranks,
 )
-from accel_scale.training.fast_loss import add_fast_lm_head, head_loss
-from accel_scale.training.precision import enable_fp16_on_cpu
 
 
 class Ranks:
@@ -116,7 +116,7 @@ def test_sums_over_ranks() -> None:
 
 def test_ranks_that_share_rows_count_them_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks of one product, two stages: each rank hears of the same rows, and the first stage has no loss."""
-    from accel_scale.training import model_parallel
+    from accel_scale.parallel import model_parallel
 
     asked: list[Any] = []
     shared = SimpleNamespace(

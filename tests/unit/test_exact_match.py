@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from accel_scale.data.default import default_dataset, default_model_path
 from accel_scale.errors import ConfigError
-from accel_scale.training.exact_match import exact_match, normalize_answer
+from accel_scale.training.evaluation.exact_match import exact_match, normalize_answer
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,10 @@ from typing import get_args, get_type_hints
 import pytest
 
 from accel_scale.errors import ConfigError
-from accel_scale.training.flag_ranges import RANGES, Range, check_ranges
-from accel_scale.training.flags import parse_flags
-from accel_scale.training.library_flags import load_classes
-from accel_scale.training.pretrain_arguments import PretrainArguments
+from accel_scale.flags.library import load_classes
+from accel_scale.flags.parsing import parse_flags
+from accel_scale.flags.pretraining import PretrainArguments
+from accel_scale.flags.ranges import RANGES, Range, check_ranges
 
 ROOT = Path(__file__).parents[2]
 

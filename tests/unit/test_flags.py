@@ -8,8 +8,8 @@ import pytest
 from trl import ModelConfig, ScriptArguments, SFTConfig
 
 from accel_scale.errors import ConfigError
-from accel_scale.training.arguments import ScaleArguments
-from accel_scale.training.flags import ParsedFlags, parse_flags
+from accel_scale.flags.common import ScaleArguments
+from accel_scale.flags.parsing import ParsedFlags, parse_flags
 
 CLASSES = (ScriptArguments, SFTConfig, ModelConfig, ScaleArguments)
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from torch import nn
 
-from accel_scale.training.fsdp2_preparation import mend_fsdp2_preparation, modules_that_share
+from accel_scale.modeling.fsdp2_preparation import mend_fsdp2_preparation, modules_that_share
 
 
 class Layer(nn.Module):

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel_scale.errors import ConfigError
-from accel_scale.training.guard import Guard
-from accel_scale.training.guard_arguments import GuardArguments, TrainerGuardArguments, guard_for
-from accel_scale.training.guard_events import append_event, console_line, read_events
-from accel_scale.training.guard_settings import GuardSettings, settings_from
-from accel_scale.training.running_estimate import RunningEstimate
+from accel_scale.flags.guard import GuardArguments, TrainerGuardArguments, guard_for
+from accel_scale.flags.guard_settings import GuardSettings, settings_from
+from accel_scale.training.guard.estimate import RunningEstimate
+from accel_scale.training.guard.events import append_event, console_line, read_events
+from accel_scale.training.guard.guard import Guard
 
 NOT_FINITE = [math.nan, math.inf, -math.inf]
 

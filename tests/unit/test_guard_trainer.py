@@ -13,10 +13,10 @@ import torch
 from accelerate.state import AcceleratorState
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from accel_scale.training.guard import GUARD_STATUS
-from accel_scale.training.guard_events import read_events
-from accel_scale.training.guard_mixin import GuardMixin
-from accel_scale.training.guard_settings import GuardSettings
+from accel_scale.flags.guard_settings import GuardSettings
+from accel_scale.training.guard.events import read_events
+from accel_scale.training.guard.guard import GUARD_STATUS
+from accel_scale.training.trainers.guard_mixin import GuardMixin
 
 RATE = 0.01
 

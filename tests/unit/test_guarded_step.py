@@ -12,10 +12,10 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 from accel_scale import ConfigError, Guard, GuardedStep, GuardSettings
-from accel_scale.training.guard import GUARD_STATUS
-from accel_scale.training.precision import enable_fp16_on_cpu
-from accel_scale.training.step_gate import lowered, make_gate
-from accel_scale.training.step_judge import joined, stop_run
+from accel_scale.modeling.precision import enable_fp16_on_cpu
+from accel_scale.training.guard.guard import GUARD_STATUS
+from accel_scale.training.guard.optimizer_control import lowered, make_gate
+from accel_scale.training.guard.verdict import joined, stop_run
 
 
 @pytest.fixture(autouse=True)
@@ -331,7 +331,7 @@ def test_steps_of_a_pipeline_are_judged_by_the_stages_that_have_a_loss(tmp_path)
 
 
 def test_the_watch_over_hanging_ranks_knows_the_step(monkeypatch):
-    from accel_scale.training import guarded_step
+    from accel_scale.training.guard import guarded_step
 
     asked = []
     monkeypatch.setattr(guarded_step, "follow_steps", asked.append)
@@ -344,15 +344,15 @@ def test_the_watch_over_hanging_ranks_knows_the_step(monkeypatch):
 
 
 def test_all_ranks_have_met_before_one_leaves(monkeypatch):
-    from accel_scale.training import step_judge
+    from accel_scale.training.guard import verdict
 
     order = []
-    monkeypatch.setattr(step_judge, "let_go_of_collectives", lambda: order.append("let go"))
+    monkeypatch.setattr(verdict, "let_go_of_collectives", lambda: order.append("let go"))
     ranks = SimpleNamespace(
         is_main_process=False,
         wait_for_everyone=lambda: order.append("met"),
         end_training=lambda: order.append("ended"),
     )
     with pytest.raises(SystemExit):
-        stop_run(ranks, step_judge.StepOutcome("stop", 1.0, None, "x"))
+        stop_run(ranks, verdict.StepOutcome("stop", 1.0, None, "x"))
     assert order == ["met", "let go", "ended"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from accel_scale.errors import ConfigError
-from accel_scale.planning.hardware import (
+from accel_scale.facts.hardware import (
     CONTEXT_BYTES,
     Gpu,
     Machine,

@@ -13,11 +13,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from accel_scale.cli.main import main
+from accel_scale.cluster.job import ClusterJob, cluster_job
+from accel_scale.cluster.kubernetes import KubernetesOptions, kubernetes_manifest
+from accel_scale.cluster.slurm import SlurmOptions, slurm_script
+from accel_scale.cluster.ssh import SshOptions, ssh_script
 from accel_scale.errors import ConfigError
-from accel_scale.launching.cluster_job import ClusterJob, cluster_job
-from accel_scale.launching.kubernetes_job import KubernetesOptions, kubernetes_manifest
-from accel_scale.launching.slurm_script import SlurmOptions, slurm_script
-from accel_scale.launching.ssh_script import SshOptions, ssh_script
 
 LAUNCH = {"distributed_type": "MULTI_GPU", "num_processes": 2, "num_machines": 1, "mixed_precision": "bf16"}
 HOSTILE = "\ntouch pwned #$(touch pwned)`touch pwned`'\"; touch pwned; \\"
@@ -128,7 +128,7 @@ def test_scripts_hold_no_credentials(tmp_path, capsys, words):
 
 
 def test_training_arguments_hold_no_token(tmp_path, monkeypatch):
-    from accel_scale.training.config import RecipeSFTConfig
+    from accel_scale.flags.trl_config import RecipeSFTConfig
 
     monkeypatch.delenv("HF_TOKEN", raising=False)
     config = RecipeSFTConfig(output_dir=str(tmp_path), hub_token="hf_abcdefghijklmnopqrstuvwx", use_cpu=True)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from accel_scale.ending.known_errors import as_setting
 from accel_scale.errors import user_errors
-from accel_scale.known_errors import as_setting
 
 
 def raised(action: Callable[[], object]) -> BaseException:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from accel_scale.checks.checks import check_run
+from accel_scale.checks.run_settings import RunSettings
 from accel_scale.errors import ConfigError
-from accel_scale.launching.checks import check_run
 from accel_scale.launching.launch_file import looks_like_launch_file, read_launch_file
 from accel_scale.launching.launch_keys import SECTION_KEYS, TOP_KEYS
 from accel_scale.launching.machine import PACKAGES, Machine
-from accel_scale.launching.run_settings import RunSettings
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "accelerate_configs").glob("*.yaml"))

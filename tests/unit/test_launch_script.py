@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from accel_scale.cli.main import main
-from accel_scale.launching.slurm_script import slurm_time
+from accel_scale.cluster.slurm import slurm_time
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIGS = REPOSITORY / "accelerate_configs"

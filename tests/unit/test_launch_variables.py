@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
+from accel_scale.ending.last_word import cause_line
 from accel_scale.errors import ConfigError
 from accel_scale.launching.environment import check_launch_variables
-from accel_scale.launching.last_word import cause_line
 from accel_scale.secrets import is_secret, mask, without_secrets
 
 LAUNCHED = {"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}

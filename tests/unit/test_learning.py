@@ -10,7 +10,7 @@ import torch
 from datasets import Dataset
 from torch import nn
 
-from accel_scale.training.learning import (
+from accel_scale.training.guard.learning import (
     NothingLearnt,
     WeightsBefore,
     count_not_finite,
@@ -19,7 +19,7 @@ from accel_scale.training.learning import (
     refuse_unlabelled,
     refuse_unlearnt,
 )
-from accel_scale.training.learning_mixin import LearningMixin
+from accel_scale.training.trainers.learning_mixin import LearningMixin
 
 
 def dataset(*labels: list[int], lengths: list[list[int]] | None = None) -> Dataset:

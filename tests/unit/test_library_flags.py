@@ -11,16 +11,17 @@ from said_early import said_with_imports
 from transformers.training_args import DebugOption
 
 from accel_scale.errors import ConfigError
+from accel_scale.facts.device import ATTENTION_NAMES
+from accel_scale.flags import library as library_flags
+from accel_scale.flags import parsing as flags
+from accel_scale.flags.common import ScaleArguments
+from accel_scale.flags.guard import TrainerGuardArguments
+from accel_scale.flags.library import SHIPPED, load_classes, make_table
+from accel_scale.flags.parsing import build_parser, parse_flags
+from accel_scale.flags.sft import LIBRARY_CLASSES
+from accel_scale.flags.trl_refused import refuse_contradictions
 from accel_scale.launching import machine
-from accel_scale.launching.early_checks import check_command_line
-from accel_scale.planning.device import ATTENTION_NAMES
-from accel_scale.training import flags, library_flags
-from accel_scale.training.arguments import ScaleArguments
-from accel_scale.training.flags import build_parser, parse_flags
-from accel_scale.training.guard_arguments import TrainerGuardArguments
-from accel_scale.training.library_flags import SHIPPED, load_classes, make_table
-from accel_scale.training.sft_flags import LIBRARY_CLASSES
-from accel_scale.training.trl_flags import refuse_contradictions
+from accel_scale.starting.early_checks import check_command_line
 
 FLAGS = (*LIBRARY_CLASSES, ScaleArguments)
 SFT_FLAGS = (*FLAGS, TrainerGuardArguments)
@@ -52,7 +53,7 @@ def as_told(parser: argparse.ArgumentParser) -> dict[str, tuple]:
 def test_the_shipped_table_is_that_of_the_installed_libraries() -> None:
     made = make_table(LIBRARY_CLASSES, lambda classes: build_parser(classes, program=""))
     shipped = json.loads(SHIPPED.read_text(encoding="utf-8"))
-    assert shipped == json.loads(json.dumps(made)), "run: python -m accel_scale.training.sft_flags"
+    assert shipped == json.loads(json.dumps(made)), "run: python -m accel_scale.flags.sft"
 
 
 def test_the_recipes_parser_has_the_flags_of_its_classes() -> None:

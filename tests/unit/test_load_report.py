@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, MixtralConfig
 
 from accel_scale.errors import ConfigError
-from accel_scale.training.load_report import fit_of
-from accel_scale.training.model import load_model, skeleton_of
+from accel_scale.modeling.load_report import fit_of
+from accel_scale.modeling.loading import load_model, skeleton_of
 
 SIZES = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,

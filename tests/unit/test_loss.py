@@ -11,9 +11,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 from accel_scale.errors import ConfigError
-from accel_scale.training import loss as loss_module
-from accel_scale.training.fast_loss import FastLossMixin, head_transform
-from accel_scale.training.loss import chunked_cross_entropy, count_loss_tokens
+from accel_scale.optimization import loss as loss_module
+from accel_scale.optimization.fast_loss import FastLossMixin, head_transform
+from accel_scale.optimization.loss import chunked_cross_entropy, count_loss_tokens
 
 VOCAB, HIDDEN = 101, 32
 

@@ -8,9 +8,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from accel_scale.training import loss as loss_module
-from accel_scale.training.batch_splitting import split
-from accel_scale.training.loss import chunked_cross_entropy, count_loss_tokens, default_chunk_size
+from accel_scale.optimization import loss as loss_module
+from accel_scale.optimization.batch_splitting import split
+from accel_scale.optimization.loss import chunked_cross_entropy, count_loss_tokens, default_chunk_size
 
 VOCAB, HIDDEN = 23, 8
 IGNORED = -100

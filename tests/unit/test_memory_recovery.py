@@ -7,14 +7,14 @@ import torch
 from accelerate import Accelerator
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from accel_scale.ending.clean_stop import OUT_OF_MEMORY_STATUS
+from accel_scale.ending.out_of_memory import is_out_of_memory, reason_in
 from accel_scale.errors import user_errors
-from accel_scale.training.batch_splitting import halve, num_rows, split
-from accel_scale.training.clean_stop import OUT_OF_MEMORY_STATUS
-from accel_scale.training.fast_loss import add_fast_lm_head
-from accel_scale.training.memory_recovery import MemoryRecovery, smaller_batch_advice
-from accel_scale.training.out_of_memory import is_out_of_memory, reason_in
-from accel_scale.training.packed_attention import register_packed_attention
-from accel_scale.training.recovery_mixin import MemoryRecoveryMixin
+from accel_scale.modeling.packed_attention import register_packed_attention
+from accel_scale.optimization.batch_splitting import halve, num_rows, split
+from accel_scale.optimization.fast_loss import add_fast_lm_head
+from accel_scale.training.resilience.memory_recovery import MemoryRecovery, smaller_batch_advice
+from accel_scale.training.trainers.recovery_mixin import MemoryRecoveryMixin
 
 VOCAB = 64
 

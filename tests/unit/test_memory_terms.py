@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel_scale.errors import ConfigError
-from accel_scale.planning.catalogue import load_model_facts
-from accel_scale.planning.memory import predict_memory
-from accel_scale.planning.sharding import state_bytes
-from accel_scale.planning.training_setup import LoraSetup, ParallelSetup, TrainingSetup
+from accel_scale.planning.cost.memory import predict_memory
+from accel_scale.planning.cost.sharding import state_bytes
+from accel_scale.planning.models.catalogue import load_model_facts
+from accel_scale.planning.models.training_setup import LoraSetup, ParallelSetup, TrainingSetup
 
 LLAMA = load_model_facts("meta-llama/Llama-3.2-1B", allow_download=False)
 N = LLAMA.num_params
@@ -125,7 +125,7 @@ def test_what_is_not_modelled_is_named(change, place):
 
 def test_the_planner_counts_the_states_that_the_recipes_optimizers_keep():
     """test_optimizers.py measures the recipe's; both read one table."""
-    from accel_scale.training.optimizer_specs import OPTIMIZERS, state_bytes_per_parameter
+    from accel_scale.facts.optimizer_specs import OPTIMIZERS, state_bytes_per_parameter
 
     one = TrainingSetup(precision="bf16_true")
     for name in OPTIMIZERS:
@@ -137,11 +137,11 @@ def test_the_planner_counts_the_states_that_the_recipes_optimizers_keep():
 
 
 def test_chunks_of_the_loss_are_the_recipes():
-    from accel_scale.planning import shadow_head
-    from accel_scale.training import loss
+    from accel_scale.optimization import loss
+    from accel_scale.planning.tape import head
 
-    assert shadow_head.CHUNK_LOGITS == loss._CHUNK_LOGITS
-    assert shadow_head.HEAD_GRAD_IN_FORWARD_BYTES == loss._HEAD_GRAD_IN_FORWARD_BYTES
+    assert head.CHUNK_LOGITS == loss._CHUNK_LOGITS
+    assert head.HEAD_GRAD_IN_FORWARD_BYTES == loss._HEAD_GRAD_IN_FORWARD_BYTES
 
 
 @pytest.mark.parametrize("precision", ["fp8", "fp16"])

@@ -23,9 +23,9 @@ from transformers import (
 
 from accel_scale.cli import merge as merge_command
 from accel_scale.errors import ConfigError
-from accel_scale.training import merge_weights
-from accel_scale.training.merge import merge_adapter
-from accel_scale.training.quantization_record import quantization_of, record_quantization
+from accel_scale.merging import weights as merge_weights
+from accel_scale.merging.adapter import merge_adapter
+from accel_scale.modeling.quantization_record import quantization_of, record_quantization
 
 IDS = torch.tensor([[1, 5, 9, 33, 2, 60]])
 NF4 = BitsAndBytesConfig(
@@ -240,7 +240,7 @@ def test_an_adapter_whose_base_was_changed_by_its_initialisation_is_refused(base
 @pytest.mark.slow
 def test_a_wrong_merge_is_caught_by_its_logits(bases, tmp_path, monkeypatch):
     train(AutoModelForCausalLM.from_pretrained(bases / "llama"), target_modules=QV).save_pretrained(tmp_path / "a")
-    from accel_scale.training.merge_weights import AdapterMerger
+    from accel_scale.merging.weights import AdapterMerger
 
     honest = AdapterMerger._merged_module
     monkeypatch.setattr(

@@ -10,7 +10,7 @@ from torch import nn
 from transformers.integrations import deepspeed
 
 from accel_scale.errors import ConfigError
-from accel_scale.training.model import count_parameters, load_config, load_model, load_tokenizer, plain_loading
+from accel_scale.modeling.loading import count_parameters, load_config, load_model, load_tokenizer, plain_loading
 
 
 def test_a_missing_folder_is_one_line(tmp_path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from accel_scale.errors import ConfigError
-from accel_scale.planning.catalogue import catalogue_names, load_model_facts
+from accel_scale.planning.models.catalogue import catalogue_names, load_model_facts
 
 # Parameters as the models' cards and safetensors indices publish them, tied heads once.
 PUBLISHED = {
@@ -164,7 +164,7 @@ def test_a_folder_without_config_is_named(tmp_path: Path) -> None:
 def test_a_hub_out_of_reach_is_said_at_once() -> None:
     """Its client would retry the download for half a minute."""
     code = (
-        "import time\nfrom accel_scale.planning.catalogue import load_model_facts\n"
+        "import time\nfrom accel_scale.planning.models.catalogue import load_model_facts\n"
         "begin = time.perf_counter()\ntry:\n    load_model_facts('someone/their-model')\n"
         "except Exception as error:\n    print(type(error).__name__, error, time.perf_counter() - begin < 5)\n"
     )

@@ -18,13 +18,13 @@ from transformers import (
 from trl import ModelConfig
 
 from accel_scale.errors import ConfigError
-from accel_scale.launching.model_class import language_model_class
-from accel_scale.launching.model_source import load_model_config
-from accel_scale.launching.shrink import write_shrunken_model
-from accel_scale.training.adapters import lora_config
-from accel_scale.training.merge import merge_adapter
-from accel_scale.training.model import load_config, load_model, skeleton_of
-from accel_scale.training.verification import CheckpointMismatch, verify_checkpoint
+from accel_scale.merging.adapter import merge_adapter
+from accel_scale.modeling.adapters import lora_config
+from accel_scale.modeling.loading import load_config, load_model, skeleton_of
+from accel_scale.modeling.model_class import language_model_class
+from accel_scale.shrinking.model_source import load_model_config
+from accel_scale.shrinking.shrink import write_shrunken_model
+from accel_scale.training.saving.verification import CheckpointMismatch, verify_checkpoint
 
 IDS = torch.randint(3, 50, (2, 12), generator=torch.Generator().manual_seed(0))
 TEXT = {

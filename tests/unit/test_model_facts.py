@@ -13,8 +13,8 @@ from transformers import CONFIG_MAPPING
 from transformers.pytorch_utils import Conv1D
 
 from accel_scale.errors import ConfigError
-from accel_scale.planning.model_config import facts_from_config
-from accel_scale.planning.model_facts import LayerFacts, LinearFacts
+from accel_scale.planning.models.model_config import facts_from_config
+from accel_scale.planning.models.model_facts import LayerFacts, LinearFacts
 
 POSITION_MODULES = ("wpe", "embed_positions", "position_embeddings", "token_type_embeddings")
 FINAL_NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm")

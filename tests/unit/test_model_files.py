@@ -13,7 +13,7 @@ from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, PreTrainedTo
 
 from accel_scale.data.default import default_model_path
 from accel_scale.errors import ConfigError
-from accel_scale.training.model_files import (
+from accel_scale.modeling.files import (
     check_model_files,
     check_row_length,
     check_tokenizer,
@@ -24,7 +24,7 @@ from accel_scale.training.model_files import (
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    from accel_scale.training.model import load_tokenizer
+    from accel_scale.modeling.loading import load_tokenizer
 
     return load_tokenizer(default_model_path())
 

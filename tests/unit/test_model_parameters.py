@@ -14,9 +14,9 @@ from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from accel_scale.errors import ConfigError
-from accel_scale.planning.model_config import facts_from_config
-from accel_scale.planning.parameters import lora_params, parameter_groups, quantised_linears
-from accel_scale.planning.training_setup import LoraSetup, TrainingSetup
+from accel_scale.planning.models.model_config import facts_from_config
+from accel_scale.planning.models.parameters import lora_params, parameter_groups, quantised_linears
+from accel_scale.planning.models.training_setup import LoraSetup, TrainingSetup
 
 
 @each_family(3)

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from accel_scale.errors import ConfigError
-from accel_scale.quiet import quiet_imports
-from accel_scale.training.optimizers import (
+from accel_scale.optimization.optimizers import (
     OPTIMIZER_NAMES,
     OPTIMIZERS,
     check_optimizer,
@@ -20,6 +19,7 @@ from accel_scale.training.optimizers import (
     parse_optim_args,
     state_bytes_per_parameter,
 )
+from accel_scale.quiet import quiet_imports
 
 quiet_imports()
 pytestmark = pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
@@ -396,7 +396,7 @@ class TestCpuOffload:
         return losses
 
     def offloaded(self, model, **kwargs):
-        from accel_scale.training.offload_optimizer import offload_optimizer_class
+        from accel_scale.optimization.offload_optimizer import offload_optimizer_class
 
         return offload_optimizer_class()(model.parameters(), lr=1e-2, weight_decay=0.1, **kwargs)
 
@@ -414,7 +414,7 @@ class TestCpuOffload:
         assert self.run(plain, theirs) != pytest.approx(expected, rel=1e-5)
 
     def test_schedules_and_resuming(self, pretended_accelerator):
-        from accel_scale.training.schedules import create_schedule
+        from accel_scale.optimization.schedules import create_schedule
 
         def schedule_of(optimizer):
             return create_schedule(optimizer, "linear", num_training_steps=10)

@@ -12,9 +12,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from accel_scale.training import packed_attention
-from accel_scale.training.packed_attention import packed_attention_forward
-from accel_scale.training.packed_mask import attach_layout, bucket_lengths, dense_mask, packed_layout, packed_mask
+from accel_scale.modeling import packed_attention
+from accel_scale.modeling.packed_attention import packed_attention_forward
+from accel_scale.modeling.packed_mask import attach_layout, bucket_lengths, dense_mask, packed_layout, packed_mask
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import torch
 
-from accel_scale.training.peak_flops import measured_peak_flops
+from accel_scale.measuring.peak_flops import measured_peak_flops
 
 
 def test_measuring_it_leaves_the_runs_random_numbers_alone() -> None:

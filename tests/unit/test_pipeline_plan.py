@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig
 
 from accel_scale.errors import ConfigError
-from accel_scale.parallel.pipeline_settings import PipelineSettings, check_pipeline, stages_of_rank
-from accel_scale.planning.pipeline import bubble_fraction, layer_costs, stage_boundaries
+from accel_scale.parallel.pipelines.settings import PipelineSettings, check_pipeline, stages_of_rank
+from accel_scale.planning.cost.pipeline import bubble_fraction, layer_costs, stage_boundaries
 
 COSTS = st.lists(st.floats(0, 100, allow_nan=False), min_size=1, max_size=9)
 

@@ -10,9 +10,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from accel_scale.errors import ConfigError
-from accel_scale.parallel.pipeline_split import costs_of, owned_parameters, split_model, stage_layers, stage_of
-from accel_scale.training.checkpointing import CheckpointingPolicy, apply_checkpointing
-from accel_scale.training.fast_loss import head_loss
+from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy, apply_checkpointing
+from accel_scale.optimization.fast_loss import head_loss
+from accel_scale.parallel.pipelines.split import costs_of, owned_parameters, split_model, stage_layers, stage_of
 
 BASE = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,

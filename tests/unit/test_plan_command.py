@@ -14,9 +14,9 @@ import pytest
 
 from accel_scale.cli.main import main
 from accel_scale.errors import ConfigError
-from accel_scale.planning.hardware import Machine, find_gpu
-from accel_scale.planning.requests import Wish, build_request, model_for_recipe, with_lengths
-from accel_scale.planning.search import search
+from accel_scale.facts.hardware import Machine, find_gpu
+from accel_scale.planning.search.requests import Wish, build_request, model_for_recipe, with_lengths
+from accel_scale.planning.search.search import search
 
 GIB = 2**30
 SMALL = {
@@ -127,7 +127,7 @@ def test_unknown_speeds_are_said_with_the_flag_that_gives_them(small, capsys):
 
 
 def test_no_gpu_here_is_one_line(small, capsys, monkeypatch):
-    monkeypatch.setattr("accel_scale.planning.hardware.detect_local", lambda: None)
+    monkeypatch.setattr("accel_scale.facts.hardware.detect_local", lambda: None)
     status, _, err = plan(small, capsys=capsys)
     assert status == 2
     assert err.count("\n") == 1

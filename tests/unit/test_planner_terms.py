@@ -9,21 +9,21 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from accel_scale.errors import ConfigError
-from accel_scale.planning.catalogue import load_model_facts
-from accel_scale.planning.communication import collective_seconds, gathered_weight_bytes, step_collectives
-from accel_scale.planning.efficiency import EFFICIENCY
-from accel_scale.planning.flops import trained_params
-from accel_scale.planning.hardware import Machine, find_gpu
-from accel_scale.planning.memory import predict_memory
-from accel_scale.planning.optimizer_states import OPTIMIZER_FACTS, optimizer_facts
-from accel_scale.planning.overheads import MARGIN_SHARE, gpu_overhead
-from accel_scale.planning.parameters import parameter_groups
-from accel_scale.planning.scaling_laws import LAWS, compute_for_loss, plan_scaling
-from accel_scale.planning.sharding import NF4_BYTES, NF4_DOUBLE_BYTES, frozen_layer_bytes, frozen_weight_bytes
-from accel_scale.planning.sharding import state_bytes as state_bytes_of
-from accel_scale.planning.timing import optimizer_seconds, optimizer_traffic_bytes, predict_time
-from accel_scale.planning.training_setup import ParallelSetup, TrainingSetup
-from accel_scale.planning.transfers import Transfers, transfers
+from accel_scale.facts.hardware import Machine, find_gpu
+from accel_scale.facts.optimizer_states import OPTIMIZER_FACTS, optimizer_facts
+from accel_scale.planning.cost.communication import collective_seconds, gathered_weight_bytes, step_collectives
+from accel_scale.planning.cost.efficiency import EFFICIENCY
+from accel_scale.planning.cost.flops import trained_params
+from accel_scale.planning.cost.memory import predict_memory
+from accel_scale.planning.cost.overheads import MARGIN_SHARE, gpu_overhead
+from accel_scale.planning.cost.sharding import NF4_BYTES, NF4_DOUBLE_BYTES, frozen_layer_bytes, frozen_weight_bytes
+from accel_scale.planning.cost.sharding import state_bytes as state_bytes_of
+from accel_scale.planning.cost.timing import optimizer_seconds, optimizer_traffic_bytes, predict_time
+from accel_scale.planning.cost.transfers import Transfers, transfers
+from accel_scale.planning.laws.scaling_laws import LAWS, compute_for_loss, plan_scaling
+from accel_scale.planning.models.catalogue import load_model_facts
+from accel_scale.planning.models.parameters import parameter_groups
+from accel_scale.planning.models.training_setup import ParallelSetup, TrainingSetup
 
 LLAMA = load_model_facts("meta-llama/Llama-3.2-1B", allow_download=False)
 N = LLAMA.num_params

@@ -18,10 +18,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 from trl import DPOConfig, DPOTrainer, GRPOConfig, RLOOConfig, SFTConfig, SFTTrainer
 
 from accel_scale.errors import ConfigError
-from accel_scale.field_words import in_words_of_fields
-from accel_scale.plugin import ScalePlugin
-from accel_scale.training.memory_recovery import smaller_batch_advice
-from accel_scale.training.trainer_arguments import adapt_arguments
+from accel_scale.plugin.field_words import in_words_of_fields
+from accel_scale.plugin.plugin import ScalePlugin
+from accel_scale.plugin.trainer_arguments import adapt_arguments
+from accel_scale.training.resilience.memory_recovery import smaller_batch_advice
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +88,9 @@ def test_bad_settings_are_refused_when_the_plugin_is_made(settings, message):
 def test_messages_never_name_a_flag():
     """Whatever is shared with the recipes speaks of fields here."""
     names = {field.name for field in fields(ScalePlugin)}
-    sources = [path.read_text() for path in (Path(__file__).parents[2] / "accel_scale" / "training").rglob("*.py")]
+    rooms = ("flags", "modeling", "optimization", "plugin", "settings", "training")
+    package = Path(__file__).parents[2] / "accel_scale"
+    sources = [path.read_text() for room in rooms for path in (package / room).rglob("*.py")]
     texts = {text for source in sources for text in re.findall(r'"([^"\n]*--[a-z_]+[^"\n]*)"', source)}
     assert len(texts) > 100
     assert not [text for text in texts if re.search(r"--[a-z]", in_words_of_fields(text, names))]

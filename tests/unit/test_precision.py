@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from accel_scale.errors import ConfigError
-from accel_scale.planning.device import CPU, Device, device_named
+from accel_scale.facts.device import CPU, Device, device_named
+from accel_scale.flags.common import PRECISIONS
+from accel_scale.modeling.precision import convert_to_fp8, enable_fp16_on_cpu, precision_named, resolve_precision
 from accel_scale.quiet import quiet_imports
-from accel_scale.training.arguments import PRECISIONS
-from accel_scale.training.precision import convert_to_fp8, enable_fp16_on_cpu, precision_named, resolve_precision
 
 quiet_imports()
 HOPPER, TURING = device_named("H100"), device_named("T4")
@@ -97,7 +97,7 @@ def test_missing_torchao_is_named(monkeypatch):
 
 
 def test_deepspeed_fp16_on_a_cpu_without_fp16(monkeypatch):
-    monkeypatch.setattr("accel_scale.training.precision._cpu_multiplies_fp16", lambda: False)
+    monkeypatch.setattr("accel_scale.modeling.precision._cpu_multiplies_fp16", lambda: False)
     with pytest.raises(ConfigError, match="DeepSpeed refuses fp16"):
         resolve("fp16", device=CPU, strategy="zero2")
     assert resolve("fp16", device=CPU, strategy="ddp").grad_scaler

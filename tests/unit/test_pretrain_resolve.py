@@ -8,21 +8,21 @@ import pytest
 import torch
 
 from accel_scale.errors import ConfigError
-from accel_scale.training.flags import parse_flags
-from accel_scale.training.pretrain_arguments import (
+from accel_scale.flags.parsing import parse_flags
+from accel_scale.flags.pretraining import (
     PretrainArguments,
     PretrainDataArguments,
     PretrainModelArguments,
 )
-from accel_scale.training.pretrain_resolve import (
+from accel_scale.optimization.schedules import create_schedule
+from accel_scale.settings.resolve import LaunchFacts, resolve
+from accel_scale.training.pretrain.resolve import (
     decay_groups,
     refuse_contradictions,
     run_length,
     schedule_settings,
 )
-from accel_scale.training.pretrain_trunk import check_trunk, schedule_record
-from accel_scale.training.resolve import LaunchFacts, resolve
-from accel_scale.training.schedules import create_schedule
+from accel_scale.training.pretrain.trunk import check_trunk, schedule_record
 from accel_scale.units import parse_duration
 
 CLASSES = (PretrainModelArguments, PretrainDataArguments, PretrainArguments)

@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from accel_scale.flags.guard_settings import GuardSettings
 from accel_scale.parallel.gradient_norm import clip_gradients, global_grad_norm
-from accel_scale.training.guard import Guard
-from accel_scale.training.guard_events import read_events
-from accel_scale.training.guard_settings import GuardSettings
-from accel_scale.training.step_judge import StepJudge, joined
+from accel_scale.training.guard.events import read_events
+from accel_scale.training.guard.guard import Guard
+from accel_scale.training.guard.verdict import StepJudge, joined
 
 
 class Ranks:
@@ -63,7 +63,7 @@ def test_a_number_that_one_rank_lacks_is_lacking_for_all(mine, other, tmp_path: 
 
 
 def test_an_event_names_rows_and_losses_without_the_factor(tmp_path: Path) -> None:
-    from accel_scale.training.step_judge import MicroBatch
+    from accel_scale.training.guard.verdict import MicroBatch
 
     part = MicroBatch(losses=[torch.tensor(3.0), torch.tensor(1.0)], row_ids=[torch.tensor([4, 5]), "a"])
     judged([], math.nan, 1.0, tmp_path, guard=Guard(GuardSettings(policy="skip")), parts=[part])

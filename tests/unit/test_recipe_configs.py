@@ -9,16 +9,16 @@ import pytest
 from transformers import LlamaConfig
 from trl import ScriptArguments
 
-from accel_scale.planning.communication import NF4_BYTES_PER_PARAM
-from accel_scale.planning.device import Device
+from accel_scale.facts.device import Device
+from accel_scale.flags.common import ScaleArguments
+from accel_scale.flags.parsing import parse_flags
+from accel_scale.flags.trl_config import RecipeModelConfig, RecipeSFTConfig
+from accel_scale.modeling.adapters import lora_config, quantization_config
+from accel_scale.modeling.loading import skeleton_of
+from accel_scale.optimization.optimizers import check_optimizer
+from accel_scale.planning.cost.communication import NF4_BYTES_PER_PARAM
 from accel_scale.quiet import quiet_imports
-from accel_scale.training.adapters import lora_config, quantization_config
-from accel_scale.training.arguments import ScaleArguments
-from accel_scale.training.config import RecipeModelConfig, RecipeSFTConfig
-from accel_scale.training.flags import parse_flags
-from accel_scale.training.model import skeleton_of
-from accel_scale.training.optimizers import check_optimizer
-from accel_scale.training.resolve import LaunchFacts, resolve
+from accel_scale.settings.resolve import LaunchFacts, resolve
 
 quiet_imports()
 ROOT = Path(__file__).parents[2]
@@ -47,13 +47,13 @@ def test_the_promised_files_are_there():
 
 @pytest.mark.parametrize("path", PRETRAINING, ids=lambda path: path.stem)
 def test_pretraining_files_parse_strictly_and_contradict_nothing(path):
-    from accel_scale.training.guard_arguments import GuardArguments
-    from accel_scale.training.pretrain_arguments import (
+    from accel_scale.flags.guard import GuardArguments
+    from accel_scale.flags.pretraining import (
         PretrainArguments,
         PretrainDataArguments,
         PretrainModelArguments,
     )
-    from accel_scale.training.pretrain_resolve import refuse_contradictions
+    from accel_scale.training.pretrain.resolve import refuse_contradictions
 
     classes = (PretrainModelArguments, PretrainDataArguments, PretrainArguments, GuardArguments)
     argv = ["--config_file", str(path), "--data", "input.txt"]

@@ -21,13 +21,13 @@ from transformers import AutoTokenizer
 
 from accel_scale.data.default import default_model_path
 from accel_scale.data.pretraining import load_pretraining_tokenizer, open_pretraining_data
+from accel_scale.flags.guard_settings import GuardSettings
+from accel_scale.measuring.meters import ThroughputMeter
 from accel_scale.parallel.layout import ParallelLayout
-from accel_scale.training.checkpoints import CheckpointManager
-from accel_scale.training.guard import Guard
-from accel_scale.training.guard_settings import GuardSettings
-from accel_scale.training.meters import ThroughputMeter
-from accel_scale.training.pretrain_report import Report
-from accel_scale.training.pretrain_run import Run
+from accel_scale.training.checkpoints.manager import CheckpointManager
+from accel_scale.training.guard.guard import Guard
+from accel_scale.training.pretrain.report import Report
+from accel_scale.training.pretrain.run import Run
 
 
 def recipe_module(name: str) -> Any:

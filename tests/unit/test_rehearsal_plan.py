@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 from accel_scale.errors import ConfigError
+from accel_scale.flags.command_line import RecipeCommand
 from accel_scale.launching.launch_file import read_launch_file
-from accel_scale.launching.recipe_command import RecipeCommand
-from accel_scale.launching.rehearsal_plan import (
+from accel_scale.rehearsing.plan import (
     DataChoice,
     choose_data,
     for_the_cpu,
     plan_rehearsal,
     rehearsed_processes,
 )
-from accel_scale.launching.rehearse import Check, Report, error_lines
+from accel_scale.rehearsing.rehearse import Check, Report, error_lines
 
 CONFIGS = Path(__file__).resolve().parents[2] / "accelerate_configs"
 ROWS = [

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from accel_scale.errors import ConfigError
+from accel_scale.flags.command_line import RecipeCommand
 from accel_scale.launching.launch_file import read_launch_file
-from accel_scale.launching.recipe_command import RecipeCommand
-from accel_scale.launching.rehearsal_plan import DataChoice, Rehearsal
-from accel_scale.launching.rehearsal_pretrain import choose_text, min_layers, plan_pretraining_rehearsal
+from accel_scale.rehearsing.plan import DataChoice, Rehearsal
+from accel_scale.rehearsing.pretraining import choose_text, min_layers, plan_pretraining_rehearsal
 
 CONFIGS = Path(__file__).resolve().parents[2] / "accelerate_configs"
 

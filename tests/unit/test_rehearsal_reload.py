@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from accel_scale.launching.rehearsal_reload import compare_final_folders
-from accel_scale.launching.rehearse import CheckFailed
+from accel_scale.rehearsing.rehearse import CheckFailed
+from accel_scale.rehearsing.reload import compare_final_folders
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, OneCycleLR, SequentialLR
 
 from accel_scale.errors import ConfigError
-from accel_scale.training.replacing import (
+from accel_scale.plugin.replacing import (
     forget_schedules,
     replace_optimizer,
     schedules_of,

@@ -7,10 +7,10 @@ import json
 import time
 from pathlib import Path
 
+from accel_scale.measuring.meters import ThroughputMeter, peak_host_bytes
 from accel_scale.reporting.run_tables import end_rows
 from accel_scale.reporting.summary import SUMMARY_NAME, without_secrets, write_summary
 from accel_scale.reporting.tables import format_count, format_seconds, print_table
-from accel_scale.training.meters import ThroughputMeter, peak_host_bytes
 
 
 def test_summary_names_versions_and_leaves_no_partial(tmp_path: Path) -> None:

@@ -10,11 +10,11 @@ import torch
 from trl import ScriptArguments
 
 from accel_scale.errors import ConfigError
-from accel_scale.planning.device import Device
-from accel_scale.training.arguments import ScaleArguments
-from accel_scale.training.config import RecipeModelConfig, RecipeSFTConfig
-from accel_scale.training.flags import parse_flags
-from accel_scale.training.resolve import LaunchFacts, Resolved, resolve
+from accel_scale.facts.device import Device
+from accel_scale.flags.common import ScaleArguments
+from accel_scale.flags.parsing import parse_flags
+from accel_scale.flags.trl_config import RecipeModelConfig, RecipeSFTConfig
+from accel_scale.settings.resolve import LaunchFacts, Resolved, resolve
 
 CLASSES = (ScriptArguments, RecipeSFTConfig, RecipeModelConfig, ScaleArguments)
 GPU = LaunchFacts(device=Device("cuda"))

@@ -9,7 +9,7 @@ from accelerate import Accelerator, skip_first_batches
 from accelerate.state import AcceleratorState
 from torch.utils.data import DataLoader
 
-from accel_scale.training.row_ids import ROW_IDS, number_rows, take_row_ids
+from accel_scale.training.checkpoints.row_ids import ROW_IDS, number_rows, take_row_ids
 
 
 @pytest.fixture(autouse=True)

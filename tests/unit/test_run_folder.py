@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 
 from accel_scale.errors import ConfigError
+from accel_scale.flags.paths import named_inputs
 from accel_scale.launching.folder_lock import held
-from accel_scale.launching.path_flags import named_inputs
 from accel_scale.launching.run_folder import (
     RUN_FILE,
     OutputFolder,
@@ -22,8 +22,8 @@ from accel_scale.launching.run_folder import (
     record_published,
     refuse_foreign_model,
 )
-from accel_scale.training.output_mixin import OutputFolderMixin
-from accel_scale.training.staging import save_atomically
+from accel_scale.training.checkpoints.staging import save_atomically
+from accel_scale.training.trainers.output_mixin import OutputFolderMixin
 
 
 def model_in(folder: Path, weights: str = "model.safetensors") -> Path:

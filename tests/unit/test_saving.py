@@ -20,9 +20,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from accel_scale.errors import ConfigError
-from accel_scale.plugin import ScalePlugin
-from accel_scale.training import atomic
-from accel_scale.training.saving import (
+from accel_scale.plugin.plugin import ScalePlugin
+from accel_scale.training.checkpoints import atomic
+from accel_scale.training.saving.saving import (
     AtomicSavingMixin,
     CheckpointMismatch,
     checkpoint_problems,

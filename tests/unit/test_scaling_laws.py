@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from accel_scale.cli.main import main
 from accel_scale.errors import ConfigError
-from accel_scale.planning.reference_tables import reference_tables
-from accel_scale.planning.scaling_fit import Run, draw_fit, fit_runs, read_runs
-from accel_scale.planning.scaling_laws import LAWS, LossLaw, find_law, parse_count, plan_scaling
+from accel_scale.planning.laws.reference_tables import reference_tables
+from accel_scale.planning.laws.scaling_fit import Run, draw_fit, fit_runs, read_runs
+from accel_scale.planning.laws.scaling_laws import LAWS, LossLaw, find_law, parse_count, plan_scaling
 
 
 def test_seven_billion_parameters_want_140_billion_tokens() -> None:

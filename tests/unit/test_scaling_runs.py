@@ -9,9 +9,11 @@ import pytest
 
 from accel_scale.cli.main import main
 from accel_scale.errors import ConfigError
+from accel_scale.flags.command_line import RecipeCommand
 from accel_scale.launching.launch_file import read_launch_file
-from accel_scale.launching.recipe_command import RecipeCommand
-from accel_scale.launching.scaling_runs import (
+from accel_scale.planning.network.link_fit import FittedLink, MeasuredLinks, save_links
+from accel_scale.planning.network.links import Link
+from accel_scale.rehearsing.scaling_runs import (
     ScalingResult,
     ScalingRun,
     command_of,
@@ -20,8 +22,6 @@ from accel_scale.launching.scaling_runs import (
     scaling_runs,
     with_measured_compute,
 )
-from accel_scale.planning.link_fit import FittedLink, MeasuredLinks, save_links
-from accel_scale.planning.links import Link
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIG = {

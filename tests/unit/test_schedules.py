@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from accel_scale.errors import ConfigError
-from accel_scale.training.schedules import (
+from accel_scale.optimization.schedules import (
     DECAYING_SCHEDULES,
     OWN_SCHEDULES,
     SCHEDULE_NAMES,

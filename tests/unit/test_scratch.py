@@ -12,8 +12,8 @@ from transformers import LlamaForCausalLM
 
 from accel_scale.data.default import default_model_path
 from accel_scale.errors import ConfigError
-from accel_scale.training.model import load_tokenizer
-from accel_scale.training.scratch import (
+from accel_scale.modeling.loading import load_tokenizer
+from accel_scale.modeling.scratch import (
     choose_shape,
     config_from_file,
     config_of_size,

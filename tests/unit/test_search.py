@@ -10,17 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel_scale.errors import ConfigError
-from accel_scale.planning.activations import _walk
-from accel_scale.planning.catalogue import load_model_facts
-from accel_scale.planning.changes import cheapest_changes
-from accel_scale.planning.hardware import Machine, find_gpu
-from accel_scale.planning.launch_writing import launch_yaml
-from accel_scale.planning.memory import predict_memory
-from accel_scale.planning.search import Candidate, Request, search
-from accel_scale.planning.strategies import choices, conflict
-from accel_scale.planning.timing import predict_time
-from accel_scale.planning.training_setup import METHODS, ParallelSetup, TrainingSetup
-from accel_scale.planning.writing import RecipeChoices, plan_files
+from accel_scale.facts.hardware import Machine, find_gpu
+from accel_scale.planning.cost.memory import predict_memory
+from accel_scale.planning.cost.strategies import choices, conflict
+from accel_scale.planning.cost.timing import predict_time
+from accel_scale.planning.models.catalogue import load_model_facts
+from accel_scale.planning.models.training_setup import METHODS, ParallelSetup, TrainingSetup
+from accel_scale.planning.search.changes import cheapest_changes
+from accel_scale.planning.search.launch_writing import launch_yaml
+from accel_scale.planning.search.search import Candidate, Request, search
+from accel_scale.planning.search.writing import RecipeChoices, plan_files
+from accel_scale.planning.tape.activations import _walk
 
 GIB = 2**30
 

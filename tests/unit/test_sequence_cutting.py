@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from accel_scale.errors import ConfigError
+from accel_scale.optimization.loss import count_loss_tokens
 from accel_scale.parallel.sequence import (
     check_context_parallel,
     check_sequence_parallel,
@@ -29,7 +30,6 @@ from accel_scale.parallel.sequence import (
     enable_ulysses,
 )
 from accel_scale.parallel.sequence_attention import document_lengths
-from accel_scale.training.loss import count_loss_tokens
 
 
 def llama(heads: int, keys: int) -> LlamaConfig:

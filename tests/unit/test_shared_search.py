@@ -8,22 +8,22 @@ from dataclasses import replace
 import pytest
 
 from accel_scale.errors import ConfigError
-from accel_scale.planning.activations import _walk
-from accel_scale.planning.catalogue import load_model_facts
-from accel_scale.planning.hardware import Machine, find_gpu, network_bytes_per_second
-from accel_scale.planning.memory import predict_memory
-from accel_scale.planning.model_parallel import (
+from accel_scale.facts.hardware import Machine, find_gpu, network_bytes_per_second
+from accel_scale.planning.cost.memory import predict_memory
+from accel_scale.planning.cost.rank_share import _rank_shares, micro_batches_in_flight, rank_shares, stage_imbalance
+from accel_scale.planning.cost.timing import predict_time
+from accel_scale.planning.models.catalogue import load_model_facts
+from accel_scale.planning.models.training_setup import ParallelSetup, TrainingSetup
+from accel_scale.planning.search.model_parallel import (
     NO_SEQUENCE_PARALLEL_TYPES,
     TENSOR_PARALLEL_TYPES,
     Degrees,
     families,
     sharing_conflict,
 )
-from accel_scale.planning.rank_share import _rank_shares, micro_batches_in_flight, rank_shares, stage_imbalance
-from accel_scale.planning.requests import Wish, build_request
-from accel_scale.planning.search import Request, search
-from accel_scale.planning.timing import predict_time
-from accel_scale.planning.training_setup import ParallelSetup, TrainingSetup
+from accel_scale.planning.search.requests import Wish, build_request
+from accel_scale.planning.search.search import Request, search
+from accel_scale.planning.tape.activations import _walk
 
 GIB = 2**30
 

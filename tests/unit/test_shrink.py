@@ -26,9 +26,9 @@ from transformers import (
 
 from accel_scale.data.default import default_model_path
 from accel_scale.errors import ConfigError
-from accel_scale.launching.model_source import load_model_config
-from accel_scale.launching.shrink import shrink_config, write_shrunken_model
-from accel_scale.launching.shrink_layers import chosen_layers
+from accel_scale.shrinking.layers import chosen_layers
+from accel_scale.shrinking.model_source import load_model_config
+from accel_scale.shrinking.shrink import shrink_config, write_shrunken_model
 
 # As published on the hub, where they differ from the class's defaults.
 REAL: dict[str, Any] = {

@@ -26,14 +26,14 @@ from transformers import modeling_flash_attention_utils as flash
 from transformers.models.llama import modeling_llama
 
 from accel_scale.errors import ConfigError
-from accel_scale.training import fast_loss
-from accel_scale.training.attention import check_can_isolate
-from accel_scale.training.checkpointing import CheckpointingPolicy
-from accel_scale.training.packed_attention import PACKED_ATTENTION, register_packed_attention
-from accel_scale.training.start_check import PlannedRun, Verdict, check_start, twin_check
-from accel_scale.training.start_check import rows as start_check_rows
-from accel_scale.training.start_check.flash_on_cpu import _KERNEL_VARIABLES, attention_on_cpu
-from accel_scale.training.start_check.twin import NoTwin, build_twin, undisturbed
+from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy
+from accel_scale.modeling.attention import check_can_isolate
+from accel_scale.modeling.packed_attention import PACKED_ATTENTION, register_packed_attention
+from accel_scale.optimization import fast_loss
+from accel_scale.start_check import PlannedRun, Verdict, check_start, twin_check
+from accel_scale.start_check import rows as start_check_rows
+from accel_scale.start_check.flash_on_cpu import _KERNEL_VARIABLES, attention_on_cpu
+from accel_scale.start_check.twin import NoTwin, build_twin, undisturbed
 
 register_packed_attention()
 LLAMA = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_key_value_heads=8)

@@ -12,9 +12,9 @@ import torch
 from transformers import LlamaConfig
 
 from accel_scale.errors import ConfigError
-from accel_scale.training.checkpointing import CheckpointingPolicy
-from accel_scale.training.start_check import check, isolation
-from accel_scale.training.start_check.plan import AttentionRefused, Crashed, PlannedRun, Verdict
+from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy
+from accel_scale.start_check import check, isolation
+from accel_scale.start_check.plan import AttentionRefused, Crashed, PlannedRun, Verdict
 
 Judge = Callable[[Callable[[PlannedRun], Any]], None]
 REFUSED = AttentionRefused("documents see each other.", place="--attn_implementation", fix="train something else.")

@@ -13,7 +13,7 @@ sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 
 import start_check_scan as scan  # noqa: E402
 
-from accel_scale.training.start_check.twin import undisturbed  # noqa: E402
+from accel_scale.start_check.twin import undisturbed  # noqa: E402
 
 RESULTS = json.loads(scan.RESULTS.read_text(encoding="utf-8"))
 # Packed and refused, windowed, capped, scaled, mixtures, a state, a head of several layers, positions in the bias.

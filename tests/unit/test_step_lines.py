@@ -13,10 +13,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from accel_scale.measuring import meters
+from accel_scale.measuring.meters import HostClock, ThroughputMeter, clock_of
 from accel_scale.reporting import step_lines
 from accel_scale.reporting.step_lines import StepFigures, StepLines
-from accel_scale.training import meters
-from accel_scale.training.meters import HostClock, ThroughputMeter, clock_of
 
 FIGURES = StepFigures(2.34567, 1e-3, 12345.6, 0.41, 3 * 2**30, 2)
 

@@ -13,18 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel_scale.errors import ConfigError
-from accel_scale.planning.flops import (
+from accel_scale.facts.hardware import Gpu, Machine, find_gpu
+from accel_scale.planning.cost.flops import (
     attention_flops,
     hardware_flops_per_token,
     mean_context,
     model_flops_per_token,
     trained_params,
 )
-from accel_scale.planning.hardware import Gpu, Machine, find_gpu
-from accel_scale.planning.model_facts import LayerFacts, LinearFacts, MixtureFacts, ModelFacts
-from accel_scale.planning.rank_share import stage_imbalance
-from accel_scale.planning.timing import optimizer_traffic_bytes, predict_time
-from accel_scale.planning.training_setup import LoraSetup, ParallelSetup, TrainingSetup
+from accel_scale.planning.cost.rank_share import stage_imbalance
+from accel_scale.planning.cost.timing import optimizer_traffic_bytes, predict_time
+from accel_scale.planning.models.model_facts import LayerFacts, LinearFacts, MixtureFacts, ModelFacts
+from accel_scale.planning.models.training_setup import LoraSetup, ParallelSetup, TrainingSetup
 
 A100 = Machine(find_gpu("A100-80GB"), num_gpus=8)
 

@@ -9,7 +9,7 @@ import optuna
 import pytest
 
 from accel_scale.errors import ConfigError
-from accel_scale.training.flags import parse_flags
+from accel_scale.flags.parsing import parse_flags
 from accel_scale.tuning.recipe import FixedFlags, Recipe, fixed_flags, load_recipe
 from accel_scale.tuning.results import importances, outcome, row, write_best, write_csv, write_plots
 from accel_scale.tuning.space import SearchSpace, read_space

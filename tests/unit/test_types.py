@@ -59,10 +59,10 @@ def test_a_script_is_checked_and_its_mistakes_are_found(tmp_path):
     said, _, _ = api.run([*words, str(tmp_path / "script.py")])
     lines = [line for line in said.splitlines() if "script.py" in line]
     revealed = [match[1] for line in lines if (match := re.search(r'Revealed type is "(.*)"', line))]
-    assert "accel_scale.plugin.ScalePlugin" in revealed[0]
-    assert revealed[1] == "accel_scale.training.loop.ScaledAccelerator"
+    assert "accel_scale.plugin.plugin.ScalePlugin" in revealed[0]
+    assert revealed[1] == "accel_scale.plugin.scaled_accelerator.ScaledAccelerator"
     assert revealed[2] == "list[int]"
-    assert revealed[4] == "accel_scale.training.checkpointing.CheckpointingPolicy"
+    assert revealed[4] == "accel_scale.modeling.activation_checkpointing.CheckpointingPolicy"
     assert revealed[5] == "str"
     assert "AbstractContextManager" in revealed[6] or "_GeneratorContextManager" in revealed[6]
     errors = {int(line.split(":")[1]) for line in lines if ": error:" in line}

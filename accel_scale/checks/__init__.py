@@ -1,0 +1,1 @@
+"""Contradictions between recipe, launch file and machine, found before a launch."""

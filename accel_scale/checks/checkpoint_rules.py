@@ -1,0 +1,52 @@
+"""Rules on checkpoints: what could not be resumed is refused before it is written, or read."""
+
+from __future__ import annotations
+
+from accel_scale.checks.checks import Case, Finding, Rule, error
+
+
+def whole_checkpoint_of_quantised_states(case: Case) -> Finding | None:
+    """torchao's 8-bit states in a whole-model checkpoint of FSDP2, which cannot be read back.
+
+    Gathered states hold AsyncCollectiveTensors, which `torch.load` refuses (torch 2.13, torchao 0.18). Sharded
+    checkpoints of them resume.
+    """
+    if case.run.optim != "adamw_torch_8bit" or not case.parallel.saves_whole_checkpoints:
+        return None
+    if case.run.save_strategy == "no":
+        return None
+    return error(
+        case.launch.place("fsdp_config.fsdp_state_dict_type"),
+        "whole-model checkpoints of adamw_torch_8bit under FSDP2 cannot be resumed.",
+        "write fsdp_state_dict_type: SHARDED_STATE_DICT there (the final model stays whole), or --save_strategy no.",
+    )
+
+
+def resumed_ranks(case: Case) -> Finding | None:
+    """DeepSpeed cannot resume a folder without a manifest on another number of ranks."""
+    before, now = case.run.resume_num_ranks, case.launch.num_processes
+    if not case.parallel.is_deepspeed or before is None or now is None or before == now:
+        return None
+    return error(
+        case.run.place("resume_from_checkpoint"),
+        f"{case.run.resume_from_checkpoint} was written by {before} ranks, and DeepSpeed cannot resume it on {now}.",
+        f"launch {before} processes, or start anew from its weights with --model_name_or_path.",
+    )
+
+
+def resumed_nvme(case: Case) -> Finding | None:
+    """Optimizer states on NVMe are in no checkpoint: DeepSpeed 0.19.8 resumes without them and says nothing.
+
+    What `auto` finds is refused where it is found.
+    """
+    is_new = str(case.run.resume_from_checkpoint).lower() in ("none", "", "false", "no", "auto")
+    if is_new or case.parallel.offload_optimizer != "nvme":
+        return None
+    return error(
+        case.run.place("resume_from_checkpoint"),
+        "DeepSpeed does not restore optimizer states that are on NVMe.",
+        "start anew from the checkpoint's weights with --model_name_or_path; zero3_offload.yaml can resume.",
+    )
+
+
+CHECKPOINT_RULES: tuple[Rule, ...] = (whole_checkpoint_of_quantised_states, resumed_ranks, resumed_nvme)

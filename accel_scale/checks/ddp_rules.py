@@ -1,0 +1,117 @@
+"""Rules on when and how gradients are sent: DDP's and FSDP2's settings under others, PowerSGD where it would lie."""
+
+from __future__ import annotations
+
+from accel_scale.checks.checks import Case, Finding, Rule, error, warning
+
+# torch's hook refuses to begin before two steps are done: DDP builds its buckets anew after the first.
+FIRST_POWERSGD_STEP = 3
+DEFAULT_POWERSGD_STEP = 100
+
+
+def _powersgd_flag(case: Case) -> str | None:
+    names = ("powersgd_rank", "powersgd_start_step")
+    return next((name for name in names if getattr(case.run, name) is not None), None)
+
+
+def needs_ddp(case: Case) -> Finding | None:
+    """Buckets and hooks are DDP's; other strategies reduce gradients in their own way, one process not at all."""
+    run, parallel = case.run, case.parallel
+    flag = "ddp_comm_hook" if run.ddp_comm_hook != "none" else "ddp_bucket_cap_mb"
+    shares_model = run.shares_model and any(
+        (getattr(run, name, None) or 1) > 1 for name in ("tp_size", "sp_size", "pp_size")
+    )
+    is_ddp = parallel.name == "ddp" and not shares_model
+    if is_ddp or (flag == "ddp_bucket_cap_mb" and run.ddp_bucket_cap_mb is None):
+        return None
+    if shares_model:
+        why = "ranks that share a model reduce gradients without DDP's buckets"
+    elif parallel.name == "single":
+        why = "one process sends no gradients"
+    else:
+        why = f"{parallel.label} has no DDP buckets"
+    return error(
+        run.place(flag),
+        f"{why}: --{flag} would change nothing.",
+        "remove it, or launch with accelerate_configs/ddp.yaml.",
+    )
+
+
+def needs_fsdp2(case: Case) -> Finding | None:
+    """Gradients of every micro-batch are reduced by DeepSpeed anyway, and elsewhere no memory comes of it."""
+    run, parallel = case.run, case.parallel
+    if not run.sync_each_batch:
+        return None
+    degrees = (run.tp_size, run.sp_size, run.pp_size, parallel.tensor_parallel_size, parallel.context_parallel_size)
+    if any((size or 1) > 1 for size in (*degrees, parallel.sequence_parallel_size)):
+        why = "ranks that share a model reduce gradients once per step"
+    elif parallel.name == "fsdp2":
+        return None
+    elif parallel.is_deepspeed:
+        why = "DeepSpeed decides when gradients are reduced"
+    else:
+        why = f"under {parallel.label} gradients are whole all the time, and sending them more often saves no memory"
+    return error(run.place("sync_each_batch"), f"{why}.", "remove it, or launch with accelerate_configs/fsdp2.yaml.")
+
+
+def bucket_size(case: Case) -> Finding | None:
+    """A bucket of no size."""
+    size = case.run.ddp_bucket_cap_mb
+    if size is None or size >= 1:
+        return None
+    return error(case.run.place("ddp_bucket_cap_mb"), f"a bucket of {size} MB holds nothing.", "use 1 or more.")
+
+
+def powersgd_flags(case: Case) -> Finding | None:
+    """Settings of PowerSGD without it, or out of range."""
+    run, flag = case.run, _powersgd_flag(case)
+    if flag is not None and run.ddp_comm_hook != "powersgd":
+        return error(run.place(flag), f"--{flag} is PowerSGD's.", "add --ddp_comm_hook powersgd, or remove it.")
+    if run.powersgd_rank is not None and run.powersgd_rank < 1:
+        return error(run.place("powersgd_rank"), f"factors of rank {run.powersgd_rank}.", "use 1 or more, like 4.")
+    start = run.powersgd_start_step
+    if start is not None and start < FIRST_POWERSGD_STEP:
+        problem = f"PowerSGD cannot begin with step {start}: DDP builds its buckets anew after the first."
+        return error(run.place("powersgd_start_step"), problem, f"use {FIRST_POWERSGD_STEP} or more.")
+    return None
+
+
+def powersgd_never_begins(case: Case) -> Finding | None:
+    """A run that ends before PowerSGD begins."""
+    run = case.run
+    start = run.powersgd_start_step or DEFAULT_POWERSGD_STEP
+    if run.ddp_comm_hook != "powersgd" or not 0 < run.max_steps < start:
+        return None
+    problem = f"PowerSGD begins with step {start}, and the run has {run.max_steps}."
+    return error(run.place("ddp_comm_hook"), problem, "give a smaller --powersgd_start_step, or remove it.")
+
+
+def powersgd_fp16(case: Case) -> Finding | None:
+    """Error feedback would carry gradients from one loss scale into the next."""
+    if case.run.ddp_comm_hook != "powersgd" or case.precision != "fp16":
+        return None
+    return error(
+        case.run.place("ddp_comm_hook"),
+        "PowerSGD keeps an error from step to step, and fp16's loss scale changes between them.",
+        "use --precision bf16, or --ddp_comm_hook fp16.",
+    )
+
+
+def cast_saves_nothing(case: Case) -> Finding | None:
+    """Gradients that have 16 bits already."""
+    if case.run.ddp_comm_hook not in ("bf16", "fp16") or case.precision != "bf16_true":
+        return None
+    return warning(
+        case.run.place("ddp_comm_hook"), "gradients of bf16_true have 16 bits already.", "remove --ddp_comm_hook."
+    )
+
+
+DDP_RULES: tuple[Rule, ...] = (
+    needs_ddp,
+    needs_fsdp2,
+    bucket_size,
+    powersgd_flags,
+    powersgd_never_begins,
+    powersgd_fp16,
+    cast_saves_nothing,
+)

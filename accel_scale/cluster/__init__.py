@@ -1,0 +1,1 @@
+"""Scripts that start a launch on several nodes."""

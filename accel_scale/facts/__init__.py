@@ -1,0 +1,1 @@
+"""Tables that planning and training share: optimizers, hardware, names. No torch."""

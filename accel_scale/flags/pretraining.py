@@ -1,0 +1,147 @@
+"""Flags of the pretraining recipe; names are transformers' and the other recipe's where they mean the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from accel_scale.flags.common import (
+    ALLOW_CHANGED_HELP,
+    DECAY_SHAPES,
+    PLANS,
+    PRECISIONS,
+    SYNC_EACH_BATCH_HELP,
+    _flag,
+)
+from accel_scale.flags.ddp import DdpArguments
+from accel_scale.optimization.optimizers import OPTIMIZER_NAMES
+from accel_scale.optimization.schedules import SCHEDULE_NAMES
+
+
+@dataclass
+class PretrainModelArguments:
+    """What is trained. One of the first three says which model; none of them: the embedded tiny one, from nothing."""
+
+    model_name_or_path: str | None = _flag(None, "Go on training this model: a folder or a hub id.")
+    model_config: str | None = _flag(None, "Train a model of this config.json (a file or its folder) from nothing.")
+    num_params: str | None = _flag(
+        None, "Train a Llama of about this size from nothing, e.g. 124M or 1.3B; its shape is chosen and printed."
+    )
+    tokenizer: str | None = _flag(
+        None,
+        "A folder or hub id; byte (256 tokens) or char (the characters of the data). Default: the model's own, or the "
+        "one beside --model_config.",
+    )
+    train_tokenizer: bool = _flag(False, "Train a byte-level BPE tokenizer of --vocab_size on the data.")
+    vocab_size: int = _flag(32768, "Tokens of a trained tokenizer.")
+    model_revision: str = _flag("main", "Branch, tag or commit on the hub.")
+    trust_remote_code: bool = _flag(False, "Run the model's own code from the hub.")
+    attn_implementation: str | None = _flag(None, "Attention; default: the fastest that keeps documents apart.")
+    torch_compile: bool = _flag(False, "Compile each layer with torch.compile.")
+    method: str | None = _flag(
+        None, "Train every weight, or LoRA adapters on --model_name_or_path. Default: full.", choices=("full", "lora")
+    )
+    lora_r: int = _flag(16, "Rank of the adapters.")
+    lora_alpha: int = _flag(32, "Their scale: alpha ÷ rank.")
+    lora_dropout: float = _flag(0.0, "Dropout before them.")
+    lora_target_modules: list[str] = _flag(["all-linear"], "Modules that get one.")
+
+
+@dataclass
+class PretrainDataArguments:
+    """What it is trained on."""
+
+    data: list[str] = _flag(
+        [],
+        "Files, folders, globs or hub ids (text, jsonl, parquet, arrow, or folders of `accel-scale prepare`), several "
+        "with weights as shares of tokens: --data web=0.8 code=0.2. Default: the embedded text.",
+    )
+    text_column: str = _flag("text", "Column that holds the text.")
+    text_documents: str = _flag(
+        "file",
+        "What a document is in a .txt file: all of it, a line, or a paragraph.",
+        choices=("file", "line", "paragraph"),
+    )
+    validation_data: list[str] = _flag([], "Held-out text, given as --data is. Default: the end of each --data.")
+    validation_share: float = _flag(0.01, "Share of each --data that is held out where there is no --validation_data.")
+    max_length: int = _flag(1024, "Tokens per row.")
+    isolate_documents: bool = _flag(True, "Attention does not cross documents that share a row.")
+    dataloader_num_workers: int | None = _flag(
+        None, "Processes that read and tokenise, for each rank. Default: from the cores; 0 for the embedded text."
+    )
+
+
+@dataclass
+class PretrainArguments(DdpArguments):
+    """How it is trained. `None` means: decided by the launch file, the device or another flag."""
+
+    output_dir: str = _flag("outputs/pretrain", "Where checkpoints, logs and the model go.")
+    seed: int = _flag(42, "Of initial weights, order of the data and dropout.")
+    per_device_train_batch_size: int = _flag(8, "Rows per rank and forward pass (micro-batch).")
+    global_batch_size: int | None = _flag(
+        None, "Rows per optimizer step over all ranks; accumulation follows. Default: one micro-batch on each rank."
+    )
+    sync_each_batch: bool = _flag(False, SYNC_EACH_BATCH_HELP)
+    max_steps: int = _flag(-1, "Optimizer steps.")
+    max_tokens: str | None = _flag(None, "Tokens to train on in place of --max_steps, e.g. 2.5B.")
+    max_train_time: str | None = _flag(None, "Save and stop after this long, e.g. 90m or 11h30m.")
+    precision: str | None = _flag(
+        None, "fp32, fp16, bf16 (mixed), bf16_true or fp8. Default: the launch file's, else the device's.",
+        choices=PRECISIONS,
+    )  # fmt: skip
+    fp8_emulate: bool = _flag(False, "Emulate fp8 matrix products on devices without them (for tests; slow).")
+    checkpointing_policy: str | None = _flag(
+        None, "Activation checkpointing: none, full, every_2 …, selective or offload. Default: full on an accelerator."
+    )
+    optim: str = _flag("adamw_torch_fused", "The optimizer.", choices=tuple(OPTIMIZER_NAMES))
+    optim_args: str | None = _flag(None, "Its options: key=value,key=value.")
+    learning_rate: float = _flag(6e-4, "Peak.")
+    scale_lr_from_batch_size: str | None = _flag(
+        None, "Scale --learning_rate by global batch ÷ --lr_base_batch_size.", choices=("linear", "sqrt")
+    )
+    lr_base_batch_size: int = _flag(32, "Global batch size at which --learning_rate was tuned.")
+    weight_decay: float = _flag(0.1, "Decay of matrices; norms, biases and embeddings have none.")
+    adam_beta1: float = _flag(0.9, "Decay of the first moment.")
+    adam_beta2: float = _flag(0.95, "Decay of the second moment.")
+    adam_epsilon: float = _flag(1e-8, "Added to the root of the second moment.")
+    max_grad_norm: float = _flag(1.0, "Gradients are clipped to this norm, always.")
+    lr_scheduler_type: str = _flag("cosine", "Learning rate schedule.", choices=tuple(SCHEDULE_NAMES))
+    warmup_ratio: float | None = _flag(None, "Share of the steps spent warming up. Default: 0.02.")
+    warmup_steps: float = _flag(0, "The same in steps.")
+    min_lr_ratio: float | None = _flag(None, "Floor of the schedule as a share of the peak.")
+    decay_ratio: float = _flag(0.1, "WSD: share of the steps spent decaying at the end; 0: a trunk to branch off.")
+    decay_shape: str = _flag("1-sqrt", "WSD: shape of the decay.", choices=DECAY_SHAPES)
+    decay_from: str | None = _flag(
+        None, "WSD: decay from this checkpoint of a stable phase, in --decay_steps; the trunk's folder is only read."
+    )
+    decay_steps: int | None = _flag(None, "Steps of the decay of --decay_from.")
+    logging_steps: int = _flag(10, "Steps between lines of the log.")
+    log_rows: bool = _flag(
+        False, "Log a checksum of each global batch's row ids too, to compare the order of the data between runs."
+    )
+    eval_steps: int | None = _flag(None, "Steps between validations. Default: ten in a run; 0: only the last.")
+    eval_rows: int = _flag(256, "Rows of --max_length that a validation reads at most.")
+    sample_prompt: str | None = _flag(
+        None, "Text to continue at the end. Default: the beginning of the held-out text."
+    )
+    sample_tokens: int = _flag(64, "Tokens of that sample; 0: none.")
+    save_steps: int | None = _flag(None, "Steps between checkpoints. Default: ten in a run; 0: none.")
+    keep_last: int = _flag(2, "Checkpoints that are kept.")
+    keep_every: int | None = _flag(None, "Of every so many steps one checkpoint is kept for good.")
+    async_save: bool = _flag(False, "Write checkpoints while training goes on, where the format allows it.")
+    collective_timeout: str = _flag(
+        "30m", "How long ranks wait for one another before the run ends and says which rank is missing, and where."
+    )
+    resume: str = _flag(
+        "auto", "auto: the newest good checkpoint in --output_dir; no: refuse to overwrite; or a path."
+    )
+    allow_changed_settings: bool = _flag(False, ALLOW_CHANGED_HELP)
+    report_to: list[str] = _flag([], "Trackers: tensorboard, wandb, trackio, mlflow …")
+    run_name: str | None = _flag(None, "Name of the run in a tracker.")
+    profile_steps: int = _flag(0, "Record this many steps, after three of warm-up, with torch.profiler.")
+    device_memory: str | None = _flag(None, "Cap on what the CUDA allocator may take, e.g. 24GiB.")
+    plan: str | None = _flag(
+        None, "Predict memory before loading and refuse what would not fit (check). Default: check on CUDA, else off.",
+        choices=tuple(p for p in PLANS if p != "auto"),
+    )  # fmt: skip
+    plan_gpu: str | None = _flag(None, "Plan for this card: a name like 4090, or its memory like 24GiB.")
+    print_config: bool = _flag(False, "Print every resolved setting and where its value came from, then stop.")

@@ -1,0 +1,101 @@
+"""Our flags and defaults beside TRL's in the fine-tuning recipe; nothing here imports TRL.
+
+python -m accel_scale.flags.sft     # writes the table of TRL's flags that is shipped, as installed
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+
+from accel_scale.flags.common import SYNC_EACH_BATCH_HELP
+from accel_scale.flags.ddp import DdpHookArguments
+from accel_scale.flags.library import SHIPPED, LaterClass, make_table
+from accel_scale.optimization.optimizers import OPTIMIZER_NAMES
+from accel_scale.optimization.schedules import SCHEDULE_NAMES
+
+
+@dataclass
+class ModelDefaults:
+    """Over TRL's `ModelConfig`: double quantisation is on and the weights' dtype follows ``--precision``."""
+
+    dtype: str | None = field(
+        default=None,
+        metadata={
+            "help": "Dtype the weights are loaded in. Default: what --precision and --method call for.",
+            "choices": ["auto", "bfloat16", "float16", "float32"],
+        },
+    )
+    use_bnb_nested_quant: bool = field(
+        default=True, metadata={"help": "Quantise the quantisation constants too (QLoRA, section 3)."}
+    )
+
+
+@dataclass
+class SFTDefaults:
+    """Over TRL's `SFTConfig`: packing on, every optimizer and schedule of accel-scale as a choice, quiet output."""
+
+    output_dir: str | None = field(default="outputs/sft", metadata={"help": "Where checkpoints and the result go."})
+    optim: str = field(
+        default="adamw_torch_fused", metadata={"help": "The optimizer.", "choices": list(OPTIMIZER_NAMES)}
+    )
+    lr_scheduler_type: str = field(
+        default="cosine",
+        metadata={
+            "help": "Learning rate schedule; wsd is warmup_stable_decay.",
+            "choices": list(SCHEDULE_NAMES),
+        },
+    )
+    resume_from_checkpoint: str | None = field(
+        default="auto",
+        metadata={
+            "help": "auto: go on from the newest good checkpoint in --output_dir, if there is one; no: begin anew, "
+            "and refuse a folder with leftovers; or the path of a checkpoint."
+        },
+    )
+    packing: bool = field(
+        default=True,
+        metadata={"help": "Pack documents into rows of --max_length; attention never crosses documents."},
+    )
+    logging_nan_inf_filter: bool = field(
+        default=False, metadata={"help": "Hide NaN losses from the log; off, so that they are seen."}
+    )
+    collective_timeout: str | None = field(
+        default=None,
+        metadata={
+            "help": "How long ranks wait for one another, e.g. 10m, before the run ends and says which is missing "
+            "and where. Default: --ddp_timeout."
+        },
+    )
+    disable_tqdm: bool | None = field(default=False, metadata={"help": "No progress bar, not even on a terminal."})
+    sync_each_batch: bool = field(default=False, metadata={"help": SYNC_EACH_BATCH_HELP})
+    gradient_checkpointing: bool | None = field(
+        default=None,
+        metadata={
+            "help": "TRL's switch for activation checkpointing; --checkpointing_policy says more.",
+            "nargs": "?",
+            "const": True,
+        },
+    )
+
+
+# What the recipe reads of TRL's flags; the classes themselves are in `config`.
+LIBRARY_CLASSES = (
+    LaterClass("trl:ScriptArguments", library="trl:ScriptArguments"),
+    LaterClass(
+        "accel_scale.flags.trl_config:RecipeSFTConfig", library="trl:SFTConfig", own=(SFTDefaults, DdpHookArguments)
+    ),
+    LaterClass("accel_scale.flags.trl_config:RecipeModelConfig", library="trl:ModelConfig", own=(ModelDefaults,)),
+)
+
+
+def main() -> None:
+    """Write the shipped table."""
+    from accel_scale.flags.parsing import build_parser
+
+    table = make_table(LIBRARY_CLASSES, lambda classes: build_parser(classes, program=""))
+    SHIPPED.write_text(json.dumps(table).replace('{"names"', '\n{"names"') + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

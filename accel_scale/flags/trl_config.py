@@ -1,0 +1,63 @@
+"""TRL's configuration classes with the recipe's flags and defaults, of `sft_flags`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from trl import ModelConfig, SFTConfig
+
+from accel_scale.flags.ddp import DdpHookArguments
+from accel_scale.flags.sft import ModelDefaults, SFTDefaults
+from accel_scale.secrets import move_token_to_environment
+
+
+@dataclass
+class RecipeModelConfig(ModelDefaults, ModelConfig):
+    """TRL's `ModelConfig` with the recipe's defaults."""
+
+
+@dataclass
+class RecipeSFTConfig(SFTDefaults, DdpHookArguments, SFTConfig):  # type: ignore[misc]  # one flag more may be None
+    """TRL's `SFTConfig` with the recipe's flags and defaults.
+
+    Attributes set after construction: `optimizer_name` and `schedule_name`, as the user wrote them; the base class
+    sees the nearest name it knows.
+    """
+
+    def __post_init__(self) -> None:
+        from accel_scale.training.resilience.collective_timeout import settle_timeouts
+
+        settle_timeouts(self)
+        from transformers.trainer_utils import SchedulerType
+        from transformers.training_args import OptimizerNames
+
+        self.optimizer_name: str = str(getattr(self.optim, "value", self.optim))
+        self.schedule_name: str = str(getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type))
+        if self.optimizer_name not in {o.value for o in OptimizerNames}:
+            self.optim = "adamw_torch"
+        if self.schedule_name not in {s.value for s in SchedulerType}:
+            self.lr_scheduler_type = "warmup_stable_decay"
+        super().__post_init__()
+        move_token_to_environment(self)
+        if self.sync_each_batch:
+            config: Any = self.accelerator_config  # the base class has read it from whatever it was
+            config.gradient_accumulation_kwargs = {
+                **(config.gradient_accumulation_kwargs or {}),
+                "sync_each_batch": True,
+            }
+
+    def _validate_args(self) -> None:
+        """As the base class, except that bf16 is allowed on a CPU."""
+        import torch
+
+        from accel_scale.launching.rehearsal import validate_on_cpu
+
+        if torch.accelerator.is_available():
+            super()._validate_args()
+        else:
+            validate_on_cpu(self, super()._validate_args)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As the base class, with the names the user wrote."""
+        return {**super().to_dict(), "optim": self.optimizer_name, "lr_scheduler_type": self.schedule_name}

@@ -1,0 +1,86 @@
+"""Flags of TRL's that do nothing in the fine-tuning recipe, or what they say elsewhere: refused with what to write."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from accel_scale.errors import ConfigError
+from accel_scale.modeling.precision import wanted_precision
+
+if TYPE_CHECKING:
+    from accel_scale.flags.parsing import ParsedFlags
+
+# What the recipe decides itself when it loads a model → the flag that says it.
+_HAS_A_FLAG = {
+    "attn_implementation": "--attn_implementation",
+    "device_map": None,
+    "dtype": "--precision or --dtype",
+    "quantization_config": "--method qlora, --load_in_4bit or --load_in_8bit",
+    "revision": "--model_revision",
+    "torch_dtype": "--precision or --dtype",
+    "trust_remote_code": "--trust_remote_code",
+}
+
+
+def refuse_trl_flags(values: Mapping[str, Any], place: Callable[[str], str], *, device_type: str) -> None:
+    """Refuse what would be ignored, or crash after the model has been loaded.
+
+    Args:
+        values: Flag → value, as far as set.
+        place: Flag → where it was set.
+
+    Raises:
+        ConfigError: for the first that is found.
+    """
+    for name in keys_of(values.get("model_init_kwargs"), place("model_init_kwargs")):
+        if name in _HAS_A_FLAG:
+            flag = _HAS_A_FLAG[name]
+            raise ConfigError(
+                f"{name} is not for model_init_kwargs.",
+                place=place("model_init_kwargs"),
+                fix=f"use {flag}." if flag else "remove it: the launch file says where weights go.",
+            )
+    if values.get("dataset_text_field", "text") != "text":
+        field = values["dataset_text_field"]
+        raise ConfigError(
+            f"columns are named by --columns, so dataset_text_field {field} would be ignored.",
+            place=place("dataset_text_field"),
+            fix=f"use --columns text={field}.",
+        )
+    if values.get("activation_offloading") and device_type == "cpu":
+        raise ConfigError(
+            "activations on a CPU are in host memory already.", place=place("activation_offloading"), fix="remove it."
+        )
+    for name in ("lr_scheduler_kwargs", "dataset_kwargs"):
+        keys_of(values.get(name), place(name))
+
+
+def refuse_contradictions(parsed: ParsedFlags) -> None:
+    """Flags of the fine-tuning recipe that cannot work together, whatever the launch and the machine.
+
+    Raises:
+        ConfigError: for the first that is found.
+    """
+    given = parsed.explicit
+    refuse_trl_flags(given, parsed.place, device_type="not known yet")
+    precision, fp16, bf16, dtype = (given.get(name) for name in ("precision", "fp16", "bf16", "dtype"))
+    wanted_precision(precision, fp16, bf16, dtype, False, parsed.place)
+    if given.get("model_name_or_path") and not (given.get("dataset_name") or given.get("dataset_mixture")):
+        raise ConfigError(
+            "a model is given but nothing to train it on.",
+            place=parsed.place("model_name_or_path"),
+            fix="add --dataset_name with a hub id, a file or a folder.",
+        )
+
+
+def keys_of(given: Any, place: str) -> list[str]:
+    """The keys of a flag that takes a JSON object; none where it is not set."""
+    if given is None:
+        return []
+    try:
+        found = json.loads(given) if isinstance(given, str) else dict(given)
+        return list(found.keys())
+    except (ValueError, AttributeError, TypeError):
+        raise ConfigError(f"{given!r} is no JSON object.", place=place, fix='write e.g. {"key": 1}.') from None

@@ -1,0 +1,96 @@
+"""Settings of a process that make training on a CPU faster; they hold for the process's life."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from collections.abc import Mapping
+
+# mallopt(3), <malloc.h>.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_LARGEST_INT = 2**31 - 1
+_OLD_GLIBC_MOST = 2**25  # before 2.36, glibc refuses thresholds above half of an arena's heap
+
+
+def tune_cpu_process() -> None:
+    """For a process that trains on a CPU; call it before torch starts its threads, which inherit the first setting."""
+    import torch
+
+    # Gradients and optimizer states of rare tokens are full of denormal numbers, which slow a CPU down.
+    torch.set_flush_denormal(True)
+    keep_freed_memory()
+
+
+def use_cores_of_host(num_cores: int, ranks_on_node: int) -> int | None:
+    """For a process whose optimizer steps in host memory beside an accelerator: its share of the node's cores.
+
+    Launchers give each process one thread, because the accelerator works. Adam over weights in host memory is bound
+    by the host's bandwidth, which one core of many does not reach. DeepSpeed's and torch's kernels share one OpenMP
+    runtime, which torch sets for the calling thread, the one that steps.
+
+    Returns:
+        How many threads; None where the user has chosen them.
+    """
+    if threads_are_chosen():
+        return None
+    import torch
+
+    threads = max(1, num_cores // max(1, ranks_on_node))
+    torch.set_num_threads(threads)
+    return threads
+
+
+def threads_are_chosen(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether ``OMP_NUM_THREADS`` is the user's own word rather than the launcher's.
+
+    `accelerate launch` and torchrun set it for their workers alone, so a user's word is in the launcher's own
+    environment, or among its flags. Without a launcher that can be read, what is set counts as chosen.
+
+    Args:
+        environment: The launcher's; None: looked up.
+    """
+    if environment is None:
+        environment = _launcher_environment()
+    return "OMP_NUM_THREADS" in (os.environ if environment is None else environment)
+
+
+def _launcher_environment() -> Mapping[str, str] | None:
+    import psutil
+
+    from accel_scale.ending.launcher import launcher_of
+    from accel_scale.launching.environment import find_launch_command
+
+    command = find_launch_command()
+    if command is not None and "num_cpu_threads_per_process" in command.flags:
+        return {"OMP_NUM_THREADS": command.flags["num_cpu_threads_per_process"]}
+    launcher = launcher_of(os.getpid())
+    if launcher is None:
+        return None
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(launcher).environ()
+    return None
+
+
+def keep_freed_memory(environment: Mapping[str, str] | None = None) -> bool:
+    """Let glibc keep the memory that tensors leave, for the tensors of the next step.
+
+    By default it hands allocations above 32 MiB, and what is free at the heap's end, back to the kernel, which
+    zeroes each page of the next step's tensors as they are touched. The peak stays what it is, and up to 2 GiB that a
+    step does not use stay with the process.
+
+    Args:
+        environment: Where a user's own settings of malloc are looked for; None: the process's.
+
+    Returns:
+        Whether it was done: not with another C library, nor where the user has settings or an allocator of his own.
+    """
+    environment = os.environ if environment is None else environment
+    if any(name.startswith("MALLOC_") or name in ("GLIBC_TUNABLES", "LD_PRELOAD") for name in environment):
+        return False
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # macOS, musl, Windows
+        library = ctypes.CDLL(None)
+        library.gnu_get_libc_version  # noqa: B018  # glibc alone has it
+        is_set = any(library.mallopt(_M_MMAP_THRESHOLD, most) for most in (_LARGEST_INT, _OLD_GLIBC_MOST))
+        return bool(is_set and library.mallopt(_M_TRIM_THRESHOLD, _LARGEST_INT))
+    return False

@@ -1,0 +1,1 @@
+"""Meters: tokens per second, memory, collectives."""

@@ -1,0 +1,213 @@
+"""How fast steps of DDP are by bucket size: a model of the wanted size, real backward passes, real reductions.
+
+A bucket is reduced as soon as all of its gradients are there. Small buckets begin early and pay a latency each; large
+ones wait: where backward is long beside communication small ones hide it, where messages are expensive large ones
+save it (Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", section 5).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from accel_scale.errors import ConfigError
+from accel_scale.launching.local_processes import progress_bar
+
+DEFAULT_CAP_MB = 25.0
+# A flag is worth giving if it saves more than this.
+WORTH = 0.03
+# Of models by size; small ones would be nothing but embedding.
+_VOCABULARY, _SMALL_VOCABULARY, _SMALL = 32768, 2048, 20e6
+# Weights, gradients and DDP's buckets in fp32; activations and the rest.
+_BYTES_PER_PARAM = 12
+_SHARE_OF_MEMORY = 0.8
+# Times are taken in rounds over all sizes, so that what else the machine does falls on all of them.
+_ROUNDS = 3
+_WARM_UP = 2
+
+
+@dataclass(frozen=True)
+class SweepSettings:
+    """What to time.
+
+    Attributes:
+        model: A name of the catalogue, a folder or a config.json; None: by size.
+        num_params: Of a Llama-like model; None: `model`.
+        caps: Values of ``bucket_cap_mb``.
+        rows, length: Of the batch on each process.
+        repeats: Steps that are timed for each size.
+    """
+
+    model: str | None
+    num_params: float | None
+    caps: tuple[float, ...]
+    rows: int = 1
+    length: int = 128
+    repeats: int = 15
+
+    def check(self, processes: int) -> None:
+        """Refuse a model that this machine cannot hold once for each process.
+
+        Raises:
+            ConfigError: naming the largest that it can; for a size that no sensible model has.
+        """
+        import torch
+
+        from accel_scale.facts.hardware import host_memory_bytes
+        from accel_scale.modeling.scratch import choose_shape
+
+        count = self.count
+        if torch.cuda.is_available():
+            limit, sharing = torch.cuda.get_device_properties(0).total_memory, 1
+        else:
+            limit, sharing = host_memory_bytes() or 2**62, processes
+        largest = limit * _SHARE_OF_MEMORY / sharing / _BYTES_PER_PARAM
+        if count > largest:
+            raise ConfigError(
+                f"{count / 1e9:.3g}B parameters do not fit here {processes} times over, with gradients and buckets.",
+                place="--model" if self.model else "--num_params",
+                fix=f"use --num_params {largest / 1e6:.0f}M or less: what counts is how long backward takes.",
+            )
+        if self.num_params is not None:
+            choose_shape(round(self.num_params), self.vocabulary)
+
+    @property
+    def count(self) -> float:
+        """Parameters."""
+        if self.num_params is not None:
+            return self.num_params
+        from accel_scale.planning.models.catalogue import load_model_facts
+
+        assert self.model is not None
+        return float(load_model_facts(self.model).num_params)
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens of a model by size."""
+        return _SMALL_VOCABULARY if (self.num_params or _SMALL) < _SMALL else _VOCABULARY
+
+
+def sweep_buckets(place: Any, settings: SweepSettings) -> dict[str, Any]:
+    """Seconds of forward and backward under DDP for each bucket size; collective.
+
+    Args:
+        place: A `launching.local_processes.Place`.
+
+    Returns:
+        ``rows`` with ``bucket_cap_mb``, ``num_buckets``, ``seconds`` (a low quantile, the slowest rank of each step),
+        ``median_seconds`` and ``exposed_seconds`` (what a step takes longer than without communication), and
+        ``compute_seconds``, ``model``, ``backend``.
+    """
+    import torch
+
+    model = _model(settings).to(place.device)
+    torch.manual_seed(place.rank)
+    batch = torch.randint(0, 256, (settings.rows, settings.length), device=place.device)
+    times: dict[float, list[float]] = {cap: [] for cap in settings.caps}
+    buckets: dict[float, int] = {}
+    alone: list[float] = []
+    steps = -(-settings.repeats // _ROUNDS)
+    with progress_bar(place, _ROUNDS * (1 + len(settings.caps)), "measuring") as bar:
+        for _ in range(_ROUNDS):
+            alone += _step_times(model, batch, steps, place.device)
+            bar.update()
+            for cap in settings.caps:
+                ddp = _wrapped(model, cap, place)
+                times[cap] += _step_times(ddp, batch, steps, place.device)
+                buckets[cap] = _num_buckets(ddp)
+                del ddp
+                bar.update()
+    compute = _low(alone)
+    rows = [
+        {
+            "bucket_cap_mb": cap,
+            "num_buckets": buckets[cap],
+            "seconds": _low(found),
+            "median_seconds": sorted(found)[len(found) // 2],
+            "exposed_seconds": max(0.0, _low(found) - compute),
+        }
+        for cap, found in times.items()
+    ]
+    count = sum(p.numel() for p in model.parameters())
+    name = settings.model or "Llama-like"
+    about = f"{name}, {count / 1e6:.1f}M parameters"
+    return {"rows": rows, "compute_seconds": compute, "model": about, "backend": place.backend}
+
+
+def best_cap(rows: Sequence[dict[str, Any]]) -> float:
+    """The fastest size; torch's own where it is among them and hardly slower."""
+    fastest = min(rows, key=lambda row: row["seconds"])
+    default = next((row for row in rows if row["bucket_cap_mb"] == DEFAULT_CAP_MB), None)
+    if default is not None and default["seconds"] <= fastest["seconds"] * (1 + WORTH):
+        return DEFAULT_CAP_MB
+    return float(fastest["bucket_cap_mb"])
+
+
+def _model(settings: SweepSettings) -> Any:
+    """With random weights, in fp32."""
+    import torch
+    from transformers import AutoConfig, LlamaConfig
+
+    from accel_scale.modeling.scratch import choose_shape, model_from_nothing
+    from accel_scale.planning.models.catalogue import catalogue_config
+
+    if settings.num_params is not None:
+        shape = choose_shape(round(settings.num_params), settings.vocabulary)
+        config: Any = LlamaConfig(
+            vocab_size=settings.vocabulary,
+            hidden_size=shape.hidden_size,
+            intermediate_size=shape.intermediate_size,
+            num_hidden_layers=shape.num_layers,
+            num_attention_heads=shape.num_heads,
+            num_key_value_heads=shape.num_heads,
+            tie_word_embeddings=shape.tied,
+        )
+    else:
+        known = catalogue_config(str(settings.model))
+        if known is not None:
+            config = AutoConfig.for_model(known.pop("model_type"), **known)
+        else:
+            config = AutoConfig.from_pretrained(str(settings.model))
+    return model_from_nothing(config, dtype=torch.float32, attention=None, seed=0).train()
+
+
+def _wrapped(model: Any, cap: float, place: Any) -> Any:
+    import torch
+
+    devices = [place.device.index] if place.device.type == "cuda" else None
+    return torch.nn.parallel.DistributedDataParallel(model, device_ids=devices, bucket_cap_mb=cap)
+
+
+def _num_buckets(ddp: Any) -> int:
+    """As DDP logs it, after it has built its buckets anew in the order of the first backward pass (torch 2.13)."""
+    logged = ddp._get_ddp_logging_data()
+    sizes = logged.get("rebuilt_bucket_sizes") or logged.get("bucket_sizes") or ""
+    return len([size for size in str(sizes).split(",") if size.strip()])
+
+
+def _step_times(model: Any, batch: Any, steps: int, device: Any) -> list[float]:
+    """Seconds of `steps` forward and backward passes, each on the slowest rank."""
+    import torch
+    import torch.distributed as dist
+
+    found = []
+    for index in range(_WARM_UP + steps):
+        model.zero_grad(set_to_none=True)
+        dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
+        started = time.perf_counter()
+        model(input_ids=batch, labels=batch).loss.backward()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if index >= _WARM_UP:
+            found.append(time.perf_counter() - started)
+    slowest = torch.tensor(found, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return slowest.tolist()
+
+
+def _low(seconds: Sequence[float]) -> float:
+    """The lowest fifth's largest: what else the machine does only ever adds time."""
+    ordered = sorted(seconds)
+    return ordered[max(0, -(-len(ordered) // 5) - 1)]

@@ -1,0 +1,234 @@
+"""Memory and time of real training steps, beside what the planner predicts for them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+from transformers import TrainerCallback
+
+from accel_scale.planning.cost.memory import predict_memory
+from accel_scale.settings.planned import RunPlan, with_interval
+from accel_scale.units import format_bytes
+
+
+class StorageTracker(TorchDispatchMode):
+    """Counts the bytes of storages that operations create while it is active, now and at their highest.
+
+    It sees what goes through torch's dispatcher, on any device; not the scratch memory inside of kernels. Storages
+    that existed before count once they are given to `adopt`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
+        known = {id(storage) for storage in _storages((args, kwargs or {}))}
+        result = func(*args, **(kwargs or {}))
+        for storage in _storages(result):
+            if id(storage) not in known:
+                self._count(storage)
+        return result
+
+    def adopt(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Count what `tensors` lie in, as far as it is not counted yet; returns how many bytes that added."""
+        before = self.live_bytes
+        for storage in _storages(list(tensors)):
+            self._count(storage)
+        return self.live_bytes - before
+
+    def reset_peak(self) -> None:
+        """Begin a new high-water mark at what is live."""
+        self.peak_bytes = self.live_bytes
+
+    def _count(self, storage: Any) -> None:
+        key, num_bytes = id(storage), storage.nbytes()
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        self.live_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        weakref.finalize(storage, self._release, key, num_bytes).atexit = False
+
+    def _release(self, key: int, num_bytes: int) -> None:
+        self._seen.discard(key)
+        self.live_bytes -= num_bytes
+
+
+def _storages(tree: Any) -> Iterator[Any]:
+    """What the tensors of `tree` lie in; of quantised or sharded ones, the tensors they are made of."""
+    for leaf in tree_leaves(tree):
+        if not isinstance(leaf, torch.Tensor):
+            continue
+        if is_traceable_wrapper_subclass(leaf):
+            names, _ = leaf.__tensor_flatten__()
+            yield from _storages([getattr(leaf, name) for name in names])
+        else:
+            yield leaf.untyped_storage()
+
+
+def resident_tensors(model: torch.nn.Module, optimizer: Any = None) -> list[torch.Tensor]:
+    """Weights, buffers, gradients, and optimizer states as far as they exist."""
+    parameters = list(model.parameters())
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    states = [] if optimizer is None else tree_leaves(list(optimizer.state.values()))
+    tensors = [leaf for leaf in states if isinstance(leaf, torch.Tensor)]
+    constants = [state for p in parameters if (state := getattr(p, "quant_state", None)) is not None]
+    return [*parameters, *model.buffers(), *gradients, *tensors, *_quantisation_tensors(constants)]
+
+
+def _quantisation_tensors(constants: list[Any]) -> list[torch.Tensor]:
+    """The scales of 4-bit weights, which are no parameters (bitsandbytes' `QuantState`, nested once)."""
+    found = []
+    for state in constants:
+        nested = getattr(state, "state2", None)
+        candidates = (state.absmax, state.code, *((nested.absmax, nested.code) if nested is not None else ()))
+        found += [tensor for tensor in candidates if isinstance(tensor, torch.Tensor)]
+    return found
+
+
+class MemoryWatch(TrainerCallback):
+    """Measures the memory of a trainer's steps: on CUDA of all, elsewhere, in a single process, of the first.
+
+    What the first step's passes would need with the optimizer's states there already is what counts.
+
+    Args:
+        trainer: A trainer with a `meter` (`ThroughputMeter`).
+        plan: What was predicted.
+    """
+
+    def __init__(self, trainer: Any, plan: RunPlan) -> None:
+        self._trainer, self._plan = trainer, plan
+        self._is_cuda = trainer.accelerator.device.type == "cuda"
+        self._before = self._peaks = (0, 0)
+        self._num_positions = self._pass_peak = self._before_update = 0
+        is_traced = trainer.accelerator.device.type == "cpu" and trainer.accelerator.num_processes == 1
+        is_traced = is_traced and not plan.setup.compile and not plan.setup.parallel.shards_states
+        self._tracker = StorageTracker() if is_traced else None
+        self._is_tracing = is_traced
+        self._training_step, trainer.training_step = trainer.training_step, self._watched_step
+
+    def _watched_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._tracker is not None and not self._is_tracing:
+            return self._training_step(model, inputs, *args, **kwargs)
+        self._num_positions = max(self._num_positions, inputs["input_ids"].numel())
+        if self._tracker is None:
+            return self._training_step(model, inputs, *args, **kwargs)
+        self._tracker.adopt(resident_tensors(self._trainer.model, self._trainer.optimizer))
+        with self._tracker:
+            return self._training_step(model, inputs, *args, **kwargs)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._is_cuda:
+            self._before = _cuda_peaks()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._tracker is not None and self._is_tracing:
+            self._pass_peak, self._before_update = self._tracker.peak_bytes, self._tracker.live_bytes
+            self._tracker.__enter__()
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._tracker is not None and self._is_tracing:
+            self._tracker.__exit__(None, None, None)
+            # The first step makes the optimizer's states after its passes; every later step has them before.
+            made = self._tracker.live_bytes - self._before_update
+            self._peaks = (max(self._tracker.peak_bytes, self._pass_peak + made), 0)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._is_cuda:
+            # Loading, answers, evaluation and saving happen between steps: a peak of theirs is not a step's.
+            now = _cuda_peaks()
+            self._peaks = now if now[0] > self._before[0] or not self._peaks[0] else self._peaks
+        elif self._tracker is not None and self._is_tracing:
+            self._is_tracing = False
+
+    def report(self) -> dict[str, Any]:
+        """Predicted and measured for ``run_summary.json``, and the ``line`` that says it; call it on every rank.
+
+        `compared` is what is predicted for the kernels here, once as planned, for full rows, and once for as many
+        positions as the largest micro-batch really had.
+        """
+        accelerator, meter, plan = self._trainer.accelerator, self._trainer.meter, self._plan
+        mine = torch.tensor([[*self._peaks, self._num_positions]], dtype=torch.int64, device=accelerator.device)
+        allocated, reserved, positions = accelerator.gather(mine).amax(0).tolist()
+        measured = {
+            "allocated_bytes": allocated or None,
+            "reserved_bytes": reserved or None,
+            "step_seconds": meter.step_seconds,
+            "positions": positions or None,
+            "how": "allocator" if self._is_cuda else "first step traced" if self._tracker is not None else None,
+        }
+        compared = self._compared(positions)
+        return {
+            **plan.as_dict(),
+            "compared": compared,
+            "measured": measured,
+            "line": comparison_line(compared, measured),
+        }
+
+    def _compared(self, positions: int) -> dict[str, Any]:
+        plan, is_cuda = self._plan, self._is_cuda
+        setup = plan.here or plan.setup
+        full = predict_memory(plan.facts, setup, is_cuda=is_cuda, is_tracked=not is_cuda)
+        rows = setup.micro_batch_size
+        seen = replace(setup, sequence_length=max(1, -(-positions // rows))) if positions else setup
+        real = predict_memory(plan.facts, seen, is_cuda=is_cuda, is_tracked=not is_cuda)
+        share = (full.high_bytes - full.device_bytes) / full.device_bytes
+        return {
+            "planned_bytes": round(full.peak_bytes),
+            "interval_bytes": round(share * full.peak_bytes),
+            "positions": rows * setup.sequence_length,
+            "allocated_bytes": round(real.peak_bytes),
+            "reserved_bytes": round(real.reserved_bytes) if is_cuda else None,
+            "step_seconds": plan.time.step_seconds if plan.time is not None and plan.target.is_here else None,
+        }
+
+
+def watch(trainer: Any, plan: RunPlan | None) -> MemoryWatch | None:
+    """Measure the steps of `trainer` for `MemoryWatch.report`; None without a plan."""
+    if plan is None:
+        return None
+    found = MemoryWatch(trainer, plan)
+    trainer.add_callback(found)
+    return found
+
+
+def comparison_line(compared: dict[str, Any], measured: dict[str, Any]) -> str:
+    """``memory: predicted 5.21 ± 0.42 GiB, measured 5.02 GiB (+3.8 %); step: predicted 0.41 s, …``.
+
+    Where no micro-batch was as long as planned, the prediction for the longest is said too, and is the one compared.
+    """
+    predicted, found = compared["allocated_bytes"], measured["allocated_bytes"]
+    memory = f"memory: predicted {with_interval(compared['planned_bytes'], compared['interval_bytes'])}, "
+    if (measured["positions"] or compared["positions"]) < compared["positions"]:
+        memory += f"{format_bytes(predicted)} for {measured['positions']:,} of {compared['positions']:,} positions, "
+    memory += f"measured {format_bytes(found)} ({_difference(found, predicted)})" if found else "not measured here"
+    if measured["reserved_bytes"]:
+        reserved = compared["reserved_bytes"]
+        memory += (
+            f" allocated, predicted {format_bytes(reserved)}, measured {format_bytes(measured['reserved_bytes'])}"
+        )
+        memory += f" ({_difference(measured['reserved_bytes'], reserved)}) reserved"
+    seconds, expected = measured["step_seconds"], compared["step_seconds"]
+    if seconds is None:
+        return memory
+    if expected is None:
+        return f"{memory}; step: measured {seconds:.3g} s"
+    return f"{memory}; step: predicted {expected:.3g} s, measured {seconds:.3g} s ({_difference(seconds, expected)})"
+
+
+def _difference(measured: float, predicted: float) -> str:
+    """The error of the prediction, in per cent of what was measured."""
+    return f"{(predicted - measured) / measured * 100:+.1f} %"
+
+
+def _cuda_peaks() -> tuple[int, int]:
+    return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()

@@ -1,0 +1,1 @@
+"""Merging adapters into their base."""

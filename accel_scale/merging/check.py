@@ -1,0 +1,99 @@
+"""Compare the logits of a merged model with those of its base and adapter, where they fit in memory."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+from accel_scale.errors import ConfigError
+from accel_scale.merging.weights import dtype_of
+from accel_scale.units import format_bytes
+
+_NUM_TOKENS = 24
+# Largest difference that rounding the merged weights to their dtype explains, as a share of the logits' spread.
+_TOLERANCE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}
+_BYTES_PER_PARAMETER = 4
+_HEADROOM = 1.3
+
+
+def compare_logits(
+    base: Path, adapter: Path, merged: Path, quantization: dict[str, Any] | None
+) -> tuple[float | None, str]:
+    """Largest difference of the logits on a few tokens, and one sentence on it; both models compute in float32.
+
+    Raises:
+        ConfigError: if the difference is more than rounding explains.
+    """
+    import psutil
+    import torch
+
+    num_bytes = sum(path.stat().st_size for path in merged.glob("*.safetensors"))
+    dtype = _dtype_of(merged)
+    needed = num_bytes // torch.empty(0, dtype=dtype).element_size() * _BYTES_PER_PARAMETER * _HEADROOM
+    available = psutil.virtual_memory().available
+    if needed > available:
+        return None, (
+            f"logits not compared: one model in float32 needs {format_bytes(needed)}, "
+            f"{format_bytes(available)} of memory are free"
+        )
+    expected = _logits(base, adapter, quantization)
+    got = _logits(merged, None, None)
+    width = min(expected.shape[-1], got.shape[-1])
+    difference = float((expected[..., :width] - got[..., :width]).abs().max())
+    spread = float(expected.max() - expected.min())
+    limit = _TOLERANCE.get(str(dtype).removeprefix("torch."), 1e-1) * spread
+    if not difference <= limit:
+        raise ConfigError(
+            f"the merged model's logits differ by {difference:.3g} from base + adapter, where rounding to {dtype} "
+            f"explains {limit:.3g}.",
+            place=str(adapter),
+            fix="report it with adapter_config.json; nothing was written.",
+        )
+    return difference, f"logits differ by at most {difference:.2g} (their spread is {spread:.3g})"
+
+
+def _dtype_of(folder: Path) -> Any:
+    import torch
+
+    return getattr(torch, dtype_of(folder))
+
+
+def _logits(folder: Path, adapter: Path | None, quantization: dict[str, Any] | None) -> Any:
+    """Logits of seeded tokens, float32; the 4-bit base is loaded as it was in training."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoConfig, BitsAndBytesConfig
+
+    from accel_scale.modeling.model_class import language_model_class
+
+    settings: dict[str, Any] = {"dtype": torch.float32}
+    if quantization is not None:
+        values = dict(quantization)
+        settings["dtype"] = getattr(torch, values.pop("base_dtype"))
+        settings["quantization_config"] = BitsAndBytesConfig.from_dict({**values, "bnb_4bit_compute_dtype": "float32"})
+    model: Any = language_model_class(AutoConfig.from_pretrained(folder)).from_pretrained(folder, **settings)
+    if quantization is not None:
+        model.dequantize()  # bitsandbytes' CPU kernel for 4-bit weights rounds activations to bf16
+    if adapter is not None:
+        model = _with_adapter(model, adapter, PeftModel)
+    model.float().eval()
+    generator = torch.Generator().manual_seed(0)
+    vocab_size = model.get_input_embeddings().weight.shape[0]
+    ids = torch.randint(0, vocab_size, (1, _NUM_TOKENS), generator=generator)
+    with torch.no_grad():
+        logits = model(input_ids=ids.to(model.device), use_cache=False).logits.float().cpu()
+    del model
+    gc.collect()
+    return logits
+
+
+def _with_adapter(model: Any, adapter: Path, peft_model: Any) -> Any:
+    """Base + adapter; a base whose vocabulary grew in training grows the same way first."""
+    from accel_scale.merging.files import SafetensorsReader
+
+    reader = SafetensorsReader(adapter, "adapter_model")
+    for name in reader.file_of:
+        if name.endswith("embed_tokens.weight") and reader.shape(name)[0] != model.config.get_text_config().vocab_size:
+            model.resize_token_embeddings(reader.shape(name)[0])
+    return peft_model.from_pretrained(model, str(adapter))

@@ -1,0 +1,171 @@
+"""The files of a merge: base weights read one tensor at a time, merged ones written shard by shard."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel_scale.errors import ConfigError
+from accel_scale.modeling.files import stored_shapes
+
+if TYPE_CHECKING:
+    import torch
+
+_WANTED = ["*.safetensors", "*.json", "*.model", "*.jinja", "*.txt", "*.py"]
+
+
+def local_folder(model: str, *, place: str) -> Path:
+    """`model` itself if it is a folder, else a hub id's files in the local cache (downloaded if need be)."""
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=_WANTED))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ConfigError(
+            f"{model!r} is neither a folder nor a model that can be downloaded ({type(error).__name__}).",
+            place=place,
+            fix="give the folder of the model, or its name on the Hub.",
+        ) from error
+
+
+class SafetensorsReader:
+    """Tensors of a folder's safetensors by name; a file is mapped only while a tensor is read."""
+
+    def __init__(self, folder: Path, stem: str = "model") -> None:
+        self.folder = folder
+        index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
+        stored_shapes(folder, stem)  # refuses files that are not whole
+        if index.is_file():
+            self.file_of: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        elif single.is_file():
+            from safetensors import safe_open
+
+            with safe_open(single, framework="pt") as handle:
+                self.file_of = dict.fromkeys(handle.keys(), single.name)
+        else:
+            raise ConfigError(
+                f"there is neither {single.name} nor {index.name}.",
+                place=str(folder),
+                fix="load the model and save it again with save_pretrained, which writes safetensors.",
+            )
+
+    def names(self) -> list[str]:
+        """All names, file by file, so that reading in this order stays within one file at a time."""
+        return sorted(self.file_of, key=lambda name: (self.file_of[name], name))
+
+    def read(self, name: str) -> torch.Tensor:
+        """A copy in memory: nothing stays mapped."""
+        from safetensors import safe_open
+
+        with safe_open(self.folder / self.file_of[name], framework="pt") as handle:
+            return handle.get_tensor(name).clone()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """From the header."""
+        from safetensors import safe_open
+
+        with safe_open(self.folder / self.file_of[name], framework="pt") as handle:
+            return tuple(handle.get_slice(name).get_shape())
+
+
+class ShardWriter:
+    """Collects tensors and writes a shard whenever it is full, so that one shard is in memory at a time."""
+
+    def __init__(self, folder: Path, max_shard_bytes: int) -> None:
+        self.folder, self.max_shard_bytes = folder, max_shard_bytes
+        self.total_bytes = self.num_parameters = self._pending_bytes = 0
+        self._pending: dict[str, torch.Tensor] = {}
+        self._shards: list[list[str]] = []
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Queue a tensor; it must not be changed afterwards."""
+        size = tensor.numel() * tensor.element_size()
+        if self._pending and self._pending_bytes + size > self.max_shard_bytes:
+            self._flush()
+        self._pending[name] = tensor.contiguous()
+        self._pending_bytes += size
+        self.total_bytes += size
+        self.num_parameters += tensor.numel()
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"part-{number:05d}.safetensors"
+
+    def _flush(self) -> None:
+        from safetensors.torch import save_file
+
+        self._shards.append(list(self._pending))
+        save_file(self._pending, self._path(len(self._shards)), metadata={"format": "pt"})
+        self._pending, self._pending_bytes = {}, 0
+
+    def finish(self) -> int:
+        """Write the rest and the index, under the names that `from_pretrained` expects; number of shards."""
+        if self._pending:
+            self._flush()
+        count = len(self._shards)
+        if count == 1:
+            os.rename(self._path(1), self.folder / "model.safetensors")
+            return 1
+        weight_map = {}
+        for number, names in enumerate(self._shards, start=1):
+            file = f"model-{number:05d}-of-{count:05d}.safetensors"
+            os.rename(self._path(number), self.folder / file)
+            weight_map.update(dict.fromkeys(names, file))
+        metadata = {"total_parameters": self.num_parameters, "total_size": self.total_bytes}
+        text = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n"
+        (self.folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+        return count
+
+
+class NF4RoundTrip:
+    """What a 4-bit base computes with: weights quantised and dequantised by bitsandbytes, as when it was loaded.
+
+    Args:
+        model: The base on the meta device, to find which layers would be quantised.
+        settings: Dictionary of a `BitsAndBytesConfig` with ``base_dtype``, the dtype the base was loaded in.
+    """
+
+    def __init__(self, model: Any, settings: dict[str, Any]) -> None:
+        import torch
+        from transformers import BitsAndBytesConfig
+        from transformers.integrations import replace_with_bnb_linear
+        from transformers.quantizers.base import HfQuantizer
+
+        settings = dict(settings)
+        self.dtype = getattr(torch, settings.pop("base_dtype"))
+        self.config = BitsAndBytesConfig.from_dict(settings)
+        skipped = HfQuantizer.get_modules_to_not_convert(
+            model, self.config.llm_int8_skip_modules, getattr(model, "_keep_in_fp32_modules", None)
+        )
+        before = {name: type(module).__name__ for name, module in model.named_modules()}
+        replace_with_bnb_linear(model, modules_to_not_convert=skipped, quantization_config=self.config)
+        # `Conv1D` stores its matrix transposed and is quantised the way a linear layer stores it.
+        self.transposed = {
+            f"{name}.weight": before[name] == "Conv1D"
+            for name, module in model.named_modules()
+            if type(module).__name__ == "Linear4bit"
+        }
+
+    def __call__(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """`weight` as the loaded base computes with it: rounded to its dtype and, if a linear layer's, quantised."""
+        import bitsandbytes as bnb
+        import torch
+
+        weight = weight.to(self.dtype) if weight.is_floating_point() else weight
+        if name not in self.transposed:
+            return weight
+        matrix = (weight.T if self.transposed[name] else weight).contiguous()
+        packed: Any = bnb.nn.Params4bit(
+            matrix,
+            requires_grad=False,
+            compress_statistics=self.config.bnb_4bit_use_double_quant,
+            quant_type=self.config.bnb_4bit_quant_type,
+            quant_storage=self.config.bnb_4bit_quant_storage,
+        )
+        packed = packed.to("cuda" if torch.cuda.is_available() else "cpu")
+        restored = bnb.functional.dequantize_4bit(packed.data, packed.quant_state).cpu()
+        return restored.T.contiguous() if self.transposed[name] else restored

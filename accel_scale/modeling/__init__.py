@@ -1,0 +1,1 @@
+"""One model for any loop: loading, adapters, attention, checkpointing, precision."""

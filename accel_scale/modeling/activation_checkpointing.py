@@ -1,0 +1,260 @@
+"""Activation checkpointing by policy: which layers the backward pass recomputes, and what is kept instead."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from accel_scale.errors import ConfigError
+from accel_scale.modeling.activation_offload import checkpoint_with_offload
+
+if TYPE_CHECKING:
+    from torch import nn
+
+POLICY_KINDS = ("none", "full", "every_n", "selective", "offload")
+_SUGGESTIONS = ("none", "full", "every_2", "every_3", "every_4", "selective", "offload")
+_EVERY_N = re.compile(r"every_([0-9]+)")
+
+
+@dataclass(frozen=True)
+class CheckpointingPolicy:
+    """What the backward pass recomputes.
+
+    Args:
+        kind: ``none``; ``full``: every layer keeps its input only; ``every_n``: layers 0, n, 2n, … do so;
+            ``selective``: every layer, except that attention and matrix product outputs are kept;
+            ``offload``: like full, with the layer inputs kept in host memory.
+        every_n: Distance between checkpointed layers; 1 unless `kind` is ``every_n``.
+    """
+
+    kind: str
+    every_n: int = 1
+
+    def __post_init__(self) -> None:
+        if self.kind not in POLICY_KINDS or self.every_n < 1 or (self.every_n == 1) == (self.kind == "every_n"):
+            raise ConfigError(
+                f"kind={self.kind!r} with every_n={self.every_n} is not a checkpointing policy.",
+                fix=f"use one of {', '.join(_SUGGESTIONS)}.",
+            )
+
+    @classmethod
+    def parse(cls, text: str, *, place: str = "--checkpointing_policy") -> CheckpointingPolicy:
+        """The policy called `text`: ``none|full|every_2|every_3|…|selective|offload``.
+
+        Raises:
+            ConfigError: naming the nearest policy.
+        """
+        name = str(text).strip().lower().replace("-", "_")
+        match = _EVERY_N.fullmatch(name)
+        if match and int(match.group(1)) >= 1:
+            every_n = int(match.group(1))
+            return cls("full") if every_n == 1 else cls("every_n", every_n)
+        if name in POLICY_KINDS and name != "every_n":
+            return cls(name)
+        import difflib
+
+        nearest = difflib.get_close_matches(name, _SUGGESTIONS, n=1, cutoff=0.4)
+        hint = f"did you mean {nearest[0]}? " if nearest else ""
+        raise ConfigError(
+            f"{text!r} is not a checkpointing policy.",
+            place=place,
+            fix=f"{hint}use none, full, every_2 (or any every_n), selective or offload.",
+        )
+
+    def __str__(self) -> str:
+        return f"every_{self.every_n}" if self.kind == "every_n" else self.kind
+
+
+def apply_checkpointing(
+    model: nn.Module, policy: CheckpointingPolicy, *, use_reentrant: bool = False, blocks: str | None = None
+) -> None:
+    """Switch `model` to activation checkpointing by `policy`; gradients stay, memory and time change.
+
+    Replaces whatever policy the model had. Layers are recomputed in training mode only.
+
+    Args:
+        model: An HF `PreTrainedModel` or `PeftModel` (its own layers are used, and the embeddings' output
+            requires gradients, so adapters on a frozen or 4-bit base learn), or any module with a stack of
+            blocks.
+        use_reentrant: DeepSpeed ZeRO-3 with PEFT needs True; only ``full`` and ``every_n`` work with it.
+        blocks: Dotted name of the `ModuleList`/`Sequential` of blocks in a plain module; None finds it.
+
+    Raises:
+        ConfigError: if the model or the combination cannot be checkpointed this way.
+    """
+    if use_reentrant and policy.kind in ("selective", "offload"):
+        raise ConfigError(
+            f"checkpointing policy {policy} does not work with reentrant checkpointing, which DeepSpeed "
+            "ZeRO-3 with PEFT requires.",
+            place="--checkpointing_policy",
+            fix="use full or every_n, or another strategy than ZeRO-3.",
+        )
+    hf_model = _hf_model(model)
+    if hf_model is not None and blocks is None:
+        _apply_to_hf(hf_model, policy, use_reentrant)
+    else:
+        _apply_to_plain(model, policy, use_reentrant, blocks)
+
+
+def _hf_model(model: nn.Module) -> Any:
+    """The `PreTrainedModel` in `model` (itself, or the base of a `PeftModel`), else None."""
+    from transformers import PreTrainedModel
+
+    if isinstance(model, PreTrainedModel):
+        return model
+    base = model.get_base_model() if hasattr(model, "get_base_model") else None  # type: ignore[operator]
+    return base if isinstance(base, PreTrainedModel) else None
+
+
+def _checkpoint_kwargs(policy: CheckpointingPolicy, use_reentrant: bool) -> dict[str, Any]:
+    if policy.kind != "selective":
+        return {"use_reentrant": use_reentrant}
+    from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+    context_fn = functools.partial(create_selective_checkpoint_contexts, keep_attention_and_matmuls)
+    return {"use_reentrant": False, "context_fn": context_fn}
+
+
+def _apply_to_hf(model: Any, policy: CheckpointingPolicy, use_reentrant: bool) -> None:
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    if policy.kind == "none":
+        if model.is_activation_checkpointing:
+            model.activation_checkpointing_disable()
+        return
+    name = type(model).__name__
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not model.supports_gradient_checkpointing or not layers:
+        raise ConfigError(
+            f"{name} does not support activation checkpointing in transformers.",
+            place="--checkpointing_policy",
+            fix="use none, or name the stack of blocks: apply_checkpointing(…, blocks='…').",
+        )
+    if policy.every_n > len(layers):
+        raise ConfigError(
+            f"{policy} asks for more layers between checkpoints than the {len(layers)} that {name} has.",
+            place="--checkpointing_policy",
+            fix=f"use every_{len(layers)} at most, or none.",
+        )
+    model.activation_checkpointing_enable(_checkpoint_kwargs(policy, use_reentrant), every_n_layers=policy.every_n)
+    if policy.kind == "offload":
+        # transformers' own `offload=True` asks for pinned memory and fails without an accelerator; so only
+        # the function each layer calls is replaced. Checked on transformers 5.23; a test counts moved bytes.
+        for layer in layers:
+            layer._gradient_checkpointing_func = cast(Any, checkpoint_with_offload)
+
+
+def _apply_to_plain(model: nn.Module, policy: CheckpointingPolicy, use_reentrant: bool, blocks: str | None) -> None:
+    stack: Any = find_blocks(model, blocks)
+    for index, block in enumerate(stack):
+        forward = block.__dict__.get("forward")
+        if isinstance(forward, functools.partial) and forward.func is _checkpointed_forward:
+            del block.forward
+        if policy.kind == "none" or index % policy.every_n:
+            continue
+        run = checkpoint_with_offload if policy.kind == "offload" else _checkpoint
+        run = functools.partial(run, **_checkpoint_kwargs(policy, use_reentrant))
+        # A partial of a bound method, not a closure: it survives deepcopy, and module hooks (FSDP2's among
+        # them) stay outside of what is recomputed.
+        block.forward = functools.partial(_checkpointed_forward, block.forward, run)
+
+
+def _checkpointed_forward(forward: Any, run: Callable, *args: Any, **kwargs: Any) -> Any:
+    import torch
+
+    if not forward.__self__.training or not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return run(functools.partial(forward, **kwargs), *args)
+
+
+def _checkpoint(function: Callable, *args: Any, **kwargs: Any) -> Any:
+    from torch.utils.checkpoint import checkpoint
+
+    return checkpoint(function, *args, **kwargs)
+
+
+def find_blocks(model: nn.Module, name: str | None = None) -> nn.Module:
+    """The stack of blocks of `model`: the `ModuleList`/`Sequential` called `name`, or the one that holds the
+    most parameters among those of two or more modules of one class.
+
+    Raises:
+        ConfigError: if there is no such stack.
+    """
+    from torch import nn
+
+    modules = dict(model.named_modules())
+    if name is not None:
+        if not isinstance(modules.get(name), nn.ModuleList | nn.Sequential):
+            stacks = [key for key, module in modules.items() if isinstance(module, nn.ModuleList | nn.Sequential)]
+            raise ConfigError(
+                f"{type(model).__name__} has no ModuleList or Sequential called {name!r}.",
+                place="blocks",
+                fix=f"use one of {', '.join(stacks)}." if stacks else "name a stack of blocks.",
+            )
+        return modules[name]
+
+    def num_parameters(stack: nn.Module) -> int:
+        return sum(parameter.numel() for parameter in stack.parameters())
+
+    stacks = [
+        module
+        for module in modules.values()
+        if isinstance(module, nn.ModuleList | nn.Sequential)
+        and len(module) > 1
+        and len({type(child) for child in module}) == 1
+    ]
+    if not stacks or num_parameters(max(stacks, key=num_parameters)) == 0:
+        raise ConfigError(
+            f"{type(model).__name__} has no stack of blocks of one class to checkpoint.",
+            place="--checkpointing_policy",
+            fix="name it: apply_checkpointing(…, blocks='…').",
+        )
+    return max(stacks, key=num_parameters)
+
+
+@functools.cache
+def _kept_operators() -> frozenset:
+    """Attention kernels (CUDA's, and the CPU's flash kernel) and matrix products, as dispatcher overloads."""
+    import torch
+
+    names = (
+        "_scaled_dot_product_flash_attention.default",
+        "_scaled_dot_product_flash_attention_for_cpu.default",
+        "_scaled_dot_product_efficient_attention.default",
+        "_scaled_dot_product_cudnn_attention.default",
+        "_scaled_dot_product_fused_attention_overrideable.default",
+        "_flash_attention_forward.default",
+        "_efficient_attention_forward.default",
+        "mm.default",
+        "mm.dtype",
+        "addmm.default",
+        "addmm.dtype",
+        "bmm.default",
+        "bmm.dtype",
+        "baddbmm.default",
+        "_scaled_mm.default",
+        "_grouped_mm.default",
+        "_scaled_grouped_mm.default",
+    )
+    overloads = (_overload(torch.ops.aten, *name.split(".")) for name in names)
+    return frozenset(overload for overload in overloads if overload is not None)
+
+
+def _overload(namespace: Any, packet: str, overload: str) -> Any:
+    """An operator of this torch build, or None: not every build has every one."""
+    return getattr(getattr(namespace, packet, None), overload, None)
+
+
+def keep_attention_and_matmuls(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
+    """Policy for `torch.utils.checkpoint`: keep what is expensive, recompute the rest.
+
+    flash-attn packages register their kernels under hashed names, so those are matched by name, as TRL does.
+    """
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    if operator in _kept_operators() or "flash_attn" in str(operator):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,229 @@
+"""Which attention implementation a run uses, and whether it keeps packed documents apart."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from accel_scale.errors import ConfigError
+from accel_scale.facts.device import PACKED_ATTENTION, check_attention_name
+from accel_scale.modeling.packed_attention import register_packed_attention
+
+if TYPE_CHECKING:
+    import torch
+
+    from accel_scale.facts.device import Device
+
+_FLASH_INSTALL = {
+    "flash_attention_2": "pip install --no-build-isolation 'accel-scale[flash]' on a machine with CUDA",
+    "flash_attention_3": "build the hopper folder of github.com/Dao-AILab/flash-attention",
+}
+_FLASH_MAX_HEAD_SIZE = 256
+# Layers that read other positions only through attention, whose mask or layout isolates documents.
+_ISOLATING_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+def resolve_attention(
+    requested: str | None, *, device: Device, dtype: torch.dtype, packing: bool, model_config: Any
+) -> str:
+    """The attention implementation for `from_pretrained(attn_implementation=…)`; never another than `requested`.
+
+    Without a request: flash_attention_2 on CUDA where it is installed and fits; else `sdpa_packed` for packed
+    rows and where SDPA has no flash kernel, which alone serves grouped heads; else sdpa, and eager for a model that
+    has nothing else.
+
+    Args:
+        requested: A name, a `kernels-community/…` repository, or None.
+        device: What the model trains on.
+        dtype: What the attention computes in (the autocast type, if there is one).
+        packing: Whether rows hold several documents, which must not see each other.
+        model_config: The model's `PreTrainedConfig`.
+
+    Raises:
+        ConfigError: if the request cannot be honoured here.
+    """
+    model_class = _model_class(model_config)
+    if requested is None:
+        return _default_attention(device, dtype, packing, model_config, model_class)
+    check_attention_name(requested, place="--attn_implementation")
+    if "/" in requested:
+        return _check_kernel(requested, device.type)
+    if requested in _FLASH_INSTALL:
+        _check_flash(requested, device, dtype, model_config, model_class)
+    elif requested == "flex_attention":
+        _check_flex(device.type, model_class)
+    elif requested in ("sdpa", PACKED_ATTENTION) and not _has_sdpa(model_config, model_class):
+        raise _refuse(f"{_name(model_class)} has no SDPA attention, or caps its attention logits.", "use eager.")
+    if requested == PACKED_ATTENTION:
+        if not _supports(model_class, "_supports_attention_backend"):
+            raise _refuse(f"{_name(model_class)} does not use transformers' attention interface.", "use sdpa.")
+        register_packed_attention()
+    return requested
+
+
+def check_packing_strategy(strategy: str) -> None:
+    """Refuse TRL packing strategies whose rows lose the borders between documents.
+
+    ``bfd`` and ``bfd_split`` keep each document's (or piece's) length, from which position ids restart at zero and
+    attention is isolated; ``wrapped`` concatenates and cuts, and documents see their neighbours.
+
+    Raises:
+        ConfigError: for ``wrapped``.
+    """
+    if strategy == "wrapped":
+        raise ConfigError(
+            "packing strategy 'wrapped' lets packed documents see each other.",
+            place="--packing_strategy",
+            fix="use bfd, or bfd_split, which keeps the overflow of long documents as rows of their own.",
+        )
+
+
+def choose_kernels(device: Device, *, lengths_vary: bool) -> bool:
+    """Keep SDPA from cuDNN where lengths change from batch to batch: it compiles a plan for each, taking seconds.
+
+    Rows of one length keep it, because it is the fastest there. Once per process, before the first step.
+
+    Returns:
+        Whether cuDNN was ruled out.
+    """
+    ruled_out = lengths_vary and device.plans_attention_per_shape
+    if ruled_out:
+        import torch
+
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    return ruled_out
+
+
+def with_document_lengths(inputs: dict[str, Any], attention: str) -> dict[str, Any]:
+    """`inputs` of several packed rows with the lengths of all their documents, which flash attention needs.
+
+    transformers finds them in the positions of a single row only; with more rows it would attend over whole rows.
+    Every row begins with position 0.
+    """
+    positions = inputs.get("position_ids")
+    if positions is None or positions.shape[0] == 1 or "flash" not in attention or "cu_seq_lens_q" in inputs:
+        return inputs
+    import torch
+
+    starts = (positions.flatten() == 0).nonzero().flatten()
+    ends = torch.tensor([positions.numel()], device=positions.device)
+    lengths = torch.cat([starts, ends]).to(torch.int32)
+    longest = int(lengths.diff().max())
+    names = {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths, "max_length_q": longest, "max_length_k": longest}
+    return {**inputs, **names}
+
+
+def _default_attention(device: Device, dtype: Any, packing: bool, config: Any, model_class: Any) -> str:
+    if device.type == "cuda":
+        try:
+            _check_flash("flash_attention_2", device, dtype, config, model_class)
+        except ConfigError:
+            pass
+        else:
+            return "flash_attention_2"
+    if not _has_sdpa(config, model_class):
+        return "eager"
+    if (packing or not device.has_flash_kernel) and _supports(model_class, "_supports_attention_backend"):
+        return register_packed_attention()
+    return "sdpa"
+
+
+def _check_flash(requested: str, device: Device, dtype: Any, config: Any, model_class: Any) -> None:
+    import torch
+
+    elsewhere = f"use sdpa, or {PACKED_ATTENTION} for packed rows."
+    if (refusal := device.flash_refusal(requested)) is not None:
+        raise _refuse(f"{refusal}.", elsewhere)
+    if dtype not in (torch.float16, torch.bfloat16):
+        raise _refuse(
+            f"{requested} computes in fp16 or bf16 and this run in {str(dtype).removeprefix('torch.')}.",
+            f"set --precision bf16, or {elsewhere}",
+        )
+    if not _supports(model_class, "_supports_flash_attn"):
+        raise _refuse(f"{_name(model_class)} does not support flash attention.", elsewhere)
+    head_size = _head_size(config)
+    if head_size is not None and (head_size > _FLASH_MAX_HEAD_SIZE or head_size % 8):
+        raise _refuse(
+            f"{requested} takes head sizes that are multiples of 8 up to {_FLASH_MAX_HEAD_SIZE}, this model has "
+            f"{head_size}.",
+            elsewhere,
+        )
+    if requested not in device.flash:
+        raise _refuse(f"{requested} is not installed.", f"{_FLASH_INSTALL[requested]}, or {elsewhere}")
+
+
+def _check_flex(device_type: str, model_class: Any) -> None:
+    if device_type == "cpu":
+        raise _refuse(
+            "flex_attention has no backward pass on a CPU.", f"use sdpa, or {PACKED_ATTENTION} for packed rows."
+        )
+    if not _supports(model_class, "_supports_flex_attn"):
+        raise _refuse(f"{_name(model_class)} does not support flex_attention.", "use sdpa.")
+
+
+def _has_sdpa(config: Any, model_class: Any) -> bool:
+    """Whether SDPA computes this model's attention: it cannot cap logits, as Gemma 2 does."""
+    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+    return _supports(model_class, "_supports_sdpa") and not capped
+
+
+def _check_kernel(requested: str, device_type: str) -> str:
+    from transformers.utils import is_kernels_available
+
+    if device_type == "cpu":
+        raise _refuse(f"{requested} is a kernel for accelerators and this run is on a CPU.", "use sdpa.")
+    if not is_kernels_available():
+        raise _refuse(
+            f"{requested} is downloaded by the kernels package, which is not installed.", "pip install kernels."
+        )
+    return requested
+
+
+def check_can_isolate(config: Any, packing_flag: str) -> None:
+    """Refuse packing by a configuration alone: for models of which the start check cannot build a small one.
+
+    Raises:
+        ConfigError: if the model has layers that are known to carry a state; `packing_flag` switches packing off.
+    """
+    model_class = _model_class(config)
+    text_config = config.get_text_config()
+    layer_types = set(getattr(text_config, "layer_types", None) or ())
+    mixing = layer_types - _ISOLATING_LAYER_TYPES
+    # Recurrent, state-space and linear attention layers carry a state across the whole row.
+    if mixing or getattr(model_class, "_is_stateful", False):
+        layers = f" ({', '.join(sorted(mixing))} layers)" if mixing else ""
+        raise ConfigError(
+            f"{config.model_type} models{layers} carry a state from one packed document into the next.",
+            place=packing_flag.split()[0],
+            fix=f"switch packing off for this model: {packing_flag}.",
+        )
+
+
+def _model_class(config: Any) -> Any:
+    """The causal language model class for `config`, or None for remote code."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
+        if type(config) in mapping:
+            return mapping[type(config)]
+    return None
+
+
+def _supports(model_class: Any, flag: str) -> bool:
+    """transformers' own class flag; True for remote code, which transformers itself checks when it loads."""
+    return model_class is None or bool(getattr(model_class, flag, False))
+
+
+def _name(model_class: Any) -> str:
+    return model_class.__name__ if model_class is not None else "this model"
+
+
+def _head_size(config: Any) -> int | None:
+    text_config = config.get_text_config()
+    if getattr(text_config, "head_dim", None):
+        return int(text_config.head_dim)
+    hidden, heads = getattr(text_config, "hidden_size", None), getattr(text_config, "num_attention_heads", None)
+    return hidden // heads if hidden and heads else None
+
+
+def _refuse(problem: str, fix: str) -> ConfigError:
+    return ConfigError(problem, place="--attn_implementation", fix=fix)

@@ -1,0 +1,202 @@
+"""What a model's folder says before its weights are read: whole files, shapes and tokens that go together, lengths."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel_scale.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from accel_scale.settings.resolve import Resolved
+
+_LFS_POINTER = b"version https://git-lfs"
+_LARGEST_HEADER_BYTES = 100_000_000  # safetensors' own limit
+_AGAIN = "download or copy the file again; it must be whole."
+
+
+def check_model_files(
+    name: str, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, *, place: str = "--model_name_or_path"
+) -> None:
+    """Refuse a model that cannot be loaded or trained, by its headers alone.
+
+    Args:
+        name: A folder; what is on the hub is not looked at.
+        place: Where the model was named.
+
+    Raises:
+        ConfigError: weights that are cut or not there, a configuration that is not theirs, a tokenizer with more
+            tokens than the embedding has rows.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        shapes = stored_shapes(folder)
+        if shapes and not getattr(config, "quantization_config", None) and not getattr(config, "auto_map", None):
+            _check_shapes(config, shapes, folder)
+    check_tokenizer(config, tokenizer, place=place)
+
+
+def stored_shapes(folder: Path, stem: str = "model") -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor in a folder's safetensors files, from their headers; empty where there are none.
+
+    Raises:
+        ConfigError: for a file that is cut, missing or none of safetensors'.
+    """
+    index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
+    files = [single] if single.is_file() else []
+    if index.is_file():
+        try:
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            files = [folder / file for file in sorted(set(weight_map.values()))]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ConfigError("no index of safetensors files.", place=str(index), fix=_AGAIN) from None
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        for name, entry in read_header(file).items():
+            shapes[name] = tuple(entry["shape"])
+    return shapes
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """The header of a safetensors file, without its metadata.
+
+    Raises:
+        ConfigError: for a file that is not there, cut, a Git LFS pointer, or something else.
+    """
+    if not path.is_file():
+        raise ConfigError("there is no such file, though the index names it.", place=str(path), fix=_AGAIN)
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(len(_LFS_POINTER))
+        if start == _LFS_POINTER:
+            raise ConfigError(
+                "a Git LFS pointer and not the weights themselves.",
+                place=str(path),
+                fix="run `git lfs pull` in that repository, or download the file.",
+            )
+        length = int.from_bytes(start[:8], "little")
+        file.seek(8)
+        if size < 8 or length > _LARGEST_HEADER_BYTES:
+            raise ConfigError("no safetensors file.", place=str(path), fix=_AGAIN)
+        try:
+            header = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+            what = f"cut off after {size:,} bytes" if length > size - 8 else "no safetensors file"
+            raise ConfigError(f"{what}: its header cannot be read.", place=str(path), fix=_AGAIN) from None
+    if size < end:
+        raise ConfigError(f"cut off: it has {size:,} of {end:,} bytes.", place=str(path), fix=_AGAIN)
+    return dict(header)
+
+
+def _check_shapes(config: PretrainedConfig, shapes: dict[str, tuple[int, ...]], folder: Path) -> None:
+    """Refuse a configuration whose model has other shapes than the weights beside it."""
+    place = str(folder / "config.json")
+    fix = "take the config.json that these weights were saved with."
+    model = _skeleton(config, place, fix)
+    if model is None:
+        return
+    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    for stored, made in _same_names(model.base_model_prefix, shapes, wanted):
+        if shapes[stored] != wanted[made]:
+            raise ConfigError(
+                f"{stored} is {_text(shapes[stored])} in the weights, but this configuration makes it "
+                f"{_text(wanted[made])}.",
+                place=place,
+                fix=fix,
+            )
+
+
+def _skeleton(config: PretrainedConfig, place: str, fix: str) -> PreTrainedModel | None:
+    from accel_scale.modeling.loading import skeleton_of
+
+    try:
+        return skeleton_of(config)  # type: ignore[no-any-return]
+    except ValueError as error:
+        if "Unrecognized configuration class" in str(error):
+            return None  # no causal language model by its class; loading says more
+        raise ConfigError(f"no model can be made of it: {_first_line(error)}.", place=place, fix=fix) from None
+    except (RuntimeError, TypeError, ZeroDivisionError, AssertionError, IndexError, KeyError) as error:
+        raise ConfigError(f"no model can be made of it: {_first_line(error)}.", place=place, fix=fix) from None
+
+
+def _same_names(prefix: str, stored: Iterable[str], wanted: Collection[str]) -> Iterator[tuple[str, str]]:
+    """(name in the file, name in the model) of tensors that keep theirs, or differ by the base model's prefix."""
+    for name in stored:
+        made = next((n for n in (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")) if n in wanted), None)
+        if made is not None:
+            yield name, made
+
+
+def _text(shape: tuple[int, ...]) -> str:
+    return " × ".join(map(str, shape)) or "a number"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+def check_tokenizer(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, *, place: str) -> None:
+    """Refuse a tokenizer whose texts, or whose special tokens in use, have no row in the embedding.
+
+    Added tokens that no text gives may lie beyond it: Gemma 3's text models have one for images.
+    """
+    rows = getattr(config.get_text_config(), "vocab_size", None)
+    if rows is None or len(tokenizer) <= rows:
+        return
+    added = set(tokenizer.get_added_vocab().values())
+    used = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id} - {None}
+    largest = max([token for token in tokenizer.get_vocab().values() if token not in added] + list(used))
+    if largest >= rows:
+        raise ConfigError(
+            f"the tokenizer has tokens up to {largest:,}, and the model an embedding of {rows:,} rows.",
+            place=place,
+            fix="use the tokenizer that belongs to the model, or give the embedding more rows "
+            "(model.resize_token_embeddings) and save both.",
+        )
+
+
+def longest_rows(config: PretrainedConfig) -> int | None:
+    """Tokens that the model's positions reach, as its configuration stretches them; None where there is no end."""
+    text: Any = config.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None)
+    if positions is None or getattr(text, "alibi", False):
+        return None
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    kind, factor = rope.get("rope_type", "default"), rope.get("factor") or 1.0
+    if kind in ("linear", "dynamic"):
+        return int(positions * factor)
+    return max(int(positions), int((rope.get("original_max_position_embeddings") or 0) * factor))
+
+
+def check_row_length(config: PretrainedConfig, max_length: int | None, *, place: str = "--max_length") -> None:
+    """Refuse rows that are longer than the model's positions: learned ones end there, rotary ones were not trained.
+
+    Raises:
+        ConfigError: naming the longest that fits.
+    """
+    longest = longest_rows(config)
+    if longest is not None and max_length is not None and max_length > longest:
+        raise ConfigError(
+            f"rows of {max_length:,} tokens are longer than the model's {longest:,} positions.",
+            place=place,
+            fix=f"use {longest} or less; rotary positions can be stretched with rope_parameters in its config.json.",
+        )
+
+
+def check_model(
+    settings: Resolved, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, *, default_length: int | None
+) -> None:
+    """All of the above for a recipe's flags; a default length that is too long becomes what the model takes."""
+    values, sources = settings.values, settings.sources
+    check_model_files(values["model_name_or_path"], config, tokenizer, place=sources["model_name_or_path"])
+    longest = longest_rows(config)
+    if "max_length" in values:
+        check_row_length(config, values["max_length"], place=sources["max_length"])
+    elif longest is not None and default_length is not None and default_length > longest:
+        settings.set("max_length", longest, "derived: the model's positions")

@@ -1,0 +1,116 @@
+"""What Accelerate's FSDP2 preparation leaves out: buffers of a checkpoint, and weights that several layers share.
+
+Both stand in for functions of `accelerate.utils.fsdp_utils` (checked on 1.15.0): `fsdp2_load_full_state_dict` and
+`fsdp2_prepare_auto_wrap_policy`. tests/distributed/test_architectures_sharded.py fails when they move.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from accel_scale.modeling.gathering import broadcast_from_main
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+    from torch import nn
+
+
+def mend_fsdp2_preparation() -> None:
+    """Let every model be prepared by Accelerate for FSDP2. Call before; twice is harmless."""
+    _keep_shared_weights_together()
+    _send_buffers()
+
+
+def _keep_shared_weights_together() -> None:
+    """Let layers that share weights, such as Zamba2's attention blocks, stay in the model's own group.
+
+    FSDP2 refuses a weight that is in two groups. Such a layer gets none; what is in it and is not shared still may.
+    """
+    from accelerate.utils import fsdp_utils
+
+    prepare: Any = fsdp_utils.fsdp2_prepare_auto_wrap_policy
+    if getattr(prepare, "keeps_shared_weights", False):
+        return
+
+    @functools.wraps(prepare)
+    def prepare_policy(plugin: Any, model: nn.Module) -> Callable[[nn.Module], bool] | None:
+        policy: Callable[[nn.Module], bool] | None = prepare(plugin, model)
+        sharing = modules_that_share(model)
+        if policy is None or not sharing:
+            return policy
+        return lambda module: id(module) not in sharing and policy(module)
+
+    prepare_policy.keeps_shared_weights = True  # type: ignore[attr-defined]
+    fsdp_utils.fsdp2_prepare_auto_wrap_policy = prepare_policy
+
+
+def modules_that_share(model: nn.Module) -> set[int]:
+    """The `id` of every module that holds a weight which a module outside of it holds too."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    holders: dict[int, list[set[int]]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        parts = name.split(".")
+        holders.setdefault(id(parameter), []).append(
+            {id(modules[".".join(parts[:depth])]) for depth in range(len(parts))}
+        )
+    sharing: set[int] = set()
+    for paths in holders.values():
+        if len(paths) > 1:
+            common = functools.reduce(set[int].intersection, paths)
+            sharing |= set().union(*paths) - common
+    return sharing
+
+
+def _send_buffers() -> None:
+    """Let Accelerate's RAM-efficient FSDP2 loading send persistent buffers too, such as an expert router's biases.
+
+    It takes everything in a state dict for a sharded parameter (`'Tensor' object has no attribute 'device_mesh'`).
+    Around its own loading, buffers are none of the state dict; afterwards rank 0 broadcasts them.
+    """
+    from accelerate.utils import fsdp_utils
+
+    load: Any = fsdp_utils.fsdp2_load_full_state_dict
+    if getattr(load, "sends_buffers", False):
+        return
+
+    @functools.wraps(load)
+    def load_all(accelerator: Any, model: nn.Module, full_sd: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        state = model.state_dict()
+        held = {name: module for name, module in _persistent_buffers(model).items() if name in state}
+        for name, module in held.items():
+            module._non_persistent_buffers_set.add(name.rpartition(".")[2])
+        try:
+            loaded = load(accelerator, model, full_sd, *args, **kwargs)
+        finally:
+            for name, module in held.items():
+                module._non_persistent_buffers_set.discard(name.rpartition(".")[2])
+        _broadcast_buffers(held, full_sd, accelerator.device)
+        return loaded
+
+    load_all.sends_buffers = True  # type: ignore[attr-defined]
+    fsdp_utils.fsdp2_load_full_state_dict = load_all
+
+
+def _persistent_buffers(model: nn.Module) -> dict[str, nn.Module]:
+    """Module of each buffer that belongs in a checkpoint, by the buffer's name."""
+    return {
+        f"{path}.{leaf}".lstrip("."): module
+        for path, module in model.named_modules()
+        for leaf, buffer in module._buffers.items()
+        if buffer is not None and leaf not in module._non_persistent_buffers_set
+    }
+
+
+def _broadcast_buffers(owners: dict[str, nn.Module], full_sd: dict[str, Any], device: torch.device) -> None:
+    import torch
+    import torch.distributed as dist
+
+    kinds = broadcast_from_main({name: (full_sd[name].shape, full_sd[name].dtype) for name in owners})
+    for name, module in owners.items():
+        shape, dtype = kinds[name]
+        whole = full_sd[name].to(device) if dist.get_rank() == 0 else torch.empty(shape, dtype=dtype, device=device)
+        dist.broadcast(whole, src=0)
+        module._buffers[name.rpartition(".")[2]] = whole

@@ -1,0 +1,188 @@
+"""Loading tokenizer and model, sharded at load where the launch shards, or plain where a whole copy is wanted."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel_scale.errors import ConfigError
+from accel_scale.modeling.model_class import language_model_class, refuse_other_models
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+
+def load_config(name: str, *, revision: str = "main", trust_remote_code: bool = False) -> PretrainedConfig:
+    """The model's configuration, before any weight is read.
+
+    Raises:
+        ConfigError: if there is no such folder or hub repository, it cannot be reached, or it is of another kind.
+    """
+    from transformers import AutoConfig
+
+    if _looks_local(name) and not Path(name).is_dir():
+        raise ConfigError(
+            f"there is no folder {name!r}.",
+            place="--model_name_or_path",
+            fix="check the path, or give a hub id.",
+        )
+    try:
+        config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"the model {name!r} cannot be loaded: {_first_line(error)}",
+            place="--model_name_or_path",
+            fix="check the name, and the connection if it is on the hub.",
+        ) from error
+    refuse_other_models(config, name=name, place="--model_name_or_path")
+    return config
+
+
+def _looks_local(name: str) -> bool:
+    return name.startswith((".", "/", "~")) or name.count("/") > 1
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n", 1)[0]
+
+
+def load_tokenizer(
+    name: str, *, revision: str = "main", trust_remote_code: bool = False, place: str = "--model_name_or_path"
+) -> PreTrainedTokenizerBase:
+    """The model's tokenizer; one without a padding token pads with its end-of-sequence token.
+
+    Raises:
+        ConfigError: if it cannot be loaded; `place` is the flag that names it.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"the tokenizer of {name!r} cannot be loaded: {_first_line(error)}",
+            place=place,
+            fix="a model folder needs tokenizer.json or its kind beside the weights.",
+        ) from error
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_model(
+    name: str,
+    *,
+    dtype: torch.dtype | str,
+    attn_implementation: str | None = None,
+    quantization_config: Any = None,
+    revision: str = "main",
+    trust_remote_code: bool = False,
+    device_map: Any = None,
+    **model_kwargs: Any,
+) -> PreTrainedModel:
+    """A causal language model with its weights in `dtype`; parts for other things than text are frozen.
+
+    Call after `TrainingArguments` exists: under ZeRO-3 the weights are then partitioned while they load, and under
+    FSDP with RAM-efficient loading only rank 0 reads them.
+
+    Raises:
+        ConfigError: if the weights or the model class cannot be loaded, or the checkpoint is not the model's.
+    """
+    from accel_scale.modeling.adapter_targets import freeze_other_parts
+    from accel_scale.modeling.checkpoint_names import remember_used_conversions
+    from accel_scale.modeling.load_report import refuse_partial_load
+
+    ignores_shapes = bool(model_kwargs.pop("ignore_mismatched_sizes", False))
+    if quantization_config is not None:
+        model_kwargs["quantization_config"] = quantization_config
+    try:
+        config = load_config(name, revision=revision, trust_remote_code=trust_remote_code)
+        loaded: Any = language_model_class(config).from_pretrained(
+            name,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            device_map=device_map,
+            **model_kwargs,
+        )
+    except OSError as error:
+        raise ConfigError(
+            f"the weights of {name!r} cannot be loaded: {_first_line(error)}",
+            place="--model_name_or_path",
+            fix="check the folder or the hub id.",
+        ) from error
+    model, info = loaded
+    if ignores_shapes:
+        info["mismatched_keys"] = ()
+    if not getattr(model, "_hf_peft_config_loaded", False):  # an adapter's report is about its own weights
+        refuse_partial_load(model, info, name=name, place="--model_name_or_path")
+    remember_used_conversions(model)
+    freeze_other_parts(model)
+    model.config.use_cache = False
+    return model
+
+
+def skeleton_of(config: Any, attention: str | None = None, *, trust_remote_code: bool = False) -> Any:
+    """The model of a configuration on the meta device: it takes no memory, and a fraction of a second."""
+    import torch
+
+    with plain_loading(), torch.device("meta"):
+        model = language_model_class(config).from_config(
+            copy.deepcopy(config), attn_implementation=attention, trust_remote_code=trust_remote_code
+        )
+    model.config.use_cache = False
+    return model
+
+
+@contextlib.contextmanager
+def plain_loading() -> Iterator[None]:
+    """Inside, `from_pretrained` gives every rank a whole model, whatever the launch shards.
+
+    transformers partitions at load when it knows of a ZeRO-3 configuration, and leaves weights on the meta device of
+    ranks above 0 under FSDP with RAM-efficient loading.
+    """
+    from transformers.integrations import deepspeed
+
+    # transformers keeps a weak reference to the DeepSpeed configuration in this module variable (checked on 5.23;
+    # tests/unit/test_model.py fails when it moves).
+    kept_deepspeed = deepspeed._hf_deepspeed_config_weak_ref
+    kept_fsdp = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING")
+    deepspeed._hf_deepspeed_config_weak_ref = None
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+    try:
+        yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = kept_deepspeed
+        if kept_fsdp is None:
+            del os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"]
+        else:
+            os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = kept_fsdp
+
+
+def add_stop_token(model: Any, token_id: int) -> None:
+    """Let generation stop at `token_id`, beside the tokens it already stops at."""
+    config = model.generation_config
+    known = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    stops = [token_id, *(stop for stop in known if stop not in (None, token_id))]
+    config.eos_token_id = stops if len(stops) > 1 else token_id
+
+
+def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
+    """(all, trainable) parameters; 4-bit weights count what they stand for, ZeRO-3 partitions their whole."""
+    total = trainable = 0
+    for parameter in model.parameters():
+        size = getattr(parameter, "ds_numel", None) or parameter.numel()
+        state = getattr(parameter, "quant_state", None)
+        if state is not None:
+            size = state.shape.numel()
+        total += size
+        trainable += size if parameter.requires_grad else 0
+    return total, trainable

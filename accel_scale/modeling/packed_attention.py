@@ -1,0 +1,203 @@
+"""Attention over packed documents that computes only the blocks of the mask that are not empty.
+
+A packed row of 2048 tokens with documents of 60 has a mask of which 97% is zero; masked SDPA computes all of it.
+Here the documents are gathered into a few buckets of similar length, each bucket is an ordinary causal batch, and
+the outputs are scattered back: the same numbers, without the empty blocks. Registered with transformers as
+`PACKED_ATTENTION`, it serves every model that goes through its attention interface.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from accel_scale.facts.device import PACKED_ATTENTION, Device
+from accel_scale.launching.machine import detect_device
+from accel_scale.modeling.packed_mask import PackedLayout, dense_mask, packed_mask
+
+# The CPU's flash kernel is built for long rows: below this length two matrix products and a softmax are 1.3 to 6
+# times as fast in bf16 (measured for head sizes 16 to 64 on an AVX512-BF16 machine); in fp32 the kernel wins.
+_SHORT_BF16_LENGTH = 512
+
+
+def register_packed_attention() -> str:
+    """Make `PACKED_ATTENTION` known to transformers (once is enough; again is harmless) and return its name."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(PACKED_ATTENTION, packed_attention_forward)
+    AttentionMaskInterface.register(PACKED_ATTENTION, packed_mask)
+    return PACKED_ATTENTION
+
+
+def packed_attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface: (batch, heads, length, head size) in, (batch, length, heads, head size) out.
+
+    Anything else than causal attention within documents (a cache, a position bias, a dense mask) goes to
+    transformers' SDPA with the mask it needs.
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    layout: PackedLayout | None = getattr(attention_mask, "packed_layout", None)
+    if layout is None and attention_mask is not None and attention_mask.ndim == 2:
+        raise RuntimeError(f"{type(module).__name__} copied the packed mask and lost its layout.")
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    is_plain = (
+        kwargs.get("position_bias") is None
+        and kwargs.get("cache") is None
+        and kwargs.get("softcap") is None
+        and causal
+        and query.shape[2] == key.shape[2]
+    )
+    if is_plain:
+        query, key, value = _in_autocast_dtype(query, key, value)
+        with torch.autocast(query.device.type, enabled=False):
+            if layout is not None:
+                return _attend_packed(query, key, value, layout, dropout, scaling), None
+            if attention_mask is None:
+                q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
+                attend = _attend_short if _is_short_bf16(query, query.shape[2]) else _attend_fused
+                return attend(q, k, v, None, dropout, scaling), None
+    if layout is not None:
+        attention_mask = dense_mask(layout)
+    return sdpa_attention_forward(
+        module, query, key, value, attention_mask, dropout, scaling, is_causal=is_causal, **kwargs
+    )
+
+
+def _in_autocast_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """`tensors` in the type in which autocast would compute SDPA (rotary embeddings leave queries in fp32)."""
+    device_type = tensors[0].device.type
+    if not torch.is_autocast_enabled(device_type):
+        return tensors
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(tensor.to(dtype) for tensor in tensors)
+
+
+def _attend_packed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: PackedLayout,
+    dropout: float,
+    scaling: float | None,
+) -> torch.Tensor:
+    batch_size, num_heads, length, _ = query.shape
+    sizes = [num_documents * padded for num_documents, padded in layout.buckets]
+    # One node for all buckets of a tensor: slices would each give a gradient as long as the whole, to be added up.
+    slots = [_ToSlots.apply(_tokens_first(tensor), layout).split(sizes) for tensor in (query, key, value)]
+    outputs = []
+    for (num_documents, padded), *parts in zip(layout.buckets, *slots, strict=True):
+        q, k, v = (part.unflatten(0, (num_documents, padded)) for part in parts)
+        attend = _attend_short if _is_short_bf16(query, padded) else _attend_fused
+        window = layout.window if layout.window is not None and layout.window < padded else None
+        outputs.append(attend(q, k, v, window, dropout, scaling).flatten(0, 1))
+    tokens = _FromSlots.apply(torch.cat(outputs) if len(outputs) > 1 else outputs[0], layout)
+    return tokens.view(batch_size, length, num_heads, value.shape[-1])
+
+
+def _tokens_first(tensor: torch.Tensor) -> torch.Tensor:
+    """(batch, heads, length, size) to (batch · length, heads, size), a view where the projections made it one."""
+    return tensor.transpose(1, 2).flatten(0, 1)
+
+
+class _ToSlots(torch.autograd.Function):
+    """(tokens, heads, size) to (slots, heads, size). Each token has one slot, so backward is a gather as well."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
+        ctx.layout = layout
+        return tokens.index_select(0, layout.token_of_slot)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0].index_select(0, ctx.layout.slot_of_token), None
+
+
+class _FromSlots(torch.autograd.Function):
+    """(slots, heads, size) to (tokens, heads, size); padding slots get a gradient of zero."""
+
+    @staticmethod
+    def forward(ctx: Any, slots: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
+        ctx.layout = layout
+        return slots.index_select(0, layout.slot_of_token)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        grad = grads[0].index_select(0, ctx.layout.token_of_slot)
+        return grad.index_fill_(0, ctx.layout.padding_slots, 0), None
+
+
+def _is_short_bf16(query: torch.Tensor, length: int) -> bool:
+    return query.device.type == "cpu" and query.dtype == torch.bfloat16 and length <= _SHORT_BF16_LENGTH
+
+
+def _attend_fused(q: Any, k: Any, v: Any, window: int | None, dropout: float, scaling: float | None) -> torch.Tensor:
+    """Causal SDPA on (documents, length, heads, size)."""
+    mask = None if window is None else _band(q.shape[1], window, q.device)
+    group = q.shape[2] // k.shape[2]
+    is_shared = _device(q.device.type).shares_key_heads(
+        half=q.dtype in (torch.float16, torch.bfloat16),
+        masked=mask is not None,
+        key_size=k.shape[-1],
+        value_size=v.shape[-1],
+    )
+    if group > 1 and not is_shared:
+        k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
+    output = F.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=mask is None,
+        scale=scaling,
+        enable_gqa=group > 1 and is_shared,
+    )
+    return output.transpose(1, 2)
+
+
+@functools.cache
+def _device(device_type: str) -> Device:
+    return detect_device(device_type)
+
+
+def _attend_short(q: Any, k: Any, v: Any, window: int | None, dropout: float, scaling: float | None) -> torch.Tensor:
+    """The same by two matrix products and a softmax; the queries of a group share their key head's product."""
+    num_documents, length, num_heads, size = q.shape
+    num_kv_heads = k.shape[2]
+    group = num_heads // num_kv_heads
+    q = q.unflatten(2, (num_kv_heads, group)).permute(0, 2, 3, 1, 4).reshape(-1, group * length, size)
+    k = k.transpose(1, 2).reshape(-1, length, size)
+    v = v.transpose(1, 2).reshape(-1, length, v.shape[-1])
+    bias = _bias(length, window, group, q.dtype, q.device)
+    scale = size**-0.5 if scaling is None else scaling
+    weights = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=scale).softmax(-1)
+    output = torch.bmm(F.dropout(weights, dropout), v)
+    output = output.view(num_documents, num_kv_heads, group, length, -1).permute(0, 3, 1, 2, 4)
+    return output.reshape(num_documents, length, num_heads, -1)
+
+
+@functools.lru_cache(maxsize=16)
+def _bias(length: int, window: int | None, group: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """(group · length, length) zeros where a query sees a key and minus infinity where it does not."""
+    hidden = ~_band(length, window, device)
+    return torch.zeros((), dtype=dtype, device=device).masked_fill(hidden, float("-inf")).repeat(group, 1)
+
+
+def _band(length: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """(length, length) booleans: causal, and no further back than `window` tokens."""
+    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None]
+    return (distance >= 0) if window is None else (distance >= 0) & (distance < window)

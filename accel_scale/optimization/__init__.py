@@ -1,0 +1,1 @@
+"""Losses, optimizers, schedules and batches."""

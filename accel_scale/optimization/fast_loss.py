@@ -1,0 +1,259 @@
+"""A leaner loss for TRL's `SFTTrainer`: the same value, without the metrics and waits that every step pays for.
+
+TRL 1.16's fused head projects every position on a CPU (labelled or not), computes its gradients in fp32, and on
+every micro-batch derives entropy and accuracy, gathers four scalars over the ranks and reads three of them back.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from transformers.utils import ModelOutput
+
+from accel_scale.errors import ConfigError
+from accel_scale.modeling.attention import with_document_lengths
+from accel_scale.optimization.loss import IGNORED_LABEL, chunked_cross_entropy, count_loss_tokens, gathered_head
+from accel_scale.optimization.router_loss import forward_with_router
+from accel_scale.optimization.vocabulary_parallel import held_head
+
+
+@dataclass
+class FastLossOutput(ModelOutput):
+    """Loss of a forward pass with ``fast_lm_head=True``, and the number of labels that were most likely.
+
+    `aux_loss` is the router's where it was asked for by ``router_loss=True``: no part of `loss`, without coefficient.
+    """
+
+    loss: torch.Tensor | None = None
+    num_correct: torch.Tensor | None = None
+    aux_loss: torch.Tensor | None = None
+
+
+def add_fast_lm_head(model: Any, *, from_logits: bool = False) -> None:
+    """Let ``model(…, labels=…, fast_lm_head=True)`` return `FastLossOutput` by `chunked_cross_entropy`.
+
+    ``shift_labels`` in place of ``labels`` are not shifted again: parts of rows need that (sequence parallelism).
+    Other calls go to the forward that was there. It is the model's own forward that changes, so wrappers (DDP,
+    FSDP2, DeepSpeed, PEFT) see an ordinary call. Twice is harmless.
+
+    Args:
+        model: A `PreTrainedModel` with a causal language model head; of a `PeftModel`, its base model.
+        from_logits: Take the logits that the model itself computes, all of them at once, for a head that is more than
+            one product with a factor and a cap. The start check tells which models need that.
+    """
+    model._loss_from_logits = from_logits
+    if getattr(model, "_has_fast_lm_head", False):
+        return
+    previous = model.forward
+
+    @functools.wraps(type(model).forward)
+    def forward(self: Any, *args: Any, fast_lm_head: bool = False, **kwargs: Any) -> Any:
+        if not fast_lm_head:
+            return previous(*args, **kwargs)
+        shift = "shift_labels" not in kwargs
+        if shift:  # parts of rows have an attention of their own
+            kwargs = with_document_lengths(kwargs, self.config._attn_implementation or "")
+        labels = kwargs.pop("labels" if shift else "shift_labels")
+        num_items = kwargs.pop("num_items_in_batch", None)
+        with_accuracy = kwargs.pop("with_accuracy", False)
+        kwargs["use_cache"] = False
+        options = {"num_items": num_items, "shift": shift, "return_num_correct": with_accuracy}
+        router_loss, aux_loss = kwargs.pop("router_loss", False), None
+        # Llama 4 names its backbone otherwise than its class says.
+        backbone = self.base_model if self.base_model is not self else self.model
+        if self._loss_from_logits:
+            outputs = previous(*args, **kwargs, **({"output_router_logits": True} if router_loss else {}))
+            aux_loss = outputs.aux_loss if router_loss else None
+            result = logits_loss(outputs.logits, labels, **options)
+        elif router_loss:
+            hidden, aux_loss = forward_with_router(previous, backbone, *args, **kwargs)
+            result = head_loss(self, hidden, labels, **options)
+        else:
+            result = head_loss(self, backbone(*args, **kwargs).last_hidden_state, labels, **options)
+        loss, num_correct = result if with_accuracy else (result, None)
+        return FastLossOutput(loss=loss, num_correct=num_correct, aux_loss=aux_loss)
+
+    model.forward = types.MethodType(forward, model)
+    model._has_fast_lm_head = True
+
+
+def head_loss(model: Any, hidden: torch.Tensor, labels: torch.Tensor, **options: Any) -> Any:
+    """`chunked_cross_entropy` of final hidden states (batch, length, hidden size) by the head of `model`.
+
+    Args:
+        model: Its output embeddings and its configuration are used, its forward is not.
+        options: Of `chunked_cross_entropy`.
+    """
+    # Looked up at each call: FSDP2 and PEFT replace modules.
+    head = model.get_output_embeddings()
+    weight, bias, vocabulary = held_head(head.weight, getattr(head, "bias", None))
+    softcap, logit_scale = head_transform(model.config)
+    transform = {"bias": bias, "softcap": softcap, "logit_scale": logit_scale, "vocabulary": vocabulary}
+    with gathered_head(weight, bias):
+        hidden, labels = hidden.to(weight.device), labels.to(weight.device)
+        return chunked_cross_entropy(hidden, weight, labels, **transform, **options)
+
+
+def logits_loss(
+    logits: torch.Tensor, labels: torch.Tensor, *, num_items: Any = None, shift: bool = True, return_num_correct: bool
+) -> Any:
+    """What `chunked_cross_entropy` returns, of logits (batch, length, vocabulary) that are there."""
+    labels = labels.to(logits.device)
+    if shift:
+        logits, labels = logits[..., :-1, :], labels[..., 1:]
+    logits, labels = logits.flatten(0, -2).float(), labels.flatten()
+    total = F.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
+    is_labelled = labels.ne(IGNORED_LABEL)
+    divisor = torch.as_tensor(is_labelled.sum() if num_items is None else num_items, device=total.device)
+    loss = total / divisor.clamp(min=1)
+    return (loss, (logits.argmax(-1).eq(labels) & is_labelled).sum()) if return_num_correct else loss
+
+
+def head_transform(config: Any) -> tuple[float | None, float]:
+    """(softcap, factor) that a model's own forward applies to its logits, by the names configurations use.
+
+    Cohere has `logit_scale`, Muse `output_multiplier`, Falcon-H1 `lm_head_multiplier`; Granite and MiniCPM divide by
+    `logits_scaling`, HyperCLOVA X multiplies by it; Gemma caps by `final_logit_softcapping`.
+    """
+    text_config = config.get_text_config()
+    scale = None
+    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
+        scale = getattr(text_config, name, None) if scale is None else scale
+    scaling = getattr(text_config, "logits_scaling", None)
+    if scale is None and scaling is not None:
+        scale = scaling if text_config.model_type == "hyperclovax" else 1 / scaling
+    return getattr(text_config, "final_logit_softcapping", None), 1.0 if scale is None else scale
+
+
+def tell_zero3(model: Any) -> None:
+    """Tell ZeRO-3 that the model's own forward uses the head's weights, which belong to a module that is not called.
+
+    DeepSpeed (0.19.8) finds that out by itself only where a weight is still partitioned when it is used. After a
+    forward without gradients that did call the head, such as `generate`, it fetches the weights ahead, does not
+    notice, and has freed them again when their gradient arrives.
+    """
+    from transformers.integrations import is_deepspeed_zero3_enabled
+
+    if not is_deepspeed_zero3_enabled():
+        return
+    import deepspeed
+
+    for parameter in model.get_output_embeddings().parameters():
+        deepspeed.zero.register_external_parameter(model, parameter)
+
+
+class FastLossMixin:
+    """Put before `trl.SFTTrainer`: ``class Trainer(FastLossMixin, SFTTrainer)``. Training and evaluation use it.
+
+    Logs `num_tokens` as TRL does, `mean_token_accuracy` in evaluation, and in training if `log_token_accuracy`.
+    What it does not cover goes to TRL's own loss: `loss_type` other than nll, label smoothing, a custom loss
+    function, images, Accelerate's own sequence parallelism, prompt-learning
+    adapters.
+    """
+
+    log_token_accuracy: bool = False
+    loss_from_logits: bool = False
+    sp_size: int = 1
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        model: Any = self.model  # type: ignore[attr-defined]
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        add_fast_lm_head(base, from_logits=self.loss_from_logits)
+        if not self.loss_from_logits:
+            tell_zero3(base)
+        self._fast_loss_covers_run = self._covers_run()
+        if self.loss_from_logits and not self._fast_loss_covers_run:
+            raise ConfigError(
+                f"{type(base).__name__}'s loss must come from its own logits, which TRL's own losses do not take.",
+                place="--loss_type, --label_smoothing_factor or the router's auxiliary loss",
+                fix="use the default loss, and --router_aux_loss_coef 0 for a mixture of experts.",
+            )
+        self._new_tokens: Any = 0
+
+    def _covers_run(self) -> bool:
+        trainer: Any = self
+        parallelism = trainer.accelerator.parallelism_config
+        peft_config = getattr(trainer.model, "active_peft_config", None)
+        return not (
+            trainer.args.loss_type != "nll"
+            or trainer.label_smoother is not None
+            or trainer.compute_loss_func is not None
+            or (trainer.aux_loss_enabled and self.sp_size > 1)
+            or trainer._is_vision_dataset
+            or (parallelism is not None and (parallelism.sp_enabled or parallelism.cp_enabled))
+            or getattr(peft_config, "is_prompt_learning", False)
+        )
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        trainer: Any = self
+        if return_outputs or not self._fast_loss_covers_run or "shift_labels" in inputs:
+            return super().compute_loss(  # type: ignore[misc]
+                model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
+            )
+        is_training = trainer.model.training
+        part = self.held_part(inputs)
+        outputs = model(
+            **part,
+            num_items_in_batch=num_items_in_batch,
+            fast_lm_head=True,
+            with_accuracy=self.log_token_accuracy or not is_training,
+            router_loss=trainer.aux_loss_enabled,
+        )
+        self._record_metrics(inputs, part, outputs, "train" if is_training else "eval")
+        loss = outputs.loss
+        if trainer.args.average_tokens_across_devices and num_items_in_batch is not None:
+            # `num_items_in_batch` counts every rank's tokens, and gradients are averaged over ranks.
+            loss = loss * (trainer.accelerator.num_processes // trainer.get_tp_size())
+        if outputs.aux_loss is not None:  # of a micro-batch, as TRL weighs it: its mean over them and over ranks
+            steps = trainer.current_gradient_accumulation_steps if num_items_in_batch is not None else 1
+            loss = loss + outputs.aux_loss * (trainer.router_aux_loss_coef / steps)
+        return loss
+
+    def held_part(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What this rank computes of a micro-batch: all of it, unless `SequenceParallelMixin` cuts its rows."""
+        return inputs
+
+    def _record_metrics(self, inputs: Any, part: Any, outputs: FastLossOutput, mode: str) -> None:
+        trainer: Any = self
+        trainer._metrics[mode]["num_tokens"] = [0]  # `log` puts the count in
+        if outputs.num_correct is not None:
+            is_cut = "shift_labels" in part
+            num_labelled = (part["shift_labels"] != -100).sum() if is_cut else count_loss_tokens(part["labels"])
+            counts = torch.stack([outputs.num_correct, num_labelled])
+            correct, labelled = trainer.accelerator.gather(counts[None]).sum(0).tolist()
+            trainer._metrics[mode]["mean_token_accuracy"].append(correct / labelled if labelled else 0.0)
+        if outputs.aux_loss is not None:
+            aux_loss = trainer.accelerator.gather(outputs.aux_loss.detach()[None]).mean()
+            trainer._metrics[mode]["aux_loss"].append(aux_loss.item())
+        if mode == "train":
+            mask = inputs.get("attention_mask")
+            # A tensor is only added up here; it is read when a log is due.
+            self._new_tokens = self._new_tokens + (inputs["input_ids"].numel() if mask is None else mask.sum())
+            if trainer.accelerator.sync_gradients:
+                self._count_new_tokens()
+
+    def _count_new_tokens(self) -> None:
+        trainer: Any = self
+        count = torch.as_tensor(self._new_tokens, device=trainer.accelerator.device)
+        if trainer.accelerator.num_processes > 1:
+            count = trainer.accelerator.reduce(count, reduction="sum")
+        readers = trainer._tp_size * self.sp_size  # ranks that read the same rows
+        trainer._total_train_tokens = trainer._total_train_tokens + count // readers
+        self._new_tokens = 0
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        trainer: Any = self
+        metrics = trainer._metrics["train" if trainer.model.training else "eval"]
+        if "num_tokens" in metrics:
+            trainer._total_train_tokens = int(trainer._total_train_tokens)
+            metrics["num_tokens"] = [trainer._total_train_tokens]
+        super().log(logs, start_time)  # type: ignore[misc]

@@ -1,0 +1,272 @@
+"""Every optimizer by its transformers name, and four more; refused where they cannot work."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import shutil
+from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from accel_scale.errors import ConfigError
+from accel_scale.facts.optimizer_specs import (
+    OPTIMIZER_NAMES,
+    OPTIMIZERS,
+    OptimizerSpec,
+    optimizer_spec,
+    parse_optim_args,
+    state_bytes_per_parameter,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "OPTIMIZERS",
+    "OPTIMIZER_NAMES",
+    "OptimizerSpec",
+    "check_optimizer",
+    "create_optimizer",
+    "optimizer_cls_and_kwargs",
+    "optimizer_spec",
+    "parse_optim_args",
+    "state_bytes_per_parameter",
+]
+
+
+def create_optimizer(
+    name: str,
+    params_or_groups: Iterable[Any],
+    *,
+    lr: float,
+    weight_decay: float = 0.0,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    optim_args: Mapping[str, Any] | str | None = None,
+    device_type: str = "cpu",
+    strategy: str = "single",
+    offload_optimizer: bool = False,
+) -> torch.optim.Optimizer:
+    """The optimizer called `name` over parameters or parameter groups.
+
+    Args:
+        weight_decay: For groups that do not set their own.
+        betas, eps: For the Adam family; Lion takes `betas`.
+        optim_args: As ``--optim_args``: ``"momentum=0.95,nesterov=true"`` or a mapping.
+        device_type: Where the parameters are.
+        strategy: ``single``, ``ddp``, ``fsdp2``, ``zero1`` …
+        offload_optimizer: Whether ZeRO or FSDP keeps optimizer states in host memory.
+
+    Raises:
+        ConfigError: if it is unknown, not installed, or does not work there.
+    """
+    settings = SimpleNamespace(
+        learning_rate=lr,
+        adam_beta1=betas[0],
+        adam_beta2=betas[1],
+        adam_epsilon=eps,
+        weight_decay=weight_decay,
+        warmup_steps=0,
+        optim_target_modules=None,
+    )
+    optimizer_cls, kwargs = optimizer_cls_and_kwargs(
+        name,
+        settings,
+        optim_args=optim_args,
+        device_type=device_type,
+        strategy=strategy,
+        offload_optimizer=offload_optimizer,
+    )
+    return optimizer_cls(params_or_groups, **kwargs)
+
+
+def optimizer_cls_and_kwargs(
+    name: str,
+    training_args: Any,
+    *,
+    optim_args: Mapping[str, Any] | str | None = None,
+    model: Any = None,
+    device_type: str = "cpu",
+    strategy: str = "single",
+    offload_optimizer: bool = False,
+) -> tuple[Any, dict[str, Any]]:
+    """Class and keyword arguments for transformers' ``Trainer(optimizer_cls_and_kwargs=…)``.
+
+    Args:
+        training_args: `TrainingArguments`, or anything with its learning rate, betas, epsilon and weight decay.
+        optim_args: `None` takes those of `training_args`.
+        model: Needed by optimizers that look at layers (GaLore, APOLLO, LOMO).
+
+    Raises:
+        ConfigError: as `create_optimizer`.
+    """
+    if optim_args is None:
+        optim_args = getattr(training_args, "optim_args", None)
+    options = parse_optim_args(name, optim_args)
+    check_optimizer(name, device_type=device_type, strategy=strategy, offload_optimizer=offload_optimizer)
+    adam = {
+        "lr": training_args.learning_rate,
+        "betas": (training_args.adam_beta1, training_args.adam_beta2),
+        "eps": training_args.adam_epsilon,
+    }
+    if name in _OWN:
+        optimizer_cls, kwargs = _OWN[name](adam, options, strategy)
+    else:
+        optimizer_cls, kwargs = _from_transformers(name, training_args, options, model)
+    if "weight_decay" in inspect.signature(optimizer_cls).parameters:
+        kwargs.setdefault("weight_decay", training_args.weight_decay)
+    return optimizer_cls, kwargs
+
+
+def check_optimizer(
+    name: str,
+    *,
+    device_type: str,
+    strategy: str = "single",
+    offload_optimizer: bool = False,
+    precision: str | None = None,
+    max_grad_norm: float | None = None,
+    gradient_accumulation_steps: int = 1,
+    optim_args: Mapping[str, Any] | str | None = None,
+    place: str = "--optim",
+) -> list[str]:
+    """Refuse an optimizer that cannot work here, else return what the user should know about it.
+
+    Raises:
+        ConfigError: if a package is missing, or device, strategy, precision or gradient handling rule it out.
+    """
+    spec = optimizer_spec(name)
+    if spec.package is not None and importlib.util.find_spec(spec.package) is None:
+        raise ConfigError(f"{name} needs {spec.package}.", place=place, fix=f"{spec.install}.")
+    zero_offload = strategy.startswith("zero") and offload_optimizer
+    if zero_offload and spec.facts.zero_offload is None:
+        raise ConfigError(
+            f"ZeRO with optimizer offload would silently run DeepSpeed CPU Adam in place of {name}.",
+            place=place,
+            fix="use --optim adamw_torch_fused, or a launch file without optimizer offload.",
+        )
+    refusal = spec.facts.refusal(
+        device_type=device_type, strategy=strategy, zero_offload=zero_offload, precision=precision
+    )
+    if refusal is not None:
+        condition, reason = refusal
+        raise ConfigError(f"{name} does not work here: {reason}.", place=place, fix=_alternative(name, condition))
+    if name == "deepspeed_cpu_adam":
+        _check_compiler(place)
+    options = parse_optim_args(name, optim_args)
+    if options.get("offload_gradients") and (max_grad_norm or gradient_accumulation_steps > 1):
+        raise ConfigError(
+            "offload_gradients frees every gradient in the backward pass, so none can be clipped or accumulated.",
+            place="--optim_args",
+            fix="remove offload_gradients, or use --max_grad_norm 0 --gradient_accumulation_steps 1.",
+        )
+    return _notes(name, spec, device_type, strategy, zero_offload)
+
+
+def _alternative(name: str, condition: str) -> str:
+    if name == "adamw_cpu_offload" and condition in ("ddp", "fsdp"):
+        return "use the launch file zero2_offload.yaml or fsdp2_offload.yaml with --optim adamw_torch_fused."
+    if condition == "zero" and OPTIMIZERS[name].facts.state_bits in (4, 8):
+        return "use --optim adamw_bnb_8bit, whose states have 8 bits at any size."
+    if condition == "fsdp" and OPTIMIZERS[name].facts.state_bits in (4, 8):
+        return "use --optim adamw_torch_8bit with fsdp_state_dict_type: SHARDED_STATE_DICT."
+    if name == "deepspeed_cpu_adam" and condition in ("cuda", "zero"):
+        return "use the launch file zero2_offload.yaml, or --optim adamw_torch_fused."
+    return "use --optim adamw_torch_fused."
+
+
+def _check_compiler(place: str) -> None:
+    missing = [tool for tool in ("g++", "ninja") if shutil.which(tool) is None]
+    if missing:
+        raise ConfigError(
+            f"DeepSpeed compiles its CPU Adam at the first run and needs {' and '.join(missing)}.",
+            place=place,
+            fix=f"apt install {' '.join(missing).replace('ninja', 'ninja-build')}.",
+        )
+
+
+def _notes(name: str, spec: OptimizerSpec, device_type: str, strategy: str, zero_offload: bool) -> list[str]:
+    notes = []
+    if zero_offload and name != "deepspeed_cpu_adam":
+        notes.append(f"ZeRO with optimizer offload runs {spec.facts.zero_offload} in place of {name}.")
+    if spec.facts.is_paged and device_type != "cuda":
+        notes.append(f"{name} pages its states on CUDA only; here they are ordinary memory.")
+    if name == "adafactor" and strategy.startswith("zero"):
+        notes.append("ZeRO flattens weights, so Adafactor cannot factor its second moment: 4 bytes per parameter.")
+    return notes
+
+
+def _from_transformers(
+    name: str, training_args: Any, options: Mapping[str, Any], model: Any
+) -> tuple[Any, dict[str, Any]]:
+    from transformers import Trainer
+
+    settings = _Overlay(
+        training_args,
+        optim=name,
+        optim_args=",".join(f"{key}={value}" for key, value in options.items()) or None,
+    )
+    try:
+        optimizer_cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(settings, model)  # type: ignore[arg-type]
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"{name} cannot be made: {error}", place="--optim", fix="see its documentation.") from error
+    # transformers 5.23 hands the text of some options on (block_size, bitsandbytes' RMSProp): here as what they are.
+    return optimizer_cls, {key: options.get(key, value) for key, value in kwargs.items()}
+
+
+class _Overlay:
+    """Some attributes in front of another object's."""
+
+    def __init__(self, base: Any, **attributes: Any) -> None:
+        self.__dict__.update(attributes, _base=base)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._base, name)
+
+
+_Kwargs = dict[str, Any]
+
+
+def _adamw_foreach(adam: _Kwargs, options: Mapping[str, Any], strategy: str) -> tuple[Any, _Kwargs]:
+    import torch
+
+    return torch.optim.AdamW, {**adam, "foreach": True}
+
+
+def _sgd_momentum(adam: _Kwargs, options: Mapping[str, Any], strategy: str) -> tuple[Any, _Kwargs]:
+    import torch
+
+    return torch.optim.SGD, {"lr": adam["lr"], "momentum": 0.9, **options}
+
+
+def _adamw_cpu_offload(adam: _Kwargs, options: Mapping[str, Any], strategy: str) -> tuple[Any, _Kwargs]:
+    from accel_scale.optimization.offload_optimizer import offload_optimizer_class
+
+    return offload_optimizer_class(), {**adam, "fused": True, **options}
+
+
+def _deepspeed_cpu_adam(adam: _Kwargs, options: Mapping[str, Any], strategy: str) -> tuple[Any, _Kwargs]:
+    if strategy.startswith("zero"):
+        if options:
+            raise ConfigError(
+                "ZeRO with optimizer offload builds DeepSpeed CPU Adam itself and takes no options for it.",
+                place="--optim_args",
+                fix="remove them.",
+            )
+        import torch
+
+        # Accelerate replaces torch's AdamW by DeepSpeed CPU Adam in AdamW mode. Given a DeepSpeedCPUAdam it would
+        # build another one in Adam mode, whose weight decay is L2 (`map_pytorch_optim_to_deepspeed`, 1.15.0).
+        return torch.optim.AdamW, adam
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    return DeepSpeedCPUAdam, {**adam, **options}
+
+
+_OWN = {
+    "adamw_torch_foreach": _adamw_foreach,
+    "sgd_momentum": _sgd_momentum,
+    "adamw_cpu_offload": _adamw_cpu_offload,
+    "deepspeed_cpu_adam": _deepspeed_cpu_adam,
+}

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: stages, schedules, tied embeddings."""

@@ -1,0 +1,169 @@
+"""FLOPs of a training step: exact matrix products and attention, by method and checkpointing policy."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from accel_scale.errors import ConfigError
+from accel_scale.planning.models.model_facts import LayerFacts, LinearFacts, ModelFacts
+from accel_scale.planning.models.training_setup import TrainingSetup
+
+_EVERY_N = re.compile(r"every_([1-9][0-9]*)")
+
+
+@dataclass(frozen=True)
+class FlopsPerToken:
+    """FLOPs of one position, by what runs; a multiply-add counts as two.
+
+    Attributes:
+        linears: Forward products with the layers' matrices.
+        attention: Forward scores and weighted values.
+        head: Forward product with the head.
+        adapters: Forward products with LoRA's A and B.
+        backward: Of all of the above.
+        recompute: Forward products that activation checkpointing repeats.
+    """
+
+    linears: float
+    attention: float
+    head: float
+    adapters: float
+    backward: float
+    recompute: float
+
+    @property
+    def forward(self) -> float:
+        """One forward pass."""
+        return self.linears + self.attention + self.head + self.adapters
+
+    @property
+    def total(self) -> float:
+        """Forward, backward and recomputation."""
+        return self.forward + self.backward + self.recompute
+
+
+def hardware_flops_per_token(
+    facts: ModelFacts, setup: TrainingSetup, *, document_length: float | None = None
+) -> FlopsPerToken:
+    """FLOPs that the GPU really does for a position (HFU): k = 6 full, 8 with checkpointing, 4 LoRA, 6 with it.
+
+    k counts FLOPs per weight: 2 forward, 2 for the gradient of inputs, 2 for that of weights where they are trained,
+    2 for recomputing. Adapters are trained whatever the method, attention has no weights (2 + 4 times its products).
+
+    Args:
+        document_length: Tokens per document on average, where packed rows isolate documents; `None`: the row.
+    """
+    executed = "full" if setup.attention == "eager" else "causal"
+    linears = sum(layer.count * active_linear_flops(layer) for layer in facts.layers)
+    attention = attention_flops(facts, setup.sequence_length, scores=executed, document_length=document_length)
+    head = 2.0 * facts.vocab_size * facts.hidden_size
+    adapters = 0.0 if setup.method == "full" else 2.0 * active_adapter_params(facts, setup)
+    trained = setup.method == "full"
+    backward = (2 if trained else 1) * (linears + head) + 2 * (attention + adapters)
+    # A head trained whole beside the adapters has a weight gradient too.
+    if not trained and "lm_head" in setup.lora.full_modules:
+        backward += head
+    recompute = recomputed_fraction(setup.checkpointing) * (linears + attention + adapters)
+    return FlopsPerToken(linears, attention, head, adapters, backward, recompute)
+
+
+def model_flops_per_token(facts: ModelFacts, setup: TrainingSetup, *, document_length: float | None = None) -> float:
+    """FLOPs that training all weights needs for a position: 6N + 3 × attention, the numerator of MFU.
+
+    N leaves the embedding look-up out and the head in. The same k = 6 is used for LoRA and QLoRA (by convention, so
+    that methods compare); they do less, and their HFU is the smaller figure. Causal scores are counted once.
+    """
+    linears = sum(layer.count * active_linear_flops(layer) for layer in facts.layers)
+    attention = attention_flops(facts, setup.sequence_length, scores="causal", document_length=document_length)
+    return 3 * (linears + 2.0 * facts.vocab_size * facts.hidden_size + attention)
+
+
+def active_linear_flops(layer: LayerFacts) -> float:
+    """Forward FLOPs per token of one layer's matrices: 2 × in × out × copies that the token passes through."""
+    return sum(2.0 * linear.in_features * linear.out_features * linear.active_copies for linear in layer.linears)
+
+
+def attention_flops(
+    facts: ModelFacts, sequence_length: int, *, scores: str = "causal", document_length: float | None = None
+) -> float:
+    """Forward FLOPs per token of all layers' attention: 4 × heads × head size × mean context.
+
+    Over a full square that is the 4·s·h per layer behind the usual 12·L·s·h of a training step; causal, half of it.
+
+    Args:
+        scores: ``causal``: only what the mask leaves; ``full``: the whole square, as eager attention computes.
+        document_length: Mean length of isolated documents; never longer than a row.
+    """
+    row = float(sequence_length)
+    length = min(row, document_length) if document_length else row
+    width = 2.0 * facts.num_heads * (facts.head_dim + (facts.value_dim or facts.head_dim))
+    return sum(
+        layer.count * width * (row if scores == "full" else mean_context(length, layer.sliding_window))
+        for layer in facts.layers
+    )
+
+
+def mean_context(length: float, window: int | None = None) -> float:
+    """Tokens that a causal query sees on average in a document of `length`, at most `window` back: (L+1)/2."""
+    if window is None or window >= length:
+        return (length + 1) / 2
+    return window - window * (window - 1) / (2 * length)
+
+
+def recomputed_fraction(checkpointing: str) -> float:
+    """Share of the layers' forward products that the backward pass repeats under a checkpointing policy.
+
+    ``selective`` keeps the outputs of matrix products and attention, so it repeats none of them.
+
+    Raises:
+        ConfigError: if it is not a policy.
+    """
+    if checkpointing in ("none", "selective"):
+        return 0.0
+    if checkpointing in ("full", "offload"):
+        return 1.0
+    match = _EVERY_N.fullmatch(checkpointing)
+    if match:
+        return 1 / int(match.group(1))
+    raise ConfigError(
+        f"{checkpointing!r} is not a checkpointing policy.",
+        place="checkpointing",
+        fix="use none, full, selective, offload or every_2, every_3 ….",
+    )
+
+
+def adapted_linears(layer: LayerFacts, setup: TrainingSetup) -> tuple[LinearFacts, ...]:
+    """The matrices of a layer that get an adapter."""
+    if setup.method == "full":
+        return ()
+    targets = setup.lora.targets
+    everything = "all-linear" in targets
+    return tuple(linear for linear in layer.linears if everything or linear.name in targets)
+
+
+def active_adapter_params(facts: ModelFacts, setup: TrainingSetup) -> float:
+    """Adapter weights a token passes through: rank × (in + out) for each adapted matrix."""
+    return float(
+        sum(
+            layer.count * linear.active_copies * setup.lora.rank * (linear.in_features + linear.out_features)
+            for layer in facts.layers
+            for linear in adapted_linears(layer, setup)
+        )
+    )
+
+
+def trained_params(facts: ModelFacts, setup: TrainingSetup) -> int:
+    """Parameters with a gradient: all, or adapters (DoRA's magnitudes too) and the modules trained beside them."""
+    if setup.method == "full":
+        return facts.num_params
+    per_output = 1 if setup.lora.dora else 0
+    adapters = sum(
+        layer.count
+        * linear.copies
+        * (setup.lora.rank * (linear.in_features + linear.out_features) + per_output * linear.out_features)
+        for layer in facts.layers
+        for linear in adapted_linears(layer, setup)
+    )
+    whole = {"embed_tokens": facts.embedding_params, "lm_head": facts.head_params or facts.embedding_params}
+    return adapters + sum(whole.get(name, 0) for name in setup.lora.full_modules)

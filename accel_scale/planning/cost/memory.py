@@ -1,0 +1,209 @@
+"""Peak memory of one rank: phases of a training step, each a sum of named terms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from accel_scale.planning.cost.overheads import MARGIN_SHARE, Overhead, gpu_overhead
+from accel_scale.planning.cost.rank_share import RankShare, rank_shares
+from accel_scale.planning.cost.sharding import StateBytes, state_bytes
+from accel_scale.planning.cost.transfers import replicates_by_unit, transfers
+from accel_scale.planning.models.model_facts import ModelFacts
+from accel_scale.planning.models.training_setup import ParallelSetup, TrainingSetup
+from accel_scale.planning.tape.activations import StepBytes, step_bytes
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One moment of a step and what is on the card then, in bytes by name."""
+
+    name: str
+    terms: tuple[tuple[str, float], ...]
+
+    @property
+    def total_bytes(self) -> float:
+        """The sum of the terms."""
+        return sum(value for _, value in self.terms)
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Predicted memory of one rank.
+
+    Attributes:
+        phases: Load, forward and loss, backward, optimizer step.
+        states: Weights, gradients and optimizer states, on the card and on the host.
+        step: High-water marks of the activations.
+        reserved_bytes: What torch's allocator holds at the peak: allocated and lost between blocks.
+        device_bytes: What the card shows as used: reserved, the CUDA context and NCCL's buffers.
+        host_bytes: Host memory of one rank at the peak of loading or training.
+        low_bytes: Lower end of the interval around `device_bytes`.
+        high_bytes: Upper end; whether a setting fits is decided on it.
+    """
+
+    phases: tuple[Phase, ...]
+    states: StateBytes
+    step: StepBytes
+    reserved_bytes: float
+    device_bytes: float
+    host_bytes: float
+    low_bytes: float
+    high_bytes: float
+
+    @property
+    def peak_phase(self) -> Phase:
+        """The phase with the most bytes."""
+        return max(self.phases, key=lambda phase: phase.total_bytes)
+
+    @property
+    def peak_bytes(self) -> float:
+        """Bytes in tensors at the peak: what ``torch.cuda.max_memory_allocated`` shows."""
+        return self.peak_phase.total_bytes
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "allocated_bytes": round(self.peak_bytes),
+            "reserved_bytes": round(self.reserved_bytes),
+            "device_bytes": round(self.device_bytes),
+            "low_bytes": round(self.low_bytes),
+            "high_bytes": round(self.high_bytes),
+            "host_bytes": round(self.host_bytes),
+            "peak_phase": self.peak_phase.name,
+            "phases": {p.name: {name: round(value) for name, value in p.terms} for p in self.phases},
+        }
+
+
+def predict_memory(
+    model: ModelFacts, setup: TrainingSetup, *, is_cuda: bool = True, is_tracked: bool = False
+) -> MemoryEstimate:
+    """Peak memory of the rank that needs most.
+
+    Args:
+        model: Its shapes.
+        setup: How it is trained.
+        is_cuda: Whether the kernels are CUDA's.
+        is_tracked: Whether a memory tracker watches (see `step_bytes`).
+
+    Raises:
+        ConfigError: for a model, optimizer or policy that is not modelled.
+    """
+    shares = rank_shares(model, setup)
+    estimates = [_of_rank(share, setup, is_cuda=is_cuda, is_tracked=is_tracked) for share in shares]
+    fullest = max(estimates, key=lambda estimate: estimate.high_bytes)
+    if not setup.parallel.is_divided:
+        return fullest
+    # A model that ranks share is built whole by one of them, in host memory, before it is split.
+    return replace(fullest, host_bytes=max(fullest.host_bytes, model.num_params * setup.trained_bytes))
+
+
+def _of_rank(share: RankShare, setup: TrainingSetup, *, is_cuda: bool, is_tracked: bool) -> MemoryEstimate:
+    seen = _forward_setup(setup)
+    states = state_bytes(share.facts, setup)
+    step = step_bytes(share.facts, seen, is_cuda=is_cuda, is_tracked=is_tracked)
+    step = step.with_waiting(share.waiting * step.saved_bytes)
+    # Of every micro-batch, as torch's `PipelineStage` allocates them once for all steps.
+    hidden = setup.micro_batch_size * setup.sequence_length * share.facts.hidden_size * seen.trained_bytes
+    buffers = share.num_received * setup.accumulation * hidden / setup.parallel.sequence_parallel
+    phases = _phases(share.facts, setup, states, step, buffers)
+    overhead = gpu_overhead(setup, is_cuda=is_cuda)
+    peak = max(phase.total_bytes for phase in phases)
+    reserved, device, low, high = _interval(peak, step, overhead)
+    return MemoryEstimate(phases, states, step, reserved, device, states.host_bytes, low, high)
+
+
+def _forward_setup(setup: TrainingSetup) -> TrainingSetup:
+    """`setup` as the layers see it: what does not change their tensors is dropped, so that walks are shared.
+
+    Under mixed precision FSDP and DeepSpeed hand the layers 16-bit weights, and autocast has nothing to cast.
+    """
+    parallel = setup.parallel
+    seen = ParallelSetup(num_gpus=parallel.sequence_parallel, sequence_parallel=parallel.sequence_parallel)
+    seen_setup = replace(setup, parallel=seen, optimizer="adamw_torch_fused", accumulation=1)
+    if setup.autocast and _casts_weights(setup):
+        return replace(seen_setup, precision="bf16_true", weight_dtype=None)
+    return seen_setup
+
+
+def _casts_weights(setup: TrainingSetup) -> bool:
+    parallel = setup.parallel
+    return parallel.is_deepspeed or parallel.strategy.startswith("fsdp") or replicates_by_unit(setup)
+
+
+def _phases(
+    model: ModelFacts, setup: TrainingSetup, states: StateBytes, step: StepBytes, pipeline_buffers: float
+) -> tuple[Phase, ...]:
+    """The moments at which memory can be highest."""
+    resident: tuple[tuple[str, float], ...] = (
+        ("weights", states.weight_bytes),
+        ("master weights", states.master_bytes),
+        ("optimizer states", states.optimizer_bytes),
+    )
+    if pipeline_buffers:
+        resident = (*resident, ("pipeline buffers", pipeline_buffers))
+    moved = transfers(model, setup)
+    kept = states.gradient_bytes
+    from_earlier = max(kept, moved.waiting_gradient_bytes) if setup.accumulation > 1 else 0.0
+    if setup.parallel.pipeline_schedule == "gpipe":
+        # Gradients come when the first of the micro-batches has gone.
+        from_earlier = max(0.0, from_earlier - step.saved_bytes / setup.accumulation)
+    gathered, buckets = ("gathered weights", moved.gathered_bytes), ("communication buckets", moved.bucket_bytes)
+    forward = Phase(
+        "forward and loss",
+        (
+            *resident,
+            ("gradients", from_earlier),
+            ("activations and loss", max(step.forward_bytes, step.loss_bytes)),
+            gathered,
+        ),
+    )
+    # The walk's gradients are whole; at the last layer they are its own and the head's.
+    top = Phase(
+        "backward, last layer",
+        (
+            *resident,
+            ("gradients", from_earlier),
+            ("activations and loss", step.backward_top_bytes),
+            gathered,
+            buckets,
+        ),
+    )
+    bottom = Phase(
+        "backward, first layer",
+        (
+            *resident,
+            # Where all are still whole, no shard of them exists yet.
+            (
+                "gradients",
+                kept * max(float(from_earlier > 0 and moved.unreduced_share < 1), 1 - moved.unreduced_share),
+            ),
+            ("unreduced gradients", moved.unreduced_bytes),
+            ("activations and loss", max(0.0, step.backward_bottom_bytes - step.gradient_bytes)),
+            ("gathered weights", moved.first_gathered_bytes),
+            ("communication buckets", moved.last_bucket_bytes),
+        ),
+    )
+    update = Phase(
+        "optimizer step",
+        (
+            *resident,
+            ("gradients", kept),
+            ("update", states.update_bytes),
+            # DDP's and ZeRO's buckets stay allocated; FSDP's are gone.
+            ("communication buckets", 0.0 if setup.parallel.strategy.startswith("fsdp") else moved.bucket_bytes),
+        ),
+    )
+    load = Phase(
+        "load", (("weights", states.weight_bytes), ("rest of the base, before it is sharded", states.load_extra_bytes))
+    )
+    return load, forward, top, bottom, update
+
+
+def _interval(peak: float, step: StepBytes, overhead: Overhead) -> tuple[float, float, float, float]:
+    """(reserved, device, low, high): blocks that cannot be reused, context, and how far reality was off."""
+    churn = step.peak_bytes - step.saved_bytes + 0.25 * step.saved_bytes
+    reserved = peak + overhead.fragmentation_share * max(0.0, churn) + overhead.fragmentation_bytes
+    device = reserved + overhead.context_bytes + overhead.communication_bytes
+    margin = MARGIN_SHARE * device
+    return reserved, device, device - margin, device + margin

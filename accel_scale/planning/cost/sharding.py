@@ -1,0 +1,137 @@
+"""Weights, gradients and optimizer states of one rank under every strategy, on the card and on the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from accel_scale.facts.optimizer_states import OptimizerFacts, optimizer_facts
+from accel_scale.planning.models.model_facts import ModelFacts
+from accel_scale.planning.models.parameters import ParameterGroups, parameter_groups
+from accel_scale.planning.models.training_setup import TrainingSetup
+
+# NF4: 4 bits, and per block of 64 an fp32 maximum, or an 8-bit one with an fp32 maximum per 256 of those
+# (QLoRA, Dettmers et al. 2023, section 3).
+NF4_BYTES = 0.5 + 4 / 64
+NF4_DOUBLE_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
+
+# DeepSpeed's defaults, in elements: reduce_bucket_size and allgather_bucket_size, sub_group_size,
+# stage3_max_live_parameters, stage3_prefetch_bucket_size.
+DEEPSPEED_BUCKET = 5e8
+DEEPSPEED_SUB_GROUP = 1e9
+DEEPSPEED_LIVE = 1e9
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """What lives from step to step on one rank.
+
+    Attributes:
+        weight_bytes: Weights on the card.
+        master_bytes: DeepSpeed's fp32 copies on the card.
+        gradient_bytes: Gradients on the card after the backward pass.
+        optimizer_bytes: Optimizer states on the card.
+        update_bytes: What the optimizer step needs for a moment.
+        load_extra_bytes: What loading needs beside the weights.
+        host_bytes: The same kinds in host memory, and the copy that loading makes.
+    """
+
+    weight_bytes: float
+    master_bytes: float
+    gradient_bytes: float
+    optimizer_bytes: float
+    update_bytes: float
+    load_extra_bytes: float
+    host_bytes: float
+
+
+def state_bytes(model: ModelFacts, setup: TrainingSetup) -> StateBytes:
+    """Bytes of weights, gradients and optimizer states of a rank.
+
+    Args:
+        model: What the rank's data-parallel group holds: under tensor and pipeline parallelism its `rank_share`.
+    """
+    groups, optimizer = parameter_groups(model, setup), optimizer_facts(setup.optimizer)
+    if setup.parallel.is_deepspeed:
+        return _deepspeed(model, setup, groups, optimizer)
+    return _torch(model, setup, groups, optimizer)
+
+
+def frozen_weight_bytes(setup: TrainingSetup, groups: ParameterGroups) -> float:
+    """Bytes of all frozen weights."""
+    nf4 = NF4_DOUBLE_BYTES if setup.double_quantisation else NF4_BYTES
+    return groups.quantised * nf4 + (groups.frozen - groups.quantised) * setup.frozen_bytes
+
+
+def _torch(model: ModelFacts, setup: TrainingSetup, groups: ParameterGroups, optimizer: OptimizerFacts) -> StateBytes:
+    parallel = setup.parallel
+    shards = parallel.num_shards if parallel.shards_weights else 1
+    trained, width = groups.trainable / shards, setup.trained_bytes
+    frozen = frozen_weight_bytes(setup, groups) / shards
+    weights, gradients = trained * width + frozen, trained * width
+    states = trained * optimizer.state_bytes(width)
+    update = trained * width * optimizer.transient_copies
+    host, whole = _load_bytes(model, setup, groups), _whole_on_card(setup, groups)
+    if parallel.offload_params != "none":
+        # FSDP's offload keeps weights, gradients and states on the host and steps there.
+        return StateBytes(0, 0, 0, 0, 0, whole, max(host, weights + gradients + states + update))
+    extra = max(0.0, whole - weights)
+    if optimizer.on_host:
+        return StateBytes(weights, 0, gradients, 0, 0, extra, max(host, states + 2 * gradients))
+    return StateBytes(weights, 0, gradients, states, update, extra, host)
+
+
+def _whole_on_card(setup: TrainingSetup, groups: ParameterGroups) -> float:
+    """Bytes of the base that every card holds while it loads, before it is sharded; 0 where it comes in shards.
+
+    transformers quantises on the card and does not shard what it quantises (5.23: `is_quantized` excludes zero.Init
+    and loading on one rank; accelerate 1.15 `fsdp2_prepare_model` shards such a model from where it lies).
+    """
+    if setup.method != "qlora" or not setup.parallel.shards_weights:
+        return 0.0
+    return frozen_weight_bytes(setup, groups)
+
+
+def _deepspeed(
+    model: ModelFacts, setup: TrainingSetup, groups: ParameterGroups, optimizer: OptimizerFacts
+) -> StateBytes:
+    """ZeRO keeps 16-bit weights and gradients beside fp32 masters and states (Rajbhandari et al. 2020, section 3)."""
+    parallel = setup.parallel
+    shards, width = parallel.num_shards, setup.compute_bytes
+    weight_shards = shards if parallel.shards_weights else 1
+    gradient_shards = shards if parallel.shards_gradients else 1
+    trained = groups.trainable
+    weights = (trained * width + frozen_weight_bytes(setup, groups)) / weight_shards
+    masters = trained * 4 / shards if width < 4 else 0.0
+    gradients = trained * width / gradient_shards
+    # The optimizer steps on an fp32 copy of its part of the gradients, a sub-group at a time under ZeRO-3.
+    part = trained / shards
+    update = 4 * (min(part, DEEPSPEED_SUB_GROUP) if parallel.strategy == "zero3" else part) if width < 4 else 0.0
+    states = part * optimizer.state_bytes(4)
+    host, whole = _load_bytes(model, setup, groups), _whole_on_card(setup, groups)
+    if parallel.offload_optimizer != "none":
+        pinned = part * (4 + 4) + states
+        host = max(host, pinned if parallel.offload_optimizer == "cpu" else 3 * 12 * min(part, DEEPSPEED_SUB_GROUP))
+        masters, states, update = 0.0, 0.0, 0.0
+        gradients = gradients if parallel.strategy == "zero1" else 0.0
+    if parallel.offload_params != "none":
+        host += weights if parallel.offload_params == "cpu" else 0.0
+        weights = 0.0
+    return StateBytes(weights, masters, gradients, states, update, max(0.0, whole - weights), host)
+
+
+def _load_bytes(model: ModelFacts, setup: TrainingSetup, groups: ParameterGroups) -> float:
+    """Host memory of one rank while loading: safetensors are mapped, so a copy exists where weights are cast."""
+    width = setup.trained_bytes if setup.method == "full" else setup.frozen_bytes
+    whole = groups.base * width
+    if setup.method == "qlora":
+        # Quantised on the card as they are read, one shard of the checkpoint (5 GB by default) at a time.
+        return min(whole, 5e9)
+    if setup.parallel.strategy in ("fsdp1", "fsdp2"):
+        # Rank 0 loads the model and broadcasts it; the others have it on the meta device.
+        return whole
+    return whole / setup.parallel.num_shards if setup.parallel.strategy == "zero3" else whole
+
+
+def frozen_layer_bytes(setup: TrainingSetup, layer_params: float) -> float:
+    """Bytes of a layer that is stored in 4 bit."""
+    return layer_params * (NF4_DOUBLE_BYTES if setup.double_quantisation else NF4_BYTES)

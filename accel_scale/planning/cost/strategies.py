@@ -1,0 +1,82 @@
+"""The ways to spread a run over GPUs, from the simplest to the last resort, and what does not go together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from accel_scale.facts.optimizer_states import optimizer_facts
+from accel_scale.planning.models.model_facts import ModelFacts
+from accel_scale.planning.models.training_setup import ParallelSetup, TrainingSetup
+from accel_scale.planning.tape.families import changes_products
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to spread a run.
+
+    Attributes:
+        label: For tables.
+        parallel: Its settings.
+        effort: Rank among equals: the simpler, the lower.
+    """
+
+    label: str
+    parallel: ParallelSetup
+    effort: int
+
+
+# label, strategy, settings; in the order of the decision tree: nothing shared, then the lowest stage that fits.
+_SHARDED: tuple[tuple[str, str, dict[str, object]], ...] = (
+    ("DDP", "ddp", {}),
+    ("ZeRO-1", "zero1", {}),
+    ("FSDP2 SHARD_GRAD_OP", "fsdp2", {"reshard_after_forward": False}),
+    ("ZeRO-2", "zero2", {}),
+    ("FSDP2", "fsdp2", {}),
+    ("ZeRO-3", "zero3", {}),
+    ("FSDP2 + CPU offload", "fsdp2", {"offload_params": "cpu", "offload_optimizer": "cpu"}),
+    ("ZeRO-2 + CPU offload", "zero2", {"offload_optimizer": "cpu"}),
+    ("ZeRO-3 + CPU offload", "zero3", {"offload_params": "cpu", "offload_optimizer": "cpu"}),
+    ("ZeRO-Infinity", "zero3", {"offload_params": "nvme", "offload_optimizer": "nvme"}),
+)
+_ALONE = ("ZeRO-2 + CPU offload", "ZeRO-3 + CPU offload", "ZeRO-Infinity")
+
+
+def choices(num_gpus: int, gpus_per_node: int) -> Iterator[Choice]:
+    """Every strategy for `num_gpus` GPUs."""
+    if num_gpus == 1:
+        yield Choice("one GPU", ParallelSetup(gpus_per_node=gpus_per_node), 0)
+    for effort, (label, strategy, settings) in enumerate(_SHARDED, start=1):
+        if num_gpus == 1 and label not in _ALONE:
+            continue
+        parallel = ParallelSetup(strategy, num_gpus, gpus_per_node, **settings)  # type: ignore[arg-type]
+        yield Choice(label, parallel, effort)
+    num_nodes = num_gpus // gpus_per_node
+    if num_nodes > 1 and num_gpus % gpus_per_node == 0 and gpus_per_node > 1:
+        parallel = ParallelSetup("fsdp2", num_gpus, gpus_per_node, num_replicas=num_nodes)
+        yield Choice("FSDP2 hybrid", parallel, 5)
+
+
+def conflict(setup: TrainingSetup, model: ModelFacts | None = None) -> str | None:
+    """Why the libraries cannot run this combination; None where they can."""
+    if model is not None and setup.checkpointing == "selective" and changes_products(model):
+        return "the model changes results in place that selective checkpointing keeps"
+    parallel, optimizer = setup.parallel, setup.optimizer
+    if setup.sync_each_batch and (parallel.strategy != "fsdp2" or parallel.is_divided):
+        return "gradients of every micro-batch are reduced under FSDP2 only, where ranks do not share the model"
+    if parallel.is_deepspeed and setup.precision in ("bf16_true", "fp8"):
+        return f"DeepSpeed does not run {setup.precision}"
+    facts, offloads = optimizer_facts(optimizer), parallel.offload_optimizer != "none"
+    zero_offload = parallel.is_deepspeed and offloads
+    if zero_offload and facts.zero_offload is None:
+        return f"ZeRO with optimizer offload would step by DeepSpeed CPU Adam in place of {optimizer}"
+    # Parameters that FSDP keeps in host memory are stepped there; all others on the card.
+    device_type = "cpu" if parallel.offload_params != "none" else "cuda"
+    refusal = facts.refusal(
+        device_type=device_type, strategy=parallel.strategy, zero_offload=zero_offload, precision=setup.precision
+    )
+    if refusal is not None:
+        return f"{optimizer} does not work there: {refusal[1]}"
+    if parallel.strategy == "zero3" and setup.method != "full" and setup.checkpointing in ("selective", "offload"):
+        return f"ZeRO-3 with adapters cannot recompute under {setup.checkpointing} checkpointing"
+    return None

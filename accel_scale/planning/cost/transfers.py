@@ -1,0 +1,117 @@
+"""What sharding and communication hold on the card for a while: gathered weights, whole gradients, buckets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from accel_scale.planning.cost.sharding import (
+    DEEPSPEED_BUCKET,
+    DEEPSPEED_LIVE,
+    frozen_layer_bytes,
+)
+from accel_scale.planning.models.model_facts import ModelFacts
+from accel_scale.planning.models.parameters import ParameterGroups, parameter_groups
+from accel_scale.planning.models.training_setup import TrainingSetup
+
+
+@dataclass(frozen=True)
+class Transfers:
+    """Bytes beside states and activations, by moment.
+
+    Attributes:
+        gathered_bytes: Weights gathered from other ranks while layers run.
+        first_gathered_bytes: The same when the first layer runs backward, with nothing left to fetch.
+        bucket_bytes: Communication buffers while gradients are reduced.
+        last_bucket_bytes: The same for the last gradients, the embedding's and the head's.
+        unreduced_bytes: Gradients at the end of the backward pass that are still whole.
+        waiting_gradient_bytes: Gradients of earlier micro-batches where they are not reduced before the last one.
+        unreduced_share: Share of the sharded gradients that these will become.
+    """
+
+    gathered_bytes: float = 0.0
+    first_gathered_bytes: float = 0.0
+    bucket_bytes: float = 0.0
+    last_bucket_bytes: float = 0.0
+    unreduced_bytes: float = 0.0
+    unreduced_share: float = 0.0
+    waiting_gradient_bytes: float = 0.0
+
+
+def transfers(model: ModelFacts, setup: TrainingSetup) -> Transfers:
+    """The transfers of a strategy; `model` as in `state_bytes`."""
+    parallel = setup.parallel
+    if parallel.strategy == "single" or (parallel.num_gpus == 1 and not parallel.is_deepspeed):
+        return Transfers()
+    groups = parameter_groups(model, setup)
+    if parallel.strategy == "ddp" and not replicates_by_unit(setup):
+        # Buckets hold a second copy of the gradients: gradient_as_bucket_view is off by default.
+        bucket = float(groups.trainable * setup.trained_bytes)
+        return Transfers(bucket_bytes=bucket, last_bucket_bytes=bucket)
+    if parallel.is_deepspeed:
+        return _deepspeed(model, setup, groups)
+    return _fsdp(model, setup, groups)
+
+
+def replicates_by_unit(setup: TrainingSetup) -> bool:
+    """Whether replicas are kept by torch's `replicate`, which treats blocks as FSDP2 does, in place of DDP."""
+    return setup.parallel.strategy == "ddp" and setup.parallel.is_divided
+
+
+def _fsdp(model: ModelFacts, setup: TrainingSetup, groups: ParameterGroups) -> Transfers:
+    """Units are the layers, and one more that holds embedding, final norm and head from forward to backward.
+
+    Beside the layer at work the next one is gathered; its gradients are copied for the reduce-scatter. As
+    `FSDPMemTracker` shows it on torch 2.13.
+    """
+    width = setup.compute_bytes
+    layer, outside = groups.largest_layer, groups.base - model.layer_params
+    layer_bytes = frozen_layer_bytes(setup, layer) if setup.method == "qlora" else layer * width
+    gathered, first = 2 * layer_bytes, layer_bytes
+    is_pipeline = setup.parallel.pipeline_parallel > 1
+    if not setup.parallel.reshard_after_forward or is_pipeline or replicates_by_unit(setup):
+        # Layers are freed as their backward pass ends, so the first one runs with itself alone.
+        gathered = model.num_layers * layer_bytes
+    if is_pipeline:
+        return _fsdp_pipeline(setup, groups, gathered + outside * width)
+    whole = (outside if setup.method == "full" else 0.0) * width
+    # Where ranks share the model gradients are reduced in fp32, and so kept in it.
+    kept = setup.trained_bytes if setup.parallel.is_divided else width
+    return Transfers(
+        gathered_bytes=gathered + outside * width,
+        first_gathered_bytes=first + outside * width,
+        bucket_bytes=layer * width if setup.method == "full" else 0.0,
+        last_bucket_bytes=max(layer, outside) * width if setup.method == "full" else 0.0,
+        unreduced_bytes=whole,
+        unreduced_share=outside / groups.base if whole else 0.0,
+        # Accelerate accumulates without synchronising unless told otherwise: until the last micro-batch gradients
+        # stay whole.
+        waiting_gradient_bytes=0.0 if setup.sync_each_batch else groups.trainable * kept,
+    )
+
+
+def _fsdp_pipeline(setup: TrainingSetup, groups: ParameterGroups, gathered: float) -> Transfers:
+    """torch's stages gather their weights once and reduce gradients once, after a step's last backward pass."""
+    unit = groups.largest_layer * setup.trained_bytes
+    return Transfers(
+        gathered_bytes=gathered,
+        first_gathered_bytes=gathered,
+        bucket_bytes=0.0,
+        last_bucket_bytes=unit,
+        unreduced_bytes=groups.trainable * setup.trained_bytes,
+        unreduced_share=1.0,
+        waiting_gradient_bytes=groups.trainable * setup.trained_bytes,
+    )
+
+
+def _deepspeed(model: ModelFacts, setup: TrainingSetup, groups: ParameterGroups) -> Transfers:
+    width = setup.compute_bytes
+    bucket = min(groups.trainable, DEEPSPEED_BUCKET) * width
+    if setup.parallel.strategy != "zero3":
+        # Reducing overlaps with the backward pass in two buckets.
+        bucket *= 2 if setup.parallel.strategy == "zero2" else 1
+        return Transfers(bucket_bytes=bucket, last_bucket_bytes=bucket)
+    per_param = 1 if setup.method == "qlora" else width
+    # Blocks up to the bound on live parameters; embedding and head are gathered whole, one at a time.
+    live = min(model.layer_params, DEEPSPEED_LIVE) * per_param
+    gathered = live + model.embedding_params * width
+    return Transfers(gathered, gathered, bucket, bucket)

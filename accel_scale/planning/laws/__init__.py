@@ -1,0 +1,1 @@
+"""Scaling laws: parameters, tokens, compute and loss."""

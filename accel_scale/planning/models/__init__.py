@@ -1,0 +1,1 @@
+"""From a model's configuration to the facts that planning needs: parameters, layers, attention."""

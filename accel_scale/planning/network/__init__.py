@@ -1,0 +1,1 @@
+"""Links between devices, and what collectives cost on them."""

@@ -1,0 +1,65 @@
+"""Single changes that would make a setting fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from accel_scale.facts import hardware
+from accel_scale.planning.cost.memory import predict_memory
+from accel_scale.planning.cost.strategies import choices
+from accel_scale.planning.models.training_setup import TrainingSetup
+from accel_scale.planning.search.search import Request, problem_of, time_of, why_not
+
+
+def cheapest_changes(request: Request, setup: TrainingSetup, count: int = 3) -> list[tuple[str, TrainingSetup]]:
+    """Up to `count` single changes to `setup` that would make it fit, cheapest in time first."""
+    changes = [
+        ("--per_device_train_batch_size", _smaller_batches(setup)),
+        ("--sync_each_batch", [replace(setup, sync_each_batch=True)] if setup.accumulation > 1 else []),
+        ("--checkpointing_policy", [replace(setup, checkpointing=p) for p in ("selective", "full", "offload")]),
+        ("--optim", [replace(setup, optimizer=o) for o in ("paged_adamw_8bit", "adamw_torch_8bit")]),
+        ("--method", [replace(setup, method=m) for m in ("lora", "qlora") if m != setup.method]),
+    ]
+    options = choices(request.machine.num_gpus, request.machine.gpus_per_node)
+    launch = [replace(setup, parallel=c.parallel) for c in options if c.parallel != setup.parallel]
+    if setup.parallel.model_parallel > 1:
+        launch = []  # other launches have other global batches
+    fitting: list[tuple[float, int, str, TrainingSetup]] = []
+    for flag, setups in [*changes, ("launch file", launch)]:
+        for changed in setups:
+            if changed == setup or why_not(changed, request) is not None:
+                continue
+            memory = predict_memory(request.model, changed, is_cuda=request.is_cuda)
+            if problem_of(request.machine, changed, memory) is None:
+                time = time_of(request, changed)
+                fitting.append((time.step_seconds if time else 0.0, len(fitting), flag, changed))
+                break
+    fitting.sort(key=lambda item: item[:2])
+    return [(flag, changed) for _, _, flag, changed in fitting[:count]]
+
+
+def as_flag(flag: str, setup: TrainingSetup) -> str | None:
+    """A change of `cheapest_changes` as flag and value; None for micro-batch and launch, which callers word."""
+    values = {
+        "--checkpointing_policy": setup.checkpointing,
+        "--optim": setup.optimizer,
+        "--method": setup.method,
+        "--sync_each_batch": "true",
+    }
+    return f"{flag} {values[flag]}" if flag in values else None
+
+
+def launch_label(setup: TrainingSetup, machine: hardware.Machine) -> str:
+    """What `choices` calls the launch of `setup`."""
+    options = choices(machine.num_gpus, machine.gpus_per_node)
+    return next(choice.label for choice in options if choice.parallel == setup.parallel)
+
+
+def _smaller_batches(setup: TrainingSetup) -> list[TrainingSetup]:
+    sizes = []
+    size = setup.micro_batch_size
+    while size > 1 and size % 2 == 0:
+        size //= 2
+        accumulation = setup.accumulation * setup.micro_batch_size // size
+        sizes.append(replace(setup, micro_batch_size=size, accumulation=accumulation))
+    return sizes

@@ -1,0 +1,107 @@
+"""What is asked of the search for a plan, and what it answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from accel_scale.facts.hardware import Machine
+from accel_scale.planning.cost.memory import MemoryEstimate
+from accel_scale.planning.cost.strategies import Choice
+from accel_scale.planning.cost.timing import TimeEstimate
+from accel_scale.planning.models.model_facts import ModelFacts
+from accel_scale.planning.models.training_setup import TrainingSetup
+from accel_scale.planning.search.model_parallel import Degrees
+
+_CHECKPOINTING = ("none", "selective", "full", "offload")
+LEAN_OPTIMIZERS = ("adamw_torch_fused", "adamw_torch_8bit", "paged_adamw_8bit")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be trained, on what, and what the user has already decided.
+
+    Attributes:
+        model: The model.
+        machine: Its cards.
+        global_batch_size: Sequences per optimizer step over all ranks.
+        sequence_length: Tokens per row.
+        methods: Ways to train that may be chosen from.
+        fixed: Fields of `TrainingSetup` that are decided, by name.
+        strategies: Labels of strategies to choose from; empty: all.
+        document_length: Tokens per document on average where rows are packed.
+        choices: Ways to spread the run to choose from, such as a launch file's; empty: all that the machine offers.
+        is_cuda: Whether the kernels are CUDA's.
+        recipe: What will run it, one of `model_parallel.RECIPES`: whether ranks can share the model.
+        degrees: Of model parallelism, where that was asked for.
+        schedule: Of a pipeline.
+    """
+
+    model: ModelFacts
+    machine: Machine
+    global_batch_size: int = 64
+    sequence_length: int = 2048
+    methods: tuple[str, ...] = ("full",)
+    fixed: dict[str, Any] = field(default_factory=dict)
+    strategies: tuple[str, ...] = ()
+    document_length: float | None = None
+    choices: tuple[Choice, ...] = ()
+    is_cuda: bool = True
+    recipe: str = "sft"
+    degrees: Degrees = field(default_factory=Degrees)
+    schedule: str = "1f1b"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One setting with what is predicted for it; `time` is None on a card whose speed is not known."""
+
+    choice: Choice
+    setup: TrainingSetup
+    memory: MemoryEstimate
+    time: TimeEstimate | None
+
+    @property
+    def simplicity(self) -> tuple[int, int, int]:
+        """Smaller is simpler: strategy, checkpointing, optimizer."""
+        setup = self.setup
+        lean = LEAN_OPTIMIZERS.index(setup.optimizer) if setup.optimizer in LEAN_OPTIMIZERS else 0
+        policy = setup.checkpointing
+        return self.choice.effort, _CHECKPOINTING.index(policy) if policy in _CHECKPOINTING else 1, lean
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """A strategy of which no setting fits, or that cannot run.
+
+    Attributes:
+        setup: Its leanest setting; None where none can run.
+        memory: What is predicted for that.
+    """
+
+    label: str
+    method: str
+    reason: str
+    setup: TrainingSetup | None = None
+    memory: MemoryEstimate | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What fits, fastest first, and why the rest does not."""
+
+    request: Request
+    candidates: tuple[Candidate, ...]
+    rejections: tuple[Rejection, ...]
+    num_considered: int
+
+    @property
+    def best(self) -> Candidate | None:
+        """The first choice."""
+        return self.candidates[0] if self.candidates else None
+
+    @property
+    def nearest_miss(self) -> Rejection | None:
+        """Of what does not fit on the cards, the setting that needs least."""
+        missed = [rejection for rejection in self.rejections if rejection.memory is not None]
+        return min(missed, key=lambda rejection: rejection.memory.high_bytes, default=None)  # type: ignore[union-attr]

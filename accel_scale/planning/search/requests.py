@@ -1,0 +1,262 @@
+"""From what a user types to a `Request`: every word is checked, a wrong one is named with what to write instead."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from accel_scale.errors import ConfigError
+from accel_scale.facts import hardware
+from accel_scale.facts.optimizer_states import optimizer_facts
+from accel_scale.planning.laws.scaling_laws import parse_count
+from accel_scale.planning.models import catalogue
+from accel_scale.planning.models.model_facts import ModelFacts
+from accel_scale.planning.models.parameters import lora_params
+from accel_scale.planning.models.training_setup import ATTENTIONS, PRECISIONS, LoraSetup
+from accel_scale.planning.network.link_fit import load_links
+from accel_scale.planning.search.model_parallel import RECIPES
+from accel_scale.planning.search.request_strategy import degrees_of, methods_of, schedule_of, strategy_of
+from accel_scale.planning.search.request_words import one_of, whole
+from accel_scale.planning.search.search import Request, may_share
+from accel_scale.planning.tape.families import has_kernel
+from accel_scale.units import parse_bytes
+
+__all__ = ["Wish", "amount", "build_request", "flag_places", "model_for_recipe", "one_of", "whole", "with_lengths"]
+
+DEFAULT_LENGTH = 2048
+# The planner's own names of what the user sets by a flag.
+_FLAGS = {
+    "model": "MODEL",
+    "checkpointing": "--checkpointing_policy",
+    "attention": "--attn_implementation",
+    "lora targets": "--lora_target_modules",
+    "lora rank": "--lora_r",
+    "sequence_length": "--max_length",
+    "mean_length": "--mean_length",
+    "nvme": "--nvme",
+}
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the user typed, flag by flag; None: left open."""
+
+    model: str
+    gpu: str | None = None
+    num_gpus: str | None = None
+    gpus_per_node: str | None = None
+    network: str | None = None
+    host_memory: str | None = None
+    host_bandwidth: str | None = None
+    nvme: str | None = None
+    links: str | None = None
+    method: str = "full"
+    precision: str | None = None
+    optim: str | None = None
+    checkpointing_policy: str | None = None
+    attn_implementation: str | None = None
+    per_device_train_batch_size: str | None = None
+    sync_each_batch: str | None = None
+    global_batch_size: str = "64"
+    max_length: str | None = None
+    mean_length: str | None = None
+    packing: bool = True
+    lora_r: str = "16"
+    lora_target_modules: tuple[str, ...] = ("all-linear",)
+    lora_dropout: str = "0.05"
+    use_dora: bool = False
+    strategy: tuple[str, ...] = ()
+    recipe: str = "sft"
+    tp_size: str | None = None
+    pp_size: str | None = None
+    sp_size: str | None = None
+    pp_schedule: str | None = None
+
+
+def build_request(wish: Wish, *, detect: Callable[[], hardware.Machine | None] | None = None) -> Request:
+    """The `Request` of what was typed.
+
+    Args:
+        detect: Finds the local machine, where no card is named; None: `hardware.detect_local`.
+
+    Raises:
+        ConfigError: a value that is unknown, impossible, or contradicts another; no card named and none here.
+    """
+    with flag_places():
+        model = catalogue.load_model_facts(wish.model)
+        machine = _machine(wish, detect or hardware.detect_local)
+        fixed = _fixed(wish, model, machine.gpu)
+        batch = whole(wish.global_batch_size, "--global_batch_size")
+        recipe = one_of(wish.recipe, RECIPES, "--recipe")
+        if recipe == "pretrain" and not wish.packing:
+            raise ConfigError("recipes/pretrain.py fills its rows.", place="--no_packing", fix="remove it.")
+        request = Request(
+            model,
+            machine,
+            global_batch_size=batch,
+            sequence_length=_length(wish, model),
+            methods=methods_of(wish.method, recipe),
+            fixed=fixed,
+            strategies=tuple(strategy_of(text, machine, model, recipe) for text in wish.strategy),
+            recipe=recipe,
+            degrees=degrees_of({"tp": wish.tp_size, "pp": wish.pp_size, "sp": wish.sp_size}, recipe, machine.num_gpus),
+            schedule=schedule_of(wish.pp_schedule, wish.pp_size),
+        )
+        if not may_share(request):
+            _check_batch(batch, machine.num_gpus, fixed.get("micro_batch_size"))
+        return request
+
+
+def with_lengths(request: Request, *, mean_tokens: float, longest_tokens: int, packed_fill: float) -> Request:
+    """The request for rows of measured lengths: the longest bounds padded rows, the mean says what is no padding.
+
+    Args:
+        mean_tokens: Per document, after truncation.
+        longest_tokens: The longest document, after truncation.
+        packed_fill: Share of positions that packing fills.
+    """
+    if request.fixed["packing"]:
+        fixed = {**request.fixed, "mean_length": packed_fill * request.sequence_length}
+        return replace(request, fixed=fixed, document_length=mean_tokens)
+    fixed = {**request.fixed, "mean_length": mean_tokens}
+    return replace(request, fixed=fixed, sequence_length=min(request.sequence_length, longest_tokens))
+
+
+def model_for_recipe(model: str) -> str:
+    """`model` as a recipe can load it: the folder of a local one, the hub's full name of one from the catalogue."""
+    path = Path(model).expanduser()
+    if path.exists():
+        return str((path.parent if path.is_file() else path).resolve())
+    wanted = model.lower()
+    return next(
+        (name for name in catalogue.full_names() if wanted in (name.lower(), name.lower().rpartition("/")[2])), model
+    )
+
+
+@contextlib.contextmanager
+def flag_places() -> Iterator[None]:
+    """Errors from inside the planner name the flag that set the value."""
+    try:
+        yield
+    except ConfigError as error:
+        if error.place not in _FLAGS:
+            raise
+        raise ConfigError(error.problem, place=_FLAGS[error.place], fix=error.fix) from None
+
+
+def _share(text: str, place: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise ConfigError(f"{text!r} is not a share.", place=place, fix="write it like 0.05.")
+    return value
+
+
+def _machine(wish: Wish, detect: Callable[[], hardware.Machine | None]) -> hardware.Machine:
+    if wish.gpu is None:
+        base = detect()
+        if base is None:
+            raise ConfigError(
+                "there is no GPU here to plan for.",
+                place="--gpu",
+                fix="name a card, like --gpu 4090 or --gpu H100, or its memory, like --gpu 24GiB.",
+            )
+    else:
+        base = hardware.Machine(hardware.find_gpu(wish.gpu))
+    total = base.num_gpus if wish.num_gpus is None else whole(wish.num_gpus, "--num_gpus")
+    per_node = base.gpus_per_node if wish.gpus_per_node is None else whole(wish.gpus_per_node, "--gpus_per_node")
+    if total > per_node and total % per_node:
+        raise ConfigError(
+            f"{total} GPUs do not fill servers of {per_node}.",
+            place="--num_gpus",
+            fix=f"use a multiple of {per_node}, or say how many a server has with --gpus_per_node.",
+        )
+    network, host, speed, nvme = wish.network, wish.host_memory, wish.host_bandwidth, wish.nvme
+    return replace(
+        base,
+        num_gpus=total,
+        gpus_per_node=min(total, per_node),
+        internode_bytes_per_second=hardware.network_bytes_per_second(network) if network else None,
+        host_memory_bytes=parse_bytes(host, place="--host_memory") if host else base.host_memory_bytes,
+        host_bandwidth=float(parse_bytes(speed, place="--host_bandwidth")) if speed else None,
+        nvme_bytes_per_second=float(parse_bytes(nvme, place="--nvme")) if nvme else None,
+        links=load_links(wish.links) if wish.links else None,
+    )
+
+
+def _fixed(wish: Wish, model: ModelFacts, gpu: hardware.Gpu) -> dict[str, Any]:
+    """The fields of `TrainingSetup` that are decided."""
+    targets, dropout = tuple(wish.lora_target_modules), _share(wish.lora_dropout, "--lora_dropout")
+    lora = LoraSetup(whole(wish.lora_r, "--lora_r"), targets, wish.use_dora, dropout=dropout)
+    if wish.method != "full":
+        lora_params(model, lora)
+    fixed: dict[str, Any] = {"precision": _precision(wish, gpu), "packing": wish.packing, "lora": lora}
+    if wish.optim is not None:
+        optimizer_facts(wish.optim)
+        fixed["optimizer"] = wish.optim
+    if wish.checkpointing_policy is not None:
+        fixed["checkpointing"] = wish.checkpointing_policy
+    if wish.attn_implementation is not None:
+        fixed["attention"] = one_of(wish.attn_implementation, ATTENTIONS, "--attn_implementation")
+    elif not has_kernel(model, "sdpa"):
+        fixed["attention"] = "eager"
+    if wish.mean_length is not None:
+        fixed["mean_length"] = parse_count(wish.mean_length, place="--mean_length")
+    if wish.per_device_train_batch_size is not None:
+        fixed["micro_batch_size"] = whole(wish.per_device_train_batch_size, "--per_device_train_batch_size")
+    if wish.sync_each_batch is not None:
+        word = one_of(wish.sync_each_batch.lower(), ("true", "false"), "--sync_each_batch")
+        fixed["sync_each_batch"] = word == "true"
+    return fixed
+
+
+def _precision(wish: Wish, gpu: hardware.Gpu) -> str:
+    """bf16, or fp16 on cards without it; what was asked for, where the card has it."""
+    if wish.precision is None:
+        return "fp16" if gpu.supports_bf16 is False else "bf16"
+    precision = one_of(wish.precision, PRECISIONS, "--precision")
+    if precision == "fp8" and gpu.supports_fp8 is False:
+        raise ConfigError(f"{gpu.name} has no fp8 matrix units.", place="--precision", fix="use bf16.")
+    if precision in ("bf16", "bf16_true", "fp8") and gpu.supports_bf16 is False:
+        raise ConfigError(f"{gpu.name} does not compute in bf16.", place="--precision", fix="use fp16.")
+    return precision
+
+
+def _length(wish: Wish, model: ModelFacts) -> int:
+    longest = model.max_positions or DEFAULT_LENGTH
+    if wish.max_length is None:
+        return min(DEFAULT_LENGTH, longest)
+    length = whole(wish.max_length, "--max_length")
+    if model.position_params and length > longest:
+        raise ConfigError(
+            f"{model.name} has learned {longest} positions, not {length}.",
+            place="--max_length",
+            fix=f"use {longest} or less.",
+        )
+    return length
+
+
+def _check_batch(batch: int, num_gpus: int, micro_batch: int | None) -> None:
+    per_step = num_gpus * (micro_batch or 1)
+    if batch % per_step == 0:
+        return
+    parts = f"{num_gpus} GPU" + "s" * (num_gpus > 1) + (f" × {micro_batch} sequences each" if micro_batch else "")
+    raise ConfigError(
+        f"a global batch of {batch} does not divide among {parts}.",
+        place="--global_batch_size",
+        fix=f"use a multiple of {per_step}.",
+    )
+
+
+def amount(text: str | None, place: str) -> float | None:
+    """A positive number like ``2``, ``1e9`` or ``10B``; None of None.
+
+    Raises:
+        ConfigError: for anything else.
+    """
+    return None if text is None else parse_count(text, place=place)

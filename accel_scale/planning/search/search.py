@@ -1,0 +1,263 @@
+"""The choice: every combination that the user left open, what fits, and which of it is fastest."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from accel_scale.errors import ConfigError
+from accel_scale.facts.hardware import Machine
+from accel_scale.planning.cost.memory import MemoryEstimate, predict_memory
+from accel_scale.planning.cost.strategies import Choice, choices, conflict
+from accel_scale.planning.cost.timing import TimeEstimate, predict_time
+from accel_scale.planning.models.training_setup import TrainingSetup
+from accel_scale.planning.search.model_parallel import SHARED_BY, families, sharing_conflict
+from accel_scale.planning.search.plan import LEAN_OPTIMIZERS, Candidate, Plan, Rejection, Request
+from accel_scale.planning.tape.activations import step_bytes
+from accel_scale.units import format_bytes
+
+__all__ = ["Candidate", "Plan", "Rejection", "Request", "may_share", "problem_of", "search", "time_of", "why_not"]
+
+# Predicted times closer than this are a tie, which the simpler setting wins.
+_TIE = 0.03
+# Rows whose activations, recomputed, take more than this share of a card are long ones.
+_LONG_ROWS = 0.5
+
+
+def search(request: Request) -> Plan:
+    """Every combination of strategy, method, checkpointing, optimizer and micro-batch, ranked.
+
+    Ranked by predicted time per step at the requested global batch; settings within 3 % of each other count as
+    equal, and the simplest of them comes first. Tensor, pipeline and sequence parallelism are considered when nothing
+    else fits or the global batch is too small for data parallelism alone, and where they are asked for.
+
+    Raises:
+        ConfigError: if the global batch does not divide among the ranks, or a fixed setting is not known.
+    """
+    machine = request.machine
+    if request.choices:
+        return _plan(request, *_try(request, request.choices))
+    can_share = machine.num_gpus > 1 and may_share(request)
+    found: list[Candidate] = []
+    rejected: list[Rejection] = []
+    considered = 0
+    if request.global_batch_size % machine.num_gpus and not can_share:
+        raise ConfigError(
+            f"a global batch of {request.global_batch_size} does not divide among {machine.num_gpus} ranks.",
+            place="--global_batch_size",
+            fix=f"use a multiple of {machine.num_gpus}.",
+        )
+    if request.global_batch_size % machine.num_gpus:
+        reason = f"{request.global_batch_size} sequences do not divide among {machine.num_gpus} ranks"
+        rejected = [Rejection("data parallelism alone", method, reason) for method in request.methods]
+    elif request.degrees.is_open:
+        found, rejected, considered = _try(request, choices(machine.num_gpus, machine.gpus_per_node))
+    if not found and can_share:
+        found, also, again = _share_model(request)
+        rejected, considered = rejected + also, considered + again
+    return _plan(request, found, rejected, considered)
+
+
+def may_share(request: Request) -> bool:
+    """Whether its recipe could: where rows are all that it shares, it must have been asked for or rows be long."""
+    return "tp" in SHARED_BY[request.recipe] or not request.degrees.is_open or _has_long_rows(request)
+
+
+def _share_model(request: Request) -> tuple[list[Candidate], list[Rejection], int]:
+    """Of every way to combine tensor, pipeline and sequence parallelism the lowest degree that fits."""
+    machine = request.machine
+    found: list[Candidate] = []
+    rejected: list[Rejection] = []
+    considered = 0
+    asked = machine.num_gpus, machine.gpus_per_node, request.degrees, request.schedule
+    for family in families(request.model, *asked, long_rows=_has_long_rows(request), recipe=request.recipe):
+        refused: list[Rejection] = []
+        best: list[Candidate] = []
+        for level in family:
+            for _, options in itertools.groupby(level, key=lambda choice: choice.parallel.degrees):
+                fitting, reasons, count = _try(request, options)
+                considered += count
+                best += fitting
+                # Of one combination where nothing fits, why the leanest does not.
+                refused += reasons if fitting else list({reason.method: reason for reason in reasons}.values())
+            if best:
+                break
+        found += best
+        rejected += refused if best else _nearest(refused)
+    return found, rejected, considered
+
+
+def _nearest(refused: list[Rejection]) -> list[Rejection]:
+    """Of each method the one that needs least; where none can run at all, the first."""
+    by_method: dict[str, Rejection] = {}
+    for rejection in refused:
+        known = by_method.get(rejection.method)
+        if known is None or _high_bytes(rejection) < _high_bytes(known):
+            by_method[rejection.method] = rejection
+    return list(by_method.values())
+
+
+def _high_bytes(rejection: Rejection) -> float:
+    return math.inf if rejection.memory is None else rejection.memory.high_bytes
+
+
+def _has_long_rows(request: Request) -> bool:
+    """Whether one row takes so much of a card that it should be shared."""
+    fixed = {name: value for name, value in request.fixed.items() if name != "micro_batch_size"}
+    setup = TrainingSetup(**{"checkpointing": "full", **fixed, "sequence_length": request.sequence_length})
+    setup = replace(setup, precision="fp32" if setup.precision == "fp32" else "bf16_true")
+    step = step_bytes(request.model, setup, is_cuda=request.is_cuda)
+    return max(step.forward_bytes, step.loss_bytes) > _LONG_ROWS * request.machine.gpu.memory_bytes
+
+
+def _plan(request: Request, found: list[Candidate], rejected: list[Rejection], considered: int) -> Plan:
+    return Plan(request, tuple(_rank(found)), tuple(rejected), considered)
+
+
+def _try(request: Request, options: Iterable[Choice]) -> tuple[list[Candidate], list[Rejection], int]:
+    found: list[Candidate] = []
+    rejected: list[Rejection] = []
+    considered = 0
+    for choice in options:
+        if request.strategies and choice.label not in request.strategies:
+            continue
+        for method in request.methods:
+            best, rejection, count = _fastest(request, choice, method)
+            considered += count
+            if best is not None:
+                found.append(best)
+            else:
+                rejected.append(rejection)
+    return found, rejected, considered
+
+
+def _fastest(request: Request, choice: Choice, method: str) -> tuple[Candidate | None, Rejection, int]:
+    """The fastest setting of a strategy that fits, or why the leanest does not, and how many were considered."""
+    fitting: list[Candidate] = []
+    rejection, count = Rejection(choice.label, method, "no micro-batch divides a rank's share of the batch"), 0
+    if request.global_batch_size % choice.parallel.data_parallel:
+        ranks = choice.parallel.data_parallel
+        reason = f"{request.global_batch_size} sequences do not divide among {ranks} data-parallel ranks"
+        return None, replace(rejection, reason=reason), 0
+    for sizes in _settings(request, choice, method):
+        count += len(sizes)
+        # Memory grows with the micro-batch: after the first that does not fit no other of them can.
+        for setup in sizes:
+            if (why := why_not(setup, request)) is not None:
+                rejection = rejection if rejection.memory else replace(rejection, reason=f"{why}.")
+                break
+            memory = predict_memory(request.model, setup, is_cuda=request.is_cuda)
+            if (problem := problem_of(request.machine, setup, memory)) is not None:
+                if rejection.memory is None or memory.high_bytes < rejection.memory.high_bytes:
+                    rejection = Rejection(choice.label, method, problem, setup, memory)
+                break
+            fitting.append(Candidate(choice, setup, memory, time_of(request, setup)))
+    ranked = _rank(fitting)
+    return (ranked[0] if ranked else None), rejection, count
+
+
+def why_not(setup: TrainingSetup, request: Request) -> str | None:
+    """Why the request's recipe cannot run this combination; None where it can."""
+    return conflict(setup, request.model) or sharing_conflict(setup, request.model, request.recipe)
+
+
+def _settings(request: Request, choice: Choice, method: str) -> Iterator[list[TrainingSetup]]:
+    """All settings of one strategy, the leanest first, in lists that differ in nothing but a growing micro-batch.
+
+    A micro-batch that is a rank's whole share has a list of its own: no gradients are kept from an earlier one. Where
+    FSDP2 would keep whole ones, reducing those of every micro-batch is a choice.
+    """
+    fixed = dict(request.fixed)
+    per_rank = request.global_batch_size // choice.parallel.data_parallel
+    policies = (fixed.pop("checkpointing"),) if "checkpointing" in fixed else ("full", "selective", "none")
+    optimizers = (fixed.pop("optimizer"),) if "optimizer" in fixed else _optimizers(method, choice)
+    micro_batches = (fixed.pop("micro_batch_size"),) if "micro_batch_size" in fixed else _divisors(per_rank)
+    syncs = (fixed.pop("sync_each_batch"),) if "sync_each_batch" in fixed else _syncs(method, choice)
+    for policy in policies:
+        for optimizer in optimizers:
+            accumulating = [size for size in micro_batches if per_rank % size == 0 and size < per_rank]
+            at_once = [size for size in micro_batches if size == per_rank]
+            lists = [(accumulating, sync) for sync in syncs] + [(at_once, syncs[0])]
+            for sizes, sync_each_batch in lists:
+                yield [
+                    TrainingSetup(
+                        method=method,
+                        checkpointing=policy,
+                        optimizer=optimizer,
+                        micro_batch_size=size,
+                        accumulation=per_rank // size,
+                        sync_each_batch=sync_each_batch,
+                        sequence_length=request.sequence_length,
+                        parallel=choice.parallel,
+                        **fixed,
+                    )
+                    for size in sizes
+                ]
+
+
+def _optimizers(method: str, choice: Choice) -> tuple[str, ...]:
+    """Those to choose from: adapters' states are too small to matter, and 8-bit ones are not for shared weights."""
+    if method != "full" or choice.parallel.is_divided:
+        return LEAN_OPTIMIZERS[:1]
+    return LEAN_OPTIMIZERS
+
+
+def _syncs(method: str, choice: Choice) -> tuple[bool, ...]:
+    """When gradients are reduced: whole gradients of adapters are too small to matter."""
+    parallel = choice.parallel
+    return (False, True) if method == "full" and parallel.strategy == "fsdp2" and not parallel.is_divided else (False,)
+
+
+def _divisors(per_rank: int) -> tuple[int, ...]:
+    """Powers of two, up to 64, that divide a rank's share."""
+    return tuple(size for size in (1, 2, 4, 8, 16, 32, 64) if per_rank % size == 0)
+
+
+def problem_of(machine: Machine, setup: TrainingSetup, memory: MemoryEstimate) -> str | None:
+    """Why a setting does not fit; None if it does."""
+    # The estimate holds the context and NCCL too, so the limit is all that CUDA reports.
+    limit = machine.gpu.memory_bytes
+    if memory.high_bytes > limit:
+        name, size = max(memory.peak_phase.terms, key=lambda term: term[1])
+        return (
+            f"{format_bytes(memory.high_bytes)} > {format_bytes(limit)}: {name} {format_bytes(size)} "
+            f"({setup.checkpointing} checkpointing, micro-batch {setup.micro_batch_size}, {setup.optimizer})"
+        )
+    ranks = min(machine.num_gpus, machine.gpus_per_node)
+    # Ranks that share the model map what one of them has built.
+    one_loads = setup.parallel.strategy.startswith("fsdp") or setup.parallel.is_divided
+    host = memory.host_bytes * (1 if one_loads and not _offloads(setup) else ranks)
+    if machine.host_memory_bytes is not None and host > machine.host_memory_bytes:
+        return f"{format_bytes(host)} of host memory > {format_bytes(machine.host_memory_bytes)}"
+    return None
+
+
+def _offloads(setup: TrainingSetup) -> bool:
+    return setup.parallel.offload_optimizer != "none" or setup.parallel.offload_params != "none"
+
+
+def time_of(request: Request, setup: TrainingSetup) -> TimeEstimate | None:
+    """Predicted time; None where a speed is not known."""
+    if request.machine.gpu.peak_flops is None:
+        return None
+    try:
+        return predict_time(request.model, setup, request.machine, document_length=request.document_length)
+    except ConfigError:
+        # A speed that is not known: said in the table by a missing time.
+        return None
+
+
+def _rank(found: list[Candidate]) -> list[Candidate]:
+    """Fastest first, the simpler of two that are about as fast; those of unknown speed by simplicity."""
+    timed = sorted((c for c in found if c.time is not None), key=lambda c: c.time.step_seconds)  # type: ignore[union-attr]
+    ordered: list[Candidate] = []
+    while timed:
+        bound = timed[0].time.step_seconds * (1 + _TIE)  # type: ignore[union-attr]
+        tied = [c for c in timed if c.time.step_seconds <= bound]  # type: ignore[union-attr]
+        first = min(tied, key=lambda c: c.simplicity)
+        ordered.append(first)
+        timed.remove(first)
+    unknown = [c for c in found if c.time is None]
+    return ordered + sorted(unknown, key=lambda c: (c.simplicity, c.setup.accumulation))

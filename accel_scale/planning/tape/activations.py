@@ -1,0 +1,292 @@
+"""Bytes of tensors that one forward and backward pass needs, from the layers' operations in shadow."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, fields, replace
+
+from accel_scale.facts.checkpointing_names import check_policy, period_of
+from accel_scale.planning.models.model_facts import LayerFacts, ModelFacts
+from accel_scale.planning.models.training_setup import TrainingSetup
+from accel_scale.planning.tape.families import check_setup, family_of
+from accel_scale.planning.tape.head import Head
+from accel_scale.planning.tape.layers import Layer
+from accel_scale.planning.tape.linears import Weights, adapter_key
+from accel_scale.planning.tape.norms import norm
+from accel_scale.planning.tape.ops import Ops
+from accel_scale.planning.tape.parallel import tensor_parallel_share
+from accel_scale.planning.tape.tables import Tables, make_mask, make_tables
+from accel_scale.planning.tape.tape import Tape
+from accel_scale.planning.tape.tensors import Parameter, Tensor
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """High-water marks of one micro-batch, without weights, optimizer states and gradients of earlier micro-batches.
+
+    Attributes:
+        saved_bytes: What is kept between forward and backward pass, the loss's tensors included.
+        forward_bytes: Highest during the layers' forward pass.
+        loss_bytes: Highest during head and loss, their backward included.
+        backward_top_bytes: Highest while the last layer runs backward.
+        backward_bottom_bytes: Highest while the first layer and the embedding run backward.
+        gradient_bytes: Gradients that the pass left behind.
+    """
+
+    saved_bytes: float
+    forward_bytes: float
+    loss_bytes: float
+    backward_top_bytes: float
+    backward_bottom_bytes: float
+    gradient_bytes: float
+
+    @property
+    def peak_bytes(self) -> float:
+        """The highest of all."""
+        passes = (self.forward_bytes, self.loss_bytes, self.backward_top_bytes, self.backward_bottom_bytes)
+        return max(passes)
+
+    def with_waiting(self, num_bytes: float) -> StepBytes:
+        """The same while `num_bytes` of other micro-batches wait for their backward pass."""
+        values = {f.name: getattr(self, f.name) + num_bytes for f in fields(self) if f.name != "gradient_bytes"}
+        return StepBytes(**values, gradient_bytes=self.gradient_bytes)
+
+    def plus(self, other: StepBytes, factor: float) -> StepBytes:
+        """Every field plus `factor` × the other's."""
+        values = {f.name: getattr(self, f.name) + factor * getattr(other, f.name) for f in fields(self)}
+        return StepBytes(**values)
+
+
+def step_bytes(
+    model: ModelFacts, setup: TrainingSetup, *, is_cuda: bool = True, is_tracked: bool = False
+) -> StepBytes:
+    """The marks of one forward and backward pass on one rank.
+
+    Two and three layers of each kind are walked through; every mark is linear in the number of layers, so the rest
+    follows. Micro-batch and length are those of `setup`.
+
+    Args:
+        model: Its shapes.
+        setup: How it is trained; of `parallel`, only sequence and tensor parallel degrees matter here.
+        is_cuda: Whether CUDA's kernels run, rather than the CPU's.
+        is_tracked: Whether a dispatch mode (a memory tracker) watches, which makes autograd add out of place.
+
+    Raises:
+        ConfigError: for a checkpointing policy that does not exist, an architecture that is not modelled, or an
+            attention that it does not have.
+    """
+    check_policy(setup)
+    family_of(model)
+    check_setup(model, setup)
+    model = tensor_parallel_share(model, setup.parallel.tensor_parallel)
+    ends, extras = _walked_layers(model, setup)
+    edge = len(model.layers) * period_of(setup)
+    if not extras:
+        # Gradients of a whole model are counted as it leaves them; those of a stage add to earlier micro-batches'.
+        is_stage = not (model.has_embedding and model.has_head)
+        return _walk(model, setup, is_cuda, is_tracked, edge if is_stage and model.num_layers > edge else None)
+    middle = len(ends) - edge
+    base = _walk(replace(model, layers=ends), setup, is_cuda, is_tracked, edge)
+    total = base
+    for layer, factor in extras:
+        added = (layer,) * period_of(setup)
+        longer = replace(model, layers=(*ends[:middle], *added, *ends[middle:]))
+        more = _walk(longer, setup, is_cuda, is_tracked, edge)
+        total = total.plus(more, factor).plus(base, -factor)
+    return total
+
+
+def _walked_layers(
+    model: ModelFacts, setup: TrainingSetup
+) -> tuple[tuple[LayerFacts, ...], list[tuple[LayerFacts, float]]]:
+    """A few layers at either end, and how many periods of each kind come between them."""
+    period, kinds = period_of(setup), model.layers
+    if model.num_layers <= 4 or (period > 1 and len(kinds) > 1):
+        return (), []
+    fewest = [min(kind.count, 2 * period + kind.count % period) for kind in kinds]
+    ends = []
+    for turn in range(max(fewest)):
+        ends += [replace(kind, count=1) for kind, count in zip(kinds, fewest, strict=True) if turn < count]
+    extras = [
+        (replace(kind, count=1), (kind.count - count) / period) for kind, count in zip(kinds, fewest, strict=True)
+    ]
+    return tuple(ends), [(kind, factor) for kind, factor in extras if factor]
+
+
+@functools.lru_cache(maxsize=4096)
+def _walk(model: ModelFacts, setup: TrainingSetup, is_cuda: bool, is_tracked: bool, edge: int | None) -> StepBytes:
+    """Forward and backward of all of the model's layers; top and bottom are `edge` layers, or all."""
+    autocast = setup.compute_bytes if setup.autocast else None
+    tape = Tape(autocast_bytes=autocast, adds_in_place=not is_tracked, is_cuda=is_cuda)
+    ops, meter = Ops(tape), tape.meter
+    state = _Model(ops, model, setup)
+    peaks: list[float] = []
+
+    def note() -> None:
+        peaks.append(meter.peak_bytes)
+        meter.reset_peak()
+
+    x = state.embed()
+    x = tape.mark(x, note)
+    x = state.run_layers(x, note)
+    forward = meter.peak_bytes
+    meter.reset_peak()
+    x = state.finish(x)
+    loss = state.loss(x)
+    del x
+    tape.leave_autocast()
+    saved = meter.live_bytes
+    tape.backward(loss)
+    note()
+    if state.entry is not None:
+        state.entry.grad = state.entry.node = None
+    # `peaks`: loss and its backward, each layer from the last to the first, embedding.
+    passes = peaks[1:] or peaks
+    top = max(passes[:edge])
+    bottom = max(passes[-edge - 1 :] if edge else passes)
+    return StepBytes(saved, forward, peaks[0], top, bottom, meter.live_bytes)
+
+
+def _adapted_modules(model: ModelFacts, setup: TrainingSetup) -> frozenset[str]:
+    """Names of the layers' linears that carry an adapter."""
+    if setup.method == "full":
+        return frozenset()
+    targets = set(setup.lora.targets)
+    adapted = set()
+    for linear in (linear for layer in model.layers for linear in layer.linears):
+        names = (linear.name,) if linear.lora_names is None else linear.lora_names
+        if names and (targets == {"all-linear"} or targets & set(names)):
+            adapted.add(adapter_key(linear))
+    return frozenset(adapted)
+
+
+class _Model:
+    """A whole model in shadow."""
+
+    def __init__(self, ops: Ops, model: ModelFacts, setup: TrainingSetup) -> None:
+        self.ops, self.model, self.setup, self.family = ops, model, setup, family_of(model)
+        self.rows = setup.micro_batch_size * setup.sequence_length / setup.parallel.sequence_parallel
+        self.outside = Weights(setup, frozenset())
+        self.adapted = _adapted_modules(model, setup)
+        self.tables: Tables | None = None
+        self.entry: Parameter | None = None
+        # What the model's forward keeps a name for until it returns.
+        self.frame: list[Tensor] = []
+        # Of its last layer, weights of attention beside the result.
+        self.returned: list[Tensor] | None = None
+        # What a stage sends on, and keeps until its backward pass is through.
+        self.sent: Tensor | None = None
+        # Parameters, and so their gradients, outlive the graph.
+        self.weights = [self.outside]
+
+    def embed(self) -> Tensor:
+        """Look-up (and learned positions); adapters under checkpointing make its result require gradients."""
+        model, ops = self.model, self.ops
+        if not model.has_embedding:
+            return self._received()
+        table = self.outside.base("embed_tokens", model.embedding_params)
+        x = ops.new(self.rows * model.hidden_size, table.itemsize)
+        numel, itemsize = table.numel, table.itemsize
+        ops.tape.record(x, [table], [], lambda grad: [ops.new(numel, itemsize)])
+        if self.family.embedding_scale == "tensor":
+            x = ops.scale(x)
+        if self.setup.method != "full" and self.setup.checkpointing != "none":
+            # The embedding's result becomes a leaf, which keeps its gradient for as long as the graph.
+            self.entry = Parameter(x.numel, itemsize)
+            assert self.entry.node is not None
+            self.entry.node.saved = [x.view()]
+            x = ops.tape.record(x.view(), [self.entry], [], lambda grad: [grad.view()])
+        if self.family.embedding_scale == "cast":
+            x = ops.scale(x)
+        self.frame.append(x.view())
+        if self.family.embedding_norm:
+            x = norm(ops, model, self.family, self.outside, "embed_norm", x, self.rows, model.hidden_size)
+        if model.position_params:
+            looked_up = self._positions(self.outside.base("positions", model.position_params))
+            self.frame.append(looked_up.view())
+            x = ops.add(x, looked_up)
+        if model.embedding_dropout:
+            x = ops.dropout(x)
+        self.tables = make_tables(ops, model, self.family, self.setup, x.itemsize)
+        if self.family.makes_both_masks and len(self.tables.masks) == 1 and self.setup.attention == "eager":
+            unused = make_mask(ops, model, self.family, self.setup, None, x.itemsize)
+            self.frame += [unused] if unused is not None else []
+        return x
+
+    def _received(self) -> Tensor:
+        """Hidden states of the stage before, in a buffer that lives as long as the pipeline; see `pipeline_memory`."""
+        model, ops = self.model, self.ops
+        self.entry = Parameter(self.rows * model.hidden_size, self.setup.trained_bytes)
+        x = Tensor(None, self.entry.numel, self.entry.itemsize)
+        x = ops.tape.record(x, [self.entry], [], lambda grad: [grad.view()])
+        # Stands for the embeddings in the model's own forward.
+        self.frame.append(ops.new(x.numel, x.itemsize))
+        self.tables = make_tables(ops, model, self.family, self.setup, x.itemsize)
+        return x
+
+    def _positions(self, positions: Parameter) -> Tensor:
+        ops, numel, itemsize = self.ops, positions.numel, positions.itemsize
+        width = self.rows / self.setup.micro_batch_size * self.model.hidden_size
+        return ops.tape.record(ops.new(width, itemsize), [positions], [], lambda grad: [ops.new(numel, itemsize)])
+
+    def run_layers(self, x: Tensor, note) -> Tensor:  # type: ignore[no-untyped-def]
+        """Every layer, by the checkpointing policy."""
+        policy = self.setup.checkpointing
+        for index, facts in enumerate(self.model.each_layer()):
+            assert self.tables is not None
+            tables = self.tables.of_window(facts.sliding_window)
+            weights = Weights(self.setup, self.adapted)
+            self.weights.append(weights)
+            layer = Layer(self.ops, self.model, facts, self.family, self.setup, weights, tables)
+            layer.returned = [] if self.family.returns_weights else None
+            x = self.ops.tape.mark(self._run(layer, x, index, policy), note)
+            self.returned, layer.returned = layer.returned, None
+        return x
+
+    def _run(self, layer: Layer, x: Tensor, index: int, policy: str) -> Tensor:
+        if policy == "none" or index % period_of(self.setup):
+            return layer(x)
+        if policy == "offload":
+            return self._offloaded(layer, x, index)
+        return self.ops.tape.checkpoint(lambda: layer(x), [x], keeps_products=policy == "selective")
+
+    def _offloaded(self, layer: Layer, x: Tensor, index: int) -> Tensor:
+        """A checkpoint whose input lives in host memory and comes back; a CPU copies it to other memory of its own."""
+        ops, numel, itemsize, node = self.ops, x.numel, x.itemsize, x.node
+        host = None if ops.tape.is_cuda else ops.new(numel, itemsize)
+        mask = self.tables.masks.get(None) if self.tables is not None and self.family.passes_mask else None
+        # The first copy takes the place of the mask itself.
+        is_copied = mask is not None and index and not ops.tape.is_cuda
+        host_mask = ops.new(mask.numel, mask.itemsize) if mask is not None and is_copied else None
+        first = [x]
+
+        def run() -> Tensor:
+            if first:
+                return layer(first.pop())
+            back = ops.new(numel, itemsize) if host is None else host.view()
+            back.node = node
+            return layer(back)
+
+        return ops.tape.checkpoint(run, [] if host_mask is None else [host_mask])
+
+    def finish(self, x: Tensor) -> Tensor:
+        """The final norm; the model's forward returns, and what only its frame held is gone."""
+        if self.model.has_head:
+            x = norm(self.ops, self.model, self.family, self.outside, "norm", x, self.rows, self.model.hidden_size)
+        self.tables = self.returned = None
+        self.frame.clear()
+        return x
+
+    def loss(self, x: Tensor) -> Tensor:
+        """Head and loss; of a stage without them what it sends on."""
+        model = self.model
+        if not model.has_head:
+            self.sent, numel, itemsize = x.view(), x.numel, x.itemsize
+            # The gradient comes in a buffer that lives as long as the pipeline.
+            return self.ops.tape.record(
+                Tensor(None, 1, itemsize), [x], [], lambda grad: [Tensor(None, numel, itemsize)]
+            )
+        name = "embed_tokens" if model.tied_embeddings else "lm_head"
+        weight = self.outside.base(name, model.embedding_params)
+        bias = self.outside.base("lm_head.bias", model.vocab_size) if model.head_bias else None
+        return Head(self.ops, model, self.family, self.setup, weight, bias)(x)

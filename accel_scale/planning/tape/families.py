@@ -1,0 +1,218 @@
+"""How the layers of each architecture differ, as far as memory is concerned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from accel_scale.errors import ConfigError
+from accel_scale.planning.models.model_facts import ModelFacts
+from accel_scale.planning.models.training_setup import ATTENTIONS, TrainingSetup
+
+
+@dataclass(frozen=True)
+class Family:
+    """The order of operations in one architecture's layers, read from transformers 5.23.
+
+    Attributes:
+        block: ``sequential`` (norms before), ``both`` (norms before and after), ``after`` (norms after only),
+            ``joined`` (attention and MLP are added to one residual).
+        joined_order: For joined blocks, what is added first: ``branches`` or ``residual``.
+        keeps_names: Whether the branches' inputs and results have names of their own, which keep them in memory.
+        rms: ``llama`` (weight in the input's type), ``gemma`` (one plus the weight in fp32) or ``olmo`` (weight in
+            fp32, the product cast).
+        layer_norm: ``torch`` (its own), ``bare`` (its own in fp32, without weights) or ``spelt`` (in single
+            operations, without a bias, and for queries and keys with weights for every head).
+        projections: Of fused queries, keys and values: ``split`` (one operation), ``slices`` (three) or ``separate``.
+        norms_before_heads: Whether queries and keys are normalised as they leave the projections, all heads at once.
+        scales_query: Whether the query is scaled by itself (OPT).
+        scales_residual: Whether each branch is multiplied by a number (Granite).
+        embedding_scale: ``no``, ``cast`` (a number) or ``tensor``: what the embedding is multiplied by.
+        scales_logits: Whether logits are divided by a number.
+        rotation: ``whole``, ``partial`` (turned parts are joined with the rest), ``inline`` (each as soon as it is
+            turned), ``interleaved`` (partial, by tables that each layer makes for pairs of neighbours), ``halves``
+            (two products of halves and tables of half a head, joined) or ``none``.
+        rotation_type: ``input``: in the types that queries and tables come in; ``tables``: tables are in fp32 and the
+            result is cast back; ``fp32``: queries and keys are cast before and back after.
+        eager_fp32: Whether eager attention's softmax is in fp32.
+        passes_mask: Whether layers take the mask by position, so that checkpoints move it to the host too.
+        attention: ``interface`` (transformers' attention interface), or the family whose own code it is.
+        sinks: Whether each head has one more score that takes no value (gpt-oss).
+        embedding_norm: Whether the embedding's result is normalised (BLOOM).
+        returns_weights: Whether layers return attention weights, which live until the next layer has returned.
+        always_masks: Whether sdpa gets a mask even where all rows are full.
+        kernels: The implementations of attention that it has.
+        packs: Those of them that keep packed documents apart.
+        changes_products: Whether it changes results of matrix products in place, which selective checkpointing keeps.
+        makes_both_masks: Whether a mask with and one without a window are made, whatever the layers use.
+    """
+
+    block: str = "sequential"
+    joined_order: str = "branches"
+    keeps_names: bool = False
+    rms: str = "llama"
+    layer_norm: str = "torch"
+    projections: str = "separate"
+    norms_before_heads: bool = False
+    scales_query: bool = False
+    scales_residual: bool = False
+    embedding_scale: str = "no"
+    scales_logits: bool = False
+    rotation: str = "whole"
+    rotation_type: str = "input"
+    eager_fp32: bool = True
+    attention: str = "interface"
+    sinks: bool = False
+    embedding_norm: bool = False
+    returns_weights: bool = False
+    always_masks: bool = False
+    kernels: tuple[str, ...] = ATTENTIONS
+    packs: tuple[str, ...] = ATTENTIONS
+    changes_products: bool = False
+    makes_both_masks: bool = False
+    passes_mask: bool = False
+
+
+_LLAMA = Family()
+_GEMMA = Family(rms="gemma", embedding_scale="tensor")
+_OLMO2 = Family(block="after", rms="olmo", norms_before_heads=True, rotation_type="tables")
+
+_COHERE = Family(block="joined", joined_order="residual", layer_norm="spelt", rotation_type="fp32", scales_logits=True)
+
+FAMILIES: dict[str, Family] = {
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    # The first Qwen brought its own code; its layers are Llama's with one fused projection.
+    "qwen": replace(_LLAMA, projections="split"),
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA,
+    "mixtral": _LLAMA,
+    "qwen2_moe": Family(makes_both_masks=True),
+    "qwen3_moe": _LLAMA,
+    "deepseek_v2": Family(attention="latent", rotation="none", rotation_type="tables"),
+    "deepseek_v3": Family(attention="latent", rotation="none"),
+    "gpt_oss": Family(
+        rms="olmo",
+        rotation="halves",
+        makes_both_masks=True,
+        sinks=True,
+        kernels=("eager",),
+        packs=(),
+        changes_products=True,
+    ),
+    "gemma": _GEMMA,
+    "gemma2": replace(_GEMMA, block="both"),
+    "gemma3_text": replace(_GEMMA, block="both"),
+    "glm": Family(rotation="interleaved"),
+    "glm4": Family(block="both", rotation="interleaved"),
+    "cohere": _COHERE,
+    "cohere2": replace(_COHERE, makes_both_masks=True),
+    "granite": Family(scales_residual=True, embedding_scale="cast", scales_logits=True),
+    "smollm3": _LLAMA,
+    "olmo": Family(layer_norm="bare", rotation_type="tables"),
+    "olmo2": _OLMO2,
+    "olmo3": _OLMO2,
+    "starcoder2": _LLAMA,
+    "phi3": Family(projections="slices", rotation="inline"),
+    "phi": Family(block="joined", keeps_names=True, rotation="partial"),
+    "gpt2": Family(passes_mask=True, projections="split", keeps_names=True, rotation="none", eager_fp32=False),
+    "gpt_neox": Family(block="joined", projections="split", keeps_names=True, rotation="partial"),
+    "stablelm": Family(block="joined", joined_order="residual", keeps_names=True, rotation="partial"),
+    "opt": Family(rotation="none", scales_query=True),
+    "falcon": Family(
+        block="falcon",
+        attention="falcon",
+        returns_weights=True,
+        always_masks=True,
+        kernels=("eager", "sdpa", "flash_attention_2"),
+        packs=("flash_attention_2",),
+    ),
+    "gptj": Family(
+        block="joined",
+        attention="gptj",
+        returns_weights=True,
+        kernels=("eager", "flash_attention_2"),
+        packs=("eager",),
+    ),
+    "bloom": Family(
+        block="bloom",
+        attention="bloom",
+        rotation="none",
+        embedding_norm=True,
+        returns_weights=True,
+        kernels=("eager",),
+        packs=(),
+    ),
+}
+
+
+def family_of(model: ModelFacts) -> Family:
+    """The family of a model.
+
+    Raises:
+        ConfigError: for an architecture, or a variant of one, whose layers are not modelled.
+    """
+    family = FAMILIES.get(model.model_type)
+    if family is None:
+        raise _refuse(model, f"the layers of {model.model_type!r} models are not modelled")
+    if model.model_type == "stablelm" and any(layer.query_key_norm for layer in model.layers):
+        raise _refuse(model, "StableLM with a norm for each head is not modelled")
+    if model.model_type == "opt" and (model.embedding_size or not model.final_norm_params):
+        raise _refuse(model, "OPT with norms after its blocks is not modelled")
+    if model.layer_variant not in ("", "grouped", "halves"):
+        raise _refuse(model, f"{model.model_type} with the variant {model.layer_variant!r} is not modelled")
+    if family.block == "joined" and not model.parallel_residual:
+        family = replace(family, block="sequential")
+    return family
+
+
+def has_kernel(model: ModelFacts, attention: str) -> bool:
+    """Whether the model's layers can run with an implementation of attention."""
+    family = FAMILIES.get(model.model_type, _LLAMA)
+    if attention == "sdpa" and model.attention_softcap:
+        return False
+    is_alibi = model.model_type == "falcon" and not model.rotary_dims
+    return attention in family.kernels and not (is_alibi and attention.startswith("flash"))
+
+
+def changes_products(model: ModelFacts) -> bool:
+    """Whether the model changes results of matrix products in place."""
+    return FAMILIES.get(model.model_type, _LLAMA).changes_products
+
+
+def check_setup(model: ModelFacts, setup: TrainingSetup) -> None:
+    """Refuse what the model's own code does not have.
+
+    Raises:
+        ConfigError: for an implementation of attention, packed rows or a checkpointing policy that it cannot run.
+    """
+    if setup.attention == "sdpa" and model.attention_softcap:
+        raise ConfigError(
+            f"{model.name} caps its attention scores, which sdpa cannot.",
+            place="attention",
+            fix="use eager, flash_attention_2 or flex_attention.",
+        )
+    if not has_kernel(model, setup.attention):
+        kernels = [name for name in ATTENTIONS if has_kernel(model, name)]
+        raise ConfigError(
+            f"{model.name} has no {setup.attention} attention.", place="attention", fix=f"use {' or '.join(kernels)}."
+        )
+    if setup.packing and setup.attention not in family_of(model).packs:
+        raise ConfigError(
+            f"{model.name} lets packed documents see each other with {setup.attention} attention.",
+            place="packing",
+            fix="switch packing off with --no_packing.",
+        )
+    if setup.checkpointing == "selective" and changes_products(model):
+        raise ConfigError(
+            f"{model.name} changes results in place that selective checkpointing keeps.",
+            place="checkpointing",
+            fix="use full.",
+        )
+
+
+def _refuse(model: ModelFacts, problem: str) -> ConfigError:
+    return ConfigError(
+        f"{model.name}: {problem}, so its activation memory is unknown.",
+        place="model",
+        fix=f"use one of {', '.join(sorted(FAMILIES))}.",
+    )

@@ -1,0 +1,166 @@
+"""Decoder layers of transformers, written in shadow operations."""
+
+from __future__ import annotations
+
+from accel_scale.planning.models.model_facts import LayerFacts, ModelFacts
+from accel_scale.planning.models.training_setup import TrainingSetup
+from accel_scale.planning.tape.activation_functions import WRITTEN_OUT, bloom_gelu, written_out_gelu
+from accel_scale.planning.tape.attention import Attention
+from accel_scale.planning.tape.experts import mixture
+from accel_scale.planning.tape.families import Family
+from accel_scale.planning.tape.gpt_attention import BloomAttention, FalconAttention, GptjAttention
+from accel_scale.planning.tape.latent import LatentAttention
+from accel_scale.planning.tape.linears import Weights, linear
+from accel_scale.planning.tape.norms import norm
+from accel_scale.planning.tape.ops import Ops
+from accel_scale.planning.tape.tables import Tables
+from accel_scale.planning.tape.tensors import Tensor
+
+_ATTENTIONS: dict[str, type[Attention]] = {
+    "interface": Attention,
+    "falcon": FalconAttention,
+    "gptj": GptjAttention,
+    "bloom": BloomAttention,
+    "latent": LatentAttention,
+}
+
+
+class Layer:
+    """One decoder layer: call it with the hidden states."""
+
+    def __init__(
+        self, ops: Ops, model: ModelFacts, facts: LayerFacts, family: Family, setup: TrainingSetup,
+        weights: Weights, tables: Tables,
+    ) -> None:  # fmt: skip
+        self.ops, self.model, self.facts, self.family = ops, model, facts, family
+        self.setup, self.weights = setup, weights
+        self.attention = _ATTENTIONS[family.attention](ops, model, facts, family, setup, weights, tables)
+        # Filled with the attention's weights where somebody put a list here.
+        self.returned: list[Tensor] | None = None
+        self.rows = self.attention.rows
+
+    def __call__(self, x: Tensor) -> Tensor:
+        try:
+            return self._run(x)
+        finally:
+            if self.returned is not None and self.attention.kept is not None:
+                self.returned.append(self.attention.kept)
+            self.attention.kept = None
+
+    def _run(self, x: Tensor) -> Tensor:
+        if self.family.block == "joined":
+            return self._joined(x)
+        if self.family.block == "falcon":
+            return self._falcon(x)
+        if self.family.block == "bloom":
+            return self._bloom(x)
+        if self.family.keeps_names:
+            return self._sequential_keeping_names(x)
+        residual = x
+        if self.family.block != "after":
+            x = self._norm("input_norm", x)
+        x = self._dropped(self.attention(x))
+        if self.family.block != "sequential":
+            x = self._norm("post_attention_norm", x)
+        x = self._add(residual, x)
+        residual = x
+        if self.family.block != "after":
+            x = self._norm("mlp_norm", x)
+        x = self._dropped(self.mlp(x))
+        if self.family.block != "sequential":
+            x = self._norm("post_mlp_norm", x)
+        return self._add(residual, x)
+
+    def _sequential_keeping_names(self, x: Tensor) -> Tensor:
+        """The branches' results have names of their own, which keep them until the layer returns."""
+        residual = x
+        x = self._norm("input_norm", x)
+        attention = self._dropped(self.attention(x))
+        x = self.ops.add(attention, residual)
+        residual = x
+        x = self._norm("mlp_norm", x)
+        mlp = self._dropped(self.mlp(x))
+        return self.ops.add(residual, mlp)
+
+    def _joined(self, x: Tensor) -> Tensor:
+        residual = x
+        x = self._norm("input_norm", x)
+        attention = self._dropped(self.attention(x))
+        if self.facts.num_norms > 1:
+            del x
+            mlp = self._dropped(self.mlp(self._norm("mlp_norm", residual)))
+        else:
+            mlp = self._dropped(self.mlp(x))
+        first = residual if self.family.joined_order == "residual" else mlp
+        last = mlp if self.family.joined_order == "residual" else residual
+        return self.ops.add(self.ops.add(first, attention), last)
+
+    def _falcon(self, x: Tensor) -> Tensor:
+        residual = x
+        x = self._norm("input_norm", x)
+        is_parallel = self.model.parallel_residual
+        mlp_input = self._norm("mlp_norm", residual) if is_parallel and self.facts.num_norms > 1 else x
+        attention = self.attention(x)
+        if not is_parallel:
+            dropped = self.ops.dropout(attention) if self.model.attention_dropout else attention
+            residual = self.ops.add(residual, dropped)
+            del dropped
+            mlp_input = self._norm("mlp_norm", residual)
+        mlp = self.mlp(mlp_input)
+        if is_parallel:
+            mlp = self.ops.add_in_place(mlp, attention)
+        return self.ops.add(residual, self._dropped(mlp))
+
+    def _bloom(self, x: Tensor) -> Tensor:
+        residual = x
+        normed = self._norm("input_norm", x)
+        del x
+        assert isinstance(self.attention, BloomAttention)
+        attention = self.attention(normed, residual)
+        normed = self._norm("mlp_norm", attention)
+        mlp = self._dropped(self.mlp(normed))
+        return self.ops.add(attention, mlp)
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        return self.ops.dropout(x) if self.model.residual_dropout else x
+
+    def _norm(self, name: str, x: Tensor) -> Tensor:
+        return norm(self.ops, self.model, self.family, self.weights, name, x, self.rows, self.model.hidden_size)
+
+    def _add(self, residual: Tensor, x: Tensor) -> Tensor:
+        return self.ops.add(residual, self.ops.scale(x) if self.family.scales_residual else x)
+
+    def mlp(self, x: Tensor) -> Tensor:
+        """The MLP, or the experts in its place."""
+        if self.facts.mixture is not None:
+            return mixture(self, x)
+        return self.dense_mlp(x, [linear.name for linear in self.facts.mlp])
+
+    def linear(self, name: str, x: Tensor) -> Tensor:
+        """The MLP's matrix product called `name`."""
+        facts = next(item for item in self.facts.mlp if item.name == name and item.copies == 1)
+        return linear(self.ops, self.weights, facts, x, "mlp")
+
+    def dense_mlp(self, x: Tensor, names: list[str]) -> Tensor:
+        """The MLP of the linears called `names`: two, a fused gate and two, or gate, up and down."""
+        if not self.model.gated_mlp:
+            inner = self.linear(names[0], x)
+            inner = self.activate(inner)
+            return self.linear(names[1], inner)
+        if len(names) == 2:
+            return self.linear(names[1], self.fused_gate(self.linear(names[0], x)))
+        gate, up, down = names
+        return self.linear(down, self.ops.mul(self.activate(self.linear(gate, x)), self.linear(up, x)))
+
+    def fused_gate(self, fused: Tensor) -> Tensor:
+        """``up * activation(gate)`` of two halves of one product."""
+        gate, up = self.ops.split(fused, [fused.numel / 2] * 2)
+        return self.ops.mul(up, self.activate(gate))
+
+    def activate(self, x: Tensor) -> Tensor:
+        """The activation function."""
+        if self.model.model_type == "bloom":
+            return bloom_gelu(self.ops, x)
+        if self.model.activation in WRITTEN_OUT:
+            return written_out_gelu(self.ops, x)
+        return self.ops.elementwise(x, saves_input=self.model.activation != "relu")

@@ -1,0 +1,228 @@
+"""A shadow of autograd: tensors that are only sizes, allocated and freed as torch would, to find peaks of memory.
+
+Python's own reference counts decide when a tensor dies, as they do for torch's. The backward pass runs nodes in
+torch's order, adds up gradients in place where torch does, and recomputes checkpointed blocks.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from accel_scale.planning.tape.tensors import Backward, Meter, Node, Parameter, Storage, Tensor
+
+
+@dataclass
+class Recompute:
+    """A checkpointed block: run again, with what it saves, when the first of its nodes is reached."""
+
+    function: Callable[[], Tensor]
+    keeps_products: bool = False
+    nodes: list[Node] = field(default_factory=list)
+    products: deque[Tensor] = field(default_factory=deque)
+    is_done: bool = False
+    num_saving: int = 0
+
+
+class _Enough(Exception):
+    """All that a recomputation is for has been saved: torch stops there."""
+
+
+class Tape:
+    """Makes tensors and records operations.
+
+    Attributes:
+        meter: What is live.
+        autocast_bytes: Bytes of matrix products' inputs under autocast; None without autocast.
+        adds_in_place: Whether two gradients of one tensor are summed in place. Torch does, except while a dispatch
+            mode (a memory tracker, for instance) is active.
+        is_cuda: Whether kernels are CUDA's rather than the CPU's, which need a copy in places.
+    """
+
+    def __init__(self, *, autocast_bytes: int | None = None, adds_in_place: bool = True, is_cuda: bool = True) -> None:
+        self.meter = Meter()
+        self.autocast_bytes = autocast_bytes
+        self.adds_in_place, self.is_cuda = adds_in_place, is_cuda
+        self.weight_casts: dict[int, Tensor] = {}
+        self._order = 0
+        self._recompute: Recompute | None = None
+        self._dropping: Recompute | None = None
+        self._refilled = 0
+
+    def new(self, numel: float, itemsize: int) -> Tensor:
+        """A tensor with memory of its own."""
+        return Tensor(Storage(self.meter, numel * itemsize), numel, itemsize)
+
+    def product(self, numel: float, itemsize: int) -> Tensor:
+        """The result of a matrix product or of attention, which selective checkpointing keeps."""
+        if self._dropping is not None and self._dropping.keeps_products:
+            result = self.new(numel, itemsize)
+            self._dropping.products.append(result.view())
+            return result
+        if self._recompute is not None and self._refilled + 1 == self._recompute.num_saving:
+            # Torch stops before the last operation that saves something computes its result.
+            return Tensor(None, numel, itemsize)
+        if self._recompute is not None and self._recompute.products:
+            return self._recompute.products.popleft()
+        return self.new(numel, itemsize)
+
+    def record(
+        self,
+        output: Tensor,
+        inputs: Sequence[Tensor | Parameter | None],
+        saved: Iterable[Tensor | None],
+        backward: Backward,
+        shapes: Sequence[tuple[float, int]] = (),
+    ) -> Tensor:
+        """`output` as the result of an operation on `inputs` that keeps `saved`.
+
+        `shapes` are the inputs' numbers of values and bytes of each, where gradients may come larger: torch sums and
+        casts them once the operation's own backward is through.
+        """
+        nodes = [None if value is None else value.node for value in inputs]
+        if not any(node is not None for node in nodes):
+            return output
+        self._order += 1
+        kept = [tensor.view() for tensor in saved if tensor is not None]
+        node = Node(self._order, nodes, kept, backward)
+        node.shapes = shapes
+        if self._dropping is not None:
+            # The forward pass of a checkpointed block: what operations save is dropped and made again later.
+            node.saved, node.recompute = [], self._dropping if kept else None
+            self._dropping.nodes.append(node)
+            if kept:
+                self._dropping.num_saving = len(self._dropping.nodes)
+        elif self._recompute is not None:
+            self._refill(node)
+        output.node = node
+        return output
+
+    def checkpoint(
+        self, function: Callable[[], Tensor], kept: Iterable[Tensor], *, keeps_products: bool = False
+    ) -> Tensor:
+        """Run `function`, keeping the tensors `kept` and nothing that its operations save.
+
+        The backward pass runs it once more. With `keeps_products` results of matrix products and attention are kept
+        and not made again. Blocks inside of one another are not supported.
+        """
+        block = Recompute(function, keeps_products)
+        inputs = [tensor.view() for tensor in kept]
+        block.function = lambda: (function(), inputs)[0]
+        self._dropping = block
+        try:
+            return function()
+        finally:
+            self._dropping = None
+
+    def _refill(self, node: Node) -> None:
+        block = self._recompute
+        assert block is not None
+        if len(block.nodes) > self._refilled:
+            block.nodes[self._refilled].saved = node.saved
+        self._refilled += 1
+        if self._refilled == block.num_saving:
+            raise _Enough
+
+    def _run_again(self, block: Recompute) -> None:
+        block.is_done = True
+        self._recompute, self._refilled = block, 0
+        try:
+            block.function()
+        except _Enough:
+            pass
+        finally:
+            self._recompute = None
+            # Each recomputation enters autocast anew and leaves it with its casts.
+            self.weight_casts.clear()
+
+    def leave_autocast(self) -> None:
+        """End of the forward pass: weights cast for it stay only where the backward pass needs them."""
+        self.weight_casts.clear()
+
+    def mark(self, x: Tensor, note: Callable[[], None]) -> Tensor:
+        """`x` through a node that calls `note` when the backward pass reaches it."""
+
+        def backward(grad: Tensor) -> list[Tensor | None]:
+            note()
+            return [grad.view()]
+
+        return self.record(x.view(), [x], [], backward)
+
+    def backward(self, loss: Tensor) -> None:
+        """Run the graph of `loss` backwards; parameters' gradients stay in them."""
+        if loss.node is None:
+            return
+        waiting = _count_uses(loss.node)
+        buffers: dict[int, Tensor] = {id(loss.node): self.new(1, loss.itemsize)}
+        ready = [(-loss.node.order, id(loss.node), loss.node)]
+        loss.node = None
+        while ready:
+            _, key, node = heapq.heappop(ready)
+            grad = buffers.pop(key)
+            if node.parameter is not None:
+                self._accumulate(node.parameter, grad)
+                continue
+            if node.recompute is not None and not node.recompute.is_done:
+                self._run_again(node.recompute)
+            assert node.backward is not None
+            grads = list(node.backward(grad))
+            del grad
+            self._fit(grads, node.shapes)
+            node.saved, node.backward, node.recompute = [], None, None
+            for index, source in enumerate(node.inputs):
+                if source is None:
+                    continue
+                value, grads[index] = grads[index], None
+                if value is not None:
+                    self._add(buffers, id(source), value)
+                del value
+                waiting[id(source)] -= 1
+                if waiting[id(source)] == 0 and id(source) in buffers:
+                    heapq.heappush(ready, (-source.order, id(source), source))
+
+    def _fit(self, grads: list[Tensor | None], shapes: Sequence[tuple[float, int]]) -> None:
+        for index, (numel, itemsize) in enumerate(shapes):
+            made = grads[index]
+            if made is not None and (made.numel != numel or made.itemsize != itemsize):
+                grads[index] = self.new(numel, itemsize)
+            del made
+
+    def _add(self, buffers: dict[int, Tensor], key: int, value: Tensor) -> None:
+        """Sum two gradients of one tensor: in place where nobody else holds one, else in new memory."""
+        present = buffers.get(key)
+        if present is None:
+            buffers[key] = value.view()
+            return
+        storage, other = present.storage, value.storage
+        # The caller's handle is one user of `value`.
+        if self.adds_in_place and (
+            (storage is not None and storage.users == 1) or (other is not None and other.users == 1)
+        ):
+            if storage is not None and storage.users != 1:
+                buffers[key] = value.view()
+            return
+        buffers[key] = self.new(value.numel, value.itemsize)
+
+    def _accumulate(self, parameter: Parameter, grad: Tensor) -> None:
+        if parameter.grad is not None:
+            return
+        storage = grad.storage
+        is_own = storage is not None and storage.users == 1 and grad.itemsize == parameter.itemsize
+        parameter.grad = grad if is_own else self.new(parameter.numel, parameter.itemsize)
+
+
+def _count_uses(root: Node) -> dict[int, int]:
+    """How many nodes send a gradient to each node."""
+    uses: dict[int, int] = {id(root): 0}
+    stack, seen = [root], {id(root)}
+    while stack:
+        for source in stack.pop().inputs:
+            if source is None:
+                continue
+            uses[id(source)] = uses.get(id(source), 0) + 1
+            if id(source) not in seen:
+                seen.add(id(source))
+                stack.append(source)
+    return uses

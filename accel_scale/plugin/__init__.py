@@ -1,0 +1,1 @@
+"""`ScalePlugin`: accel-scale's settings in somebody else's script."""

@@ -1,0 +1,58 @@
+"""Settings of a `ScalePlugin` that would do nothing, whatever the script."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from accel_scale.errors import ConfigError
+
+if TYPE_CHECKING:
+    from accel_scale.plugin.plugin import ScalePlugin
+
+# Field → the one without which it does nothing.
+_NEEDS = {
+    "optim_args": "optimizer",
+    "warmup_ratio": "lr_schedule",
+    "min_lr_ratio": "lr_schedule",
+    "decay_ratio": "lr_schedule",
+    "decay_shape": "lr_schedule",
+    "num_training_steps": "lr_schedule",
+    "lr_base_batch_size": "scale_lr_from_batch_size",
+    "fp8_emulate": "precision",
+    "guard_threshold": "guard",
+    "guard_max_skips": "guard",
+}
+# Field → the one, and its only value, with which it does something.
+_NEEDS_VALUE = {
+    "decay_ratio": ("lr_schedule", "warmup_stable_decay"),
+    "decay_shape": ("lr_schedule", "warmup_stable_decay"),
+    "fp8_emulate": ("precision", "fp8"),
+}
+_OF_GUARD = ("guard_threshold", "guard_max_skips")
+
+
+def refuse_what_does_nothing(scale: ScalePlugin, *, place: Callable[[str], str]) -> None:
+    """Refuse a setting that only another one makes use of, without that other one.
+
+    Args:
+        place: Where a field was set.
+
+    Raises:
+        ConfigError: naming both.
+    """
+    for name, other in _NEEDS.items():
+        if getattr(scale, name) and getattr(scale, other) is None:
+            raise ConfigError(
+                f"{name} does nothing without {other}.", place=place(name), fix=f"set {other}, or remove it."
+            )
+    for name, (other, value) in _NEEDS_VALUE.items():
+        if getattr(scale, name) and getattr(scale, other) != value:
+            raise ConfigError(
+                f"{name} does nothing with {getattr(scale, other)}.",
+                place=place(name),
+                fix=f'use {other}="{value}", or remove it.',
+            )
+    for name in _OF_GUARD:
+        if getattr(scale, name) is not None and scale.guard == "off":
+            raise ConfigError(f"{name} does nothing with guard off.", place=place(name), fix="remove it.")

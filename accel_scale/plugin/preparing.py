@@ -1,0 +1,180 @@
+"""Apply accel-scale's settings to a model, optimizer and schedule that somebody else's script has made."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from accel_scale.errors import ConfigError
+from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy, apply_checkpointing
+from accel_scale.modeling.checkpoint_names import remember_used_conversions
+from accel_scale.modeling.fsdp2_preparation import mend_fsdp2_preparation
+from accel_scale.modeling.gathering import is_partitioned
+from accel_scale.plugin.replacing import (
+    forget_schedules,
+    replace_optimizer,
+    scale_rates,
+    set_peak,
+    set_weight_decay,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+    from torch import nn
+
+    from accel_scale.modeling.precision import Precision
+    from accel_scale.plugin.plugin import ScalePlugin
+
+
+def strategy_of(accelerator: Any) -> str:
+    """How `accelerator` splits the run: ``single``, ``ddp``, ``fsdp2``, ``zero3`` …, or ``model_parallel``."""
+    from accelerate.utils import DistributedType
+
+    from accel_scale.parallel.model_parallel import model_parallel_of
+
+    if model_parallel_of(accelerator) is not None:
+        return "model_parallel"
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        return f"zero{accelerator.state.deepspeed_plugin.zero_stage}"
+    if accelerator.distributed_type == DistributedType.FSDP:
+        return "fsdp2" if accelerator.is_fsdp2 else "fsdp1"
+    return "ddp" if accelerator.num_processes > 1 else "single"
+
+
+def prepare_model(
+    model: nn.Module,
+    *,
+    strategy: str,
+    device_type: str,
+    precision: Precision | None = None,
+    policy: CheckpointingPolicy | None = None,
+    attention: str | None = None,
+    adapter: Any = None,
+) -> nn.Module:
+    """Attention, adapter, dtypes, fp8 and activation checkpointing, in the order in which they depend on each other.
+
+    Call before the model is sharded. Parameters keep their identity, so an optimizer made before still trains them.
+
+    Args:
+        strategy: As from `strategy_of`.
+        device_type: Where it trains: ``cuda``, ``cpu`` …
+        precision: None leaves the dtypes as they are.
+        policy: None leaves activation checkpointing as it is.
+        attention: An implementation's name; None leaves it.
+        adapter: A PEFT configuration; the base is frozen. None trains what the script trains.
+
+    Returns:
+        The model, inside a `PeftModel` if an adapter was asked for.
+
+    Raises:
+        ConfigError: if the model cannot be prepared so.
+    """
+    if strategy == "fsdp2":
+        mend_fsdp2_preparation()
+    if strategy == "zero3":
+        remember_used_conversions(model)
+    if attention is not None:
+        _set_attention(model, attention, device_type, precision)
+    if adapter is not None:
+        from peft import get_peft_model
+
+        if hasattr(model, "peft_config"):
+            raise ConfigError(
+                "the model has an adapter already.",
+                place="ScalePlugin(adapter=)",
+                fix="remove it, or give the model without its adapter.",
+            )
+
+        model = get_peft_model(model, adapter)  # type: ignore[arg-type]
+    if precision is not None:
+        cast_parameters(model, precision)
+        if precision.fp8:
+            from accel_scale.modeling.precision import convert_to_fp8
+
+            convert_to_fp8(model, emulate=precision.fp8_emulate)
+    if policy is not None:
+        # Reentrant checkpointing is the only one that ZeRO-3's partitioned frozen weights survive.
+        use_reentrant = strategy == "zero3" and hasattr(model, "peft_config")
+        apply_checkpointing(model, policy, use_reentrant=use_reentrant)
+    return model
+
+
+def _set_attention(model: Any, name: str, device_type: str, precision: Precision | None) -> None:
+    from accel_scale.launching.machine import detect_device
+    from accel_scale.modeling.attention import resolve_attention
+
+    if not hasattr(model, "set_attn_implementation"):
+        raise ConfigError(
+            f"{type(model).__name__} is not a transformers model, so its attention cannot be chosen.",
+            place="attention",
+            fix="remove it.",
+        )
+    dtype = precision.compute_dtype if precision is not None else model.dtype
+    device, config = detect_device(device_type), model.config
+    model.set_attn_implementation(
+        resolve_attention(name, device=device, dtype=dtype, packing=False, model_config=config)
+    )
+
+
+def cast_parameters(model: nn.Module, precision: Precision) -> None:
+    """Trained weights to the dtype they are trained in, frozen ones to what is computed in; quantised ones stay."""
+    for parameter in model.parameters():
+        if not parameter.is_floating_point() or is_partitioned(parameter) or hasattr(parameter, "quant_state"):
+            continue
+        dtype = precision.model_dtype if parameter.requires_grad else precision.frozen_dtype
+        if parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)
+
+
+def adapt_optimizer(
+    scale: ScalePlugin,
+    accelerator: Any,
+    optimizer: torch.optim.Optimizer,
+    schedules: Sequence[Any] = (),
+    *,
+    global_batch_size: int,
+    adapter_parameters: Sequence[torch.nn.Parameter] = (),
+    keep_rates: bool = False,
+) -> torch.optim.Optimizer:
+    """The plugin's settings on an optimizer that a script has made; another one where it is replaced.
+
+    Args:
+        schedules: The script's own over `optimizer`, which go on unless the plugin has one.
+        global_batch_size: In sequences, for scaling the learning rate.
+        adapter_parameters: As for `replace_optimizer`.
+        keep_rates: Learning rates are the plugin's already.
+    """
+    if scale.lr_schedule is not None:
+        schedules = ()  # the plugin's takes their place
+    if scale.optimizer is not None:
+        optimizer = replace_optimizer(
+            optimizer,
+            scale.optimizer,
+            schedules=schedules,
+            adapter_parameters=adapter_parameters,
+            optim_args=scale.optim_args,
+            device_type=accelerator.device.type,
+            strategy=strategy_of(accelerator),
+            offload_optimizer=scale.launch.parallel.offload_optimizer != "none",
+            say=accelerator.print,
+        )
+    if scale.lr_schedule is not None:
+        forget_schedules(optimizer)
+    if scale.learning_rate is not None and not keep_rates:
+        set_peak(optimizer, schedules, scale.learning_rate)
+    if scale.scale_lr_from_batch_size is not None and not keep_rates:
+        factor = scale.learning_rate_factor(global_batch_size)
+        scale_rates(optimizer, schedules, [factor] * len(optimizer.param_groups))
+    if scale.weight_decay is not None:
+        set_weight_decay(optimizer, scale.weight_decay)
+    return optimizer
+
+
+def step_once_per_update(scheduler: Any) -> None:
+    """Let a prepared scheduler step once per optimizer step, as its length was counted.
+
+    Accelerate steps it once per process, because ordinary scripts count in micro-batches of one process; with
+    `split_batches` it does not (`AcceleratedScheduler.step`, 1.15.0).
+    """
+    scheduler.split_batches = True

@@ -1,0 +1,108 @@
+"""A script's `TrainingArguments` with a `ScalePlugin`'s settings in them, and what depends on them derived anew."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from accel_scale.errors import ConfigError
+from accel_scale.secrets import move_token_to_environment
+
+if TYPE_CHECKING:
+    from accel_scale.modeling.precision import Precision
+    from accel_scale.plugin.plugin import ScalePlugin
+
+
+def adapt_arguments(scale: ScalePlugin, arguments: Any) -> Precision | None:
+    """What must be known before a trainer makes its `Accelerator`.
+
+    Returns:
+        The precision that plugin, launch and device agree on; None where the plugin leaves it to the script.
+
+    Raises:
+        ConfigError: for a setting that the arguments cannot follow.
+    """
+    move_token_to_environment(arguments)
+    scale.check_rehearsal(arguments.world_size)
+    if arguments.save_strategy != "no":
+        scale.check_checkpoints()
+    device_type = arguments.device.type
+    precision = scale.resolve_precision(device_type, trains_adapters=scale.adapter is not None)
+    if precision is not None:
+        arguments.mixed_precision = precision.mixed_precision
+        for flag, value in precision.trainer_flags.items():
+            setattr(arguments, flag, value)
+        if arguments.deepspeed_plugin is not None:
+            arguments.deepspeed_plugin.set_mixed_precision(precision.mixed_precision)
+    elif arguments.deepspeed_plugin is not None:
+        # Without the plugin's word the launch's holds, as transformers has it under every other strategy.
+        for name in ("bf16", "fp16"):
+            setattr(arguments, name, arguments.mixed_precision == name)
+    if scale.policy is not None:  # ours, applied once, in place of the trainer's
+        arguments.activation_checkpointing = False
+    _set_batch(scale, arguments)
+    scale.cap_memory(device_type, arguments.device.index or 0)
+    if scale.weight_decay is not None:
+        arguments.weight_decay = scale.weight_decay
+    if scale.learning_rate is not None:
+        arguments.learning_rate = scale.learning_rate
+    if scale.scale_lr_from_batch_size is not None:
+        arguments.learning_rate *= scale.learning_rate_factor(
+            arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
+        )
+    if arguments.deepspeed:  # its "auto" entries have been filled with what the script wrote
+        _read_deepspeed_again(arguments)
+    return precision
+
+
+def _set_batch(scale: ScalePlugin, arguments: Any) -> None:
+    before = (arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps)
+    if scale.micro_batch_size is not None:
+        arguments.per_device_train_batch_size = scale.micro_batch_size
+    accumulation = scale.accumulation(arguments.per_device_train_batch_size, arguments.world_size)
+    if accumulation is not None:
+        arguments.gradient_accumulation_steps = accumulation
+    if before != (arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps):
+        _derive_generation_batch(arguments, *before)
+
+
+def _derive_generation_batch(arguments: Any, old_micro: int, old_accumulation: int) -> None:
+    """What TRL's configurations for online methods derive from the batch when they are made (TRL 1.16).
+
+    GRPO, RLOO and their kin hold completions per generation and micro-batches that use them. Left to TRL, they follow
+    the batch; chosen by the script, as many completions are generated as before. GOLD and IW-OPD hold prompts per
+    optimizer step and rank.
+    """
+    if getattr(arguments, "generation_batch_size", None) is None:
+        return
+    micro, accumulation = arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps
+    generations = arguments.num_generations
+    if not hasattr(arguments, "steps_per_generation"):
+        completions = micro * accumulation
+        arguments.generation_batch_size = completions // generations
+    else:
+        if arguments.steps_per_generation == old_accumulation:
+            arguments.generation_batch_size = micro * arguments.world_size * accumulation
+        completions = arguments.generation_batch_size
+        if completions % (micro * arguments.world_size):
+            raise ConfigError(
+                f"generation_batch_size {completions} is no multiple of {micro * arguments.world_size}, the "
+                "micro-batches of all ranks.",
+                place="ScalePlugin(micro_batch_size=)",
+                fix="change one of them.",
+            )
+        arguments.steps_per_generation = completions // (micro * arguments.world_size)
+    if completions % generations:
+        raise ConfigError(
+            f"{completions} completions are generated at once, which is no multiple of num_generations {generations}.",
+            place="ScalePlugin(global_batch_size=)",
+            fix=f"use a multiple of {generations}.",
+        )
+
+
+def _read_deepspeed_again(arguments: Any) -> None:
+    from accelerate.utils import DeepSpeedPlugin
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+    arguments.hf_deepspeed_config = HfTrainerDeepSpeedConfig(arguments.deepspeed)
+    arguments.hf_deepspeed_config.trainer_config_process(arguments)
+    arguments.deepspeed_plugin = DeepSpeedPlugin(hf_ds_config=arguments.hf_deepspeed_config)

@@ -1,0 +1,1 @@
+"""A launch run small on CPU processes: saved, resumed, reloaded."""

@@ -1,0 +1,245 @@
+"""What a rehearsal launches: the user's launch file and recipe, with sizes cut down and nothing else changed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from accel_scale.checks.ddp_rules import FIRST_POWERSGD_STEP
+from accel_scale.flags.command_line import RecipeCommand
+from accel_scale.launching.launch_file import LaunchFile
+from accel_scale.launching.strategy import is_true
+
+NUM_STEPS, CHECKPOINT_STEP = 4, 2
+MAX_LENGTH, MICRO_BATCH_SIZE, NUM_ROWS = 256, 2, 256
+# An NVMe buffer holds one tensor; no shrunken model has a larger one than its embedding.
+NVME_BUFFER_NUMEL = 40_000_000
+
+_DATA_FLAGS = (
+    "dataset_name", "dataset_config", "dataset_mixture", "dataset_train_split", "dataset_test_split",
+    "dataset_streaming", "columns",
+)  # fmt: skip
+# Effects outside the rehearsal's folder, or minutes of work that say nothing about the launch.
+_DROPPED_FLAGS = (
+    "global_batch_size", "push_to_hub", "hub_model_id", "report_to", "eval_strategy", "do_eval",
+    "load_best_model_at_end", "resume_from_checkpoint", "device_memory", "torch_compile", "max_memory", "plan",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class DataChoice:
+    """What the rehearsal trains on.
+
+    Attributes:
+        path: A small local file; None where the recipe's own flags are kept.
+        replaced: What the file stands in for, when it is not a part of it.
+    """
+
+    path: Path | None
+    replaced: str | None = None
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """One rehearsal, ready to launch.
+
+    Attributes:
+        launcher: The `accelerate launch` command without the script.
+        recipe: The recipe with its flags, less ``--output_dir`` and what to resume from.
+        num_processes: CPU processes that will run.
+        start: Folder of the model that is trained on; None where the run begins with weights of its own.
+        optimizer_on_nvme: Whether DeepSpeed keeps optimizer states on disk.
+        notes: What differs from the real run beside its size, one sentence each.
+        resume_flag: The recipe's name for the checkpoint to go on from.
+        checkpoint: Name of the folder that holds step `CHECKPOINT_STEP`.
+        complete_file: What is written into it last.
+    """
+
+    launcher: list[str]
+    recipe: RecipeCommand
+    num_processes: int
+    start: Path | None
+    optimizer_on_nvme: bool = False
+    notes: list[str] = field(default_factory=list)
+    resume_flag: str = "resume_from_checkpoint"
+    checkpoint: str = f"checkpoint-{CHECKPOINT_STEP}"
+    complete_file: str = "trainer_state.json"
+
+    def command(self, output_dir: Path, *, resume_from: Path | None = None, port: int) -> list[str]:
+        """The whole command line of one launch."""
+        recipe = self.recipe.with_flags(output_dir=output_dir)
+        if resume_from is not None:
+            recipe = recipe.with_flags(**{self.resume_flag: resume_from})
+        return [*self.launcher, "--main_process_port", str(port), str(recipe.script), *recipe.words]
+
+
+def plan_rehearsal(
+    launch: LaunchFile, recipe: RecipeCommand, *, model_folder: Path, data: DataChoice, work: Path
+) -> Rehearsal:
+    """Cut the launch to a few CPU processes and the recipe to a few small steps of a tiny model.
+
+    Args:
+        model_folder: The shrunken model.
+        work: Folder for files that stand in for the user's.
+    """
+    in_groups = int(recipe.value("sp_size") or launch.parallel.sequence_parallel_size)
+    num_processes, sizes = rehearsed_processes(launch, in_groups)
+    launcher = launcher_words(launch, num_processes, sizes, work)
+    recipe, notes = for_the_cpu(recipe, launch, work)
+    dropped = list(_DROPPED_FLAGS)
+    if data.path is not None:
+        dropped += _DATA_FLAGS if data.replaced else ["dataset_name"]
+    micro_batch = min(int(recipe.value("per_device_train_batch_size", MICRO_BATCH_SIZE)), MICRO_BATCH_SIZE)
+    cut = recipe.without(dropped, work).with_flags(
+        model_name_or_path=model_folder,
+        max_steps=NUM_STEPS,
+        save_strategy="steps",
+        save_steps=CHECKPOINT_STEP,
+        save_total_limit=NUM_STEPS,
+        save_only_model="false",
+        logging_strategy="steps",
+        logging_steps=1,
+        max_length=min(int(recipe.value("max_length") or MAX_LENGTH), MAX_LENGTH),
+        per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=_accumulation(recipe, (launch.num_processes or 1) // in_groups),
+        exact_match_samples=0,
+    )
+    if data.path is not None:
+        cut = cut.with_flags(dataset_name=data.path)
+    if recipe.value("sp_size") and in_groups > 1:
+        cut = cut.with_flags(sp_size=2)
+    on_nvme = launch.parallel.offload_optimizer == "nvme"
+    return Rehearsal(launcher, cut, num_processes, model_folder, on_nvme, notes)
+
+
+def launcher_words(launch: LaunchFile, num_processes: int, sizes: Iterable[str], work: Path) -> list[str]:
+    """`accelerate launch` of `launch` on CPU processes of this machine.
+
+    Args:
+        sizes: Flags that cut a device mesh down to them.
+        work: Folder of ZeRO-Infinity's files.
+    """
+    words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(launch.path)]
+    words += ["--num_processes", str(num_processes), "--gpu_ids", "all", *sizes]
+    if (launch.values.get("num_machines") or 1) > 1:
+        words += ["--num_machines", "1", "--machine_rank", "0", "--main_process_ip", "127.0.0.1"]
+    return words + nvme_flags(launch, work)
+
+
+def for_the_cpu(recipe: RecipeCommand, launch: LaunchFile, work: Path) -> tuple[RecipeCommand, list[str]]:
+    """The recipe without what needs a GPU or more than a few steps, and a note of each."""
+    notes = []
+    attention = str(recipe.value("attn_implementation", ""))
+    if attention and attention not in ("eager", "sdpa"):
+        recipe = recipe.without(["attn_implementation"], work)
+        notes.append(f"attention: chosen for the CPU, {attention} needs a GPU")
+    if is_true(recipe.value("activation_offloading", "false")):
+        recipe = recipe.without(["activation_offloading"], work)
+        notes.append("activations: kept, on a CPU they are in host memory already")
+    if "fp8" in (launch.mixed_precision, recipe.value("precision")):
+        recipe = recipe.with_flags(fp8_emulate="true")
+        notes.append("fp8: matrix products emulated")
+    if recipe.value("ddp_comm_hook") == "powersgd":
+        recipe = recipe.with_flags(powersgd_start_step=FIRST_POWERSGD_STEP)
+        notes.append(f"PowerSGD: from step {FIRST_POWERSGD_STEP} on")
+    return recipe, notes
+
+
+def rehearsed_processes(launch: LaunchFile, in_groups: int = 1) -> tuple[int, list[str]]:
+    """Processes to start, and the launcher's flags that cut a device mesh down to them.
+
+    One stays one, everything else becomes two, and a mesh two along each of its dimensions: hybrid sharding 2 × 2.
+
+    Args:
+        in_groups: Ranks that share rows, where the recipe's own flag says so: they become two as well.
+    """
+    sizes = launch.values.get("parallelism_config") or {}
+    wide = [name for name, size in sizes.items() if name.endswith("_size") and (size or 1) > 1]
+    if wide:
+        is_in_file = launch.parallel.sequence_parallel_size > 1
+        dimensions = len(wide) + (in_groups > 1 and not is_in_file)
+        return 2**dimensions, [word for name in wide for word in (f"--{name}", "2")]
+    if in_groups > 1:
+        return 2 * min((launch.num_processes or in_groups) // in_groups, 2), []
+    return min(launch.num_processes or 2, 2), []
+
+
+def _accumulation(recipe: RecipeCommand, num_readers: int) -> int:
+    """Two micro-batches per step where the real run accumulates at all, else one.
+
+    Args:
+        num_readers: Ranks of the real run, or groups of them, that read other rows.
+    """
+    explicit = int(recipe.value("gradient_accumulation_steps") or 1)
+    per_step = int(recipe.value("per_device_train_batch_size") or 8) * num_readers
+    return 2 if explicit > 1 or int(recipe.value("global_batch_size") or 0) > per_step else 1
+
+
+def nvme_flags(launch: LaunchFile, work: Path) -> list[str]:
+    """Launcher flags that put ZeRO-Infinity's files below `work`, with buffers no larger than tiny tensors need."""
+    if not launch.parallel.nvme_paths:
+        return []
+    folder = str(work / "nvme")
+    if launch.deepspeed_file is None:
+        return ["--offload_optimizer_nvme_path", folder, "--offload_param_nvme_path", folder]
+    config = json.loads(json.dumps(launch.deepspeed_file.values))
+    for section in config["zero_optimization"].values():
+        if isinstance(section, dict) and "nvme_path" in section:
+            section["nvme_path"] = folder
+        if isinstance(section, dict) and "buffer_size" in section:
+            section["buffer_size"] = min(section["buffer_size"], NVME_BUFFER_NUMEL)
+    copy = work / launch.deepspeed_file.path.name
+    copy.write_text(json.dumps(config, indent=2), encoding="utf-8")
+    return ["--deepspeed_config_file", str(copy)]
+
+
+def choose_data(
+    recipe: RecipeCommand, work: Path, *, fallback: Iterable[Mapping[str, Any]], has_chat_template: bool
+) -> DataChoice:
+    """The real data set where it is on this machine, cut to a few rows where that is simple; else `fallback` rows.
+
+    Nothing is downloaded: a rehearsal must not wait for a corpus. A recipe without any data set trains on its own
+    default, which `fallback` is.
+
+    Args:
+        fallback: Rows of ``messages``: a question and its answer.
+        has_chat_template: Whether the tokenizer can write turns; else the rows become prompt and completion.
+    """
+    names = [str(name) for name in recipe.values("dataset_name")]
+    names += [str(item).rpartition("=")[0] for item in recipe.values("dataset_mixture")]
+    absent = [name for name in names if not Path(name).exists() and not is_cached(name)]
+    if not names and recipe.value("model_name_or_path"):
+        return DataChoice(None)  # the recipe says itself that data is missing
+    if names and not absent:
+        source = Path(names[0])
+        is_lines = len(names) == 1 and source.is_file() and source.suffix in (".jsonl", ".txt")
+        return DataChoice(_first_lines(source, work / source.name) if is_lines else None)
+    turns = has_chat_template or str(recipe.value("assistant_only_loss")).lower() == "true"
+    path = work / "rehearsal_rows.jsonl"
+    with path.open("w", encoding="utf-8") as file:
+        for row in islice(fallback, NUM_ROWS):
+            file.write(json.dumps({"messages": row["messages"]} if turns else _as_prompt(row)) + "\n")
+    return DataChoice(path, replaced=", ".join(absent) or None)
+
+
+def _as_prompt(row: Mapping[str, Any]) -> dict[str, str]:
+    question, answer = row["messages"][-2:]
+    return {"prompt": question["content"] + "\n", "completion": answer["content"]}
+
+
+def _first_lines(source: Path, target: Path) -> Path:
+    with source.open("rb") as lines:
+        target.write_bytes(b"".join(islice(lines, NUM_ROWS)))
+    return target
+
+
+def is_cached(name: str) -> bool:
+    """Whether the Hub's data set `name` has been downloaded to this machine."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return (Path(HF_HUB_CACHE) / f"datasets--{name.replace('/', '--')}" / "snapshots").is_dir()

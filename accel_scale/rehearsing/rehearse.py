@@ -1,0 +1,203 @@
+"""Rehearse a launch: run it small on CPU processes, save, resume in a new launch, reload, and compare each time."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from accel_scale.rehearsing.plan import CHECKPOINT_STEP, NUM_STEPS, Rehearsal
+
+# The same processes add in the same order; what is left to allow is a CPU Adam that vectorises by alignment.
+RESUME_TOLERANCE = 1e-5
+# DeepSpeedEngine._load_checkpoint in 0.19.8: with NVMe it copies the swap files back and loads nothing else.
+NVME_REASON = (
+    "DeepSpeed does not restore optimizer states that it keeps on NVMe, so the recipe refuses to resume them. Offload "
+    "the optimizer to the CPU (device: cpu) if this run must be able to resume."
+)
+_ERROR_LINE = re.compile(r"^(\[rank\d+\]: ?)?([\w.]+: error: .+|[\w.]*(Error|Exception|Interrupt|Exit)\b.*)$")
+# What the launcher says about a child that already spoke for itself.
+_ECHOES = ("ChildFailedError", "CalledProcessError")
+
+
+@dataclass
+class Check:
+    """One line of the result.
+
+    Attributes:
+        outcome: ``passed``, ``failed``, ``not offered`` (the engine cannot do it; the recipe refuses) or ``not
+            reached`` (an earlier one failed).
+        details: What was seen, in a line; where it failed, the error's own last lines.
+    """
+
+    name: str
+    outcome: str = "not reached"
+    details: str = ""
+    seconds: float = 0.0
+
+
+class CheckFailed(Exception):
+    """A check found what should not be; the message is for the user."""
+
+
+class NotOffered(Exception):
+    """What a check asks for is refused by the recipe, with the reason, because the engine cannot do it."""
+
+
+@dataclass
+class Report:
+    """All checks of one rehearsal, in order."""
+
+    checks: list[Check] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        """Whether everything that the launch offers was tried and passed."""
+        return all(check.outcome in ("passed", "not offered") for check in self.checks)
+
+
+def run_rehearsal(
+    rehearsal: Rehearsal,
+    work: Path,
+    *,
+    timeout_seconds: float,
+    on_start: Callable[[str], None] = lambda name: None,
+) -> Report:
+    """Launch, resume and reload; every check after one that failed is reported as not reached.
+
+    Args:
+        work: Holds outputs and logs.
+        timeout_seconds: Of each launch, after which it counts as hanging.
+        on_start: Called with the name of each check as it begins.
+    """
+    steps: dict[str, Callable[[], str]] = {
+        "launch": lambda: _launch(rehearsal, work, "uninterrupted", timeout_seconds=timeout_seconds),
+        "processes": lambda: _check_processes(rehearsal, work),
+        "losses": lambda: _check_losses(work),
+        "checkpoint": lambda: _check_checkpoint(rehearsal, work),
+        "resume": lambda: _check_resume(rehearsal, work, timeout_seconds=timeout_seconds),
+        "reload": lambda: _check_reload(rehearsal, work),
+    }
+    report = Report([Check(name) for name in steps])
+    for check in report.checks:
+        on_start(check.name)
+        started = time.perf_counter()
+        try:
+            check.details, check.outcome = steps[check.name](), "passed"
+        except NotOffered as reason:
+            check.details, check.outcome = str(reason), "not offered"
+        except CheckFailed as failure:
+            check.details, check.outcome = str(failure), "failed"
+        check.seconds = time.perf_counter() - started
+        if check.outcome == "failed":
+            break
+    return report
+
+
+def _launch(
+    rehearsal: Rehearsal, work: Path, name: str, *, timeout_seconds: float, resume_from: Path | None = None
+) -> str:
+    """One `accelerate launch`; everything it prints goes to ``name.log``."""
+    from accelerate.utils.other import get_free_port
+
+    command = rehearsal.command(work / name, resume_from=resume_from, port=get_free_port())
+    # No accelerator may be visible: the launch is rehearsed on the CPU even where there is one.
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ZE_AFFINITY_MASK": "", "HF_HUB_OFFLINE": "1"}
+    log = work / f"{name}.log"
+    with log.open("wb") as output, _running(command, {**os.environ, **hidden}, output) as process:
+        try:
+            status = process.wait(timeout_seconds)
+        except subprocess.TimeoutExpired:
+            raise CheckFailed(f"no end after {timeout_seconds:.0f} s; the last lines are in {log}") from None
+    if status != 0:
+        raise CheckFailed("\n".join(error_lines(log.read_text(errors="replace"))))
+    return f"{NUM_STEPS} steps on {rehearsal.num_processes} CPU process{'es' * (rehearsal.num_processes > 1)}"
+
+
+@contextmanager
+def _running(command: list[str], environment: dict[str, str], output: Any) -> Iterator[subprocess.Popen]:
+    """A process in a group of its own that does not outlive the block."""
+    process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def error_lines(log: str, *, max_lines: int = 3) -> list[str]:
+    """The lines of `log` that say what went wrong: the first error of the first rank that had one, unrepeated."""
+    found: list[str] = []
+    for line in log.splitlines():
+        match = _ERROR_LINE.match(line.strip())
+        if match and not any(echo in line for echo in _ECHOES) and match.group(2) not in found:
+            found.append(match.group(2))
+    return found[:max_lines] or [line for line in log.splitlines() if line.strip()][-max_lines:] or ["no output"]
+
+
+def _summary(work: Path, name: str) -> dict[str, Any]:
+    path = work / name / "run_summary.json"
+    if not path.is_file():
+        raise CheckFailed(f"the recipe ended without writing {path.name}")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _check_processes(rehearsal: Rehearsal, work: Path) -> str:
+    """That the processes formed one run: separate runs would all write the same folder and look fine."""
+    world_size = _summary(work, "uninterrupted").get("world_size")
+    if world_size != rehearsal.num_processes:
+        raise CheckFailed(f"{rehearsal.num_processes} processes were started and the run knew of {world_size}")
+    return f"one run of {world_size}" if world_size > 1 else "one run of one, as the launch file says"
+
+
+def _check_losses(work: Path) -> str:
+    losses = _summary(work, "uninterrupted")["losses"]
+    if len(losses) != NUM_STEPS or not all(math.isfinite(loss) for loss in losses):
+        raise CheckFailed(f"{NUM_STEPS} finite losses were expected: {losses}")
+    return f"finite, {losses[0]:.4f} → {losses[-1]:.4f}"
+
+
+def _check_checkpoint(rehearsal: Rehearsal, work: Path) -> str:
+    """That the checkpoint to resume from is complete, and what the recipe saw when it read it back."""
+    folder = work / "uninterrupted" / rehearsal.checkpoint
+    names = {path.name for path in folder.rglob("*") if path.is_file()}
+    if rehearsal.complete_file not in names:
+        raise CheckFailed(f"{folder.name} was not written, or is not complete")
+    num_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    text = f"{len(names)} files, {num_bytes / 2**20:.1f} MiB"
+    verified = _summary(work, "uninterrupted").get("verified")
+    return text + (f"; {verified['tensors']} tensors read back, max |Δ| {verified['max_diff']:g}" if verified else "")
+
+
+def _check_resume(rehearsal: Rehearsal, work: Path, *, timeout_seconds: float) -> str:
+    """A new launch from the checkpoint, against the steps that the first launch took after it."""
+    if rehearsal.optimizer_on_nvme:
+        raise NotOffered(NVME_REASON)
+    summary = _summary(work, "uninterrupted")
+    checkpoint = work / "uninterrupted" / rehearsal.checkpoint
+    _launch(rehearsal, work, "resumed", resume_from=checkpoint, timeout_seconds=timeout_seconds)
+    # A resumed run's history starts with the losses that the checkpoint remembers.
+    expected = summary["losses"][CHECKPOINT_STEP:]
+    resumed = _summary(work, "resumed")["losses"][-len(expected) :]
+    worst = max(abs(a - b) / abs(b) for a, b in zip(resumed, expected, strict=True))
+    steps = f"steps {CHECKPOINT_STEP + 1} to {NUM_STEPS}"
+    if not worst <= RESUME_TOLERANCE:
+        raise CheckFailed(f"{steps} gave {resumed} after resuming and {expected} without a break")
+    return f"{steps}: same losses" + (f" to {worst:.0e}" if worst else ", to the last bit")
+
+
+def _check_reload(rehearsal: Rehearsal, work: Path) -> str:
+    from accel_scale.rehearsing.reload import compare_final_folders
+
+    resumed = None if rehearsal.optimizer_on_nvme else work / "resumed"
+    return compare_final_folders(start=rehearsal.start, uninterrupted=work / "uninterrupted", resumed=resumed)

@@ -1,0 +1,107 @@
+"""Load what a rehearsal saved with plain `from_pretrained`, and compare weights and logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+# Of the largest logit. Weights saved in 16 bit may each be rounded the other way where the CPU Adam of an offloading
+# launch vectorised differently (one value in 10,000, by its last bit: 2.4e-4 measured); a lost state moves them all.
+LOGIT_TOLERANCE, LOGIT_TOLERANCE_16_BIT = 1e-5, 1e-3
+ROUNDED_OTHERWISE = 1e-3  # share of the values that may differ at all for the wider one to apply
+
+
+def compare_final_folders(*, start: Path | None, uninterrupted: Path, resumed: Path | None) -> str:
+    """Load the final folders as a user would; they must be whole, trained, and the same.
+
+    Args:
+        start: The model before training; None where the runs began with random weights, which nobody has kept.
+        uninterrupted: Final folder of a run.
+        resumed: That of the same run resumed half-way; None where the launch cannot resume.
+
+    Returns:
+        What was compared, in a line.
+
+    Raises:
+        CheckFailed: something is missing, nothing was trained, or the two differ.
+    """
+    import torch
+
+    from accel_scale.rehearsing.rehearse import CheckFailed
+
+    ids = torch.arange(3, 35).unsqueeze(0)
+    loaded = [_load(folder) for folder in (uninterrupted, resumed) if folder is not None]
+    with torch.no_grad():
+        logits = [model(input_ids=ids).logits.float() for model, _ in loaded]
+    if not torch.isfinite(logits[0]).all():
+        raise CheckFailed("the reloaded model's logits are not finite")
+    text = f"{type(loaded[0][0]).__name__}: {len(loaded[0][1])} tensors"
+    if start is not None:
+        trained = _trained_tensors(loaded[0][1], start)
+        if not trained:
+            raise CheckFailed(f"nothing in {uninterrupted.name} differs from the model before training")
+        text += f", {len(trained)} trained"
+    if len(logits) == 1:
+        return f"{text}; logits finite"
+    logit_diff = float((logits[0] - logits[1]).abs().max() / logits[0].abs().max())
+    is_rounding = _only_rounded_otherwise(loaded[0][1], loaded[1][1])
+    if not logit_diff <= (LOGIT_TOLERANCE_16_BIT if is_rounding else LOGIT_TOLERANCE):
+        raise CheckFailed(f"logits of the resumed and the uninterrupted run differ by {logit_diff:.1e} of the largest")
+    if logit_diff > LOGIT_TOLERANCE:
+        return f"{text}; logits equal to {logit_diff:.0e} after both runs (weights saved in 16 bit)"
+    return f"{text}; logits equal after both runs"
+
+
+def _only_rounded_otherwise(saved: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether these are 16-bit weights of which only a few differ."""
+    if saved.keys() != other.keys() or any(tensor.itemsize != 2 for tensor in saved.values()):
+        return False
+    num_different = sum(int((tensor != other[name]).sum()) for name, tensor in saved.items())
+    return num_different <= ROUNDED_OTHERWISE * sum(tensor.numel() for tensor in saved.values())
+
+
+def _load(folder: Path) -> tuple[Any, dict[str, Any]]:
+    """The model of `folder` on the CPU in fp32 and the tensors saved there, every one of which found its place."""
+    import torch
+
+    from accel_scale.rehearsing.rehearse import CheckFailed
+
+    if (folder / "adapter_config.json").is_file():
+        from peft import AutoPeftModelForCausalLM, get_peft_model_state_dict
+
+        model: Any = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        saved = _read_tensors(folder, "adapter_model*.safetensors")
+        absent = set(saved) ^ set(get_peft_model_state_dict(model))
+    else:
+        from transformers import AutoConfig
+
+        from accel_scale.modeling.model_class import language_model_class
+
+        kind = language_model_class(AutoConfig.from_pretrained(folder))
+        loaded: Any = kind.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+        model, info = loaded
+        saved = _read_tensors(folder, "model*.safetensors")
+        absent = {*info["missing_keys"], *info["unexpected_keys"], *(key for key, *_ in info["mismatched_keys"])}
+    if absent or not saved:
+        raise CheckFailed(f"{folder.name} does not load whole: {', '.join(sorted(absent)[:3]) or 'no tensors'}")
+    return model.eval(), saved
+
+
+def _read_tensors(folder: Path, pattern: str) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    return {name: tensor for path in sorted(folder.glob(pattern)) for name, tensor in load_file(path).items()}
+
+
+def _trained_tensors(saved: dict[str, Any], start: Path) -> list[str]:
+    """Names of the tensors that training changed; LoRA's B starts at zero."""
+    before = _read_tensors(start, "model*.safetensors")
+    return [
+        name
+        for name, tensor in saved.items()
+        if (bool(tensor.any()) if ".lora_" in name else _differs(tensor, before.get(name))) and "lora_A" not in name
+    ]
+
+
+def _differs(tensor: Any, before: Any) -> bool:
+    return before is not None and bool((tensor.float() != before.float()).any())

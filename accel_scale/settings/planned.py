@@ -1,0 +1,254 @@
+"""The planner inside a recipe: refuses before loading what cannot fit, or chooses what the user left open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from accel_scale.errors import ConfigError
+from accel_scale.facts import hardware
+from accel_scale.planning.cost.communication import step_collectives
+from accel_scale.planning.cost.memory import MemoryEstimate, predict_memory
+from accel_scale.planning.cost.timing import TimeEstimate, predict_time
+from accel_scale.planning.models.model_config import facts_from_config
+from accel_scale.planning.models.model_facts import ModelFacts
+from accel_scale.planning.models.training_setup import TrainingSetup
+from accel_scale.planning.search.changes import as_flag, cheapest_changes, launch_label
+from accel_scale.planning.search.search import Request
+from accel_scale.settings.planned_setup import SharedModel, Target, setup_of, target_of
+from accel_scale.units import format_bytes
+
+if TYPE_CHECKING:
+    from accel_scale.launching.environment import LaunchEnvironment
+    from accel_scale.settings.resolve import Resolved
+
+# Rows whose length is measured where they are padded: enough to see the longest of a thousand.
+_SAMPLED_ROWS = 1000
+_BATCH_FLAG = "--per_device_train_batch_size"
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A run as the planner sees it, and what it predicts.
+
+    Attributes:
+        facts: The model's shapes.
+        setup: How it is trained on the target.
+        target: What it is planned for.
+        place: The flag that asks for the plan, for messages.
+        memory: On one rank.
+        time: None where a speed is not known.
+        here: How it is trained on this machine, where that differs from `setup`.
+    """
+
+    facts: ModelFacts
+    setup: TrainingSetup
+    target: Target
+    place: str
+    memory: MemoryEstimate
+    time: TimeEstimate | None
+    here: TrainingSetup | None = None
+
+    @property
+    def limit_bytes(self) -> int:
+        """Memory of the card."""
+        return self.target.machine.gpu.memory_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether the upper end of the interval does."""
+        return self.memory.high_bytes <= self.limit_bytes
+
+    @property
+    def text(self) -> str:
+        """``predicted 5.21 ± 0.42 GiB of 23.6 GiB (RTX 4090)``."""
+        memory, card = self.memory, self.target.machine.gpu.name
+        half = memory.high_bytes - memory.device_bytes
+        return f"predicted {with_interval(memory.device_bytes, half)} of {format_bytes(self.limit_bytes)} ({card})"
+
+    def refuse(self) -> None:
+        """Raise a `ConfigError` if the run may not fit: predicted, available, largest term, what would help."""
+        if self.fits:
+            return
+        name, size = max(memory_terms(self.memory), key=lambda term: term[1])
+        raise ConfigError(
+            f"this run would not fit: {self.text}, up to {format_bytes(self.memory.high_bytes)}; the largest part "
+            f"is {name}, {format_bytes(size)}.",
+            place=self.place,
+            fix=self.remedies(),
+        )
+
+    def remedies(self) -> str:
+        """The cheapest changes that fit, each with its upper end: single ones, else on top of the smallest passes."""
+        rows = self.setup.micro_batch_size
+        smallest = replace(
+            self.setup, micro_batch_size=1, accumulation=self.setup.accumulation * rows, checkpointing="full"
+        )
+        texts = self._changes(self.setup)
+        if texts:
+            return f"{', or '.join(texts)}."
+        first = _change_text(_BATCH_FLAG, smallest, self.target.machine) + " --checkpointing_policy full"
+        high = predict_memory(self.facts, smallest, is_cuda=self.target.is_cuda).high_bytes
+        if high <= self.limit_bytes:
+            return f"{first} ({format_bytes(high)})."
+        texts = self._changes(smallest)
+        if not texts:
+            return "shorten --max_length, take a smaller model, or spread it over more cards."
+        return f"{first} together with {', or '.join(texts)}."
+
+    def _changes(self, setup: TrainingSetup) -> list[str]:
+        machine, is_cuda = self.target.machine, self.target.is_cuda
+        request = Request(self.facts, machine, methods=(setup.method,), is_cuda=is_cuda)
+        texts = []
+        for flag, changed in cheapest_changes(request, setup):
+            memory = predict_memory(self.facts, changed, is_cuda=is_cuda)
+            texts.append(f"{_change_text(flag, changed, machine)} ({format_bytes(memory.high_bytes)})")
+        return texts
+
+    def for_data(self, rows: Any, tokenizer: Any) -> RunPlan:
+        """The same for rows as long as those of the data set, where they are padded; refuses what does not fit.
+
+        A stream, and chat rows that wait for a template, are left at ``--max_length``.
+        """
+        plan = self
+        can_render = tokenizer.chat_template is not None or "text" in (getattr(rows, "column_names", None) or ())
+        if not self.setup.packing and hasattr(rows, "__len__") and can_render:
+            from accel_scale.data.lengths import length_distribution
+
+            limit = self.setup.sequence_length
+            found = length_distribution(
+                rows, tokenizer, max_length=limit, batch_size=self.setup.micro_batch_size, num_sampled=_SAMPLED_ROWS
+            )
+            lengths: dict[str, Any] = {
+                "sequence_length": min(limit, found.max_tokens),
+                "mean_length": min(limit, found.mean_tokens),
+            }
+            plan = predict(self.facts, replace(self.setup, **lengths), self.target, place=self.place)
+            plan = replace(plan, here=self.here and replace(self.here, **lengths))
+        plan.refuse()
+        return plan
+
+    def as_dict(self) -> dict[str, Any]:
+        """For ``run_summary.json``."""
+        return {
+            "card": self.target.machine.gpu.name,
+            "limit_bytes": self.limit_bytes,
+            "predicted": {
+                **self.memory.as_dict(),
+                "step_seconds": None if self.time is None else self.time.step_seconds,
+            },
+            "collectives": [asdict(entry) for entry in step_collectives(self.facts, self.here or self.setup)],
+        }
+
+
+def plan_run(
+    settings: Resolved,
+    launch: LaunchEnvironment,
+    model_config: Any,
+    attention: str,
+    say: Callable[[str], None],
+    *,
+    shared: SharedModel | None = None,
+) -> RunPlan | None:
+    """What is predicted for a run, before its model is loaded; None with ``--plan off`` or if it cannot be planned.
+
+    Args:
+        settings: Flags, resolved.
+        launch: How the process was launched.
+        model_config: The model's `PreTrainedConfig`.
+        attention: The implementation that will run.
+        say: Prints one line: why a run cannot be planned, and what ``auto`` has set.
+        shared: How ranks share the model, where the launch alone does not say it.
+
+    Raises:
+        ConfigError: if the run cannot be expected to fit, or the card is not known.
+    """
+    mode = mode_of(settings)
+    if mode == "off":
+        return None
+    for note in settings.notes:
+        say(note)
+    target = target_of(settings, launch)
+    try:
+        plan = planned_as(settings.on_card or settings, launch, model_config, attention, target, shared)
+        plan = replace(plan, here=setup_of(settings, launch, attention, shared))
+    except ConfigError as error:
+        if mode == "auto":
+            raise
+        say(f"warning: whether this run fits cannot be predicted: {error.problem}")
+        return None
+    if plan.setup.packing:
+        plan.refuse()  # padded rows wait for the data: most are far shorter than --max_length
+    return plan
+
+
+def mode_of(settings: Resolved) -> str:
+    """``off``, ``check`` or ``auto``.
+
+    Raises:
+        ConfigError: for a card to plan for and no planning.
+    """
+    scale = settings.scale
+    if scale.plan == "off" and scale.plan_gpu:
+        raise ConfigError(
+            "--plan off plans for no card.", place=settings.sources.get("plan_gpu", "--plan_gpu"), fix="remove it."
+        )
+    return scale.plan or ("check" if scale.plan_gpu or settings.launch.device_type == "cuda" else "off")
+
+
+def planned_as(
+    settings: Resolved,
+    launch: LaunchEnvironment,
+    model_config: Any,
+    attention: str,
+    target: Target,
+    shared: SharedModel | None = None,
+) -> RunPlan:
+    """The prediction for a run.
+
+    Raises:
+        ConfigError: where something about it is not modelled.
+    """
+    name = str(settings.values.get("model_name_or_path", model_config.model_type))
+    facts = facts_from_config(model_config.to_dict(), name=name)
+    setup = setup_of(settings, launch, attention, shared)
+    place = next((settings.sources[flag] for flag in ("plan_gpu", "plan") if settings.sources.get(flag)), "--plan")
+    return predict(facts, setup, target, place=place)
+
+
+def predict(facts: ModelFacts, setup: TrainingSetup, target: Target, *, place: str = "--plan") -> RunPlan:
+    """Memory and, where the card's speed is known, time."""
+    memory = predict_memory(facts, setup, is_cuda=target.is_cuda)
+    time = None
+    if target.machine.gpu.peak_flops is not None:
+        try:
+            time = predict_time(facts, setup, target.machine)
+        except ConfigError:
+            # A link or network of unknown speed: memory is known all the same.
+            time = None
+    return RunPlan(facts, setup, target, place, memory, time)
+
+
+def memory_terms(memory: MemoryEstimate) -> tuple[tuple[str, float], ...]:
+    """The parts of what the card shows at the peak, the allocator's and CUDA's own included."""
+    return (
+        *memory.peak_phase.terms,
+        ("room lost between blocks", memory.reserved_bytes - memory.peak_bytes),
+        ("CUDA's and NCCL's own", memory.device_bytes - memory.reserved_bytes),
+    )
+
+
+def with_interval(value: float, half: float) -> str:
+    """``5.21 ± 0.42 GiB``, both in the unit of the first."""
+    unit, factor = next(((u, f) for u, f in _UNITS.items() if abs(value) >= f), ("B", 1))
+    return f"{value / factor:.3g} ± {half / factor:.2g} {unit}"
+
+
+_UNITS: Mapping[str, int] = {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
+
+
+def _change_text(flag: str, setup: TrainingSetup, machine: hardware.Machine) -> str:
+    if flag == _BATCH_FLAG:
+        return f"{flag} {setup.micro_batch_size} --gradient_accumulation_steps {setup.accumulation}"
+    return as_flag(flag, setup) or f"a launch file with {launch_label(setup, machine)}"

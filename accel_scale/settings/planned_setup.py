@@ -1,0 +1,185 @@
+"""A recipe's settings, launch and machine in the planner's terms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from accel_scale.errors import ConfigError
+from accel_scale.facts import hardware
+from accel_scale.planning.models.training_setup import LoraSetup, ParallelSetup, TrainingSetup
+from accel_scale.units import parse_bytes
+
+if TYPE_CHECKING:
+    from accel_scale.launching.environment import LaunchEnvironment
+    from accel_scale.launching.strategy import Strategy
+    from accel_scale.parallel.layout import ParallelLayout
+    from accel_scale.settings.resolve import Resolved
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a run is planned for.
+
+    Attributes:
+        machine: Its cards; without one, this machine's memory in the place of a card's.
+        is_cuda: Whether the kernels will be CUDA's.
+        is_here: Whether it is the machine that the run will use.
+    """
+
+    machine: hardware.Machine
+    is_cuda: bool
+    is_here: bool
+
+
+@dataclass(frozen=True)
+class SharedModel:
+    """How the ranks of a run share its model.
+
+    Attributes:
+        layout: The sizes of all kinds of parallelism.
+        schedule: Of a pipeline.
+        stages_per_rank: Of a pipeline.
+    """
+
+    layout: ParallelLayout
+    schedule: str = "1f1b"
+    stages_per_rank: int = 1
+
+
+def target_of(settings: Resolved, launch: LaunchEnvironment) -> Target:
+    """The card of ``--plan_gpu``, else the one here, else this machine's memory; ``--device_memory`` caps it.
+
+    Raises:
+        ConfigError: for a card that is not known.
+    """
+    scale, is_cuda = settings.scale, settings.launch.device_type == "cuda"
+    host_bytes = hardware.host_memory_bytes()
+    local = hardware.detect_local() if is_cuda and not scale.plan_gpu else None
+    if scale.plan_gpu:
+        gpu = hardware.find_gpu(scale.plan_gpu, place=settings.sources.get("plan_gpu", "--plan_gpu"))
+    elif local is not None:
+        gpu = local.gpu
+    else:
+        share = (host_bytes or 0) // max(1, launch.local_world_size)
+        gpu = hardware.Gpu("this machine's memory", share, share)
+    if scale.device_memory:
+        cap = parse_bytes(scale.device_memory, place=settings.sources.get("device_memory", "--device_memory"))
+        if cap < gpu.memory_bytes:
+            gpu = replace(gpu, name=f"{gpu.name}, capped", memory_bytes=cap, usable_bytes=min(cap, gpu.usable_bytes))
+    machine = hardware.Machine(
+        gpu,
+        num_gpus=launch.world_size,
+        gpus_per_node=launch.local_world_size,
+        host_memory_bytes=host_bytes if local is not None else None,
+    )
+    return Target(machine, is_cuda=is_cuda or bool(scale.plan_gpu), is_here=not scale.plan_gpu)
+
+
+def setup_of(
+    settings: Resolved, launch: LaunchEnvironment, attention: str, shared: SharedModel | None = None
+) -> TrainingSetup:
+    """A recipe's settings in the planner's terms.
+
+    Raises:
+        ConfigError: for what the planner does not model: an 8-bit base, adapters by pattern, rows of no known length.
+    """
+    from accel_scale.flags.trl_config import RecipeModelConfig
+
+    model_args = settings.build(RecipeModelConfig)
+    if model_args.load_in_8bit:
+        raise ConfigError("memory of an 8-bit base is not modelled.", place="--load_in_8bit")
+    length = recipe_value(settings, "max_length")
+    if length is None:
+        raise ConfigError("without --max_length rows can have any length.", place="--max_length")
+    return TrainingSetup(
+        method=settings.method,
+        precision=settings.precision.name,
+        optimizer=str(getattr(recipe_value(settings, "optim"), "value", recipe_value(settings, "optim"))),
+        checkpointing=str(settings.checkpointing),
+        attention="sdpa" if attention == "sdpa_packed" else attention,
+        loss=_loss_of(settings),
+        micro_batch_size=int(recipe_value(settings, "per_device_train_batch_size")),
+        sequence_length=int(length),
+        packing=bool(recipe_value(settings, "packing")),
+        accumulation=int(recipe_value(settings, "gradient_accumulation_steps")),
+        sync_each_batch=bool(recipe_value(settings, "sync_each_batch")),
+        lora=_lora_of(model_args),
+        double_quantisation=bool(model_args.use_bnb_nested_quant),
+        compile=bool(recipe_value(settings, "torch_compile")),
+        parallel=parallel_of(launch.parallel, launch.world_size, launch.local_world_size, shared),
+    )
+
+
+def parallel_of(
+    strategy: Strategy, world_size: int, gpus_per_node: int, shared: SharedModel | None = None
+) -> ParallelSetup:
+    """A launch file's strategy in the planner's terms, or what a recipe's ranks share beside it.
+
+    Raises:
+        ConfigError: for one that is not modelled.
+    """
+    from accel_scale.launching.strategy import is_true
+
+    if strategy.name in ("zero0", "megatron"):
+        raise ConfigError(f"memory under {strategy.label} is not modelled.", place="launch file")
+    if shared is not None and not shared.layout.is_plain:
+        return _shared(strategy, shared, gpus_per_node)
+    keeps_weights = strategy.fsdp.get("fsdp_sharding_strategy") == "SHARD_GRAD_OP"
+    return ParallelSetup(
+        strategy=strategy.name,
+        num_gpus=world_size,
+        gpus_per_node=gpus_per_node,
+        num_replicas=strategy.num_replicas,
+        reshard_after_forward=not keeps_weights and is_true(strategy.fsdp.get("fsdp_reshard_after_forward", True)),
+        offload_optimizer=strategy.offload_optimizer,
+        offload_params=strategy.offload_params,
+        tensor_parallel=strategy.tensor_parallel_size,
+        sequence_parallel=strategy.context_parallel_size,
+        in_engine=strategy.context_parallel_size > 1,
+    )
+
+
+def _shared(strategy: Strategy, shared: SharedModel, gpus_per_node: int) -> ParallelSetup:
+    """As `accel_scale.parallel.data_parallel` does it: one shard is no FSDP2 but a replica, one gradient alone."""
+    from accel_scale.launching.strategy import is_true
+
+    layout = shared.layout
+    name = "fsdp2" if layout.shards_weights else "ddp" if layout.gradient_ranks > 1 else "single"
+    return ParallelSetup(
+        strategy=name,
+        num_gpus=layout.world_size,
+        gpus_per_node=gpus_per_node,
+        num_replicas=layout.dp_replicate if name == "fsdp2" else 1,
+        reshard_after_forward=is_true(strategy.fsdp.get("fsdp_reshard_after_forward", True)),
+        tensor_parallel=layout.tp,
+        pipeline_parallel=layout.pp,
+        sequence_parallel=layout.sp,
+        pipeline_schedule=shared.schedule,
+        stages_per_rank=shared.stages_per_rank if layout.pp > 1 else 1,
+    )
+
+
+def recipe_value(settings: Resolved, name: str) -> Any:
+    """The value of a flag of the recipe's training configuration, its default where nobody set it."""
+    from accel_scale.flags.trl_config import RecipeSFTConfig
+
+    default = next(f.default for f in fields(RecipeSFTConfig) if f.name == name)
+    return settings.values.get(name, default)
+
+
+def _loss_of(settings: Resolved) -> str:
+    if settings.values.get("use_liger_kernel"):
+        return "liger"
+    own = recipe_value(settings, "loss_type") in ("nll", "chunked_nll")
+    return "chunked" if own and not settings.values.get("label_smoothing_factor") else "full"
+
+
+def _lora_of(model_args: Any) -> LoraSetup:
+    targets = model_args.lora_target_modules or ["all-linear"]
+    names = [targets] if isinstance(targets, str) else list(targets)
+    if model_args.lora_target_parameters or not all(n == "all-linear" or n.isidentifier() for n in names):
+        raise ConfigError("adapters that a pattern chooses are not modelled.", place="--lora_target_modules")
+    saved = model_args.lora_modules_to_save or ()
+    dropout = float(model_args.lora_dropout)
+    return LoraSetup(model_args.lora_r, tuple(names), bool(model_args.use_dora), tuple(saved), dropout)

@@ -1,0 +1,1 @@
+"""Tiny models with the architecture of real ones."""

@@ -1,0 +1,79 @@
+"""Configuration and tokenizer of a model that is rehearsed: of the hub, of a folder, or of the catalogue."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel_scale.errors import ConfigError
+from accel_scale.launching.hub_reach import unreachable_hub
+from accel_scale.modeling.model_class import refuse_other_models
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+def load_model_config(
+    name_or_path: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedConfig:
+    """The configuration of `name_or_path`, with all of its parts where it has several; no weights are read.
+
+    Where the hub cannot be asked, or wants a login, the planner's catalogue is: it has popular models' configurations.
+
+    Raises:
+        ConfigError: if it is in neither, or no decoder of text.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    from accel_scale.planning.models.catalogue import catalogue_config
+
+    path = Path(name_or_path)
+    source = str(path.parent) if path.name == "config.json" and path.is_file() else name_or_path
+    options = {"revision": revision, "trust_remote_code": trust_remote_code}
+    try:
+        config = AutoConfig.from_pretrained(source, local_files_only=_is_out_of_reach(name_or_path), **options)
+    except (OSError, ValueError) as error:
+        known = None if path.exists() else catalogue_config(name_or_path)
+        if known is not None and known["model_type"] in CONFIG_MAPPING:
+            return AutoConfig.for_model(known.pop("model_type"), **known)
+        raise ConfigError(
+            f"the configuration of {name_or_path!r} cannot be had: {str(error).splitlines()[0]}",
+            place="--model_name_or_path",
+            fix="download its config.json once and give that file, or its folder.",
+        ) from error
+    refuse_other_models(config, name=name_or_path, place="--model_name_or_path")
+    return config
+
+
+def own_tokenizer(name_or_path: str, *, revision: str | None, trust_remote_code: bool) -> Any:
+    """The model's tokenizer, or None where it cannot be had."""
+    from transformers import AutoTokenizer
+
+    path = Path(name_or_path)
+    source = str(path.parent) if path.is_file() else name_or_path
+    if path.exists() and not any(file.name.startswith("tokenizer") for file in os.scandir(source)):
+        return None
+    options = {"revision": revision, "trust_remote_code": trust_remote_code}
+    try:
+        return AutoTokenizer.from_pretrained(source, local_files_only=_is_out_of_reach(name_or_path), **options)
+    except (OSError, ValueError):
+        return None
+
+
+@functools.lru_cache(maxsize=8)
+def _is_out_of_reach(name: str) -> bool:
+    """Whether the hub does not answer at all. Asks once: loading from it would retry for half a minute, each time."""
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
+
+    if Path(name).exists() or constants.HF_HUB_OFFLINE:
+        return False
+    if unreachable_hub() is not None:
+        return True
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "config.json"))
+    except Exception as error:
+        # Errors of the connection belong to the hub client's HTTP library; what the hub answers, loading will say.
+        return type(error).__module__.startswith("httpx")
+    return False

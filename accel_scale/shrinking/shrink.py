@@ -1,0 +1,268 @@
+"""A tiny model of the same architecture as a real one, from its configuration alone.
+
+What makes a launch fail is the architecture: which layers there are and in what order, grouped heads, tied
+embeddings, experts, fused projections. All of that is kept; only counts and widths shrink. So the tiny model is of the
+same classes, is sharded along the same modules and takes the same LoRA targets, in a few million parameters at most
+beside the embeddings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel_scale.errors import ConfigError
+from accel_scale.modeling.model_class import language_model_class
+from accel_scale.shrinking.layers import MIN_LAYERS, first_of, num_layers, set_all, shrink_layers
+from accel_scale.shrinking.model_source import load_model_config, own_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+HEAD_DIM = 16
+MAX_BODY_PARAMETERS = 20_000_000
+
+# The names that configurations give to the same quantity.
+_HIDDEN = ("hidden_size", "n_embd", "d_model", "emb_dim", "embedding_dim")
+_NUM_HEADS = ("num_attention_heads", "n_head", "n_heads", "attention_heads")
+_NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
+_FEED_FORWARD = (
+    "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size",
+    "intermediate_size_mlp", "ffn_dim", "ffn_hidden_size", "n_inner", "d_inner", "expert_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size", "dense_intermediate_size", "attention_hidden_size",
+    "pronunciation_embed_dim", "shape_embed_dim",
+)  # fmt: skip
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "zero_expert_num")
+_EXPERTS_PER_TOKEN = (
+    "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k", "moe_topk", "top_k_experts"
+)  # fmt: skip
+# State-space layers: heads and their sizes, which together are `expand` times as wide as the hidden size.
+_STATE_HEADS = (
+    ("mamba_n_heads", "mamba_d_head"), ("mamba_num_heads", "mamba_head_dim"), ("n_mamba_heads", "mamba_headdim"),
+    ("num_heads", "head_dim"),
+)  # fmt: skip
+_EXPAND = ("mamba_expand", "expand")
+# Upper limits of what is neither of the above: latent and linear attention, expert groups, windows, per-layer inputs.
+_LIMITS = {
+    "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": HEAD_DIM, "qk_rope_head_dim": HEAD_DIM,
+    "v_head_dim": HEAD_DIM, "rotary_dim": HEAD_DIM, "linear_key_head_dim": HEAD_DIM, "linear_value_head_dim": HEAD_DIM,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "global_head_dim": HEAD_DIM, "n_group": 2, "topk_group": 1,
+    "n_shared_experts": 1, "sliding_window": 32, "attention_chunk_size": 32, "hidden_size_per_layer_input": 16,
+    "num_nextn_predict_layers": 0, "state_size": 16, "mamba_d_state": 16, "ssm_state_size": 16, "time_step_rank": 8,
+    "mamba_dt_rank": 8, "chunk_size": 32, "mamba_chunk_size": 32, "n_groups": 2, "mamba_n_groups": 2,
+    "mamba_ngroups": 2, "adapter_rank": 8, "laurel_rank": 8, "window_size": 32, "context_length": 256,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ShrunkenModel:
+    """A tiny model written to `folder`, ready for ``from_pretrained``.
+
+    Attributes:
+        folder: Holds configuration, randomly initialised weights and tokenizer.
+        architecture: Class of the real and the tiny model, e.g. ``LlamaForCausalLM``.
+        num_layers: ``(real, tiny)``.
+        num_parameters: Of the tiny model.
+        own_tokenizer: Whether the tokenizer is the real model's.
+        has_chat_template: Whether that tokenizer can write conversations.
+    """
+
+    folder: Path
+    architecture: str
+    num_layers: tuple[int, int]
+    num_parameters: int
+    own_tokenizer: bool
+    has_chat_template: bool
+
+
+def write_shrunken_model(
+    name_or_path: str,
+    folder: str | Path,
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    fallback_tokenizer: str,
+    min_layers: int = MIN_LAYERS,
+    seed: int = 0,
+) -> ShrunkenModel:
+    """Shrink the model `name_or_path` (hub id, folder or ``config.json``) and write the tiny one to `folder`.
+
+    Args:
+        fallback_tokenizer: Hub id or folder of the tokenizer to use where the model's own cannot be had; the
+            vocabulary shrinks to it.
+        min_layers: Layers that are kept at least, where the model has them: a pipeline has one in each stage.
+
+    Raises:
+        ConfigError: the configuration cannot be had, or holds a size that is not known how to shrink.
+    """
+    import torch
+    from transformers import AutoTokenizer
+
+    folder = Path(folder)
+    config = load_model_config(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
+    tokenizer = own_tokenizer(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
+    own = tokenizer is not None
+    tokenizer = tokenizer or AutoTokenizer.from_pretrained(fallback_tokenizer)
+    vocab_size = None if own else len(tokenizer)
+    real_layers = num_layers(config.get_text_config(decoder=True).to_dict())
+    special = _special_tokens(tokenizer, own)
+    tiny = shrink_model_config(config, vocab_size=vocab_size, min_layers=min_layers, **special)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = language_model_class(config).from_config(tiny, trust_remote_code=trust_remote_code)
+    embedding = model.get_input_embeddings().weight.numel()
+    tied = tiny.get_text_config(decoder=True).tie_word_embeddings
+    body = model.num_parameters() - embedding * (1 if tied else 2)
+    if body > MAX_BODY_PARAMETERS:
+        raise ConfigError(
+            f"{config.model_type} still has {body:,} parameters after shrinking: it holds a size of unknown name.",
+            place=name_or_path,
+            fix="rehearse with a small model of the same family, given as --model_name_or_path.",
+        )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    layers = (real_layers, num_layers(tiny.get_text_config(decoder=True).to_dict()))
+    return ShrunkenModel(
+        folder, type(model).__name__, layers, model.num_parameters(), own, bool(tokenizer.chat_template)
+    )
+
+
+def shrink_config(
+    config: PreTrainedConfig,
+    *,
+    vocab_size: int | None = None,
+    min_layers: int = MIN_LAYERS,
+    **special_tokens: int | list[int] | None,
+) -> PreTrainedConfig:
+    """A configuration of the same class with few layers, heads, experts and small widths.
+
+    Kept: one layer of every kind in the order they come (sliding and full attention, dense and expert layers, …), at
+    least `min_layers`; query heads per key-value head up to 8; the ratio of feed-forward to hidden size; whether
+    attention is as wide as the hidden size; ties; the vocabulary unless `vocab_size` replaces it.
+    """
+    old = {key: value for key, value in config.to_dict().items() if key != "quantization_config"}
+    new = dict(old)
+    shrink_layers(old, new, min_layers)
+    _shrink_widths(old, new)
+    _shrink_experts(old, new)
+    _shrink_states(new)
+    if vocab_size is not None:
+        new["vocab_size"] = -(-vocab_size // 64) * 64
+        if "vocab_size_per_layer_input" in new:
+            new["vocab_size_per_layer_input"] = new["vocab_size"]
+    new.update(special_tokens)
+    return type(config).from_dict(new)
+
+
+def shrink_model_config(
+    config: PreTrainedConfig,
+    *,
+    vocab_size: int | None = None,
+    min_layers: int = MIN_LAYERS,
+    **special_tokens: int | list[int] | None,
+) -> PreTrainedConfig:
+    """`shrink_config` of a language model, or of each part of a model that has several.
+
+    A part that is not a language model and holds sizes of unknown names keeps its widths and loses layers.
+    """
+    parts = {name: part for name in config.sub_configs if (part := getattr(config, name, None)) is not None}
+    text = config.get_text_config(decoder=True)
+    if text is config or not parts:
+        return shrink_config(config, vocab_size=vocab_size, min_layers=min_layers, **special_tokens)
+    for name, part in parts.items():
+        if part is text:
+            tiny = shrink_config(part, vocab_size=vocab_size, min_layers=min_layers, **special_tokens)
+        else:
+            tiny = _shrink_other(part)
+        setattr(config, name, tiny)
+    config.quantization_config = None
+    return config
+
+
+def _shrink_other(part: PreTrainedConfig) -> PreTrainedConfig:
+    try:
+        return shrink_config(part)
+    except (ConfigError, ValueError, TypeError, KeyError):
+        values = part.to_dict()
+        set_all(values, ("num_hidden_layers", "num_layers", "depth", "n_layer"), 1)
+        return type(part).from_dict(values)
+
+
+def _shrink_widths(old: Mapping[str, Any], new: dict[str, Any]) -> None:
+    hidden, heads = first_of(old, _HIDDEN), first_of(old, _NUM_HEADS, default=4)
+    kv_heads = first_of(old, _NUM_KV_HEADS, default=heads)
+    group = min(8, heads // kv_heads)
+    new_kv_heads = min(kv_heads, 4 if group == 1 else 2)
+    new_heads = new_kv_heads * group
+    set_all(new, _NUM_HEADS, new_heads)
+    set_all(new, _NUM_KV_HEADS, new_kv_heads)
+    attention_is_as_wide = not old.get("head_dim") or old["head_dim"] * heads == hidden
+    new_hidden = new_heads * HEAD_DIM + (0 if attention_is_as_wide else 2 * HEAD_DIM)
+    set_all(new, _HIDDEN, new_hidden)
+    if old.get("head_dim"):
+        new["head_dim"] = HEAD_DIM
+    for key in _FEED_FORWARD:
+        if isinstance(old.get(key), int):
+            new[key] = _scaled(old[key], new_hidden / hidden)
+        elif isinstance(old.get(key), list):
+            new[key] = [_scaled(width, new_hidden / hidden) for width in new[key]]
+    for key in ("d_head", "attention_head_dim"):
+        if isinstance(old.get(key), int):
+            new[key] = new.get("attention_hidden_size", new_hidden) // new_heads
+    for key, limit in _LIMITS.items():
+        if isinstance(old.get(key), int):
+            new[key] = min(old[key], limit)
+    if isinstance(old.get("qk_head_dim"), int):
+        new["qk_head_dim"] = new["qk_nope_head_dim"] + new["qk_rope_head_dim"]
+    if "word_embed_proj_dim" in old:
+        new["word_embed_proj_dim"] = new_hidden
+    if "rope_parameters" in old:
+        new["rope_parameters"] = _shrink_rope(old["rope_parameters"], old, hidden // heads)
+    for changes in (new.get("per_layer_config") or {}).values():
+        changes |= {"head_dim": 2 * HEAD_DIM} if "head_dim" in changes else {}
+
+
+def _scaled(width: int, ratio: float) -> int:
+    return max(HEAD_DIM, round(width * ratio / HEAD_DIM) * HEAD_DIM)
+
+
+def _shrink_states(new: dict[str, Any]) -> None:
+    """Heads of state-space layers that fill `expand` times the hidden size."""
+    expand = first_of(new, _EXPAND, default=0)
+    for heads, head_dim in _STATE_HEADS if expand else ():
+        if new.get(heads) is not None and new.get(head_dim) is not None:
+            new[head_dim] = HEAD_DIM
+            new[heads] = expand * first_of(new, _HIDDEN) // HEAD_DIM
+            new |= {"mamba_d_ssm": new[heads] * HEAD_DIM} if new.get("mamba_d_ssm") is not None else {}
+
+
+def _shrink_rope(rope: Any, old: Mapping[str, Any], default_head_dim: int) -> Any:
+    """Per-frequency lists (longrope's factors) cut to the frequencies that the smaller head has."""
+    if not isinstance(rope, dict):
+        return rope
+    old_head_dim = old.get("head_dim") or default_head_dim
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: cut(item) for key, item in value.items()}
+        if isinstance(value, list) and value and all(isinstance(item, (int, float)) for item in value):
+            return value[: max(1, len(value) * HEAD_DIM // old_head_dim)]
+        return value
+
+    return cut(rope)
+
+
+def _shrink_experts(old: Mapping[str, Any], new: dict[str, Any]) -> None:
+    for key in _NUM_EXPERTS:
+        if isinstance(old.get(key), int):
+            new[key] = min(old[key], 4)
+    for key in _EXPERTS_PER_TOKEN:
+        if isinstance(old.get(key), int):
+            new[key] = min(old[key], 2)
+
+
+def _special_tokens(tokenizer: Any, own: bool) -> dict[str, int | None]:
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return {} if own else {name: getattr(tokenizer, name) for name in names}

@@ -1,0 +1,106 @@
+"""What each recipe's flags mean to the start check."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from accel_scale.errors import ConfigError
+from accel_scale.optimization.router_loss import refuse_shared_model
+from accel_scale.start_check.check import check_start
+from accel_scale.start_check.plan import PlannedRun, Verdict
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from accel_scale.flags.trl_config import RecipeModelConfig
+    from accel_scale.settings.resolve import Resolved
+    from accel_scale.training.pretrain.run import Run as PretrainRun
+
+
+def check_sft_start(
+    settings: Resolved,
+    model_args: RecipeModelConfig,
+    config: PreTrainedConfig,
+    attention: str,
+    *,
+    say: Callable[[str], None],
+) -> Verdict:
+    """The start check of a fine-tuning run; what the user should know is said, a line each.
+
+    Raises:
+        ConfigError: as `check_start`.
+    """
+    from accel_scale.modeling.adapters import settle_adapters
+
+    values, adapter = settings.values, settle_adapters(settings, model_args, config)
+    packs = bool(values.get("packing", True) or values.get("padding_free"))
+    planned = PlannedRun(
+        config=config,
+        attention=attention,
+        attention_given=bool(model_args.attn_implementation),
+        rows="packed" if packs else "padded",
+        policy=settings.checkpointing,
+        # ZeRO-3 partitions an adapter's frozen base while it is recomputed, which only the reentrant kind survives.
+        use_reentrant=settings.use_reentrant or (adapter is not None and settings.launch.strategy == "zero3"),
+        adapter=adapter,
+        targets_given=bool(values.get("lora_target_modules")),
+        trust_remote_code=bool(values.get("trust_remote_code")),
+        router_loss=_router_loss(config, values.get("router_aux_loss_coef")),
+        packing_flag="--packing false --padding_free false" if values.get("padding_free") else "--packing false",
+    )
+    return _said(planned, say)
+
+
+def check_pretrain_start(run: PretrainRun) -> Verdict:
+    """The start check of a pretraining run; what the user should know is said, a line each.
+
+    Raises:
+        ConfigError: as `check_start`, or if the loss must come from whole logits where ranks share the model.
+    """
+    from accel_scale.modeling.adapters import settle_adapters
+
+    adapter = settle_adapters(run.settings, run.model_args, run.model_config)
+    planned = PlannedRun(
+        config=run.model_config,
+        attention=run.attention,
+        attention_given=bool(run.model_args.attn_implementation),
+        rows="lanes" if run.data_args.isolate_documents else "stream",
+        policy=run.settings.checkpointing,
+        use_reentrant=adapter is not None and run.launch.strategy == "zero3",
+        adapter=adapter,
+        targets_given="lora_target_modules" in run.settings.sources,
+        trust_remote_code=run.model_args.trust_remote_code,
+        packing_flag="--isolate_documents false",
+    )
+    refuse_shared_model(run.model_config, is_plain=run.layout.is_plain)
+    verdict = _said(planned, run.say)
+    if verdict.loss_from_logits and not run.layout.is_plain:
+        raise ConfigError(
+            f"{run.model_config.model_type}'s head is more than one matrix product, which ranks cannot share.",
+            place="--tp_size, --pp_size and --sp_size",
+            fix="leave them out, and use FSDP2 or ZeRO.",
+        )
+    return verdict
+
+
+def _router_loss(config: PreTrainedConfig, given: float | None) -> float:
+    """The weight that TRL gives to the routers' auxiliary loss: 0 for a model without routers that tell."""
+    text = config.get_text_config()
+    if not hasattr(text, "output_router_logits"):
+        return 0.0
+    return float(getattr(text, "router_aux_loss_coef", 0.0) if given is None else given)
+
+
+def _said(planned: PlannedRun, say: Callable[[str], None]) -> Verdict:
+    from peft import LoraConfig
+
+    from accel_scale.modeling.adapters import leave_out
+
+    verdict = check_start(planned)
+    for note in verdict.notes:
+        say(f"note: {note}")
+    if isinstance(planned.adapter, LoraConfig):
+        leave_out(planned.adapter, verdict.exclude_modules)
+    return dataclasses.replace(verdict, use_reentrant=planned.use_reentrant, adapter=planned.adapter)

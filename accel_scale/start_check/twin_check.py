@@ -1,0 +1,235 @@
+"""The questions that are asked of one twin, in order, and what is said where one is answered with no."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from accel_scale.errors import ConfigError
+from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy, apply_checkpointing
+from accel_scale.optimization.fast_loss import add_fast_lm_head
+from accel_scale.optimization.router_loss import router_coefficient
+from accel_scale.start_check.plan import AttentionRefused, Crashed, PlannedRun, Verdict
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedConfig
+
+    from accel_scale.start_check.flash_on_cpu import AttentionOnCpu
+    from accel_scale.start_check.isolation import Leak
+    from accel_scale.start_check.rows import TinyBatch
+    from accel_scale.start_check.steps import Step
+
+_SHOWN = 3
+_ROWS = {"packed": "packed rows", "lanes": "packed rows", "padded": "padded rows", "stream": "rows of plain text"}
+
+
+class TwinCheck:
+    """One twin and the steps that are taken with it."""
+
+    def __init__(self, run: PlannedRun, attention: AttentionOnCpu) -> None:
+        from accel_scale.start_check.rows import tiny_batch
+        from accel_scale.start_check.twin import build_twin
+
+        self.run, self.attention = run, attention
+        config = _with_router_loss(run.config, run.router_loss)
+        base = build_twin(config, attention=attention.built_with, trust_remote_code=run.trust_remote_code)
+        attention.switch_on(base)
+        self.base: Any = base
+        self.name = type(base).__name__
+        self.model: Any = _with_adapter(base, run) if run.adapter is not None else base
+        self.batch: TinyBatch = tiny_batch(run.rows, run.attention)
+        self.logits: torch.Tensor | None = None
+
+    def verdict(self) -> Verdict:
+        own = self.own_step()
+        self.refuse_leak()
+        step, from_logits = self.recipe_step(own)
+        untrained = self.untrained(step)
+        excluded, notes = _adapters_to_leave_out(self.run, untrained, step.gradients)
+        if from_logits:
+            notes.append(
+                f"the loss is computed from {self.name}'s own logits, which takes more memory: its head is more than "
+                "one matrix product."
+            )
+        return Verdict(self.run.attention, from_logits, tuple(untrained), tuple(excluded), tuple(notes))
+
+    def own_step(self) -> Step:
+        """The step by the model's own loss, without checkpointing."""
+        from accel_scale.start_check.steps import take_step
+        from accel_scale.start_check.twin import first_line
+
+        def own_loss(model: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
+            output = model(**inputs, use_cache=False)
+            self.logits = output.logits.detach()
+            return output.loss  # type: ignore[no-any-return]
+
+        try:
+            return take_step(self.model, self.batch.inputs, own_loss)
+        except Exception as error:
+            raise Crashed(
+                f"{self.name} cannot take a step with {self.run.attention} attention on {_ROWS[self.run.rows]}: "
+                f"{type(error).__name__}: {first_line(error)}",
+                place="--attn_implementation",
+            ) from error
+
+    def refuse_leak(self) -> None:
+        """Stop where a token sees the next one, or a document another one."""
+        from accel_scale.start_check.isolation import find_leak
+
+        assert self.logits is not None
+        leak: Leak = find_leak(self.model, self.batch, self.logits)
+        if leak == "ahead":
+            switch = next((n for n in ("is_decoder", "causal") if getattr(self.run.config, n, None) is False), None)
+            raise AttentionRefused(
+                f"{self.name} is not causal: a token sees those that follow it, which are what it should predict.",
+                place="--model_name_or_path",
+                fix=f'set {switch}: "{switch}": true in its config.json.' if switch else "train a causal model.",
+            )
+        if leak == "others" and self.run.packs:
+            raise AttentionRefused(
+                f"{self.name} lets packed documents see each other with {self.run.attention} attention.",
+                place=self.run.packing_flag.split()[0],
+            )
+        if leak == "others":
+            raise ConfigError(
+                f"{self.name} lets the rows of a micro-batch see each other with {self.run.attention} attention.",
+                place="--per_device_train_batch_size",
+                fix="use 1, with gradient accumulation.",
+            )
+
+    def recipe_step(self, own: Step) -> tuple[Step, bool]:
+        """The step as the recipe takes it, and whether its loss must come from the model's own logits.
+
+        Raises:
+            ConfigError: if neither way gives the model's own loss and gradients, or checkpointing changes them.
+        """
+        policy = _for_few_layers(self.run.policy, self.base)
+        seen = []
+        for from_logits in (False, True):
+            add_fast_lm_head(self.base, from_logits=from_logits)
+            if policy.kind != "none":
+                apply_checkpointing(self.model, policy, use_reentrant=self.run.use_reentrant)
+                step, why_policy = self.compared(own)
+                if step is not None:
+                    return step, from_logits
+                apply_checkpointing(self.model, CheckpointingPolicy("none"))
+            step, why = self.compared(own)
+            if step is not None and policy.kind != "none":
+                raise self.policy_changes_gradients(own, why_policy)
+            if step is not None:
+                return step, from_logits
+            seen.append(why)
+        if router_coefficient(self.base.config):
+            raise ConfigError(
+                f"the recipe's loss with the router's auxiliary loss is not {self.name}'s own: {seen[-1]}.",
+                place="--router_aux_loss_coef",
+                fix="use 0, or set output_router_logits to false in config.json.",
+            )
+        raise ConfigError(
+            f"the recipe's loss is not {self.name}'s own: {seen[-1]}.",
+            place="start check",
+            fix="train another model; this one's loss is more than cross-entropy of its logits.",
+        )
+
+    def compared(self, own: Step) -> tuple[Step | None, str]:
+        """The recipe's step if it equals `own`; else None and what is different."""
+        from accel_scale.start_check.steps import difference, take_step
+        from accel_scale.start_check.twin import first_line
+
+        try:
+            step = take_step(self.model, self.batch.inputs, recipe_loss)
+        except Exception as error:
+            return None, f"{type(error).__name__}: {first_line(error)}"
+        gap = difference(step, own)
+        return (step, "") if gap.is_small else (None, str(gap))
+
+    def policy_changes_gradients(self, own: Step, what: str) -> ConfigError:
+        """The refusal of a checkpointing policy, naming one that leaves gradients as they are."""
+        works = "none"
+        for kind in ("full", "offload"):
+            if kind == self.run.policy.kind or (kind == "offload" and self.run.use_reentrant):
+                continue
+            apply_checkpointing(self.model, CheckpointingPolicy(kind), use_reentrant=self.run.use_reentrant)
+            if self.compared(own)[0] is not None:
+                works = kind
+                break
+        return ConfigError(
+            f"checkpointing policy {self.run.policy} does not leave {self.name}'s gradients as they are: {what}.",
+            place="--checkpointing_policy",
+            fix=f"use {works}.",
+        )
+
+    def untrained(self, step: Step) -> list[str]:
+        from accel_scale.start_check.steps import untrained_weights
+
+        return untrained_weights(step)
+
+
+def recipe_loss(model: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
+    """What both recipes call: the sum over labelled tokens ÷ their number in the global batch."""
+    from accel_scale.optimization.loss import count_loss_tokens
+
+    num_items, coefficient = count_loss_tokens(inputs["labels"]), router_coefficient(model.config)
+    outputs = model(**inputs, num_items_in_batch=num_items, fast_lm_head=True, router_loss=bool(coefficient))
+    return outputs.loss + coefficient * outputs.aux_loss if coefficient else outputs.loss  # type: ignore[no-any-return]
+
+
+def _with_router_loss(config: PreTrainedConfig, weight: float | None) -> PreTrainedConfig:
+    """A copy of `config` as TRL sets it for that weight."""
+    if weight is None:
+        return config
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    if hasattr(text, "output_router_logits"):
+        text.output_router_logits = bool(weight)
+        text.router_aux_loss_coef = weight
+    return config
+
+
+def _with_adapter(base: Any, run: PlannedRun) -> Any:
+    from accel_scale.start_check.twin import attach_adapter, first_line
+
+    try:
+        return attach_adapter(base, run.adapter)  # type: ignore[arg-type]
+    except Exception as error:
+        raise ConfigError(
+            f"PEFT cannot put these adapters on {type(base).__name__}: {first_line(error)}",
+            place="--lora_target_modules",
+            fix="name linear layers that this model has, or use --method full.",
+        ) from error
+
+
+def _for_few_layers(policy: CheckpointingPolicy, model: Any) -> CheckpointingPolicy:
+    """`policy` with a distance that the twin's layers allow."""
+    if policy.kind != "every_n":
+        return policy
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    num_layers = sum(isinstance(module, GradientCheckpointingLayer) for module in model.modules())
+    every = min(policy.every_n, num_layers)
+    return CheckpointingPolicy("every_n", every) if every > 1 else CheckpointingPolicy("full")
+
+
+def _adapters_to_leave_out(
+    run: PlannedRun, untrained: list[str], gradients: Mapping[str, Any]
+) -> tuple[list[str], list[str]]:
+    """(module names that must get no adapter, notes)."""
+    if not untrained:
+        return [], []
+    shown = ", ".join(untrained[:_SHOWN]) + (", …" if len(untrained) > _SHOWN else "")
+    if run.adapter is None:
+        return [], [f"{len(untrained)} weights get no gradient and stay as they are: {shown}."]
+    modules = {name.split(".lora_")[0].rsplit(".", 1)[-1] for name in untrained if ".lora_" in name}
+    trained = {name.split(".lora_")[0].rsplit(".", 1)[-1] for name in gradients if name not in set(untrained)}
+    never = sorted(modules - trained)
+    if never and run.targets_given:
+        raise ConfigError(
+            f"adapters on {', '.join(never)} would never train: no gradient reaches them ({shown}).",
+            place="--lora_target_modules",
+            fix=f"leave out {', '.join(never)}.",
+        )
+    if never:
+        return never, [f"no adapters on {', '.join(never)}: no gradient would reach them."]
+    return [], [f"{len(untrained)} adapter weights get no gradient and stay as they are: {shown}."]

@@ -1,0 +1,60 @@
+"""What a recipe does before its slow imports: end when its launcher does, and refuse what can be refused at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+
+from accel_scale.ending.launcher import end_with_launcher
+from accel_scale.errors import user_errors
+from accel_scale.flags.library import FlagClass
+from accel_scale.flags.parsing import ParsedFlags
+from accel_scale.launching.environment import check_launch_variables
+from accel_scale.starting.early_checks import check_command_line
+
+# As shells report a program that Ctrl-C has ended.
+INTERRUPTED_STATUS = 130
+
+
+def begin(program: str, flag_classes: Sequence[FlagClass], refuse: Callable[[ParsedFlags], None]) -> None:
+    """Call first in a recipe that is run as a program; ends it with one line and status 2 where something is wrong.
+
+    Args:
+        flag_classes: Its flags, as for `parse_flags`.
+        refuse: What the recipe says to flags that cannot work together; it imports nothing large.
+    """
+    end_at_interrupt(program)
+    with user_errors(program):
+        begin_process()
+        check_command_line(program, sys.argv[0], sys.argv[1:], flag_classes, refuse)
+
+
+def end_at_interrupt(program: str) -> None:
+    """Ctrl-C while there is nothing to save: one line and status 130, in the midst of imports too.
+
+    While it trains, `StopSignals` stands here.
+    """
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # a shell that runs it in the background
+        return
+    own = os.getpid()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == own and os.environ.get("RANK", "0") == "0":
+            line = f"{program}: interrupted; the same command begins again, or goes on from its last checkpoint.\n"
+            os.write(2, line.encode())
+        os._exit(INTERRUPTED_STATUS)
+
+    signal.signal(signal.SIGINT, end)
+
+
+def begin_process() -> None:
+    """What holds for every process that trains.
+
+    Raises:
+        ConfigError: if the variables of a launch are not as a launcher sets them.
+    """
+    end_with_launcher()
+    check_launch_variables(os.environ)

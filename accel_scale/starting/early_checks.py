@@ -1,0 +1,127 @@
+"""What a command line names, checked before the slow imports: paths that do not exist, a hub out of reach, a folder
+that is not the run's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from accel_scale.data.sources import find_source, looks_local
+from accel_scale.errors import ConfigError
+from accel_scale.facts.device import check_attention_name
+from accel_scale.facts.optimizer_specs import parse_optim_args
+from accel_scale.flags.command_line import RecipeCommand
+from accel_scale.flags.guard import GuardArguments
+from accel_scale.flags.library import FlagClass
+from accel_scale.flags.parsing import ParsedFlags, parse_flags
+from accel_scale.flags.paths import DATA_FLAGS, MODEL_FLAGS, named_inputs
+from accel_scale.flags.trl_refused import refuse_trl_flags
+from accel_scale.launching.hub_reach import require_on_hub
+from accel_scale.launching.machine import is_surely_cpu
+from accel_scale.launching.run_folder import OutputFolder
+from accel_scale.launching.strategy import is_true
+from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy
+from accel_scale.modeling.files import stored_shapes
+from accel_scale.optimization.batch import derive_accumulation
+from accel_scale.units import parse_duration
+
+_ONLY_TELL = {"--help", "-h", "--print_config", "--print-config"}
+BUILT_IN_TOKENIZERS = ("byte", "char")
+
+
+def check_command_line(
+    program: str,
+    script: str,
+    words: Sequence[str],
+    flag_classes: Sequence[FlagClass],
+    refuse: Callable[[ParsedFlags], None],
+) -> None:
+    """Refuse what can be refused without the libraries.
+
+    Args:
+        flag_classes: The recipe's flags.
+        refuse: What the recipe says to flags that cannot work together.
+
+    Raises:
+        ConfigError: naming the flag, or file and line of the flag.
+    """
+    if _ONLY_TELL & set(words):
+        return
+    command = RecipeCommand.parse(script, words)
+    parsed = parse_flags(flag_classes, words, program=program)
+    inputs = named_inputs(command.values)
+    for flag, names in inputs.items():
+        for name in names:
+            if flag in MODEL_FLAGS and name not in BUILT_IN_TOKENIZERS:
+                check_model(name, place=command.place(flag))
+            elif flag in DATA_FLAGS:
+                check_data(name, place=command.place(flag))
+    output_dir = command.value("output_dir")
+    if output_dir and os.environ.get("RANK", "0") == "0":
+        OutputFolder(
+            Path(str(output_dir)),
+            program,
+            {command.place(flag): names for flag, names in inputs.items()},
+            resumes_from=command.value("resume_from_checkpoint") or command.value("resume"),
+            place=command.place("output_dir"),
+        ).check_writable()
+    refuse_unreadable(parsed, world_size=int(os.environ.get("WORLD_SIZE", "1")))
+    refuse(parsed)
+    if is_surely_cpu(parsed.explicit.get("use_cpu") or is_true(os.environ.get("ACCELERATE_USE_CPU", "false"))):
+        refuse_trl_flags(parsed.explicit, parsed.place, device_type="cpu")
+
+
+def refuse_unreadable(parsed: ParsedFlags, *, world_size: int | None = None) -> None:
+    """Refuse values that the run would refuse in the same words after the libraries' imports.
+
+    Args:
+        world_size: How many processes train; None: not known.
+
+    Raises:
+        ConfigError: naming the flag, or file and line of the flag.
+    """
+    given, place = parsed.explicit, parsed.place
+    if given.get("checkpointing_policy"):
+        CheckpointingPolicy.parse(given["checkpointing_policy"], place=place("checkpointing_policy"))
+    if given.get("attn_implementation"):
+        check_attention_name(given["attn_implementation"], place=place("attn_implementation"))
+    if given.get("collective_timeout"):
+        parse_duration(given["collective_timeout"], place=place("collective_timeout"))
+    if given.get("optim_args"):
+        parse_optim_args(given.get("optim", "adamw_torch_fused"), given["optim_args"])
+    batch, micro = given.get("global_batch_size"), given.get("per_device_train_batch_size")
+    if batch and micro and world_size == 1 and "gradient_accumulation_steps" not in given:
+        derive_accumulation(batch, micro, 1)
+    guard = parsed.for_class(GuardArguments)
+    if guard:
+        GuardArguments(**guard).settings()
+
+
+def check_model(name: str, *, place: str) -> None:
+    """Refuse a model, tokenizer or configuration that is nowhere."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        stored_shapes(path)  # refuses files that are not whole
+    if path.exists():
+        return
+    if _is_meant_as_path(name):
+        raise ConfigError(f"there is no folder {name!r}.", place=place, fix="check the path, or give a hub id.")
+    require_on_hub(name, kind="model", place=place)
+
+
+def check_data(name: str, *, place: str) -> None:
+    """Refuse data that are nowhere."""
+    if Path(name).expanduser().exists():
+        return
+    hub_id = name if looks_local(name) else name.partition(":")[0]
+    try:
+        found = find_source(hub_id)  # says what is wrong with a path, with the nearest that exists
+    except ConfigError as error:
+        raise ConfigError(error.problem, place=place, fix=error.fix) from None
+    if found.kind == "hub":
+        require_on_hub(hub_id, kind="dataset", place=place)
+
+
+def _is_meant_as_path(name: str) -> bool:
+    return looks_local(name) or name.count("/") > 1 or name.endswith((".json", ".yaml"))

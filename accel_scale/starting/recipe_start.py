@@ -1,0 +1,120 @@
+"""What every recipe does first: find out how it was launched, on what, and refuse what cannot work there."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel_scale.flags.parsing import ParsedFlags
+from accel_scale.settings.resolve import LaunchFacts, Resolved
+
+if TYPE_CHECKING:
+    from accel_scale.launching.environment import LaunchEnvironment
+    from accel_scale.launching.machine import Machine
+    from accel_scale.launching.run_folder import OutputFolder
+
+
+@dataclass(frozen=True)
+class Start:
+    """How and where a recipe was started.
+
+    Attributes:
+        launch: How it was launched.
+        machine: What is here.
+        announcement: What a rehearsal on CPU processes says of itself; None in an ordinary run.
+        facts: Launch and machine in the terms of `resolve`.
+        folder: Where the run writes, and what must not be there.
+    """
+
+    launch: LaunchEnvironment
+    machine: Machine
+    announcement: str | None
+    facts: LaunchFacts
+    folder: OutputFolder
+
+
+def start_recipe(parsed: ParsedFlags, *, output_dir: str) -> Start:
+    """Call before anything asks torch.distributed or Accelerate for a device; sets up the console too."""
+    from accel_scale.launching.build_locks import use_own_ninja
+    from accel_scale.launching.cpu_process import tune_cpu_process, use_cores_of_host
+    from accel_scale.launching.environment import check_launch_variables, current_launch
+    from accel_scale.launching.machine import detect_device, detect_machine
+    from accel_scale.launching.rehearsal import enable_rehearsal_if_needed
+    from accel_scale.reporting.console import set_up_console
+
+    check_launch_variables(os.environ)
+    announcement = enable_rehearsal_if_needed()
+    launch = current_launch()
+    if launch.parallel.is_deepspeed:
+        use_own_ninja()
+    machine = detect_machine([output_dir, *launch.parallel.nvme_paths])
+    set_up_console(is_main=launch.rank == 0, verbose="log_level" in parsed.explicit)
+    on_cpu = parsed.explicit.get("use_cpu") or launch.parallel.use_cpu
+    facts = LaunchFacts(
+        world_size=launch.world_size,
+        strategy=launch.strategy,
+        mixed_precision=launch.mixed_precision,
+        mixed_precision_place=launch.place("mixed_precision"),
+        device=detect_device("cpu") if on_cpu else machine.accelerator,
+    )
+    if facts.device_type == "cpu":
+        tune_cpu_process()
+    elif steps_on_host(launch, parsed.explicit.get("optim")):
+        use_cores_of_host(machine.num_cores, launch.local_world_size)
+    return Start(launch, machine, announcement, facts, output_folder(parsed, output_dir))
+
+
+def output_folder(parsed: ParsedFlags, output_dir: str) -> OutputFolder:
+    """The folder of a recipe's run, with all that the run reads."""
+    from accel_scale.flags.paths import as_list, named_inputs
+    from accel_scale.launching.run_folder import OutputFolder
+
+    inputs = named_inputs(lambda flag: as_list(parsed.explicit.get(flag)))
+    return OutputFolder(
+        folder=Path(output_dir),
+        program=parsed.program,
+        inputs={parsed.place(flag): paths for flag, paths in inputs.items()},
+        resumes_from=parsed.explicit.get("resume_from_checkpoint") or parsed.explicit.get("resume"),
+        place=parsed.place("output_dir"),
+    )
+
+
+def steps_on_host(launch: LaunchEnvironment, optimizer: str | None) -> bool:
+    """Whether weights are stepped by the host's cores while an accelerator does the rest."""
+    from accel_scale.facts.optimizer_states import OPTIMIZER_FACTS
+
+    parallel = launch.parallel
+    facts = OPTIMIZER_FACTS.get(str(optimizer))
+    return parallel.offload_optimizer != "none" or parallel.offload_params != "none" or bool(facts and facts.on_host)
+
+
+def check_settings(settings: Resolved, start: Start) -> list[str]:
+    """Refuse contradictions between flags, launch and machine; returns what the user may want to change.
+
+    Raises:
+        ConfigError: for the first contradiction.
+    """
+    from accel_scale.checks.checks import check_run, refuse_errors
+    from accel_scale.checks.run_settings import RunSettings
+    from accel_scale.launching.memory_cap import fragmentation_advice
+    from accel_scale.optimization.optimizers import check_optimizer
+
+    values: dict[str, Any] = settings.values
+    findings = check_run(RunSettings.from_flags(values, settings.sources), start.launch, start.machine)
+    refuse_errors(findings)
+    notes = check_optimizer(
+        values["optim"],
+        device_type=settings.launch.device_type,
+        strategy=start.launch.strategy,
+        offload_optimizer=start.launch.parallel.offload_optimizer != "none",
+        precision=settings.precision.name,
+        max_grad_norm=values["max_grad_norm"],
+        gradient_accumulation_steps=values.get("gradient_accumulation_steps", 1),
+        optim_args=values.get("optim_args"),
+        place=settings.sources.get("optim", "--optim"),
+    )
+    advice = fragmentation_advice(device_type=settings.launch.device_type)
+    said = [*notes, *settings.precision.notes, *([advice] if advice else [])]
+    return [*(finding.one_line() for finding in findings), *said]

@@ -1,0 +1,274 @@
+"""What a checkpoint holds whatever the strategy, and the weights and optimizer of runs that replicate them.
+
+Files carry Accelerate's names. A capture is taken between two steps; writing it may happen later, in a thread.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from accel_scale.errors import ConfigError
+from accel_scale.training.checkpoints.manifest import Manifest
+from accel_scale.training.checkpoints.pickles import load_safely, refuse_unsafe
+from accel_scale.training.checkpoints.random_states import derive_random_states, put_random_states, take_random_states
+from accel_scale.training.checkpoints.ranks import one_line
+
+STATE = "state.json"
+Write = Callable[[Path], None]
+
+
+class Contents(Protocol):
+    """How one strategy writes and loads weights and optimizers."""
+
+    layout: str
+
+    def refuse_asynchronous(self) -> str | None:
+        """Why it cannot write while training goes on, None if it can."""
+
+    def capture(self, *, copy: bool, group: Any) -> Write:
+        """Take hold of everything; collective. The result writes this rank's files, on every rank.
+
+        Args:
+            copy: The training goes on before it is written.
+            group: Process group for the collectives of the writing, None for the default one.
+        """
+
+    def load(self, folder: Path, manifest: Manifest, scratch: Path) -> None:
+        """Load weights and optimizers; collective. `scratch` may be used for files and is removed afterwards."""
+
+
+def numbered(name: str, index: int) -> str:
+    """Accelerate's name of the file of the `index`-th model, optimizer or schedule."""
+    stem, _, suffix = name.rpartition(".")
+    return name if index == 0 else f"{stem}_{index}.{suffix}"
+
+
+def host_copy(value: Any, *, copy: bool, seen: dict[int, Any] | None = None) -> Any:
+    """`value` with every tensor in host memory; containers are always new, tensors that are there only if `copy`.
+
+    A tensor that occurs twice stays one. A view of a larger tensor becomes its own, so that the bytes that are
+    written do not depend on `copy`.
+    """
+    seen = {} if seen is None else seen
+    if isinstance(value, torch.Tensor):
+        if id(value) not in seen:
+            seen[id(value)] = _tensor_in_host_memory(value.detach(), copy=copy)
+        return seen[id(value)]
+    if isinstance(value, dict):
+        items = {key: host_copy(item, copy=copy, seen=seen) for key, item in value.items()}
+        return type(value)(items) if type(value) is not dict else items
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(host_copy(item, copy=copy, seen=seen) for item in value)
+    return value
+
+
+def _tensor_in_host_memory(tensor: torch.Tensor, *, copy: bool) -> torch.Tensor:
+    if tensor.device.type != "cpu":
+        return tensor.cpu().contiguous()
+    if type(tensor) is not torch.Tensor:
+        return tensor.clone() if copy else tensor
+    is_whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    return tensor.clone(memory_format=torch.contiguous_format) if copy or not is_whole else tensor
+
+
+def write_tensors(state: Any, path: Path) -> None:
+    """Write with `torch.save`, and make sure that it can be read without trusting the file.
+
+    Raises:
+        ConfigError: if it holds objects that only an unrestricted unpickler reads.
+    """
+    torch.save(state, path)
+    refuse_unsafe(path)
+
+
+# ── Beside weights and optimizers ────────────────────────────────────────────────────────────────────────────────────
+
+
+def capture_common(accelerator: Any, state: dict[str, Any], registered: dict[str, Any]) -> Write:
+    """Schedules, scaler, `state` and registered states by rank 0; random states by every rank.
+
+    Raises:
+        ConfigError: if a state is not JSON-able or a schedule holds objects.
+    """
+    content: dict[str, Any] = {
+        "state": state,
+        "registered": {name: obj.state_dict() for name, obj in registered.items()},
+        "accelerator_step": accelerator.step,
+        "scaler": accelerator.scaler.state_dict() if accelerator.scaler is not None else None,
+    }
+    _require_json(content["state"], "state")
+    for name, value in content["registered"].items():
+        _require_json(value, f"registered object {name!r}")
+    files = {f"random_states_{accelerator.process_index}.pt": _as_bytes(take_random_states(accelerator.device))}
+    if accelerator.is_main_process:
+        files[STATE] = (json.dumps(content, indent=1) + "\n").encode()
+        for index, scheduler in enumerate(schedules(accelerator)):
+            files[numbered("scheduler.bin", index)] = _as_bytes(host_copy(scheduler.state_dict(), copy=False))
+
+    def write(folder: Path) -> None:
+        for name, data in files.items():
+            (folder / name).write_bytes(data)
+
+    return write
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """What `capture_common` put into ``state.json``."""
+    return json.loads((folder / STATE).read_text(encoding="utf-8"))
+
+
+def load_common(accelerator: Any, folder: Path, content: dict[str, Any], registered: dict[str, Any]) -> None:
+    """Schedules, registered states and Accelerate's counter; the scaler is `load_scaler`'s."""
+    for index, scheduler in enumerate(schedules(accelerator)):
+        scheduler.load_state_dict(load_safely(folder / numbered("scheduler.bin", index)))
+    for name, obj in registered.items():
+        obj.load_state_dict(content["registered"][name])
+    accelerator.step = content["accelerator_step"]
+
+
+def load_scaler(accelerator: Any, content: dict[str, Any]) -> None:
+    """The loss scale of fp16; before the optimizer's state, which FSDP2 sets by a step of zeros."""
+    if accelerator.scaler is None or content["scaler"] is None:
+        return
+    accelerator.scaler.load_state_dict(content["scaler"])
+    if accelerator.is_fsdp2:
+        # Private, as in Accelerate 1.15's load_state: the step of zeros unscales before anything was scaled.
+        accelerator.scaler._lazy_init_scale_growth_tracker(accelerator.scaler._device)
+
+
+def load_random_states(accelerator: Any, folder: Path, manifest: Manifest) -> None:
+    """Call it last. Ranks that the checkpoint does not know are seeded from its seed, its step and their rank."""
+    rank = accelerator.process_index
+    if rank < manifest.world_size:
+        put_random_states(load_safely(folder / f"random_states_{rank}.pt"), accelerator.device)
+    else:
+        derive_random_states(manifest.seed, manifest.step, rank)
+
+
+def schedules(accelerator: Any) -> list[Any]:
+    """The prepared schedules that are not inside DeepSpeed's engine."""
+    return [s for s in accelerator._schedulers if type(s).__name__ != "DeepSpeedSchedulerWrapper"]
+
+
+def _as_bytes(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    refuse_unsafe(buffer)
+    return buffer.getvalue()
+
+
+def _require_json(value: Any, where: str) -> None:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise ConfigError(
+                    f"{where} has the key {key!r}, which JSON would turn into text.",
+                    place="CheckpointManager.save",
+                    fix="use text as keys.",
+                )
+            _require_json(item, f"{where}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            _require_json(item, f"{where}[{index}]")
+    elif not (value is None or isinstance(value, (str, int, float, bool))):
+        raise ConfigError(
+            f"{where} is a {type(value).__name__}, which JSON does not hold.",
+            place="CheckpointManager.save",
+            fix="keep numbers, text, lists and dictionaries in it.",
+        )
+
+
+# ── Replicated weights: one process, and DDP ─────────────────────────────────────────────────────────────────────────
+
+
+class ReplicatedContents:
+    """Rank 0 writes all; every rank reads all."""
+
+    layout = "whole"
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+
+    def refuse_asynchronous(self) -> str | None:
+        return None
+
+    def capture(self, *, copy: bool, group: Any) -> Write:
+        accelerator = self._accelerator
+        if not accelerator.is_main_process:
+            return lambda folder: None
+        models = [_whole_weights(accelerator, model, copy=copy) for model in accelerator._models]
+        optimizers = [host_copy(o.state_dict(), copy=copy) for o in accelerator._optimizers]
+
+        def write(folder: Path) -> None:
+            from safetensors.torch import save_file
+
+            for index, weights in enumerate(models):
+                save_file(weights, folder / numbered("model.safetensors", index), metadata={"format": "pt"})
+            for index, state in enumerate(optimizers):
+                write_tensors(state, folder / numbered("optimizer.bin", index))
+
+        return write
+
+    def load(self, folder: Path, manifest: Manifest, scratch: Path) -> None:
+        from safetensors.torch import load_file
+
+        for index, model in enumerate(self._accelerator._models):
+            base = self._accelerator.unwrap_model(model, keep_torch_compile=False)
+            weights = load_file(folder / numbered("model.safetensors", index))
+            held = base.state_dict()
+            first = _first_names(held)
+            given = {first[name]: tensor for name, tensor in weights.items() if name in first}
+            unknown = {name: tensor for name, tensor in weights.items() if name not in first}
+            try:
+                base.load_state_dict({n: given[first[n]] for n in held if first[n] in given} | unknown, strict=True)
+            except RuntimeError as error:
+                raise ConfigError(
+                    f"{folder.name} does not fit this model ({what_differs(error)}).",
+                    place="resume",
+                    fix="resume with the model it was written by.",
+                ) from error
+        for index, optimizer in enumerate(self._accelerator._optimizers):
+            state = load_safely(folder / numbered("optimizer.bin", index))
+            try:
+                optimizer.load_state_dict(state)
+            except (ValueError, KeyError) as error:
+                raise ConfigError(
+                    f"{folder.name} does not fit this optimizer ({one_line(error)}).",
+                    place="resume",
+                    fix="resume with the optimizer it was written by.",
+                ) from error
+
+
+def what_differs(error: BaseException) -> str:
+    """In one line: torch has one for each kind of difference below its headline."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[1] if len(lines) > 1 else lines[0])[:200].rstrip(". ")
+
+
+def _whole_weights(accelerator: Any, model: Any, *, copy: bool) -> dict[str, torch.Tensor]:
+    state = accelerator.unwrap_model(model, keep_torch_compile=False).state_dict()
+    objects = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
+    if objects:
+        raise ConfigError(
+            f"the model's state holds {objects[0]}, which is not a tensor.",
+            place="CheckpointManager.save",
+            fix="keep such state in a registered object.",
+        )
+    first = _first_names(state)
+    return {name: host_copy(tensor, copy=copy) for name, tensor in state.items() if first[name] == name}
+
+
+def _first_names(state: dict[str, torch.Tensor]) -> dict[str, str]:
+    """For each name the first one of the same tensor: tied weights are written once."""
+    seen: dict[Any, str] = {}
+    return {
+        name: seen.setdefault((t.data_ptr(), t.shape, t.stride(), t.dtype) if t.numel() else name, name)
+        for name, t in state.items()
+    }

@@ -1,0 +1,207 @@
+"""Where a recipe's run begins: at a checkpoint, at the beginning, or nowhere because it is finished."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from accel_scale.errors import ConfigError
+from accel_scale.reporting.summary import SUMMARY_NAME
+from accel_scale.training.checkpoints.folders import (
+    is_foreign,
+    list_checkpoints,
+    list_foreign,
+    read_checkpoint,
+    refuse_foreign,
+)
+from accel_scale.training.checkpoints.settings import (
+    ALLOW_FLAG,
+    differences,
+    files_fingerprint,
+    meaning_of,
+    model_record,
+    refuse_changes,
+    rows_fingerprint,
+    schedule_length,
+    with_defaults,
+)
+
+_AUTO, _NO = ("auto", "true", "yes", ""), ("no", "false", "none", "never")
+
+
+def resume_choice(value: object) -> str:
+    """``auto``, ``no``, or the path of a checkpoint, however it was written."""
+    text = str(value)
+    return "auto" if text.lower() in _AUTO else "no" if text.lower() in _NO else text
+
+
+@dataclass(frozen=True)
+class Course:
+    """What a recipe's run is, and from where it is to go on.
+
+    Attributes:
+        output_dir: Of the run.
+        how: As from `resume_choice`.
+        settings: What gives the run its meaning.
+        goal: What makes it finished, e.g. ``200 steps``.
+        allow_changed_settings: Go on although they differ.
+        place: Where the user says how.
+    """
+
+    output_dir: Path
+    how: str
+    settings: dict[str, Any] = field(repr=False)
+    goal: str
+    allow_changed_settings: bool
+    place: str
+
+    @property
+    def choice(self) -> str | None:
+        """For a trainer's `train`."""
+        return None if self.how == "no" else self.how
+
+    def follow(self, trainer: Any, started: float) -> None:
+        """Let `trainer` keep and compare what this run is; `started` by `time.perf_counter`."""
+        trainer.run_settings, trainer.allow_changed_settings = self.settings, self.allow_changed_settings
+        trainer.resume_words = (self.place, ALLOW_FLAG, "the same command goes on from there")
+        trainer.started = started
+
+    def record(self) -> dict[str, Any]:
+        """For the summary of a run that has come to its end."""
+        return {"settings": self.settings, "goal": self.goal}
+
+    def look_ahead(self) -> dict[str, Any] | None:
+        """Refuse what could not be gone on from, before anything large is loaded; reads a few small files.
+
+        Returns:
+            The summary of the run if it is finished.
+
+        Raises:
+            ConfigError: for a checkpoint that is not there or not good, of another run, or for leftovers of one.
+        """
+        if self.how == "no":
+            refuse_leftovers(self.output_dir, place=self.place)
+            return None
+        if self.how != "auto":
+            folder = Path(self.how)
+            if not is_foreign(folder):
+                self._compare(folder, read_checkpoint(folder, place=self.place).manifest.settings)
+            return None
+        good, damaged = list_checkpoints(self.output_dir)
+        summary = _finished(self.output_dir)
+        if summary is not None and not damaged and (not good or good[0].manifest.step >= summary["steps"]):
+            kept = summary["finished"]
+            if kept["goal"] == self.goal and not differences(kept["settings"], self.settings):
+                return summary
+            if not good and not self.allow_changed_settings:
+                refuse_changes(
+                    self.output_dir,
+                    {**kept["settings"], "length": kept["goal"]},
+                    {**self.settings, "length": self.goal},
+                    place=self.place,
+                )
+        if good:
+            self._compare(good[0].folder, good[0].manifest.settings)
+        else:
+            refuse_foreign(self.output_dir, place=self.place)
+        return None
+
+    def _compare(self, folder: Path, before: Mapping[str, Any]) -> None:
+        if not self.allow_changed_settings:
+            refuse_changes(folder, before, self.settings, place=self.place, allow=ALLOW_FLAG)
+
+    def say_finished(self, summary: dict[str, Any], *, is_main: bool) -> dict[str, Any]:
+        """What an earlier start of the same command came to; nothing is trained or written."""
+        from accel_scale.reporting.run_tables import end_rows
+        from accel_scale.reporting.tables import print_table
+
+        if is_main:
+            print_table("done before", end_rows(summary))
+            print(
+                f"{self.output_dir} holds this run, finished after {summary['steps']:,} steps: nothing is left to do. "
+                "To train again, use another --output_dir.",
+                flush=True,
+            )
+        return summary
+
+
+def course_of_sft(run: Any, flag_classes: Sequence[type]) -> Course:
+    """That of recipes/sft.py, once flags, model configuration and data are known."""
+    settings, names = run.settings, ("resume_from_checkpoint", "output_dir", "max_steps", "num_train_epochs")
+    values = with_defaults(settings.values, flag_classes)
+    how, output_dir, steps, epochs = (values[name] for name in names)
+    return Course(
+        Path(output_dir),
+        resume_choice(how),
+        settings=meaning_of(
+            values,
+            method=settings.method,
+            precision=settings.precision.name,
+            global_batch_size=settings.global_batch_size,
+            length=schedule_length(values["lr_scheduler_type"], steps, epochs),
+            model=model_record(run.model_config, run.model_args.model_name_or_path),
+            data=rows_fingerprint(run.data.train),
+        ),
+        goal=schedule_length("", steps, epochs) or "",
+        allow_changed_settings=settings.scale.allow_changed_settings,
+        place=settings.sources.get("resume_from_checkpoint", "--resume_from_checkpoint"),
+    )
+
+
+def course_of_pretraining(run: Any) -> Course:
+    """That of recipes/pretrain.py, once model configuration and data are known."""
+    settings, values, args = run.settings, run.settings.values, run.args
+    goal = f"{args.max_tokens} tokens" if args.max_tokens else f"{args.decay_steps or args.max_steps} steps"
+    shares = sorted(str(source).rpartition("=")[2] for source in run.data_args.data if "=" in str(source))
+    depends = schedule_length(args.lr_scheduler_type, 1, 0, limited_by_time=args.max_train_time is not None)
+    return Course(
+        Path(args.output_dir),
+        resume_choice(args.resume),
+        settings=meaning_of(
+            values,
+            method=settings.method,
+            precision=settings.precision.name,
+            global_batch_size=settings.global_batch_size,
+            length=goal if depends else None,
+            model=model_record(run.model_config, run.model_args.model_name_or_path),
+            data=f"{len(run.data.files)} files {files_fingerprint(run.data.files)} {','.join(shares)}".strip(),
+        ),
+        goal=goal,
+        allow_changed_settings=args.allow_changed_settings,
+        place=settings.sources.get("resume", "--resume"),
+    )
+
+
+def refuse_leftovers(output_dir: str | Path, *, place: str) -> None:
+    """Refuse to begin where an earlier run's checkpoints or results are, which the new ones would be mixed with.
+
+    Raises:
+        ConfigError: if there are any.
+    """
+    good, _ = list_checkpoints(Path(output_dir))
+    foreign = list_foreign(Path(output_dir))
+    if good:
+        left = f"checkpoints of an earlier run, the last of step {good[0].manifest.step:,}"
+    elif foreign:
+        left = f"{foreign[-1].name} of an earlier run"
+    elif _finished(Path(output_dir)) is not None:
+        left = "the result of an earlier run"
+    else:
+        return
+    raise ConfigError(
+        f"{output_dir} holds {left}.", place=place, fix=f"use another --output_dir, or go on with {place} auto."
+    )
+
+
+def _finished(output_dir: Path) -> dict[str, Any] | None:
+    """The summary of a run that came to its end and whose model is there."""
+    try:
+        summary = json.loads((output_dir / SUMMARY_NAME).read_text(encoding="utf-8"))
+        is_finished = {"settings", "goal"} <= summary["finished"].keys() and isinstance(summary["steps"], int)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    has_model = any((output_dir / name).is_file() for name in ("config.json", "adapter_config.json"))
+    return summary if is_finished and has_model else None

@@ -1,0 +1,115 @@
+"""Weights and optimizer where ranks share the model, by torch.distributed.checkpoint under the plain model's names.
+
+Every tensor is stored once, under its name in the plain model, however it was split: a run with other sizes of tensor,
+pipeline, sequence and data parallelism loads the same folder.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel_scale.errors import ConfigError
+from accel_scale.parallel.model_parallel import model_parallel_of
+from accel_scale.training.checkpoints.contents import Write
+from accel_scale.training.checkpoints.fsdp import one_reason
+from accel_scale.training.checkpoints.manifest import Manifest
+from accel_scale.training.checkpoints.pickles import refuse_unsafe_folder
+
+_FOLDER = "model_parallel"
+_GROUPS = "optimizer_groups.json"
+_RATES = ("lr", "initial_lr")
+
+
+class ParallelContents:
+    """Sharded; `layout` is the same whatever the sizes are."""
+
+    layout = "SHARDED_STATE_DICT"
+
+    def __init__(self, accelerator: Any) -> None:
+        shared = model_parallel_of(accelerator)
+        assert shared is not None
+        self._accelerator, self._shared = accelerator, shared
+
+    def refuse_asynchronous(self) -> str | None:
+        return None
+
+    def capture(self, *, copy: bool, group: Any) -> Write:
+        import torch.distributed.checkpoint as dist_cp
+        from torch.distributed.checkpoint.staging import BlockingAsyncStager
+
+        optimizer = self._optimizer()
+        tensors = dict(self._named(optimizer, stored=True))
+        groups = {
+            "has_stepped": bool(optimizer.state),
+            "rates": {k: float(optimizer.param_groups[0][k]) for k in _RATES if k in optimizer.param_groups[0]},
+        }
+        if copy:
+            tensors = BlockingAsyncStager().stage(tensors)
+        is_main = self._accelerator.is_main_process
+
+        def write(folder: Path) -> None:
+            with torch.no_grad(), one_reason():
+                writer = dist_cp.FileSystemWriter(folder / _FOLDER)
+                dist_cp.save(tensors, storage_writer=writer, process_group=group)
+            if is_main:
+                (folder / _GROUPS).write_text(json.dumps(groups, indent=1) + "\n", encoding="utf-8")
+
+        return write
+
+    def load(self, folder: Path, manifest: Manifest, scratch: Path) -> None:
+        import torch.distributed.checkpoint as dist_cp
+
+        refuse_unsafe_folder(folder)
+        groups = json.loads((folder / _GROUPS).read_text(encoding="utf-8"))
+        optimizer = self._optimizer()
+        if groups["has_stepped"]:
+            _make_states(optimizer)
+        else:
+            optimizer.state.clear()
+        tensors = dict(self._named(optimizer, stored=False))
+        try:
+            with torch.no_grad(), one_reason():
+                dist_cp.load(tensors, storage_reader=dist_cp.FileSystemReader(folder / _FOLDER))
+        except (RuntimeError, KeyError, ValueError) as error:
+            raise ConfigError(
+                f"{folder.name} does not fit this model and optimizer ({str(error).splitlines()[0]}).",
+                place="resume",
+                fix="resume with those it was written by.",
+            ) from error
+        for group in optimizer.param_groups:
+            for name, rate in groups["rates"].items():
+                if torch.is_tensor(group.get(name)):
+                    group[name].fill_(rate)
+                else:
+                    group[name] = rate
+
+    def _optimizer(self) -> Any:
+        return self._accelerator._optimizers[0].optimizer
+
+    def _named(self, optimizer: Any, *, stored: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """Live tensors by name. A copy of another stage's weight is loaded as that one, and not stored."""
+        for name, tensor, is_copy in self._shared.tensors():
+            if is_copy and stored:
+                continue
+            yield f"model.{name}", tensor.detach()
+            for key, value in optimizer.state.get(tensor, {}).items():
+                if not torch.is_tensor(value):
+                    raise ConfigError(
+                        f"the optimizer's state {key!r} is no tensor, so it cannot be stored in shards.",
+                        place="--optim",
+                        fix="use adamw_torch_fused.",
+                    )
+                yield f"optimizer.{name}.{key}", value
+
+
+def _make_states(optimizer: Any) -> None:
+    """Adam's states come into being at its first step: take one of zero gradients at a rate of zero."""
+    from torch.distributed.checkpoint.state_dict import _init_optim_state
+
+    if not optimizer.state:
+        _init_optim_state(optimizer)

@@ -1,0 +1,94 @@
+"""Which checkpoints belong to which run: the strategy that writes them, and what must agree to load them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accel_scale.errors import ConfigError
+from accel_scale.training.checkpoints.contents import Contents, ReplicatedContents, schedules
+from accel_scale.training.checkpoints.folders import Found
+
+
+def contents_of(accelerator: Any, strategy: str) -> Contents:
+    """How `strategy` writes and loads weights and optimizers.
+
+    Raises:
+        ConfigError: if it cannot, in this configuration.
+    """
+    if strategy in ("single", "ddp"):
+        return ReplicatedContents(accelerator)
+    if strategy == "model_parallel":
+        from accel_scale.training.checkpoints.parallel import ParallelContents
+
+        return ParallelContents(accelerator)
+    if strategy.startswith("fsdp"):
+        from accel_scale.training.checkpoints.fsdp import FsdpContents
+
+        return FsdpContents(accelerator)
+    from accel_scale.training.checkpoints.zero import ZeroContents
+
+    return ZeroContents(accelerator)
+
+
+def check_fit(found: Found, strategy: str, stored: set[str], registered: set[str]) -> None:
+    """Refuse a checkpoint that this run could only load in part.
+
+    Raises:
+        ConfigError: if strategy or registered objects are others.
+    """
+    replicated = {"single", "ddp"}
+    written_by = found.manifest.strategy
+    if written_by != strategy and not {written_by, strategy} <= replicated:
+        raise ConfigError(
+            f"{found.folder.name} was written under {written_by}, this run is {strategy}.",
+            place="resume",
+            fix=f"launch it with {written_by}, or start from the model it saved.",
+        )
+    if stored != registered:
+        names = ", ".join(sorted(stored ^ registered))
+        raise ConfigError(
+            f"{found.folder.name} and this run differ in what is registered: {names}.",
+            place="resume",
+            fix="register the same objects before resuming.",
+        )
+
+
+def check_schedules(accelerator: Any, found: Found) -> None:
+    """Refuse a schedule that would go on at another speed.
+
+    Accelerate steps a prepared schedule once per rank at every optimizer step, unless told otherwise
+    (`AcceleratedScheduler.step`, 1.15): what it has counted means nothing on another number of ranks.
+
+    Raises:
+        ConfigError: if there is one and the number of ranks has changed.
+    """
+    before, now = found.manifest.world_size, accelerator.num_processes
+    if before == now:
+        return
+    for scheduler in schedules(accelerator):
+        if getattr(scheduler, "step_with_optimizer", False) and not scheduler.split_batches:
+            raise ConfigError(
+                f"the schedule counts {before} at every step of {found.folder.name} and would now count {now}.",
+                place="accelerator.prepare(scheduler)",
+                fix="make it in optimizer steps, and call accel_scale.plugin.preparing.step_once_per_update on it.",
+            )
+
+
+def refuse_other_savers(accelerator: Any) -> None:
+    """Refuse what `accelerator.save_state` would save and this manager would leave out.
+
+    Raises:
+        ConfigError: if there is any.
+    """
+    if accelerator._custom_objects:
+        raise ConfigError(
+            "Accelerate pickles what is registered for checkpointing, and this manager does not load pickles.",
+            place="accelerator.register_for_checkpointing",
+            fix="use CheckpointManager.register.",
+        )
+    if accelerator._save_model_state_pre_hook or accelerator._load_model_state_pre_hook:
+        raise ConfigError(
+            "hooks of save_state and load_state are not called by this manager.",
+            place="accelerator.register_save_state_pre_hook",
+            fix="use CheckpointManager.register.",
+        )

@@ -1,0 +1,1 @@
+"""What DDP sends: buckets and communication hooks."""

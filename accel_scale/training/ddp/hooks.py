@@ -1,0 +1,202 @@
+"""What DDP sends: bucket size and communication hook of a launch, registered when Accelerate wraps the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from accelerate.utils import DistributedDataParallelKwargs
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from accel_scale.training.ddp.powersgd import DEFAULT_RANK, DEFAULT_START_STEP, CountedBytes, PowerSgd
+
+# Accelerate keeps the model as it was before DDP wrapped it, loops have it wrapped: both lead to the hook.
+_HOOKS: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()
+STATE_FILE = "ddp_hook_{rank}.pt"
+
+
+class CastHook(CountedBytes):
+    """Gradients travel in 16 bits. Register `run`; torch's own by this name refuses bf16 on a CPU, where it works.
+
+    Attributes:
+        failed: An exception left a bucket unreduced.
+        is_stateful: Nothing is kept between steps.
+    """
+
+    is_stateful = False
+    failed = False
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._hook = default_hooks.bf16_compress_hook if dtype == torch.bfloat16 else default_hooks.fp16_compress_hook
+
+    def run(self, state, bucket):  # not annotated: DDP compares annotations
+        """As DDP calls it."""
+        self.count(bucket, bucket.buffer().numel() * 2)
+        try:
+            return self._hook(_all_ranks(), bucket)
+        except BaseException:
+            self.failed = True
+            raise
+
+
+class WholeHook(CountedBytes):
+    """Gradients travel as they are, and are counted: DDP's own all-reduce, as a hook. For measurements."""
+
+    is_stateful = False
+    failed = False
+
+    def run(self, state, bucket):  # not annotated: DDP compares annotations
+        """As DDP calls it."""
+        self.count(bucket, bucket.buffer().numel() * bucket.buffer().element_size())
+        return default_hooks.allreduce_hook(_all_ranks(), bucket)
+
+
+def _all_ranks() -> Any:
+    return torch.distributed.group.WORLD
+
+
+@dataclass(frozen=True)
+class DdpSettings:
+    """What the flags say.
+
+    Attributes:
+        bucket_cap_mb: None: DDP's own, or what the launch's handler says.
+        comm_hook: ``none``, ``bf16``, ``fp16`` or ``powersgd``; ``counted`` for measurements.
+        powersgd_rank, powersgd_start_step: See `PowerSgd`.
+    """
+
+    bucket_cap_mb: int | None = None
+    comm_hook: str = "none"
+    powersgd_rank: int = DEFAULT_RANK
+    powersgd_start_step: int = DEFAULT_START_STEP
+
+    @classmethod
+    def of(cls, args: Any) -> DdpSettings:
+        """From a recipe's arguments; what they do not have or leave open has its default."""
+        values = {name.name: getattr(args, name.name, None) for name in fields(cls) if "powersgd" in name.name}
+        return cls(
+            bucket_cap_mb=getattr(args, "ddp_bucket_cap_mb", None),
+            comm_hook=getattr(args, "ddp_comm_hook", None) or "none",
+            **{name: value for name, value in values.items() if value is not None},
+        )
+
+    def make_hook(self, ddp: Any) -> Any:
+        """The hook for a wrapped model; None for DDP's own reduction."""
+        if self.comm_hook == "none":
+            return None
+        if self.comm_hook == "powersgd":
+            trained = {name: p for name, p in ddp.module.named_parameters() if p.requires_grad}
+            return PowerSgd(trained, rank=self.powersgd_rank, start_step=self.powersgd_start_step)
+        if self.comm_hook == "counted":
+            return WholeHook()
+        return CastHook(torch.bfloat16 if self.comm_hook == "bf16" else torch.float16)
+
+
+def use_ddp_settings(accelerator: Any, settings: DdpSettings) -> None:
+    """Call before `accelerator.prepare`: the model that it wraps in DDP has these buckets and this hook.
+
+    Nothing happens where the accelerator does not use DDP; `launching.ddp_rules` refuses that before.
+    """
+    if settings == DdpSettings():
+        return
+
+    class Handler(DistributedDataParallelKwargs):
+        """Accelerate's own calls this once it has wrapped a model in DDP."""
+
+        def register_comm_hook(self, model: Any) -> None:
+            register_hook(model, settings)
+
+    given = accelerator.ddp_handler or DistributedDataParallelKwargs()
+    accelerator.ddp_handler = Handler(
+        **{f.name: getattr(given, f.name) for f in fields(DistributedDataParallelKwargs)}
+    )
+    if settings.bucket_cap_mb is not None:
+        accelerator.ddp_handler.bucket_cap_mb = settings.bucket_cap_mb
+
+
+def register_hook(ddp: Any, settings: DdpSettings) -> Any:
+    """Give a wrapped model its hook, before its first step; returns it."""
+    hook = settings.make_hook(ddp)
+    _HOOKS.pop(ddp.module, None)  # of an earlier wrapping
+    if hook is not None:
+        ddp.register_comm_hook(None, hook.run)
+        _HOOKS[ddp] = _HOOKS[ddp.module] = hook
+    return hook
+
+
+def hook_of(model: Any) -> Any:
+    """The hook of a prepared model; None where it has none of ours."""
+    modules: Iterable[Any] = model.modules() if isinstance(model, torch.nn.Module) else ()
+    return next((_HOOKS[module] for module in modules if module in _HOOKS), None)
+
+
+def hook_figures(model: Any) -> dict[str, Any] | None:
+    """For a run's summary: what compressed gradients come to; None without a hook."""
+    hook = hook_of(model)
+    if hook is None:
+        return None
+    whole = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    return {"sent_bytes_per_step": hook.step_bytes, "gradient_bytes": whole}
+
+
+# ── Checkpoints ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def capture_hook_states(accelerator: Any, *, copy: bool) -> Any:
+    """What writes this rank's hook state into a folder, one file for each model that has one."""
+    from accel_scale.training.checkpoints.contents import host_copy, numbered, write_tensors
+
+    hooks = [hook_of(model) for model in accelerator._models]
+    states = [host_copy(hook.state_dict(), copy=copy) if hook and hook.is_stateful else None for hook in hooks]
+    name = STATE_FILE.format(rank=accelerator.process_index)
+
+    def write(folder: Path) -> None:
+        for index, state in enumerate(states):
+            if state is not None:
+                write_tensors(state, folder / numbered(name, index))
+
+    return write
+
+
+def load_hook_states(accelerator: Any, folder: Path) -> None:
+    """Take up what `capture_hook_states` wrote on all ranks; a hook without a file begins anew."""
+    from accel_scale.training.checkpoints.contents import numbered
+    from accel_scale.training.checkpoints.pickles import load_safely
+
+    for index, model in enumerate(accelerator._models):
+        hook = hook_of(model)
+        if hook is None or not hook.is_stateful:
+            continue
+        states, rank = [], 0
+        while (path := folder / numbered(STATE_FILE.format(rank=rank), index)).is_file():
+            states.append(load_safely(path))
+            rank += 1
+        if states:
+            hook.load_state_dict(states, accelerator.process_index)
+
+
+class DdpHookMixin:
+    """Put before an HF or TRL trainer class: the hook of `args.ddp_comm_hook`, and its state in every checkpoint.
+
+    `_save_rng_state` and `_load_rng_state` are called on every rank for what each has of its own (transformers 5.23;
+    tests/distributed/test_ddp_hooks.py fails when that moves).
+    """
+
+    accelerator: Any
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        use_ddp_settings(self.accelerator, DdpSettings.of(self.args))  # type: ignore[attr-defined]
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)  # type: ignore[misc]
+        capture_hook_states(self.accelerator, copy=False)(Path(output_dir))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)  # type: ignore[misc]
+        if checkpoint is not None:
+            load_hook_states(self.accelerator, Path(checkpoint))

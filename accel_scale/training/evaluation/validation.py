@@ -1,0 +1,180 @@
+"""Validation loss of a language model, token-weighted over all ranks, and a sample of what it writes."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from accel_scale.optimization.router_loss import RouterLoss
+
+# Perplexity beyond this overflows a float; such a model has learned nothing anyway.
+_LARGEST_EXPONENT = 700.0
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Mean loss in nats per labelled token, and how many there were."""
+
+    loss: float
+    num_tokens: int
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss)."""
+        return math.exp(min(self.loss, _LARGEST_EXPONENT)) if not math.isnan(self.loss) else math.nan
+
+
+def language_model_loss(
+    model: Any,
+    batch: Mapping[str, Any],
+    num_items: torch.Tensor | int,
+    *,
+    router: RouterLoss | None = None,
+    num_micro_batches: int = 1,
+) -> torch.Tensor:
+    """Sum of the labelled tokens' cross-entropies ÷ `num_items`, by the head that `add_fast_lm_head` has added.
+
+    Args:
+        router: Adds the router's auxiliary loss; None leaves it out, as in validation.
+        num_micro_batches: Of the optimizer step, over which that is a mean.
+    """
+    names = ("input_ids", "labels", "shift_labels", "position_ids")
+    inputs = {name: batch[name] for name in names if name in batch}
+    options = {"num_items_in_batch": num_items, "fast_lm_head": True, "router_loss": router is not None}
+    outputs = model(**inputs, **options)
+    loss: torch.Tensor = outputs.loss
+    return loss if router is None else loss + router.weighted(outputs.aux_loss, num_micro_batches)
+
+
+@contextlib.contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """No gradients, dropout or activation checkpointing; afterwards as before. (inference_mode breaks FSDP2.)"""
+    import torch
+
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
+
+
+def evaluate_loss(accelerator: Any, model: Any, batches: Iterable[Mapping[str, Any]]) -> Evaluation:
+    """Loss over every rank's `batches`; every rank must have as many of them (sharded weights are gathered together).
+
+    Batches hold ``input_ids``, ``labels`` (-100: not counted) and perhaps ``position_ids``; parts of rows
+    ``shift_labels`` in place of ``labels``.
+    """
+    import torch
+
+    from accel_scale.optimization.loss import count_loss_tokens
+    from accel_scale.parallel.model_parallel import model_parallel_of
+
+    shared = model_parallel_of(accelerator)
+    total = torch.zeros(2, dtype=torch.float64)
+    with evaluating(model):
+        for batch in batches:
+            moved = {name: t.to(accelerator.device) for name, t in batch.items() if isinstance(t, torch.Tensor)}
+            moved = dict(shared.local(moved)) if shared else moved
+            shift = "shift_labels" not in moved
+            count = count_loss_tokens(moved["labels" if shift else "shift_labels"], shift=shift)
+            with accelerator.autocast():
+                summed = shared.evaluate(model, moved) if shared else language_model_loss(model, moved, 1)
+            # No label at all is a sum of nothing; a pipeline's loss is in its last stage.
+            if summed is not None:
+                total += torch.tensor([summed.item() if count else 0.0, count.item()], dtype=torch.float64)
+    loss, tokens = reduce_sum(accelerator, total).tolist()
+    if shared:
+        loss, tokens = loss / shared.layout.tp, tokens / shared.layout.tp  # ranks of one product count the same rows
+    return Evaluation(loss / tokens if tokens else math.nan, int(tokens))
+
+
+def total_over_ranks(accelerator: Any, count: int) -> torch.Tensor:
+    """`count`, of a rank's rows, summed over the ranks with rows of their own; an integer scalar on the device."""
+    import torch
+
+    from accel_scale.parallel.model_parallel import model_parallel_of
+
+    total = torch.tensor(count, device=accelerator.device)
+    if accelerator.num_processes > 1:
+        total = accelerator.reduce(total, "sum")
+    shared = model_parallel_of(accelerator)
+    return total // shared.layout.model_ranks if shared else total
+
+
+def reduce_sum(accelerator: Any, values: torch.Tensor) -> torch.Tensor:
+    """Host `values` summed over all ranks, back on the host."""
+    if accelerator.num_processes == 1:
+        return values
+    reduced: torch.Tensor = accelerator.reduce(values.to(accelerator.device), "sum").cpu()
+    return reduced
+
+
+def beginning_of(batches: Iterable[Mapping[str, Any]] | None, tokenizer: Any, *, num_tokens: int = 12) -> str:
+    """The first tokens of the first row that rank 0 holds, as text, on every rank; nothing where there is none."""
+    from accel_scale.modeling.gathering import broadcast_from_main
+
+    batch = next(iter(batches), None) if batches is not None else None
+    text = "" if batch is None else tokenizer.decode(batch["input_ids"][0, :num_tokens], skip_special_tokens=True)
+    return str(broadcast_from_main(text))
+
+
+def sample_text(
+    accelerator: Any, model: Any, tokenizer: Any, prompt: str, *, max_new_tokens: int, seed: int = 0
+) -> str:
+    """What the model writes after `prompt`, drawn at temperature 0.8 from the 50 likeliest; on every rank.
+
+    Sharded weights are gathered layer by layer by their own hooks, so all ranks generate the same text in step.
+    """
+    import torch
+
+    from accel_scale.modeling.gathering import is_partitioned
+
+    ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    if ids.shape[1] == 0:
+        ids = torch.tensor([[tokenizer.eos_token_id or 0]])
+    generator = model if hasattr(model, "generate") else model.module
+    in_step = accelerator.num_processes > 1 and any(
+        is_partitioned(p) or hasattr(p, "device_mesh") for p in generator.parameters()
+    )
+    cuda = [accelerator.device] if accelerator.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=cuda), evaluating(model), accelerator.autocast(), _root_gathered(generator):
+        torch.manual_seed(seed)
+        out = generator.generate(
+            input_ids=ids.to(accelerator.device),
+            attention_mask=torch.ones_like(ids).to(accelerator.device),
+            max_new_tokens=max_new_tokens,
+            do_sample=True,
+            temperature=0.8,
+            top_k=50,
+            use_cache=True,
+            synced_gpus=in_step,
+            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+        )
+    text: str = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+    return text
+
+
+@contextlib.contextmanager
+def _root_gathered(model: Any) -> Iterator[None]:
+    """The weights outside of FSDP2's blocks, gathered while a PEFT model generates.
+
+    Its ``generate`` calls the base model inside of it, past the hooks of the module that FSDP2 has for its root.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    is_passed_by = isinstance(model, FSDPModule) and hasattr(model, "peft_config")
+    if is_passed_by:
+        model.unshard()
+    try:
+        yield
+    finally:
+        if is_passed_by:
+            model.reshard()

@@ -1,0 +1,1 @@
+"""Optimizer steps that should not be taken, under every engine."""

@@ -1,0 +1,194 @@
+"""DeepSpeed's ZeRO stages between gradients and optimizer: the one place that knows how they step inside.
+
+Checked on deepspeed 0.19.8 and accelerate 1.15.0; tests/unit/test_deepspeed_gate.py fails when something moves.
+`DeepSpeedEngineWrapper.backward` steps at once, so gradients cannot be judged; here the engine's backward and its step
+are two calls. A step is dropped by the path that DeepSpeed itself takes after an fp16 overflow, which frees gradients
+of every kind (partitions, offloaded buffers, accumulators) and counts the step as skipped; only the loss scale is
+kept as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
+
+from accel_scale.errors import ConfigError
+from accel_scale.training.guard.optimizer_control import StepGate, lowered
+
+# What is used of each class of optimizer; a DeepSpeed that lacks one of them is refused.
+_STAGE_1_AND_2 = ("check_overflow", "check_grad_overflow", "scaled_global_norm", "averaged_gradients")
+_STAGE_3 = ("_overflow_check_and_loss_scale_update", "_get_norm_groups", "averaged_gradients")
+_BOTH = ("_update_scale", "loss_scale", "clip_grad", "overflow", "step", "param_groups")
+
+
+class DeepSpeedGate(StepGate):
+    """ZeRO-1, ZeRO-2 and ZeRO-3, offloaded or not.
+
+    Raises:
+        ConfigError: for an engine whose steps cannot be held back.
+    """
+
+    def __init__(self, accelerator: Any, model: Any, optimizer: Any) -> None:
+        super().__init__(accelerator, model, optimizer)
+        self._wrapper = accelerator.deepspeed_engine_wrapped
+        self._engine = self._wrapper.engine
+        self._zero = self._engine.optimizer
+        self._is_stage_3 = self._engine.zero_optimization_partition_weights()
+        self._check()
+
+    def _check(self) -> None:
+        import deepspeed
+        from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+        from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+        if type(self._zero) not in (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3):
+            raise ConfigError(
+                f"steps of DeepSpeed's {type(self._zero).__name__} cannot be held back.",
+                place="guard",
+                fix="use ZeRO stage 1, 2 or 3 as in accelerate_configs/, or turn the guard off.",
+            )
+        needed = (*_BOTH, *(_STAGE_3 if self._is_stage_3 else _STAGE_1_AND_2))
+        missing = [name for name in needed if not hasattr(self._zero, name)]
+        if missing:
+            raise ConfigError(
+                f"deepspeed {deepspeed.__version__} has changed inside ({', '.join(missing)} is gone), so its steps "
+                "cannot be held back.",
+                place="guard",
+                fix="use deepspeed 0.19.8, or turn the guard off.",
+            )
+        if not getattr(self._zero, "compute_grad_norm", True):
+            raise ConfigError(
+                "DeepSpeed is told to compute no gradient norm.",
+                place="zero_optimization.compute_grad_norm",
+                fix="remove it, or turn the guard off.",
+            )
+
+    @property
+    def has_loss_scaler(self) -> bool:
+        return self._zero.dtype == torch.float16
+
+    def attach(self) -> None:
+        super().attach()
+        self.accelerator.deepspeed_engine_wrapped = _JudgedEngineWrapper(self)
+
+    def detach(self) -> None:
+        super().detach()
+        self.accelerator.deepspeed_engine_wrapped = self._wrapper
+
+    def micro_batch(self, *, is_last: bool) -> AbstractContextManager[Any]:
+        self.accelerator.gradient_state._set_sync_gradients(is_last)
+        # The forward must know too: it prepares what the backward reduces.
+        self._engine.set_gradient_accumulation_boundary(is_boundary=is_last)
+        return nullcontext()
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        self._engine.set_gradient_accumulation_boundary(is_boundary=self.accelerator.sync_gradients)
+        self._engine.backward(loss, **{"scale_wrt_gas": False, **kwargs})
+
+    def clip(self, max_grad_norm: float | None) -> float | None:
+        """The norm; the engine clips while it steps, to `max_grad_norm`."""
+        self._zero.clip_grad = float(max_grad_norm or 0.0)
+        return self.global_norm()
+
+    def global_norm(self) -> float:
+        """Norm of the global batch's gradients before the step, infinite if they are not all finite."""
+        from deepspeed.runtime.utils import combine_grad_norm_groups
+
+        wait = getattr(self._zero, "_wait_for_offload_copies", None)
+        if wait is not None:  # offloaded gradients may still be on their way to the host
+            wait()
+        if self._is_stage_3:
+            norm = combine_grad_norm_groups(self._zero._get_norm_groups())
+        else:
+            norm = self._zero.scaled_global_norm()
+        value = float(norm)
+        return value / float(self._zero.loss_scale) if math.isfinite(value) and value >= 0 else math.inf
+
+    def take(self, lr_factor: float = 1.0) -> None:
+        with self._lowered_inside(lr_factor):
+            self._engine.step()
+        self._step()  # Accelerate's, which does nothing, but by which torch's schedulers see that a step was taken
+
+    def drop(self) -> None:
+        with self._overflow_pretended():
+            self._engine.step()
+        # What DeepSpeed leaves in its flat buffer is overwritten in the next backward, but only where that has
+        # gradients.
+        buffer = getattr(self._zero, "grad_partitions_flat_buffer", None)
+        if torch.is_tensor(buffer):
+            buffer.zero_()
+
+    def zero_grad(self) -> None:
+        """Nothing: the engine's step has done it."""
+
+    @contextlib.contextmanager
+    def _lowered_inside(self, factor: float) -> Iterator[None]:
+        """A lower learning rate for the optimizer alone, not for the schedule that the engine steps after it."""
+        if factor == 1.0:
+            yield
+            return
+        original = self._zero.step
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            with lowered(self._zero.param_groups, factor):
+                return original(*args, **kwargs)
+
+        with _replaced(self._zero, "step", step):
+            yield
+
+    @contextlib.contextmanager
+    def _overflow_pretended(self) -> Iterator[None]:
+        """Inside, `step` finds an overflow, and its loss scaler does not hear of it."""
+        name = "_overflow_check_and_loss_scale_update" if self._is_stage_3 else "check_overflow"
+        original = getattr(self._zero, name)
+
+        def check(*args: Any, **kwargs: Any) -> bool:
+            original(*args, **kwargs)  # it also resets what the backward pass has noted
+            self._zero.overflow = True
+            return True
+
+        def keep_scale(*unused: Any, **unused_too: Any) -> None:
+            """The loss scale has nothing to do with it."""
+
+        with contextlib.ExitStack() as changes:
+            changes.enter_context(_replaced(self._zero, name, check))
+            changes.enter_context(_replaced(self._zero, "_update_scale", keep_scale))
+            if not self._is_stage_3:
+                changes.enter_context(_replaced(self._zero, "check_grad_overflow", True))
+            yield
+
+
+class _JudgedEngineWrapper(DeepSpeedEngineWrapper):
+    """What `accelerator.backward` and `accelerator.clip_grad_norm_` use: as Accelerate's, without the step."""
+
+    def __init__(self, gate: DeepSpeedGate) -> None:
+        super().__init__(gate._engine)
+        self._gate = gate
+
+    def backward(self, loss: torch.Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:
+        self.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients)
+        self.engine.backward(loss, **kwargs)
+
+    def get_global_grad_norm(self) -> float:
+        return self._gate.global_norm()
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """An attribute of one object replaced for a while, whether it was its own or its class's."""
+    own = vars(owner)
+    had, before = name in own, own.get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if had:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)

@@ -1,0 +1,192 @@
+"""The numbers of a step from every process, the guard's decision about them, and its record."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel_scale.ending.leaving import let_go_of_collectives
+from accel_scale.training.guard.events import append_event, console_line
+from accel_scale.training.guard.guard import GUARD_STATUS, Decision, Guard
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What became of one optimizer step; the same on every process.
+
+    Attributes:
+        action: ``stepped``; ``skipped`` (nothing has changed, gradients are gone); ``lowered`` (taken at a lower
+            learning rate); ``rollback`` (not taken: load the last good checkpoint, `Guard.roll_back`, and go around
+            the batch); ``stop`` (not taken: end with `stop_run`).
+        loss: Of the global batch, over all its tokens.
+        grad_norm: Of the global batch, before clipping; None where the engine has none.
+        reason: Why it was not simply taken.
+        lr_factor: What the learning rate was multiplied by in this step.
+    """
+
+    action: str
+    loss: float
+    grad_norm: float | None
+    reason: str | None = None
+    lr_factor: float = 1.0
+
+    @property
+    def taken(self) -> bool:
+        """Whether the optimizer stepped."""
+        return self.action in ("stepped", "lowered")
+
+
+@dataclass
+class MicroBatch:
+    """What is remembered of one micro-batch of this process until its step is judged."""
+
+    losses: list[torch.Tensor] = field(default_factory=list)
+    row_ids: Any = ()
+
+
+class StepJudge:
+    """Brings every process's numbers together, so that all decide from the same ones; logs what is not taken.
+
+    One all-gather of two numbers per optimizer step. Row ids travel only when something has happened.
+
+    Args:
+        guard: None judges nothing.
+        output_dir: Where ``guard_events.jsonl`` is written.
+        say: Prints one line; called on one process.
+    """
+
+    def __init__(
+        self,
+        accelerator: Any,
+        guard: Guard | None,
+        output_dir: str | Path,
+        *,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        self._accelerator, self._guard, self._output_dir = accelerator, guard, output_dir
+        self._say = say or _print_now
+
+    def judge(
+        self,
+        loss: torch.Tensor,
+        grad_norm: float | None,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        step_number: int,
+        loss_factor: float,
+        has_loss_scaler: bool,
+    ) -> tuple[StepOutcome, Decision]:
+        """Decide about the step; call on every process.
+
+        Args:
+            loss: This process's share of the global loss × `loss_factor`, so that their mean is the global loss.
+            grad_norm: Of the global batch.
+        """
+        global_loss, norm = self._everyones(loss, grad_norm)
+        decision = (
+            Decision("stepped")
+            if self._guard is None
+            else self._guard.judge(global_loss, norm, has_loss_scaler=has_loss_scaler)
+        )
+        outcome = StepOutcome(decision.action, global_loss, norm, decision.reason, decision.lr_factor)
+        if decision.is_event:
+            self._record(outcome, decision, micro_batches, step_number, loss_factor)
+        return outcome, decision
+
+    def _everyones(self, loss: torch.Tensor, grad_norm: float | None) -> tuple[float, float | None]:
+        device = self._accelerator.device
+        # Norms are the same everywhere up to the last bit; decisions must be the same to that one.
+        norm = torch.as_tensor(0.0 if grad_norm is None else grad_norm, dtype=torch.float32, device=device)
+        mine = torch.stack([loss.detach().to(device=device, dtype=torch.float32).reshape(()), norm])
+        rows = self._accelerator.gather(mine[None]).tolist()
+        losses, norms = zip(*rows, strict=True)
+        largest = next((value for value in norms if not math.isfinite(value)), max(norms))
+        return math.fsum(losses) / len(losses) if all(map(math.isfinite, losses)) else sum(losses), (
+            None if grad_norm is None else largest
+        )
+
+    def _record(
+        self,
+        outcome: StepOutcome,
+        decision: Decision,
+        micro_batches: Sequence[MicroBatch],
+        step_number: int,
+        loss_factor: float,
+    ) -> None:
+        from accelerate.utils import gather_object
+
+        rank = self._accelerator.process_index
+        mine = [
+            {
+                "rank": rank,
+                "loss": sum(float(loss) for loss in part.losses) / loss_factor,
+                "rows": _listed(part.row_ids),
+            }
+            for part in micro_batches
+        ]
+        parts = joined(gather_object(mine))
+        if not self._accelerator.is_main_process:
+            return
+        event = {
+            "step": step_number,
+            "action": outcome.action,
+            "reason": outcome.reason,
+            "loss": outcome.loss,
+            "grad_norm": outcome.grad_norm,
+            "loss_threshold": decision.loss_threshold,
+            "grad_norm_threshold": decision.grad_norm_threshold,
+            "lr_factor": outcome.lr_factor,
+            "rows": [row for part in parts for row in part["rows"]],
+            "micro_batches": parts,
+        }
+        append_event(self._output_dir, event)
+        self._say(console_line(event))
+
+
+def joined(micro_batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of ranks that share rows as one, with the sum of their losses, which are of parts of the rows.
+
+    Args:
+        micro_batches: ``rank``, ``loss`` and ``rows`` of each, in order of rank.
+    """
+    found: list[dict[str, Any]] = []
+    of_rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for part in micro_batches:
+        rows = tuple(part["rows"])
+        first = of_rows.setdefault(rows, part) if rows else part
+        if first["rank"] == part["rank"]:  # a rank may draw the same rows again
+            found.append(part)
+        else:
+            first["loss"] += part["loss"]
+    return found
+
+
+def stop_run(accelerator: Any, outcome: StepOutcome, *, program: str = "training") -> None:
+    """Say why in one line, once, and end every process with `GUARD_STATUS`; raises `SystemExit`.
+
+    Call it on every process; all of them know the outcome.
+    """
+    from accel_scale.ending.last_word import say_last
+
+    if accelerator.is_main_process:
+        say_last(f"{program}: the guard stops the run: {outcome.reason}")
+    accelerator.wait_for_everyone()  # the launcher ends the others as soon as one has left
+    let_go_of_collectives()
+    accelerator.end_training()
+    raise SystemExit(GUARD_STATUS)
+
+
+def _listed(row_ids: Any) -> list[Any]:
+    """Ids as a list: tensors, which loaders make of numbers, are read only now."""
+    if torch.is_tensor(row_ids):
+        return list(row_ids.flatten().tolist())
+    return [item for row in row_ids for item in (_listed(row) if torch.is_tensor(row) else [row])]
+
+
+def _print_now(line: str) -> None:
+    print(line, flush=True)

@@ -1,0 +1,191 @@
+"""The pretraining recipe's tokenizer and model: taken, trained or made from nothing."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+from accel_scale.errors import ConfigError
+from accel_scale.flags.pretraining import PretrainDataArguments, PretrainModelArguments
+from accel_scale.modeling.scratch import config_from_file, config_of_size, model_from_nothing, parse_count
+
+_BUILT_IN = ("byte", "char")
+_ALL_BYTES = 2**62
+TOKENIZER_FOLDER = "tokenizer"
+
+
+def run_tokenizer(
+    model_args: PretrainModelArguments, data_args: PretrainDataArguments, output_dir: str, *, default: str
+) -> Any:
+    """The run's tokenizer. One that is made from the data is kept in the output folder, and found there afterwards.
+
+    Args:
+        model_args, data_args: The recipe's flags.
+        output_dir: Of the run.
+        default: Folder of the embedded tokenizer, for the embedded model.
+
+    Raises:
+        ConfigError: if there is none, or a kept one is not the one that is asked for.
+    """
+    from accel_scale.data.pretraining import load_pretraining_tokenizer, sample_texts, train_tokenizer
+    from accel_scale.modeling.loading import load_tokenizer
+
+    name = model_args.tokenizer
+    if not model_args.train_tokenizer and name not in _BUILT_IN:
+        beside = model_args.model_config and str(_folder_of(model_args.model_config))
+        found = name or model_args.model_name_or_path or beside or default
+        place = "--tokenizer" if name else "--model_config" if beside else "--model_name_or_path"
+        return load_tokenizer(
+            str(found),
+            revision=model_args.model_revision,
+            trust_remote_code=model_args.trust_remote_code,
+            place=place,
+        )
+    kept = Path(output_dir) / TOKENIZER_FOLDER
+    if kept.is_dir() and (name == "char" or model_args.train_tokenizer):
+        tokenizer = load_tokenizer(str(kept))
+        _check_kept(tokenizer, model_args, kept)
+        return tokenizer
+    if name == "byte":
+        return load_pretraining_tokenizer("byte")
+    texts = sample_texts(
+        data_args.data,
+        text_column=data_args.text_column,
+        text_documents=data_args.text_documents,
+        **({"max_bytes": _ALL_BYTES} if name == "char" else {}),
+    )
+    if name == "char":
+        tokenizer = load_pretraining_tokenizer("char", texts=texts)
+    else:
+        tokenizer = train_tokenizer(texts, model_args.vocab_size)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(kept)
+    return tokenizer
+
+
+def _check_kept(tokenizer: Any, model_args: PretrainModelArguments, folder: Path) -> None:
+    if model_args.train_tokenizer and len(tokenizer) > model_args.vocab_size:
+        raise ConfigError(
+            f"{folder} holds a tokenizer of {len(tokenizer):,} tokens from an earlier run.",
+            place="--vocab_size",
+            fix="use another --output_dir, or remove that folder.",
+        )
+
+
+def _folder_of(config: str) -> Path:
+    path = Path(config).expanduser()
+    return path if path.is_dir() else path.parent
+
+
+def open_data(args: Any, data_args: PretrainDataArguments, tokenizer: Any) -> Any:
+    """The run's `PretrainingData`, as the flags say."""
+    from accel_scale.data.pretraining import open_pretraining_data
+
+    return open_pretraining_data(
+        data_args.data,
+        tokenizer=tokenizer,
+        row_length=data_args.max_length,
+        seed=args.seed,
+        text_column=data_args.text_column,
+        text_documents=data_args.text_documents,
+        validation_data=data_args.validation_data or None,
+        validation_share=0.0 if data_args.validation_data else data_args.validation_share,
+        isolate_documents=data_args.isolate_documents,
+    )
+
+
+def run_config(model_args: PretrainModelArguments, max_length: int, tokenizer: Any) -> Any:
+    """The model's configuration: of a model, of a config.json, of a size, or of the embedded model.
+
+    Raises:
+        ConfigError: if it cannot be read, or does not go with rows of `max_length` tokens.
+    """
+    from accel_scale.data.default import default_model_path
+    from accel_scale.modeling.files import check_model_files, check_row_length
+    from accel_scale.modeling.loading import load_config
+
+    if model_args.model_name_or_path:
+        config = load_config(
+            model_args.model_name_or_path,
+            revision=model_args.model_revision,
+            trust_remote_code=model_args.trust_remote_code,
+        )
+    elif model_args.model_config:
+        config = config_from_file(
+            model_args.model_config, tokenizer=tokenizer, trust_remote_code=model_args.trust_remote_code
+        )
+    elif model_args.num_params:
+        size = parse_count(model_args.num_params, place="--num_params")
+        config = config_of_size(size, vocab_size=len(tokenizer), max_length=max_length, tokenizer=tokenizer)
+    else:
+        config = load_config(default_model_path())
+        config.name_or_path, config.dtype = "", None  # the embedded model's shape, not its weights
+        config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+    check_row_length(config, max_length)
+    if model_args.model_name_or_path:
+        check_model_files(model_args.model_name_or_path, config, tokenizer)
+    return config
+
+
+def build_model(
+    model_args: PretrainModelArguments, config: Any, precision: Any, attention: str, *, seed: int, launch: Any
+) -> Any:
+    """The model on the host, its weights loaded or drawn from `seed`.
+
+    Under ZeRO-3 weights that are loaded are partitioned as they come. Weights that are drawn are drawn whole where the
+    host has room for that on each of its ranks, so that every strategy begins with the same ones.
+    """
+    from transformers import set_seed
+
+    from accel_scale.modeling.loading import load_model, plain_loading, skeleton_of
+
+    dtype = precision.frozen_dtype if model_args.method == "lora" else precision.model_dtype
+    if not model_args.model_name_or_path:
+        fits = fits_on_each(skeleton_of(config).num_parameters(), launch.local_world_size)
+        context = plain_loading() if fits else contextlib.nullcontext()
+        with context:
+            return model_from_nothing(config, dtype=dtype, attention=attention, seed=seed)
+    set_seed(seed)  # of adapters and dropout
+    return load_model(
+        model_args.model_name_or_path,
+        dtype=dtype,
+        attn_implementation=attention,
+        revision=model_args.model_revision,
+        trust_remote_code=model_args.trust_remote_code,
+    )
+
+
+def fits_on_each(num_params: int, processes_on_node: int) -> bool:
+    """Whether each rank can hold the model in fp32 in a quarter of the host's memory."""
+    import psutil
+
+    return bool(4 * num_params * processes_on_node <= psutil.virtual_memory().total / 4)
+
+
+def plan_memory(run: Any) -> Any:
+    """What is predicted for a rank of the run before its model is made; None where nothing is asked for.
+
+    Raises:
+        ConfigError: if the run cannot be expected to fit.
+    """
+    from accel_scale.settings.planned import mode_of, plan_run
+    from accel_scale.settings.planned_setup import SharedModel
+    from accel_scale.training.pretrain.parallel import pipeline_settings
+
+    if mode_of(run.settings) == "off":
+        return None
+    pipeline = pipeline_settings(run)
+    shared = SharedModel(run.layout, pipeline.schedule, pipeline.stages_per_rank)
+    return plan_run(run.settings, run.launch, run.model_config, run.attention, run.say, shared=shared)
+
+
+def num_workers(data_args: PretrainDataArguments, launch: Any, *, device_type: str, embedded: bool) -> int:
+    """Worker processes of each rank's loader: as given, else from the cores."""
+    from accel_scale.data.loaders import loader_settings
+
+    if data_args.dataloader_num_workers is not None:
+        return data_args.dataloader_num_workers
+    rows = 1 if embedded else None
+    settings = loader_settings(device_type=device_type, num_rows=rows, processes_on_node=launch.local_world_size)
+    return int(settings["dataloader_num_workers"])

@@ -1,0 +1,66 @@
+"""Checkpoints that a pretraining run begins from: a trunk that a branch leaves, and those of an earlier run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from accel_scale.errors import ConfigError
+from accel_scale.optimization.schedules import warmup_step_count
+
+_STABLE_SCHEDULES = ("warmup_stable_decay", "constant", "constant_with_warmup")
+
+
+def schedule_record(schedule: dict[str, Any]) -> dict[str, Any]:
+    """What a branch must know of its trunk's schedule, for the checkpoint."""
+    total = schedule["num_training_steps"]
+    warmup = warmup_step_count(
+        total, warmup_steps=schedule.get("warmup_steps", 0), warmup_ratio=schedule.get("warmup_ratio")
+    )
+    decay = round(schedule.get("decay_ratio", 0.0) * total) if schedule["name"] == "warmup_stable_decay" else 0
+    return {"name": schedule["name"], "warmup_steps": warmup, "decay_begins": total - decay}
+
+
+def trunk_step(folder: str | None, *, place: str = "--decay_from") -> int | None:
+    """The step of a trunk's checkpoint; None without one.
+
+    Raises:
+        ConfigError: if it is no checkpoint of this recipe, or not in a stable phase.
+    """
+    if not folder:
+        return None
+    from accel_scale.training.checkpoints.contents import read_state
+    from accel_scale.training.checkpoints.manifest import Damaged, read_manifest
+
+    try:
+        step = read_manifest(Path(folder)).step
+        record = read_state(Path(folder))["state"]["schedule"]
+    except (Damaged, OSError, KeyError, ValueError) as error:
+        raise ConfigError(
+            f"{folder} is no checkpoint to branch off from ({error}).",
+            place=place,
+            fix="give the path of a checkpoint-<step> that this recipe wrote.",
+        ) from None
+    check_trunk(record, step, place=place)
+    return step
+
+
+def check_trunk(record: dict[str, Any], step: int, *, place: str) -> None:
+    """Refuse to branch off where the learning rate is not at its peak.
+
+    Raises:
+        ConfigError: for a schedule without a stable phase, or a step outside of it.
+    """
+    name = record.get("name")
+    if name not in _STABLE_SCHEDULES:
+        raise ConfigError(
+            f"the trunk's schedule is {name}, which has no stable phase.",
+            place=place,
+            fix="train a trunk with --lr_scheduler_type wsd --decay_ratio 0.",
+        )
+    if not record["warmup_steps"] <= step <= record["decay_begins"]:
+        raise ConfigError(
+            f"step {step} is in the trunk's {'warm-up' if step < record['warmup_steps'] else 'own decay'}.",
+            place=place,
+            fix=f"branch off between steps {record['warmup_steps']} and {record['decay_begins']}.",
+        )

@@ -1,0 +1,1 @@
+"""What happens when memory runs out or a collective hangs."""

@@ -1,0 +1,269 @@
+"""Out of memory in a training step: every process discards it, halves its micro-batches and takes it again.
+
+One optimizer step is a transaction. A process that runs out of memory frees what it can and, under DDP, makes the
+collective calls that the others still wait for (`unfinished_collectives`), so nobody hangs. Before the optimizer
+steps, the processes exchange one number over gloo, on the host. That is once per optimizer step and waits for no GPU:
+an allocation fails on the host, so a process knows without asking its device. If somebody failed, all of them redo the
+step with the same samples in parts half as large (`batch_splitting`), and keep that size for the rest of the run.
+
+Where the missing collectives are not known (FSDP2, ZeRO, or memory that ran out inside of a collective) every process
+ends with status `OUT_OF_MEMORY_STATUS` and one line that names the flags to go on with (`clean_stop`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from traceback import extract_tb
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from accel_scale.ending.clean_stop import CleanStop
+from accel_scale.ending.out_of_memory import (
+    REMEDIES,
+    STATE_REMEDIES,
+    is_in_collective,
+    is_out_of_memory,
+    reason_in,
+)
+from accel_scale.optimization.batch_splitting import LossKind, Part, halve, num_rows, split
+from accel_scale.plugin.preparing import strategy_of
+from accel_scale.training.resilience.unfinished_collectives import (
+    CannotFinish,
+    Collectives,
+    UnknownCollectives,
+    collectives_of,
+)
+
+_OPTIMIZER_SOURCE = re.compile(r"accelerate/optimizer\.py$|/torch/optim/")
+_LOST_GROUP = "it ran out in the buffers of a collective, whose group is lost with it"
+_FINE, _FAILED, _CANNOT_SPLIT = 0, 1, 2
+
+
+class MemoryRecovery:
+    """Runs the micro-batches of optimizer steps, and takes a step again in smaller parts when memory runs out.
+
+    In a loop of one's own, `step` does it all:
+
+        recovery = MemoryRecovery(accelerator, model)
+        for batches in steps:  # the micro-batches of one optimizer step
+            num_items = count_of_labelled_tokens(batches)
+            recovery.step(batches, lambda batch: summed_loss(model, batch) / num_items)
+            optimizer.step(); scheduler.step(); optimizer.zero_grad()
+        recovery.close()
+
+    Args:
+        accelerator: Accelerate's, after `prepare`.
+        model: As `prepare` returned it.
+        loss_kind: ``sum`` if the losses of a micro-batch's parts add up to its own; ``token_mean`` or ``row_mean`` if
+            it is a mean over its labelled tokens or its rows.
+        obstacle: Why a step cannot be taken again in parts, if it cannot; all processes then stop instead.
+        advice: The flags that the last line names when the run has to stop, by `level`.
+        on_discard: Called on every process before a step is taken again.
+        first_step: Number of the first step, as a resumed run counts.
+        program: Begins that line.
+        say: Prints one line; called on rank 0 only.
+
+    Attributes:
+        level: Micro-batches are halved so many times by now.
+        recovered_steps: Numbers of the optimizer steps, from 1, that were taken again.
+    """
+
+    def __init__(
+        self,
+        accelerator: Any,
+        model: Any,
+        *,
+        loss_kind: LossKind = "sum",
+        obstacle: str | None = None,
+        advice: Callable[[int], str] | None = None,
+        on_discard: Callable[[], None] | None = None,
+        first_step: int = 1,
+        program: str = "training",
+        say: Callable[[str], None] = print,
+    ) -> None:
+        self.level = 0
+        self.recovered_steps: list[int] = []
+        self._accelerator, self._model, self._loss_kind = accelerator, model, loss_kind
+        self._obstacle, self._advice, self._on_discard, self._say = obstacle, advice, on_discard, say
+        self._strategy = strategy_of(accelerator)
+        self._collectives: Collectives = collectives_of(model, strategy=self._strategy)
+        self._is_alone = accelerator.num_processes == 1
+        agrees = not (self._is_alone or obstacle or isinstance(self._collectives, UnknownCollectives))
+        # A group of its own: the news must not be matched with a gradient.
+        self._group = dist.new_group(backend="gloo") if agrees else None
+        self._stop = CleanStop(program)
+        self._stop.watch()
+        self._step_number = first_step
+        self._failed_rank = accelerator.process_index
+        self._seen: list[Any] = []
+        self._verdict = _FINE
+        self._returned: torch.Tensor | float = 0.0
+
+    def close(self) -> None:
+        """End the watching thread; call after the last step, before the process group is destroyed."""
+        self._stop.close()
+
+    def step(self, batches: Sequence[Mapping[str, Any]], loss_of: Callable[[dict[str, Any]], torch.Tensor]) -> Any:
+        """Forward and backward of one optimizer step's micro-batches; gradients are reduced at the end.
+
+        Args:
+            batches: Each a mapping with one entry per row in every tensor, or one row of packed documents. As many
+                on every process.
+            loss_of: The loss of a part, see `loss_kind`; it makes no collective calls besides the model's own.
+
+        Returns:
+            The micro-batches' losses, added up, detached.
+        """
+
+        def run(part: Part) -> torch.Tensor:
+            loss = loss_of(part.inputs) * part.factor
+            self._accelerator.backward(loss)
+            return loss.detach()
+
+        last = len(batches) - 1
+        losses = [self.micro_batch(batch, run, is_last=index == last) for index, batch in enumerate(batches)]
+        return sum(losses)
+
+    def micro_batch(self, inputs: Any, run: Callable[[Part], torch.Tensor], *, is_last: bool) -> torch.Tensor | float:
+        """One micro-batch of an optimizer step; call it for each of them, in order.
+
+        Args:
+            inputs: As those of `step`; of another kind it is taken as it is, and cannot be taken again in parts.
+            run: Forward and backward of a part; returns its loss times its factor.
+            is_last: Whether this is the step's last micro-batch. Then the processes agree, and the step is taken
+                again where somebody ran out of memory.
+
+        Returns:
+            Its loss. The losses returned for a step add up to that of the passes that counted.
+        """
+        self._seen.append(inputs)
+        loss = self._run_parts(inputs, run, is_last=is_last)
+        if is_last:
+            while self._agree():
+                self._restart()
+                last = len(self._seen) - 1
+                losses = [self._run_parts(x, run, is_last=i == last) for i, x in enumerate(self._seen)]
+                loss = sum(losses) - self._returned
+            self._seen, self._returned = [], 0.0
+            self._step_number += 1
+        else:
+            self._returned = self._returned + loss
+        return loss
+
+    def _run_parts(self, inputs: Any, run: Callable[[Part], torch.Tensor], *, is_last: bool) -> torch.Tensor | float:
+        parts = split(inputs, self.level, loss_kind=self._loss_kind)
+        total: torch.Tensor | float = 0.0
+        for index, part in enumerate(parts):
+            is_last_pass = is_last and index == len(parts) - 1
+            with self._reduction(is_last_pass):
+                self._collectives.before_pass()
+                loss = self._attempt(part, run)
+            if loss is not None and part.factor:
+                total = total + loss
+        return total
+
+    def _reduction(self, is_last_pass: bool) -> AbstractContextManager[Any]:
+        """Gradients are reduced in the step's last pass."""
+        state = self._accelerator.gradient_state
+        state._set_sync_gradients(is_last_pass)
+        if self._strategy.startswith("zero"):  # its engine decides by itself
+            return nullcontext()
+        every_batch = state.plugin_kwargs.get("sync_each_batch", False)
+        return nullcontext() if is_last_pass or every_batch else self._accelerator.no_sync(self._model)
+
+    def _attempt(self, part: Part, run: Callable[[Part], torch.Tensor]) -> Any:
+        """The loss of a pass, None where memory ran out in it."""
+        try:
+            return run(part)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            text, group_is_lost = reason_in(error), is_in_collective(error)
+        # Only out here nothing refers to the pass's activations any more.
+        problem = _LOST_GROUP if group_is_lost else self._finish_collectives()
+        if problem is not None:
+            self._stop.stop(self._stop_line(text, problem))
+        self._verdict = max(self._verdict, _FAILED if halve(part.inputs) else _CANNOT_SPLIT)
+        return None
+
+    def _finish_collectives(self) -> str | None:
+        """Why the processes cannot be brought back into step, None where they are."""
+        _free_memory()
+        if self._obstacle and not self._is_alone:
+            return self._obstacle
+        try:
+            self._collectives.finish()
+        except CannotFinish as reason:
+            return str(reason)
+        except Exception as error:  # nothing is certain about the collectives any more
+            return f"{type(error).__name__}: {error}".partition("\n")[0]
+        return None
+
+    def _agree(self) -> bool:
+        """Whether some process failed; the same answer on all. Ends the run where it cannot be helped."""
+        rank = self._accelerator.process_index
+        news = torch.tensor([self._verdict * self._accelerator.num_processes + rank if self._verdict else 0])
+        if self._group is not None:
+            dist.all_reduce(news, op=dist.ReduceOp.MAX, group=self._group)
+        self._verdict, self._failed_rank = divmod(int(news), self._accelerator.num_processes)
+        if self._verdict == _CANNOT_SPLIT or (self._verdict and self._obstacle):
+            what = self._obstacle or "a pass of one row, or one packed document, cannot be halved"
+            self._stop.stop(self._stop_line(None, what))
+        return self._verdict != _FINE
+
+    def _restart(self) -> None:
+        self._verdict = _FINE
+        self._model.zero_grad(set_to_none=True)
+        _free_memory()
+        if self._on_discard is not None:
+            self._on_discard()
+        self.level += 1
+        if not self.recovered_steps or self.recovered_steps[-1] != self._step_number:
+            self.recovered_steps.append(self._step_number)
+        if self._accelerator.is_main_process:
+            pieces = 2**self.level
+            rows = num_rows(self._seen[0])
+            size = f"{-(-rows // pieces)} of its {rows} rows" if rows > 1 else f"1/{pieces} of its packed documents"
+            self._say(
+                f"warning: memory ran out in step {self._step_number} on rank {self._failed_rank}; the step is taken "
+                f"again, from here on each pass has {size}: {pieces} passes per micro-batch, the same global batch."
+            )
+
+    def stop_run(self, error: BaseException) -> None:
+        """End every process: `error` says that memory ran out where nothing can be taken again; does not return.
+
+        The optimizer's first step allocates its states; halfway through, some weights are new and some are not.
+        """
+        in_step = any(_OPTIMIZER_SOURCE.search(frame.filename) for frame in extract_tb(error.__traceback__))
+        where = f"in the optimizer's step {self._step_number - 1}" if in_step else "outside of the training passes"
+        rank, fix = self._accelerator.process_index, STATE_REMEDIES if in_step else REMEDIES
+        self._stop.stop(f"memory ran out {where} on rank {rank} ({reason_in(error)}). Fix: {fix}.")
+
+    def _stop_line(self, text: str | None, reason: str) -> str:
+        rank = self._failed_rank if text is None else self._accelerator.process_index
+        said = f" ({text})" if text else ""
+        return (
+            f"memory ran out in step {self._step_number} on rank {rank}{said} and training cannot go on in place: "
+            f"{reason}. Fix: {self._advice(self.level) if self._advice else REMEDIES}."
+        )
+
+
+def smaller_batch_advice(micro_batch_size: int, accumulation: int) -> str:
+    """The flags that halve the micro-batch at the same global batch, or what else saves memory."""
+    divisor = next((d for d in range(2, micro_batch_size + 1) if micro_batch_size % d == 0), None)
+    if divisor is None:
+        return REMEDIES
+    return (
+        f"run again with --per_device_train_batch_size {micro_batch_size // divisor} "
+        f"--gradient_accumulation_steps {accumulation * divisor} (the same global batch)"
+    )
+
+
+def _free_memory() -> None:
+    from accelerate.utils.memory import clear_device_cache
+
+    clear_device_cache(garbage_collection=True)

@@ -1,0 +1,1 @@
+"""The final model: gathered, written, read back and compared."""

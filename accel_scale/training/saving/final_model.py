@@ -1,0 +1,136 @@
+"""The final folder: weights gathered from any sharding, with all that plain `from_pretrained` needs."""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel_scale.errors import ConfigError
+from accel_scale.modeling.gathering import (
+    adapter_tensors,
+    gather_to_main,
+    named_tensors,
+    unwrap,
+)
+from accel_scale.modeling.quantization_record import quantization_of, record_quantization
+from accel_scale.training.checkpoints.manager import CheckpointNotSaved
+from accel_scale.training.checkpoints.ranks import FailedSomewhere, Meeting
+from accel_scale.training.checkpoints.staging import save_atomically
+from accel_scale.training.saving.verification import VerifyResult, verify_checkpoint
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+def make_base_resolvable(model: nn.Module) -> None:
+    """A relative path to the base is meaningless to whoever loads the adapter from another folder."""
+    for config in getattr(unwrap(model), "peft_config", {}).values():
+        base = config.base_model_name_or_path
+        if base and not os.path.isabs(base) and os.path.isdir(base):
+            config.base_model_name_or_path = os.path.abspath(base)
+
+
+def save_final(
+    trainer_or_parts: Any,
+    output_dir: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    verify: bool = True,
+) -> VerifyResult | None:
+    """Write a folder that plain `from_pretrained` loads, whatever the sharding; call it on every process.
+
+    Holds the weights (full, or the adapter with the name of its base), configuration, generation
+    configuration, tokenizer with its chat template, and how the base was quantised. Only what is written is
+    gathered: an adapter's save does not gather its base.
+
+    Args:
+        trainer_or_parts: An HF or TRL trainer, or ``(accelerator, model, tokenizer)``; tokenizer may be None.
+        output_dir: Existing checkpoints and logs in it are kept.
+        dtype: Cast floating-point weights; None writes the dtype they are trained in.
+        verify: Read the result back before it is published.
+
+    Raises:
+        CheckpointNotSaved: if it could not be written; on every process, `output_dir` is then left as it was.
+        CheckpointMismatch: if what was written is not what is in memory; `output_dir` is then left as it was.
+    """
+    accelerator, model, tokenizer = _parts(trainer_or_parts)
+    base = accelerator.unwrap_model(model, keep_torch_compile=False)
+    make_base_resolvable(base)
+    make_generation_config_savable(base)
+    held = named_tensors(base)
+    if hasattr(base, "peft_config"):
+        wanted = {id(t) for adapter in base.peft_config for t in adapter_tensors(base, adapter).values()}
+        held = {name: tensor for name, tensor in held.items() if id(tensor) in wanted}
+    weights = gather_to_main(held, dtype=dtype)
+    with save_atomically(output_dir) as staging:
+        try:
+            Meeting().on_main(partial(_write_all, base, weights, tokenizer, staging, dtype))
+        except FailedSomewhere as error:
+            raise CheckpointNotSaved(f"the model was not saved into {output_dir}: {error}") from error
+        del weights
+        return verify_checkpoint(base, staging) if verify else None
+
+
+def _parts(trainer_or_parts: Any) -> tuple[Any, nn.Module, Any]:
+    if isinstance(trainer_or_parts, tuple):
+        return trainer_or_parts
+    return trainer_or_parts.accelerator, trainer_or_parts.model, trainer_or_parts.processing_class
+
+
+def _write_all(
+    base: Any, weights: dict[str, torch.Tensor], tokenizer: Any, folder: Path, dtype: torch.dtype | None
+) -> None:
+    _write(base, weights, folder)
+    correct_config(folder, dtype)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    record_quantization(folder, quantization_of(base))
+
+
+def _write(base: Any, weights: dict[str, torch.Tensor], folder: Path) -> None:
+    if hasattr(base, "save_pretrained"):
+        base.save_pretrained(folder, state_dict=weights)
+        return
+    from safetensors.torch import save_file
+
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def correct_config(folder: Path, dtype: torch.dtype | None = None) -> None:
+    """What `save_pretrained` copies from the model in training and does not hold for the one that will be loaded:
+    the key-value cache, switched off to train, and the dtype, if the weights were cast while they were written."""
+    path = folder / "config.json"
+    if not path.is_file():
+        return
+    config = json.loads(path.read_text(encoding="utf-8"))
+    changes: dict[str, Any] = {"use_cache": True} if config.get("use_cache") is False else {}
+    if dtype is not None:
+        changes["dtype"] = str(dtype).removeprefix("torch.")
+    if changes:
+        path.write_text(json.dumps({**config, **changes}, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def make_generation_config_savable(model: Any) -> None:
+    """Published generation configurations with a temperature and no sampling load, and fail when they are saved.
+
+    transformers refuses them once anything in them has changed (5.23), which is at the first checkpoint.
+    """
+    config = getattr(unwrap(model), "generation_config", None)
+    if config is None:
+        return
+    try:
+        config.validate(strict=True)
+    except ValueError:
+        config.do_sample = True  # what a temperature or top_p says was meant
+        try:
+            config.validate(strict=True)
+        except ValueError as error:
+            raise ConfigError(
+                f"the model's generation configuration cannot be saved: {str(error).splitlines()[0]}",
+                place="generation_config.json",
+                fix="correct it beside the model.",
+            ) from error

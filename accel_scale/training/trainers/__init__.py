@@ -1,0 +1,1 @@
+"""Mixins for HF `Trainer` and TRL's trainers."""

@@ -1,0 +1,220 @@
+"""TRL's `SFTTrainer` with accel-scale's schedule, atomic saving, meters and exact match attached."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+from trl import SFTTrainer
+
+from accel_scale.flags.guard_settings import GuardSettings
+from accel_scale.flags.trl_config import RecipeSFTConfig
+from accel_scale.measuring.meters import Counted, ThroughputMeter, clock_of
+from accel_scale.modeling.fsdp2_preparation import mend_fsdp2_preparation
+from accel_scale.modeling.precision import enable_fp16_on_cpu
+from accel_scale.optimization.fast_loss import FastLossMixin
+from accel_scale.optimization.schedules import create_schedule
+from accel_scale.training.ddp.hooks import DdpHookMixin, hook_figures
+from accel_scale.training.evaluation.exact_match import ExactMatch, exact_match
+from accel_scale.training.evaluation.progress import MeterCallback, MetricsCallback, show_progress
+from accel_scale.training.guard.learning import refuse_unlabelled
+from accel_scale.training.resilience.collective_timeout import StepCallback, watch_accelerator
+from accel_scale.training.saving.saving import AtomicSavingMixin
+from accel_scale.training.trainers.guard_mixin import GuardMixin
+from accel_scale.training.trainers.learning_mixin import LearningMixin
+from accel_scale.training.trainers.output_mixin import OutputFolderMixin
+from accel_scale.training.trainers.recovery_mixin import MemoryRecoveryMixin
+from accel_scale.training.trainers.sequence_mixin import SequenceParallelMixin
+
+
+class _Base(
+    LearningMixin,
+    SequenceParallelMixin,
+    GuardMixin,
+    MemoryRecoveryMixin,
+    DdpHookMixin,
+    OutputFolderMixin,
+    AtomicSavingMixin,
+    FastLossMixin,
+):
+    """What comes before TRL's own methods, in this order."""
+
+
+class ScaleSFTTrainer(_Base, SFTTrainer):
+    """`SFTTrainer` that honours what `resolve` decided.
+
+    Args:
+        schedule: Keyword arguments of `create_schedule` beside the optimizer and the number of steps.
+        adapter_dtype: Dtype of adapter weights; TRL casts those of a quantised model to bf16 whatever the precision
+            of the run, which loses small updates.
+        verify_first_checkpoint: Read the first thing saved back and compare it with memory.
+        recover_from_oom: Take a step that runs out of memory again in smaller passes.
+        guard: Which steps are not taken; None takes all.
+        questions: Held-out rows answered before the first and after the last step.
+        max_new_tokens: Length limit of those answers.
+        loss_from_logits: Compute the loss from the model's own logits, as the start check may ask for.
+        **kwargs: As `SFTTrainer`, and `sp_size` of `SequenceParallelMixin`.
+    """
+
+    args: RecipeSFTConfig
+
+    def __init__(
+        self,
+        *,
+        schedule: dict[str, Any] | None = None,
+        adapter_dtype: torch.dtype | None = None,
+        verify_first_checkpoint: bool = True,
+        recover_from_oom: bool = True,
+        guard: GuardSettings | None = None,
+        questions: Sequence[dict[str, Any]] = (),
+        max_new_tokens: int = 32,
+        loss_from_logits: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        self.loss_from_logits = loss_from_logits
+        self._schedule = schedule or {}
+        self.answered: dict[str, dict[str, Any]] = {}
+        self.started, self._counted_before = time.perf_counter(), Counted()
+        super().__init__(**kwargs)
+        self.meter = ThroughputMeter(clock_of(self.accelerator.device.type))
+        for what, rows in (("training", self.train_dataset), ("evaluation", self.eval_dataset)):
+            refuse_unlabelled(rows, what=what, max_length=self.args.max_length)
+        enable_fp16_on_cpu(self.accelerator)
+        mend_fsdp2_preparation()
+        self.verify_first_checkpoint = verify_first_checkpoint
+        self.recover_from_oom = recover_from_oom
+        self.guard_settings = guard
+        self._questions, self._max_new_tokens = questions, max_new_tokens
+        if adapter_dtype is not None:
+            cast_trainable(self.model, adapter_dtype)
+        self.add_callback(MeterCallback(self.meter))
+        self.add_callback(MetricsCallback())
+        watch_accelerator(self.accelerator, self.args.collective_timeout, "sft.py")
+        self.add_callback(StepCallback())
+        if questions:
+            self.add_callback(_AnswerCallback(self))
+        show_progress(self, self._tokens_per_second)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """The schedule by ratios of the steps that will really be taken."""
+        if self.lr_scheduler is None:
+            by_ratio = self._schedule.get("warmup_ratio") is not None
+            kwargs: Any = self.args.lr_scheduler_kwargs
+            chosen: Any = self.optimizer if optimizer is None else optimizer
+            schedule: Any = create_schedule(
+                chosen,
+                self.args.schedule_name,
+                num_training_steps=num_training_steps,
+                warmup_steps=0 if by_ratio else self.args.get_warmup_steps(num_training_steps),
+                scheduler_kwargs=kwargs,
+                **self._schedule,
+            )
+            self.lr_scheduler, self._created_lr_scheduler = schedule, True
+        return self.lr_scheduler
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """The micro-batches of one optimizer step; their tokens without padding are counted here, once."""
+        self.meter.start_step()
+        batches, num_items = super().get_batch_samples(*args, **kwargs)
+        self.meter.fetched()
+        for batch in batches:
+            mask = batch.get("attention_mask")
+            padded = mask is not None and mask.dim() == 2
+            self.meter.add_tokens(mask.sum() if padded else batch["input_ids"].numel())
+        return batches, num_items
+
+    def answer_questions(self, when: str) -> None:
+        """Answer the held-out questions with the weights as they are, whatever their sharding; on every rank."""
+        # Under autocast, as in training: a bf16 base and fp32 embeddings trained beside adapters meet in one product.
+        with self.accelerator.autocast():
+            result = exact_match(
+                self.model_wrapped if hasattr(self.model_wrapped, "generate") else self.model,
+                self.processing_class,
+                self._questions,
+                max_new_tokens=self._max_new_tokens,
+                rank=self.accelerator.process_index,
+                world_size=self.accelerator.num_processes,
+                reduce=lambda counts: self.accelerator.reduce(counts, "sum"),
+            )
+        self.answered[when] = _as_dict(result)
+
+    def counters(self) -> dict[str, Any]:
+        return {
+            **dataclasses.asdict(self._counted()),
+            "num_tokens": int(self._total_train_tokens),  # a tensor between two lines of the log
+            "answered": self.answered,
+        }
+
+    def _counted(self) -> Counted:
+        tokens = sum(self._meeting.gather(float(self.meter.num_tokens))) / self.sp_size
+        return self._counted_before.and_now(self.meter, tokens=tokens, started=self.started)
+
+    def take_up_counters(self, counters: dict[str, Any]) -> None:
+        if counters:
+            self._total_train_tokens, self.answered = counters["num_tokens"], dict(counters["answered"])
+            self._counted_before = Counted.of(counters)
+
+    def _tokens_per_second(self) -> float | None:
+        """Of all ranks, taken to be as fast as this one; `figures` asks them."""
+        mine = self.meter.tokens_per_second
+        return mine and mine * self.accelerator.num_processes / self.sp_size
+
+    def figures(self) -> dict[str, Any]:
+        """What the run measured, summed over ranks where that is meant; call it on every rank."""
+        meter = self.meter
+        mine = torch.tensor(meter.tokens_per_second or 0.0, device=self.accelerator.device)
+        # Of ranks that share rows each has counted all of them.
+        speed, counted = self.accelerator.reduce(mine, "sum").item() / self.sp_size, self._counted()
+        history = self.state.log_history
+        evaluated = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        return {
+            "optimizer": type(optimizer).__name__,
+            "steps": self.state.global_step,
+            "losses": [entry["loss"] for entry in history if "loss" in entry],
+            "eval_loss": evaluated[-1] if evaluated else None,
+            "tokens": counted.tokens,
+            "seconds": counted.seconds,
+            "tokens_per_second": speed or None,
+            "data_wait_ratio": counted.data_wait_ratio,
+            "memory_recovery": self.recovery_summary(),
+            "guard": self.guard_summary(),
+            "ddp": hook_figures(self.model_wrapped),
+            "exact_match": self.answered,
+        }
+
+
+class _AnswerCallback(TrainerCallback):
+    """Asks the questions once everything is in place, and once the last step is done."""
+
+    def __init__(self, trainer: ScaleSFTTrainer) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 0:  # a resumed run is not at its beginning
+            self._trainer.answer_questions("before")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._trainer.stopped_by is None:  # else little time is left
+            self._trainer.answer_questions("after")
+
+
+def cast_trainable(model: Any, dtype: torch.dtype) -> None:
+    """Keep every trainable weight of `model` in `dtype`."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)
+
+
+def _as_dict(result: ExactMatch) -> dict[str, Any]:
+    return {
+        "accuracy": result.accuracy,
+        "num_correct": result.num_correct,
+        "num_questions": result.num_questions,
+        "seconds": result.seconds,
+        "tasks": {name: score.accuracy for name, score in result.tasks.items()},
+    }
