@@ -19,6 +19,11 @@ _POLL_SECONDS = 1.0
 _MEETING_SECONDS = 10.0
 
 
+def group_store() -> dist.Store:
+    """The store that `init_process_group` made; private in torch, in every version since 1.9 (checked on 2.13)."""
+    return dist.distributed_c10d._get_default_store()
+
+
 class CleanStop:
     """Lets any process end the run on all of them, wherever they are.
 
@@ -35,8 +40,7 @@ class CleanStop:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._is_distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        # Private, in every torch since 1.9: the store that `init_process_group` made (checked on 2.13).
-        self._store = dist.distributed_c10d._get_default_store() if self._is_distributed else None
+        self._store = group_store() if self._is_distributed else None
 
     def watch(self) -> None:
         """Start the thread, once; nothing for a single process."""

@@ -121,7 +121,7 @@ class Training:
             shares = []
             for index, batch in enumerate(ranks[accelerator.process_index]):
                 is_last = index == MICRO_BATCHES - 1
-                accelerator.gradient_state._set_sync_gradients(is_last)
+                accelerator.sync_gradients = is_last
                 if is_last:
                     loss = summed_loss(self.model, batch, accelerator.device) * factor_of_sum
                     accelerator.backward(loss)

@@ -34,7 +34,7 @@ from accel_scale.training.checkpoints.contents import (
     read_state,
 )
 from accel_scale.training.checkpoints.folders import choose, open_checkpoint, resumed_line
-from accel_scale.training.checkpoints.manifest import TRAINER_LAYOUT, Manifest, fast_algorithm, library_versions
+from accel_scale.training.checkpoints.manifest import TRAINER_LAYOUT, Manifest
 from accel_scale.training.checkpoints.ranks import Meeting
 from accel_scale.training.checkpoints.settings import refuse_changes
 from accel_scale.training.checkpoints.signals import StopSignals
@@ -285,19 +285,12 @@ class CheckpointManager:
             self._say(f"{self._output_dir.name}: {line}")
 
     def _manifest(self, step: int) -> Manifest:
-        import torch
-
-        return Manifest(
-            step=step,
-            sequence=0,
+        return Manifest.of_run(
+            step,
             world_size=self._meeting.world_size,
             strategy=self._strategy,
             layout=self._contents.layout,
-            seed=torch.initial_seed(),
             stopped_by=self.stopped_by,
-            versions=library_versions(),
-            algorithm=fast_algorithm(),
-            files={},
             settings=self._settings,
         )
 

@@ -56,6 +56,25 @@ class Manifest:
     settings: dict[str, Any] = field(default_factory=dict)
     format: int = FORMAT
 
+    @classmethod
+    def of_run(
+        cls,
+        step: int,
+        *,
+        world_size: int,
+        strategy: str,
+        layout: str,
+        stopped_by: str | None,
+        settings: dict[str, Any],
+    ) -> Manifest:
+        """Of this process's run and libraries; its files, and its place in the order, are known once it is written."""
+        import torch
+
+        return cls(
+            step, 0, world_size, strategy, layout, torch.initial_seed(), stopped_by,
+            library_versions(), fast_algorithm(), {}, settings,
+        )  # fmt: skip
+
 
 def fast_algorithm() -> str:
     """The fastest checksum that is installed here."""

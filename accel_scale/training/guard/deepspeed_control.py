@@ -82,7 +82,7 @@ class DeepSpeedGate(StepGate):
         self.accelerator.deepspeed_engine_wrapped = self._wrapper
 
     def micro_batch(self, *, is_last: bool) -> AbstractContextManager[Any]:
-        self.accelerator.gradient_state._set_sync_gradients(is_last)
+        self.accelerator.sync_gradients = is_last
         # The forward must know too: it prepares what the backward reduces.
         self._engine.set_gradient_accumulation_boundary(is_boundary=is_last)
         return nullcontext()

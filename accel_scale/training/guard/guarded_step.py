@@ -112,7 +112,7 @@ class GuardedStep:
 
     def record(self, losses: Sequence[torch.Tensor], row_ids: Sequence[Sequence[Any]]) -> None:
         """Micro-batches whose passes a pipeline has run: losses (not × `loss_factor`) where it has them, rows."""
-        self._gate.accelerator.gradient_state._set_sync_gradients(True)
+        self._gate.accelerator.sync_gradients = True
         for index, ids in enumerate(row_ids):
             self._parts.append(MicroBatch([losses[index].detach() * self.loss_factor] if losses else [], ids))
         self._is_complete = True

@@ -98,9 +98,8 @@ class StepGate:
 
     def micro_batch(self, *, is_last: bool) -> AbstractContextManager[Any]:
         """Around forward and backward: gradients are reduced in the last micro-batch only."""
-        state = self.accelerator.gradient_state
-        state._set_sync_gradients(is_last)  # as transformers' Trainer does; `accumulate` counts by itself
-        every_batch = state.plugin_kwargs.get("sync_each_batch", False)
+        self.accelerator.sync_gradients = is_last  # `accumulate` counts by itself
+        every_batch = self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
         return nullcontext() if is_last or every_batch else self.accelerator.no_sync(self.model)
 
     def backward(self, loss: torch.Tensor) -> None:

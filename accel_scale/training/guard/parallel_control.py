@@ -27,7 +27,7 @@ class ParallelGate(StepGate):
     @contextlib.contextmanager
     def micro_batch(self, *, is_last: bool) -> Iterator[None]:
         """Around forward and backward: gradients are reduced in the last micro-batch only."""
-        self.accelerator.gradient_state._set_sync_gradients(is_last)
+        self.accelerator.sync_gradients = is_last
         if self._shared.pipeline is None:  # a pipeline's schedule knows its own last micro-batch
             self._shared.sync_gradients(is_last)
         yield

@@ -76,10 +76,9 @@ class HangWatch:
 
         if not self._is_distributed or self._thread is not None:
             return self
-        import torch.distributed as dist
+        from accel_scale.ending.clean_stop import group_store
 
-        # Private, in every torch since 1.9 (checked on 2.13): the store that `init_process_group` made.
-        self._link = StoreLink(dist.distributed_c10d._get_default_store())
+        self._link = StoreLink(group_store())
         self._thread = threading.Thread(target=self._watch, name="accel-scale-hang-watch", daemon=True)
         self._thread.start()
         _current = weakref.ref(self)

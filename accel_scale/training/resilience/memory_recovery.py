@@ -168,11 +168,10 @@ class MemoryRecovery:
 
     def _reduction(self, is_last_pass: bool) -> AbstractContextManager[Any]:
         """Gradients are reduced in the step's last pass."""
-        state = self._accelerator.gradient_state
-        state._set_sync_gradients(is_last_pass)
+        self._accelerator.sync_gradients = is_last_pass
         if self._strategy.startswith("zero"):  # its engine decides by itself
             return nullcontext()
-        every_batch = state.plugin_kwargs.get("sync_each_batch", False)
+        every_batch = self._accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
         return nullcontext() if is_last_pass or every_batch else self._accelerator.no_sync(self._model)
 
     def _attempt(self, part: Part, run: Callable[[Part], torch.Tensor]) -> Any:

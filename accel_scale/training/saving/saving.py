@@ -18,7 +18,7 @@ from accel_scale.training.checkpoints.folders import (
     latest_complete_checkpoint,
 )
 from accel_scale.training.checkpoints.manager import EXIT_STOPPED, CheckpointNotSaved
-from accel_scale.training.checkpoints.manifest import Manifest, fast_algorithm, library_versions
+from accel_scale.training.checkpoints.manifest import Manifest
 from accel_scale.training.checkpoints.pickles import refuse_unsafe_folder
 from accel_scale.training.checkpoints.ranks import Meeting
 from accel_scale.training.checkpoints.signals import StopSignals
@@ -168,19 +168,12 @@ class AtomicSavingMixin(ResumeMixin):
             trainers.write_counters(staged, counters)
 
     def _manifest(self) -> Manifest:
-        import torch
-
-        return Manifest(
-            step=self.state.global_step,
-            sequence=0,
+        return Manifest.of_run(
+            self.state.global_step,
             world_size=self._meeting.world_size,
             strategy=strategy_of(self.accelerator),
             layout=trainers.layout_of(self),
-            seed=torch.initial_seed(),
             stopped_by=self.stopped_by,
-            versions=library_versions(),
-            algorithm=fast_algorithm(),
-            files={},
             settings=self._settings,
         )
 

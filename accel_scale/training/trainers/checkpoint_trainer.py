@@ -55,7 +55,7 @@ def trainer_settings(trainer: Any) -> dict[str, Any]:
         length=schedule_length(schedule, args.max_steps, args.num_train_epochs),
         global_batch_size=args.per_device_train_batch_size * args.gradient_accumulation_steps * ranks,
         precision=trainer.accelerator.mixed_precision,
-        model=model_record(config, getattr(config, "_name_or_path", None)) if config is not None else None,
+        model=model_record(config, getattr(config, "name_or_path", None)) if config is not None else None,
         adapter={name: _adapter_record(adapter) for name, adapter in adapters.items()} or "none",
         data=rows_fingerprint(trainer.train_dataset) if trainer.train_dataset is not None else None,
     )

@@ -31,7 +31,7 @@ class OutputFolderMixin(_TrainerBase):
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _output_folder(self, resume_from_checkpoint: str | bool | None) -> OutputFolder:
-        source = str(getattr(getattr(self.model, "config", None), "_name_or_path", "") or "")
+        source = str(getattr(getattr(self.model, "config", None), "name_or_path", "") or "")
         return OutputFolder(
             Path(str(self.args.output_dir)),
             Path(sys.argv[0]).name or "a script",

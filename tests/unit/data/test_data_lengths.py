@@ -1,4 +1,4 @@
-"""Length statistics and the held-out check, against numbers worked out by hand."""
+"""Length statistics, against numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_scale.data.lengths import length_distribution, packed_fill
-from accel_scale.data.overlap import overlap
 from accel_scale.errors import ConfigError
 
 
@@ -85,32 +84,3 @@ def test_rows_and_samples(shared_data) -> None:
     # The template writes the text and EOS, and no BOS.
     expected = len(tokenizer("hi", add_special_tokens=False)["input_ids"]) + 1
     assert length_distribution(messages, tokenizer, max_length=512, batch_size=8).max_tokens == expected
-
-
-def test_overlap_is_by_question_after_case_and_space() -> None:
-    train = [
-        {"messages": [{"role": "user", "content": "What is 1 + 1?"}, {"role": "assistant", "content": "2"}]},
-        {"prompt": "Sort  3 1 2", "completion": "1 2 3"},
-        {"text": "once upon a time"},
-    ]
-    heldout = [
-        {"messages": [{"role": "user", "content": " what is 1 +\n1?"}, {"role": "assistant", "content": "two"}]},
-        {"prompt": [{"role": "user", "content": "sort 3 1 2"}], "completion": [{"role": "assistant", "content": "x"}]},
-        {"text": "Once upon another time"},
-        {"prompt": "What is 1+1?", "completion": "2"},
-    ]
-    got = overlap(train, heldout)
-    assert (got.num_heldout, got.num_shared, got.share) == (4, 2, 0.5)
-    assert got.examples == (" what is 1 +\n1?", "sort 3 1 2")
-    assert overlap(train, []).share == 0
-
-
-def test_gsm8k_test_questions_are_not_in_its_training_set(shared_data) -> None:
-    from accel_scale.data.loading import load_training_data
-
-    data = load_training_data(
-        str(shared_data / "gsm8k"), columns=["prompt=question", "completion=answer"], test_split="test"
-    )
-    got = overlap(data.train, data.test)
-    assert (got.num_heldout, got.num_shared) == (1319, 0)
-    assert overlap(data.train, data.train.select(range(7))).num_shared == 7
