@@ -28,8 +28,8 @@ def resolve_attention(
     """The attention implementation for `from_pretrained(attn_implementation=…)`; never another than `requested`.
 
     Without a request: flash_attention_2 on CUDA where it is installed and fits; else `sdpa_packed` for packed
-    rows and where SDPA has no flash kernel, which alone serves grouped heads; else sdpa, and eager for a model that
-    has nothing else.
+    rows and where SDPA has no flash kernel (an older card, or fp32), which alone serves grouped heads; else sdpa, and
+    eager for a model that has nothing else.
 
     Args:
         requested: A name, a `kernels-community/…` repository, or None.
@@ -58,6 +58,23 @@ def resolve_attention(
             raise _refuse(f"{_name(model_class)} does not use transformers' attention interface.", "use sdpa.")
         register_packed_attention()
     return requested
+
+
+def score_matrix_note(attention: str, *, device: Device, dtype: torch.dtype, model_config: Any) -> str | None:
+    """One sentence where SDPA, asked for by name, would form whole score matrices; None elsewhere.
+
+    transformers (5.23, `use_gqa_in_sdpa`) leaves groups of query heads to SDPA whatever the card, and on NVIDIA's only
+    the flash kernel serves them: others fall back to products of length × length in fp32.
+    """
+    text = model_config.get_text_config()
+    heads, size = getattr(text, "num_attention_heads", None), _head_size(model_config) or 0
+    grouped = (getattr(text, "num_key_value_heads", None) or heads) != heads and size <= _FLASH_MAX_HEAD_SIZE
+    if attention != "sdpa" or not grouped or not device.is_nvidia or _shares_key_heads(device, dtype, size):
+        return None
+    return (
+        f"{device.name} has no kernel for grouped heads in {str(dtype).removeprefix('torch.')}: sdpa forms scores of "
+        f"length × length in every layer; --attn_implementation {PACKED_ATTENTION} computes the same without them."
+    )
 
 
 def check_packing_strategy(strategy: str) -> None:
@@ -122,9 +139,17 @@ def _default_attention(device: Device, dtype: Any, packing: bool, config: Any, m
             return "flash_attention_2"
     if not _has_sdpa(config, model_class):
         return "eager"
-    if (packing or not device.has_flash_kernel) and _supports(model_class, "_supports_attention_backend"):
+    shares = _shares_key_heads(device, dtype, min(_head_size(config) or 0, _FLASH_MAX_HEAD_SIZE))
+    if (packing or not device.has_flash_kernel or not shares) and _supports(
+        model_class, "_supports_attention_backend"
+    ):
         return register_packed_attention()
     return "sdpa"
+
+
+def _shares_key_heads(device: Device, dtype: torch.dtype, size: int) -> bool:
+    half = str(dtype) in ("torch.float16", "torch.bfloat16")
+    return device.shares_key_heads(half=half, masked=False, key_size=size, value_size=size)
 
 
 def _check_flash(requested: str, device: Device, dtype: Any, config: Any, model_class: Any) -> None:

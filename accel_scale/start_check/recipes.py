@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from accel_scale.errors import ConfigError
+from accel_scale.modeling.attention import score_matrix_note
 from accel_scale.optimization.router_loss import refuse_shared_model
 from accel_scale.start_check.check import check_start
 from accel_scale.start_check.plan import PlannedRun, Verdict
@@ -50,7 +51,7 @@ def check_sft_start(
         router_loss=_router_loss(config, values.get("router_aux_loss_coef")),
         packing_flag="--packing false --padding_free false" if values.get("padding_free") else "--packing false",
     )
-    return _said(planned, say)
+    return _said(planned, settings, say)
 
 
 def check_pretrain_start(run: PretrainRun) -> Verdict:
@@ -75,7 +76,7 @@ def check_pretrain_start(run: PretrainRun) -> Verdict:
         packing_flag="--isolate_documents false",
     )
     refuse_shared_model(run.model_config, is_plain=run.layout.is_plain)
-    verdict = _said(planned, run.say)
+    verdict = _said(planned, run.settings, run.say)
     if verdict.loss_from_logits and not run.layout.is_plain:
         raise ConfigError(
             f"{run.model_config.model_type}'s head is more than one matrix product, which ranks cannot share.",
@@ -93,13 +94,15 @@ def _router_loss(config: PreTrainedConfig, given: float | None) -> float:
     return float(getattr(text, "router_aux_loss_coef", 0.0) if given is None else given)
 
 
-def _said(planned: PlannedRun, say: Callable[[str], None]) -> Verdict:
+def _said(planned: PlannedRun, settings: Resolved, say: Callable[[str], None]) -> Verdict:
     from peft import LoraConfig
 
     from accel_scale.modeling.adapters import leave_out
 
     verdict = check_start(planned)
-    for note in verdict.notes:
+    device, dtype = settings.launch.device, settings.precision.compute_dtype
+    scores = score_matrix_note(verdict.attention, device=device, dtype=dtype, model_config=planned.config)
+    for note in [*verdict.notes, *filter(None, [scores])]:
         say(f"note: {note}")
     if isinstance(planned.adapter, LoraConfig):
         leave_out(planned.adapter, verdict.exclude_modules)

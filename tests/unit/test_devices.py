@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import GPT2Config, LlamaConfig
 from trl import ScriptArguments
 
 from accel_scale.checks.checks import check_run
@@ -21,7 +21,7 @@ from accel_scale.launching.environment import LaunchEnvironment
 from accel_scale.launching.machine import PACKAGES, Machine
 from accel_scale.launching.strategy import Strategy
 from accel_scale.modeling import packed_attention
-from accel_scale.modeling.attention import choose_kernels, resolve_attention
+from accel_scale.modeling.attention import choose_kernels, resolve_attention, score_matrix_note
 from accel_scale.optimization.optimizers import check_optimizer
 from accel_scale.settings.resolve import LaunchFacts, Resolved, resolve
 
@@ -134,6 +134,33 @@ def test_what_each_device_would_choose(name, monkeypatch):
     surprising = device.type != "cpu" and precision != "bf16"
     assert len(embedded.precision.notes) == surprising
     assert not surprising or f"computes in {precision}" in embedded.precision.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "config", "forms"),
+    [
+        ("T4", torch.float16, GROUPED, True),
+        ("V100", torch.float16, GROUPED, True),
+        ("A100", torch.float32, GROUPED, True),  # the flash kernel is for half precision
+        ("A100", torch.bfloat16, GROUPED, False),
+        ("T4", torch.float16, LlamaConfig(hidden_size=512, num_attention_heads=8), False),
+        ("T4", torch.float16, LlamaConfig(num_attention_heads=8, num_key_value_heads=2, head_dim=512), False),
+        ("T4", torch.float16, GPT2Config(), False),
+        ("CPU", torch.float32, GROUPED, False),
+        ("MI300X", torch.bfloat16, GROUPED, False),  # not known
+    ],
+)
+def test_sdpa_that_forms_score_matrices_is_never_chosen_and_noted_where_it_is_asked_for(
+    name, dtype, config, forms
+) -> None:
+    device = DEVICES[name]
+    note = score_matrix_note("sdpa", device=device, dtype=dtype, model_config=config)
+    assert (note is not None) == forms
+    assert not forms or ("sdpa_packed" in note and device.name in note)
+    chosen = resolve_attention(None, device=device, dtype=dtype, packing=False, model_config=config)
+    assert score_matrix_note(chosen, device=device, dtype=dtype, model_config=config) is None
+    asked = resolve_attention("sdpa", device=device, dtype=dtype, packing=False, model_config=config)
+    assert asked == "sdpa", "what was asked for"
 
 
 @pytest.mark.parametrize("name", DEVICES)
