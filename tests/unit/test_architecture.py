@@ -1,0 +1,73 @@
+"""The diagram of docs/architecture.md against the imports of the package, lazy ones included."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[2] / "accel_scale"
+PAGE = (PACKAGE.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+BOXES = {
+    name: rooms.split(" · ")
+    for name, rooms in re.findall(r'^  (\w+)\["[^"<]+<br>([^"]+)"\]$', PAGE, re.MULTILINE)
+    if name != "recipes"
+}
+BOX_OF = {room: name for name, rooms in BOXES.items() for room in rooms}
+ARROWS = re.findall(r"^  (\w+) --> (\w+)$", PAGE, re.MULTILINE)
+
+
+def room_of(module: str) -> str | None:
+    """The longest name in a box that `module` is in."""
+    parts = module.split(".")[1:]
+    names = (".".join(parts[:length]) for length in (2, 1))
+    return next((name for name in names if name in BOX_OF), None)
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Names of this package that a module imports, anywhere in it."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("accel_scale."):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_every_room_is_in_one_box():
+    rooms = [room for rooms in BOXES.values() for room in rooms]
+    assert len(rooms) == len(set(rooms))
+    missing = {
+        ".".join(path.with_suffix("").parts[-len(path.relative_to(PACKAGE).parts) :])
+        for path in PACKAGE.rglob("*.py")
+        if path.name != "__init__.py"
+        and room_of(".".join(["accel_scale", *path.relative_to(PACKAGE).with_suffix("").parts])) is None
+    }
+    assert missing == set()
+    for room in rooms:
+        place = PACKAGE.joinpath(*room.split("."))
+        assert place.is_dir() or place.with_suffix(".py").is_file(), room
+
+
+def test_every_arrow_is_an_import():
+    edges = set()
+    for path in PACKAGE.rglob("*.py"):
+        room = room_of(".".join(["accel_scale", *path.relative_to(PACKAGE).with_suffix("").parts]))
+        edges |= {(BOX_OF[room], BOX_OF[to]) for name in imports(path) if room and (to := room_of(name))}
+    recipes = PACKAGE.parent / "recipes"
+    for path in recipes.glob("*.py"):
+        edges |= {("recipes", BOX_OF[to]) for name in imports(path) if (to := room_of(name))}
+    assert len(ARROWS) >= 14
+    assert set(ARROWS) <= edges
+
+
+def test_every_room_is_described():
+    described = set(
+        re.findall(r"`([\w/]+)/`", PAGE[PAGE.index("## Where to look") : PAGE.index("Outside the package")])
+    )
+    folders = {
+        path.parent.relative_to(PACKAGE).as_posix()
+        for path in PACKAGE.rglob("*.py")
+        if path.name != "__init__.py" and path.parent != PACKAGE
+    }
+    nested = {"data/pretraining", "parallel/pipelines"}  # named in their room's row
+    assert folders - nested <= described
+    assert all((PACKAGE / name).is_dir() for name in described - {"pipelines", "pretraining"})
