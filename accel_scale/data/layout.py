@@ -11,7 +11,6 @@ from accel_scale.data.turns import is_rich, turn_keys_of
 from accel_scale.errors import ConfigError
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from datasets import Features
 
 # What `--columns` may map. `answer` is kept for exact match and `tools` for the chat template.
@@ -38,7 +37,6 @@ class Layout:
         chat: Alpaca rows become user and assistant turns; otherwise Alpaca's own prompt text.
         target: TRL's format: ``messages``, ``prompt_completion`` or ``text``.
         extras: Which of ``answer`` and ``tools`` come out beside it (null where this source has none).
-        whole_numbers: The answers sampled are whole numbers, which JSON blocks are then parsed as.
     """
 
     format: str
@@ -48,7 +46,6 @@ class Layout:
     chat: bool = True
     target: str = "messages"
     extras: tuple[str, ...] = ()
-    whole_numbers: bool = False
 
     def column(self, role: str) -> str | None:
         """The column that holds `role`, or None."""
@@ -76,19 +73,6 @@ class Layout:
     def as_messages(self) -> Layout:
         """The same rows, coming out as ``messages``."""
         return replace(self, target="messages")
-
-    def raw_schema(self) -> pa.Schema:
-        """Arrow schema of what the readers deliver: text columns, and lists of turns whose members are text."""
-        import pyarrow as pa
-
-        fields = {}
-        for role, column in self.columns:
-            if role in self.turn_roles and self.turn_keys:
-                turn = [(key, pa.string()) for key in self.turn_keys] + ([("extra", pa.string())] * self.rich)
-                fields[column] = pa.list_(pa.struct(turn))
-            else:
-                fields[column] = pa.string()
-        return pa.schema(list(fields.items()))
 
     def features(self) -> Features:
         """`datasets.Features` of the normalised rows."""
@@ -205,7 +189,6 @@ def detect_layout(
         chat=chat,
         target=targets.get(name, "prompt_completion"),
         extras=tuple(role for role in ("answer", "tools") if role in main),
-        whole_numbers="answer" in main and {type(row.get(main["answer"])) for row in rows} == {int},
     )
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from accel_scale.data.bad_rows import SkipLog, check_on_bad_row
 from accel_scale.data.layout import Layout, parse_columns
 from accel_scale.data.mixture import MixtureItem, common_layouts, mix, parse_mixture, shares
-from accel_scale.data.objects import RichTurnsFound
+from accel_scale.data.rows import RichTurnsFound
 from accel_scale.data.sources import MissingSplit
 from accel_scale.errors import ConfigError
 

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from accel_scale.data.bad_rows import BadRow, BadRowPolicy, SkipLog, place_of
-from accel_scale.data.blocks import ROWS_PER_BATCH, Span, spans_of
+from accel_scale.data.bad_rows import BadRowPolicy, SkipLog, place_of
 from accel_scale.data.cache import cache_key, cached_rows
+from accel_scale.data.files import ROWS_PER_BATCH, Value
 from accel_scale.data.layout import Layout, detect_layout
-from accel_scale.data.normalise import normalise
-from accel_scale.data.objects import RichTurnsFound, UnusableRow, raw_row, raw_table
-from accel_scale.data.reading import SAMPLE_ROWS, read_rows, sample_rows
+from accel_scale.data.reading import SAMPLE_ROWS, file_rows, read_rows, sample_rows, tables_of, usable_rows
+from accel_scale.data.rows import RichTurnsFound
 from accel_scale.data.sources import Source, canonical_split, find_source, missing_split
+from accel_scale.data.spans import Span, spans_of
 from accel_scale.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -121,8 +120,7 @@ def _stream_examples(spans: list[Span], layout: Layout, on_bad_row: str, log: Sk
     for span in spans:
         policy = BadRowPolicy(on_bad_row, log, count_others=False)
         try:
-            for table in read_rows(span, layout, policy):
-                yield from _examples(table, layout)
+            yield from file_rows(span, layout, policy)
         except RichTurnsFound:
             raise _rich_too_late(span.path) from None
 
@@ -133,16 +131,6 @@ def _rich_too_late(place: str) -> ConfigError:
         place=place,
         fix="put such a row among the first, or turn --dataset_streaming off.",
     )
-
-
-def _examples(table: pa.Table, layout: Layout) -> Iterator[dict[str, Any]]:
-    """Rows as plain objects, turns stored as JSON decoded."""
-    for row in table.to_pylist():
-        if layout.conversational and layout.rich:
-            for name in ("messages", "prompt", "completion"):
-                if name in row:
-                    row[name] = [json.loads(turn) for turn in row[name]]
-        yield row
 
 
 class _Library(Opened):
@@ -172,15 +160,16 @@ class _Library(Opened):
         dataset = self._dataset(split)
         files = [file["filename"] for file in dataset.cache_files]
 
+        wanted = [column for _, column in layout.columns if column in dataset.column_names]
+
+        def values() -> Iterator[Value]:
+            tables = dataset.select_columns(wanted).with_format("arrow").iter(batch_size=ROWS_PER_BATCH)
+            for number, value in enumerate((value for table in tables for value in table.to_pylist()), 1):
+                yield number, value, None
+
         def tables(log: SkipLog) -> Iterator[pa.Table]:
             policy = BadRowPolicy(on_bad_row, log)
-            offset = 0
-            for table in dataset.with_format("arrow").iter(batch_size=ROWS_PER_BATCH):
-                good, bad = _checked(table, layout, self.name, offset)
-                policy.handle(bad)
-                offset += table.num_rows
-                if good.num_rows and not policy.failed:
-                    yield good
+            yield from tables_of(usable_rows(values(), layout, policy, _row_place(self.name)), layout)
             policy.end_of_file()
 
         return cached_rows(cache_key(files, self.name, split, layout, on_bad_row), layout.features(), tables)
@@ -198,37 +187,23 @@ class _Library(Opened):
         )
 
 
-def _checked(table: pa.Table, layout: Layout, name: str, offset: int) -> tuple[pa.Table, list[BadRow]]:
-    rows, numbers, bad = raw_table(table, layout)
-    good = normalise(rows, layout)
-    bad = bad + [(numbers[row], reason, "") for row, reason in good.bad]
-    named = [
-        BadRow(place_of(name, offset + number + 1, counts_lines=False), reason, detail)
-        for number, reason, detail in sorted(bad)
-    ]
-    return good.table, named
+def _row_place(name: str) -> Callable[[int], str]:
+    return lambda number: place_of(name, number, counts_lines=False)
 
 
 def _checked_batch(
     batch: dict[str, list], indices: list[int], *, layout: Layout, name: str, on_bad_row: str, log: SkipLog
 ) -> dict[str, list]:
     """The function mapped over streams: good rows out, bad ones to the log or raised."""
-    import pyarrow as pa
-
-    rows, numbers, bad = [], [], []
-    for position, number in enumerate(indices):
-        place = place_of(name, number + 1, counts_lines=False)
-        try:
-            rows.append(raw_row({column: values[position] for column, values in batch.items()}, layout))
-            numbers.append(place)
-        except UnusableRow as fault:
-            bad.append(BadRow(place, fault.reason, fault.detail))
-        except RichTurnsFound:
-            raise _rich_too_late(name) from None
-    good = normalise(pa.Table.from_pylist(rows, schema=layout.raw_schema()), layout)
-    bad += [BadRow(numbers[row], reason) for row, reason in good.bad]
-    BadRowPolicy(on_bad_row, log, count_others=False).handle(bad)
-    examples = list(_examples(good.table, layout))
+    values: Iterator[Value] = (
+        (number + 1, {column: values[position] for column, values in batch.items()}, None)
+        for position, number in enumerate(indices)
+    )
+    policy = BadRowPolicy(on_bad_row, log, count_others=False)
+    try:
+        examples = list(usable_rows(values, layout, policy, _row_place(name)))
+    except RichTurnsFound:
+        raise _rich_too_late(name) from None
     return {column: [example[column] for example in examples] for column in layout.features()}
 
 

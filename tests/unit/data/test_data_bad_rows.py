@@ -9,12 +9,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from accel_scale.data import json_files
 from accel_scale.data.bad_rows import BadRowPolicy, SkipLog
-from accel_scale.data.blocks import Span, spans_of
 from accel_scale.data.layout import detect_layout
 from accel_scale.data.loading import load_training_data
 from accel_scale.data.reading import read_rows
+from accel_scale.data.spans import Span, spans_of
 from accel_scale.errors import ConfigError
 
 QA = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
@@ -236,7 +235,7 @@ LINES = st.one_of(
 @pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=40)
 @given(lines=st.lists(LINES, max_size=12), part_bytes=st.integers(1, 200))
-def test_fast_path_careful_path_and_parts_agree(lines: list[str], part_bytes: int, tmp_path_factory) -> None:
+def test_a_file_and_its_parts_agree(lines: list[str], part_bytes: int, tmp_path_factory) -> None:
     path = str(tmp_path_factory.mktemp("lines") / "a.jsonl")
     with open(path, "w") as file:
         file.write("\n".join([json.dumps(GOOD), *lines]))
@@ -249,10 +248,4 @@ def test_fast_path_careful_path_and_parts_agree(lines: list[str], part_bytes: in
             bad = sorted((row["place"], row["reason"]) for row in map(json.loads, file))
         return [row for table in tables for row in table.to_pylist()], bad
 
-    fast = read([Span(path)])
-    assert read(spans_of(path, span_bytes=part_bytes)) == fast
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_files, "_PART_BYTES", part_bytes)
-        assert read([Span(path)]) == fast
-        patch.setattr(json_files, "_parse_block", lambda *_: None)
-        assert read([Span(path)]) == fast
+    assert read(spans_of(path, span_bytes=part_bytes)) == read([Span(path)])

@@ -8,11 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_scale.data.bad_rows import BadRowPolicy, SkipLog
-from accel_scale.data.blocks import Span
 from accel_scale.data.layout import ROLES, detect_layout, parse_columns
 from accel_scale.data.loading import load_training_data
-from accel_scale.data.reading import read_rows
 from accel_scale.errors import ConfigError
 
 
@@ -120,18 +117,6 @@ def test_answers_of_any_kind_become_text(write_jsonl) -> None:
     # Whole numbers only in what is sampled, then others.
     rows = [{"prompt": "q", "completion": "a", "answer": 7}] * 1000 + rows
     assert load_training_data(write_jsonl("b.jsonl", rows)).train["answer"] == ["7"] * 1000 + expected
-
-
-def test_whole_number_answers_take_the_fast_path(write_jsonl, monkeypatch) -> None:
-    from accel_scale.data import json_files
-
-    path = write_jsonl("a.jsonl", [{"prompt": "q", "completion": "a", "answer": i} for i in range(50)])
-    read_by_line = []
-    monkeypatch.setattr(json_files, "_decoded_lines", lambda *args: read_by_line.append(args) or iter(()))
-    layout = detect_layout("x", [{"prompt": "q", "completion": "a", "answer": 1}])
-    tables = list(read_rows(Span(path), layout, BadRowPolicy("error", SkipLog.temporary())))
-    assert [row["answer"] for table in tables for row in table.to_pylist()] == [str(i) for i in range(50)]
-    assert not read_by_line
 
 
 def test_tool_calls_and_tools_go_through_whole(write_jsonl) -> None:

@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 
 from accel_scale.data import opened
-from accel_scale.data.blocks import spans_of
 from accel_scale.data.loading import load_training_data
+from accel_scale.data.spans import spans_of
 
 NUM_ROWS = 600
 
