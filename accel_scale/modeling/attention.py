@@ -139,10 +139,9 @@ def _default_attention(device: Device, dtype: Any, packing: bool, config: Any, m
             return "flash_attention_2"
     if not _has_sdpa(config, model_class):
         return "eager"
-    shares = _shares_key_heads(device, dtype, min(_head_size(config) or 0, _FLASH_MAX_HEAD_SIZE))
-    if (packing or not device.has_flash_kernel or not shares) and _supports(
-        model_class, "_supports_attention_backend"
-    ):
+    size = min(_head_size(config) or 0, _FLASH_MAX_HEAD_SIZE)
+    is_served = device.has_flash_kernel and _shares_key_heads(device, dtype, size)
+    if (packing or not is_served) and _supports(model_class, "_supports_attention_backend"):
         return register_packed_attention()
     return "sdpa"
 

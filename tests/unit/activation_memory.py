@@ -52,10 +52,16 @@ def saved_activation_bytes(function: Callable[[], Any]) -> int:
 def peak_tensor_bytes(function: Callable[[], Any]) -> int:
     """The largest number of bytes, at any time during `function`, of storages created since it began.
 
-    Counts what goes through torch's dispatcher, on any device; not the scratch memory inside of kernels.
+    Counts what goes through torch's dispatcher, on any device that has memory; not the scratch memory inside of
+    kernels.
     """
     from accel_scale.measuring.measured_memory import StorageTracker
 
-    with StorageTracker() as tracker:
+    class OfMemory(StorageTracker):
+        def _count(self, storage: Any) -> None:
+            if storage.device.type != "meta":
+                super()._count(storage)
+
+    with OfMemory() as tracker:
         function()
     return tracker.peak_bytes

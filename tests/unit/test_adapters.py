@@ -6,6 +6,7 @@ import types
 
 import pytest
 import torch
+from activation_memory import peak_tensor_bytes
 
 from accel_scale.errors import ConfigError
 from accel_scale.modeling.adapters import (
@@ -336,6 +337,31 @@ class TestEightBit:
             quantization_config(args, precision=precision, strategy="fsdp2")
         assert error.value.place == "--load_in_8bit"
         assert quantization_config(args, precision=precision, strategy="zero3").load_in_8bit
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_a_base_is_quantised_tensor_by_tensor(tmp_path, strategy):
+    """Never is there a whole copy in full precision beside it, in memory that every rank of a node takes again."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from accel_scale.modeling.loading import load_model
+
+    thin = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=12, vocab_size=64, **thin))
+    model.save_pretrained(tmp_path, max_shard_size="1MB")
+    whole = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    precision, kept = precision_named("bf16"), []
+
+    def load():
+        settings = quantization_config(four_bit(), precision=precision, strategy=strategy)
+        dtype = precision.frozen_dtype
+        kept.append(load_model(str(tmp_path), dtype=dtype, quantization_config=settings))
+
+    peak = peak_tensor_bytes(load)
+    stays = sum(parameter.numel() * parameter.element_size() for parameter in kept[0].parameters())
+    assert stays < peak < stays + whole / 12
+    assert stays < whole / 6
 
 
 def test_no_quantisation_unless_asked_for():
