@@ -265,7 +265,9 @@ def train(run: Run, started: float) -> dict[str, Any]:
     manager.close()
     accelerator.end_training()
     if why_stopped == "a signal":
-        run.say_stopped(f"saved checkpoint-{run.step} after {manager.stopped_by}; the same command goes on from there")
+        run.say_stopped(
+            f"saved checkpoint-{run.step} after {manager.stopped_by}; the same command continues from there"
+        )
         raise SystemExit(EXIT_STOPPED)
     return summary
 

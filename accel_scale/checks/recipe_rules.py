@@ -178,7 +178,8 @@ def global_batch(case: Case) -> Finding | None:
         return None
     return error(
         run.place("global_batch_size"),
-        f"{run.global_batch_size} is no multiple of {run.per_device_train_batch_size} sequences × {world} processes.",
+        f"{run.global_batch_size} is not a multiple of {run.per_device_train_batch_size} sequences × {world} "
+        "processes.",
         f"use a multiple of {step}, or a smaller --per_device_train_batch_size.",
     )
 

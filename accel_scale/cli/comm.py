@@ -25,9 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what")
     what.add_argument("--op", nargs="+", metavar="OP", help="all_reduce, all_gather … or all (default: all_reduce)")
     what.add_argument("--size", nargs="+", metavar="SIZE", help="K: 1GiB, several, or a range 64KiB..1GiB")
-    what.add_argument("--step_factor", metavar="X", default="2", help="between the sizes of a range (default: 2)")
+    what.add_argument(
+        "--step_factor", metavar="X", default="2", help="factor between the sizes of a range (default: 2)"
+    )
     what.add_argument("--json", action="store_true", help="one JSON object instead of tables")
-    what.add_argument("--catalogue", action="store_true", help="print the links that have names")
+    what.add_argument("--catalogue", action="store_true", help="list links with known speeds")
     where = parser.add_argument_group("predicted on")
     where.add_argument("--gpu", help="a card, for its link, e.g. H100 (default: those of this machine)")
     where.add_argument("--nodes", metavar="N", help="servers (default: 1)")
@@ -40,14 +42,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--network_latency", metavar="TIME", help="of a message between servers")
     run = parser.add_argument_group("measured")
     run.add_argument("--measure", action="store_true", help="run the collectives, fit the links and save them")
-    run.add_argument("--ddp_buckets", action="store_true", help="time steps of DDP by bucket size, suggest one")
+    run.add_argument(
+        "--ddp_buckets", action="store_true", help="time DDP steps for several bucket sizes and suggest one"
+    )
     run.add_argument("--processes", metavar="N", help="to start here (default: one for each GPU, or 2 on the CPU)")
     run.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl where there is a GPU for each process")
+    run.add_argument("--repeats", metavar="N", help="most timings of each size (default: 300; DDP steps: 40)")
     run.add_argument(
-        "--repeats", metavar="N", help="times that are taken of each, at most (default: 300; steps of DDP: 40)"
-    )
-    run.add_argument(
-        "--save", metavar="FILE", help="where the links go (default: accel_scale/links.json in the cache)"
+        "--save", metavar="FILE", help="file for the links (default: accel_scale/links.json in the cache)"
     )
     run.add_argument("--model", help="of --ddp_buckets: a name of the catalogue, a folder or a config.json")
     run.add_argument("--num_params", metavar="N", help="of --ddp_buckets: a Llama of about this size, e.g. 30M")

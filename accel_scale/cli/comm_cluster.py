@@ -160,5 +160,5 @@ def parse_latency(text: str | None, place: str) -> float | None:
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < float("inf"):
-        raise ConfigError(f"{text!r} is no latency.", place=place, fix="write it like 20us.")
+        raise ConfigError(f"{text!r} is not a latency.", place=place, fix="write it like 20us.")
     return seconds

@@ -1,4 +1,4 @@
-"""Write what starts a launch on several nodes: a Slurm batch script, a Kubernetes TrainJob, or a script over SSH.
+"""Write a script that starts a launch on several nodes: a Slurm batch script, a Kubernetes TrainJob, or an SSH script.
 
   accel-scale launch-script slurm --config_file accelerate_configs/fsdp2_multinode.yaml --partition gpu --time 24h \\
       --output run.sbatch recipes/pretrain.py --config_file my_run.yaml
@@ -54,7 +54,7 @@ _NUMBERS = {"save_seconds", "cpus_per_task", "step_restarts", "max_requeues", "p
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `accel-scale launch-script`."""
-    parser.add_argument("kind", choices=KINDS, help="what starts the nodes")
+    parser.add_argument("kind", choices=KINDS, help="kind of script")
     parser.add_argument("--config_file", required=True, help="the launch file, or a folder of plan --write")
     parser.add_argument("--nodes", type=int, help="number of nodes (default: the launch file's)")
     parser.add_argument("--gpus_per_node", type=int, help="default: the launch file's processes ÷ nodes")

@@ -31,21 +31,19 @@ class Command(NamedTuple):
 
 
 COMMANDS: dict[str, Command] = {
-    "plan": Command("accel_scale.cli.plan", "will it fit, how fast, which strategy: before anything is loaded"),
-    "doctor": Command("accel_scale.cli.doctor", "versions, devices, and what contradicts what before a launch"),
+    "plan": Command("accel_scale.cli.plan", "predict memory, speed and the best strategy before anything is loaded"),
+    "doctor": Command("accel_scale.cli.doctor", "list versions, devices and contradictions before a launch"),
     "rehearse": Command("accel_scale.cli.rehearse", "run a launch file on CPU processes with a shrunken model"),
     "merge": Command("accel_scale.cli.merge", "merge LoRA or QLoRA adapters into their base"),
-    "prepare": Command("accel_scale.cli.prepare", "tokenise pretraining data once, for runs that read tokens"),
+    "prepare": Command("accel_scale.cli.prepare", "tokenise pretraining data once, into memory-mapped shards"),
     "launch-script": Command(
-        "accel_scale.cli.launch_script", "write what starts several nodes: Slurm, Kubernetes, SSH"
+        "accel_scale.cli.launch_script", "write job scripts for several nodes: Slurm, Kubernetes, SSH"
     ),
-    "comm": Command("accel_scale.cli.comm", "what collectives cost: predicted, measured; sizes of DDP's buckets"),
+    "comm": Command("accel_scale.cli.comm", "predict or measure the cost of collectives; tune DDP's bucket size"),
     "scaling-test": Command(
-        "accel_scale.cli.scaling_test", "a recipe on 1, 2, … ranks, measured against linear scaling"
+        "accel_scale.cli.scaling_test", "run a recipe on 1, 2, … ranks and compare with linear scaling"
     ),
-    "scaling": Command(
-        "accel_scale.cli.scaling", "parameters, tokens and compute from one another, loss, time and price"
-    ),
+    "scaling": Command("accel_scale.cli.scaling", "scaling laws: parameters, tokens, compute, loss, time and price"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Will it fit, how fast, which strategy: predicted for every combination that is left open, before anything is loaded.
+"""Will it fit, how fast is it, which strategy: predicts every combination you leave open, before anything is loaded.
 
   accel-scale plan meta-llama/Llama-3.1-8B --gpu "RTX 4090" --method auto
   accel-scale plan meta-llama/Llama-3.1-70B --gpu H100 --num_gpus 8 --max_length 4096 --explain
@@ -26,61 +26,75 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `accel-scale plan`; those that the recipe has too are called the same."""
-    parser.add_argument("model", metavar="MODEL", help="what is trained")
+    parser.add_argument("model", metavar="MODEL", help="the model to train")
     machine = parser.add_argument_group("machine")
     machine.add_argument("--gpu", help='a card, e.g. "RTX 4090", H100, 24GiB (default: those of this machine)')
     machine.add_argument("--num_gpus", metavar="N", help="all GPUs together (default: 1, or those of this machine)")
     machine.add_argument("--gpus_per_node", metavar="N", help="GPUs that share fast links (default: 8)")
     machine.add_argument("--network", help="between nodes, e.g. infiniband-ndr, ethernet-100g, 25GB (per second)")
-    machine.add_argument("--host_memory", help="of one node, e.g. 512GiB; not checked without")
-    machine.add_argument("--host_bandwidth", metavar="SPEED", help="bytes per second of its memory, e.g. 200GB")
-    machine.add_argument("--nvme", metavar="SPEED", help="bytes per second of a node's disks, e.g. 6GB")
+    machine.add_argument("--host_memory", help="host memory of one node, e.g. 512GiB; not checked if not given")
+    machine.add_argument("--host_bandwidth", metavar="SPEED", help="bandwidth of host memory per second, e.g. 200GB")
+    machine.add_argument("--nvme", metavar="SPEED", help="speed of a node's NVMe drives per second, e.g. 6GB")
     machine.add_argument(
-        "--links", metavar="FILE", help="measured by accel-scale comm; `measured`: the last ones here"
+        "--links", metavar="FILE", help="links measured by accel-scale comm; `measured`: the last file written here"
     )
     training = parser.add_argument_group("training, as the recipe's flags")
     training.add_argument("--method", default="full", help="full, lora, qlora, or auto: any of them (default: full)")
-    training.add_argument("--precision", help="fp32, fp16, bf16, bf16_true or fp8 (default: bf16 where there is)")
-    training.add_argument("--optim", help="default: fused AdamW, or 8-bit states where they help")
-    training.add_argument("--checkpointing_policy", help="default: the fastest of none, selective and full")
+    training.add_argument("--precision", help="fp32, fp16, bf16, bf16_true or fp8 (default: bf16 if supported)")
+    training.add_argument("--optim", help="optimizer (default: fused AdamW, or 8-bit states if they help)")
+    training.add_argument(
+        "--checkpointing_policy", help="activation checkpointing (default: the fastest of none, selective and full)"
+    )
     training.add_argument("--attn_implementation", help="eager, sdpa, flash_attention_2 … (default: sdpa)")
-    training.add_argument("--per_device_train_batch_size", metavar="N", help="default: the fastest that fits")
+    training.add_argument(
+        "--per_device_train_batch_size", metavar="N", help="micro-batch (default: the fastest that fits)"
+    )
     training.add_argument(
         "--global_batch_size", metavar="N", default="64", help="sequences per optimizer step (default: 64)"
     )
-    training.add_argument("--max_length", metavar="TOKENS", help="per row (default: 2048)")
-    training.add_argument("--mean_length", metavar="TOKENS", help="of a row that are no padding, on average")
+    training.add_argument("--max_length", metavar="TOKENS", help="tokens per row (default: 2048)")
+    training.add_argument("--mean_length", metavar="TOKENS", help="mean tokens of a row without padding")
     training.add_argument(
         "--sync_each_batch",
         nargs="?",
         const="true",
-        help="whether FSDP2 reduces the gradients of every micro-batch: true or false (default: where that is faster)",
+        help="FSDP2 reduces gradients after every micro-batch: true or false (default: whichever is faster)",
     )
     training.add_argument("--packing", nargs="?", const="true", default="true", help="true or false (default: true)")
     training.add_argument("--no_packing", action="store_true", help="rows hold one document each and are padded")
-    training.add_argument("--lora_r", metavar="RANK", default="16", help="of the adapters (default: 16)")
+    training.add_argument("--lora_r", metavar="RANK", default="16", help="rank of the adapters (default: 16)")
     training.add_argument("--lora_target_modules", nargs="+", metavar="NAME", default=["all-linear"])
-    training.add_argument("--lora_dropout", metavar="P", default="0.05", help="of the adapters (default: 0.05)")
+    training.add_argument(
+        "--lora_dropout", metavar="P", default="0.05", help="dropout of the adapters (default: 0.05)"
+    )
     training.add_argument("--use_dora", action="store_true", help="adapters with a magnitude vector")
-    training.add_argument("--dataset_name", metavar="DATA", help="a local file's lengths are measured")
-    training.add_argument("--columns", nargs="+", metavar="ROLE=COLUMN", default=[], help="as the recipe's")
+    training.add_argument(
+        "--dataset_name", metavar="DATA", help="data set; the row lengths of local files are measured"
+    )
+    training.add_argument("--columns", nargs="+", metavar="ROLE=COLUMN", default=[], help="as in the recipe")
     sharing = parser.add_argument_group("ranks that share the model, as recipes/pretrain.py's flags")
     sharing.add_argument(
-        "--recipe", default="sft", help="what will run it: sft or pretrain, which can share the model (default: sft)"
+        "--recipe",
+        default="sft",
+        help="recipe that will run it: sft, or pretrain (for tensor and pipeline parallelism) (default: sft)",
     )
-    sharing.add_argument("--tp_size", metavar="N", help="tensor parallelism (default: where nothing simpler fits)")
-    sharing.add_argument("--pp_size", metavar="N", help="pipeline stages (default: likewise)")
-    sharing.add_argument("--sp_size", metavar="N", help="Ulysses sequence parallelism (default: likewise)")
+    sharing.add_argument("--tp_size", metavar="N", help="tensor parallelism (default: tried if nothing simpler fits)")
+    sharing.add_argument("--pp_size", metavar="N", help="pipeline stages (default: as --tp_size)")
+    sharing.add_argument("--sp_size", metavar="N", help="Ulysses sequence parallelism (default: as --tp_size)")
     sharing.add_argument("--pp_schedule", help="1f1b, gpipe, interleaved or zero_bubble (default: 1f1b)")
     answer = parser.add_argument_group("answer")
-    answer.add_argument("--strategy", action="append", default=[], help='only this, e.g. "ZeRO-2"; repeatable')
-    answer.add_argument("--tokens", metavar="D", help="a token budget, e.g. 1B: adds hours, energy and price")
+    answer.add_argument(
+        "--strategy", action="append", default=[], help='only this strategy, e.g. "ZeRO-2"; repeatable'
+    )
+    answer.add_argument("--tokens", metavar="D", help="token budget, e.g. 1B: adds hours, energy and price")
     answer.add_argument("--price_per_gpu_hour", metavar="PRICE", help="in any currency")
     answer.add_argument("--top", metavar="N", default="5", help="rows of the table (default: 5)")
-    answer.add_argument("--explain", action="store_true", help="the terms of the best, phase by phase")
-    answer.add_argument("--verify", action="store_true", help="run one step of the best and compare")
+    answer.add_argument(
+        "--explain", action="store_true", help="print the memory terms of the best setting, phase by phase"
+    )
+    answer.add_argument("--verify", action="store_true", help="run one step of the best setting and compare")
     answer.add_argument("--json", action="store_true", help="one JSON object instead of tables")
-    answer.add_argument("--write", metavar="DIR", help="write the launch file and the recipe's flags of the best")
+    answer.add_argument("--write", metavar="DIR", help="write launch file and recipe flags of the best setting")
 
 
 def run(args: argparse.Namespace) -> int:

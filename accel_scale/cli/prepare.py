@@ -23,14 +23,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="files, folders, globs or hub data sets, each with its share of the tokens (name=0.7) or none of them",
     )
     parser.add_argument("--tokenizer", required=True, help="a folder or hub id, `byte`, or `char` (of the data)")
-    parser.add_argument("--output", required=True, help="where the shards go: a new folder, or one to go on with")
+    parser.add_argument("--output", required=True, help="where the shards go: a new folder, or an unfinished one")
     parser.add_argument("--num_workers", type=int, help="processes that tokenise (default: one per core)")
     parser.add_argument("--text_column", default="text", help="column of the text (default: text)")
     parser.add_argument(
         "--text_documents",
         default="file",
         choices=("file", "line", "paragraph"),
-        help="what is one document of a .txt file (default: file)",
+        help="unit of a document in a .txt file (default: file)",
     )
 
 
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
             **options,
         )
     except KeyboardInterrupt:
-        print("interrupted: finished shards are kept, and the same command goes on from there.", file=sys.stderr)
+        print("interrupted: finished shards are kept, and the same command continues from there.", file=sys.stderr)
         return 130
     kept = f", {done.num_kept_shards} of them from before, checksums compared" if done.num_kept_shards else ""
     print(f"tokens     {format_count(done.num_tokens)} in {format_count(done.num_documents)} documents")

@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--timeout_seconds",
         type=float,
         default=600.0,
-        help="when a launch counts as hanging; DeepSpeed compiles for minutes at its first offload (default: 600)",
+        help="time-out of a launch; DeepSpeed compiles for minutes at its first offload (default: 600)",
     )
     parser.add_argument("--keep", metavar="FOLDER", help="keep the tiny model, logs, checkpoints and results here")
     parser.add_argument("recipe", nargs="+", help="the recipe and its flags, as after accelerate launch")

@@ -124,7 +124,7 @@ def _ranks(text: str | None, available: int) -> list[int]:
     except ValueError:
         ranks = []
     if not ranks or ranks[0] < 1:
-        raise ConfigError(f"{text!r} are no numbers of ranks.", place="--ranks", fix="write them like 1,2,4.")
+        raise ConfigError(f"{text!r} are not numbers of ranks.", place="--ranks", fix="write them like 1,2,4.")
     if ranks[-1] > available:
         raise ConfigError(
             f"{ranks[-1]} ranks, and there are {available} devices or cores.",

@@ -112,10 +112,12 @@ def _check(options: KubernetesOptions) -> None:
     for flag, name in names:
         if name is not None and (not _NAME.fullmatch(name) or len(name) > 63):
             raise ConfigError(
-                f"{name!r} is no Kubernetes name.", place=flag, fix="use lower-case letters, digits and -, at most 63."
+                f"{name!r} is not a Kubernetes name.",
+                place=flag,
+                fix="use lower-case letters, digits and -, at most 63.",
             )
     for flag, quantity in (("--cpus", options.cpus), ("--memory", options.memory)):
         if quantity is not None and not _QUANTITY.fullmatch(quantity):
-            raise ConfigError(f"{quantity!r} is no quantity.", place=flag, fix="write it like 32 or 512Gi.")
+            raise ConfigError(f"{quantity!r} is not a quantity.", place=flag, fix="write it like 32 or 512Gi.")
     if not options.mount_path.startswith("/"):
         raise ConfigError(f"{options.mount_path!r} is relative.", place="--mount_path", fix="begin it with /.")

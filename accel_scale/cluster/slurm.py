@@ -137,7 +137,7 @@ done
 
 # Workers that saved after a signal left with 85, which launchers report as 1: what counts is who asked them to stop.
 if ((stopping)) && ((${SLURM_RESTART_COUNT:-0} < MAX_REQUEUES)); then
-  echo "$(date +%FT%T) back into the queue, to go on from the last checkpoint"
+  echo "$(date +%FT%T) back into the queue, to continue from the last checkpoint"
   scontrol requeue "$SLURM_JOB_ID"
   exit 0
 fi

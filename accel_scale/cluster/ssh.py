@@ -47,7 +47,7 @@ def ssh_script(job: ClusterJob, options: SshOptions) -> str:
     if double is not None:
         raise ConfigError(f"{double} is named twice.", place="--hosts", fix="name every host once.")
     if not 0 < options.port < 65536:
-        raise ConfigError(f"{options.port} is no port.", place="--port", fix="use one between 1 and 65535.")
+        raise ConfigError(f"{options.port} is not a port.", place="--port", fix="use one between 1 and 65535.")
     agent = job.agent_command(rank="NODE_RANK", address="HEAD_NODE", port="HEAD_PORT")
     environment = " ".join(f"{name}={value}" for name, value in job.environment.items())
     lines = [
@@ -75,7 +75,7 @@ def _checked_host(host: str) -> str:
     """`host`, which ssh must not take for one of its options."""
     if not _HOST.fullmatch(host):
         raise ConfigError(
-            f"{host!r} is no host.", place="--hosts", fix="name hosts like node1, user@node1 or 10.0.0.1."
+            f"{host!r} is not a host.", place="--hosts", fix="name hosts like node1, user@node1 or 10.0.0.1."
         )
     return host
 

@@ -214,7 +214,7 @@ def _saved_split(source: Source, split: str, streaming: bool) -> Any:
         loaded = load_from_disk(os.path.expanduser(source.name))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{source.name} is no whole folder of `save_to_disk` ({_first_sentence(error)}).",
+            f"{source.name} is not a whole folder of `save_to_disk` ({_first_sentence(error)}).",
             place="--dataset_name",
             fix="save the data set again, or copy all of its folder.",
         ) from error

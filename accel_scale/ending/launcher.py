@@ -93,7 +93,7 @@ def _grace_seconds() -> float:
         seconds = float(text) if text else _GRACE_SECONDS
         if seconds >= 0:
             return seconds
-    raise ConfigError(f"{text!r} is no number of seconds.", place=GRACE_VARIABLE, fix="write it like 120.")
+    raise ConfigError(f"{text!r} is not a number of seconds.", place=GRACE_VARIABLE, fix="write it like 120.")
 
 
 def _follow(launcher: int, descriptor: int | None, grace_seconds: float) -> None:
@@ -102,7 +102,7 @@ def _follow(launcher: int, descriptor: int | None, grace_seconds: float) -> None
     time.sleep(grace_seconds)
     print(
         f"the launcher is gone, and this process (rank {os.environ.get('RANK', '0')}) could not stop within "
-        f"{grace_seconds:g} s: it ends now. The last checkpoint is the one to go on from.",
+        f"{grace_seconds:g} s: it ends now. The last checkpoint is the one to continue from.",
         file=sys.stderr,
         flush=True,
     )

@@ -9,11 +9,11 @@ PRECISIONS = ("fp32", "fp16", "bf16", "bf16_true", "fp8")
 DECAY_SHAPES = ("1-sqrt", "linear", "cosine")
 PLANS = ("off", "check", "auto")
 SYNC_EACH_BATCH_HELP = (
-    "FSDP2 with accumulation: reduce and shard the gradients of every micro-batch. Else those of all but a step's "
-    "last wait whole on every rank, which takes memory, and are sent once."
+    "FSDP2 with accumulation: reduce and shard gradients after every micro-batch. Otherwise every rank keeps whole "
+    "gradients until the last micro-batch of a step: more memory, less communication."
 )
 
-ALLOW_CHANGED_HELP = "Go on from a checkpoint although data, batch, schedule or model are no longer what they were."
+ALLOW_CHANGED_HELP = "Continue from a checkpoint although data, batch, schedule or model have changed."
 
 
 def _flag(default, text: str, *, choices: tuple[str, ...] | None = None):
@@ -53,13 +53,13 @@ class ScaleArguments:
     )
     device_memory: str | None = _flag(
         None,
-        "Cap on what the CUDA allocator may take, e.g. 24GiB: makes a large card stand in for a small one.",
+        "Limit for the CUDA allocator, e.g. 24GiB: lets a large card stand in for a small one.",
     )
     plan: str | None = _flag(
         None,
-        "Predict memory before loading. check: refuse what would not fit and name the cheapest changes. auto: also "
-        "set micro-batch, accumulation, checkpointing, optimizer and method where you did not, at the same global "
-        "batch. Default: check on CUDA, else off.",
+        "Predict memory before loading. check: refuse a run that would not fit and list the cheapest changes. auto: "
+        "also choose micro-batch, accumulation, checkpointing, optimizer and method if you did not set them, at the "
+        "same global batch. Default: check on CUDA, else off.",
         choices=PLANS,
     )
     plan_gpu: str | None = _flag(
@@ -81,22 +81,22 @@ class ScaleArguments:
     columns: list[str] = _flag([], "Map columns to roles, e.g. --columns prompt=question completion=answer.")
     on_bad_row: str = _flag(
         "error",
-        "A row that cannot be read or has no usable content: stop and name it, or skip and count it.",
+        "If a row cannot be read or has no usable content: error stops and names it, skip leaves it out and "
+        "counts it.",
         choices=("error", "skip"),
     )
     exact_match_samples: int | None = _flag(
         None,
-        "Held-out questions answered before and after training and compared with their answers; 0 turns it "
-        "off. Default: 200 on the embedded data set, else 0.",
+        "Number of held-out questions to answer before and after training and compare with their answers; 0 turns "
+        "it off. Default: 200 on the embedded data set, else 0.",
     )
     verify_first_checkpoint: bool = _flag(
         True, "Reload the first checkpoint and compare it with the weights in memory."
     )
     recover_from_oom: bool = _flag(
         True,
-        "When memory runs out in a training step: every process discards the step, halves its micro-batches and "
-        "takes it again with the same samples; where that cannot be done, as under FSDP2 and ZeRO, all of them stop "
-        "with status 75.",
+        "When memory runs out in a training step, every process repeats the step with half the micro-batch and the "
+        "same samples. If that is impossible, as under FSDP2 and ZeRO, all processes stop with status 75.",
     )
     fp8_emulate: bool = _flag(False, "Emulate fp8 matrix products on devices without them (for tests; slow).")
     allow_changed_settings: bool = _flag(False, ALLOW_CHANGED_HELP)

@@ -15,12 +15,12 @@ class DdpHookArguments:
 
     ddp_comm_hook: str = _flag(
         "none",
-        "DDP: gradients travel as they are, cast to bf16 or fp16, or as PowerSGD's low-rank factors.",
+        "DDP: gradient compression. none, bf16 or fp16 (cast before sending), or powersgd (low-rank factors).",
         choices=HOOKS,
     )
     powersgd_rank: int | None = _flag(None, "PowerSGD: rank of the factors. Default: 4.")
     powersgd_start_step: int | None = _flag(
-        None, "PowerSGD: gradients travel whole before this optimizer step. Default: 100."
+        None, "PowerSGD: optimizer step at which compression starts. Default: 100."
     )
 
 
@@ -29,5 +29,5 @@ class DdpArguments(DdpHookArguments):
     """As `DdpHookArguments`, with the bucket size that transformers' own arguments have."""
 
     ddp_bucket_cap_mb: int | None = _flag(
-        None, "DDP: size of its gradient buckets; accel-scale comm --ddp_buckets measures which. Default: 25."
+        None, "DDP: size of gradient buckets; `accel-scale comm --ddp_buckets` measures the best. Default: 25."
     )

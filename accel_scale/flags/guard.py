@@ -16,21 +16,22 @@ class GuardArguments:
 
     guard: str = _flag(
         "skip",
-        "skip: the step is not taken; lower_lr: a spike is taken at a lower learning rate; rollback: back to the last "
-        "good checkpoint and around the batch; stop; off.",
+        "For a step whose loss or gradient norm is NaN or spikes. skip: do not take it; lower_lr: take a spike at "
+        "a lower "
+        "learning rate; rollback: reload the last good checkpoint and leave out the batch; stop; off.",
         choices=POLICIES,
     )
-    guard_window: int = _flag(GuardSettings.window, "Accepted steps whose median and MAD say what a spike is.")
-    guard_min_steps: int = _flag(GuardSettings.min_steps, "Accepted steps before spikes are judged.")
+    guard_window: int = _flag(GuardSettings.window, "Number of accepted steps whose median and MAD define a spike.")
+    guard_min_steps: int = _flag(GuardSettings.min_steps, "Accepted steps before spikes are looked for.")
     guard_threshold: float = _flag(
-        GuardSettings.threshold, "A spike is so many robust standard deviations above the median."
+        GuardSettings.threshold, "Robust standard deviations above the median from which a step is a spike."
     )
     guard_max_skips: int = _flag(
-        GuardSettings.max_skips, "Events tolerated within --guard_skip_window steps; one more stops the run."
+        GuardSettings.max_skips, "Events allowed within --guard_skip_window steps; one more stops the run."
     )
     guard_skip_window: int = _flag(GuardSettings.skip_window, "See --guard_max_skips.")
-    guard_lr_factor: float = _flag(GuardSettings.lr_factor, "lower_lr: what the learning rate is multiplied by.")
-    guard_lr_steps: int = _flag(GuardSettings.lr_steps, "lower_lr: for so many steps.")
+    guard_lr_factor: float = _flag(GuardSettings.lr_factor, "lower_lr: factor for the learning rate.")
+    guard_lr_steps: int = _flag(GuardSettings.lr_steps, "lower_lr: number of steps with the lower rate.")
 
     def settings(self) -> GuardSettings:
         """What they come to; refuses values that cannot be honoured, as `settings_from`."""
@@ -43,8 +44,8 @@ class TrainerGuardArguments(GuardArguments):
 
     guard: str = _flag(
         "skip",
-        "A step whose loss or gradient norm is not finite or spikes. skip: it is not taken; lower_lr: a spike is "
-        "taken at a lower learning rate; stop; off: every step is taken.",
+        "For a step whose loss or gradient norm is NaN or spikes. skip: do not take it; lower_lr: take a spike at a "
+        "lower learning rate; stop; off: take every step.",
         choices=tuple(policy for policy in POLICIES if policy != "rollback"),
     )
 
@@ -63,14 +64,14 @@ def guard_for(arguments: GuardArguments, optimizer: str, place: str | None) -> t
         return arguments.settings(), None
     if place is not None:
         raise unjudgeable(optimizer, place=place)
-    note = f"{optimizer} changes weights in the backward pass, so nothing guards its steps (--guard off)."
+    note = f"{optimizer} changes weights in the backward pass, so its steps are not guarded (--guard off)."
     return settings_from(replace(arguments, guard="off")), note
 
 
 def unjudgeable(optimizer: str, *, place: str = "--guard") -> ConfigError:
     """Why steps of `optimizer` cannot be guarded."""
     return ConfigError(
-        f"{optimizer} changes weights in the backward pass, before anybody can judge the step.",
+        f"{optimizer} changes weights in the backward pass, before the guard can check the step.",
         place=place,
         fix="use another --optim, or --guard off.",
     )

@@ -54,12 +54,12 @@ class GuardSettings:
                 raise ConfigError(f"{value} cannot be used.", place=_place(name), fix=f"use {least} or more.")
         if self.min_steps > self.window:
             raise ConfigError(
-                f"{self.min_steps} steps never are in a window of {self.window}, so no spike would ever be judged.",
+                f"{self.min_steps} steps never fit into a window of {self.window}, so no spike would ever be found.",
                 place=_place("min_steps"),
                 fix=f"use at most {self.window}, or a larger window.",
             )
         if not (math.isfinite(self.threshold) and self.threshold > 0):
-            raise ConfigError(f"{self.threshold} is no distance.", place=_place("threshold"), fix="use e.g. 8.")
+            raise ConfigError(f"{self.threshold} is not a distance.", place=_place("threshold"), fix="use e.g. 8.")
         if not 0 < self.lr_factor < 1:
             raise ConfigError(
                 f"{self.lr_factor} does not lower the learning rate.",

@@ -30,10 +30,10 @@ class ParallelArguments:
     tp_size: int | None = _flag(
         None, "Ranks that share each matrix product (tensor parallelism). Default: the launch file's, else 1."
     )
-    pp_size: int = _flag(1, "Ranks that the layers are split over (pipeline parallelism).")
+    pp_size: int = _flag(1, "Ranks to split the layers over (pipeline parallelism).")
     sp_size: int | None = _flag(None, _SP_HELP)
     pp_schedule: str | None = _flag(
-        None, "Order of a pipeline's micro-batches, which are those of gradient accumulation. Default: 1f1b.",
+        None, "Pipeline schedule; its micro-batches are those of gradient accumulation. Default: 1f1b.",
         choices=PIPELINE_SCHEDULES,
     )  # fmt: skip
     pp_stages_per_rank: int | None = _flag(

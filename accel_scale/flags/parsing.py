@@ -215,7 +215,7 @@ def read_mapping(path: Path) -> list[tuple[str, str, yaml.Node]]:
         mark = getattr(error, "problem_mark", None)
         place = f"{path}:{mark.line + 1}" if mark else str(path)
         problem = getattr(error, "problem", None) or "not text in UTF-8"
-        raise ConfigError(f"not valid YAML: {problem}.", place=place, fix="mend the syntax of this line.") from None
+        raise ConfigError(f"not valid YAML: {problem}.", place=place, fix="fix the syntax of this line.") from None
     if node is None:
         return []
     if not isinstance(node, yaml.MappingNode):

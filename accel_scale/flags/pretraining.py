@@ -21,7 +21,7 @@ from accel_scale.optimization.schedules import SCHEDULE_NAMES
 class PretrainModelArguments:
     """What is trained. One of the first three says which model; none of them: the embedded tiny one, from nothing."""
 
-    model_name_or_path: str | None = _flag(None, "Go on training this model: a folder or a hub id.")
+    model_name_or_path: str | None = _flag(None, "Continue training this model: a folder or a hub id.")
     model_config: str | None = _flag(None, "Train a model of this config.json (a file or its folder) from nothing.")
     num_params: str | None = _flag(
         None, "Train a Llama of about this size from nothing, e.g. 124M or 1.3B; its shape is chosen and printed."
@@ -41,9 +41,9 @@ class PretrainModelArguments:
         None, "Train every weight, or LoRA adapters on --model_name_or_path. Default: full.", choices=("full", "lora")
     )
     lora_r: int = _flag(16, "Rank of the adapters.")
-    lora_alpha: int = _flag(32, "Their scale: alpha ÷ rank.")
-    lora_dropout: float = _flag(0.0, "Dropout before them.")
-    lora_target_modules: list[str] = _flag(["all-linear"], "Modules that get one.")
+    lora_alpha: int = _flag(32, "Scale of the adapters: alpha ÷ rank.")
+    lora_dropout: float = _flag(0.0, "Dropout before the adapters.")
+    lora_target_modules: list[str] = _flag(["all-linear"], "Modules that get an adapter.")
 
 
 @dataclass
@@ -58,11 +58,11 @@ class PretrainDataArguments:
     text_column: str = _flag("text", "Column that holds the text.")
     text_documents: str = _flag(
         "file",
-        "What a document is in a .txt file: all of it, a line, or a paragraph.",
+        "Unit of a document in a .txt file: the whole file, a line, or a paragraph.",
         choices=("file", "line", "paragraph"),
     )
-    validation_data: list[str] = _flag([], "Held-out text, given as --data is. Default: the end of each --data.")
-    validation_share: float = _flag(0.01, "Share of each --data that is held out where there is no --validation_data.")
+    validation_data: list[str] = _flag([], "Held-out text, in the form of --data. Default: the end of each --data.")
+    validation_share: float = _flag(0.01, "Share of each --data to hold out if there is no --validation_data.")
     max_length: int = _flag(1024, "Tokens per row.")
     isolate_documents: bool = _flag(True, "Attention does not cross documents that share a row.")
     dataloader_num_workers: int | None = _flag(
@@ -75,14 +75,14 @@ class PretrainArguments(DdpArguments):
     """How it is trained. `None` means: decided by the launch file, the device or another flag."""
 
     output_dir: str = _flag("outputs/pretrain", "Where checkpoints, logs and the model go.")
-    seed: int = _flag(42, "Of initial weights, order of the data and dropout.")
+    seed: int = _flag(42, "Seed of initial weights, data order and dropout.")
     per_device_train_batch_size: int = _flag(8, "Rows per rank and forward pass (micro-batch).")
     global_batch_size: int | None = _flag(
-        None, "Rows per optimizer step over all ranks; accumulation follows. Default: one micro-batch on each rank."
+        None, "Rows per optimizer step over all ranks; sets accumulation. Default: one micro-batch on each rank."
     )
     sync_each_batch: bool = _flag(False, SYNC_EACH_BATCH_HELP)
     max_steps: int = _flag(-1, "Optimizer steps.")
-    max_tokens: str | None = _flag(None, "Tokens to train on in place of --max_steps, e.g. 2.5B.")
+    max_tokens: str | None = _flag(None, "Tokens to train on, instead of --max_steps, e.g. 2.5B.")
     max_train_time: str | None = _flag(None, "Save and stop after this long, e.g. 90m or 11h30m.")
     precision: str | None = _flag(
         None, "fp32, fp16, bf16 (mixed), bf16_true or fp8. Default: the launch file's, else the device's.",
@@ -93,8 +93,8 @@ class PretrainArguments(DdpArguments):
         None, "Activation checkpointing: none, full, every_2 …, selective or offload. Default: full on an accelerator."
     )
     optim: str = _flag("adamw_torch_fused", "The optimizer.", choices=tuple(OPTIMIZER_NAMES))
-    optim_args: str | None = _flag(None, "Its options: key=value,key=value.")
-    learning_rate: float = _flag(6e-4, "Peak.")
+    optim_args: str | None = _flag(None, "Options of the optimizer: key=value,key=value.")
+    learning_rate: float = _flag(6e-4, "Peak learning rate.")
     scale_lr_from_batch_size: str | None = _flag(
         None, "Scale --learning_rate by global batch ÷ --lr_base_batch_size.", choices=("linear", "sqrt")
     )
@@ -103,33 +103,35 @@ class PretrainArguments(DdpArguments):
     adam_beta1: float = _flag(0.9, "Decay of the first moment.")
     adam_beta2: float = _flag(0.95, "Decay of the second moment.")
     adam_epsilon: float = _flag(1e-8, "Added to the root of the second moment.")
-    max_grad_norm: float = _flag(1.0, "Gradients are clipped to this norm, always.")
+    max_grad_norm: float = _flag(1.0, "Clip gradients to this norm.")
     lr_scheduler_type: str = _flag("cosine", "Learning rate schedule.", choices=tuple(SCHEDULE_NAMES))
     warmup_ratio: float | None = _flag(None, "Share of the steps spent warming up. Default: 0.02.")
-    warmup_steps: float = _flag(0, "The same in steps.")
+    warmup_steps: float = _flag(0, "Warm-up in steps, instead of --warmup_ratio.")
     min_lr_ratio: float | None = _flag(None, "Floor of the schedule as a share of the peak.")
-    decay_ratio: float = _flag(0.1, "WSD: share of the steps spent decaying at the end; 0: a trunk to branch off.")
+    decay_ratio: float = _flag(
+        0.1, "WSD: share of the steps spent decaying at the end; 0 gives a trunk to branch off."
+    )
     decay_shape: str = _flag("1-sqrt", "WSD: shape of the decay.", choices=DECAY_SHAPES)
     decay_from: str | None = _flag(
-        None, "WSD: decay from this checkpoint of a stable phase, in --decay_steps; the trunk's folder is only read."
+        None, "WSD: decay from this checkpoint of a stable phase, over --decay_steps; its folder is not changed."
     )
-    decay_steps: int | None = _flag(None, "Steps of the decay of --decay_from.")
+    decay_steps: int | None = _flag(None, "Length of the decay after --decay_from.")
     logging_steps: int = _flag(10, "Steps between lines of the log.")
     log_rows: bool = _flag(
-        False, "Log a checksum of each global batch's row ids too, to compare the order of the data between runs."
+        False, "Also log a checksum of each global batch's row ids, to compare the data order of runs."
     )
     eval_steps: int | None = _flag(None, "Steps between validations. Default: ten in a run; 0: only the last.")
-    eval_rows: int = _flag(256, "Rows of --max_length that a validation reads at most.")
+    eval_rows: int = _flag(256, "Most rows of --max_length in a validation.")
     sample_prompt: str | None = _flag(
         None, "Text to continue at the end. Default: the beginning of the held-out text."
     )
-    sample_tokens: int = _flag(64, "Tokens of that sample; 0: none.")
+    sample_tokens: int = _flag(64, "Tokens of that sample; 0 for none.")
     save_steps: int | None = _flag(None, "Steps between checkpoints. Default: ten in a run; 0: none.")
-    keep_last: int = _flag(2, "Checkpoints that are kept.")
-    keep_every: int | None = _flag(None, "Of every so many steps one checkpoint is kept for good.")
-    async_save: bool = _flag(False, "Write checkpoints while training goes on, where the format allows it.")
+    keep_last: int = _flag(2, "Number of checkpoints to keep.")
+    keep_every: int | None = _flag(None, "Never delete checkpoints at multiples of this step.")
+    async_save: bool = _flag(False, "Write checkpoints while training continues, where the format allows it.")
     collective_timeout: str = _flag(
-        "30m", "How long ranks wait for one another before the run ends and says which rank is missing, and where."
+        "30m", "Longest wait of ranks for each other; then the run ends and names the rank that is missing."
     )
     resume: str = _flag(
         "auto", "auto: the newest good checkpoint in --output_dir; no: refuse to overwrite; or a path."
@@ -138,9 +140,9 @@ class PretrainArguments(DdpArguments):
     report_to: list[str] = _flag([], "Trackers: tensorboard, wandb, trackio, mlflow …")
     run_name: str | None = _flag(None, "Name of the run in a tracker.")
     profile_steps: int = _flag(0, "Record this many steps, after three of warm-up, with torch.profiler.")
-    device_memory: str | None = _flag(None, "Cap on what the CUDA allocator may take, e.g. 24GiB.")
+    device_memory: str | None = _flag(None, "Limit for the CUDA allocator, e.g. 24GiB.")
     plan: str | None = _flag(
-        None, "Predict memory before loading and refuse what would not fit (check). Default: check on CUDA, else off.",
+        None, "check: predict memory before loading, refuse what would not fit. Default: check on CUDA, else off.",
         choices=tuple(p for p in PLANS if p != "auto"),
     )  # fmt: skip
     plan_gpu: str | None = _flag(None, "Plan for this card: a name like 4090, or its memory like 24GiB.")

@@ -49,7 +49,7 @@ class SFTDefaults:
     resume_from_checkpoint: str | None = field(
         default="auto",
         metadata={
-            "help": "auto: go on from the newest good checkpoint in --output_dir, if there is one; no: begin anew, "
+            "help": "auto: continue from the newest good checkpoint in --output_dir, if there is one; no: start over, "
             "and refuse a folder with leftovers; or the path of a checkpoint."
         },
     )

@@ -83,4 +83,4 @@ def keys_of(given: Any, place: str) -> list[str]:
         found = json.loads(given) if isinstance(given, str) else dict(given)
         return list(found.keys())
     except (ValueError, AttributeError, TypeError):
-        raise ConfigError(f"{given!r} is no JSON object.", place=place, fix='write e.g. {"key": 1}.') from None
+        raise ConfigError(f"{given!r} is not a JSON object.", place=place, fix='write e.g. {"key": 1}.') from None

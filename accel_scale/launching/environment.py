@@ -144,7 +144,7 @@ def check_launch_variables(env: Mapping[str, str]) -> None:
     precision = env.get("ACCELERATE_MIXED_PRECISION")
     if precision and precision not in _PRECISIONS:
         raise ConfigError(
-            f"{precision!r} is no precision.",
+            f"{precision!r} is not a precision.",
             place="ACCELERATE_MIXED_PRECISION",
             fix=f"use one of {', '.join(_PRECISIONS)}, or unset it.",
         )
@@ -161,7 +161,7 @@ def _number(env: Mapping[str, str], name: str) -> int | None:
         number = least - 1
     if number < least:
         raise ConfigError(
-            f"{text!r} is no number of processes." if name.endswith("SIZE") else f"{text!r} is no rank.",
+            f"{text!r} is not a number of processes." if name.endswith("SIZE") else f"{text!r} is not a rank.",
             place=name,
             fix=f"unset {name}: launchers set it.",
         )

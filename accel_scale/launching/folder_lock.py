@@ -76,7 +76,7 @@ def _seconds() -> float:
     text = os.environ.get(WAIT_SECONDS_VARIABLE, "")
     with contextlib.suppress(ValueError):
         return float(text) if text else _WAIT_SECONDS
-    raise ConfigError(f"{text!r} is no number of seconds.", place=WAIT_SECONDS_VARIABLE, fix="write it like 10.")
+    raise ConfigError(f"{text!r} is not a number of seconds.", place=WAIT_SECONDS_VARIABLE, fix="write it like 10.")
 
 
 def _wait_for(descriptor: int, seconds: float) -> bool:

@@ -136,13 +136,13 @@ def read_source_file(path: Path) -> SourceFile:
         raise ConfigError(f"cannot be read ({error.strerror}).", place=str(path), fix="check the path.") from None
     except json.JSONDecodeError as error:
         raise ConfigError(
-            f"not valid JSON: {error.msg}.", place=f"{path}:{error.lineno}", fix="mend the syntax of this line."
+            f"not valid JSON: {error.msg}.", place=f"{path}:{error.lineno}", fix="fix the syntax of this line."
         ) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         mark = getattr(error, "problem_mark", None)
         problem = getattr(error, "problem", None) or "not text in UTF-8"
         place = f"{path}:{mark.line + 1}" if mark else str(path)
-        raise ConfigError(f"not valid YAML: {problem}.", place=place, fix="mend the syntax of this line.") from None
+        raise ConfigError(f"not valid YAML: {problem}.", place=place, fix="fix the syntax of this line.") from None
     if not isinstance(root, yaml.MappingNode) or not isinstance(values, dict):
         raise ConfigError("holds no settings.", place=str(path), fix="write one `key: value` per line.")
     lines: dict[str, int] = {}

@@ -48,7 +48,9 @@ def lora_config(
     from accel_scale.modeling.adapter_targets import check_targets, exclusion, untrainable_linears
 
     if model_args.lora_r < 1:
-        raise ConfigError(f"a rank of {model_args.lora_r} is no adapter.", place=place("lora_r"), fix="use 1 or more.")
+        raise ConfigError(
+            f"a rank of {model_args.lora_r} is not an adapter.", place=place("lora_r"), fix="use 1 or more."
+        )
     targets = _target_modules(model_args.lora_target_modules)
     named = [targets] if isinstance(targets, str) else list(targets)
     if any(name == _HEAD or name.endswith(f".{_HEAD}") for name in named):

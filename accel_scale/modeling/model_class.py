@@ -49,7 +49,7 @@ def refuse_other_models(config: PreTrainedConfig, *, name: str, place: str) -> N
     known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     if not known and not getattr(config, "auto_map", None):
         raise ConfigError(
-            f"{name!r} is no causal language model: transformers has none of the type {config.model_type}.",
+            f"{name!r} is not a causal language model: transformers has none of the type {config.model_type}.",
             place=place,
             fix=fix,
         )

@@ -130,7 +130,7 @@ def config_from_file(path: str, *, tokenizer: Any, trust_remote_code: bool = Fal
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}).", place=place, fix="check the path.") from None
     except (ValueError, KeyError, AttributeError, TypeError):
-        raise ConfigError(f"{path} is no model's config.json.", place=place, fix="it needs model_type.") from None
+        raise ConfigError(f"{path} is not a model's config.json.", place=place, fix="it needs model_type.") from None
     try:
         if "auto_map" in content:
             config = AutoConfig.from_pretrained(file.parent, trust_remote_code=trust_remote_code)

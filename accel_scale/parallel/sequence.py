@@ -57,7 +57,7 @@ def cut_batch(batch: Mapping[str, torch.Tensor], rank: int, size: int) -> dict[s
         ``input_ids``, ``position_ids`` and, if there are labels, ``shift_labels``. All (batch, T ÷ size).
 
     Raises:
-        ConfigError: if T is no multiple of `size`, or the batch holds what cannot be cut.
+        ConfigError: if T is not a multiple of `size`, or the batch holds what cannot be cut.
     """
     import torch
 

@@ -188,7 +188,7 @@ class ScheduleLength:
             if self._taken > num_steps and not self._is_told:
                 self._is_told = True
                 say(
-                    f"warning: the schedule of {num_steps} steps has ended, and training goes on. "
+                    f"warning: the schedule of {num_steps} steps has ended, and training continues. "
                     "Fix: set ScalePlugin(num_training_steps=) to the steps that will be taken."
                 )
 

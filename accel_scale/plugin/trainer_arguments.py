@@ -85,7 +85,7 @@ def _derive_generation_batch(arguments: Any, old_micro: int, old_accumulation: i
         completions = arguments.generation_batch_size
         if completions % (micro * arguments.world_size):
             raise ConfigError(
-                f"generation_batch_size {completions} is no multiple of {micro * arguments.world_size}, the "
+                f"generation_batch_size {completions} is not a multiple of {micro * arguments.world_size}, the "
                 "micro-batches of all ranks.",
                 place="ScalePlugin(micro_batch_size=)",
                 fix="change one of them.",
@@ -93,7 +93,8 @@ def _derive_generation_batch(arguments: Any, old_micro: int, old_accumulation: i
         arguments.steps_per_generation = completions // (micro * arguments.world_size)
     if completions % generations:
         raise ConfigError(
-            f"{completions} completions are generated at once, which is no multiple of num_generations {generations}.",
+            f"{completions} completions are generated at once, which is not a multiple of num_generations "
+            f"{generations}.",
             place="ScalePlugin(global_batch_size=)",
             fix=f"use a multiple of {generations}.",
         )

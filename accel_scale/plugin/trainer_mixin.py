@@ -218,7 +218,7 @@ def scaled_trainer_class(trainer_class: type[_T], scale: ScalePlugin) -> type[_T
     """`trainer_class` with `scale` applied: another class of the same name, for any HF or TRL trainer."""
     if not issubclass(trainer_class, Trainer):
         raise ConfigError(
-            f"{trainer_class.__name__} is no trainer of transformers or TRL.",
+            f"{trainer_class.__name__} is not a trainer of transformers or TRL.",
             place="ScalePlugin.trainer",
             fix="give it the class of the trainer, e.g. scale.trainer(SFTTrainer)(…).",
         )

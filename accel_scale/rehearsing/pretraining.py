@@ -93,7 +93,7 @@ def shared_degrees(launch: LaunchFile, recipe: RecipeCommand) -> dict[str, int]:
     """Ranks that share the model, by ``tp``, ``sp`` and ``pp``, where there are several; of flags and launch file.
 
     Raises:
-        ConfigError: a flag is no whole number.
+        ConfigError: a flag is not a whole number.
     """
     in_file = {"tp": launch.parallel.tensor_parallel_size, "sp": launch.parallel.sequence_parallel_size, "pp": 1}
     sizes = {}
@@ -102,7 +102,9 @@ def shared_degrees(launch: LaunchFile, recipe: RecipeCommand) -> dict[str, int]:
         try:
             sizes[name] = size if given is None else int(given)
         except ValueError:
-            raise ConfigError(f"{given!r} is no whole number.", place=f"--{name}_size", fix="use 1 or more.") from None
+            raise ConfigError(
+                f"{given!r} is not a whole number.", place=f"--{name}_size", fix="use 1 or more."
+            ) from None
     return {name: size for name, size in sizes.items() if size > 1}
 
 

@@ -81,7 +81,7 @@ def scaling_runs(ranks: Sequence[int], kinds: Sequence[str], micro_batch_size: i
     for number in ranks:
         if "strong" in kinds and largest % number:
             raise ConfigError(
-                f"{largest} is no multiple of {number}, so one global batch does not divide over both.",
+                f"{largest} is not a multiple of {number}, so one global batch does not divide over both.",
                 place="--ranks",
                 fix="use powers of two, or --kind weak.",
             )

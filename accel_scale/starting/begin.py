@@ -43,7 +43,7 @@ def end_at_interrupt(program: str) -> None:
 
     def end(number: int, frame: FrameType | None) -> None:
         if os.getpid() == own and os.environ.get("RANK", "0") == "0":
-            line = f"{program}: interrupted; the same command begins again, or goes on from its last checkpoint.\n"
+            line = f"{program}: interrupted; the same command starts over, or continues from its last checkpoint.\n"
             os.write(2, line.encode())
         os._exit(INTERRUPTED_STATUS)
 

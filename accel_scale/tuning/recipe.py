@@ -75,7 +75,7 @@ def load_recipe(path: str | Path) -> Recipe:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise ConfigError(f"cannot be imported: {error!r}.", place=str(path), fix="mend the script.") from error
+        raise ConfigError(f"cannot be imported: {error!r}.", place=str(path), fix="fix the script.") from error
     finally:
         sys.path.pop(0)
     classes = getattr(module, "FLAG_CLASSES", None)

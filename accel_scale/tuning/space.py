@@ -179,7 +179,7 @@ def _read_choice(recipe: Recipe, flag: str, node: yaml.SequenceNode, place: str,
         item_place = f"{path}:{item.start_mark.line + 1}"
         value = plain(parse_entry(recipe.parser, flag, item, item_place))
         if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"{flag}: {value} is no value to try.", place=item_place, fix="use a finite number.")
+            raise ConfigError(f"{flag}: {value} is not a value to try.", place=item_place, fix="use a finite number.")
         if value in values:
             raise ConfigError(f"{flag}: {value!r} is listed twice.", place=item_place, fix="list each value once.")
         values.append(value)

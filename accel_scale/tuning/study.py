@@ -35,7 +35,7 @@ def open_storage(url: str, say: Callable[[str], None]) -> optuna.storages.BaseSt
         ConfigError: it is no URL, its driver is missing, or it cannot be reached.
     """
     if "://" not in url:
-        raise ConfigError(f"{url!r} is no storage URL.", place="--storage", fix=f"write sqlite:///{url}.")
+        raise ConfigError(f"{url!r} is not a storage URL.", place="--storage", fix=f"write sqlite:///{url}.")
     try:
         if url.startswith(("redis://", "rediss://", "unix://")):
             return _open_redis(url)
@@ -202,10 +202,10 @@ def open_study(
                 key = next(k for k in [*before, *now] if before.get(k) != now.get(k))
                 before, now = before.get(key), now.get(key)
             raise ConfigError(
-                f"study {name!r} was begun with {key} = {_shown(before)}, and this is {_shown(now)}: its trials could "
-                "not be compared.",
+                f"study {name!r} was started with {key} = {_shown(before)}, and this is {_shown(now)}: its trials "
+                "could not be compared.",
                 place="--study_name",
-                fix="go on with what it was begun with, or use another --study_name and --output_dir.",
+                fix="continue with the values it was started with, or use another --study_name and --output_dir.",
             )
     return study
 
@@ -260,7 +260,7 @@ def search(
             raise ConfigError(
                 f"the first {failures} trial{'s' * (failures > 1)} failed, the last by: {trial.user_attrs['reason']}",
                 place=str(settings.folder / str(trial.number) / "trial.log"),
-                fix="mend what it says, then give the same command again.",
+                fix="fix what it says, then give the same command again.",
             )
 
 

@@ -17,7 +17,7 @@ PROGRAM = "ends_run.py"
 def main(mode: str, folder: Path) -> None:
     rank = os.environ.get("RANK", "0")
     if mode == "refuse":
-        raise ConfigError("is wrong.", place="--flag", fix="mend it.")
+        raise ConfigError("is wrong.", place="--flag", fix="fix it.")
     if mode == "crash on the last rank" and int(rank) + 1 == int(os.environ.get("WORLD_SIZE", "1")):
         raise KeyError("no such thing")
     if mode == "stuck":

@@ -20,7 +20,7 @@ LAUNCHERS = {
     "torchrun, two": ["-m", "torch.distributed.run", "--nproc_per_node", "2"],
 }
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-REFUSED = "ends_run.py: error: --flag: is wrong. Fix: mend it."
+REFUSED = "ends_run.py: error: --flag: is wrong. Fix: fix it."
 
 
 def command(real_python: str, launcher: str, *words: str) -> list[str]:

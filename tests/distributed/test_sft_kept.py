@@ -58,7 +58,7 @@ def test_a_signal_and_the_same_command_again_change_nothing(inputs: Path, tmp_pa
     (checkpoint,) = parts.glob("checkpoint-*")
     assert read_manifest(checkpoint).stopped_by == "SIGTERM"
     said = (tmp_path / "parts.log").read_text(errors="replace")
-    assert f"saved {checkpoint.name} after SIGTERM; the same command goes on from there" in said
+    assert f"saved {checkpoint.name} after SIGTERM; the same command continues from there" in said
     kept = tmp_path / "kept" / checkpoint.name
     shutil.copytree(checkpoint, kept)
 

@@ -75,7 +75,7 @@ def test_a_signal_to_the_launcher(inputs: Path, tmp_path: Path, name: str, numbe
         # A launcher that cannot pass its signal on, or is gone, counts as SIGTERM.
         stopped_by = found.manifest.stopped_by
         assert stopped_by in ("SIGTERM", number.name)
-        line = f"saved {found.folder.name} after {stopped_by}; the same command goes on from there"
+        line = f"saved {found.folder.name} after {stopped_by}; the same command continues from there"
         assert line in said
         assert said.rstrip().endswith(line) or number == signal.SIGKILL  # torch warns that the store is gone
     finally:

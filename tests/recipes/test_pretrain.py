@@ -243,7 +243,7 @@ def test_a_signal_to_the_whole_group_saves_and_ends_it(
     assert process.returncode == EXIT_STOPPED
     last = logged(tmp_path / "run")[-1]["step"]
     name = signal.Signals(number).name
-    assert out.splitlines()[-1] == f"saved checkpoint-{last} after {name}; the same command goes on from there"
+    assert out.splitlines()[-1] == f"saved checkpoint-{last} after {name}; the same command continues from there"
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == [f"checkpoint-{last}"]
 
 

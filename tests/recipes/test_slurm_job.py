@@ -82,7 +82,7 @@ def test_a_job_that_is_stopped_at_its_time_limit_loses_nothing(
     assert job.wait(60) == 0
     log = (tmp_path / "log").read_text()
     assert (tmp_path / "calls").read_text() == "requeue 4321\n", log
-    assert "after SIGUSR1; the same command goes on from there" in log
+    assert "after SIGUSR1; the same command continues from there" in log
     assert not (out / "model.safetensors").exists()
     job = start(1)
     assert job.wait(120) == 0, (tmp_path / "log").read_text()

@@ -150,7 +150,7 @@ def test_a_study_whose_first_trials_all_fail_stops_and_says_why(tune: Any, tmp_p
     ) as caught:
         tune(argv)
     assert caught.value.place == f"{tmp_path}/out/trials/0/trial.log"
-    with pytest.raises(ConfigError, match="begun with max_steps = nothing, and this is 5"):
+    with pytest.raises(ConfigError, match="started with max_steps = nothing, and this is 5"):
         tune([*argv, "--", "--max_steps", "5"])
 
 
@@ -210,7 +210,7 @@ def test_what_cannot_be_searched_is_said_before_any_launch(tune: Any, repository
         ([str(SMALL)], "has no space of its own"),
         ([*base, "--num_trial", "3"], "did you mean --num_trials?"),
         ([*base, "--num_trials", "0"], "num_trials cannot be 0"),
-        ([*base, "--storage", "study.db"], "no storage URL"),
+        ([*base, "--storage", "study.db"], "not a storage URL"),
         ([*base, "--storage", "nosuch://user:hunter2@host/db"], "cannot be used"),
         ([*base, "--launch_file", str(space)], "space.yaml"),
         ([*base, "--launch_file", str(several)], "several.yaml:"),

@@ -235,13 +235,13 @@ def test_a_state_that_a_trainer_would_miss_in_silence_is_named(
 def test_another_programs_folder_is_looked_through(tmp_path: Path) -> None:
     folder = foreign(tmp_path / "checkpoint-1")
     for name, problem in (("optimizer.pt", "has no optimizer state"), ("scheduler.pt", "has no scheduler.pt")):
-        with pytest.raises(ConfigError, match=f"no good checkpoint: {problem}"):
+        with pytest.raises(ConfigError, match=f"not a good checkpoint: {problem}"):
             trainers.check_foreign(folder, place="resume")
         torch.save({}, folder / name)
     torch.save({}, folder / "rng_state.pth")
     trainers.check_foreign(folder, place="resume")
     os.truncate(folder / "optimizer.pt", 10)
-    with pytest.raises(ConfigError, match=r"no good checkpoint: optimizer\.pt"):
+    with pytest.raises(ConfigError, match=r"not a good checkpoint: optimizer\.pt"):
         trainers.check_foreign(folder, place="resume")
 
 

@@ -214,7 +214,7 @@ def test_every_single_flipped_byte_is_found(start, tmp_path):
             content = bytearray(original)
             content[position] ^= 0x10
             (folder / name).write_bytes(content)
-            with pytest.raises(ConfigError, match=r"no good checkpoint|is damaged"):
+            with pytest.raises(ConfigError, match=r"not a good checkpoint|is damaged"):
                 run.manager.resume(folder)
         (folder / name).write_bytes(original)
     assert run.manager.resume(folder).step == 1

@@ -274,7 +274,7 @@ def test_predictions_from_measured_links(capsys: pytest.CaptureFixture[str], tmp
         (["--gpu", "h100", "--network", "ib-ndr"], "one server has no network"),
         (["--gpu", "4090", "--nodes", "2"], "network between servers is not known"),
         (["--link", "nvlink"], "not a known link"),
-        (["--gpu", "h100", "--latency", "soon"], "no latency"),
+        (["--gpu", "h100", "--latency", "soon"], "not a latency"),
         (["--gpu", "h100", "--processes", "2"], "belongs to measurements"),
         (["--measure", "--gpu", "h100"], "this measures"),
         (["--measure", "--processes", "1"], "one process sends nothing"),

@@ -87,7 +87,7 @@ def test_names_reach_the_launcher_as_they_are(tmp_path_factory, name):
 )
 def test_hosts_that_ssh_takes_for_options_are_refused(tmp_path, host):
     job = job_in(tmp_path, "plain")
-    with pytest.raises(ConfigError, match="is no host") as refused:
+    with pytest.raises(ConfigError, match="is not a host") as refused:
         ssh_script(job, SshOptions([host]))
     assert refused.value.place == "--hosts"
 

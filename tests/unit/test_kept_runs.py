@@ -243,7 +243,7 @@ def test_a_folder_of_another_program_is_taken_only_where_it_is_named(finished, r
     assert_ended_as(finished, trainer)
     shutil.rmtree(run / "checkpoint-4")
     (run / "checkpoint-2" / "scheduler.pt").unlink()
-    with pytest.raises(ConfigError, match=r"checkpoint-2 is no good checkpoint: has no scheduler.pt"):
+    with pytest.raises(ConfigError, match=r"checkpoint-2 is not a good checkpoint: has no scheduler.pt"):
         make_trainer(run).train(resume_from_checkpoint=str(run / "checkpoint-2"))
 
 

@@ -189,7 +189,7 @@ def test_one_node_needs_no_rendezvous(tmp_path: Path) -> None:
         (["ssh", *SLURM], ["--hosts"]),
         (["ssh", *SLURM, "--hosts", "a,b,c"], ["3 hosts", "2 nodes"]),
         (["ssh", *SLURM, "--hosts", "a,a"], ["a is named twice"]),
-        (["ssh", *SLURM, "--hosts", "a,$(reboot)"], ["--hosts", "is no host"]),
+        (["ssh", *SLURM, "--hosts", "a,$(reboot)"], ["--hosts", "is not a host"]),
         (["slurm", "--config_file", "accelerate_configs/single_gpu.yaml", "--nodes", "2"], ["one process"]),
         (["slurm", "--config_file", "accelerate_configs/missing.yaml"], ["missing.yaml", "cannot be read"]),
     ],

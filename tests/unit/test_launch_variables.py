@@ -38,11 +38,11 @@ def test_what_launchers_set_is_accepted(env):
         ({"LOCAL_RANK": "0"}, "LOCAL_RANK", "no launcher has started this process"),
         ({**LAUNCHED, "MASTER_PORT": ""}, "WORLD_SIZE", "MASTER_PORT"),
         ({**LAUNCHED, "RANK": "4"}, "RANK", "rank 4 is not one of 4"),
-        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE", "'abc' is no number of processes"),
-        ({"WORLD_SIZE": "0"}, "WORLD_SIZE", "'0' is no number of processes"),
-        ({"LOCAL_WORLD_SIZE": "-2"}, "LOCAL_WORLD_SIZE", "'-2' is no number of processes"),
-        ({"RANK": "first"}, "RANK", "'first' is no rank"),
-        ({"ACCELERATE_MIXED_PRECISION": "fp17"}, "ACCELERATE_MIXED_PRECISION", "'fp17' is no precision"),
+        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE", "'abc' is not a number of processes"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE", "'0' is not a number of processes"),
+        ({"LOCAL_WORLD_SIZE": "-2"}, "LOCAL_WORLD_SIZE", "'-2' is not a number of processes"),
+        ({"RANK": "first"}, "RANK", "'first' is not a rank"),
+        ({"ACCELERATE_MIXED_PRECISION": "fp17"}, "ACCELERATE_MIXED_PRECISION", "'fp17' is not a precision"),
     ],
 )
 def test_variables_set_by_hand_are_refused(env, place, problem):

@@ -205,7 +205,7 @@ def test_one_row_that_does_not_fit_stops_with_remedies(capsys: pytest.CaptureFix
         recovery.step([padded(2, 0)], Card(model, 10, limit=0).loss)
     assert stopped.value.code == OUT_OF_MEMORY_STATUS == 75
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert line.startswith("x.py: memory ran out in step 1 on rank 0 and training cannot go on in place: ")
+    assert line.startswith("x.py: memory ran out in step 1 on rank 0 and training cannot continue in place: ")
     assert "--per_device_train_batch_size 2 --gradient_accumulation_steps 8" in line
     assert "--checkpointing_policy full" in smaller_batch_advice(1, 4)
     assert "--per_device_train_batch_size 3 --gradient_accumulation_steps 6" in smaller_batch_advice(9, 2)

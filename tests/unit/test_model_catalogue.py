@@ -146,7 +146,7 @@ def test_a_wrong_name_gets_one_clear_line(model: str, says: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("content", "says"), [("{", "cannot read it"), ("[1]", "no JSON object")])
+@pytest.mark.parametrize(("content", "says"), [("{", "cannot read it"), ("[1]", "not a JSON object")])
 def test_a_broken_file_is_named(tmp_path: Path, content: str, says: str) -> None:
     path = tmp_path / "config.json"
     path.write_text(content)

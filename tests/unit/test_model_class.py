@@ -125,7 +125,7 @@ def test_encoder_decoders_are_refused_before_anything_is_loaded(tmp_path, config
 
 def test_models_of_other_kinds_are_refused(tmp_path):
     CLIPConfig().save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="no causal language model: transformers has none of the type clip"):
+    with pytest.raises(ConfigError, match="not a causal language model: transformers has none of the type clip"):
         load_config(str(tmp_path))
 
 

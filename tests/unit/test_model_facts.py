@@ -137,7 +137,7 @@ def test_gemma3_with_pictures_is_its_language_model() -> None:
             "each of the 32 layers",
         ),
         ({"model_type": "phi", "partial_rotary_factor": 3}, "a number over 0"),
-        ([], "no JSON object"),
+        ([], "not a JSON object"),
     ],
 )
 def test_a_bad_config_gets_one_clear_line(config: Any, says: str) -> None:

@@ -494,9 +494,9 @@ def test_whole_checkpoints_of_quantised_states_are_refused(tmp_path, kind, is_re
         ({}, {"micro_batch_size": 4}, (4, 1)),
         ({"steps_per_generation": 4}, {"global_batch_size": 4}, (8, 4)),  # chosen: as many completions as before
         ({"generation_batch_size": 8}, {"micro_batch_size": 4}, (8, 2)),
-        ({"generation_batch_size": 6}, {"micro_batch_size": 4}, "is no multiple of 4"),
+        ({"generation_batch_size": 6}, {"micro_batch_size": 4}, "is not a multiple of 4"),
         ({"num_generations": 8, "generation_batch_size": 8}, {"micro_batch_size": 8}, (8, 1)),
-        ({}, {"micro_batch_size": 3}, "no multiple of num_generations 2"),
+        ({}, {"micro_batch_size": 3}, "not a multiple of num_generations 2"),
     ],
 )
 @pytest.mark.parametrize("config", [GRPOConfig, RLOOConfig])
@@ -525,5 +525,5 @@ def test_other_names_of_what_is_derived_have_not_appeared():
 
 
 def test_what_is_no_trainer_is_refused():
-    with pytest.raises(ConfigError, match="SFTConfig is no trainer of transformers or TRL"):
+    with pytest.raises(ConfigError, match="SFTConfig is not a trainer of transformers or TRL"):
         ScalePlugin().trainer(SFTConfig)

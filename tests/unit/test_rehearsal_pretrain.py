@@ -147,5 +147,5 @@ def test_text_that_is_here_is_kept_and_other_text_replaced(script: str, tmp_path
 
 
 def test_a_size_that_is_no_number_is_named(script: str) -> None:
-    with pytest.raises(ConfigError, match="'two' is no whole number"):
+    with pytest.raises(ConfigError, match="'two' is not a whole number"):
         planned("ddp", script, "--tp_size", "two")

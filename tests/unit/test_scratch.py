@@ -83,7 +83,7 @@ def test_a_config_with_too_small_a_vocabulary_is_refused(tmp_path, tokenizer):
 def test_a_file_that_is_no_config_is_refused(tmp_path, content, tokenizer):
     path = tmp_path / "config.json"
     path.write_text(content)
-    with pytest.raises(ConfigError, match="is no model's config"):
+    with pytest.raises(ConfigError, match="is not a model's config"):
         config_from_file(str(tmp_path), tokenizer=tokenizer)
 
 

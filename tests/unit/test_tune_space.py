@@ -90,7 +90,7 @@ def test_ranges_choices_and_fixed_values(sft: Recipe, tmp_path: Path) -> None:
         ("lr_scheduler_type:\n- linear\n- cosin", 3, "did you mean cosine?"),
         ("learning_rate: [1e-3,\n  fast]", 2, "learning_rate"),
         ("learning_rate: [1e-3, 0.001]", 1, "listed twice"),
-        ("learning_rate: [1e-3, nan]", 1, "no value to try"),
+        ("learning_rate: [1e-3, nan]", 1, "not a value to try"),
         ("learning_rate: []", 1, "the list is empty"),
         ("seed: 1\nseed: [1, 2]", 2, "given twice"),
         ("seed: [1, 2]\noutput_dir: out", 2, "cannot be set for a trial"),

@@ -102,9 +102,9 @@ def test_a_study_refuses_another_definition(tmp_path: Path) -> None:
 
     open_with(metric="eval_loss", fixed={"max_steps": 5, "seed": 1})
     study = open_with(metric="eval_loss", fixed={"max_steps": 5, "seed": 1})
-    with pytest.raises(ConfigError, match="begun with max_steps = 5, and this is 6"):
+    with pytest.raises(ConfigError, match="started with max_steps = 5, and this is 6"):
         open_with(metric="eval_loss", fixed={"max_steps": 6, "seed": 1})
-    with pytest.raises(ConfigError, match="begun with metric = eval_loss"):
+    with pytest.raises(ConfigError, match="started with metric = eval_loss"):
         open_with(metric="loss", fixed={"max_steps": 5, "seed": 1})
     # Interrupted and queued trials do not count; failed, finished and running ones do.
     interrupted, failed, done, _ = (study.ask() for _ in range(4))

@@ -207,7 +207,7 @@ def _files_digest(paths: Sequence[str]) -> str:
 
 
 def _check_plan(folder: Path, plan: dict[str, Any]) -> None:
-    """ConfigError if the folder was begun with something else."""
+    """ConfigError if the folder was started with something else."""
     if not (folder / PLAN).exists():
         return
     before = json.loads((folder / PLAN).read_text(encoding="utf-8"))
@@ -215,7 +215,7 @@ def _check_plan(folder: Path, plan: dict[str, Any]) -> None:
         return
     changed = "the tokenizer" if before.get("tokenizer") != plan["tokenizer"] else "the data"
     raise ConfigError(
-        f"{folder} was begun with something else: {changed} changed.",
+        f"{folder} was started with something else: {changed} changed.",
         place="--output",
         fix="name another folder, or remove this one.",
     )

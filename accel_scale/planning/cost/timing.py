@@ -231,7 +231,7 @@ def _offload(facts: ModelFacts, setup: TrainingSetup, machine: Machine) -> tuple
         bandwidth = machine.host_bandwidth
         if bandwidth is None:
             bandwidth = ASSUMED_HOST_BANDWIDTH
-            assumptions.append(f"host memory moves {bandwidth / 1e9:.0f} GB/s: give host_bandwidth to change it")
+            assumptions.append(f"host memory bandwidth {bandwidth / 1e9:.0f} GB/s (assumed; set --host_bandwidth)")
         ranks = min(parallel.num_gpus, machine.gpus_per_node)
         # Gradients to the host and updated weights back, 2 bytes each.
         seconds += 2 * setup.compute_bytes * trained / machine.gpu.pcie_bandwidth()

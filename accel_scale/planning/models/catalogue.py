@@ -81,7 +81,7 @@ def _facts_from_file(path: Path, *, name: str) -> ModelFacts:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"cannot read it: {reason}.", place=str(path), fix="give a config.json.") from None
     if not isinstance(config, Mapping):
-        raise ConfigError("it is no JSON object.", place=str(path), fix="give a model's config.json.")
+        raise ConfigError("it is not a JSON object.", place=str(path), fix="give a model's config.json.")
     return facts_from_config(config, name=name, place=str(path))
 
 

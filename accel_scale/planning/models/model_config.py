@@ -34,7 +34,7 @@ def facts_from_config(config: Mapping[str, Any], *, name: str, place: str | None
     """
     place = place or name
     if not isinstance(config, Mapping):
-        raise ConfigError("the config is no JSON object.", place=place, fix="give the model's config.json.")
+        raise ConfigError("the config is not a JSON object.", place=place, fix="give the model's config.json.")
     model_type = config.get("model_type")
     if model_type == "gemma3" and isinstance(config.get("text_config"), Mapping):
         return facts_from_config(_gemma3_text(config), name=name, place=place)

@@ -174,7 +174,7 @@ def algorithms_of(op: str) -> tuple[str, ...]:
     """
     found = tuple(name for name, formulas in ALGORITHMS.items() if op in formulas)
     if not found:
-        raise ConfigError(f"{op!r} is no collective.", place="--op", fix=f"use one of {', '.join(OPS)}.")
+        raise ConfigError(f"{op!r} is not a collective.", place="--op", fix=f"use one of {', '.join(OPS)}.")
     return found
 
 

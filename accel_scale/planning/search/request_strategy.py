@@ -103,7 +103,7 @@ def strategy_of(text: str, machine: hardware.Machine, model: ModelFacts, recipe:
         near = difflib.get_close_matches(wanted, by_letters, n=1, cutoff=0.5)
         hint = f"did you mean {by_letters[near[0]]!r}? " if near else ""
         raise ConfigError(
-            f"{text!r} is no strategy for {machine.num_gpus} GPU{'s' * (machine.num_gpus > 1)}.",
+            f"{text!r} is not a strategy for {machine.num_gpus} GPU{'s' * (machine.num_gpus > 1)}.",
             place="--strategy",
             fix=f"{hint}use one of {', '.join(usual)}.",
         )

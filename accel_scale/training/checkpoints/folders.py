@@ -162,7 +162,7 @@ def refuse_foreign(output_dir: Path, *, place: str) -> None:
         raise ConfigError(
             f"{foreign[-1]} has no {MANIFEST}: another program or an earlier version wrote it.",
             place=place,
-            fix="name it here to go on from it, or choose another output folder.",
+            fix="name it here to continue from it, or choose another output folder.",
         )
 
 
@@ -189,7 +189,7 @@ def read_checkpoint(folder: Path, *, place: str) -> Found:
     try:
         return Found(folder, read_manifest(folder))
     except Damaged as problem:
-        raise ConfigError(f"{folder} is no good checkpoint: {problem}.", place=place, fix=_FIX) from problem
+        raise ConfigError(f"{folder} is not a good checkpoint: {problem}.", place=place, fix=_FIX) from problem
 
 
 def open_checkpoint(folder: Path, meeting: Meeting, *, place: str = "resume") -> Found:

@@ -66,7 +66,7 @@ class Course:
     def follow(self, trainer: Any, started: float) -> None:
         """Let `trainer` keep and compare what this run is; `started` by `time.perf_counter`."""
         trainer.run_settings, trainer.allow_changed_settings = self.settings, self.allow_changed_settings
-        trainer.resume_words = (self.place, ALLOW_FLAG, "the same command goes on from there")
+        trainer.resume_words = (self.place, ALLOW_FLAG, "the same command continues from there")
         trainer.started = started
 
     def record(self) -> dict[str, Any]:
@@ -192,7 +192,7 @@ def refuse_leftovers(output_dir: str | Path, *, place: str) -> None:
     else:
         return
     raise ConfigError(
-        f"{output_dir} holds {left}.", place=place, fix=f"use another --output_dir, or go on with {place} auto."
+        f"{output_dir} holds {left}.", place=place, fix=f"use another --output_dir, or continue with {place} auto."
     )
 
 

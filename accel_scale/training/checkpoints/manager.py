@@ -118,7 +118,7 @@ class CheckpointManager:
         reason = self._contents.refuse_asynchronous() if asynchronous else None
         if reason:
             raise ConfigError(
-                f"{self._strategy} cannot write checkpoints while training goes on: {reason}.",
+                f"{self._strategy} cannot write checkpoints while training continues: {reason}.",
                 place="CheckpointManager(asynchronous=)",
                 fix="leave it out.",
             )

@@ -99,7 +99,7 @@ def refuse_changes(
         raise ConfigError(
             f"{folder} was saved with other settings: {', '.join(changed)}.",
             place=place,
-            fix=f"take the old ones again, begin anew in another output folder, or allow it with {allow}.",
+            fix=f"restore the old values, start over in another output folder, or allow it with {allow}.",
         )
 
 

@@ -31,7 +31,7 @@ class DeepSpeedGate(StepGate):
     """ZeRO-1, ZeRO-2 and ZeRO-3, offloaded or not.
 
     Raises:
-        ConfigError: for an engine whose steps cannot be held back.
+        ConfigError: for an engine whose steps cannot be skipped.
     """
 
     def __init__(self, accelerator: Any, model: Any, optimizer: Any) -> None:
@@ -49,7 +49,7 @@ class DeepSpeedGate(StepGate):
 
         if type(self._zero) not in (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3):
             raise ConfigError(
-                f"steps of DeepSpeed's {type(self._zero).__name__} cannot be held back.",
+                f"steps of DeepSpeed's {type(self._zero).__name__} cannot be skipped.",
                 place="guard",
                 fix="use ZeRO stage 1, 2 or 3 as in accelerate_configs/, or turn the guard off.",
             )
@@ -58,7 +58,7 @@ class DeepSpeedGate(StepGate):
         if missing:
             raise ConfigError(
                 f"deepspeed {deepspeed.__version__} has changed inside ({', '.join(missing)} is gone), so its steps "
-                "cannot be held back.",
+                "cannot be skipped.",
                 place="guard",
                 fix="use deepspeed 0.19.8, or turn the guard off.",
             )

@@ -54,7 +54,7 @@ class GuardedStep:
             steps that are not taken do not count assigns its own.
 
     Raises:
-        ConfigError: where steps cannot be held back, or events have nowhere to go.
+        ConfigError: where steps cannot be skipped, or events have nowhere to go.
     """
 
     def __init__(

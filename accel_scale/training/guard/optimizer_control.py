@@ -30,14 +30,14 @@ def make_gate(accelerator: Any, model: Any, optimizer: Any) -> StepGate:
 
     if not isinstance(optimizer, AcceleratedOptimizer):
         raise ConfigError(
-            f"{type(optimizer).__name__} was not prepared, so its steps cannot be held back.",
+            f"{type(optimizer).__name__} was not prepared, so its steps cannot be skipped.",
             place="guard",
             fix="pass the optimizer that accelerator.prepare returned.",
         )
     inner = type(optimizer.optimizer).__name__
     if accelerator.has_lomo_optimizer or inner in ("LayerWiseDummyOptimizer", "DummyOptim"):
         raise ConfigError(
-            f"{inner} changes weights in the backward pass, before anybody can judge the step.",
+            f"{inner} changes weights in the backward pass, before the guard can check the step.",
             place="guard",
             fix="use another optimizer, or turn the guard off.",
         )

@@ -37,7 +37,7 @@ def trunk_step(folder: str | None, *, place: str = "--decay_from") -> int | None
         record = read_state(Path(folder))["state"]["schedule"]
     except (Damaged, OSError, KeyError, ValueError) as error:
         raise ConfigError(
-            f"{folder} is no checkpoint to branch off from ({error}).",
+            f"{folder} is not a checkpoint to branch off from ({error}).",
             place=place,
             fix="give the path of a checkpoint-<step> that this recipe wrote.",
         ) from None

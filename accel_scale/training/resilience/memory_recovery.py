@@ -246,7 +246,7 @@ class MemoryRecovery:
         rank = self._failed_rank if text is None else self._accelerator.process_index
         said = f" ({text})" if text else ""
         return (
-            f"memory ran out in step {self._step_number} on rank {rank}{said} and training cannot go on in place: "
+            f"memory ran out in step {self._step_number} on rank {rank}{said} and training cannot continue in place: "
             f"{reason}. Fix: {self._advice(self.level) if self._advice else REMEDIES}."
         )
 

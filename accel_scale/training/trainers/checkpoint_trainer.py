@@ -103,7 +103,7 @@ def check_foreign(folder: Path, *, place: str) -> None:
     problems = checkpoint_problems(folder)
     problem = problems[0] if problems else _missing(folder)
     if problem:
-        raise ConfigError(f"{folder} is no good checkpoint: {problem}.", place=place, fix="name another one.")
+        raise ConfigError(f"{folder} is not a good checkpoint: {problem}.", place=place, fix="name another one.")
 
 
 def _missing(folder: Path) -> str | None:
@@ -134,7 +134,7 @@ def refuse_nvme(trainer: Any, folder: Path, *, place: str) -> None:
         raise ConfigError(
             f"{folder} holds no optimizer states: DeepSpeed does not restore those that are on NVMe.",
             place=place,
-            fix="begin anew from its weights in another output folder; zero3_offload.yaml can resume.",
+            fix="start over from its weights in another output folder; zero3_offload.yaml can resume.",
         )
 
 

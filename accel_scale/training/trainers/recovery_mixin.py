@@ -102,7 +102,7 @@ class MemoryRecoveryMixin:
             pieces = min(2**level, rows)
             text = smaller_batch_advice(rows // pieces, trainer.args.gradient_accumulation_steps * pieces)
             if any(Path(trainer.args.output_dir).glob("checkpoint-*")):
-                text += "; --resume_from_checkpoint true goes on from the last checkpoint"
+                text += "; --resume_from_checkpoint true continues from the last checkpoint"
             return self.in_user_words(text)
 
         return MemoryRecovery(

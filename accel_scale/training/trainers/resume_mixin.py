@@ -46,7 +46,7 @@ class ResumeMixin(_TrainerBase):
     resume_words: tuple[str, str, str] = (
         "resume_from_checkpoint",
         "trainer.allow_changed_settings = True",
-        "train(resume_from_checkpoint=True) goes on from there",
+        "train(resume_from_checkpoint=True) continues from there",
     )
     resumed: Found | None = None
     _meeting: Meeting

@@ -156,10 +156,10 @@ def test_what_was_prepared_for_another_run_is_refused(tmp_path: Path, write_json
     other = train_tokenizer(["some text"], 280)
     with pytest.raises(ConfigError, match="prepared with another tokenizer"):
         open_data(folder, other)
-    with pytest.raises(ConfigError, match="begun with something else: the tokenizer changed"):
+    with pytest.raises(ConfigError, match="started with something else: the tokenizer changed"):
         prepare_data(path, tokenizer=other, output_dir=folder)
     write_jsonl("rows.jsonl", [{"text": "changed"}] * 2000)
-    with pytest.raises(ConfigError, match="begun with something else: the data changed"):
+    with pytest.raises(ConfigError, match="started with something else: the data changed"):
         prepare_data(path, tokenizer=BYTE, output_dir=folder)
     with pytest.raises(ConfigError, match="is prepared already"):
         prepare_data(folder, tokenizer=BYTE, output_dir=str(tmp_path / "again"))
