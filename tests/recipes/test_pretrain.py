@@ -135,7 +135,7 @@ def test_two_branches_decay_from_one_trunk_and_leave_it_alone(pretrain: Pretrain
         }
         assert branch["steps"] == begin + steps
     assert {path: path.stat().st_mtime_ns for path in sorted((tmp_path / "trunk").rglob("*"))} == before
-    with pytest.raises(ConfigError, match="no checkpoint to branch off from"):
+    with pytest.raises(ConfigError, match="not a checkpoint to branch off from"):
         pretrain(f"--decay_from {tmp_path} --decay_steps 3", out="nowhere")
 
 
