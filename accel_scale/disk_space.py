@@ -1,4 +1,4 @@
-"""A full disk, whatever library runs into it: recognised in a chain of exceptions, and said in one line."""
+"""Full disks: recognised in a chain of exceptions from any library, and reported in one line."""
 
 from __future__ import annotations
 

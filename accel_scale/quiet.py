@@ -1,4 +1,4 @@
-"""Silences, one by one, the messages of libraries that nobody can act on; everything else still gets through."""
+"""Silence, one by one, library messages that nobody can act on; everything else gets through."""
 
 from __future__ import annotations
 

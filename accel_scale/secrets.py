@@ -1,4 +1,4 @@
-"""Credentials: which settings hold them, and texts without them."""
+"""Credentials: which settings hold them, and texts with them removed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules on checkpoints: what could not be resumed is refused before it is written, or read."""
+"""Rules on checkpoints: refuse runs whose checkpoints could not be resumed."""
 
 from __future__ import annotations
 

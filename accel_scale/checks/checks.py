@@ -1,4 +1,4 @@
-"""Every contradiction between recipe, launch file and machine that can be seen before a launch."""
+"""Contradictions between recipe, launch file and machine that can be seen before a launch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules on when and how gradients are sent: DDP's and FSDP2's settings under others, PowerSGD where it would lie."""
+"""Rules on sending gradients: settings of DDP and FSDP2 under other strategies, and where PowerSGD fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules on DeepSpeed: stages, offload, what its configuration fixes behind the recipe's back."""
+"""Rules on DeepSpeed: stages, offload, and settings its configuration fixes against the recipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the flags of `accel-scale comm` to the cluster it predicts for, and what had to be assumed."""
+"""From the flags of `accel-scale comm` to a cluster and the assumptions made."""
 
 from __future__ import annotations
 

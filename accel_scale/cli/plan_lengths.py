@@ -1,4 +1,4 @@
-"""How long the rows of a local data file are, for a plan: by the model's own tokenizer, where that is here."""
+"""Row lengths of a local data file for a plan, measured with the model's tokenizer if it is on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What commands share that run a recipe: where its words begin, and a folder to work in."""
+"""Shared by commands that run a recipe: where its words begin, and a working folder."""
 
 from __future__ import annotations
 

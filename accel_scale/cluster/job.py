@@ -1,4 +1,4 @@
-"""A launch on several nodes, checked: the command that each node runs, whatever starts it there."""
+"""A launch on several nodes, checked: the command each node runs, for any kind of script."""
 
 from __future__ import annotations
 

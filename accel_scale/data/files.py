@@ -1,4 +1,4 @@
-"""What local files hold, one value after the other: an object for a good row, the fault of one that does not parse."""
+"""Values of local files in order: an object for a good row, the error for one that does not parse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which columns of a table hold what: formats found by themselves, or mapped with ``--columns role=column``."""
+"""Which columns of a table hold what: formats detected, or mapped with ``--columns role=column``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long the sequences are, and what padding or packing makes of that, from a sample."""
+"""Sequence lengths from a sample, and their effect on padding and packing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How batches reach the model: worker processes, pinned memory and prefetching, from what the machine has."""
+"""Data loader settings from the machine: worker processes, pinned memory, prefetching."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Load what a run trains on: one source or a mixture, local or from the hub, in memory-mapped files or streamed."""
+"""Load a run's data: one source or a mixture, local or from the hub, memory-mapped or streamed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixtures: several sources with weights, drawn row by row in those proportions."""
+"""Mixtures: several sources, sampled row by row in proportion to their weights."""
 
 from __future__ import annotations
 

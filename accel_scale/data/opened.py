@@ -1,4 +1,4 @@
-"""A source with its rows within reach: files, a saved data set or a hub data set behind the same three methods."""
+"""An opened source: files, a saved data set or a hub data set, behind the same three methods."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One row as its source has it → TRL's format, or why it cannot be used."""
+"""One row of a source in TRL's format, or the reason it cannot be used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a data source is: local files, a saved data set or a hub id, and which of its files belong to which split."""
+"""Data sources: local files, a saved data set or a hub id, and which of its files belong to which split."""
 
 from __future__ import annotations
 

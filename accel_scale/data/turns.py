@@ -1,4 +1,4 @@
-"""Conversations as data sets write them: lists of turns, and the keys of a turn."""
+"""Conversations in data sets: lists of turns, and the keys of a turn."""
 
 from __future__ import annotations
 

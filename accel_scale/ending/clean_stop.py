@@ -1,4 +1,4 @@
-"""When one process cannot go on, all of them stop: one line, one exit status, no process left in a collective."""
+"""When one process cannot continue, all stop: one line, one exit status, no process left in a collective."""
 
 from __future__ import annotations
 

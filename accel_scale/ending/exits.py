@@ -1,4 +1,4 @@
-"""How a recipe ends when it cannot go on: one line from one process, and a documented status."""
+"""How a recipe ends when it cannot continue: one line from one process, and a documented status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a process leaves its process groups without waiting for ever and without being aborted."""
+"""Leave process groups without waiting forever and without being aborted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How to tell that memory ran out, in the words of every library that allocates; and what helps."""
+"""Recognise out-of-memory errors of every library that allocates, and say what helps."""
 
 from __future__ import annotations
 

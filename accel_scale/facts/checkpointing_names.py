@@ -1,4 +1,4 @@
-"""Names of checkpointing policies, and what they say."""
+"""Names of checkpointing policies and their meaning."""
 
 from __future__ import annotations
 

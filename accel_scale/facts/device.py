@@ -1,4 +1,4 @@
-"""A device as the decisions see it, and what it decides: precision, attention kernels, collectives. Pure, no torch."""
+"""A device's description and the defaults that follow: precision, attention kernels, collectives. Pure, no torch."""
 
 from __future__ import annotations
 

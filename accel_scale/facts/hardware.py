@@ -1,4 +1,4 @@
-"""GPUs by name, links between them, and the machine a run is planned for; what is unknown stays unknown."""
+"""GPUs by name, links between them, and the machine of a plan; unknown speeds stay unknown."""
 
 from __future__ import annotations
 

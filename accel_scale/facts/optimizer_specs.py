@@ -1,4 +1,4 @@
-"""How every optimizer is got and what it takes: package, options; its states are in `optimizer_states`."""
+"""Every optimizer: package, options and summary; its states are in `optimizer_states`."""
 
 from __future__ import annotations
 

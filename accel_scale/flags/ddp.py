@@ -1,4 +1,4 @@
-"""Flags of what DDP sends, for any recipe."""
+"""Flags of gradient compression and buckets under DDP, for any recipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the guard calls a bad step and does about it, as a user sets it."""
+"""The guard's settings: what counts as a bad step, and what to do about it."""
 
 from __future__ import annotations
 

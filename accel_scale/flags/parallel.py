@@ -1,4 +1,4 @@
-"""Flags of model parallelism, and the layout of ranks that they, the launch and its file come to."""
+"""Flags of model parallelism, and the layout of ranks that follows from flags, launch and launch file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flags of the pretraining recipe; names are transformers' and the other recipe's where they mean the same."""
+"""Flags of the pretraining recipe; shared ones have the names of transformers and the other recipe."""
 
 from __future__ import annotations
 

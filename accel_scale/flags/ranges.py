@@ -1,4 +1,4 @@
-"""Which numbers each flag takes: one table for every recipe, checked as soon as the flags are read."""
+"""Allowed numbers of each flag: one table for every recipe, checked when flags are read."""
 
 from __future__ import annotations
 

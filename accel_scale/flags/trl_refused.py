@@ -1,4 +1,4 @@
-"""Flags of TRL's that do nothing in the fine-tuning recipe, or what they say elsewhere: refused with what to write."""
+"""TRL flags that do nothing in the fine-tuning recipe, or mean something else: refused with the fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Builds of torch extensions: locks that killed ones leave behind, and the ninja that all of them should use.
+"""Builds of torch extensions: locks left by killed builds, and one ninja for all of them.
 
 `torch.utils.file_baton.FileBaton` waits for a lock to go away without a limit: one killed build hangs all later runs.
 The process that holds a lock keeps the file open, which Linux shows under `/proc`.

@@ -1,4 +1,4 @@
-"""What this process was launched with: read from the environment and from the launcher's own command line."""
+"""How this process was launched: from the environment and the launcher's own command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the hub can be reached, asked once and shortly: its client retries for half a minute and more per file."""
+"""Whether the hub can be reached, asked once: its client would retry for half a minute and more per file."""
 
 from __future__ import annotations
 

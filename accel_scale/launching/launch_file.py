@@ -1,4 +1,4 @@
-"""Reads an Accelerate launch file strictly: every key known, every line remembered, the strategy worked out."""
+"""Read an Accelerate launch file strictly: every key known, every line remembered, the strategy derived."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Process groups on this machine: the one this process was launched in, or one of new processes."""
+"""Process groups on this machine: the launch's own, or new processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Caps on device memory, so that a large card stands in for a small one."""
+"""Limits on device memory, so that a large card can stand in for a small one."""
 
 from __future__ import annotations
 

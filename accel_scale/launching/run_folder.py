@@ -1,4 +1,4 @@
-"""Whose an output folder is: what a run would overwrite, delete or mix with is refused before anything is loaded."""
+"""Who owns an output folder: refuse, before anything is loaded, to overwrite, delete or mix with other files."""
 
 from __future__ import annotations
 

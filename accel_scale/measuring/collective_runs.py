@@ -1,4 +1,4 @@
-"""Runs collectives on the processes of a launch and takes their times: gloo on CPUs, NCCL on GPUs."""
+"""Run and time collectives on the processes of a launch: gloo on CPUs, NCCL on GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory and time of real training steps, beside what the planner predicts for them."""
+"""Memory and time of real training steps, next to the planner's predictions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a device could compute: the denominator of MFU."""
+"""Peak FLOP/s of a device: the denominator of MFU."""
 
 from __future__ import annotations
 

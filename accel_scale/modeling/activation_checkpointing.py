@@ -1,4 +1,4 @@
-"""Activation checkpointing by policy: which layers the backward pass recomputes, and what is kept instead."""
+"""Activation checkpointing by policy: which layers are recomputed, and what is kept instead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpointed layers whose inputs wait for the backward pass in host memory."""
+"""Checkpointed layers whose inputs are kept in host memory until the backward pass."""
 
 from __future__ import annotations
 

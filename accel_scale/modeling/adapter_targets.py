@@ -1,4 +1,4 @@
-"""Which modules of a model carry adapters: those that are called as linear layers of the language model."""
+"""Which modules carry adapters: those called as linear layers of the language model."""
 
 from __future__ import annotations
 

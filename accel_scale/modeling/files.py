@@ -1,4 +1,4 @@
-"""What a model's folder says before its weights are read: whole files, shapes and tokens that go together, lengths."""
+"""Check a model's folder before its weights are read: whole files, matching shapes and tokens, lengths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a checkpoint holds what its model has, no less and no more: transformers' report, as one error."""
+"""Whether a checkpoint holds exactly what its model has: transformers' report as one error."""
 
 from __future__ import annotations
 

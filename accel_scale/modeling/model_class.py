@@ -1,4 +1,4 @@
-"""Which class loads a checkpoint as a language model: of text alone, or of text and images, trained on its text."""
+"""Which class loads a checkpoint as a language model: text only, or the text model of a multimodal one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where packed documents are, read from the mask a model asks for, and how they fall into buckets."""
+"""Find packed documents from the mask a model asks for, and sort them into buckets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model from nothing: its shape from a number of parameters or a config.json, its weights from the seed."""
+"""A model with random weights: its shape from a number of parameters or a config.json, its weights from the seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Halves of a micro-batch that give the same loss and gradients together: by rows, or between packed documents."""
+"""Split a micro-batch into halves with the same loss and gradients: by rows, or between packed documents."""
 
 from __future__ import annotations
 

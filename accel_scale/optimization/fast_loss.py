@@ -1,4 +1,4 @@
-"""A leaner loss for TRL's `SFTTrainer`: the same value, without the metrics and waits that every step pays for.
+"""A faster loss for TRL's `SFTTrainer`: the same value, without metrics and waits in every step.
 
 TRL 1.16's fused head projects every position on a CPU (labelled or not), computes its gradients in fp32, and on
 every micro-batch derives entropy and accuracy, gathers four scalars over the ranks and reads three of them back.

@@ -1,4 +1,4 @@
-"""torchao's CPU-offloaded AdamW, made to see what happened to the gradients after the backward pass."""
+"""torchao's CPU-offloaded AdamW, adapted to gradients that change after the backward pass."""
 
 from __future__ import annotations
 

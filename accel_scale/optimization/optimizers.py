@@ -1,4 +1,4 @@
-"""Every optimizer by its transformers name, and four more; refused where they cannot work."""
+"""Every optimizer by its transformers name, and four more; refused if it cannot work."""
 
 from __future__ import annotations
 

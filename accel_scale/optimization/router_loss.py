@@ -1,4 +1,4 @@
-"""A mixture of experts' auxiliary loss: the model's own, of a micro-batch, which keeps its router from favourites."""
+"""The auxiliary loss of a mixture of experts, as the model computes it for a micro-batch."""
 
 from __future__ import annotations
 

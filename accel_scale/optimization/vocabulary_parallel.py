@@ -1,4 +1,4 @@
-"""Cross-entropy over a vocabulary of which each tensor-parallel rank computes some logits and none has all."""
+"""Cross-entropy over a vocabulary divided among tensor-parallel ranks, without whole logits on any."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model that ranks are about to share, made once in each server: one rank builds it, the others map its weights.
+"""Build a model once per server for ranks that share it: one rank builds it, the others map its weights.
 
 The pages of a mapped file are in memory once, however many ranks map it, and only those that are read. So a server
 needs room for one whole model in place of one for each of its ranks.

@@ -1,4 +1,4 @@
-"""A plain loop whose ranks share the model itself: tensor, pipeline and sequence parallelism put together."""
+"""Model parallelism in a plain loop: tensor, pipeline and sequence parallelism together."""
 
 from __future__ import annotations
 

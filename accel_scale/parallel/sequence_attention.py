@@ -1,4 +1,4 @@
-"""transformers' attention and mask functions, made to work on whole rows whose positions are on several ranks.
+"""transformers' attention and mask functions on whole rows whose positions are on several ranks.
 
 A model's own forward asks transformers for its masks, once per kind of layer, and hands them to its layers, which
 hand them to the attention function. Both functions are looked up by name in transformers' registries. Here they are

@@ -1,4 +1,4 @@
-"""What can be divided along its sequences: by Ulysses, and by ring context parallelism."""
+"""Which models can divide sequences: by Ulysses, and by ring context parallelism."""
 
 from __future__ import annotations
 

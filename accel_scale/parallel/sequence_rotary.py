@@ -1,4 +1,4 @@
-"""Rotary embeddings whose frequencies depend on the longest position: of the whole rows, not of a rank's part.
+"""Rotary embeddings whose frequencies depend on the longest position: that of whole rows, not of a rank's share.
 
 Dynamic NTK scaling and LongRoPE (Phi-3) look at the position ids they are given. On parts of rows, ranks would choose
 different frequencies, and keys would not fit queries. Checked on transformers 5.23 (`dynamic_rope_update`).

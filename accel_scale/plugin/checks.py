@@ -1,4 +1,4 @@
-"""Settings of a `ScalePlugin` that would do nothing, whatever the script."""
+"""Settings of a `ScalePlugin` that would do nothing in any script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages written for the recipes' flags, in the words of `ScalePlugin`'s fields."""
+"""Messages about the recipes' flags, reworded for `ScalePlugin`'s fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a `ScalePlugin` needs from a plain loop, and what it refuses there: no setting does nothing."""
+"""What a `ScalePlugin` needs from a plain loop, and which settings it refuses there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory and time of a plain loop's steps, beside what the planner predicts for them."""
+"""Memory and time of a plain loop's steps, next to the planner's predictions."""
 
 from __future__ import annotations
 

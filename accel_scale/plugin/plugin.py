@@ -1,4 +1,4 @@
-"""`ScalePlugin`: what the recipe does, in other people's training loops and trainers."""
+"""`ScalePlugin`: the recipes' features in other people's training loops and trainers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A script's `TrainingArguments` with a `ScalePlugin`'s settings in them, and what depends on them derived anew."""
+"""A script's `TrainingArguments` with a `ScalePlugin`'s settings, and derived values computed again."""
 
 from __future__ import annotations
 

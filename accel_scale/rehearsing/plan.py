@@ -1,4 +1,4 @@
-"""What a rehearsal launches: the user's launch file and recipe, with sizes cut down and nothing else changed."""
+"""What a rehearsal launches: the user's launch file and recipe, with smaller sizes and nothing else changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rehearsal of `recipes/pretrain.py` launches, ranks that share the model included."""
+"""What a rehearsal of `recipes/pretrain.py` launches, model parallelism included."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives on a terminal: predicted ones, measured ones beside their prediction, links, and bucket sizes."""
+"""Tables of collectives: predicted, measured next to predicted, links, and bucket sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One process speaks, progress bars only where someone watches, and library chatter below errors stays away."""
+"""Console output: one process prints, progress bars only on a terminal, no library chatter below errors."""
 
 from __future__ import annotations
 

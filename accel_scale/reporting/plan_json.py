@@ -1,4 +1,4 @@
-"""A plan as JSON: everything that was predicted, in bytes and seconds."""
+"""A plan as JSON: every prediction, in bytes and seconds."""
 
 from __future__ import annotations
 

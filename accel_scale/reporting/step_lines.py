@@ -1,4 +1,4 @@
-"""What a run says while it trains: a bar with the latest figures on a terminal, a line at each log point elsewhere."""
+"""Progress during training: a bar with the latest figures on a terminal, a line per log point elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``--plan auto``: micro-batch, accumulation, checkpointing, optimizer and method where the user left them open."""
+"""``--plan auto``: choose micro-batch, accumulation, checkpointing, optimizer and method if left open."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From flags, launch and device to one consistent set of settings, each with where it came from."""
+"""From flags, launch and device to one consistent set of settings, each with its origin."""
 
 from __future__ import annotations
 

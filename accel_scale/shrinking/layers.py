@@ -1,4 +1,4 @@
-"""Which layers a shrunken model keeps: the first of every kind, with all that a configuration says layer by layer."""
+"""Which layers a shrunken model keeps: the first of every kind, with all per-layer fields of a configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configuration and tokenizer of a model that is rehearsed: of the hub, of a folder, or of the catalogue."""
+"""Configuration and tokenizer of a rehearsed model: from the hub, a folder, or the catalogue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The start check: the twin's verdict on a run, with another attention where the chosen one does not do."""
+"""The start check of a run, with another attention if the chosen one fails."""
 
 from __future__ import annotations
 

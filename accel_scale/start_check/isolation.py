@@ -1,4 +1,4 @@
-"""Whether documents of a micro-batch, and its rows, stay apart, and whether a token sees what follows it."""
+"""Whether documents and rows of a micro-batch stay isolated, and whether a token sees later ones."""
 
 from __future__ import annotations
 

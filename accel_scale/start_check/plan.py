@@ -1,4 +1,4 @@
-"""What the start check is asked, and what it answers."""
+"""The start check's request and its answer."""
 
 from __future__ import annotations
 

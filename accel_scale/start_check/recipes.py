@@ -1,4 +1,4 @@
-"""What each recipe's flags mean to the start check."""
+"""The start check's request from each recipe's flags."""
 
 from __future__ import annotations
 

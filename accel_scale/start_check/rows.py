@@ -1,4 +1,4 @@
-"""The micro-batch that the twin is run on: small, and with the inputs that a recipe's own collator sends."""
+"""The micro-batch for the twin: small, with the inputs that a recipe's own collator sends."""
 
 from __future__ import annotations
 

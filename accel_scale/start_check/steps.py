@@ -1,4 +1,4 @@
-"""One step of the twin, its loss and its gradients, and how far two such steps are apart."""
+"""One step of the twin, its loss and gradients, and the difference between two such steps."""
 
 from __future__ import annotations
 

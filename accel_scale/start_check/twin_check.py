@@ -1,4 +1,4 @@
-"""The questions that are asked of one twin, in order, and what is said where one is answered with no."""
+"""The checks of one twin, in order, and what is said if one fails."""
 
 from __future__ import annotations
 

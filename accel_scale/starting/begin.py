@@ -1,4 +1,4 @@
-"""What a recipe does before its slow imports: end when its launcher does, and refuse what can be refused at once."""
+"""Before a recipe's slow imports: end with the launcher, and refuse early what can be refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every recipe does first: find out how it was launched, on what, and refuse what cannot work there."""
+"""First steps of every recipe: find out launch and device, and refuse what cannot work there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Follows the `metrics.jsonl` of a run that is being written."""
+"""Follow the `metrics.jsonl` of a running launch."""
 
 from __future__ import annotations
 

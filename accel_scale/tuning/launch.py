@@ -1,4 +1,4 @@
-"""One launch of a recipe in the background: its log in a file, its end certain."""
+"""One launch of a recipe in the background: its log in a file, and a reliable end."""
 
 from __future__ import annotations
 

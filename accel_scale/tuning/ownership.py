@@ -1,4 +1,4 @@
-"""Which process runs a trial, and what becomes of a trial whose process is gone."""
+"""Which process runs a trial, and what happens to a trial whose process is gone."""
 
 from __future__ import annotations
 

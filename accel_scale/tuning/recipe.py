@@ -1,4 +1,4 @@
-"""A recipe as the search sees it: which flags it has, and which of them are fixed."""
+"""A recipe in a search: which flags it has, and which of them are fixed."""
 
 from __future__ import annotations
 

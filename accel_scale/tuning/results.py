@@ -1,4 +1,4 @@
-"""What a study came to: the best flags as a recipe's file, tables, a CSV file, plots and a summary."""
+"""Results of a study: the best flags as a recipe's file, tables, a CSV file, plots and a summary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The search space: which flags of a recipe are tried in which range, read strictly from YAML."""
+"""The search space: which flags of a recipe are tried in which range, from YAML, strictly checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The study: where it is kept, who proposes and who prunes, and the loop that several machines may run at once."""
+"""The study: where it is stored, who proposes and prunes, and the loop that several machines may run at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One trial: flags to a file, a launch, its metrics followed and reported, and a launch that really ends."""
+"""One trial: flags to a file, a launch, its metrics followed and reported, and its end ensured."""
 
 from __future__ import annotations
 

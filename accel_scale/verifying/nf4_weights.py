@@ -1,4 +1,4 @@
-"""4-bit weights for trial steps: random ones quantised, or their shapes alone where nothing is computed."""
+"""4-bit weights for trial steps: random ones quantised, or only their shapes if nothing is computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One real training step of a random-weight model, set up as a `TrainingSetup` says, and what it took."""
+"""One real training step of a random-weight model, set up by a `TrainingSetup`, with its memory and time."""
 
 from __future__ import annotations
 

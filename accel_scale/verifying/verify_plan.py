@@ -1,4 +1,4 @@
-"""``accel-scale plan --verify``: one real step, or without a GPU a traced one, beside the prediction for it."""
+"""``accel-scale plan --verify``: one real step, or a traced one without a GPU, next to its prediction."""
 
 from __future__ import annotations
 

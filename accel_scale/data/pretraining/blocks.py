@@ -1,4 +1,4 @@
-"""What a source of pretraining text is: blocks that can be read in any order, and how large a block is."""
+"""Sources of pretraining text as blocks that can be read in any order, and the size of a block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts to tokens as pretraining wants them: whole documents opened and closed, nothing cut, nothing interpreted."""
+"""Tokenise whole documents for pretraining, with begin and end tokens, nothing cut or interpreted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user names as pretraining data: files, folders, globs, saved and hub data sets, prepared folders, weights."""
+"""Find the pretraining data a user names: files, folders, globs, data sets, prepared folders, weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lanes: each row of the global batch is an endless stream of its own, whose state is a few integers."""
+"""Lanes: each row of the global batch is an endless stream, whose state is a few integers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loads training rows: lanes shared out among ranks and worker processes, and the state that travels with the rows."""
+"""Load training rows: lanes divided among ranks and workers, with their state next to the rows."""
 
 from __future__ import annotations
 

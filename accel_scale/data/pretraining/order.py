@@ -1,4 +1,4 @@
-"""The order of everything, computed and not stored: permutations of any size, shuffles, the turns of sources."""
+"""Data order, computed and not stored: permutations of any size, shuffles, turns of sources."""
 
 from __future__ import annotations
 

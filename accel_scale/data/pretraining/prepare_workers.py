@@ -1,4 +1,4 @@
-"""Processes that write shards: each asks for the next one, and none outlives the command."""
+"""Processes that write shards: each asks for the next one, and all end with the command."""
 
 from __future__ import annotations
 

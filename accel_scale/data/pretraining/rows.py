@@ -1,4 +1,4 @@
-"""Row ids: which documents a row is made of, in a form that people can read and that leads back to the text."""
+"""Row ids that people can read: which documents a row is made of, and the way back to the text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Looks into blocks from all over the data: how many tokens there are, what to hold out, texts for tokenizers."""
+"""Samples of blocks from all the data: number of tokens, what to hold out, texts for tokenizers."""
 
 from __future__ import annotations
 

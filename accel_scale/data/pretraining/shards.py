@@ -1,4 +1,4 @@
-"""Writes shards of prepared data, each complete or not there, and checks them."""
+"""Write shards of prepared data, each complete or absent, and check them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Positions in the data as JSON: taken from each rank, joined, checked, and given to any number of ranks."""
+"""Positions in the data as JSON: taken from each rank, joined, checked, and divided among any number of ranks."""
 
 from __future__ import annotations
 

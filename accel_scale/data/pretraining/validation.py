@@ -1,4 +1,4 @@
-"""Validation rows: finite, the same ones in every run, shared out so that all ranks have equally many batches."""
+"""Validation rows: finite, the same in every run, with equally many batches on all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a causal language model can be cut: its list of layers, and what runs before and after them.
+"""Where a causal language model can be divided: its list of layers, and what runs before and after them.
 
 Nothing here knows any architecture. The model is run once, on two tokens and with its layers skipped, to see in which
 order its other modules are called.

@@ -1,4 +1,4 @@
-"""What stands in a pipeline stage for modules that other stages hold, so that the model's own forward still runs."""
+"""Stand-ins in a pipeline stage for modules of other stages, so that the model's own forward runs."""
 
 from __future__ import annotations
 

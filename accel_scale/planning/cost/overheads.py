@@ -1,4 +1,4 @@
-"""What a card holds beside tensors: the allocator's losses, CUDA's context, NCCL's buffers."""
+"""Memory outside tensors: fragmentation of the allocator, CUDA's context, NCCL's buffers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one rank of a tensor- and pipeline-parallel group holds of a model, and how many micro-batches wait on it."""
+"""One rank's share of a model under tensor and pipeline parallelism, and the micro-batches in flight on it."""
 
 from __future__ import annotations
 

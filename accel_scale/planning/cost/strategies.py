@@ -1,4 +1,4 @@
-"""The ways to spread a run over GPUs, from the simplest to the last resort, and what does not go together."""
+"""The ways to spread a run over GPUs, from the simplest to the last resort, and combinations that fail."""
 
 from __future__ import annotations
 

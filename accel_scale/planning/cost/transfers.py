@@ -1,4 +1,4 @@
-"""What sharding and communication hold on the card for a while: gathered weights, whole gradients, buckets."""
+"""Temporary memory of sharding and communication: gathered weights, unsharded gradients, buckets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""L(N, D) = E + A/N^α + B/D^β fitted to a user's own runs, with bootstrap confidence intervals and a drawing."""
+"""L(N, D) = E + A/N^α + B/D^β fitted to a user's own runs, with bootstrap confidence intervals and a plot."""
 
 from __future__ import annotations
 

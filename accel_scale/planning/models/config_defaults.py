@@ -1,4 +1,4 @@
-"""What the config classes of transformers 5.23 assume where a config.json leaves a field out."""
+"""Defaults of transformers 5.23's config classes for fields that a config.json leaves out."""
 
 from __future__ import annotations
 

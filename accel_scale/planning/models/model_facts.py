@@ -1,4 +1,4 @@
-"""What a planner must know of a causal language model: shapes, never weights."""
+"""What the planner knows of a causal language model: shapes, never weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What facts of the families before Llama are put together from."""
+"""Shared parts of the facts of families before Llama."""
 
 from __future__ import annotations
 

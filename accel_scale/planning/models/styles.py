@@ -1,4 +1,4 @@
-"""What tells the families with separate query, key and value projections apart."""
+"""How families with separate query, key and value projections differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From measured collectives to links: a fit of latency and bandwidth, its error on sizes it has not seen, a file."""
+"""From measured collectives to links: fitted latency and bandwidth, error on held-out sizes, a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Links by name, clusters of servers, and what each algorithm makes of them; between servers in two levels."""
+"""Links by name, clusters of servers, and the cost of each algorithm on them, in two levels between servers."""
 
 from __future__ import annotations
 

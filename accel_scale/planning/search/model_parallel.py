@@ -1,4 +1,4 @@
-"""Tensor, pipeline and sequence parallelism: what to choose from where data parallelism alone does not do."""
+"""Candidates of tensor, pipeline and sequence parallelism, for runs that data parallelism alone does not fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked of the search for a plan, and what it answers."""
+"""The search's request and its answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a recipe needs to know beside a plan."""
+"""What a recipe needs in addition to a plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the user says about strategies: names, degrees of model parallelism, and what a recipe can run."""
+"""What the user asks of strategies: names, degrees of model parallelism, and what a recipe can run."""
 
 from __future__ import annotations
 

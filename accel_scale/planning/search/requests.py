@@ -1,4 +1,4 @@
-"""From what a user types to a `Request`: every word is checked, a wrong one is named with what to write instead."""
+"""From a user's words to a `Request`: every word is checked, and errors say what to write instead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The choice: every combination that the user left open, what fits, and which of it is fastest."""
+"""The search: every combination the user left open, what fits, and which is fastest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Activation functions that are several operations, written in shadow operations."""
+"""Activation functions made of several operations, on the tape."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes of tensors that one forward and backward pass needs, from the layers' operations in shadow."""
+"""Bytes of tensors in one forward and backward pass, from the layers' operations on the tape."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Self-attention of transformers' decoder layers, written in shadow operations."""
+"""Self-attention of transformers' decoder layers, on the tape."""
 
 from __future__ import annotations
 

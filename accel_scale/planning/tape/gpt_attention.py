@@ -1,4 +1,4 @@
-"""Self-attention of the families that do without transformers' attention interface: Falcon, GPT-J, BLOOM."""
+"""Self-attention of families without transformers' attention interface: Falcon, GPT-J, BLOOM."""
 
 from __future__ import annotations
 

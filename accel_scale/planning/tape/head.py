@@ -1,4 +1,4 @@
-"""Head and loss in shadow: whole logits, this project's chunks, Liger's chunks."""
+"""Head and loss on the tape: whole logits, this project's chunks, Liger's chunks."""
 
 from __future__ import annotations
 

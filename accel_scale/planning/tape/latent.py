@@ -1,4 +1,4 @@
-"""Latent attention of DeepSeek (MLA) in shadow operations: keys and values unfolded from one narrow projection."""
+"""DeepSeek's latent attention (MLA) on the tape: keys and values expanded from one narrow projection."""
 
 from __future__ import annotations
 

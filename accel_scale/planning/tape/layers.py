@@ -1,4 +1,4 @@
-"""Decoder layers of transformers, written in shadow operations."""
+"""Decoder layers of transformers, on the tape."""
 
 from __future__ import annotations
 

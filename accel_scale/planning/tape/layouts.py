@@ -1,4 +1,4 @@
-"""Operations on shadow tensors that change where values lie or their type, not what they are."""
+"""Operations on the tape that change a tensor's layout or type, not its values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A layer's parameters and its matrix products with their adapters, in shadow operations."""
+"""A layer's parameters, and its matrix products with their adapters, on the tape."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Norms of transformers, written in shadow operations."""
+"""Norms of transformers, on the tape."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operations on shadow tensors: what each allocates, what it saves, what its backward pass allocates."""
+"""Operations on the tape: what each allocates, what it saves, what its backward pass allocates."""
 
 from __future__ import annotations
 

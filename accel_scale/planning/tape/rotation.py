@@ -1,4 +1,4 @@
-"""Rotary embeddings of queries and keys, written in shadow operations."""
+"""Rotary embeddings of queries and keys, on the tape."""
 
 from __future__ import annotations
 

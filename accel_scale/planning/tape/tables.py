@@ -1,4 +1,4 @@
-"""What all layers of a model share: cosines and sines of the positions, and masks."""
+"""Tensors that all layers of a model share: cosines and sines of the positions, and masks."""
 
 from __future__ import annotations
 

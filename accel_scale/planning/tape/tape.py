@@ -1,4 +1,4 @@
-"""A shadow of autograd: tensors that are only sizes, allocated and freed as torch would, to find peaks of memory.
+"""Autograd on sizes: tensors without values, allocated and freed as torch would, to find peaks of memory.
 
 Python's own reference counts decide when a tensor dies, as they do for torch's. The backward pass runs nodes in
 torch's order, adds up gradients in place where torch does, and recomputes checkpointed blocks.

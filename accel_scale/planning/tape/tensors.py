@@ -1,4 +1,4 @@
-"""Sizes in place of tensors: memory with reference counts, parameters, and the nodes of a graph."""
+"""Sizes instead of tensors: memory with reference counts, parameters, and the nodes of a graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch's scaled dot-product attention where no fused kernel takes its inputs, in shadow operations."""
+"""torch's scaled dot-product attention without a fused kernel, on the tape."""
 
 from __future__ import annotations
 

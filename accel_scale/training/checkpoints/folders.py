@@ -1,4 +1,4 @@
-"""The checkpoints of an output folder: which are good, which may go, which one a run goes on from."""
+"""The checkpoints of an output folder: which are good, which may be deleted, which one a run continues from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a recipe's run begins: at a checkpoint, at the beginning, or nowhere because it is finished."""
+"""Where a recipe's run starts: from a checkpoint, from the beginning, or not at all because it is finished."""
 
 from __future__ import annotations
 

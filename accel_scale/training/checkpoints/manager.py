@@ -1,4 +1,4 @@
-"""Checkpoints of a plain Accelerate loop: published whole or not at all, checked before they are trusted.
+"""Checkpoints of a plain Accelerate loop: published complete or not at all, verified before use.
 
 manager = CheckpointManager(accelerator, "runs/a", keep_last=2)
 manager.register("guard", guard)

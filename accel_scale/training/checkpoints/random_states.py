@@ -1,4 +1,4 @@
-"""Random states of one rank: taken, put back, and derived for ranks that a checkpoint does not know."""
+"""Random states of one rank: taken, restored, and derived for ranks that a checkpoint does not have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all ranks of a save or a load decide together: an error on one of them is an error on all, and nobody hangs."""
+"""Decisions of all ranks in a save or load: an error on one is an error on all, and nobody hangs."""
 
 from __future__ import annotations
 

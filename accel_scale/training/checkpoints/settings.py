@@ -1,4 +1,4 @@
-"""What gives a run its meaning: recorded with every checkpoint, and compared when a run goes on from one."""
+"""Settings that define a run: recorded with every checkpoint, and compared when a run continues from one."""
 
 from __future__ import annotations
 

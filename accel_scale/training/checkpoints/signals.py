@@ -1,4 +1,4 @@
-"""Signals that ask a run to save and stop: remembered where they arrive, acted on between two steps."""
+"""Signals that ask a run to save and stop: recorded on arrival, handled between two steps."""
 
 from __future__ import annotations
 

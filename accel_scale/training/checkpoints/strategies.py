@@ -1,4 +1,4 @@
-"""Which checkpoints belong to which run: the strategy that writes them, and what must agree to load them."""
+"""Which checkpoints belong to which run: the strategy that wrote them, and what must agree to load them."""
 
 from __future__ import annotations
 

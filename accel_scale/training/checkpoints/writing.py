@@ -1,4 +1,4 @@
-"""Writing one checkpoint: aside, on every rank, then hashed, synced, listed and renamed; or removed again."""
+"""Write one checkpoint: staged on every rank, hashed, synced, listed and renamed; or removed again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trainer's progress as its user sees it, and its figures as a file has them."""
+"""A trainer's progress on the console, and its figures in a file."""
 
 from __future__ import annotations
 

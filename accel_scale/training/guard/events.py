@@ -1,4 +1,4 @@
-"""The log of optimizer steps that were not simply taken: ``guard_events.jsonl`` and a line on the console."""
+"""The log of optimizer steps that were skipped or changed: ``guard_events.jsonl`` and a line on the console."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that learnt nothing is an error: no labels, no steps, weights that are not finite or as they were."""
+"""A run that learned nothing is an error: no labels, no steps, non-finite or unchanged weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The guard's gate where ranks share the model: gradients lie on several meshes, stages hold other weights."""
+"""The guard under model parallelism: gradients on several meshes, different weights per stage."""
 
 from __future__ import annotations
 

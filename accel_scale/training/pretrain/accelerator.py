@@ -1,4 +1,4 @@
-"""An `Accelerator` for a plain loop that knows its batch sizes before it has a data loader."""
+"""An `Accelerator` for a plain loop that knows its batch sizes before there is a data loader."""
 
 from __future__ import annotations
 

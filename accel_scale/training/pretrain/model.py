@@ -1,4 +1,4 @@
-"""The pretraining recipe's tokenizer and model: taken, trained or made from nothing."""
+"""The pretraining recipe's tokenizer and model: loaded, trained, or with random weights."""
 
 from __future__ import annotations
 

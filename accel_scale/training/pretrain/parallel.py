@@ -1,4 +1,4 @@
-"""The pretraining recipe where ranks share the model: what is refused, how it is split, saved and sampled from."""
+"""Model parallelism in the pretraining recipe: what is refused, and how the model is split, saved and sampled."""
 
 from __future__ import annotations
 

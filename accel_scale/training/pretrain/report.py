@@ -1,4 +1,4 @@
-"""What the pretraining recipe says: figures of every step, validations, the tables at start and end."""
+"""Reports of the pretraining recipe: figures of every step, validations, tables at start and end."""
 
 from __future__ import annotations
 

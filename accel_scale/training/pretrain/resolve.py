@@ -1,4 +1,4 @@
-"""What the pretraining recipe's flags come to: contradictions refused, lengths in steps, defaults that follow."""
+"""The pretraining recipe's flags, resolved: contradictions refused, lengths in steps, derived defaults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the pretraining recipe has decided, and where its training is."""
+"""The pretraining recipe's decisions, and its position in training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints that a pretraining run begins from: a trunk that a branch leaves, and those of an earlier run."""
+"""Checkpoints that a pretraining run starts from: the trunk of a branch, or an earlier run."""
 
 from __future__ import annotations
 

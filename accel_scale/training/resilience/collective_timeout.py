@@ -1,4 +1,4 @@
-"""``--collective_timeout``: the process group's own time-out, and the watch that says which rank was missing."""
+"""``--collective_timeout``: the process group's time-out, and the watch that names the missing rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ends a run in which a collective never completes: one line with rank, step and operation, and one exit status."""
+"""End a run in which a collective never completes: one line with rank, step and operation, one exit status."""
 
 from __future__ import annotations
 

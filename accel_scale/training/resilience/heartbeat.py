@@ -1,4 +1,4 @@
-"""Where this rank is: step, phase and collective, read off the Python stack, and the beat that tells the others."""
+"""Where this rank is: step, phase and collective from the Python stack, and the beat that tells other ranks."""
 
 from __future__ import annotations
 

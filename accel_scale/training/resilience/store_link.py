@@ -1,4 +1,4 @@
-"""A connection to the process group's store that never blocks its caller for long, whoever hosts the store."""
+"""A connection to the process group's store that never blocks its caller for long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The final folder: weights gathered from any sharding, with all that plain `from_pretrained` needs."""
+"""The final folder: weights gathered from any sharding, with everything plain `from_pretrained` needs."""
 
 from __future__ import annotations
 

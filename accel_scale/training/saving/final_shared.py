@@ -1,4 +1,4 @@
-"""The final folder of a model that ranks share: stages and tensor-parallel parts, gathered one tensor at a time."""
+"""The final folder under model parallelism: stages and tensor-parallel shares, gathered one tensor at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saving that can be trusted: atomic checkpoints and final folders, read back and compared the first time."""
+"""Verified saving: atomic checkpoints and final folders, read back and compared the first time."""
 
 from __future__ import annotations
 

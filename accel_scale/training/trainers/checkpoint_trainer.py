@@ -1,4 +1,4 @@
-"""What a Trainer's checkpoint holds beside the Trainer's own files, and how all of it is loaded, strictly."""
+"""A Trainer's checkpoint: what is added to the Trainer's own files, and how it is loaded, strictly."""
 
 from __future__ import annotations
 

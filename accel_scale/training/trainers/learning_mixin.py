@@ -1,4 +1,4 @@
-"""A trainer whose run learnt nothing ends as an error."""
+"""A trainer whose run learned nothing ends with an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trainer's output folder is its own: nothing else is overwritten there, and no second run uses it."""
+"""A trainer's output folder: nothing else is overwritten there, and no second run uses it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`MemoryRecovery` inside HF `Trainer` and TRL's `SFTTrainer`: on by default, in place of their training step."""
+"""`MemoryRecovery` in HF `Trainer` and TRL's `SFTTrainer`: on by default, instead of their training step."""
 
 from __future__ import annotations
 

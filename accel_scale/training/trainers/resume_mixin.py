@@ -1,4 +1,4 @@
-"""A trainer that goes on: from which checkpoint, checked and compared, and everything in it loaded or refused."""
+"""Resuming a trainer: which checkpoint, checked and compared, with everything in it loaded or refused."""
 
 from __future__ import annotations
 

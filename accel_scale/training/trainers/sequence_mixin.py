@@ -1,4 +1,4 @@
-"""Ulysses sequence parallelism inside HF `Trainer`: ranks of a group read the same rows and hold a part of each."""
+"""Ulysses sequence parallelism in HF `Trainer`: ranks of a group read the same rows and hold a share of each."""
 
 from __future__ import annotations
 
