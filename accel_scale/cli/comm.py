@@ -1,10 +1,9 @@
-"""What collectives cost: predicted by algorithm, measured on this launch, and DDP's bucket size.
+"""What collectives cost: predicted by algorithm, and measured on this launch.
 
   accel-scale comm --op all_reduce --size 1GiB --gpu h100 --nodes 2 --gpus_per_node 8
   accel-scale comm --op all --size 64KiB..1GiB --link nvlink-a100 --gpus_per_node 8 --step_factor 16
   accel-scale comm --measure --processes 2 --save links.json
   torchrun --nproc_per_node 8 --no-python accel-scale comm --measure
-  accel-scale comm --ddp_buckets --num_params 30M --processes 2
   accel-scale comm --catalogue
 
 Sizes and bandwidths are nccl-tests': K is the whole tensor, algbw is K ÷ time, busbw what each link carried.
@@ -42,49 +41,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--network_latency", metavar="TIME", help="of a message between servers")
     run = parser.add_argument_group("measured")
     run.add_argument("--measure", action="store_true", help="run the collectives, fit the links and save them")
-    run.add_argument(
-        "--ddp_buckets", action="store_true", help="time DDP steps for several bucket sizes and suggest one"
-    )
     run.add_argument("--processes", metavar="N", help="to start here (default: one for each GPU, or 2 on the CPU)")
     run.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl where there is a GPU for each process")
-    run.add_argument("--repeats", metavar="N", help="most timings of each size (default: 300; DDP steps: 40)")
+    run.add_argument("--repeats", metavar="N", help="most timings of each size (default: 300)")
     run.add_argument(
         "--save", metavar="FILE", help="file for the links (default: accel_scale/links.json in the cache)"
     )
-    run.add_argument("--model", help="of --ddp_buckets: a name of the catalogue, a folder or a config.json")
-    run.add_argument("--num_params", metavar="N", help="of --ddp_buckets: a Llama of about this size, e.g. 30M")
-    run.add_argument("--bucket_caps", nargs="+", metavar="MB", help="to try (default: 1 5 10 25 50 100)")
-    run.add_argument("--per_device_train_batch_size", metavar="N", default="1", help="rows of a step (default: 1)")
-    run.add_argument("--max_length", metavar="TOKENS", default="128", help="of a row (default: 128)")
 
 
 # Flags that mean something in one way of using the command only.
 _ONLY_PREDICTED = (
     "gpu", "nodes", "gpus_per_node", "link", "network", "links", "bandwidth", "latency", "network_latency",
 )  # fmt: skip
-_ONLY_BUCKETS = ("model", "num_params", "bucket_caps")
 _ONLY_RUN = ("processes", "backend", "save")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Predict, measure or sweep."""
-    if args.measure and args.ddp_buckets:
-        raise ConfigError("two measurements at once.", place="--ddp_buckets", fix="run one after the other.")
+    """Predict or measure."""
     if args.catalogue:
         return _catalogue(args)
-    if args.measure or args.ddp_buckets:
-        _refuse(args, _ONLY_PREDICTED, "says what to predict on, and this measures.")
     if args.measure:
-        _refuse(args, _ONLY_BUCKETS, "belongs to --ddp_buckets.")
+        _refuse(args, _ONLY_PREDICTED, "says what to predict on, and this measures.")
         from accel_scale.cli.comm_measure import run_measurement
 
         return run_measurement(args)
-    if args.ddp_buckets:
-        _refuse(args, ("op", "size", "save"), "belongs to --measure.")
-        from accel_scale.cli.comm_measure import run_bucket_sweep
-
-        return run_bucket_sweep(args)
-    _refuse(args, (*_ONLY_BUCKETS, *_ONLY_RUN), "belongs to measurements: add --measure or --ddp_buckets.")
+    _refuse(args, _ONLY_RUN, "belongs to measurements: add --measure.")
     return _predict(args)
 
 

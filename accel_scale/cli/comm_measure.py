@@ -1,11 +1,11 @@
-"""`accel-scale comm --measure` and `--ddp_buckets`: runs on this launch or on new processes, then fits and prints."""
+"""`accel-scale comm --measure`: runs on this launch or on new processes, then fits and prints."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 # What the planner asks for.
 _DEFAULT_OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "point_to_point")
 _DEFAULT_SIZES = {"gloo": "4KiB..16MiB", "nccl": "64KiB..1GiB"}
-_DEFAULT_STEPS = 40  # of DDP, for each size of buckets
-_DEFAULT_CAPS = ("1", "5", "10", "25", "50", "100")
 
 
 def run_measurement(args: argparse.Namespace) -> int:
@@ -36,12 +34,12 @@ def run_measurement(args: argparse.Namespace) -> int:
         parse_ops(args.op, _DEFAULT_OPS),
         whole(args.repeats, "--repeats") if args.repeats else DEFAULT_REPEATS,
     )
-    processes = _num_processes(args)
+    processes = num_processes(args)
     backend = choose_backend(args.backend, processes)
     sizes = parse_sizes(args.size or [_DEFAULT_SIZES[backend]], args.step_factor)
     if len(sizes) < 2:
         raise ConfigError("one size shows no bandwidth.", place="--size", fix="give a range, like 4KiB..64MiB.")
-    found = _on_processes(args, measure_levels, processes, ops, sizes, repeats)
+    found = on_processes(args, measure_levels, processes, ops, sizes, repeats)
     if found is None:
         return 0  # another rank speaks
     links = links_of(found)
@@ -103,7 +101,7 @@ def _as_dict(links: MeasuredLinks, path: Path, error: tuple[float, float] | None
     return {**document, "source": str(path), "held_out_error": found, "measurements": rows}
 
 
-def _num_processes(args: argparse.Namespace) -> int:
+def num_processes(args: argparse.Namespace) -> int:
     """Processes of this launch, or to start.
 
     Raises:
@@ -126,7 +124,7 @@ def _num_processes(args: argparse.Namespace) -> int:
     return count
 
 
-def _on_processes(args: argparse.Namespace, work: Callable[..., Any], processes: int, *rest: Any) -> Any:
+def on_processes(args: argparse.Namespace, work: Callable[..., Any], processes: int, *rest: Any) -> Any:
     """What `work` returned on rank 0; None on the other ranks of a launch."""
     from accel_scale.launching.local_processes import join_launch, launched_processes, run_locally
     from accel_scale.quiet import quiet_imports
@@ -142,48 +140,3 @@ def _on_processes(args: argparse.Namespace, work: Callable[..., Any], processes:
     finally:
         leave_process_group()
     return found if place.rank == 0 else None
-
-
-def run_bucket_sweep(args: argparse.Namespace) -> int:
-    """Time DDP's steps by bucket size, and say which flag to use."""
-    from accel_scale.measuring.ddp_buckets import SweepSettings, best_cap, sweep_buckets
-    from accel_scale.planning.search.requests import amount, whole
-    from accel_scale.reporting.comm_tables import print_buckets
-
-    if (args.model is None) == (args.num_params is None):
-        raise ConfigError(
-            "nothing says which model." if args.model is None else "--model and --num_params both say which model.",
-            place="--ddp_buckets",
-            fix="give --model or --num_params, one of them.",
-        )
-    caps = [amount(text, "--bucket_caps") for text in args.bucket_caps or _DEFAULT_CAPS]
-    settings = SweepSettings(
-        model=args.model,
-        num_params=amount(args.num_params, "--num_params"),
-        caps=tuple(float(cap) for cap in caps if cap is not None),
-        rows=whole(args.per_device_train_batch_size, "--per_device_train_batch_size"),
-        length=whole(args.max_length, "--max_length"),
-        repeats=whole(args.repeats, "--repeats") if args.repeats else _DEFAULT_STEPS,
-    )
-    processes = _num_processes(args)
-    settings.check(processes)
-    found = _on_processes(args, sweep_buckets, processes, settings)
-    if found is None:
-        return 0
-    best = best_cap(found["rows"])
-    rows = [{**row, "best": row["bucket_cap_mb"] == best} for row in found["rows"]]
-    if args.json:
-        print(json.dumps({**found, "rows": rows, "best": best}, indent=2))
-        return 0
-    title = f"DDP on {processes} processes ({found['backend']}), {found['model']}, {settings.rows} × {settings.length}"
-    print_buckets(title, rows, _bucket_notes(found, best))
-    return 0
-
-
-def _bucket_notes(found: dict[str, Any], best: float) -> Sequence[str]:
-    seconds = {row["bucket_cap_mb"]: row["seconds"] for row in found["rows"]}
-    notes = [f"forward and backward without communication: {found['compute_seconds'] * 1e3:.3g} ms"]
-    if best == 25 and len(seconds) > 1:
-        return [*notes, "no other size is faster than torch's own 25 MB by more than 3 %: leave the flag out."]
-    gain = f", {seconds[25] / seconds[best] - 1:.0%} faster than torch's own 25" if 25 in seconds else ""
-    return [*notes, f"use --ddp_bucket_cap_mb {best:g}{gain}"]

@@ -29,5 +29,5 @@ class DdpArguments(DdpHookArguments):
     """As `DdpHookArguments`, with the bucket size that transformers' own arguments have."""
 
     ddp_bucket_cap_mb: int | None = _flag(
-        None, "DDP: size of gradient buckets; `accel-scale comm --ddp_buckets` measures the best. Default: 25."
+        None, "DDP: size of gradient buckets; benchmarks/ddp_buckets.py measures the best. Default: 25."
     )

@@ -124,22 +124,6 @@ def _fits(title: str, fits: Sequence[FittedLink]) -> Any:
     return table
 
 
-def print_buckets(title: str, rows: Sequence[dict[str, Any]], notes: Sequence[str]) -> None:
-    """A sweep of DDP's bucket size."""
-    right = ("buckets", "step", "median", "communication that shows", "")
-    table = _table(title, ("--ddp_bucket_cap_mb",), right)
-    for row in rows:
-        table.add_row(
-            f"{row['bucket_cap_mb']:g}",
-            str(row["num_buckets"]),
-            format_short(row["seconds"]),
-            format_short(row["median_seconds"]),
-            format_short(row["exposed_seconds"]),
-            "best" if row["best"] else "",
-        )
-    _print(table, notes)
-
-
 def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Any:
     from rich.table import Table
 

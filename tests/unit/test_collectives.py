@@ -280,9 +280,6 @@ def test_predictions_from_measured_links(capsys: pytest.CaptureFixture[str], tmp
         (["--measure", "--processes", "1"], "one process sends nothing"),
         (["--measure", "--backend", "nccl", "--processes", "512"], "a GPU for each process"),
         (["--measure", "--size", "1MiB"], "one size shows no bandwidth"),
-        (["--measure", "--num_params", "1M"], "belongs to --ddp_buckets"),
-        (["--ddp_buckets"], "nothing says which model"),
-        (["--ddp_buckets", "--model", "meta-llama/Llama-3.1-405B", "--processes", "2"], "do not fit here"),
     ],
 )
 def test_bad_input_is_one_line(words: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:

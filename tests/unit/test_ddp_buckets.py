@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 
 from accel_scale.errors import ConfigError
-from accel_scale.measuring.ddp_buckets import SweepSettings, best_cap
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+from ddp_buckets import SweepSettings, best_cap, parse, run
 
 
 @pytest.mark.parametrize(
@@ -26,3 +32,16 @@ def test_models_that_cannot_be_are_refused_at_once() -> None:
         SweepSettings(None, 1e15, (25.0,)).check(2)
     with pytest.raises(ConfigError, match="no sensible shape"):
         SweepSettings(None, 1e4, (25.0,)).check(2)
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ([], "nothing says which model"),
+        (["--model", "a", "--num_params", "1M"], "both say which model"),
+        (["--model", "meta-llama/Llama-3.1-405B", "--processes", "2"], "do not fit here"),
+    ],
+)
+def test_bad_flags_are_refused(words: list[str], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        run(parse(words))

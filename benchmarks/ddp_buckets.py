@@ -1,4 +1,7 @@
-"""How fast steps of DDP are by bucket size: a model of the wanted size, real backward passes, real reductions.
+"""DDP's bucket size: times steps of a model of the wanted size for several sizes, and says which flag to use.
+
+    python benchmarks/ddp_buckets.py --num_params 30M --processes 2
+    torchrun --nproc_per_node 8 benchmarks/ddp_buckets.py --model meta-llama/Llama-3.2-1B
 
 A bucket is reduced as soon as all of its gradients are there. Small buckets begin early and pay a latency each; large
 ones wait: where backward is long beside communication small ones hide it, where messages are expensive large ones
@@ -7,13 +10,19 @@ save it (Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data 
 
 from __future__ import annotations
 
+import argparse
+import json
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from accel_scale.cli.comm_measure import num_processes, on_processes
 from accel_scale.errors import ConfigError
 from accel_scale.launching.local_processes import progress_bar
+from accel_scale.planning.search.requests import amount, whole
+from accel_scale.reporting.comm_tables import format_short
 
 DEFAULT_CAP_MB = 25.0
 # A flag is worth giving if it saves more than this.
@@ -211,3 +220,64 @@ def _low(seconds: Sequence[float]) -> float:
     """The lowest fifth's largest: what else the machine does only ever adds time."""
     ordered = sorted(seconds)
     return ordered[max(0, -(-len(ordered) // 5) - 1)]
+
+
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a name of the catalogue, a folder or a config.json")
+    parser.add_argument("--num_params", metavar="N", help="a Llama of about this size, e.g. 30M")
+    parser.add_argument("--bucket_caps", nargs="+", metavar="MB", default=["1", "5", "10", "25", "50", "100"])
+    parser.add_argument("--per_device_train_batch_size", metavar="N", default="1", help="rows of a step")
+    parser.add_argument("--max_length", metavar="TOKENS", default="128", help="of a row (default: 128)")
+    parser.add_argument("--processes", metavar="N", help="to start here (default: one for each GPU, or 2 on the CPU)")
+    parser.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl where each process has a GPU")
+    parser.add_argument("--repeats", metavar="N", default="40", help="steps of each size (default: 40)")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
+    return parser.parse_args(words)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Time DDP's steps by bucket size, and say which flag to use."""
+    if (args.model is None) == (args.num_params is None):
+        problem = "nothing says" if args.model is None else "--model and --num_params both say"
+        fix = "give --model or --num_params, one of them."
+        raise ConfigError(f"{problem} which model.", place="command line", fix=fix)
+    caps = [amount(text, "--bucket_caps") for text in args.bucket_caps]
+    settings = SweepSettings(
+        model=args.model,
+        num_params=amount(args.num_params, "--num_params"),
+        caps=tuple(float(cap) for cap in caps if cap is not None),
+        rows=whole(args.per_device_train_batch_size, "--per_device_train_batch_size"),
+        length=whole(args.max_length, "--max_length"),
+        repeats=whole(args.repeats, "--repeats"),
+    )
+    processes = num_processes(args)
+    settings.check(processes)
+    found = on_processes(args, sweep_buckets, processes, settings)
+    if found is None:
+        return  # another rank speaks
+    best = best_cap(found["rows"])
+    rows = [{**row, "best": row["bucket_cap_mb"] == best} for row in found["rows"]]
+    if args.json:
+        print(json.dumps({**found, "rows": rows, "best": best}, indent=2))
+        return
+    print(f"DDP on {processes} processes ({found['backend']}), {found['model']}, {settings.rows} × {settings.length}")
+    print(f"forward and backward without communication: {format_short(found['compute_seconds'])}")
+    print(f"{'--ddp_bucket_cap_mb':>19} {'buckets':>8} {'step':>10} {'median':>10} {'exposed':>10}")
+    for row in rows:
+        times = (format_short(row[f"{name}seconds"]) for name in ("", "median_", "exposed_"))
+        print(f"{row['bucket_cap_mb']:>19g} {row['num_buckets']:>8} {' '.join(f'{text:>10}' for text in times)}")
+    seconds = {row["bucket_cap_mb"]: row["seconds"] for row in rows}
+    if best == DEFAULT_CAP_MB and len(seconds) > 1:
+        print("no other size is faster than torch's own 25 MB by more than 3 %: leave the flag out.")
+        return
+    default = seconds.get(DEFAULT_CAP_MB)
+    gain = f", {default / seconds[best] - 1:.0%} faster than torch's own 25" if default else ""
+    print(f"use --ddp_bucket_cap_mb {best:g}{gain}")
+
+
+if __name__ == "__main__":
+    try:
+        run(parse())
+    except ConfigError as error:
+        sys.exit(f"ddp_buckets.py: error: {error}")
