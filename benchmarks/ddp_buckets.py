@@ -190,7 +190,7 @@ def _wrapped(model: Any, cap: float, place: Any) -> Any:
 
 
 def _num_buckets(ddp: Any) -> int:
-    """As DDP logs it, after it has built its buckets anew in the order of the first backward pass (torch 2.13)."""
+    """As DDP logs it, after it has built its buckets again in the order of the first backward pass (torch 2.13)."""
     logged = ddp._get_ddp_logging_data()
     sizes = logged.get("rebuilt_bucket_sizes") or logged.get("bucket_sizes") or ""
     return len([size for size in str(sizes).split(",") if size.strip()])

@@ -30,7 +30,7 @@ def resumed_ranks(case: Case) -> Finding | None:
     return error(
         case.run.place("resume_from_checkpoint"),
         f"{case.run.resume_from_checkpoint} was written by {before} ranks, and DeepSpeed cannot resume it on {now}.",
-        f"launch {before} processes, or start anew from its weights with --model_name_or_path.",
+        f"launch {before} processes, or start over from its weights with --model_name_or_path.",
     )
 
 
@@ -45,7 +45,7 @@ def resumed_nvme(case: Case) -> Finding | None:
     return error(
         case.run.place("resume_from_checkpoint"),
         "DeepSpeed does not restore optimizer states that are on NVMe.",
-        "start anew from the checkpoint's weights with --model_name_or_path; zero3_offload.yaml can resume.",
+        "start over from the checkpoint's weights with --model_name_or_path; zero3_offload.yaml can resume.",
     )
 
 

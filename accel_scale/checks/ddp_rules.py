@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from accel_scale.checks.checks import Case, Finding, Rule, error, warning
 
-# torch's hook refuses to begin before two steps are done: DDP builds its buckets anew after the first.
+# torch's hook refuses to begin before two steps are done: DDP builds its buckets again after the first.
 FIRST_POWERSGD_STEP = 3
 DEFAULT_POWERSGD_STEP = 100
 
@@ -71,7 +71,7 @@ def powersgd_flags(case: Case) -> Finding | None:
         return error(run.place("powersgd_rank"), f"factors of rank {run.powersgd_rank}.", "use 1 or more, like 4.")
     start = run.powersgd_start_step
     if start is not None and start < FIRST_POWERSGD_STEP:
-        problem = f"PowerSGD cannot begin with step {start}: DDP builds its buckets anew after the first."
+        problem = f"PowerSGD cannot begin with step {start}: DDP builds its buckets again after the first."
         return error(run.place("powersgd_start_step"), problem, f"use {FIRST_POWERSGD_STEP} or more.")
     return None
 

@@ -98,7 +98,7 @@ class Device:
 
     @property
     def plans_attention_per_shape(self) -> bool:
-        """Whether SDPA may choose cuDNN, which compiles anew for every length that it has not seen."""
+        """Whether SDPA may choose cuDNN, which compiles again for every length that it has not seen."""
         return self.is_nvidia and self._reaches(_CUDNN_CAPABILITY)
 
     @property

@@ -3,7 +3,7 @@
 `torch.utils.file_baton.FileBaton` waits for a lock to go away without a limit: one killed build hangs all later runs.
 The process that holds a lock keeps the file open, which Linux shows under `/proc`.
 
-torch takes the first ninja on the PATH. Versions do not read each other's logs and build all anew (five minutes for
+torch takes the first ninja on the PATH. Versions do not read each other's logs and build all again (five minutes for
 DeepSpeed's operations): the system's, where the environment is not activated, after the environment's own.
 """
 

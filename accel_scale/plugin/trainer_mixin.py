@@ -84,7 +84,7 @@ class ScaleTrainerMixin(LearningMixin, GuardMixin, MemoryRecoveryMixin, OutputFo
         enable_fp16_on_cpu(self.accelerator)
 
     def call_model_init(self, trial: Any = None) -> Any:
-        """A model made anew for each `train` gets what the first one got."""
+        """A model made again for each `train` gets what the first one got."""
         model = super().call_model_init(trial)
         is_ready = "accelerator" in vars(self)  # `__init__` calls this before it has one, and prepares it later
         return self._prepare(model) if is_ready else model

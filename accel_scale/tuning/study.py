@@ -95,7 +95,7 @@ def _without_password(text: str, url: str) -> str:
 
 
 class PerTrialSampler(optuna.samplers.BaseSampler):
-    """Makes a sampler anew for each trial, seeded by the trial's number.
+    """Makes a sampler again for each trial, seeded by the trial's number.
 
     A study that is continued after a finished trial then proposes what it would have without the break, and machines
     that share one do not draw the same numbers. (A seeded sampler begins its sequence again in every process.)

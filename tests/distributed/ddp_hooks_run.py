@@ -56,7 +56,7 @@ def rows(step: int, rank: int) -> torch.Tensor:
 
 
 class Training:
-    """A model with its optimizer, prepared anew."""
+    """A model with its optimizer, prepared again."""
 
     def __init__(self, accelerator: Accelerator, settings: DdpSettings, register: Any = None) -> None:
         accelerator.free_memory()

@@ -83,7 +83,7 @@ def summed_loss(model: Any, batch: dict[str, Any], device: torch.device) -> torc
 
 
 class Training:
-    """A model with optimizer and schedule, prepared anew."""
+    """A model with optimizer and schedule, prepared again."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         accelerator.free_memory()

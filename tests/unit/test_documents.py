@@ -63,7 +63,7 @@ def test_figures_of_readme_and_measured_name_a_committed_file():
 
 
 def test_readme_quotes_what_its_command_prints(capsys, monkeypatch):
-    """`python docs/refresh.py` writes it anew."""
+    """`python docs/refresh.py` writes it again."""
     spec = importlib.util.spec_from_file_location("refresh", ROOT / "docs" / "refresh.py")
     assert spec is not None
     assert spec.loader is not None

@@ -214,7 +214,7 @@ class _Planted:
 
 @pytest.mark.parametrize("is_listed", [True, False])
 def test_a_planted_pickle_is_not_read(run, tmp_path, is_listed):
-    """By somebody who wrote the manifest anew, and by somebody who did not."""
+    """By somebody who wrote the manifest again, and by somebody who did not."""
     folder, proof = run / "checkpoint-4", tmp_path / "executed"
     manifest = read_manifest(folder)
     torch.save({"state": _Planted(proof)}, folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt")

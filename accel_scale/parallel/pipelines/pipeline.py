@@ -182,7 +182,7 @@ class Pipeline:
         return inputs[names[0]] if self.has_last_stage else (inputs.pop(names[0]), None)[1]
 
     def _schedule_for(self, inputs: dict[str, torch.Tensor]) -> Any:
-        """The schedule, made anew for other shapes: torch's receive buffers have one."""
+        """The schedule, made again for other shapes: torch's receive buffers have one."""
         shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in inputs.items()}
         if shapes != self._shapes:
             self._schedule, self._shapes = self._make_schedule(), shapes

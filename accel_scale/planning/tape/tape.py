@@ -134,7 +134,7 @@ class Tape:
             pass
         finally:
             self._recompute = None
-            # Each recomputation enters autocast anew and leaves it with its casts.
+            # Each recomputation enters autocast again and leaves it with its casts.
             self.weight_casts.clear()
 
     def leave_autocast(self) -> None:

@@ -79,7 +79,7 @@ def layout_of_checkpoint(plugin: Any, layout: str) -> Iterator[None]:
     names = ("state_dict_type", "state_dict_config", "optim_state_dict_config")
     configured = {name: getattr(plugin, name) for name in names}
     if plugin.state_dict_type.name != layout:
-        plugin.state_dict_config = plugin.optim_state_dict_config = None  # set anew for the other layout only so
+        plugin.state_dict_config = plugin.optim_state_dict_config = None  # set again for the other layout only so
         plugin.set_state_dict_type(StateDictType[layout])
     try:
         yield

@@ -163,7 +163,7 @@ def capture_hook_states(accelerator: Any, *, copy: bool) -> Any:
 
 
 def load_hook_states(accelerator: Any, folder: Path) -> None:
-    """Take up what `capture_hook_states` wrote on all ranks; a hook without a file begins anew."""
+    """Take up what `capture_hook_states` wrote on all ranks; a hook without a file starts over."""
     from accel_scale.training.checkpoints.contents import numbered
     from accel_scale.training.checkpoints.pickles import load_safely
 

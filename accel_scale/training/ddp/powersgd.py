@@ -2,7 +2,7 @@
 
 torch's hook (Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
 Optimization", 2019) keeps its error feedback and its factors by the number of a bucket, and DDP puts its buckets
-together anew after the first step of every process. Here torch's hook does the arithmetic; before it sees a bucket,
+together again after the first step of every process. Here torch's hook does the arithmetic; before it sees a bucket,
 the bucket's part of the state is put together from that of its parameters.
 """
 
@@ -17,7 +17,7 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 DEFAULT_RANK, DEFAULT_START_STEP = 4, 100
-# DDP builds its buckets anew after the first step, and torch's hook refuses to begin before two are done.
+# DDP builds its buckets again after the first step, and torch's hook refuses to begin before two are done.
 FIRST_START_STEP = 3
 
 
@@ -221,7 +221,7 @@ class PowerSgd(CountedBytes):
         if len(states) != world:
             errors = {name: torch.stack([s["errors"][name] for s in states]).mean(0) for name in errors}
         device = next(iter(self._parameters.values())).device
-        # Factors of another rank do not fit: they begin anew, errors stay.
+        # Factors of another rank do not fit: they start over, errors stay.
         same_rank = mine["rank"] == powersgd.matrix_approximation_rank
         self._errors = {name: tensor.to(device) for name, tensor in errors.items()}
         self._factors = {name: tensor.to(device) for name, tensor in mine["factors"].items()} if same_rank else {}

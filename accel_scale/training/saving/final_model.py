@@ -41,7 +41,7 @@ def save_final(
     dtype: torch.dtype | None = None,
     verify: bool = True,
 ) -> VerifyResult | None:
-    """Write a folder that plain `from_pretrained` loads, whatever the sharding; call it on every process.
+    """Write a folder that plain `from_pretrained` loads, under any sharding; call it on every process.
 
     Holds the weights (full, or the adapter with the name of its base), configuration, generation
     configuration, tokenizer with its chat template, and how the base was quantised. Only what is written is

@@ -142,7 +142,7 @@ def refuse_nvme(trainer: Any, folder: Path, *, place: str) -> None:
 
 
 def write_random_states(folder: Path, accelerator: Any) -> None:
-    """Under one name whatever the number of ranks, and of this rank's own device only."""
+    """Under one name for any number of ranks, and of this rank's own device only."""
     torch.save(take_random_states(accelerator.device), folder / _RANDOM.format(rank=accelerator.process_index))
 
 

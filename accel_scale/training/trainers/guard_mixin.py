@@ -96,7 +96,7 @@ class GuardMixin:
         """Everything is prepared by now, and a checkpoint's state is there."""
         trainer: Any = self
         assert self.guard is not None
-        if self._gate is not None:  # `auto_find_batch_size` has begun anew
+        if self._gate is not None:  # `auto_find_batch_size` has started over
             self._gate.detach()
         self._gate = make_gate(trainer.accelerator, model, trainer.optimizer)
         self._gate.attach()
@@ -105,7 +105,7 @@ class GuardMixin:
         if saved:
             self.guard.load_state_dict(saved["attributes"]["guard_state"])
         for callback in trainer.callback_handler.callbacks:
-            if isinstance(callback, GuardState):  # the trainer may have made it anew from the checkpoint
+            if isinstance(callback, GuardState):  # the trainer may have made it again from the checkpoint
                 callback.guard = self.guard
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:

@@ -63,7 +63,7 @@ class ResumeMixin(_TrainerBase):
             good, _ = self._meeting.on_main(lambda: list_checkpoints(output_dir))
             if good:
                 self._say(
-                    f"warning: {output_dir} holds {good[0].folder.name} of an earlier run; this one begins anew."
+                    f"warning: {output_dir} holds {good[0].folder.name} of an earlier run; this one starts over."
                 )
             return None
         if how is True or how == "auto":

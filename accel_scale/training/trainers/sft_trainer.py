@@ -128,7 +128,7 @@ class ScaleSFTTrainer(_Base, SFTTrainer):
         return batches, num_items
 
     def answer_questions(self, when: str) -> None:
-        """Answer the held-out questions with the weights as they are, whatever their sharding; on every rank."""
+        """Answer the held-out questions with the weights as they are, under any sharding; on every rank."""
         # Under autocast, as in training: a bf16 base and fp32 embeddings trained beside adapters meet in one product.
         with self.accelerator.autocast():
             result = exact_match(
