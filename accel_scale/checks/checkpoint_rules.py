@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from accel_scale.checks.checks import Case, Finding, Rule, error
+from accel_scale.facts.optimizer_specs import optimizer_spec
 
 
 def whole_checkpoint_of_quantised_states(case: Case) -> Finding | None:
-    """torchao's 8-bit states in a whole-model checkpoint of FSDP2, which cannot be read back.
-
-    Gathered states hold AsyncCollectiveTensors, which `torch.load` refuses (torch 2.13, torchao 0.18). Sharded
-    checkpoints of them resume.
-    """
-    if case.run.optim != "adamw_torch_8bit" or not case.parallel.saves_whole_checkpoints:
+    """States in a whole-model checkpoint of FSDP2 that cannot be read back; sharded checkpoints of them resume."""
+    if optimizer_spec(case.run.optim).whole_checkpoints or not case.parallel.saves_whole_checkpoints:
         return None
     if case.run.save_strategy == "no":
         return None
     return error(
         case.launch.place("fsdp_config.fsdp_state_dict_type"),
-        "whole-model checkpoints of adamw_torch_8bit under FSDP2 cannot be resumed.",
+        f"whole-model checkpoints of {case.run.optim} under FSDP2 cannot be resumed.",
         "write fsdp_state_dict_type: SHARDED_STATE_DICT there (the final model stays whole), or --save_strategy no.",
     )
 

@@ -127,7 +127,7 @@ def offload_replaces_optimizer(case: Case) -> Finding | None:
     if not p.is_deepspeed or p.offload_optimizer == "none" or not forced:
         return None
     # The spec names what runs instead, for those that Accelerate's `map_pytorch_optim_to_deepspeed` maps rightly.
-    if optimizer_of(case).facts.zero_offload is not None:
+    if optimizer_of(case).zero_offload is not None:
         return None
     return error(
         case.run.place("optim"),

@@ -30,8 +30,7 @@ def optimizer_package(case: Case) -> Finding | None:
 def optimizer_and_launch(case: Case) -> Finding | None:
     """An optimizer that device, strategy or precision rule out, such as bitsandbytes' under FSDP2."""
     p = case.parallel
-    facts = optimizer_of(case).facts
-    refusal = facts.refusal(
+    refusal = optimizer_of(case).refusal(
         device_type=case.device.type,
         strategy=p.name,
         zero_offload=p.is_deepspeed and p.offload_optimizer != "none",
@@ -39,10 +38,8 @@ def optimizer_and_launch(case: Case) -> Finding | None:
     )
     if refusal is None:
         return None
-    fix = "use --optim adamw_torch_fused, or another launch file."
-    if p.is_fsdp and facts.state_bits == 8:
-        fix = "use --optim adamw_torch_8bit with fsdp_state_dict_type: SHARDED_STATE_DICT."
-    return error(case.run.place("optim"), f"{case.run.optim} does not work here: {refusal[1]}.", fix)
+    reason, fix = refusal[1]
+    return error(case.run.place("optim"), f"{case.run.optim} does not work here: {reason}.", fix)
 
 
 def optimizer_of(case: Case) -> OptimizerSpec:
@@ -54,7 +51,7 @@ def optimizer_of(case: Case) -> OptimizerSpec:
 
 def paged_without_cuda(case: Case) -> Finding | None:
     """Paged optimizer states are CUDA unified memory."""
-    if not optimizer_of(case).facts.is_paged or case.device.type == "cuda":
+    if not optimizer_of(case).is_paged or case.device.type == "cuda":
         return None
     return warning(
         case.run.place("optim"),

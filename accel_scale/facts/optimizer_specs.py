@@ -1,15 +1,17 @@
-"""Every optimizer: package, options and summary; its states are in `optimizer_states`."""
+"""Every optimizer: package, options, states and where it does not work, for training, planner and doctor."""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from accel_scale.errors import ConfigError
-from accel_scale.facts.optimizer_states import OPTIMIZER_FACTS, OptimizerFacts
+from accel_scale.facts.strategies import Refusal, strategy_named
 
 _Options = Mapping[str, Callable[[Any], Any]]
+_DEFAULT = "use --optim adamw_torch_fused."
 
 
 def _boolean(text: Any) -> bool:
@@ -21,22 +23,94 @@ def _boolean(text: Any) -> bool:
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """One optimizer.
+    """One optimizer, as far as it is known without building it.
 
     Attributes:
         summary: What it is, in a few words.
         package: Module that must be importable, beyond this project's own dependencies.
         install: What to type to get it.
         options: What `--optim_args` may set, and how each value is read.
-        facts: What it keeps, and where it does not work.
+        num_states: Values kept per trained parameter (in matrices; factored states count as none). None: not known.
+        state_bits: Bits of each; None: as wide as the weight.
+        block_size: Quantised values that share one fp32 scale.
+        transient_copies: Copies of the trained parameters that exist during the step.
+        is_paged: Whether states may be evicted to host memory when the card is full.
+        on_host: Whether states always live in host memory.
+        in_torch: Whether it needs nothing but torch, on any device.
+        shares_weights: Whether it is known to step weights that model-parallel ranks share.
+        steps_in_backward: Whether it changes weights in the backward pass, before the step can be inspected.
+        whole_checkpoints: Whether a whole-model checkpoint of FSDP can be resumed with its states.
+        compilers: Programs that its first use needs.
+        zero_offload: What runs in its place when ZeRO keeps optimizer states in host memory; None: nothing can.
+        zero_note: What users should know about it under ZeRO.
+        refused: ``cpu``, ``cuda``, ``ddp``, ``fsdp``, ``zero`` or ``fp16`` → why it does not work there.
     """
 
     summary: str
     package: str | None = None
     install: str | None = None
     options: _Options = field(default_factory=dict)
-    facts: OptimizerFacts = field(default_factory=OptimizerFacts)
+    num_states: int | None = 2
+    state_bits: int | None = None
+    block_size: int = 256
+    transient_copies: float = 0.0
+    is_paged: bool = False
+    on_host: bool = False
+    in_torch: bool = False
+    shares_weights: bool = False
+    steps_in_backward: bool = False
+    whole_checkpoints: bool = True
+    compilers: tuple[str, ...] = ()
+    zero_offload: str | None = None
+    zero_note: str | None = None
+    refused: Mapping[str, Refusal] = field(default_factory=dict)
 
+    def state_bytes(self, weight_bytes: float) -> float:
+        """Bytes of states per parameter, for weights of `weight_bytes`, in matrices of 4096 values and more.
+
+        Quantised states are ``bits / 8`` bytes and one fp32 scale per block (Dettmers et al. 2022, arXiv:2110.02861,
+        section 2). Smaller tensors, and embeddings under bitsandbytes, keep 32-bit states.
+        """
+        scales = 4 / self.block_size if self.state_bits is not None and self.state_bits < 16 else 0.0
+        return (self.num_states or 0) * (self.value_bytes(weight_bytes) + scales)
+
+    def value_bytes(self, weight_bytes: float) -> float:
+        """Bytes of one state's value, without its share of a block's scale."""
+        return weight_bytes if self.state_bits is None else self.state_bits / 8
+
+    def refusal(
+        self, *, device_type: str | None, strategy: str, zero_offload: bool, precision: str | None
+    ) -> tuple[str, Refusal] | None:
+        """The condition under which it does not work here, and why; None if it works.
+
+        Args:
+            device_type: Where the weights are; None: on an accelerator of any kind.
+            strategy: A name of `facts.strategies`.
+            zero_offload: Whether ZeRO keeps optimizer states in host memory.
+        """
+        conditions = [precision] if precision == "fp16" else []
+        launched = strategy_named(strategy)
+        if launched.is_deepspeed:  # DeepSpeed decides where weights and states are
+            conditions += [] if zero_offload else [launched.family]
+        else:
+            conditions += [name for name in (device_type, launched.family) if name is not None]
+        return next(((name, self.refused[name]) for name in conditions if name in self.refused), None)
+
+
+# torch's foreach kernels make the update's numerator and denominator for all parameters at once: measured one more
+# copy. The fused kernel makes none; single-tensor loops make one for the largest parameter, which is left out.
+_FOREACH = 1.0
+_CPU_ADAM, _CPU_LION = "DeepSpeed CPU Adam", "DeepSpeed CPU Lion"
+_TORCHAO = ("torchao", "pip install 'accel-scale[fp8]'")
+_NO_DTENSOR = "it cannot step the sharded tensors of FSDP2"
+_ONE_PROCESS = "it holds whole parameters in host memory, for one process with one accelerator"
+_OFFLOAD_BY_LAUNCH = "use the launch file zero2_offload.yaml or fsdp2_offload.yaml with --optim adamw_torch_fused."
+_ZERO2_OFFLOAD = "use the launch file zero2_offload.yaml, or --optim adamw_torch_fused."
+_SHARDED_8BIT = "use --optim adamw_torch_8bit with fsdp_state_dict_type: SHARDED_STATE_DICT."
+_FLATTENED = Refusal(
+    "ZeRO flattens weights, and torchao keeps fp32 states for every tensor that its blocks do not divide",
+    "use --optim adamw_bnb_8bit, whose states have 8 bits at any size.",
+)
 
 _ADEMAMIX_OPTIONS: _Options = {
     **dict.fromkeys(("beta1", "beta2", "beta3", "alpha", "eps"), float),
@@ -47,71 +121,142 @@ _SGD_OPTIONS: _Options = {"momentum": float, "dampening": float, "nesterov": _bo
 _RMSPROP_OPTIONS: _Options = {"momentum": float, "alpha": float, "eps": float}
 
 
-def _torchao(summary: str, options: _Options) -> OptimizerSpec:
-    return OptimizerSpec(summary, "torchao", "pip install 'accel-scale[fp8]'", options)
+def _bnb(summary: str, num_states: int, bits: int, *, options: _Options | None = None, zero_offload: str | None = None,
+         is_paged: bool = False) -> OptimizerSpec:  # fmt: skip
+    """An optimizer of bitsandbytes, whose kernels take no DTensor (0.50.2); embeddings keep 32-bit states."""
+    refused = {"fsdp": Refusal(_NO_DTENSOR, _SHARDED_8BIT if bits == 8 else _DEFAULT)}
+    return OptimizerSpec(
+        f"bitsandbytes {summary}{', 8-bit states' if bits == 8 else ''}{', paged' if is_paged else ''}",
+        options=options or {}, num_states=num_states, state_bits=bits, is_paged=is_paged, zero_offload=zero_offload,
+        refused=refused,
+    )  # fmt: skip
 
 
-_SUMMARIES: dict[str, OptimizerSpec] = {
-    "adamw_torch_fused": OptimizerSpec("torch AdamW, one kernel for all tensors"),
-    "adamw_torch": OptimizerSpec("torch AdamW, torch picks the kernel"),
-    "adamw_torch_foreach": OptimizerSpec("torch AdamW, batched kernels"),
-    "sgd": OptimizerSpec("torch SGD", options=_SGD_OPTIONS),
-    "sgd_momentum": OptimizerSpec("torch SGD, momentum 0.9 unless set", options=_SGD_OPTIONS),
-    "adagrad": OptimizerSpec("torch Adagrad", options={"lr_decay": float, "eps": float}),
-    "rmsprop": OptimizerSpec("torch RMSProp", options={**_RMSPROP_OPTIONS, "centered": _boolean}),
-    "adafactor": OptimizerSpec("Adafactor with factored second moments, fixed learning rate"),
-    "adamw_bnb_8bit": OptimizerSpec("bitsandbytes AdamW, 8-bit states"),
-    "adamw_8bit": OptimizerSpec("the same as adamw_bnb_8bit"),
-    "paged_adamw_32bit": OptimizerSpec("bitsandbytes AdamW, 32-bit states, paged"),
-    "paged_adamw_8bit": OptimizerSpec("bitsandbytes AdamW, 8-bit states, paged"),
-    "lion_32bit": OptimizerSpec("bitsandbytes Lion"),
-    "lion_8bit": OptimizerSpec("bitsandbytes Lion, 8-bit states"),
-    "paged_lion_32bit": OptimizerSpec("bitsandbytes Lion, paged"),
-    "paged_lion_8bit": OptimizerSpec("bitsandbytes Lion, 8-bit states, paged"),
-    "rmsprop_bnb": OptimizerSpec("bitsandbytes RMSProp", options=_RMSPROP_OPTIONS),
-    "rmsprop_bnb_32bit": OptimizerSpec("bitsandbytes RMSProp", options=_RMSPROP_OPTIONS),
-    "rmsprop_bnb_8bit": OptimizerSpec("bitsandbytes RMSProp, 8-bit states", options=_RMSPROP_OPTIONS),
-    "ademamix": OptimizerSpec("bitsandbytes AdEMAMix", options=_ADEMAMIX_OPTIONS),
-    "ademamix_8bit": OptimizerSpec("bitsandbytes AdEMAMix, 8-bit states", options=_ADEMAMIX_OPTIONS),
-    "paged_ademamix_32bit": OptimizerSpec("bitsandbytes AdEMAMix, paged", options=_ADEMAMIX_OPTIONS),
-    "paged_ademamix_8bit": OptimizerSpec("bitsandbytes AdEMAMix, 8-bit states, paged", options=_ADEMAMIX_OPTIONS),
-    "adamw_torch_8bit": _torchao("torchao AdamW, 8-bit states", _TORCHAO_OPTIONS),
-    "adamw_torch_4bit": _torchao("torchao AdamW, 4-bit states", _TORCHAO_OPTIONS),
-    "adamw_cpu_offload": _torchao(
+def _torch(summary: str, num_states: int, **facts: Any) -> OptimizerSpec:
+    return OptimizerSpec(f"torch {summary}", num_states=num_states, in_torch=True, **facts)
+
+
+OPTIMIZERS: dict[str, OptimizerSpec] = {
+    "adamw_torch_fused": _torch("AdamW, one kernel for all tensors", 2, zero_offload=_CPU_ADAM, shares_weights=True),
+    "adamw_torch": _torch(
+        "AdamW, torch picks the kernel", 2, transient_copies=_FOREACH, zero_offload=_CPU_ADAM, shares_weights=True
+    ),
+    "adamw_torch_foreach": _torch("AdamW, batched kernels", 2, transient_copies=_FOREACH, zero_offload=_CPU_ADAM),
+    "sgd": _torch("SGD", 0, options=_SGD_OPTIONS),
+    "sgd_momentum": _torch("SGD, momentum 0.9 unless set", 1, options=_SGD_OPTIONS),
+    "adagrad": _torch("Adagrad", 1, options={"lr_decay": float, "eps": float}, transient_copies=_FOREACH),
+    "rmsprop": _torch("RMSProp", 1, options={**_RMSPROP_OPTIONS, "centered": _boolean}, transient_copies=_FOREACH),
+    "adafactor": OptimizerSpec(
+        "Adafactor with factored second moments, fixed learning rate",
+        num_states=0,
+        zero_note="ZeRO flattens weights, so Adafactor cannot factor its second moment: 4 bytes per parameter.",
+        refused={"fsdp": Refusal(_NO_DTENSOR, _DEFAULT)},
+    ),
+    "adamw_bnb_8bit": _bnb("AdamW", 2, 8),
+    "adamw_8bit": _bnb("AdamW, the same as adamw_bnb_8bit", 2, 8),
+    "paged_adamw_32bit": _bnb("AdamW, 32-bit states", 2, 32, is_paged=True, zero_offload=_CPU_ADAM),
+    "paged_adamw_8bit": _bnb("AdamW", 2, 8, is_paged=True),
+    "lion_32bit": _bnb("Lion", 1, 32, zero_offload=_CPU_LION),
+    "lion_8bit": _bnb("Lion", 1, 8),
+    "paged_lion_32bit": _bnb("Lion", 1, 32, is_paged=True, zero_offload=_CPU_LION),
+    "paged_lion_8bit": _bnb("Lion", 1, 8, is_paged=True),
+    "rmsprop_bnb": _bnb("RMSProp", 1, 32, options=_RMSPROP_OPTIONS),
+    "rmsprop_bnb_32bit": _bnb("RMSProp", 1, 32, options=_RMSPROP_OPTIONS),
+    "rmsprop_bnb_8bit": _bnb("RMSProp", 1, 8, options=_RMSPROP_OPTIONS),
+    "ademamix": _bnb("AdEMAMix", 3, 32, options=_ADEMAMIX_OPTIONS),
+    "ademamix_8bit": _bnb("AdEMAMix", 3, 8, options=_ADEMAMIX_OPTIONS),
+    "paged_ademamix_32bit": _bnb("AdEMAMix", 3, 32, options=_ADEMAMIX_OPTIONS, is_paged=True),
+    "paged_ademamix_8bit": _bnb("AdEMAMix", 3, 8, options=_ADEMAMIX_OPTIONS, is_paged=True),
+    "adamw_torch_8bit": OptimizerSpec(
+        "torchao AdamW, 8-bit states",
+        *_TORCHAO,
+        _TORCHAO_OPTIONS,
+        state_bits=8,
+        # Gathered states hold AsyncCollectiveTensors, which `torch.load` refuses (torch 2.13, torchao 0.18).
+        whole_checkpoints=False,
+        refused={"zero": _FLATTENED},
+    ),
+    # transformers asks torchao for blocks of 256 (5.23); torchao's own default for 4 bits is 128.
+    "adamw_torch_4bit": OptimizerSpec(
+        "torchao AdamW, 4-bit states",
+        *_TORCHAO,
+        _TORCHAO_OPTIONS,
+        state_bits=4,
+        refused={
+            "fsdp": Refusal(
+                "torchao 0.18 cannot compile its 4-bit step for the sharded tensors of FSDP2", _SHARDED_8BIT
+            ),
+            "zero": _FLATTENED,
+        },
+    ),
+    "adamw_cpu_offload": OptimizerSpec(
         "torchao's offload: states and step of AdamW in host memory, overlapping the backward pass",
+        *_TORCHAO,
         {"offload_gradients": _boolean, "minimal_size": int},
+        on_host=True,
+        refused={
+            "cpu": Refusal(
+                "it moves states from an accelerator to host memory, and there is no accelerator here", _DEFAULT
+            ),
+            "ddp": Refusal(_ONE_PROCESS, _OFFLOAD_BY_LAUNCH),
+            "fsdp": Refusal(_ONE_PROCESS, _OFFLOAD_BY_LAUNCH),
+            "zero": Refusal(_ONE_PROCESS, _DEFAULT),
+            "fp16": Refusal(
+                "loss scaling would have to be undone on gradients that are already in host memory", _DEFAULT
+            ),
+        },
     ),
     "deepspeed_cpu_adam": OptimizerSpec(
         "DeepSpeed's vectorised AdamW for weights in host memory",
-        package="deepspeed",
-        install="pip install 'accel-scale[deepspeed]'",
-        options={"fp32_optimizer_states": _boolean},
+        "deepspeed",
+        "pip install 'accel-scale[deepspeed]'",
+        {"fp32_optimizer_states": _boolean},
+        state_bits=32,
+        on_host=True,
+        compilers=("g++", "ninja"),
+        zero_offload=_CPU_ADAM,
+        refused={
+            "cuda": Refusal("it steps weights in host memory only, which here are on the accelerator", _ZERO2_OFFLOAD),
+            "fsdp": Refusal(_NO_DTENSOR, _DEFAULT),
+            "zero": Refusal(
+                "it steps weights in host memory, and this launch keeps optimizer states on the accelerator",
+                _ZERO2_OFFLOAD,
+            ),
+        },
     ),
 }
-OPTIMIZERS: dict[str, OptimizerSpec] = {
-    name: replace(_SUMMARIES[name], facts=facts) for name, facts in OPTIMIZER_FACTS.items()
-}
+# What `--plan auto` and `accel-scale plan` choose from, the closest to the default first.
+LEAN_OPTIMIZERS = ("adamw_torch_fused", "adamw_torch_8bit", "paged_adamw_8bit")
 
-# transformers' other optimizers: built by transformers, each from a package of its own.
-_EXTERNAL = {
-    "adamw_torch_xla": ("torch_xla", "pip install torch_xla"),
-    "adamw_torch_npu_fused": ("torch_npu", "pip install torch_npu"),
-    "adamw_anyprecision": ("torchdistx", "pip install git+https://github.com/pytorch/torchdistx"),
-    "galore_adamw": ("galore_torch", "pip install galore-torch"),
-    "galore_adamw_8bit": ("galore_torch", "pip install galore-torch"),
-    "galore_adafactor": ("galore_torch", "pip install galore-torch"),
-    "galore_adamw_layerwise": ("galore_torch", "pip install galore-torch"),
-    "galore_adamw_8bit_layerwise": ("galore_torch", "pip install galore-torch"),
-    "galore_adafactor_layerwise": ("galore_torch", "pip install galore-torch"),
-    "lomo": ("lomo_optim", "pip install lomo-optim"),
-    "adalomo": ("lomo_optim", "pip install lomo-optim"),
-    "grokadamw": ("grokadamw", "pip install grokadamw"),
-    "schedule_free_radam": ("schedulefree", "pip install schedulefree"),
-    "schedule_free_adamw": ("schedulefree", "pip install schedulefree"),
-    "schedule_free_sgd": ("schedulefree", "pip install schedulefree"),
-    "apollo_adamw": ("apollo_torch", "pip install apollo-torch"),
-    "apollo_adamw_layerwise": ("apollo_torch", "pip install apollo-torch"),
-    "stable_adamw": ("optimi", "pip install torch-optimi"),
+_GALORE, _APOLLO = ("galore_torch", "pip install galore-torch"), ("apollo_torch", "pip install apollo-torch")
+_LOMO, _SCHEDULE_FREE = ("lomo_optim", "pip install lomo-optim"), ("schedulefree", "pip install schedulefree")
+_IN_BACKWARD = ("galore_adamw_layerwise", "galore_adamw_8bit_layerwise", "galore_adafactor_layerwise",
+                "apollo_adamw_layerwise", "lomo", "adalomo")  # fmt: skip
+# transformers' other optimizers: built by transformers, each from a package of its own. Their states are not known.
+_EXTERNAL: dict[str, OptimizerSpec] = {
+    name: OptimizerSpec(
+        f"{name}, as transformers builds it", *package, num_states=None, steps_in_backward=name in _IN_BACKWARD
+    )
+    for name, package in {
+        "adamw_torch_xla": ("torch_xla", "pip install torch_xla"),
+        "adamw_torch_npu_fused": ("torch_npu", "pip install torch_npu"),
+        "adamw_anyprecision": ("torchdistx", "pip install git+https://github.com/pytorch/torchdistx"),
+        "galore_adamw": _GALORE,
+        "galore_adamw_8bit": _GALORE,
+        "galore_adafactor": _GALORE,
+        "galore_adamw_layerwise": _GALORE,
+        "galore_adamw_8bit_layerwise": _GALORE,
+        "galore_adafactor_layerwise": _GALORE,
+        "lomo": _LOMO,
+        "adalomo": _LOMO,
+        "grokadamw": ("grokadamw", "pip install grokadamw"),
+        "schedule_free_radam": _SCHEDULE_FREE,
+        "schedule_free_adamw": _SCHEDULE_FREE,
+        "schedule_free_sgd": _SCHEDULE_FREE,
+        "apollo_adamw": _APOLLO,
+        "apollo_adamw_layerwise": _APOLLO,
+        "stable_adamw": ("optimi", "pip install torch-optimi"),
+    }.items()
 }
 OPTIMIZER_NAMES: tuple[str, ...] = (*OPTIMIZERS, *_EXTERNAL)
 
@@ -122,50 +267,38 @@ def optimizer_spec(name: str) -> OptimizerSpec:
     Raises:
         ConfigError: if there is no such optimizer.
     """
-    if name in OPTIMIZERS:
-        return OPTIMIZERS[name]
-    if name in _EXTERNAL:
-        package, install = _EXTERNAL[name]
-        return OptimizerSpec(f"{name}, as transformers builds it", package=package, install=install)
-    raise ConfigError(f"{name!r} is not an optimizer.", place="--optim", fix=f"use one of {', '.join(OPTIMIZERS)}.")
+    spec = OPTIMIZERS.get(name) or _EXTERNAL.get(name)
+    if spec is None:
+        raise ConfigError(
+            f"{name!r} is not an optimizer.", place="--optim", fix=f"use one of {', '.join(OPTIMIZERS)}."
+        )
+    return spec
+
+
+def modelled_optimizer(name: str) -> OptimizerSpec:
+    """What is known of ``--optim name``, whose states the planner can count.
+
+    Raises:
+        ConfigError: for an optimizer that is not modelled, naming the nearest.
+    """
+    if name not in OPTIMIZERS:
+        near = difflib.get_close_matches(name, OPTIMIZERS, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ConfigError(
+            f"The planner does not know the optimizer {name!r}.",
+            place="--optim",
+            fix=f"{hint}use one of {', '.join(OPTIMIZERS)}.",
+        )
+    return OPTIMIZERS[name]
 
 
 def steps_in_backward(name: str) -> bool:
-    """Whether `name` changes weights in the backward pass, before anybody can look at the step as a whole."""
-    return "layerwise" in name or "lomo" in name
+    """Whether `name`, which may be a script's own, is known to change weights in the backward pass."""
+    spec = OPTIMIZERS.get(name) or _EXTERNAL.get(name)
+    return spec is not None and spec.steps_in_backward
 
 
 def state_bytes_per_parameter(name: str, *, weight_bytes: float = 4.0) -> float | None:
-    """Bytes of optimizer state per trained parameter, as `OptimizerFacts.state_bytes`; `None`: not known here."""
+    """Bytes of optimizer state per trained parameter, as `OptimizerSpec.state_bytes`; None: not known here."""
     spec = optimizer_spec(name)
-    return spec.facts.state_bytes(weight_bytes) if name in OPTIMIZERS else None
-
-
-def parse_optim_args(name: str, optim_args: Mapping[str, Any] | str | None) -> dict[str, Any]:
-    """``--optim_args`` with every key known to the optimizer and every value of its type.
-
-    transformers drops what an optimizer does not read, and passes some values on as text.
-
-    Raises:
-        ConfigError: for an unknown key or a value of the wrong type.
-    """
-    if isinstance(optim_args, str):
-        pairs = [part.strip() for part in optim_args.split(",") if part.strip()]
-        if bad := [pair for pair in pairs if pair.count("=") != 1]:
-            raise ConfigError(f"{bad[0]!r} is not key=value.", place="--optim_args", fix="write key=value,key=value.")
-        optim_args = dict(pair.split("=") for pair in pairs)
-    spec = optimizer_spec(name)
-    if name not in OPTIMIZERS:
-        return dict(optim_args or {})  # of another package, whose options transformers checks
-    parsed = {}
-    for key, value in (optim_args or {}).items():
-        if key not in spec.options:
-            known = ", ".join(spec.options) or "nothing"
-            raise ConfigError(f"{name} has no option {key!r}.", place="--optim_args", fix=f"it takes {known}.")
-        try:
-            parsed[key] = spec.options[key](value)
-        except ValueError:
-            raise ConfigError(
-                f"{value!r} is not a value for {key} of {name}.", place="--optim_args", fix="write a plain number."
-            ) from None
-    return parsed
+    return None if spec.num_states is None else spec.state_bytes(weight_bytes)

@@ -1,4 +1,4 @@
-"""Every optimizer by its transformers name, and four more; refused if it cannot work."""
+"""Builds every optimizer of `facts.optimizer_specs`, and refuses those that cannot work where the run is."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from accel_scale.facts.optimizer_specs import (
     OPTIMIZERS,
     OptimizerSpec,
     optimizer_spec,
-    parse_optim_args,
     state_bytes_per_parameter,
 )
+from accel_scale.facts.strategies import strategy_named
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +55,7 @@ def create_optimizer(
         betas, eps: For the Adam family; Lion takes `betas`.
         optim_args: As ``--optim_args``: ``"momentum=0.95,nesterov=true"`` or a mapping.
         device_type: Where the parameters are.
-        strategy: ``single``, ``ddp``, ``fsdp2``, ``zero1`` …
+        strategy: A name of `facts.strategies`.
         offload_optimizer: Whether ZeRO or FSDP keeps optimizer states in host memory.
 
     Raises:
@@ -119,6 +119,36 @@ def optimizer_cls_and_kwargs(
     return optimizer_cls, kwargs
 
 
+def parse_optim_args(name: str, optim_args: Mapping[str, Any] | str | None) -> dict[str, Any]:
+    """``--optim_args`` with every key known to the optimizer and every value of its type.
+
+    transformers drops what an optimizer does not read, and passes some values on as text.
+
+    Raises:
+        ConfigError: for an unknown key or a value of the wrong type.
+    """
+    if isinstance(optim_args, str):
+        pairs = [part.strip() for part in optim_args.split(",") if part.strip()]
+        if bad := [pair for pair in pairs if pair.count("=") != 1]:
+            raise ConfigError(f"{bad[0]!r} is not key=value.", place="--optim_args", fix="write key=value,key=value.")
+        optim_args = dict(pair.split("=") for pair in pairs)
+    spec = optimizer_spec(name)
+    if name not in OPTIMIZERS:
+        return dict(optim_args or {})  # of another package, whose options transformers checks
+    parsed = {}
+    for key, value in (optim_args or {}).items():
+        if key not in spec.options:
+            known = ", ".join(spec.options) or "nothing"
+            raise ConfigError(f"{name} has no option {key!r}.", place="--optim_args", fix=f"it takes {known}.")
+        try:
+            parsed[key] = spec.options[key](value)
+        except ValueError:
+            raise ConfigError(
+                f"{value!r} is not a value for {key} of {name}.", place="--optim_args", fix="write a plain number."
+            ) from None
+    return parsed
+
+
 def check_optimizer(
     name: str,
     *,
@@ -139,21 +169,18 @@ def check_optimizer(
     spec = optimizer_spec(name)
     if spec.package is not None and importlib.util.find_spec(spec.package) is None:
         raise ConfigError(f"{name} needs {spec.package}.", place=place, fix=f"{spec.install}.")
-    zero_offload = strategy.startswith("zero") and offload_optimizer
-    if zero_offload and spec.facts.zero_offload is None:
+    zero_offload = strategy_named(strategy).is_deepspeed and offload_optimizer
+    if zero_offload and spec.zero_offload is None:
         raise ConfigError(
             f"ZeRO with optimizer offload would silently run DeepSpeed CPU Adam in place of {name}.",
             place=place,
             fix="use --optim adamw_torch_fused, or a launch file without optimizer offload.",
         )
-    refusal = spec.facts.refusal(
-        device_type=device_type, strategy=strategy, zero_offload=zero_offload, precision=precision
-    )
+    refusal = spec.refusal(device_type=device_type, strategy=strategy, zero_offload=zero_offload, precision=precision)
     if refusal is not None:
-        condition, reason = refusal
-        raise ConfigError(f"{name} does not work here: {reason}.", place=place, fix=_alternative(name, condition))
-    if name == "deepspeed_cpu_adam":
-        _check_compiler(place)
+        reason, fix = refusal[1]
+        raise ConfigError(f"{name} does not work here: {reason}.", place=place, fix=fix)
+    _check_compilers(spec, place)
     options = parse_optim_args(name, optim_args)
     if options.get("offload_gradients") and (max_grad_norm or gradient_accumulation_steps > 1):
         raise ConfigError(
@@ -164,20 +191,8 @@ def check_optimizer(
     return _notes(name, spec, device_type, strategy, zero_offload)
 
 
-def _alternative(name: str, condition: str) -> str:
-    if name == "adamw_cpu_offload" and condition in ("ddp", "fsdp"):
-        return "use the launch file zero2_offload.yaml or fsdp2_offload.yaml with --optim adamw_torch_fused."
-    if condition == "zero" and OPTIMIZERS[name].facts.state_bits in (4, 8):
-        return "use --optim adamw_bnb_8bit, whose states have 8 bits at any size."
-    if condition == "fsdp" and OPTIMIZERS[name].facts.state_bits in (4, 8):
-        return "use --optim adamw_torch_8bit with fsdp_state_dict_type: SHARDED_STATE_DICT."
-    if name == "deepspeed_cpu_adam" and condition in ("cuda", "zero"):
-        return "use the launch file zero2_offload.yaml, or --optim adamw_torch_fused."
-    return "use --optim adamw_torch_fused."
-
-
-def _check_compiler(place: str) -> None:
-    missing = [tool for tool in ("g++", "ninja") if shutil.which(tool) is None]
+def _check_compilers(spec: OptimizerSpec, place: str) -> None:
+    missing = [tool for tool in spec.compilers if shutil.which(tool) is None]
     if missing:
         raise ConfigError(
             f"DeepSpeed compiles its CPU Adam at the first run and needs {' and '.join(missing)}.",
@@ -188,12 +203,12 @@ def _check_compiler(place: str) -> None:
 
 def _notes(name: str, spec: OptimizerSpec, device_type: str, strategy: str, zero_offload: bool) -> list[str]:
     notes = []
-    if zero_offload and name != "deepspeed_cpu_adam":
-        notes.append(f"ZeRO with optimizer offload runs {spec.facts.zero_offload} in place of {name}.")
-    if spec.facts.is_paged and device_type != "cuda":
+    if zero_offload and spec.package != "deepspeed":
+        notes.append(f"ZeRO with optimizer offload runs {spec.zero_offload} in place of {name}.")
+    if spec.is_paged and device_type != "cuda":
         notes.append(f"{name} pages its states on CUDA only; here they are ordinary memory.")
-    if name == "adafactor" and strategy.startswith("zero"):
-        notes.append("ZeRO flattens weights, so Adafactor cannot factor its second moment: 4 bytes per parameter.")
+    if spec.zero_note is not None and strategy_named(strategy).is_deepspeed:
+        notes.append(spec.zero_note)
     return notes
 
 
@@ -247,7 +262,7 @@ def _adamw_cpu_offload(adam: _Kwargs, options: Mapping[str, Any], strategy: str)
 
 
 def _deepspeed_cpu_adam(adam: _Kwargs, options: Mapping[str, Any], strategy: str) -> tuple[Any, _Kwargs]:
-    if strategy.startswith("zero"):
+    if strategy_named(strategy).is_deepspeed:
         if options:
             raise ConfigError(
                 "ZeRO with optimizer offload builds DeepSpeed CPU Adam itself and takes no options for it.",

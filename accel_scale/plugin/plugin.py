@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, overload
 
 from accel_scale.errors import ConfigError
 from accel_scale.facts.device import ATTENTION_NAMES
-from accel_scale.facts.optimizer_specs import parse_optim_args
+from accel_scale.facts.optimizer_specs import optimizer_spec
 from accel_scale.flags.common import DECAY_SHAPES, PRECISIONS
 from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy
 from accel_scale.optimization.batch import derive_accumulation
+from accel_scale.optimization.optimizers import parse_optim_args
 from accel_scale.optimization.schedules import SCHEDULE_NAMES, create_schedule, scaled_learning_rate, schedule_name
 from accel_scale.plugin.checks import refuse_what_does_nothing
 from accel_scale.plugin.field_words import words_of_fields
@@ -191,9 +192,10 @@ class ScalePlugin:
 
     def check_checkpoints(self) -> None:
         """Refuse checkpoints that could not be resumed: FSDP2's whole ones of torchao's 8-bit states."""
-        if self.optimizer == "adamw_torch_8bit" and self.launch.parallel.saves_whole_checkpoints:
+        spec = optimizer_spec(self.optimizer) if self.optimizer is not None else None
+        if spec is not None and not spec.whole_checkpoints and self.launch.parallel.saves_whole_checkpoints:
             raise ConfigError(
-                "whole-model checkpoints of adamw_torch_8bit under FSDP2 cannot be resumed.",
+                f"whole-model checkpoints of {self.optimizer} under FSDP2 cannot be resumed.",
                 place=self.launch.place("fsdp_config.fsdp_state_dict_type"),
                 fix="write fsdp_state_dict_type: SHARDED_STATE_DICT there.",
             )

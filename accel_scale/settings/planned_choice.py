@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
 from accel_scale.facts.device import device_named
+from accel_scale.facts.optimizer_specs import LEAN_OPTIMIZERS, OPTIMIZERS
 from accel_scale.flags.parsing import ParsedFlags
 from accel_scale.planning.cost.strategies import Choice
 from accel_scale.planning.models.training_setup import TrainingSetup
@@ -28,7 +29,6 @@ _OPTIMIZER = ("optim", "optim_args")
 _METHOD = ("method", "use_peft", "load_in_4bit", "load_in_8bit")
 # The dearest in memory first: what trains as the default does is kept as long as it fits.
 _METHODS = ("full", "lora", "qlora")
-_OPTIMIZERS = ("adamw_torch_fused", "adamw_torch_8bit", "paged_adamw_8bit")
 
 
 def resolve_planned(
@@ -148,11 +148,11 @@ def _dearest_first(
         if _sets(parsed, _OPTIMIZER):
             yield method, setup.optimizer
             continue
-        yield method, _OPTIMIZERS[0]
+        yield method, LEAN_OPTIMIZERS[0]
         if method != "full":
             continue  # adapters' states are too small to matter
-        for optimizer in _OPTIMIZERS[1:]:
-            if optimizer == "adamw_torch_8bit" and launch.parallel.saves_whole_checkpoints:
+        for optimizer in LEAN_OPTIMIZERS[1:]:
+            if not OPTIMIZERS[optimizer].whole_checkpoints and launch.parallel.saves_whole_checkpoints:
                 continue  # such checkpoints could not be resumed
             try:
                 check_optimizer(

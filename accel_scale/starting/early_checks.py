@@ -10,7 +10,6 @@ from pathlib import Path
 from accel_scale.data.sources import find_source, looks_local
 from accel_scale.errors import ConfigError
 from accel_scale.facts.device import check_attention_name
-from accel_scale.facts.optimizer_specs import parse_optim_args
 from accel_scale.flags.command_line import RecipeCommand
 from accel_scale.flags.guard import GuardArguments
 from accel_scale.flags.library import FlagClass
@@ -24,6 +23,7 @@ from accel_scale.launching.strategy import is_true
 from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy
 from accel_scale.modeling.files import stored_shapes
 from accel_scale.optimization.batch import derive_accumulation
+from accel_scale.optimization.optimizers import parse_optim_args
 from accel_scale.units import parse_duration
 
 _ONLY_TELL = {"--help", "-h", "--print_config", "--print-config"}

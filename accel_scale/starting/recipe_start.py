@@ -83,11 +83,11 @@ def output_folder(parsed: ParsedFlags, output_dir: str) -> OutputFolder:
 
 def steps_on_host(launch: LaunchEnvironment, optimizer: str | None) -> bool:
     """Whether weights are stepped by the host's cores while an accelerator does the rest."""
-    from accel_scale.facts.optimizer_states import OPTIMIZER_FACTS
+    from accel_scale.facts.optimizer_specs import OPTIMIZERS
 
     parallel = launch.parallel
-    facts = OPTIMIZER_FACTS.get(str(optimizer))
-    return parallel.offload_optimizer != "none" or parallel.offload_params != "none" or bool(facts and facts.on_host)
+    spec = OPTIMIZERS.get(str(optimizer))
+    return parallel.offload_optimizer != "none" or parallel.offload_params != "none" or bool(spec and spec.on_host)
 
 
 def check_settings(settings: Resolved, start: Start) -> list[str]:

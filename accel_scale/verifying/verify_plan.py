@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_scale.errors import ConfigError
+from accel_scale.facts.optimizer_specs import optimizer_spec
 from accel_scale.planning.cost.memory import MemoryEstimate, predict_memory
 from accel_scale.planning.models.catalogue import catalogue_config
 from accel_scale.planning.models.model_config import facts_from_config
@@ -17,7 +18,6 @@ from accel_scale.planning.models.training_setup import TrainingSetup
 # Layers of a traced model: enough for what the first, the last and those between hold.
 TRACED_LAYERS = 4
 _MAX_ACCUMULATION = 2
-_TORCH_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adamw_torch_foreach", "sgd", "sgd_momentum", "adagrad")
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def _runnable(setup: TrainingSetup, device: str) -> TrainingSetup:
         found = replace(found, precision="bf16")
     if device == "cpu":
         attention = found.attention if found.attention == "eager" else "sdpa"
-        optimizer = found.optimizer if found.optimizer in _TORCH_OPTIMIZERS else "adamw_torch_fused"
+        optimizer = found.optimizer if optimizer_spec(found.optimizer).in_torch else "adamw_torch_fused"
         found = replace(found, attention=attention, optimizer=optimizer)
     return found
 

@@ -130,7 +130,7 @@ def test_the_planner_counts_the_states_that_the_recipes_optimizers_keep():
     one = TrainingSetup(precision="bf16_true")
     for name in OPTIMIZERS:
         states = state_bytes(LLAMA, replace(one, optimizer=name))
-        kept = states.optimizer_bytes if not OPTIMIZERS[name].facts.on_host else None
+        kept = states.optimizer_bytes if not OPTIMIZERS[name].on_host else None
         expected = LLAMA.num_params * state_bytes_per_parameter(name, weight_bytes=2)
         assert kept is None or kept == pytest.approx(expected), name
     assert state_bytes_per_parameter("adamw_torch_4bit") == 2 * (0.5 + 4 / 256)

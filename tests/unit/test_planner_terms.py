@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from accel_scale.errors import ConfigError
 from accel_scale.facts.hardware import Machine, find_gpu
-from accel_scale.facts.optimizer_states import OPTIMIZER_FACTS, optimizer_facts
+from accel_scale.facts.optimizer_specs import OPTIMIZERS as OPTIMIZER_FACTS
+from accel_scale.facts.optimizer_specs import modelled_optimizer as optimizer_facts
 from accel_scale.planning.cost.communication import collective_seconds, gathered_weight_bytes, step_collectives
 from accel_scale.planning.cost.efficiency import EFFICIENCY
 from accel_scale.planning.cost.flops import trained_params

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from accel_scale.facts.optimizer_states import OptimizerFacts, optimizer_facts
+from accel_scale.facts.optimizer_specs import OptimizerSpec, modelled_optimizer
 from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.models.parameters import ParameterGroups, parameter_groups
 from accel_scale.planning.models.training_setup import TrainingSetup
@@ -50,7 +50,7 @@ def state_bytes(model: ModelFacts, setup: TrainingSetup) -> StateBytes:
     Args:
         model: What the rank's data-parallel group holds: under tensor and pipeline parallelism its `rank_share`.
     """
-    groups, optimizer = parameter_groups(model, setup), optimizer_facts(setup.optimizer)
+    groups, optimizer = parameter_groups(model, setup), modelled_optimizer(setup.optimizer)
     if setup.parallel.is_deepspeed:
         return _deepspeed(model, setup, groups, optimizer)
     return _torch(model, setup, groups, optimizer)
@@ -62,7 +62,7 @@ def frozen_weight_bytes(setup: TrainingSetup, groups: ParameterGroups) -> float:
     return groups.quantised * nf4 + (groups.frozen - groups.quantised) * setup.frozen_bytes
 
 
-def _torch(model: ModelFacts, setup: TrainingSetup, groups: ParameterGroups, optimizer: OptimizerFacts) -> StateBytes:
+def _torch(model: ModelFacts, setup: TrainingSetup, groups: ParameterGroups, optimizer: OptimizerSpec) -> StateBytes:
     parallel = setup.parallel
     shards = parallel.num_shards if parallel.shards_weights else 1
     trained, width = groups.trainable / shards, setup.trained_bytes
@@ -92,7 +92,7 @@ def _whole_on_card(setup: TrainingSetup, groups: ParameterGroups) -> float:
 
 
 def _deepspeed(
-    model: ModelFacts, setup: TrainingSetup, groups: ParameterGroups, optimizer: OptimizerFacts
+    model: ModelFacts, setup: TrainingSetup, groups: ParameterGroups, optimizer: OptimizerSpec
 ) -> StateBytes:
     """ZeRO keeps 16-bit weights and gradients beside fp32 masters and states (Rajbhandari et al. 2020, section 3)."""
     parallel = setup.parallel

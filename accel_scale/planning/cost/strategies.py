@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from accel_scale.facts.optimizer_states import optimizer_facts
+from accel_scale.facts.optimizer_specs import modelled_optimizer
 from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.models.training_setup import ParallelSetup, TrainingSetup
 from accel_scale.planning.tape.families import changes_products
@@ -66,7 +66,7 @@ def conflict(setup: TrainingSetup, model: ModelFacts | None = None) -> str | Non
         return "gradients of every micro-batch are reduced under FSDP2 only, where ranks do not share the model"
     if parallel.is_deepspeed and setup.precision in ("bf16_true", "fp8"):
         return f"DeepSpeed does not run {setup.precision}"
-    facts, offloads = optimizer_facts(optimizer), parallel.offload_optimizer != "none"
+    facts, offloads = modelled_optimizer(optimizer), parallel.offload_optimizer != "none"
     zero_offload = parallel.is_deepspeed and offloads
     if zero_offload and facts.zero_offload is None:
         return f"ZeRO with optimizer offload would step by DeepSpeed CPU Adam in place of {optimizer}"
@@ -76,7 +76,7 @@ def conflict(setup: TrainingSetup, model: ModelFacts | None = None) -> str | Non
         device_type=device_type, strategy=parallel.strategy, zero_offload=zero_offload, precision=setup.precision
     )
     if refusal is not None:
-        return f"{optimizer} does not work there: {refusal[1]}"
+        return f"{optimizer} does not work there: {refusal[1].reason}"
     if parallel.strategy == "zero3" and setup.method != "full" and setup.checkpointing in ("selective", "offload"):
         return f"ZeRO-3 with adapters cannot recompute under {setup.checkpointing} checkpointing"
     return None

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from accel_scale.errors import ConfigError
 from accel_scale.facts.hardware import ASSUMED_HOST_BANDWIDTH, Machine
+from accel_scale.facts.optimizer_specs import modelled_optimizer
 from accel_scale.planning.cost.communication import collective_seconds, step_collectives
 from accel_scale.planning.cost.efficiency import EFFICIENCY, Efficiency, micro_batch_time
 from accel_scale.planning.cost.flops import (
@@ -193,17 +194,14 @@ def optimizer_traffic_bytes(setup: TrainingSetup) -> float:
     """Bytes per trained parameter that a step moves: gradient norm and clipping, weights, gradients and states.
 
     Weights and states are read and written, gradients read by norm, scaling (and written) and update. DeepSpeed adds
-    fp32 masters. The states: two of the weight's width for the Adam family, one byte each for 8-bit and half for
-    4-bit ones, one for momentum methods and Lion, none for plain SGD and factored Adafactor.
+    fp32 masters. The scales of quantised states are left out: they are below 2 % of the states.
     """
     weight = 4 if setup.parallel.is_deepspeed else setup.trained_bytes
     gradient = 2 if setup.parallel.is_deepspeed else setup.trained_bytes
-    name = setup.optimizer
-    width = 1.0 if "8bit" in name else 0.5 if "4bit" in name else float(weight)
-    one_state = any(part in name for part in ("lion", "momentum", "rmsprop", "adagrad", "muon"))
-    num_states = 0 if name in ("sgd", "adafactor") else 1 if one_state else 2
+    optimizer = modelled_optimizer(setup.optimizer)
+    states = (optimizer.num_states or 0) * optimizer.value_bytes(weight)
     masters = 2.0 if setup.parallel.is_deepspeed else 0.0
-    return 2 * weight + masters + 4 * gradient + 2 * num_states * width
+    return 2 * weight + masters + 4 * gradient + 2 * states
 
 
 def _communication(facts: ModelFacts, setup: TrainingSetup, machine: Machine, hides: float) -> tuple[float, float]:

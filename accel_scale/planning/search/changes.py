@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from accel_scale.facts import hardware
+from accel_scale.facts.optimizer_specs import LEAN_OPTIMIZERS
 from accel_scale.planning.cost.memory import predict_memory
 from accel_scale.planning.cost.strategies import choices
 from accel_scale.planning.models.training_setup import TrainingSetup
@@ -17,7 +18,7 @@ def cheapest_changes(request: Request, setup: TrainingSetup, count: int = 3) -> 
         ("--per_device_train_batch_size", _smaller_batches(setup)),
         ("--sync_each_batch", [replace(setup, sync_each_batch=True)] if setup.accumulation > 1 else []),
         ("--checkpointing_policy", [replace(setup, checkpointing=p) for p in ("selective", "full", "offload")]),
-        ("--optim", [replace(setup, optimizer=o) for o in ("paged_adamw_8bit", "adamw_torch_8bit")]),
+        ("--optim", [replace(setup, optimizer=o) for o in reversed(LEAN_OPTIMIZERS[1:])]),
         ("--method", [replace(setup, method=m) for m in ("lora", "qlora") if m != setup.method]),
     ]
     options = choices(request.machine.num_gpus, request.machine.gpus_per_node)

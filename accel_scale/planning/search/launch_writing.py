@@ -6,6 +6,7 @@ import json
 import math
 from pathlib import Path
 
+from accel_scale.facts.optimizer_specs import modelled_optimizer
 from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.models.training_setup import ParallelSetup, TrainingSetup
 from accel_scale.planning.search.search import Candidate
@@ -63,9 +64,9 @@ def _fsdp(setup: TrainingSetup) -> list[str]:
         "  # Checkpoints are whole models that `from_pretrained` loads.",
         "  fsdp_state_dict_type: FULL_STATE_DICT",
     ]
-    if setup.optimizer == "adamw_torch_8bit":
+    if not modelled_optimizer(setup.optimizer).whole_checkpoints:
         checkpoints = [
-            "  # In shards: whole checkpoints of adamw_torch_8bit cannot be resumed. The final model is whole.",
+            f"  # In shards: whole checkpoints of {setup.optimizer} cannot be resumed. The final model is whole.",
             "  fsdp_state_dict_type: SHARDED_STATE_DICT",
         ]
     if parallel.num_replicas > 1:

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from accel_scale.facts.optimizer_specs import modelled_optimizer
 from accel_scale.planning.cost.strategies import Choice
 from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.models.training_setup import ParallelSetup, TrainingSetup
@@ -151,7 +152,7 @@ def sharing_conflict(setup: TrainingSetup, model: ModelFacts, recipe: str = "pre
         return "adapters are not divided by tensor or pipeline parallelism"
     if setup.method == "qlora":
         return "4-bit weights are not shared between ranks"
-    if setup.optimizer not in ("adamw_torch_fused", "adamw_torch"):
+    if not modelled_optimizer(setup.optimizer).shares_weights:
         return f"{setup.optimizer} is not known to step weights that ranks share"
     return _tensor(setup, model) or _sequence(setup, model) or _pipeline(setup, model)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from accel_scale.facts.hardware import Machine
+from accel_scale.facts.optimizer_specs import LEAN_OPTIMIZERS
 from accel_scale.planning.cost.memory import MemoryEstimate
 from accel_scale.planning.cost.strategies import Choice
 from accel_scale.planning.cost.timing import TimeEstimate
@@ -14,7 +15,6 @@ from accel_scale.planning.models.training_setup import TrainingSetup
 from accel_scale.planning.search.model_parallel import Degrees
 
 _CHECKPOINTING = ("none", "selective", "full", "offload")
-LEAN_OPTIMIZERS = ("adamw_torch_fused", "adamw_torch_8bit", "paged_adamw_8bit")
 
 
 @dataclass(frozen=True)

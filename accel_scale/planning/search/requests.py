@@ -10,7 +10,7 @@ from typing import Any
 
 from accel_scale.errors import ConfigError
 from accel_scale.facts import hardware
-from accel_scale.facts.optimizer_states import optimizer_facts
+from accel_scale.facts.optimizer_specs import modelled_optimizer
 from accel_scale.planning.laws.scaling_laws import parse_count
 from accel_scale.planning.models import catalogue
 from accel_scale.planning.models.model_facts import ModelFacts
@@ -197,7 +197,7 @@ def _fixed(wish: Wish, model: ModelFacts, gpu: hardware.Gpu) -> dict[str, Any]:
         lora_params(model, lora)
     fixed: dict[str, Any] = {"precision": _precision(wish, gpu), "packing": wish.packing, "lora": lora}
     if wish.optim is not None:
-        optimizer_facts(wish.optim)
+        modelled_optimizer(wish.optim)
         fixed["optimizer"] = wish.optim
     if wish.checkpointing_policy is not None:
         fixed["checkpointing"] = wish.checkpointing_policy

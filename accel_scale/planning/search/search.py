@@ -9,12 +9,13 @@ from dataclasses import replace
 
 from accel_scale.errors import ConfigError
 from accel_scale.facts.hardware import Machine
+from accel_scale.facts.optimizer_specs import LEAN_OPTIMIZERS
 from accel_scale.planning.cost.memory import MemoryEstimate, predict_memory
 from accel_scale.planning.cost.strategies import Choice, choices, conflict
 from accel_scale.planning.cost.timing import TimeEstimate, predict_time
 from accel_scale.planning.models.training_setup import TrainingSetup
 from accel_scale.planning.search.model_parallel import SHARED_BY, families, sharing_conflict
-from accel_scale.planning.search.plan import LEAN_OPTIMIZERS, Candidate, Plan, Rejection, Request
+from accel_scale.planning.search.plan import Candidate, Plan, Rejection, Request
 from accel_scale.planning.tape.activations import step_bytes
 from accel_scale.units import format_bytes
 

@@ -1,0 +1,226 @@
+"""Every way to spread a run over processes, with its properties: launch files, training, planner and doctor ask here.
+
+To add one: its launch file, and an entry in `STRATEGIES` if it is a new way to run a step, or in `VARIANTS` if it is a
+known way with other settings. Code asks for properties and never compares names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from accel_scale.errors import ConfigError
+
+Engine = Literal["none", "ddp", "fsdp", "deepspeed", "megatron", "model_parallel"]
+Offload = Literal["none", "cpu", "nvme"]
+
+
+class Refusal(NamedTuple):
+    """Why something does not work somewhere, and what to use there."""
+
+    reason: str
+    fix: str
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way to spread weights, gradients and optimizer states over processes.
+
+    Attributes:
+        name: In manifests, flags and messages.
+        label: In tables.
+        engine: What runs the backward pass and the step.
+        fsdp_version: Of FSDP.
+        zero_stage: Of DeepSpeed.
+        shards_states: Whether optimizer states are spread.
+        shards_gradients: Whether gradients are spread.
+        shards_weights: Whether weights are spread, so that each layer's are gathered before it runs.
+        overlaps: Whether communication runs beside computation.
+        reduces_each_batch: Whether gradients of every micro-batch can be reduced, not only those of a step's last.
+        is_planned: Whether the planner models it.
+        refused_precisions: Name of a precision → why it does not work.
+    """
+
+    name: str
+    label: str
+    engine: Engine
+    fsdp_version: int | None = None
+    zero_stage: int | None = None
+    shards_states: bool = False
+    shards_gradients: bool = False
+    shards_weights: bool = False
+    overlaps: bool = True
+    reduces_each_batch: bool = False
+    is_planned: bool = True
+    refused_precisions: Mapping[str, Refusal] = field(default_factory=dict)
+
+    @property
+    def is_single(self) -> bool:
+        """Whether it is one process."""
+        return self.engine == "none"
+
+    @property
+    def is_ddp(self) -> bool:
+        """Whether DDP reduces whole gradients."""
+        return self.engine == "ddp"
+
+    @property
+    def is_fsdp(self) -> bool:
+        """Whether FSDP, of either version, shards the model."""
+        return self.engine == "fsdp"
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether FSDP2 shards the model, so that parameters are DTensors."""
+        return self.fsdp_version == 2
+
+    @property
+    def is_deepspeed(self) -> bool:
+        """Whether DeepSpeed runs the step."""
+        return self.engine == "deepspeed"
+
+    @property
+    def is_model_parallel(self) -> bool:
+        """Whether the ranks share the model by tensor, pipeline or sequence parallelism of this project."""
+        return self.engine == "model_parallel"
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every process holds everything, so that a checkpoint of one loads under another."""
+        return self.is_single or self.is_ddp
+
+    @property
+    def partitions_weights(self) -> bool:
+        """Whether DeepSpeed partitions weights (ZeRO-3): they are gathered around every module's forward, which only
+        reentrant activation checkpointing survives where they are frozen."""
+        return self.is_deepspeed and self.shards_weights
+
+    @property
+    def family(self) -> str:
+        """The name that optimizers' refusals use: ``ddp``, ``fsdp``, ``zero`` …"""
+        return "zero" if self.is_deepspeed else self.engine
+
+    def loads_checkpoints_of(self, name: str) -> bool:
+        """Whether weights and states that were saved under the strategy `name` load under this one."""
+        other = STRATEGIES.get(name)
+        return name == self.name or (self.is_replicated and other is not None and other.is_replicated)
+
+
+_REFUSED_BY_DEEPSPEED = {
+    "bf16_true": Refusal(
+        "DeepSpeed keeps fp32 master weights beside bf16 ones, so bf16_true is not possible with it",
+        "use --precision bf16, or a DDP or FSDP2 launch file.",
+    ),
+    "fp8": Refusal("fp8 layers are not supported under DeepSpeed", "use an FSDP2 or DDP launch file."),
+}
+
+
+def _zero(stage: int, *, is_planned: bool = True) -> Strategy:
+    """DeepSpeed's stages: states from 1, gradients from 2, weights from 3 (Rajbhandari et al. 2020, section 3)."""
+    return Strategy(
+        f"zero{stage}",
+        f"ZeRO-{stage}",
+        "deepspeed",
+        zero_stage=stage,
+        shards_states=stage >= 1,
+        shards_gradients=stage >= 2,
+        shards_weights=stage >= 3,
+        overlaps=stage < 3,
+        is_planned=is_planned,
+        refused_precisions=_REFUSED_BY_DEEPSPEED,
+    )
+
+
+def _fsdp(version: int, *, reduces_each_batch: bool) -> Strategy:
+    return Strategy(
+        f"fsdp{version}",
+        f"FSDP{version}",
+        "fsdp",
+        fsdp_version=version,
+        shards_states=True,
+        shards_gradients=True,
+        shards_weights=True,
+        reduces_each_batch=reduces_each_batch,
+    )
+
+
+_ALL = (
+    Strategy("single", "one process", "none"),
+    Strategy("ddp", "DDP", "ddp"),
+    _fsdp(1, reduces_each_batch=False),
+    _fsdp(2, reduces_each_batch=True),
+    _zero(0, is_planned=False),
+    _zero(1),
+    _zero(2),
+    _zero(3),
+    Strategy("megatron", "Megatron-LM", "megatron", is_planned=False),
+    # What the ranks of a plain loop share beside FSDP2 or DDP; no launch file asks for it by name.
+    Strategy("model_parallel", "model parallelism", "model_parallel", is_planned=False),
+)
+STRATEGIES: dict[str, Strategy] = {strategy.name: strategy for strategy in _ALL}
+
+
+def strategy_named(name: str) -> Strategy:
+    """The strategy called `name`.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    if name not in STRATEGIES:
+        raise ConfigError(
+            f"{name!r} is not a strategy.", place="launch file", fix=f"use one of {', '.join(STRATEGIES)}."
+        )
+    return STRATEGIES[name]
+
+
+@dataclass(frozen=True)
+class StrategyVariant:
+    """A strategy with its settings: what the planner compares and a launch file of this project sets.
+
+    Attributes:
+        label: In tables.
+        strategy: A name of `STRATEGIES`.
+        launch_file: Its file in ``accelerate_configs/``, without the suffix.
+        offload_params: Where weights live when not on the card.
+        offload_optimizer: Where optimizer states live when not on the card.
+        reshard_after_forward: Whether gathered weights are freed after the forward pass.
+        for_one_gpu: Whether it is of use on a single GPU.
+    """
+
+    label: str
+    strategy: str
+    launch_file: str
+    offload_params: Offload = "none"
+    offload_optimizer: Offload = "none"
+    reshard_after_forward: bool = True
+    for_one_gpu: bool = False
+
+    @property
+    def settings(self) -> dict[str, str | bool]:
+        """What differs from the strategy's defaults, as fields of the planner's `ParallelSetup`."""
+        names = ("offload_params", "offload_optimizer", "reshard_after_forward")
+        return {name: getattr(self, name) for name in names}
+
+
+# From the simplest to the last resort: nothing sharded, then the lowest stage that fits.
+VARIANTS: tuple[StrategyVariant, ...] = (
+    StrategyVariant("DDP", "ddp", "ddp"),
+    StrategyVariant("ZeRO-1", "zero1", "zero1"),
+    StrategyVariant("FSDP2 SHARD_GRAD_OP", "fsdp2", "fsdp2_grad_op", reshard_after_forward=False),
+    StrategyVariant("ZeRO-2", "zero2", "zero2"),
+    StrategyVariant("FSDP2", "fsdp2", "fsdp2"),
+    StrategyVariant("ZeRO-3", "zero3", "zero3"),
+    StrategyVariant("FSDP2 + CPU offload", "fsdp2", "fsdp2_offload", "cpu", "cpu"),
+    StrategyVariant("ZeRO-2 + CPU offload", "zero2", "zero2_offload", "none", "cpu", for_one_gpu=True),
+    StrategyVariant("ZeRO-3 + CPU offload", "zero3", "zero3_offload", "cpu", "cpu", for_one_gpu=True),
+    StrategyVariant("ZeRO-Infinity", "zero3", "zero_infinity", "nvme", "nvme", for_one_gpu=True),
+)
+ONE_GPU, HYBRID = "one GPU", "FSDP2 hybrid"
+# Launch files, and names that people use for them, whose label is not their name in other letters.
+LAUNCH_FILE_LABELS: dict[str, str] = {
+    "single": ONE_GPU,
+    "single_gpu": ONE_GPU,
+    "fsdp2_hybrid": HYBRID,
+    **{variant.launch_file: variant.label for variant in VARIANTS},
+}
