@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 from pathlib import Path
 
 import pytest
 
+import accel_scale
 from accel_scale.cli.main import main
 
 ROOT = Path(__file__).parents[2]
@@ -74,3 +76,50 @@ def test_readme_quotes_what_its_command_prints(capsys, monkeypatch):
     assert main(refresh.shlex.split(command)[1:]) == 0
     printed = "".join(f"{line.rstrip()}\n" for line in capsys.readouterr().out.splitlines())
     assert quoted == printed
+
+
+def defined_in(path: Path) -> set[str]:
+    """Names that a module defines or imports at its top."""
+    names: set[str] = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.add(node.target.id)
+        elif isinstance(node, ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
+    return names
+
+
+def exists(dotted: str) -> bool:
+    """Whether ``accel_scale.a.b`` is a public name, a module, or a name in one."""
+    parts = dotted.split(".")[1:]
+    folder = ROOT / "accel_scale"
+    for index, part in enumerate(parts):
+        if index == 0 and len(parts) == 1 and part in accel_scale.__all__:
+            return True
+        if (folder / part).is_dir():
+            folder /= part
+            continue
+        module = folder / f"{part}.py"
+        module = module if module.is_file() else folder / "__init__.py"
+        rest = parts[index + 1 :] if module.name != "__init__.py" else parts[index:]
+        return not rest or rest[0] in defined_in(module)
+    return True
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_modules_and_names_exist(page):
+    """Every ``accel_scale.…`` in text or code, every import in a code block, every path of a file in this project."""
+    text = page.read_text(encoding="utf-8")
+    dotted = set(re.findall(r"\baccel_scale(?:\.[A-Za-z_]\w*)+", text))
+    for module, names in re.findall(r"^from (accel_scale[\w.]*) import \(?([\w,\s]+?)\)?$", text, re.MULTILINE):
+        dotted |= {f"{module}.{name}" for name in re.findall(r"\w+", names)}
+    assert [name for name in sorted(dotted) if not exists(name.removesuffix(".py"))] == []
+    if page.name in ("CHANGELOG.md", "comparison.md"):  # about earlier files, and other projects' ones
+        return
+    paths = re.findall(r"`((?:[\w.-]+/)+[\w-]+\.(?:py|md|yaml))`", text)
+    below = (ROOT, page.parent, ROOT / "accel_scale")
+    assert [path for path in paths if not any((folder / path).exists() for folder in below)] == []
