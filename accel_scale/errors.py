@@ -1,15 +1,8 @@
-"""The one exception users are meant to see, and how it is printed."""
+"""The exceptions that users are meant to see."""
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from collections.abc import Iterator
-
 from accel_scale.secrets import mask
-
-# sysexits.h's EX_IOERR, as where the last checkpoint could not be written.
-FULL_DISK_STATUS = 74
 
 
 class ConfigError(ValueError):
@@ -31,44 +24,5 @@ class ConfigError(ValueError):
         return mask(f"{text} Fix: {self.fix}" if self.fix else text)
 
 
-@contextlib.contextmanager
-def user_errors(program: str) -> Iterator[None]:
-    """Turn a `ConfigError`, or a library's error that is one, into a line on stderr of one process, and status 2.
-
-    A full disk is one too, with status 74, and memory that ran out, with 75. Everything else gets through; under a
-    launcher, whose report comes after the traceback, its cause is said again.
-    """
-    from accel_scale.ending.last_word import credentials_unsaid
-
-    with credentials_unsaid():
-        yield from _user_errors(program)
-
-
-def _user_errors(program: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        from accel_scale.disk_space import full_disk
-        from accel_scale.ending.known_errors import as_setting
-        from accel_scale.ending.last_word import repeat_cause, say_last
-
-        full = None if isinstance(error, ConfigError) else full_disk(error)
-        known = full or as_setting(error)
-        if known is not None:
-            say_last(f"{program}: error: {known.one_line()}", all_ranks=True)
-            raise SystemExit(2 if full is None else FULL_DISK_STATUS) from None
-        _say_if_out_of_memory(program, error)
-        repeat_cause(program, error)
-        raise
-
-
-def _say_if_out_of_memory(program: str, error: Exception) -> None:
-    if "torch" not in sys.modules:
-        return
-    from accel_scale.ending.clean_stop import OUT_OF_MEMORY_STATUS
-    from accel_scale.ending.last_word import say_last
-    from accel_scale.ending.out_of_memory import REMEDIES, is_out_of_memory, reason_in
-
-    if is_out_of_memory(error):
-        say_last(f"{program}: memory ran out ({reason_in(error)}). Fix: {REMEDIES}.", all_ranks=True)
-        raise SystemExit(OUT_OF_MEMORY_STATUS) from None
+class CheckpointNotSaved(OSError):
+    """The last checkpoint of a run could not be written; end with `FULL_DISK_STATUS`."""

@@ -111,7 +111,7 @@ def run_here(case: Case, words: list[str], recipe: Callable[[str], ModuleType]) 
         recipe: Name → the recipe's module.
     """
     from accel_scale.cli.main import main as cli
-    from accel_scale.errors import user_errors
+    from accel_scale.ending.user_errors import user_errors
 
     with _captured() as (_, err):
         try:

@@ -29,13 +29,13 @@ from typing import Any
 import torch
 from planner_models import ARCHITECTURES, build_model, draw_config, draw_inputs, draw_setup
 
-from accel_scale.measuring.measured_memory import StorageTracker, resident_tensors
 from accel_scale.modeling.packed_attention import register_packed_attention
 from accel_scale.optimization.optimizers import create_optimizer
 from accel_scale.planning.cost.memory import predict_memory
 from accel_scale.planning.models.model_config import facts_from_config
 from accel_scale.planning.models.training_setup import TrainingSetup
 from accel_scale.reporting.summary import installed_versions
+from accel_scale.verifying.measured_memory import StorageTracker, resident_tensors
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from accel_scale.errors import user_errors
+from accel_scale.ending.user_errors import user_errors
 from accel_scale.flags.guard import GuardArguments
 from accel_scale.flags.parallel import ParallelArguments
 from accel_scale.flags.parsing import ParsedFlags, parse_flags
@@ -42,7 +42,7 @@ quiet_imports()  # before the libraries that would print at import
 
 def main(argv: list[str] | None = None) -> dict[str, Any] | None:
     """Run the recipe; returns what `run_summary.json` holds."""
-    from accel_scale.ending.exits import exit_if_not_saved
+    from accel_scale.ending.user_errors import exit_if_not_saved
 
     started = time.perf_counter()
     parsed = parse_flags(FLAG_CLASSES, argv, program=PROGRAM, description=__doc__)
@@ -67,8 +67,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any] | None:
 def resolve_run(parsed: ParsedFlags) -> Run:
     """Flags, launch and machine brought together; contradictions are refused here."""
     from accel_scale.data.default import DEFAULT_PRETRAINING
-    from accel_scale.flags.parallel import layout_of, with_layout
     from accel_scale.settings.resolve import resolve
+    from accel_scale.starting.layout import layout_of, with_layout
     from accel_scale.starting.recipe_start import start_recipe
 
     start = start_recipe(parsed, output_dir=parsed.explicit.get("output_dir", PretrainArguments.output_dir))
@@ -274,7 +274,8 @@ def train(run: Run, started: float) -> dict[str, Any]:
 
 def forward_backward(run: Run, step: Any, watch: Any, drawn: Any) -> None:
     """Gradients of one optimizer step: of its micro-batches one by one, or in the order of a pipeline's schedule."""
-    from accel_scale.training.evaluation.validation import language_model_loss, total_over_ranks
+    from accel_scale.optimization.fast_loss import language_model_loss
+    from accel_scale.training.evaluation.validation import total_over_ranks
     from accel_scale.training.pretrain.parallel import run_pipeline
 
     device = run.accelerator.device

@@ -15,21 +15,21 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from accel_scale.errors import user_errors
+from accel_scale.ending.user_errors import user_errors
 from accel_scale.flags.common import ScaleArguments
 from accel_scale.flags.guard import TrainerGuardArguments, guard_for
 from accel_scale.flags.library import load_classes
 from accel_scale.flags.parallel import SequenceArguments
 from accel_scale.flags.parsing import ParsedFlags, parse_flags
 from accel_scale.flags.sft import LIBRARY_CLASSES
-from accel_scale.flags.trl_refused import refuse_contradictions
 from accel_scale.quiet import quiet_imports
+from accel_scale.settings.trl_refused import refuse_contradictions
 from accel_scale.starting.begin import begin
 
 if TYPE_CHECKING:  # torch and TRL are slow to import: not before the command line has been checked
     from trl import ScriptArguments
 
-    from accel_scale.flags.trl_config import RecipeModelConfig
+    from accel_scale.settings.trl_config import RecipeModelConfig
 
 PROGRAM = "sft.py"
 FLAG_CLASSES = (*LIBRARY_CLASSES, ScaleArguments, TrainerGuardArguments, SequenceArguments)
@@ -53,7 +53,7 @@ class Run:
     questions: list[dict[str, Any]] = field(default_factory=list)
     parameters: tuple[int, int] = (0, 0)
     plan: Any = None  # accel_scale.settings.planned.RunPlan
-    watch: Any = None  # accel_scale.measuring.measured_memory.MemoryWatch
+    watch: Any = None  # accel_scale.verifying.measured_memory.MemoryWatch
     guard: Any = None  # accel_scale.training.guard.guard.GuardSettings
     course: Any = None  # accel_scale.training.checkpoints.going_on.Course
 
@@ -80,7 +80,7 @@ class Run:
 
 def main(argv: list[str] | None = None) -> dict[str, Any] | None:
     """Run the recipe; returns what `run_summary.json` holds."""
-    from accel_scale.ending.exits import exit_if_not_saved
+    from accel_scale.ending.user_errors import exit_if_not_saved
     from accel_scale.training.checkpoints.going_on import course_of_sft
 
     started = time.perf_counter()
@@ -113,8 +113,8 @@ def resolve_run(parsed: ParsedFlags) -> Run:
     refuse_contradictions(parsed)
     script_class, config_class, model_class, *_ = load_classes(FLAG_CLASSES)  # the slow imports
     from accel_scale.data.default import DEFAULT_TRAINING, default_model_path
-    from accel_scale.flags.parallel import rows_in_groups
     from accel_scale.settings.planned_choice import resolve_planned
+    from accel_scale.starting.layout import rows_in_groups
     from accel_scale.starting.recipe_start import start_recipe
 
     start = start_recipe(parsed, output_dir=parsed.explicit.get("output_dir") or config_class.output_dir)
@@ -136,15 +136,15 @@ def check(run: Run) -> None:
     """Refuse what cannot work before anything is loaded; say what the user may want to change."""
     from accel_scale.checks.checks import check_run, refuse_errors
     from accel_scale.checks.run_settings import RunSettings
-    from accel_scale.flags.trl_config import RecipeSFTConfig
     from accel_scale.launching.memory_cap import cap_device_memory, fragmentation_advice
     from accel_scale.modeling.adapters import paged_optimizer_advice
     from accel_scale.modeling.attention import check_packing_strategy, choose_kernels, resolve_attention
-    from accel_scale.modeling.files import check_model
     from accel_scale.modeling.loading import load_config, load_tokenizer
     from accel_scale.optimization.optimizers import check_optimizer
     from accel_scale.parallel.sequence_checks import check_sequence_parallel
+    from accel_scale.settings.model_settings import check_model
     from accel_scale.settings.planned import plan_run
+    from accel_scale.settings.trl_config import RecipeSFTConfig
     from accel_scale.start_check import check_sft_start
 
     if run.start.announcement:
@@ -204,7 +204,7 @@ def load_data(run: Run) -> None:
     """Training rows, evaluation rows where asked for, and the questions of the exact-match report."""
     from accel_scale.data.default import default_data_paths, default_dataset
     from accel_scale.data.loading import load_training_data
-    from accel_scale.flags.trl_config import RecipeSFTConfig
+    from accel_scale.settings.trl_config import RecipeSFTConfig
     from accel_scale.training.guard.learning import refuse_long_prompts
 
     script, scale, values = run.script, run.settings.scale, run.settings.values
@@ -237,11 +237,11 @@ def load(run: Run) -> Any:
     """Model, adapters and trainer; sharded at load where the launch shards."""
     from accel_scale.data.chat import ensure_chat_template, ensure_stop_token
     from accel_scale.data.loaders import loader_settings
-    from accel_scale.flags.trl_config import RecipeSFTConfig
     from accel_scale.measuring import measured_memory
     from accel_scale.modeling import activation_checkpointing, adapters, precision
     from accel_scale.modeling.loading import add_stop_token, count_parameters, load_model
     from accel_scale.optimization.optimizers import optimizer_cls_and_kwargs
+    from accel_scale.settings.trl_config import RecipeSFTConfig
     from accel_scale.training.trainers.sft_trainer import ScaleSFTTrainer
 
     settings = run.settings

@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from accel_scale.errors import ConfigError, user_errors
+from accel_scale.ending.user_errors import user_errors
+from accel_scale.errors import ConfigError
 from accel_scale.quiet import quiet_imports
 
 quiet_imports()  # before the libraries that would print at import

@@ -76,7 +76,7 @@ def _refuse(args: argparse.Namespace, names: Sequence[str], why: str) -> None:
 
 
 def _catalogue(args: argparse.Namespace) -> int:
-    from accel_scale.planning.network.links import named_links
+    from accel_scale.planning.cost.links import named_links
     from accel_scale.reporting.comm_tables import print_links
 
     links = list(named_links().values())
@@ -98,7 +98,7 @@ def _catalogue(args: argparse.Namespace) -> int:
 
 def _predict(args: argparse.Namespace) -> int:
     from accel_scale.cli.comm_cluster import cluster_of_flags
-    from accel_scale.planning.network.links import predict
+    from accel_scale.planning.cost.links import predict
     from accel_scale.reporting.comm_tables import prediction_dict, print_predictions
 
     cluster, title, notes = cluster_of_flags(args)

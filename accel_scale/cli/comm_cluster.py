@@ -7,9 +7,7 @@ from dataclasses import replace
 
 from accel_scale.errors import ConfigError
 from accel_scale.facts.hardware import Gpu, detect_local, find_gpu, network_bytes_per_second
-from accel_scale.planning.network.collectives import Link
-from accel_scale.planning.network.link_fit import MeasuredLinks, load_links
-from accel_scale.planning.network.links import (
+from accel_scale.planning.cost.links import (
     ACHIEVED_LINK_FRACTION,
     INTERNODE_LATENCY_SECONDS,
     INTRANODE_LATENCY_SECONDS,
@@ -17,6 +15,8 @@ from accel_scale.planning.network.links import (
     NamedLink,
     find_link,
 )
+from accel_scale.planning.network.collectives import Link
+from accel_scale.planning.network.link_fit import MeasuredLinks, load_links
 from accel_scale.planning.search.requests import whole
 from accel_scale.units import parse_bytes
 

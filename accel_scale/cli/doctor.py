@@ -154,7 +154,7 @@ def _refusals_of_the_recipe(parsed: ParsedFlags, launch: Launch, machine: Machin
     device = CPU if launch.parallel.use_cpu else machine.accelerator
     found: list[Finding] = []
     ranks = launch.num_processes or 1
-    from accel_scale.flags.parallel import layout_of, row_group_size
+    from accel_scale.starting.layout import layout_of, row_group_size
 
     with _collected(found):
         shares_model = parsed.program in _SHARING

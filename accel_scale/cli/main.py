@@ -8,7 +8,8 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
-from accel_scale.errors import ConfigError, user_errors
+from accel_scale.ending.user_errors import user_errors
+from accel_scale.errors import ConfigError
 
 
 class _Parser(argparse.ArgumentParser):

@@ -17,6 +17,14 @@ from pathlib import Path
 
 from accel_scale.errors import ConfigError
 
+_LAUNCHER_PROGRAMS = {"accelerate", "accelerate-launch", "torchrun"}
+_LAUNCHER_MODULES = {
+    "accelerate.commands.launch",
+    "accelerate.commands.accelerate_cli",
+    "torch.distributed.run",
+    "torch.distributed.launch",
+}
+
 # How long a worker without a launcher may take to finish its step and save.
 GRACE_VARIABLE = "ACCEL_SCALE_ORPHAN_SECONDS"
 _GRACE_SECONDS = 120.0
@@ -30,7 +38,6 @@ _ends_forks = False
 
 def launcher_of(pid: int) -> int | None:
     """The `accelerate launch` or torchrun next above process `pid`; None where there is none, or none can be seen."""
-    from accel_scale.training.checkpoints.signals import is_launcher
 
     for _ in range(_MAX_LEVELS):
         pid = _parent_of(pid)
@@ -157,3 +164,15 @@ def _end_with_parent() -> None:
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     threading.Thread(target=follow, name="accel-scale-parent", daemon=True).start()
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def is_launcher(pid: int) -> bool:
+    """Whether the process is `accelerate launch` or torchrun."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return False
+    # `python -m` leaves the module's name in some places and its file in others.
+    modules = {word.partition("/site-packages/")[2].removesuffix(".py").replace("/", ".") for word in words[:5]}
+    names = {Path(word).name for word in words[:5]}
+    return bool(names & _LAUNCHER_PROGRAMS or (modules | set(words[:5])) & _LAUNCHER_MODULES)

@@ -83,9 +83,9 @@ class SFTDefaults:
 LIBRARY_CLASSES = (
     LaterClass("trl:ScriptArguments", library="trl:ScriptArguments"),
     LaterClass(
-        "accel_scale.flags.trl_config:RecipeSFTConfig", library="trl:SFTConfig", own=(SFTDefaults, DdpHookArguments)
+        "accel_scale.settings.trl_config:RecipeSFTConfig", library="trl:SFTConfig", own=(SFTDefaults, DdpHookArguments)
     ),
-    LaterClass("accel_scale.flags.trl_config:RecipeModelConfig", library="trl:ModelConfig", own=(ModelDefaults,)),
+    LaterClass("accel_scale.settings.trl_config:RecipeModelConfig", library="trl:ModelConfig", own=(ModelDefaults,)),
 )
 
 

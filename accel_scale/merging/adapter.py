@@ -9,10 +9,11 @@ from typing import Any
 
 from accel_scale.errors import ConfigError
 from accel_scale.launching.run_folder import OutputFolder
-from accel_scale.merging.files import ShardWriter, local_folder
+from accel_scale.merging.files import ShardWriter
 from accel_scale.merging.weights import AdapterMerger, dtype_of
 from accel_scale.modeling.quantization_record import QUANTIZATION_FILE, read_quantization
-from accel_scale.training.saving.saving import save_atomically
+from accel_scale.modeling.stored_weights import local_folder
+from accel_scale.training.checkpoints.staging import save_atomically
 from accel_scale.units import parse_bytes
 
 BASE_WEIGHTS = ("auto", "original", "dequantized")

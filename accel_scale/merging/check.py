@@ -90,7 +90,7 @@ def _logits(folder: Path, adapter: Path | None, quantization: dict[str, Any] | N
 
 def _with_adapter(model: Any, adapter: Path, peft_model: Any) -> Any:
     """Base + adapter; a base whose vocabulary grew in training grows the same way first."""
-    from accel_scale.merging.files import SafetensorsReader
+    from accel_scale.modeling.stored_weights import SafetensorsReader
 
     reader = SafetensorsReader(adapter, "adapter_model")
     for name in reader.file_of:

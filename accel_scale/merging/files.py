@@ -7,70 +7,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_scale.errors import ConfigError
-from accel_scale.modeling.files import stored_shapes
-
 if TYPE_CHECKING:
     import torch
-
-_WANTED = ["*.safetensors", "*.json", "*.model", "*.jinja", "*.txt", "*.py"]
-
-
-def local_folder(model: str, *, place: str) -> Path:
-    """`model` itself if it is a folder, else a hub id's files in the local cache (downloaded if need be)."""
-    if Path(model).is_dir():
-        return Path(model)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(model, allow_patterns=_WANTED))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ConfigError(
-            f"{model!r} is neither a folder nor a model that can be downloaded ({type(error).__name__}).",
-            place=place,
-            fix="give the folder of the model, or its name on the Hub.",
-        ) from error
-
-
-class SafetensorsReader:
-    """Tensors of a folder's safetensors by name; a file is mapped only while a tensor is read."""
-
-    def __init__(self, folder: Path, stem: str = "model") -> None:
-        self.folder = folder
-        index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
-        stored_shapes(folder, stem)  # refuses files that are not whole
-        if index.is_file():
-            self.file_of: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        elif single.is_file():
-            from safetensors import safe_open
-
-            with safe_open(single, framework="pt") as handle:
-                self.file_of = dict.fromkeys(handle.keys(), single.name)
-        else:
-            raise ConfigError(
-                f"there is neither {single.name} nor {index.name}.",
-                place=str(folder),
-                fix="load the model and save it again with save_pretrained, which writes safetensors.",
-            )
-
-    def names(self) -> list[str]:
-        """All names, file by file, so that reading in this order stays within one file at a time."""
-        return sorted(self.file_of, key=lambda name: (self.file_of[name], name))
-
-    def read(self, name: str) -> torch.Tensor:
-        """A copy in memory: nothing stays mapped."""
-        from safetensors import safe_open
-
-        with safe_open(self.folder / self.file_of[name], framework="pt") as handle:
-            return handle.get_tensor(name).clone()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """From the header."""
-        from safetensors import safe_open
-
-        with safe_open(self.folder / self.file_of[name], framework="pt") as handle:
-            return tuple(handle.get_slice(name).get_shape())
 
 
 class ShardWriter:

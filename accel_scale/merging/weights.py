@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
-from accel_scale.merging.files import NF4RoundTrip, SafetensorsReader, ShardWriter
+from accel_scale.merging.files import NF4RoundTrip, ShardWriter
 from accel_scale.modeling.checkpoint_names import StoredWeights
 from accel_scale.modeling.gathering import named_tensors
 from accel_scale.modeling.load_report import fit_of, refuse_partial_load
 from accel_scale.modeling.model_class import language_model_class
+from accel_scale.modeling.stored_weights import SafetensorsReader
 
 if TYPE_CHECKING:
     import torch

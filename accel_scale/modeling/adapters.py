@@ -11,10 +11,9 @@ from accel_scale.errors import ConfigError
 if TYPE_CHECKING:
     from peft import LoraConfig
     from torch import nn
-    from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
+    from transformers import BitsAndBytesConfig, PreTrainedModel
 
     from accel_scale.modeling.precision import Precision
-    from accel_scale.settings.resolve import Resolved
 
 _ALL_LINEAR = "all-linear"
 _HEAD = "lm_head"
@@ -73,32 +72,6 @@ def lora_config(
         bias="none",
     )
     check_targets(config, model, dropout_is_set=dropout_is_set, place=place)
-    return config
-
-
-def settle_adapters(settings: Resolved, model_args: Any, model_config: PretrainedConfig) -> LoraConfig | None:
-    """The adapters of a run, before anything is loaded; None where every weight is trained.
-
-    Args:
-        settings: Of the run; a default that does not go with the model is changed in it.
-        model_args: The recipe's flags on adapters.
-        model_config: Of the base.
-
-    Raises:
-        ConfigError: as `lora_config`.
-    """
-    if settings.method == "full":
-        return None
-    from accel_scale.modeling.loading import skeleton_of
-
-    config = lora_config(
-        model_args,
-        skeleton_of(model_config, trust_remote_code=bool(settings.values.get("trust_remote_code"))),
-        dropout_is_set="lora_dropout" in settings.sources,
-        place=lambda name: settings.sources.get(name, f"--{name}"),
-    )
-    if config.lora_dropout != model_args.lora_dropout:
-        settings.set("lora_dropout", config.lora_dropout, "derived: adapters of experts take no dropout")
     return config
 
 

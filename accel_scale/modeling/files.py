@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
+from accel_scale.modeling.stored_weights import stored_shapes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-
-    from accel_scale.settings.resolve import Resolved
-
-_LFS_POINTER = b"version https://git-lfs"
-_LARGEST_HEADER_BYTES = 100_000_000  # safetensors' own limit
-_AGAIN = "download or copy the file again; it must be whole."
 
 
 def check_model_files(
@@ -38,60 +32,6 @@ def check_model_files(
         if shapes and not getattr(config, "quantization_config", None) and not getattr(config, "auto_map", None):
             _check_shapes(config, shapes, folder)
     check_tokenizer(config, tokenizer, place=place)
-
-
-def stored_shapes(folder: Path, stem: str = "model") -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor in a folder's safetensors files, from their headers; empty where there are none.
-
-    Raises:
-        ConfigError: for a file that is cut, missing or none of safetensors'.
-    """
-    index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
-    files = [single] if single.is_file() else []
-    if index.is_file():
-        try:
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            files = [folder / file for file in sorted(set(weight_map.values()))]
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise ConfigError("no index of safetensors files.", place=str(index), fix=_AGAIN) from None
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in files:
-        for name, entry in read_header(file).items():
-            shapes[name] = tuple(entry["shape"])
-    return shapes
-
-
-def read_header(path: Path) -> dict[str, Any]:
-    """The header of a safetensors file, without its metadata.
-
-    Raises:
-        ConfigError: for a file that is not there, cut, a Git LFS pointer, or something else.
-    """
-    if not path.is_file():
-        raise ConfigError("there is no such file, though the index names it.", place=str(path), fix=_AGAIN)
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(len(_LFS_POINTER))
-        if start == _LFS_POINTER:
-            raise ConfigError(
-                "a Git LFS pointer and not the weights themselves.",
-                place=str(path),
-                fix="run `git lfs pull` in that repository, or download the file.",
-            )
-        length = int.from_bytes(start[:8], "little")
-        file.seek(8)
-        if size < 8 or length > _LARGEST_HEADER_BYTES:
-            raise ConfigError("no safetensors file.", place=str(path), fix=_AGAIN)
-        try:
-            header = json.loads(file.read(length))
-            header.pop("__metadata__", None)
-            end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
-            what = f"cut off after {size:,} bytes" if length > size - 8 else "no safetensors file"
-            raise ConfigError(f"{what}: its header cannot be read.", place=str(path), fix=_AGAIN) from None
-    if size < end:
-        raise ConfigError(f"cut off: it has {size:,} of {end:,} bytes.", place=str(path), fix=_AGAIN)
-    return dict(header)
 
 
 def _check_shapes(config: PretrainedConfig, shapes: dict[str, tuple[int, ...]], folder: Path) -> None:
@@ -187,16 +127,3 @@ def check_row_length(config: PretrainedConfig, max_length: int | None, *, place:
             place=place,
             fix=f"use {longest} or less; rotary positions can be stretched with rope_parameters in its config.json.",
         )
-
-
-def check_model(
-    settings: Resolved, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, *, default_length: int | None
-) -> None:
-    """All of the above for a recipe's flags; a default length that is too long becomes what the model takes."""
-    values, sources = settings.values, settings.sources
-    check_model_files(values["model_name_or_path"], config, tokenizer, place=sources["model_name_or_path"])
-    longest = longest_rows(config)
-    if "max_length" in values:
-        check_row_length(config, values["max_length"], place=sources["max_length"])
-    elif longest is not None and default_length is not None and default_length > longest:
-        settings.set("max_length", longest, "derived: the model's positions")

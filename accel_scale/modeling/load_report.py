@@ -79,7 +79,7 @@ def _is_loaded_by_zero3() -> bool:
 
 
 def _not_in_model(model: PreTrainedModel, name: str) -> list[str]:
-    from accel_scale.merging.files import SafetensorsReader, local_folder
+    from accel_scale.modeling.stored_weights import SafetensorsReader, local_folder
 
     try:
         reader = SafetensorsReader(local_folder(name, place="--model_name_or_path"))

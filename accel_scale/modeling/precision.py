@@ -12,9 +12,11 @@ from accel_scale.errors import ConfigError
 from accel_scale.facts.device import CPU, Device
 from accel_scale.flags.common import PRECISIONS
 from accel_scale.modeling.fp8 import convert_to_fp8
+from accel_scale.modeling.gathering import is_partitioned
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
 __all__ = ["Precision", "convert_to_fp8", "enable_fp16_on_cpu", "precision_named", "resolve_precision"]
 
@@ -290,3 +292,13 @@ def enable_fp16_on_cpu(accelerator: Any) -> bool:
     accelerator.native_amp = True
     accelerator.scaler = torch.amp.GradScaler("cpu", **(handler.to_kwargs() if handler is not None else {}))
     return True
+
+
+def cast_parameters(model: nn.Module, precision: Precision) -> None:
+    """Trained weights to the dtype they are trained in, frozen ones to what is computed in; quantised ones stay."""
+    for parameter in model.parameters():
+        if not parameter.is_floating_point() or is_partitioned(parameter) or hasattr(parameter, "quant_state"):
+            continue
+        dtype = precision.model_dtype if parameter.requires_grad else precision.frozen_dtype
+        if parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)

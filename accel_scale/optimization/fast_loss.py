@@ -10,7 +10,7 @@ import functools
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional as F
@@ -21,6 +21,9 @@ from accel_scale.modeling.attention import with_document_lengths
 from accel_scale.optimization.loss import IGNORED_LABEL, chunked_cross_entropy, count_loss_tokens, gathered_head
 from accel_scale.optimization.router_loss import forward_with_router
 from accel_scale.optimization.vocabulary_parallel import held_head
+
+if TYPE_CHECKING:
+    from accel_scale.optimization.router_loss import RouterLoss
 
 
 @dataclass
@@ -257,3 +260,25 @@ class FastLossMixin:
             trainer._total_train_tokens = int(trainer._total_train_tokens)
             metrics["num_tokens"] = [trainer._total_train_tokens]
         super().log(logs, start_time)  # type: ignore[misc]
+
+
+def language_model_loss(
+    model: Any,
+    batch: Mapping[str, Any],
+    num_items: torch.Tensor | int,
+    *,
+    router: RouterLoss | None = None,
+    num_micro_batches: int = 1,
+) -> torch.Tensor:
+    """Sum of the labelled tokens' cross-entropies ÷ `num_items`, by the head that `add_fast_lm_head` has added.
+
+    Args:
+        router: Adds the router's auxiliary loss; None leaves it out, as in validation.
+        num_micro_batches: Of the optimizer step, over which that is a mean.
+    """
+    names = ("input_ids", "labels", "shift_labels", "position_ids")
+    inputs = {name: batch[name] for name in names if name in batch}
+    options = {"num_items_in_batch": num_items, "fast_lm_head": True, "router_loss": router is not None}
+    outputs = model(**inputs, **options)
+    loss: torch.Tensor = outputs.loss
+    return loss if router is None else loss + router.weighted(outputs.aux_loss, num_micro_batches)

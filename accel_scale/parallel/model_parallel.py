@@ -57,7 +57,7 @@ class ModelParallel:
 
     def evaluate(self, model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """Sum of the cross-entropies of this rank's part of a micro-batch; None where another stage has it."""
-        from accel_scale.training.evaluation.validation import language_model_loss
+        from accel_scale.optimization.fast_loss import language_model_loss
 
         if self.pipeline is None:
             return language_model_loss(model, batch, 1)

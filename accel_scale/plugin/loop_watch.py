@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from accel_scale.measuring.measured_memory import MemoryWatch, StorageTracker, _cuda_peaks, resident_tensors
 from accel_scale.settings.planned import RunPlan
+from accel_scale.verifying.measured_memory import MemoryWatch, StorageTracker, _cuda_peaks, resident_tensors
 
 
 class LoopWatch(MemoryWatch):

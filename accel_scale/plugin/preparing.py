@@ -8,7 +8,8 @@ from accel_scale.errors import ConfigError
 from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy, apply_checkpointing
 from accel_scale.modeling.checkpoint_names import remember_used_conversions
 from accel_scale.modeling.fsdp2_preparation import mend_fsdp2_preparation
-from accel_scale.modeling.gathering import is_partitioned
+from accel_scale.modeling.precision import cast_parameters
+from accel_scale.parallel.engine import strategy_of
 from accel_scale.plugin.replacing import (
     forget_schedules,
     replace_optimizer,
@@ -25,21 +26,6 @@ if TYPE_CHECKING:
 
     from accel_scale.modeling.precision import Precision
     from accel_scale.plugin.plugin import ScalePlugin
-
-
-def strategy_of(accelerator: Any) -> str:
-    """How `accelerator` splits the run: ``single``, ``ddp``, ``fsdp2``, ``zero3`` …, or ``model_parallel``."""
-    from accelerate.utils import DistributedType
-
-    from accel_scale.parallel.model_parallel import model_parallel_of
-
-    if model_parallel_of(accelerator) is not None:
-        return "model_parallel"
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        return f"zero{accelerator.state.deepspeed_plugin.zero_stage}"
-    if accelerator.distributed_type == DistributedType.FSDP:
-        return "fsdp2" if accelerator.is_fsdp2 else "fsdp1"
-    return "ddp" if accelerator.num_processes > 1 else "single"
 
 
 def prepare_model(
@@ -115,16 +101,6 @@ def _set_attention(model: Any, name: str, device_type: str, precision: Precision
     model.set_attn_implementation(
         resolve_attention(name, device=device, dtype=dtype, packing=False, model_config=config)
     )
-
-
-def cast_parameters(model: nn.Module, precision: Precision) -> None:
-    """Trained weights to the dtype they are trained in, frozen ones to what is computed in; quantised ones stay."""
-    for parameter in model.parameters():
-        if not parameter.is_floating_point() or is_partitioned(parameter) or hasattr(parameter, "quant_state"):
-            continue
-        dtype = precision.model_dtype if parameter.requires_grad else precision.frozen_dtype
-        if parameter.dtype != dtype:
-            parameter.data = parameter.data.to(dtype)
 
 
 def adapt_optimizer(

@@ -18,6 +18,7 @@ from accel_scale.ending.leaving import let_go_of_collectives
 from accel_scale.errors import ConfigError
 from accel_scale.modeling.precision import enable_fp16_on_cpu
 from accel_scale.optimization.batch_splitting import LossKind
+from accel_scale.parallel.engine import strategy_of
 from accel_scale.plugin.field_words import in_words_of_fields
 from accel_scale.plugin.loop_settings import (
     ScheduleLength,
@@ -27,12 +28,12 @@ from accel_scale.plugin.loop_settings import (
     require_parts,
     set_accumulation,
 )
-from accel_scale.plugin.preparing import adapt_optimizer, prepare_model, step_once_per_update, strategy_of
+from accel_scale.plugin.preparing import adapt_optimizer, prepare_model, step_once_per_update
 from accel_scale.plugin.replacing import schedules_of
 from accel_scale.starting.begin import begin_process
 from accel_scale.training.checkpoints.folders import run_of
+from accel_scale.training.checkpoints.staging import prepare_output_dir, save_atomically
 from accel_scale.training.resilience.memory_recovery import REMEDIES, MemoryRecovery
-from accel_scale.training.saving.saving import prepare_output_dir, save_atomically
 from accel_scale.training.saving.verification import VerifyResult, verify_checkpoint
 
 if TYPE_CHECKING:

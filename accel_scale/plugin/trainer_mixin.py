@@ -9,17 +9,18 @@ from transformers import Trainer
 
 from accel_scale.errors import ConfigError
 from accel_scale.modeling.precision import enable_fp16_on_cpu
+from accel_scale.parallel.engine import strategy_of
 from accel_scale.plugin.field_words import in_words_of_fields
-from accel_scale.plugin.preparing import adapt_optimizer, prepare_model, strategy_of
+from accel_scale.plugin.preparing import adapt_optimizer, prepare_model
 from accel_scale.plugin.replacing import schedules_of
 from accel_scale.plugin.trainer_arguments import adapt_arguments
 from accel_scale.starting.begin import begin_process
 from accel_scale.training.guard.learning import refuse_unlabelled
-from accel_scale.training.saving.saving import AtomicSavingMixin
 from accel_scale.training.trainers.guard_mixin import GuardMixin
 from accel_scale.training.trainers.learning_mixin import LearningMixin
 from accel_scale.training.trainers.output_mixin import OutputFolderMixin
 from accel_scale.training.trainers.recovery_mixin import MemoryRecoveryMixin
+from accel_scale.training.trainers.saving_mixin import AtomicSavingMixin
 
 if TYPE_CHECKING:
     from accel_scale.plugin.plugin import ScalePlugin

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from accel_scale.units import format_bytes
 
 if TYPE_CHECKING:
+    from accel_scale.planning.cost.links import NamedLink, Prediction
     from accel_scale.planning.network.link_fit import FittedLink, MeasuredLinks
-    from accel_scale.planning.network.links import NamedLink, Prediction
 
 
 def format_short(seconds: float) -> str:

@@ -84,7 +84,7 @@ def setup_of(
     Raises:
         ConfigError: for what the planner does not model: an 8-bit base, adapters by pattern, rows of no known length.
     """
-    from accel_scale.flags.trl_config import RecipeModelConfig
+    from accel_scale.settings.trl_config import RecipeModelConfig
 
     model_args = settings.build(RecipeModelConfig)
     if model_args.load_in_8bit:
@@ -162,7 +162,7 @@ def _shared(strategy: Strategy, shared: SharedModel, gpus_per_node: int) -> Para
 
 def recipe_value(settings: Resolved, name: str) -> Any:
     """The value of a flag of the recipe's training configuration, its default where nobody set it."""
-    from accel_scale.flags.trl_config import RecipeSFTConfig
+    from accel_scale.settings.trl_config import RecipeSFTConfig
 
     default = next(f.default for f in fields(RecipeSFTConfig) if f.name == name)
     return settings.values.get(name, default)

@@ -11,13 +11,13 @@ from accel_scale.errors import ConfigError
 from accel_scale.facts.device import CPU, Device
 from accel_scale.flags.common import ScaleArguments
 from accel_scale.flags.parsing import ParsedFlags
-from accel_scale.flags.trl_refused import refuse_trl_flags
 from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy
 from accel_scale.modeling.precision import Precision, resolve_precision
 from accel_scale.optimization.batch import derive_accumulation
 from accel_scale.optimization.schedules import scaled_learning_rate
 from accel_scale.secrets import mask
 from accel_scale.settings.method import resolve_method
+from accel_scale.settings.trl_refused import refuse_trl_flags
 
 T = TypeVar("T")
 

@@ -15,8 +15,8 @@ from accel_scale.start_check.plan import PlannedRun, Verdict
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from accel_scale.flags.trl_config import RecipeModelConfig
     from accel_scale.settings.resolve import Resolved
+    from accel_scale.settings.trl_config import RecipeModelConfig
     from accel_scale.training.pretrain.run import Run as PretrainRun
 
 
@@ -33,7 +33,7 @@ def check_sft_start(
     Raises:
         ConfigError: as `check_start`.
     """
-    from accel_scale.modeling.adapters import settle_adapters
+    from accel_scale.settings.model_settings import settle_adapters
 
     values, adapter = settings.values, settle_adapters(settings, model_args, config)
     packs = bool(values.get("packing", True) or values.get("padding_free"))
@@ -60,7 +60,7 @@ def check_pretrain_start(run: PretrainRun) -> Verdict:
     Raises:
         ConfigError: as `check_start`, or if the loss must come from whole logits where ranks share the model.
     """
-    from accel_scale.modeling.adapters import settle_adapters
+    from accel_scale.settings.model_settings import settle_adapters
 
     adapter = settle_adapters(run.settings, run.model_args, run.model_config)
     planned = PlannedRun(

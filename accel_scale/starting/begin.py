@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 
 from accel_scale.ending.launcher import end_with_launcher
-from accel_scale.errors import user_errors
+from accel_scale.ending.user_errors import user_errors
 from accel_scale.flags.library import FlagClass
 from accel_scale.flags.parsing import ParsedFlags
 from accel_scale.launching.environment import check_launch_variables

@@ -15,15 +15,15 @@ from accel_scale.flags.guard import GuardArguments
 from accel_scale.flags.library import FlagClass
 from accel_scale.flags.parsing import ParsedFlags, parse_flags
 from accel_scale.flags.paths import DATA_FLAGS, MODEL_FLAGS, named_inputs
-from accel_scale.flags.trl_refused import refuse_trl_flags
 from accel_scale.launching.hub_reach import require_on_hub
 from accel_scale.launching.machine import is_surely_cpu
 from accel_scale.launching.run_folder import OutputFolder
 from accel_scale.launching.strategy import is_true
 from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy
-from accel_scale.modeling.files import stored_shapes
+from accel_scale.modeling.stored_weights import stored_shapes
 from accel_scale.optimization.batch import derive_accumulation
 from accel_scale.optimization.optimizers import parse_optim_args
+from accel_scale.settings.trl_refused import refuse_trl_flags
 from accel_scale.units import parse_duration
 
 _ONLY_TELL = {"--help", "-h", "--print_config", "--print-config"}

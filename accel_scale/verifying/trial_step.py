@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from accel_scale.errors import ConfigError
-from accel_scale.measuring.measured_memory import StorageTracker, resident_tensors
 from accel_scale.modeling.precision import precision_named
 from accel_scale.planning.models.training_setup import ParallelSetup, TrainingSetup
 from accel_scale.start_check.twin_check import recipe_loss
+from accel_scale.verifying.measured_memory import StorageTracker, resident_tensors
 from accel_scale.verifying.nf4_weights import moved_from_meta, quantise_linears
 
 _SEED = 0
@@ -135,8 +135,8 @@ def build_trial(config: Any, setup: TrainingSetup, device: str) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy, apply_checkpointing
+    from accel_scale.modeling.precision import cast_parameters
     from accel_scale.optimization.fast_loss import add_fast_lm_head
-    from accel_scale.plugin.preparing import cast_parameters
 
     precision = precision_named(setup.precision)
     dtype = precision.model_dtype if setup.method == "full" else precision.frozen_dtype

@@ -29,14 +29,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from accel_scale import ConfigError
 from accel_scale.ending.leaving import let_go_of_collectives
+from accel_scale.ending.user_errors import FULL_DISK_STATUS
+from accel_scale.errors import CheckpointNotSaved
 from accel_scale.launching.rehearsal import enable_rehearsal_if_needed
 from accel_scale.plugin.preparing import step_once_per_update
-from accel_scale.training.checkpoints.manager import (
-    EXIT_NOT_SAVED,
-    EXIT_STOPPED,
-    CheckpointManager,
-    CheckpointNotSaved,
-)
+from accel_scale.training.checkpoints.manager import EXIT_STOPPED, CheckpointManager
 
 GLOBAL_BATCH_SIZE, LENGTH, VOCABULARY = 4, 16, 64
 
@@ -198,7 +195,7 @@ def main() -> int | None:
         return 2
     except CheckpointNotSaved as error:
         print(f"error: {error}", file=sys.stderr)
-        return EXIT_NOT_SAVED
+        return FULL_DISK_STATUS
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ import sys
 import time
 from pathlib import Path
 
-from accel_scale.errors import ConfigError, user_errors
+from accel_scale.ending.user_errors import user_errors
+from accel_scale.errors import ConfigError
 from accel_scale.starting.begin import begin_process
 
 PROGRAM = "ends_run.py"

@@ -22,14 +22,13 @@ from torch.distributed.tensor import DTensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from accel_scale.ending.leaving import leave_process_group
-from accel_scale.measuring.measured_memory import StorageTracker, resident_tensors
 from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy, apply_checkpointing
 from accel_scale.modeling.packed_attention import register_packed_attention
-from accel_scale.optimization.fast_loss import add_fast_lm_head
+from accel_scale.optimization.fast_loss import add_fast_lm_head, language_model_loss
 from accel_scale.parallel.layout import DIMENSIONS, ParallelLayout
 from accel_scale.parallel.model_parallel import ModelParallel, parallelize
 from accel_scale.parallel.pipelines.pipeline import PipelineSettings
-from accel_scale.training.evaluation.validation import language_model_loss
+from accel_scale.verifying.measured_memory import StorageTracker, resident_tensors
 
 SHAPE = {
     "hidden_size": 256,

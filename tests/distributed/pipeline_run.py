@@ -26,8 +26,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from accel_scale.ending.leaving import leave_process_group
 from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy, apply_checkpointing
+from accel_scale.modeling.evaluation_mode import evaluating
 from accel_scale.modeling.packed_attention import register_packed_attention
-from accel_scale.optimization.fast_loss import add_fast_lm_head
+from accel_scale.optimization.fast_loss import add_fast_lm_head, language_model_loss
 from accel_scale.parallel.layout import ParallelLayout, build_mesh
 from accel_scale.parallel.model_parallel import ModelParallel
 from accel_scale.parallel.pipelines.pipeline import (
@@ -39,7 +40,6 @@ from accel_scale.parallel.pipelines.pipeline import (
     stages_of_rank,
 )
 from accel_scale.parallel.pipelines.split import costs_of, owned_parameters, stage_layers, stage_of
-from accel_scale.training.evaluation.validation import evaluating, language_model_loss
 from accel_scale.training.saving.final_shared import save_final_shared
 
 VOCAB, LENGTH, ROWS, MICRO_BATCHES, STEPS = 96, 24, 2, 8, 4

@@ -19,16 +19,15 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from accel_scale.ending.leaving import leave_process_group
 from accel_scale.errors import ConfigError
-from accel_scale.measuring.measured_memory import StorageTracker
 from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy, apply_checkpointing
 from accel_scale.modeling.packed_attention import register_packed_attention
-from accel_scale.optimization.fast_loss import add_fast_lm_head
+from accel_scale.optimization.fast_loss import add_fast_lm_head, language_model_loss
 from accel_scale.optimization.loss import count_loss_tokens
 from accel_scale.parallel.layout import ParallelLayout, build_mesh
 from accel_scale.parallel.pipelines.pipeline import Pipeline, PipelineSettings, split_model, stages_of_rank
 from accel_scale.parallel.sequence import check_sequence_parallel, check_ulysses, cut_batch, enable_ulysses, uncut_rows
 from accel_scale.parallel.tensor import apply_tensor_parallel
-from accel_scale.training.evaluation.validation import language_model_loss
+from accel_scale.verifying.measured_memory import StorageTracker
 
 VOCAB, LENGTH, STEPS = 96, 48, 4
 SHAPE = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": VOCAB}

@@ -25,12 +25,11 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from accel_scale.ending.leaving import leave_process_group
 from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy, apply_checkpointing
 from accel_scale.modeling.packed_attention import register_packed_attention
-from accel_scale.optimization.fast_loss import add_fast_lm_head
+from accel_scale.optimization.fast_loss import add_fast_lm_head, language_model_loss
 from accel_scale.optimization.loss import count_loss_tokens
 from accel_scale.parallel.gradient_norm import clip_gradients, global_grad_norm
 from accel_scale.parallel.layout import ParallelLayout, build_mesh
 from accel_scale.parallel.tensor import apply_tensor_parallel, plain_shapes
-from accel_scale.training.evaluation.validation import language_model_loss
 
 VOCAB, LENGTH, STEPS, MICRO_BATCHES = 96, 32, 5, 2
 SHAPE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCAB}

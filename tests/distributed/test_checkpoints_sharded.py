@@ -20,7 +20,8 @@ import parity
 import pytest
 from accelerate.utils.other import get_free_port
 
-from accel_scale.training.checkpoints.manager import EXIT_NOT_SAVED, EXIT_STOPPED
+from accel_scale.ending.user_errors import FULL_DISK_STATUS
+from accel_scale.training.checkpoints.manager import EXIT_STOPPED
 from accel_scale.training.checkpoints.manifest import changed_files, read_manifest
 
 pytestmark = pytest.mark.slow
@@ -280,7 +281,7 @@ def test_a_full_disk_costs_the_new_checkpoint_only(tmp_path, variant):
         log = (tmp_path / "log").read_text(errors="replace")
         assert log.count("warning: checkpoint-4 was not saved: the disk is full") == 1
         assert len(re.findall(r"^rank \d pid \d+ step 5$", log, re.MULTILINE)) == 2  # it went on
-        assert re.search(rf"exitcode\s*: {EXIT_NOT_SAVED}", log)
+        assert re.search(rf"exitcode\s*: {FULL_DISK_STATUS}", log)
         assert [path.name for path in disk.iterdir()] == ["checkpoint-2"]
         manifest = read_manifest(disk / "checkpoint-2")
         assert changed_files(disk / "checkpoint-2", manifest, manifest.files) == []

@@ -6,7 +6,8 @@ import time
 from dataclasses import dataclass, field
 
 from accel_scale.ending.leaving import let_go_of_collectives
-from accel_scale.errors import ConfigError, user_errors
+from accel_scale.ending.user_errors import user_errors
+from accel_scale.errors import ConfigError
 from accel_scale.flags.parsing import parse_flags
 
 PROGRAM = "small_recipe.py"

@@ -21,7 +21,6 @@ from accel_scale.errors import ConfigError
 from accel_scale.facts.device import device_of
 from accel_scale.facts.hardware import Machine as PlannedMachine
 from accel_scale.facts.hardware import find_gpu
-from accel_scale.flags.parallel import row_group_size
 from accel_scale.flags.parsing import ParsedFlags
 from accel_scale.launching import machine as machine_module
 from accel_scale.launching.launch_file import LaunchFile, read_launch_file
@@ -32,6 +31,7 @@ from accel_scale.planning.search.search import Candidate, Plan, Request, search
 from accel_scale.planning.search.writing import RecipeChoices, WrittenPlan, plan_files, write_files
 from accel_scale.settings.planned_setup import setup_of
 from accel_scale.settings.resolve import LaunchFacts, resolve
+from accel_scale.starting.layout import row_group_size
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))

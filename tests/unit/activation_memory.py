@@ -55,7 +55,7 @@ def peak_tensor_bytes(function: Callable[[], Any]) -> int:
     Counts what goes through torch's dispatcher, on any device that has memory; not the scratch memory inside of
     kernels.
     """
-    from accel_scale.measuring.measured_memory import StorageTracker
+    from accel_scale.verifying.measured_memory import StorageTracker
 
     class OfMemory(StorageTracker):
         def _count(self, storage: Any) -> None:

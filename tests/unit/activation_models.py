@@ -9,13 +9,13 @@ from dataclasses import replace
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from accel_scale.measuring.measured_memory import StorageTracker
 from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy, apply_checkpointing
 from accel_scale.modeling.packed_attention import register_packed_attention
 from accel_scale.optimization.fast_loss import add_fast_lm_head
 from accel_scale.planning.models.model_config import facts_from_config
 from accel_scale.planning.models.training_setup import LoraSetup, TrainingSetup
 from accel_scale.planning.tape.activations import step_bytes
+from accel_scale.verifying.measured_memory import StorageTracker
 
 SHAPE = {"hidden_size": 96, "num_attention_heads": 6, "vocab_size": 300, "num_hidden_layers": 5}
 LATENT = {

@@ -8,7 +8,7 @@ import pytest
 import transformers
 from transformers import TrainingArguments
 
-from accel_scale.flags.trl_config import RecipeModelConfig, RecipeSFTConfig
+from accel_scale.settings.trl_config import RecipeModelConfig, RecipeSFTConfig
 
 
 def test_defaults_that_differ_from_trl(tmp_path) -> None:

@@ -12,9 +12,9 @@ from accel_scale.checks.checks import check_run
 from accel_scale.checks.run_settings import RunSettings
 from accel_scale.flags.parsing import parse_flags
 from accel_scale.flags.pretraining import PretrainArguments
-from accel_scale.flags.trl_config import RecipeSFTConfig
 from accel_scale.launching.machine import Machine
 from accel_scale.launching.strategy import Strategy
+from accel_scale.settings.trl_config import RecipeSFTConfig
 from accel_scale.training.ddp.hooks import DdpSettings
 
 

@@ -16,7 +16,6 @@ from accel_scale.errors import ConfigError
 from accel_scale.facts.device import CPU, Device, device_named
 from accel_scale.flags.common import ScaleArguments
 from accel_scale.flags.parsing import parse_flags
-from accel_scale.flags.trl_config import RecipeModelConfig, RecipeSFTConfig
 from accel_scale.launching.environment import LaunchEnvironment
 from accel_scale.launching.machine import PACKAGES, Machine
 from accel_scale.launching.strategy import Strategy
@@ -24,6 +23,7 @@ from accel_scale.modeling import packed_attention
 from accel_scale.modeling.attention import choose_kernels, resolve_attention, score_matrix_note
 from accel_scale.optimization.optimizers import check_optimizer
 from accel_scale.settings.resolve import LaunchFacts, Resolved, resolve
+from accel_scale.settings.trl_config import RecipeModelConfig, RecipeSFTConfig
 
 DEVICES = {
     "V100": device_named("V100 16GB"),

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from accel_scale.disk_space import full_disk, writes_into
-from accel_scale.errors import user_errors
+from accel_scale.ending.user_errors import user_errors
 from accel_scale.reporting.metrics_log import MetricsLog, read_metrics
 
 

@@ -12,15 +12,14 @@ import torch
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from accel_scale.modeling.evaluation_mode import evaluating
 from accel_scale.modeling.precision import enable_fp16_on_cpu
-from accel_scale.optimization.fast_loss import add_fast_lm_head, head_loss
+from accel_scale.optimization.fast_loss import add_fast_lm_head, head_loss, language_model_loss
 from accel_scale.parallel.pipelines.split import split_model, stage_of
 from accel_scale.training.evaluation.validation import (
     Evaluation,
     beginning_of,
     evaluate_loss,
-    evaluating,
-    language_model_loss,
     reduce_sum,
     sample_text,
     total_over_ranks,

@@ -128,7 +128,7 @@ def test_scripts_hold_no_credentials(tmp_path, capsys, words):
 
 
 def test_training_arguments_hold_no_token(tmp_path, monkeypatch):
-    from accel_scale.flags.trl_config import RecipeSFTConfig
+    from accel_scale.settings.trl_config import RecipeSFTConfig
 
     monkeypatch.delenv("HF_TOKEN", raising=False)
     config = RecipeSFTConfig(output_dir=str(tmp_path), hub_token="hf_abcdefghijklmnopqrstuvwx", use_cpu=True)

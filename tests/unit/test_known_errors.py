@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from accel_scale.ending.known_errors import as_setting
-from accel_scale.errors import user_errors
+from accel_scale.ending.user_errors import user_errors
 
 
 def raised(action: Callable[[], object]) -> BaseException:

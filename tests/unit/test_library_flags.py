@@ -19,8 +19,8 @@ from accel_scale.flags.guard import TrainerGuardArguments
 from accel_scale.flags.library import SHIPPED, load_classes, make_table
 from accel_scale.flags.parsing import build_parser, parse_flags
 from accel_scale.flags.sft import LIBRARY_CLASSES
-from accel_scale.flags.trl_refused import refuse_contradictions
 from accel_scale.launching import machine
+from accel_scale.settings.trl_refused import refuse_contradictions
 from accel_scale.starting.early_checks import check_command_line
 
 FLAGS = (*LIBRARY_CLASSES, ScaleArguments)

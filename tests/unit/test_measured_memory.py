@@ -8,10 +8,10 @@ from transformers import CONFIG_MAPPING, AutoConfig
 
 from accel_scale.data.default import default_model_path
 from accel_scale.errors import ConfigError
-from accel_scale.measuring.measured_memory import StorageTracker, comparison_line
 from accel_scale.planning.cost.memory import predict_memory
 from accel_scale.planning.models.catalogue import load_model_facts
 from accel_scale.planning.models.training_setup import ParallelSetup, TrainingSetup
+from accel_scale.verifying.measured_memory import StorageTracker, comparison_line
 from accel_scale.verifying.trial_step import StepMeasurement, TrialRun, build_trial, measure_step, one_process
 from accel_scale.verifying.verify_plan import TRACED_LAYERS, pass_bytes, verify_plan
 

@@ -13,14 +13,8 @@ from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, PreTrainedTo
 
 from accel_scale.data.default import default_model_path
 from accel_scale.errors import ConfigError
-from accel_scale.modeling.files import (
-    check_model_files,
-    check_row_length,
-    check_tokenizer,
-    longest_rows,
-    read_header,
-    stored_shapes,
-)
+from accel_scale.modeling.files import check_model_files, check_row_length, check_tokenizer, longest_rows
+from accel_scale.modeling.stored_weights import read_header, stored_shapes
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_scale.errors import ConfigError
-from accel_scale.flags.parallel import layout_of
 from accel_scale.launching.strategy import Strategy
 from accel_scale.parallel.layout import ParallelLayout
+from accel_scale.starting.layout import layout_of
 
 sizes = st.integers(1, 4)
 layouts = st.builds(ParallelLayout, pp=sizes, dp_replicate=sizes, dp_shard=sizes, sp=sizes, tp=sizes)

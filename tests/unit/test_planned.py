@@ -14,7 +14,6 @@ from accel_scale.errors import ConfigError
 from accel_scale.facts.device import Device
 from accel_scale.flags.common import ScaleArguments
 from accel_scale.flags.parsing import parse_flags
-from accel_scale.flags.trl_config import RecipeModelConfig, RecipeSFTConfig
 from accel_scale.launching.environment import LaunchEnvironment
 from accel_scale.launching.strategy import Strategy
 from accel_scale.planning.models.catalogue import catalogue_config
@@ -22,6 +21,7 @@ from accel_scale.settings.planned import RunPlan, plan_run, with_interval
 from accel_scale.settings.planned_choice import resolve_planned
 from accel_scale.settings.planned_setup import parallel_of
 from accel_scale.settings.resolve import LaunchFacts, Resolved
+from accel_scale.settings.trl_config import RecipeModelConfig, RecipeSFTConfig
 
 FLAG_CLASSES = (ScriptArguments, RecipeSFTConfig, RecipeModelConfig, ScaleArguments)
 

@@ -12,13 +12,13 @@ from trl import ScriptArguments
 from accel_scale.facts.device import Device
 from accel_scale.flags.common import ScaleArguments
 from accel_scale.flags.parsing import parse_flags
-from accel_scale.flags.trl_config import RecipeModelConfig, RecipeSFTConfig
 from accel_scale.modeling.adapters import lora_config, quantization_config
 from accel_scale.modeling.loading import skeleton_of
 from accel_scale.optimization.optimizers import check_optimizer
 from accel_scale.planning.cost.communication import NF4_BYTES_PER_PARAM
 from accel_scale.quiet import quiet_imports
 from accel_scale.settings.resolve import LaunchFacts, resolve
+from accel_scale.settings.trl_config import RecipeModelConfig, RecipeSFTConfig
 
 quiet_imports()
 ROOT = Path(__file__).parents[2]

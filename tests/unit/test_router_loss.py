@@ -9,9 +9,8 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from accel_scale.errors import ConfigError
-from accel_scale.optimization.fast_loss import add_fast_lm_head
+from accel_scale.optimization.fast_loss import add_fast_lm_head, language_model_loss
 from accel_scale.optimization.router_loss import RouterLoss, refuse_shared_model, router_coefficient
-from accel_scale.training.evaluation.validation import language_model_loss
 
 IDS = torch.randint(3, 100, (2, 12), generator=torch.Generator().manual_seed(0))
 SIZES = {

@@ -23,13 +23,13 @@ import torch
 import torch.distributed as dist
 
 from accel_scale.errors import ConfigError
+from accel_scale.modeling.evaluation_mode import evaluating
 from accel_scale.optimization.fast_loss import head_loss
 from accel_scale.parallel.pipelines.evaluate import forward_through
 from accel_scale.parallel.pipelines.loss import repeatable
 from accel_scale.parallel.pipelines.settings import PipelineSettings, check_pipeline, stages_of_rank
 from accel_scale.parallel.pipelines.split import split_model, stage_boundaries, stage_of
 from accel_scale.parallel.pipelines.tied import TiedWeights
-from accel_scale.training.evaluation.validation import evaluating
 
 if TYPE_CHECKING:
     from torch import nn

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 from accel_scale.facts.hardware import Machine
 from accel_scale.planning.cost.flops import recomputed_fraction, trained_params
-from accel_scale.planning.models.model_facts import ModelFacts
-from accel_scale.planning.models.training_setup import TrainingSetup
-from accel_scale.planning.network.collectives import USUAL, Link, collective_cost, steps
-from accel_scale.planning.network.links import (
+from accel_scale.planning.cost.links import (
     ACHIEVED_LINK_FRACTION,
     ACHIEVED_PCIE_FRACTION,
     INTERNODE_LATENCY_SECONDS,
     INTRANODE_LATENCY_SECONDS,
 )
+from accel_scale.planning.models.model_facts import ModelFacts
+from accel_scale.planning.models.training_setup import TrainingSetup
+from accel_scale.planning.network.collectives import USUAL, Link, collective_cost, steps
 
 # NF4 with double quantisation: 4 bits + 0.127 bit of constants per weight.
 NF4_BYTES_PER_PARAM = (4 + 0.127) / 8

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from accel_scale.errors import ConfigError
-from accel_scale.plugin.preparing import strategy_of
+from accel_scale.errors import CheckpointNotSaved, ConfigError
+from accel_scale.parallel.engine import strategy_of
 from accel_scale.training.checkpoints.atomic import staging_root
 from accel_scale.training.checkpoints.contents import (
     Write,
@@ -34,6 +34,7 @@ from accel_scale.training.checkpoints.contents import (
     read_state,
 )
 from accel_scale.training.checkpoints.folders import choose, open_checkpoint, resumed_line
+from accel_scale.training.checkpoints.hook_states import capture_hook_states, load_hook_states
 from accel_scale.training.checkpoints.manifest import TRAINER_LAYOUT, Manifest
 from accel_scale.training.checkpoints.ranks import Meeting
 from accel_scale.training.checkpoints.settings import refuse_changes
@@ -41,12 +42,9 @@ from accel_scale.training.checkpoints.signals import StopSignals
 from accel_scale.training.checkpoints.staging import prepare_output_dir
 from accel_scale.training.checkpoints.strategies import check_fit, check_schedules, contents_of, refuse_other_savers
 from accel_scale.training.checkpoints.writing import Job, Writer, clean_up_after
-from accel_scale.training.ddp.hooks import capture_hook_states, load_hook_states
 
 # HTCondor's and others' status for "saved itself, start me again"; 75 is taken by memory running out (clean_stop.py).
 EXIT_STOPPED = 85
-# sysexits.h's EX_IOERR: the last checkpoint could not be written.
-EXIT_NOT_SAVED = 74
 
 
 class Stateful(Protocol):
@@ -72,10 +70,6 @@ class ResumedState:
     step: int
     state: dict[str, Any]
     folder: Path
-
-
-class CheckpointNotSaved(OSError):
-    """The last checkpoint of a run could not be written; end with `EXIT_NOT_SAVED`."""
 
 
 class CheckpointManager:

@@ -7,19 +7,12 @@ import os
 import signal
 import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 from accel_scale.data.loaders import outlive_signals
+from accel_scale.ending.launcher import is_launcher
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-_LAUNCHER_PROGRAMS = {"accelerate", "accelerate-launch", "torchrun"}
-_LAUNCHER_MODULES = {
-    "accelerate.commands.launch",
-    "accelerate.commands.accelerate_cli",
-    "torch.distributed.run",
-    "torch.distributed.launch",
-}
 _PR_SET_PDEATHSIG = 1
 _num_installed = 0
 _follows_forks = False
@@ -84,18 +77,6 @@ def _count_installed(change: int) -> None:
 def _protect_worker() -> None:
     if _num_installed:
         outlive_signals()
-
-
-def is_launcher(pid: int) -> bool:
-    """Whether the process is `accelerate launch` or torchrun."""
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        return False
-    # `python -m` leaves the module's name in some places and its file in others.
-    modules = {word.partition("/site-packages/")[2].removesuffix(".py").replace("/", ".") for word in words[:5]}
-    names = {Path(word).name for word in words[:5]}
-    return bool(names & _LAUNCHER_PROGRAMS or (modules | set(words[:5])) & _LAUNCHER_MODULES)
 
 
 def _signal_at_parents_death(number: int) -> bool:

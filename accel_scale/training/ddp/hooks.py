@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -144,59 +143,3 @@ def hook_figures(model: Any) -> dict[str, Any] | None:
 
 
 # ── Checkpoints ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def capture_hook_states(accelerator: Any, *, copy: bool) -> Any:
-    """What writes this rank's hook state into a folder, one file for each model that has one."""
-    from accel_scale.training.checkpoints.contents import host_copy, numbered, write_tensors
-
-    hooks = [hook_of(model) for model in accelerator._models]
-    states = [host_copy(hook.state_dict(), copy=copy) if hook and hook.is_stateful else None for hook in hooks]
-    name = STATE_FILE.format(rank=accelerator.process_index)
-
-    def write(folder: Path) -> None:
-        for index, state in enumerate(states):
-            if state is not None:
-                write_tensors(state, folder / numbered(name, index))
-
-    return write
-
-
-def load_hook_states(accelerator: Any, folder: Path) -> None:
-    """Take up what `capture_hook_states` wrote on all ranks; a hook without a file starts over."""
-    from accel_scale.training.checkpoints.contents import numbered
-    from accel_scale.training.checkpoints.pickles import load_safely
-
-    for index, model in enumerate(accelerator._models):
-        hook = hook_of(model)
-        if hook is None or not hook.is_stateful:
-            continue
-        states, rank = [], 0
-        while (path := folder / numbered(STATE_FILE.format(rank=rank), index)).is_file():
-            states.append(load_safely(path))
-            rank += 1
-        if states:
-            hook.load_state_dict(states, accelerator.process_index)
-
-
-class DdpHookMixin:
-    """Put before an HF or TRL trainer class: the hook of `args.ddp_comm_hook`, and its state in every checkpoint.
-
-    `_save_rng_state` and `_load_rng_state` are called on every rank for what each has of its own (transformers 5.23;
-    tests/distributed/test_ddp_hooks.py fails when that moves).
-    """
-
-    accelerator: Any
-
-    def create_accelerator_and_postprocess(self) -> None:
-        super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        use_ddp_settings(self.accelerator, DdpSettings.of(self.args))  # type: ignore[attr-defined]
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)  # type: ignore[misc]
-        capture_hook_states(self.accelerator, copy=False)(Path(output_dir))
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        super()._load_rng_state(checkpoint)  # type: ignore[misc]
-        if checkpoint is not None:
-            load_hook_states(self.accelerator, Path(checkpoint))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
-from accel_scale.training.evaluation.validation import evaluating
+from accel_scale.modeling.evaluation_mode import evaluating
 
 if TYPE_CHECKING:
     import torch

@@ -8,10 +8,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from accel_scale.modeling.evaluation_mode import evaluating
+from accel_scale.optimization.fast_loss import language_model_loss
+
 if TYPE_CHECKING:
     import torch
 
-    from accel_scale.optimization.router_loss import RouterLoss
 
 # Perplexity beyond this overflows a float; such a model has learned nothing anyway.
 _LARGEST_EXPONENT = 700.0
@@ -28,42 +30,6 @@ class Evaluation:
     def perplexity(self) -> float:
         """exp(loss)."""
         return math.exp(min(self.loss, _LARGEST_EXPONENT)) if not math.isnan(self.loss) else math.nan
-
-
-def language_model_loss(
-    model: Any,
-    batch: Mapping[str, Any],
-    num_items: torch.Tensor | int,
-    *,
-    router: RouterLoss | None = None,
-    num_micro_batches: int = 1,
-) -> torch.Tensor:
-    """Sum of the labelled tokens' cross-entropies ÷ `num_items`, by the head that `add_fast_lm_head` has added.
-
-    Args:
-        router: Adds the router's auxiliary loss; None leaves it out, as in validation.
-        num_micro_batches: Of the optimizer step, over which that is a mean.
-    """
-    names = ("input_ids", "labels", "shift_labels", "position_ids")
-    inputs = {name: batch[name] for name in names if name in batch}
-    options = {"num_items_in_batch": num_items, "fast_lm_head": True, "router_loss": router is not None}
-    outputs = model(**inputs, **options)
-    loss: torch.Tensor = outputs.loss
-    return loss if router is None else loss + router.weighted(outputs.aux_loss, num_micro_batches)
-
-
-@contextlib.contextmanager
-def evaluating(model: Any) -> Iterator[None]:
-    """No gradients, dropout or activation checkpointing; afterwards as before. (inference_mode breaks FSDP2.)"""
-    import torch
-
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(was_training)
 
 
 def evaluate_loss(accelerator: Any, model: Any, batches: Iterable[Mapping[str, Any]]) -> Evaluation:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from accel_scale.errors import ConfigError
+from accel_scale.parallel.engine import strategy_of
 from accel_scale.parallel.model_parallel import model_parallel_of
-from accel_scale.plugin.preparing import strategy_of
 from accel_scale.training.ddp.hooks import hook_of
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from accel_scale.errors import ConfigError
-from accel_scale.flags.parallel import stages_per_rank
 from accel_scale.parallel.model_parallel import ModelParallel, parallelize
+from accel_scale.starting.layout import stages_per_rank
 
 
 def check_layout(run: Any) -> None:

@@ -30,7 +30,7 @@ from accel_scale.ending.out_of_memory import (
     reason_in,
 )
 from accel_scale.optimization.batch_splitting import LossKind, Part, halve, num_rows, split
-from accel_scale.plugin.preparing import strategy_of
+from accel_scale.parallel.engine import strategy_of
 from accel_scale.training.resilience.unfinished_collectives import (
     CannotFinish,
     Collectives,

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_scale.errors import ConfigError
+from accel_scale.errors import CheckpointNotSaved, ConfigError
 from accel_scale.modeling.gathering import (
     adapter_tensors,
     gather_to_main,
@@ -16,7 +16,6 @@ from accel_scale.modeling.gathering import (
     unwrap,
 )
 from accel_scale.modeling.quantization_record import quantization_of, record_quantization
-from accel_scale.training.checkpoints.manager import CheckpointNotSaved
 from accel_scale.training.checkpoints.ranks import FailedSomewhere, Meeting
 from accel_scale.training.checkpoints.staging import save_atomically
 from accel_scale.training.saving.verification import VerifyResult, verify_checkpoint

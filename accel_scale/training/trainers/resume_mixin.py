@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
-from accel_scale.plugin.preparing import strategy_of
+from accel_scale.parallel.engine import strategy_of
 from accel_scale.training.checkpoints.folders import (
     Found,
     choose,

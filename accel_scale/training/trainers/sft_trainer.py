@@ -12,22 +12,23 @@ from transformers import TrainerCallback
 from trl import SFTTrainer
 
 from accel_scale.flags.guard_settings import GuardSettings
-from accel_scale.flags.trl_config import RecipeSFTConfig
 from accel_scale.measuring.meters import Counted, ThroughputMeter, clock_of
 from accel_scale.modeling.fsdp2_preparation import mend_fsdp2_preparation
 from accel_scale.modeling.precision import enable_fp16_on_cpu
 from accel_scale.optimization.fast_loss import FastLossMixin
 from accel_scale.optimization.schedules import create_schedule
-from accel_scale.training.ddp.hooks import DdpHookMixin, hook_figures
+from accel_scale.settings.trl_config import RecipeSFTConfig
+from accel_scale.training.ddp.hooks import hook_figures
 from accel_scale.training.evaluation.exact_match import ExactMatch, exact_match
 from accel_scale.training.evaluation.progress import MeterCallback, MetricsCallback, show_progress
 from accel_scale.training.guard.learning import refuse_unlabelled
 from accel_scale.training.resilience.collective_timeout import StepCallback, watch_accelerator
-from accel_scale.training.saving.saving import AtomicSavingMixin
+from accel_scale.training.trainers.ddp_mixin import DdpHookMixin
 from accel_scale.training.trainers.guard_mixin import GuardMixin
 from accel_scale.training.trainers.learning_mixin import LearningMixin
 from accel_scale.training.trainers.output_mixin import OutputFolderMixin
 from accel_scale.training.trainers.recovery_mixin import MemoryRecoveryMixin
+from accel_scale.training.trainers.saving_mixin import AtomicSavingMixin
 from accel_scale.training.trainers.sequence_mixin import SequenceParallelMixin
 
 

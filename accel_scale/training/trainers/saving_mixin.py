@@ -1,4 +1,4 @@
-"""Verified saving: atomic checkpoints and final folders, read back and compared the first time."""
+"""Atomic checkpoints and final folders inside HF `Trainer`, read back and compared the first time."""
 
 from __future__ import annotations
 
@@ -10,19 +10,16 @@ from typing import Any
 
 from accel_scale.ending.last_word import repeat_last
 from accel_scale.ending.leaving import let_go_of_collectives
-from accel_scale.modeling.quantization_record import quantization_of, read_quantization, record_quantization
-from accel_scale.plugin.preparing import strategy_of
-from accel_scale.training.checkpoints.atomic import checkpoint_problems
-from accel_scale.training.checkpoints.folders import (
-    delete_old,
-    latest_complete_checkpoint,
-)
-from accel_scale.training.checkpoints.manager import EXIT_STOPPED, CheckpointNotSaved
+from accel_scale.errors import CheckpointNotSaved
+from accel_scale.modeling.quantization_record import quantization_of, record_quantization
+from accel_scale.parallel.engine import strategy_of
+from accel_scale.training.checkpoints.folders import delete_old
+from accel_scale.training.checkpoints.manager import EXIT_STOPPED
 from accel_scale.training.checkpoints.manifest import Manifest
 from accel_scale.training.checkpoints.pickles import refuse_unsafe_folder
 from accel_scale.training.checkpoints.ranks import Meeting
 from accel_scale.training.checkpoints.signals import StopSignals
-from accel_scale.training.checkpoints.staging import prepare_output_dir, save_atomically
+from accel_scale.training.checkpoints.staging import prepare_output_dir
 from accel_scale.training.checkpoints.writing import Job
 from accel_scale.training.saving.final_model import (
     correct_config,
@@ -30,23 +27,9 @@ from accel_scale.training.saving.final_model import (
     make_generation_config_savable,
     save_final,
 )
-from accel_scale.training.saving.verification import CheckpointMismatch, VerifyResult, verify_checkpoint
+from accel_scale.training.saving.verification import VerifyResult, verify_checkpoint
 from accel_scale.training.trainers import checkpoint_trainer as trainers
 from accel_scale.training.trainers.resume_mixin import ResumeMixin
-
-__all__ = [
-    "AtomicSavingMixin",
-    "CheckpointMismatch",
-    "VerifyResult",
-    "checkpoint_problems",
-    "latest_complete_checkpoint",
-    "prepare_output_dir",
-    "read_quantization",
-    "record_quantization",
-    "save_atomically",
-    "save_final",
-    "verify_checkpoint",
-]
 
 
 class AtomicSavingMixin(ResumeMixin):

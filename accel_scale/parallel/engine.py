@@ -1,0 +1,20 @@
+"""Which engine a run trains under."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def strategy_of(accelerator: Any) -> str:
+    """How `accelerator` splits the run: ``single``, ``ddp``, ``fsdp2``, ``zero3`` …, or ``model_parallel``."""
+    from accelerate.utils import DistributedType
+
+    from accel_scale.parallel.model_parallel import model_parallel_of
+
+    if model_parallel_of(accelerator) is not None:
+        return "model_parallel"
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        return f"zero{accelerator.state.deepspeed_plugin.zero_stage}"
+    if accelerator.distributed_type == DistributedType.FSDP:
+        return "fsdp2" if accelerator.is_fsdp2 else "fsdp1"
+    return "ddp" if accelerator.num_processes > 1 else "single"

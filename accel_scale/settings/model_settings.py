@@ -1,0 +1,53 @@
+"""What a model's configuration changes in a run's settings."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from accel_scale.modeling.adapters import lora_config
+from accel_scale.modeling.files import check_model_files, check_row_length, longest_rows
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+    from accel_scale.settings.resolve import Resolved
+
+
+def settle_adapters(settings: Resolved, model_args: Any, model_config: PretrainedConfig) -> LoraConfig | None:
+    """The adapters of a run, before anything is loaded; None where every weight is trained.
+
+    Args:
+        settings: Of the run; a default that does not go with the model is changed in it.
+        model_args: The recipe's flags on adapters.
+        model_config: Of the base.
+
+    Raises:
+        ConfigError: as `lora_config`.
+    """
+    if settings.method == "full":
+        return None
+    from accel_scale.modeling.loading import skeleton_of
+
+    config = lora_config(
+        model_args,
+        skeleton_of(model_config, trust_remote_code=bool(settings.values.get("trust_remote_code"))),
+        dropout_is_set="lora_dropout" in settings.sources,
+        place=lambda name: settings.sources.get(name, f"--{name}"),
+    )
+    if config.lora_dropout != model_args.lora_dropout:
+        settings.set("lora_dropout", config.lora_dropout, "derived: adapters of experts take no dropout")
+    return config
+
+
+def check_model(
+    settings: Resolved, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, *, default_length: int | None
+) -> None:
+    """All of the above for a recipe's flags; a default length that is too long becomes what the model takes."""
+    values, sources = settings.values, settings.sources
+    check_model_files(values["model_name_or_path"], config, tokenizer, place=sources["model_name_or_path"])
+    longest = longest_rows(config)
+    if "max_length" in values:
+        check_row_length(config, values["max_length"], place=sources["max_length"])
+    elif longest is not None and default_length is not None and default_length > longest:
+        settings.set("max_length", longest, "derived: the model's positions")

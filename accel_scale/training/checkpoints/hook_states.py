@@ -1,0 +1,38 @@
+"""The state of DDP's communication hooks in a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from accel_scale.training.checkpoints.contents import host_copy, numbered, write_tensors
+from accel_scale.training.checkpoints.pickles import load_safely
+from accel_scale.training.ddp.hooks import STATE_FILE, hook_of
+
+
+def capture_hook_states(accelerator: Any, *, copy: bool) -> Any:
+    """What writes this rank's hook state into a folder, one file for each model that has one."""
+    hooks = [hook_of(model) for model in accelerator._models]
+    states = [host_copy(hook.state_dict(), copy=copy) if hook and hook.is_stateful else None for hook in hooks]
+    name = STATE_FILE.format(rank=accelerator.process_index)
+
+    def write(folder: Path) -> None:
+        for index, state in enumerate(states):
+            if state is not None:
+                write_tensors(state, folder / numbered(name, index))
+
+    return write
+
+
+def load_hook_states(accelerator: Any, folder: Path) -> None:
+    """Take up what `capture_hook_states` wrote on all ranks; a hook without a file begins anew."""
+    for index, model in enumerate(accelerator._models):
+        hook = hook_of(model)
+        if hook is None or not hook.is_stateful:
+            continue
+        states, rank = [], 0
+        while (path := folder / numbered(STATE_FILE.format(rank=rank), index)).is_file():
+            states.append(load_safely(path))
+            rank += 1
+        if states:
+            hook.load_state_dict(states, accelerator.process_index)
