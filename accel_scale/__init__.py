@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+from accel_scale.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from accel_scale.data.chat import ensure_chat_template as ensure_chat_template

@@ -17,7 +17,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from accel_scale.cli.comm import parse_sizes
+from accel_scale.cli.comm_cluster import parse_sizes
 from accel_scale.cli.comm_measure import links_of
 from accel_scale.launching.local_processes import run_locally
 from accel_scale.measuring.collective_runs import DEFAULT_REPEATS, FASTEST_SHARE, measure_levels

@@ -134,7 +134,8 @@ def resolve_run(parsed: ParsedFlags) -> Run:
 
 def check(run: Run) -> None:
     """Refuse what cannot work before anything is loaded; say what the user may want to change."""
-    from accel_scale.checks.checks import check_run, refuse_errors
+    from accel_scale.checks.case import refuse_errors
+    from accel_scale.checks.registry import check_run
     from accel_scale.checks.run_settings import RunSettings
     from accel_scale.launching.memory_cap import cap_device_memory, fragmentation_advice
     from accel_scale.modeling.adapters import paged_optimizer_advice

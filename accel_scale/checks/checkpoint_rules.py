@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accel_scale.checks.checks import Case, Finding, Rule, error
+from accel_scale.checks.case import Case, Finding, Rule, error
 from accel_scale.facts.optimizer_specs import optimizer_spec
 
 

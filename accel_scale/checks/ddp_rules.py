@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accel_scale.checks.checks import Case, Finding, Rule, error, warning
+from accel_scale.checks.case import Case, Finding, Rule, error, warning
 
 # torch's hook refuses to begin before two steps are done: DDP builds its buckets again after the first.
 FIRST_POWERSGD_STEP = 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from accel_scale.checks.checks import Case, Finding, Rule, error, warning
+from accel_scale.checks.case import Case, Finding, Rule, error, warning
 from accel_scale.checks.recipe_rules import optimizer_of
 from accel_scale.launching.strategy import is_true
 

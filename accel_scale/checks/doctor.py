@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from accel_scale.checks.checks import Finding, Launch, check_run
+from accel_scale.checks.case import Finding, Launch
+from accel_scale.checks.registry import check_run
 from accel_scale.checks.run_settings import RunSettings
 from accel_scale.launching.machine import PACKAGES, Machine
 from accel_scale.units import format_bytes

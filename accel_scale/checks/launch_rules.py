@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accel_scale.checks.checks import Case, Finding, Rule, error, warning
+from accel_scale.checks.case import Case, Finding, Rule, error, warning
 from accel_scale.launching.strategy import is_true
 
 # Keys that FSDP2 does not have; Accelerate drops them without a word.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accel_scale.checks.checks import Case, Finding, Rule, error
+from accel_scale.checks.case import Case, Finding, Rule, error
 
 # Precisions of the recipe that a launch file's `mixed_precision` goes with. bf16_true keeps weights in bf16 and needs
 # no autocast; under a launcher's bf16, FSDP2 would raise the weights to fp32 again.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from accel_scale.checks.checks import Case, Finding, Rule, error, warning
+from accel_scale.checks.case import Case, Finding, Rule, error, warning
 from accel_scale.facts.device import ATTENTION_NAMES
 from accel_scale.launching.machine import FLASH_PACKAGES, PACKAGES
 

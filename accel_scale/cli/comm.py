@@ -16,6 +16,7 @@ import argparse
 import json
 from collections.abc import Sequence
 
+from accel_scale.cli.comm_cluster import parse_ops, parse_sizes
 from accel_scale.errors import ConfigError
 
 
@@ -115,48 +116,3 @@ def _predict(args: argparse.Namespace) -> int:
     else:
         print_predictions(title, groups, notes)
     return 0
-
-
-def parse_ops(words: Sequence[str] | None, default: Sequence[str]) -> tuple[str, ...]:
-    """Names of collectives; ``all`` is every one.
-
-    Raises:
-        ConfigError: naming the nearest.
-    """
-    from accel_scale.planning.network.collectives import OPS
-    from accel_scale.planning.search.requests import one_of
-
-    if words is None:
-        return tuple(default)
-    chosen = [op.replace("-", "_") for op in words]
-    found = OPS if chosen == ["all"] else [one_of(op, (*OPS, "all"), "--op") for op in chosen]
-    if "all" in found:
-        raise ConfigError("all is every one of them.", place="--op", fix="write --op all alone.")
-    return tuple(dict.fromkeys(found))
-
-
-def parse_sizes(words: Sequence[str], factor_text: str) -> list[int]:
-    """Bytes of ``1GiB``, of several, and of ranges ``64KiB..1GiB``, whose ends are both among them.
-
-    Raises:
-        ConfigError: for anything else.
-    """
-    from accel_scale.planning.laws.scaling_laws import parse_count
-    from accel_scale.units import parse_bytes
-
-    factor = parse_count(factor_text, place="--step_factor")
-    if factor <= 1:
-        raise ConfigError(f"{factor_text} does not grow.", place="--step_factor", fix="use more than 1.")
-    sizes: list[int] = []
-    for word in words:
-        first, dots, last = word.partition("..")
-        low = parse_bytes(first, place="--size")
-        high = parse_bytes(last, place="--size") if dots else low
-        if high < low:
-            raise ConfigError(f"{word} ends before it begins.", place="--size", fix=f"write {last}..{first}.")
-        size = float(low)
-        while size < high * 0.999:
-            sizes.append(round(size))
-            size *= factor
-        sizes.append(high)
-    return list(dict.fromkeys(sizes))

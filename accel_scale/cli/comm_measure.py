@@ -23,7 +23,7 @@ _DEFAULT_SIZES = {"gloo": "4KiB..16MiB", "nccl": "64KiB..1GiB"}
 
 def run_measurement(args: argparse.Namespace) -> int:
     """Measure, fit, save, print."""
-    from accel_scale.cli.comm import parse_ops, parse_sizes
+    from accel_scale.cli.comm_cluster import parse_ops, parse_sizes
     from accel_scale.launching.local_processes import choose_backend
     from accel_scale.measuring.collective_runs import DEFAULT_REPEATS, measure_levels
     from accel_scale.planning.network.link_fit import default_path, save_links, worst_and_median

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accel_scale.checks.checks import Finding, Launch
+from accel_scale.checks.case import Finding, Launch
 from accel_scale.checks.run_settings import RunSettings
 from accel_scale.errors import ConfigError
 from accel_scale.facts.device import CPU

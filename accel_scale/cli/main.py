@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _top_parser() -> argparse.ArgumentParser:
-    from accel_scale import __version__
+    from accel_scale.version import __version__
 
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]

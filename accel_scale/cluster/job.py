@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from accel_scale.checks.checks import Case
+from accel_scale.checks.case import Case
 from accel_scale.checks.launch_rules import hybrid_sizes
 from accel_scale.checks.run_settings import RunSettings
 from accel_scale.errors import ConfigError

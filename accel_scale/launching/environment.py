@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from accel_scale.errors import ConfigError
-from accel_scale.launching.launch_file import LaunchFile, SourceFile, read_launch_file, read_source_file
-from accel_scale.launching.launch_keys import SWITCHES, TOP_KEYS
+from accel_scale.launching.launch_file import LaunchFile, read_launch_file, read_source_file
+from accel_scale.launching.launch_keys import SWITCHES, TOP_KEYS, SourceFile
 from accel_scale.launching.strategy import Strategy, deepspeed_config_of, is_true, relative_to, strategy_of
 
 _RENDEZVOUS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

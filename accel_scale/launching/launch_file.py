@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,29 +19,9 @@ from accel_scale.launching.launch_keys import (
     RECIPE_KEYS,
     SECTION_KEYS,
     TOP_KEYS,
+    SourceFile,
 )
 from accel_scale.launching.strategy import Strategy, deepspeed_config_of, strategy_of
-
-
-@dataclass(frozen=True)
-class SourceFile:
-    """A YAML or JSON file with the line of every key.
-
-    Attributes:
-        path: As it was given, so that messages show what the user typed.
-        values: The file's content.
-        lines: Dotted key → line, counted from 1.
-    """
-
-    path: Path
-    values: dict[str, Any]
-    lines: dict[str, int] = field(repr=False)
-
-    def place(self, key: str) -> str:
-        """``path:line`` of `key`, of the nearest section around it, or the path alone."""
-        while key and key not in self.lines:
-            key = key.rpartition(".")[0]
-        return f"{self.path}:{self.lines[key]}" if key else str(self.path)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 
 def _words(text: str) -> frozenset[str]:
@@ -68,3 +71,24 @@ SWITCHES = _words(
     "--downcast_bf16 --tpu_cluster --no_tpu_cluster --tpu_use_sudo --dynamo_use_fullgraph "
     "--dynamo_use_dynamic --dynamo_use_regional_compilation --fp8_use_autocast_during_eval"
 )
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A YAML or JSON file with the line of every key.
+
+    Attributes:
+        path: As it was given, so that messages show what the user typed.
+        values: The file's content.
+        lines: Dotted key → line, counted from 1.
+    """
+
+    path: Path
+    values: dict[str, Any]
+    lines: dict[str, int] = field(repr=False)
+
+    def place(self, key: str) -> str:
+        """``path:line`` of `key`, of the nearest section around it, or the path alone."""
+        while key and key not in self.lines:
+            key = key.rpartition(".")[0]
+        return f"{self.path}:{self.lines[key]}" if key else str(self.path)

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypedDict
 
-from accel_scale import __version__
 from accel_scale.disk_space import writes_into
 from accel_scale.errors import ConfigError
 from accel_scale.launching.folder_lock import LOCK_FILE, held, is_held
+from accel_scale.version import __version__
 
 # Pushes to the hub leave out names that begin so.
 RUN_FILE = "_run.json"

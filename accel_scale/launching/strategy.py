@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from accel_scale.launching.launch_file import SourceFile
+    from accel_scale.launching.launch_keys import SourceFile
 
 _TRUE = {"1", "true", "yes", "on", "y", "t"}
 

@@ -188,3 +188,10 @@ def _read(folder: Path, num_pieces: int) -> dict[str, torch.Tensor]:
 
 def _owner(model: Any, name: str) -> Any:
     return model.get_submodule(name.rpartition(".")[0])
+
+
+def fits_on_each(num_params: int, processes_on_node: int) -> bool:
+    """Whether each rank can hold the model in fp32 in a quarter of the host's memory."""
+    import psutil
+
+    return bool(4 * num_params * processes_on_node <= psutil.virtual_memory().total / 4)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from accel_scale.errors import ConfigError
-
-if TYPE_CHECKING:
-    from accel_scale.plugin.plugin import ScalePlugin
 
 # Field → the one without which it does nothing.
 _NEEDS = {
@@ -32,27 +29,28 @@ _NEEDS_VALUE = {
 _OF_GUARD = ("guard_threshold", "guard_max_skips")
 
 
-def refuse_what_does_nothing(scale: ScalePlugin, *, place: Callable[[str], str]) -> None:
+def refuse_what_does_nothing(values: Mapping[str, Any], *, place: Callable[[str], str]) -> None:
     """Refuse a setting that only another one makes use of, without that other one.
 
     Args:
+        values: Field → its value.
         place: Where a field was set.
 
     Raises:
         ConfigError: naming both.
     """
     for name, other in _NEEDS.items():
-        if getattr(scale, name) and getattr(scale, other) is None:
+        if values[name] and values[other] is None:
             raise ConfigError(
                 f"{name} does nothing without {other}.", place=place(name), fix=f"set {other}, or remove it."
             )
     for name, (other, value) in _NEEDS_VALUE.items():
-        if getattr(scale, name) and getattr(scale, other) != value:
+        if values[name] and values[other] != value:
             raise ConfigError(
-                f"{name} does nothing with {getattr(scale, other)}.",
+                f"{name} does nothing with {values[other]}.",
                 place=place(name),
                 fix=f'use {other}="{value}", or remove it.',
             )
     for name in _OF_GUARD:
-        if getattr(scale, name) is not None and scale.guard == "off":
+        if values[name] is not None and values["guard"] == "off":
             raise ConfigError(f"{name} does nothing with guard off.", place=place(name), fix="remove it.")

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 from accel_scale.errors import ConfigError
 
 if TYPE_CHECKING:
-    from accel_scale.plugin.plugin import ScalePlugin
+    from accel_scale.plugin.settings import ScaleSettings
 
 _OF_OPTIMIZERS = ("optimizer", "learning_rate", "weight_decay", "scale_lr_from_batch_size")
 # Stepped with a metric, which a loop hands to its own schedule only.
 _NEED_METRIC = ("reduce_lr_on_plateau", "greedy")
 
 
-def refuse_in_loops(scale: ScalePlugin) -> None:
+def refuse_in_loops(scale: ScaleSettings) -> None:
     """Refuse what no plain loop can do for the plugin."""
     if scale.guard not in (None, "off"):
         raise ConfigError(
@@ -31,7 +31,7 @@ def refuse_in_loops(scale: ScalePlugin) -> None:
         )
 
 
-def check_own_accelerator(scale: ScalePlugin, accelerator: Any) -> None:
+def check_own_accelerator(scale: ScaleSettings, accelerator: Any) -> None:
     """Refuse an `Accelerator` of the script's own that contradicts the plugin; apply what is the process's."""
     refuse_in_loops(scale)
     scale.check_rehearsal(accelerator.num_processes)
@@ -46,7 +46,9 @@ def check_own_accelerator(scale: ScalePlugin, accelerator: Any) -> None:
         )
 
 
-def require_parts(scale: ScalePlugin, models: Sequence[Any], optimizers: Sequence[Any], schedules: list[Any]) -> None:
+def require_parts(
+    scale: ScaleSettings, models: Sequence[Any], optimizers: Sequence[Any], schedules: list[Any]
+) -> None:
     """Refuse a `prepare` that lacks what the plugin would change.
 
     Args:
@@ -96,7 +98,7 @@ def _nothing_to_change(name: str, value: Any, what: str) -> ConfigError:
     )
 
 
-def set_accumulation(scale: ScalePlugin, accelerator: Any, loaders: Sequence[Any]) -> int:
+def set_accumulation(scale: ScaleSettings, accelerator: Any, loaders: Sequence[Any]) -> int:
     """Derive accumulation from the first data loader of all; returns the global batch in sequences.
 
     0 where nobody asks for it, or no data loader has been seen yet.
@@ -137,7 +139,7 @@ def set_accumulation(scale: ScalePlugin, accelerator: Any, loaders: Sequence[Any
     return int(global_batch)
 
 
-def check_accumulates(scale: ScalePlugin, accelerator: Any) -> None:
+def check_accumulates(scale: ScaleSettings, accelerator: Any) -> None:
     """Let `accelerator.backward` refuse a loop in which `global_batch_size` does nothing.
 
     One that accumulates, by `accumulate`, `GuardedStep` or `forward_backward`, has backward passes without a reduction

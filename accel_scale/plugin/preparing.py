@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from accel_scale.modeling.precision import Precision
-    from accel_scale.plugin.plugin import ScalePlugin
+    from accel_scale.plugin.settings import ScaleSettings
 
 
 def prepare_model(
@@ -104,7 +104,7 @@ def _set_attention(model: Any, name: str, device_type: str, precision: Precision
 
 
 def adapt_optimizer(
-    scale: ScalePlugin,
+    scale: ScaleSettings,
     accelerator: Any,
     optimizer: torch.optim.Optimizer,
     schedules: Sequence[Any] = (),

@@ -39,7 +39,7 @@ from accel_scale.training.saving.verification import VerifyResult, verify_checkp
 if TYPE_CHECKING:
     from typing_extensions import TypeVarTuple, Unpack
 
-    from accel_scale.plugin.plugin import ScalePlugin
+    from accel_scale.plugin.settings import ScaleSettings
 
     _Parts = TypeVarTuple("_Parts")
 
@@ -57,7 +57,7 @@ class ScaledAccelerator(Accelerator):
     first_verification: VerifyResult | None = None
     memory_recovery: MemoryRecovery | None = None
 
-    def __init__(self, scale: ScalePlugin, **kwargs: Any) -> None:
+    def __init__(self, scale: ScaleSettings, **kwargs: Any) -> None:
         self.scale = scale
         self.schedule_lengths: list[ScheduleLength] = []
         self._cleared: set[Path] = set()
@@ -112,7 +112,8 @@ class ScaledAccelerator(Accelerator):
     def prepare(self, *parts: Unpack[_Parts], **kwargs: Any) -> tuple[Unpack[_Parts]]: ...
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[misc]
-        return self.scale.prepare(self, *args, **kwargs)
+        with self.scale.in_words_of_fields():
+            return prepare(self.scale, self, args, kwargs)
 
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
         self.scale.check_checkpoints()
@@ -146,7 +147,7 @@ def _verify(models: Sequence[nn.Module], staging: Path) -> VerifyResult:
     )
 
 
-def make_accelerator(scale: ScalePlugin, kwargs: dict[str, Any]) -> ScaledAccelerator:
+def make_accelerator(scale: ScaleSettings, kwargs: dict[str, Any]) -> ScaledAccelerator:
     """An `Accelerator` for `scale`; `kwargs` are the script's own.
 
     Raises:
@@ -196,7 +197,7 @@ def _device_type(kwargs: dict[str, Any]) -> str:
     return accelerator.type if accelerator is not None else "cpu"
 
 
-def prepare(scale: ScalePlugin, accelerator: Accelerator, parts: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def prepare(scale: ScaleSettings, accelerator: Accelerator, parts: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Apply `scale` to each of `parts` and let Accelerate prepare them; as many come back, in the same order.
 
     Raises:
@@ -246,7 +247,7 @@ def _of(kind: type[_Part], parts: tuple[Any, ...]) -> list[_Part]:
     return [part for part in parts if isinstance(part, kind)]
 
 
-def _prepare_model(scale: ScalePlugin, accelerator: Any, model: nn.Module, *, is_trained: bool) -> nn.Module:
+def _prepare_model(scale: ScaleSettings, accelerator: Any, model: nn.Module, *, is_trained: bool) -> nn.Module:
     device_type = accelerator.device.type
     return prepare_model(
         model,

@@ -9,10 +9,10 @@ from accel_scale.secrets import move_token_to_environment
 
 if TYPE_CHECKING:
     from accel_scale.modeling.precision import Precision
-    from accel_scale.plugin.plugin import ScalePlugin
+    from accel_scale.plugin.settings import ScaleSettings
 
 
-def adapt_arguments(scale: ScalePlugin, arguments: Any) -> Precision | None:
+def adapt_arguments(scale: ScaleSettings, arguments: Any) -> Precision | None:
     """What must be known before a trainer makes its `Accelerator`.
 
     Returns:
@@ -54,7 +54,7 @@ def adapt_arguments(scale: ScalePlugin, arguments: Any) -> Precision | None:
     return precision
 
 
-def _set_batch(scale: ScalePlugin, arguments: Any) -> None:
+def _set_batch(scale: ScaleSettings, arguments: Any) -> None:
     before = (arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps)
     if scale.micro_batch_size is not None:
         arguments.per_device_train_batch_size = scale.micro_batch_size

@@ -23,7 +23,7 @@ from accel_scale.training.trainers.recovery_mixin import MemoryRecoveryMixin
 from accel_scale.training.trainers.saving_mixin import AtomicSavingMixin
 
 if TYPE_CHECKING:
-    from accel_scale.plugin.plugin import ScalePlugin
+    from accel_scale.plugin.settings import ScaleSettings
 
 
 _T = TypeVar("_T")
@@ -39,7 +39,7 @@ class ScaleTrainerMixin(LearningMixin, GuardMixin, MemoryRecoveryMixin, OutputFo
     What the plugin leaves open stays with the trainer's own arguments. `ScalePlugin.trainer` makes such a class.
     """
 
-    scale: ScalePlugin
+    scale: ScaleSettings
     flag = "{}"
     _adapter: Any = None  # the plugin's, where the trainer does not take one itself
     _scaled_optimizer: Any = None
@@ -215,7 +215,7 @@ class ScaleTrainerMixin(LearningMixin, GuardMixin, MemoryRecoveryMixin, OutputFo
         return schedule
 
 
-def scaled_trainer_class(trainer_class: type[_T], scale: ScalePlugin) -> type[_T]:
+def scaled_trainer_class(trainer_class: type[_T], scale: ScaleSettings) -> type[_T]:
     """`trainer_class` with `scale` applied: another class of the same name, for any HF or TRL trainer."""
     if not issubclass(trainer_class, Trainer):
         raise ConfigError(

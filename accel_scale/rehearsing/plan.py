@@ -243,3 +243,7 @@ def is_cached(name: str) -> bool:
     from huggingface_hub.constants import HF_HUB_CACHE
 
     return (Path(HF_HUB_CACHE) / f"datasets--{name.replace('/', '--')}" / "snapshots").is_dir()
+
+
+class CheckFailed(Exception):
+    """A check found what should not be; the message is for the user."""

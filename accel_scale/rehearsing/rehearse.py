@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from accel_scale.rehearsing.plan import CHECKPOINT_STEP, NUM_STEPS, Rehearsal
+from accel_scale.rehearsing.plan import CHECKPOINT_STEP, NUM_STEPS, CheckFailed, Rehearsal
 
 # The same processes add in the same order; what is left to allow is a CPU Adam that vectorises by alignment.
 RESUME_TOLERANCE = 1e-5
@@ -43,10 +43,6 @@ class Check:
     outcome: str = "not reached"
     details: str = ""
     seconds: float = 0.0
-
-
-class CheckFailed(Exception):
-    """A check found what should not be; the message is for the user."""
 
 
 class NotOffered(Exception):

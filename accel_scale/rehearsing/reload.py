@@ -27,7 +27,7 @@ def compare_final_folders(*, start: Path | None, uninterrupted: Path, resumed: P
     """
     import torch
 
-    from accel_scale.rehearsing.rehearse import CheckFailed
+    from accel_scale.rehearsing.plan import CheckFailed
 
     ids = torch.arange(3, 35).unsqueeze(0)
     loaded = [_load(folder) for folder in (uninterrupted, resumed) if folder is not None]
@@ -64,7 +64,7 @@ def _load(folder: Path) -> tuple[Any, dict[str, Any]]:
     """The model of `folder` on the CPU in fp32 and the tensors saved there, every one of which found its place."""
     import torch
 
-    from accel_scale.rehearsing.rehearse import CheckFailed
+    from accel_scale.rehearsing.plan import CheckFailed
 
     if (folder / "adapter_config.json").is_file():
         from peft import AutoPeftModelForCausalLM, get_peft_model_state_dict

@@ -12,7 +12,7 @@ from accel_scale.flags.parallel import STAGES_PER_RANK, ParallelArguments
 from accel_scale.parallel.layout import ParallelLayout
 
 if TYPE_CHECKING:
-    from accel_scale.checks.checks import Launch
+    from accel_scale.checks.case import Launch
     from accel_scale.flags.parsing import ParsedFlags
     from accel_scale.starting.recipe_start import Start
 

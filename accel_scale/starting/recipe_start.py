@@ -96,7 +96,8 @@ def check_settings(settings: Resolved, start: Start) -> list[str]:
     Raises:
         ConfigError: for the first contradiction.
     """
-    from accel_scale.checks.checks import check_run, refuse_errors
+    from accel_scale.checks.case import refuse_errors
+    from accel_scale.checks.registry import check_run
     from accel_scale.checks.run_settings import RunSettings
     from accel_scale.launching.memory_cap import fragmentation_advice
     from accel_scale.optimization.optimizers import check_optimizer

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from accel_scale.checks import checks
+from accel_scale.checks.case import Finding, refuse_errors
 from accel_scale.checks.checkpoint_rules import CHECKPOINT_RULES
-from accel_scale.checks.checks import Finding, check_run, refuse_errors
 from accel_scale.checks.deepspeed_rules import DEEPSPEED_RULES, KEYS_OF_DEEPSPEED_FILE
 from accel_scale.checks.launch_rules import LAUNCH_RULES
 from accel_scale.checks.precision_rules import PRECISION_RULES
 from accel_scale.checks.recipe_rules import RECIPE_RULES
+from accel_scale.checks.registry import check_run
 from accel_scale.checks.run_settings import RunSettings, deepspeed_ranks_in_checkpoint
 from accel_scale.errors import ConfigError
 from accel_scale.facts.device import Device, device_named

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from accel_scale.checks.checks import check_run
+from accel_scale.checks.registry import check_run
 from accel_scale.checks.run_settings import RunSettings
 from accel_scale.flags.parsing import parse_flags
 from accel_scale.flags.pretraining import PretrainArguments

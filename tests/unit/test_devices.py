@@ -9,7 +9,7 @@ import torch
 from transformers import GPT2Config, LlamaConfig
 from trl import ScriptArguments
 
-from accel_scale.checks.checks import check_run
+from accel_scale.checks.registry import check_run
 from accel_scale.checks.run_settings import RunSettings
 from accel_scale.data.default import DEFAULT_TRAINING
 from accel_scale.errors import ConfigError

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_scale.checks.checks import Finding
+from accel_scale.checks.case import Finding
 from accel_scale.checks.doctor import Diagnosis, print_diagnosis
 from accel_scale.cli import main as main_module
 from accel_scale.cli.doctor import arrange

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_scale.checks.checks import check_run
+from accel_scale.checks.registry import check_run
 from accel_scale.checks.run_settings import RunSettings
 from accel_scale.errors import ConfigError
 from accel_scale.launching.launch_file import looks_like_launch_file, read_launch_file

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from accel_scale.rehearsing.rehearse import CheckFailed
+from accel_scale.rehearsing.plan import CheckFailed
 from accel_scale.rehearsing.reload import compare_final_folders
 
 

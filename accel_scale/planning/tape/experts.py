@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from accel_scale.planning.models.model_facts import LinearFacts
 from accel_scale.planning.tape.linears import adapter_key
@@ -10,12 +10,34 @@ from accel_scale.planning.tape.ops import FP32, Ops
 from accel_scale.planning.tape.tensors import Parameter, Tensor
 
 if TYPE_CHECKING:
-    from accel_scale.planning.tape.layers import Layer
+    from accel_scale.planning.models.model_facts import LayerFacts, ModelFacts
+    from accel_scale.planning.tape.families import Family
+    from accel_scale.planning.tape.linears import Weights
 
 _INDEX_BYTES = 8
 
 
-def mixture(layer: Layer, x: Tensor) -> Tensor:
+class MixtureLayer(Protocol):
+    """What a mixture needs of the decoder layer that it stands in."""
+
+    ops: Ops
+    model: ModelFacts
+    facts: LayerFacts
+    family: Family
+    weights: Weights
+    rows: float
+
+    def linear(self, name: str, x: Tensor) -> Tensor:
+        """One of the layer's linear modules."""
+
+    def dense_mlp(self, x: Tensor, names: list[str]) -> Tensor:
+        """A gated MLP of linear modules with these names."""
+
+    def activate(self, x: Tensor) -> Tensor:
+        """The layer's activation function."""
+
+
+def mixture(layer: MixtureLayer, x: Tensor) -> Tensor:
     """Routed experts, and the shared one where there is one, for all tokens of `x`.
 
     How many tokens each expert gets does not matter: the sorted copies of all tokens lie in one tensor.
@@ -39,7 +61,7 @@ def mixture(layer: Layer, x: Tensor) -> Tensor:
     return layer.ops.add(routed, shared)
 
 
-def _route(layer: Layer, x: Tensor, per_token: int) -> Tensor:
+def _route(layer: MixtureLayer, x: Tensor, per_token: int) -> Tensor:
     """Weights of each token's experts: softmax over all of them in fp32, the largest kept."""
     ops, rows = layer.ops, layer.rows
     chosen = rows * per_token
@@ -61,7 +83,7 @@ def _route(layer: Layer, x: Tensor, per_token: int) -> Tensor:
     return ops.cast(weights, FP32 if layer.model.model_type == "mixtral" else logits.itemsize)
 
 
-def _route_in_fp32(layer: Layer, x: Tensor, per_token: int) -> tuple[Tensor, Tensor]:
+def _route_in_fp32(layer: MixtureLayer, x: Tensor, per_token: int) -> tuple[Tensor, Tensor]:
     """DeepSeek's: scores of fp32 inputs, softmax or sigmoid, the largest times a number. (positions, weights)."""
     ops, chosen = layer.ops, layer.rows * per_token
     gate = next(item for item in layer.facts.mlp if item.name == "gate")
@@ -89,7 +111,7 @@ def _softmax_of_top(ops: Ops, logits: Tensor, chosen: float) -> Tensor:
     return ops.softmax(top, itemsize)
 
 
-def _experts(layer: Layer, x: Tensor, routing: Tensor) -> Tensor:
+def _experts(layer: MixtureLayer, x: Tensor, routing: Tensor) -> Tensor:
     ops, facts = layer.ops, layer.facts.mixture
     assert facts is not None
     linears = {item.name: item for item in layer.facts.mlp if item.copies > 1}
@@ -111,7 +133,7 @@ def _experts(layer: Layer, x: Tensor, routing: Tensor) -> Tensor:
     return ops.cast(summed, itemsize)
 
 
-def _gate(layer: Layer, inner: Tensor) -> Tensor:
+def _gate(layer: MixtureLayer, inner: Tensor) -> Tensor:
     gate, up = layer.ops.split(inner, [inner.numel / 2] * 2)
     return layer.ops.mul(layer.activate(gate), up)
 
@@ -126,7 +148,9 @@ def _clamped_gate(ops: Ops, inner: Tensor) -> Tensor:
     return ops.mul(ops.shift(up), glu)
 
 
-def _grouped(layer: Layer, facts: LinearFacts, x: Tensor, experts: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _grouped(
+    layer: MixtureLayer, facts: LinearFacts, x: Tensor, experts: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
     """A product per expert, and the biases of each copy; autocast leaves it alone, so `x` takes the weights' type."""
     ops, weight, biases = layer.ops, _weight(layer, facts), None
     if experts is not None:
@@ -153,7 +177,7 @@ def _product(ops: Ops, facts: LinearFacts, x: Tensor, weight: Tensor) -> Tensor:
     return ops.tape.record(out, [x, weight], saved, backward)
 
 
-def _weight(layer: Layer, facts: LinearFacts) -> Tensor:
+def _weight(layer: MixtureLayer, facts: LinearFacts) -> Tensor:
     """The stacked weights; PEFT adds an adapter's update to all of them before each use."""
     ops, weights = layer.ops, layer.weights
     size = facts.copies * facts.in_features * facts.out_features

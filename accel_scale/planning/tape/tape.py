@@ -7,23 +7,9 @@ torch's order, adds up gradients in place where torch does, and recomputes check
 from __future__ import annotations
 
 import heapq
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 
-from accel_scale.planning.tape.tensors import Backward, Meter, Node, Parameter, Storage, Tensor
-
-
-@dataclass
-class Recompute:
-    """A checkpointed block: run again, with what it saves, when the first of its nodes is reached."""
-
-    function: Callable[[], Tensor]
-    keeps_products: bool = False
-    nodes: list[Node] = field(default_factory=list)
-    products: deque[Tensor] = field(default_factory=deque)
-    is_done: bool = False
-    num_saving: int = 0
+from accel_scale.planning.tape.tensors import Backward, Meter, Node, Parameter, Recompute, Storage, Tensor
 
 
 class _Enough(Exception):

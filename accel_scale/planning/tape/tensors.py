@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from accel_scale.planning.tape.tape import Recompute
+from dataclasses import dataclass, field
 
 
 class Meter:
@@ -96,3 +94,15 @@ class Parameter:
             # Torch runs gradient accumulation before any other node that is ready.
             self.node = Node(2**62, (), [], None)
             self.node.parameter = self
+
+
+@dataclass
+class Recompute:
+    """A checkpointed block: run again, with what it saves, when the first of its nodes is reached."""
+
+    function: Callable[[], Tensor]
+    keeps_products: bool = False
+    nodes: list[Node] = field(default_factory=list)
+    products: deque[Tensor] = field(default_factory=deque)
+    is_done: bool = False
+    num_saving: int = 0

@@ -12,8 +12,8 @@ import torch
 
 from accel_scale.errors import ConfigError
 from accel_scale.parallel.model_parallel import model_parallel_of
+from accel_scale.training.guard.controls import make_gate
 from accel_scale.training.guard.guard import Guard
-from accel_scale.training.guard.optimizer_control import make_gate
 from accel_scale.training.guard.verdict import MicroBatch, StepJudge, StepOutcome, stop_run
 from accel_scale.training.resilience.hang_watch import follow_steps
 

@@ -14,49 +14,7 @@ from typing import Any
 
 import torch
 
-from accel_scale.errors import ConfigError
-from accel_scale.parallel.engine import strategy_of
-from accel_scale.parallel.model_parallel import model_parallel_of
 from accel_scale.training.ddp.hooks import hook_of
-
-
-def make_gate(accelerator: Any, model: Any, optimizer: Any) -> StepGate:
-    """The gate for how `accelerator` runs.
-
-    Raises:
-        ConfigError: where a step, once its gradients exist, can no longer be held back.
-    """
-    from accelerate.optimizer import AcceleratedOptimizer
-
-    if not isinstance(optimizer, AcceleratedOptimizer):
-        raise ConfigError(
-            f"{type(optimizer).__name__} was not prepared, so its steps cannot be skipped.",
-            place="guard",
-            fix="pass the optimizer that accelerator.prepare returned.",
-        )
-    inner = type(optimizer.optimizer).__name__
-    if accelerator.has_lomo_optimizer or inner in ("LayerWiseDummyOptimizer", "DummyOptim"):
-        raise ConfigError(
-            f"{inner} changes weights in the backward pass, before the guard can check the step.",
-            place="guard",
-            fix="use another optimizer, or turn the guard off.",
-        )
-    strategy = strategy_of(accelerator)
-    if strategy == "model_parallel":
-        from accel_scale.training.guard.parallel_control import ParallelGate
-
-        shared = model_parallel_of(accelerator)
-        assert shared is not None
-        return ParallelGate(accelerator, shared, optimizer)
-    if strategy.startswith("zero"):
-        from accel_scale.training.guard.deepspeed_control import DeepSpeedGate
-
-        return DeepSpeedGate(accelerator, model, optimizer)
-    if strategy == "fsdp1":
-        raise ConfigError(
-            "steps of FSDP version 1 cannot be guarded.", place="fsdp_version", fix="use fsdp_version: 2."
-        )
-    return StepGate(accelerator, model, optimizer)
 
 
 class StepGate:

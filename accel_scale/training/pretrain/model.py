@@ -9,6 +9,7 @@ from typing import Any
 from accel_scale.errors import ConfigError
 from accel_scale.flags.pretraining import PretrainDataArguments, PretrainModelArguments
 from accel_scale.modeling.scratch import config_from_file, config_of_size, model_from_nothing, parse_count
+from accel_scale.parallel.mapped_weights import fits_on_each
 
 _BUILT_IN = ("byte", "char")
 _ALL_BYTES = 2**62
@@ -154,13 +155,6 @@ def build_model(
         revision=model_args.model_revision,
         trust_remote_code=model_args.trust_remote_code,
     )
-
-
-def fits_on_each(num_params: int, processes_on_node: int) -> bool:
-    """Whether each rank can hold the model in fp32 in a quarter of the host's memory."""
-    import psutil
-
-    return bool(4 * num_params * processes_on_node <= psutil.virtual_memory().total / 4)
 
 
 def plan_memory(run: Any) -> Any:

@@ -79,8 +79,7 @@ def build_to_share(run: Any, build: Callable[[], Any]) -> Any:
     if run.layout.is_plain or run.launch.local_world_size == 1:
         return build()
     from accel_scale.modeling.loading import skeleton_of
-    from accel_scale.parallel.mapped_weights import build_once_per_server
-    from accel_scale.training.pretrain.model import fits_on_each
+    from accel_scale.parallel.mapped_weights import build_once_per_server, fits_on_each
 
     def skeleton() -> Any:
         return skeleton_of(run.model_config, run.attention, trust_remote_code=run.model_args.trust_remote_code)

@@ -16,8 +16,9 @@ from accel_scale.facts.optimizer_specs import steps_in_backward
 from accel_scale.flags.guard import unjudgeable
 from accel_scale.flags.guard_settings import GuardSettings
 from accel_scale.training.checkpoints.row_ids import number_rows, take_row_ids
+from accel_scale.training.guard.controls import make_gate
 from accel_scale.training.guard.guard import Guard
-from accel_scale.training.guard.optimizer_control import StepGate, make_gate
+from accel_scale.training.guard.optimizer_control import StepGate
 from accel_scale.training.guard.verdict import MicroBatch, StepJudge, StepOutcome, stop_run
 
 

@@ -123,21 +123,6 @@ def warning(place: str, problem: str, fix: str) -> Finding:
     return Finding("warning", place, problem, fix)
 
 
-def check_run(run: RunSettings, launch: Launch, machine: Machine) -> list[Finding]:
-    """All findings of all rules, errors first. Pure: asks nothing but its arguments."""
-    from accel_scale.checks.checkpoint_rules import CHECKPOINT_RULES
-    from accel_scale.checks.ddp_rules import DDP_RULES
-    from accel_scale.checks.deepspeed_rules import DEEPSPEED_RULES
-    from accel_scale.checks.launch_rules import LAUNCH_RULES
-    from accel_scale.checks.precision_rules import PRECISION_RULES
-    from accel_scale.checks.recipe_rules import RECIPE_RULES
-
-    case = Case(run, launch, machine)
-    rules = (*PRECISION_RULES, *RECIPE_RULES, *LAUNCH_RULES, *DEEPSPEED_RULES, *DDP_RULES, *CHECKPOINT_RULES)
-    findings = [finding for rule in rules if (finding := rule(case)) is not None]
-    return sorted(findings, key=lambda finding: finding.level)
-
-
 def refuse_errors(findings: Sequence[Finding]) -> None:
     """Raise the first error among `findings`, mentioning how many more there are.
 
