@@ -238,7 +238,7 @@ def load(run: Run) -> Any:
     """Model, adapters and trainer; sharded at load where the launch shards."""
     from accel_scale.data.chat import ensure_chat_template, ensure_stop_token
     from accel_scale.data.loaders import loader_settings
-    from accel_scale.measuring import measured_memory
+    from accel_scale.verifying import measured_memory
     from accel_scale.modeling import activation_checkpointing, adapters, precision
     from accel_scale.modeling.loading import add_stop_token, count_parameters, load_model
     from accel_scale.optimization.optimizers import optimizer_cls_and_kwargs

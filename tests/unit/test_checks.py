@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from accel_scale.checks import checks
+from accel_scale.checks import case as checks
 from accel_scale.checks.case import Finding, refuse_errors
 from accel_scale.checks.checkpoint_rules import CHECKPOINT_RULES
 from accel_scale.checks.deepspeed_rules import DEEPSPEED_RULES, KEYS_OF_DEEPSPEED_FILE

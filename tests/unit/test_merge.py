@@ -277,7 +277,7 @@ def test_command_prints_what_was_merged(bases, tmp_path, capsys):
 
 _MEASURED = """
 import resource, sys, torch
-from accel_scale.training import merge, merge_weights
+from accel_scale.merging import adapter as merge, weights as merge_weights
 from transformers import AutoModelForCausalLM
 import bitsandbytes, peft
 merge.merge_adapter({small!r}, {small_out!r}, base_weights={weights!r}, check=False)  # imports, thread pools
