@@ -372,7 +372,7 @@ def test_an_evaluation_loader_does_not_set_the_global_batch():
 
 
 @pytest.mark.parametrize(
-    ("num_steps", "said"), [(2, "has ended, and training goes on"), (4, ""), (9, "after 4 of the")]
+    ("num_steps", "said"), [(2, "has ended, and training continues"), (4, ""), (9, "after 4 of the")]
 )
 def test_a_schedule_of_another_length_than_training_is_said(num_steps, said, capsys):
     plugin = ScalePlugin(lr_schedule="linear", num_training_steps=num_steps)
