@@ -238,12 +238,12 @@ def load(run: Run) -> Any:
     """Model, adapters and trainer; sharded at load where the launch shards."""
     from accel_scale.data.chat import ensure_chat_template, ensure_stop_token
     from accel_scale.data.loaders import loader_settings
-    from accel_scale.verifying import measured_memory
     from accel_scale.modeling import activation_checkpointing, adapters, precision
     from accel_scale.modeling.loading import add_stop_token, count_parameters, load_model
     from accel_scale.optimization.optimizers import optimizer_cls_and_kwargs
     from accel_scale.settings.trl_config import RecipeSFTConfig
     from accel_scale.training.trainers.sft_trainer import ScaleSFTTrainer
+    from accel_scale.verifying import measured_memory
 
     settings = run.settings
     for name, value in loader_settings(
