@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import re
+import statistics
 from pathlib import Path
 
 import pytest
@@ -62,6 +64,40 @@ def test_figures_of_readme_and_measured_name_a_committed_file():
                 row
             )
             assert all((ROOT / name).exists() for name in named if "/" in name and "#" not in name), row
+
+
+def measured(pattern: str, result: str) -> list[float]:
+    """The numbers that `pattern` finds in a committed table."""
+    found = re.search(pattern, (ROOT / "benchmarks" / "results" / result).read_text(encoding="utf-8"))
+    assert found, (pattern, result)
+    return [float(number.replace(",", "")) for number in found.groups()]
+
+
+def test_figures_are_those_of_the_committed_results():
+    """README and docs/measured.md quote benchmarks/results: a new measurement changes all three."""
+    results = ROOT / "benchmarks" / "results"
+    steps = json.loads((results / "planner_cpu.json").read_text())["rows"]
+    errors = [abs(row["error"]) for row in steps]
+    published = json.loads((results / "planner_accuracy.json").read_text())["all_hf"]
+    (compiled,) = measured(r"ours, --torch_compile \| [\d,]+ \| ([\d.]+)", "pretrain_side_by_side_fp32.md")
+    (plain,) = measured(r"\| ours \| [\d,]+ \| ([\d.]+)", "pretrain_side_by_side_fp32.md")
+    (tuned,) = measured(r"TRL tuned[^|]*\| [\d,]+ \| ([\d.]+)", "sft_side_by_side.md")
+    (ours,) = measured(r"accel-scale defaults \| [\d,]+ \| ([\d.]+)", "sft_side_by_side.md")
+    kills = re.findall(r"^\| \w+ \| (\d+) \|", (results / "sft_soak.md").read_text(encoding="utf-8"), re.MULTILINE)
+    for page in (ROOT / "README.md", ROOT / "docs" / "measured.md"):
+        text = re.sub(r"\s+", " ", page.read_text(encoding="utf-8"))
+        for quoted in (
+            f"{len(steps)} random models of {len({row['architecture'] for row in steps})} architectures",
+            f"median error {100 * statistics.median(errors):.1f} %, worst {100 * max(errors):.1f} %",
+            f"median error {100 * published['median_error']:.1f} %",
+            f"`accelerate estimate-memory`: {100 * published['accelerate_median_error']:.0f} %",
+            f"{ours:.1f} ×",
+            f"{ours / tuned:.1f} ×",
+            f"{plain:.2f} ×",
+            f"{compiled:.2f} ×",
+            f"{sum(map(int, kills))}",
+        ):
+            assert quoted in text, (page.name, quoted)
 
 
 def test_readme_quotes_what_its_command_prints(capsys, monkeypatch):
