@@ -26,3 +26,14 @@ class ConfigError(ValueError):
 
 class CheckpointNotSaved(OSError):
     """The last checkpoint of a run could not be written; end with `FULL_DISK_STATUS`."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says, or its name, without a full stop."""
+    lines = (line.strip() for line in str(error).splitlines())
+    return next((line for line in lines if line), type(error).__name__).rstrip(".")
+
+
+def first_sentence(error: BaseException) -> str:
+    """The first sentence of what an error says, on one line."""
+    return " ".join(str(error).split()).split(". ")[0].rstrip(".")

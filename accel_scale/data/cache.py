@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from accel_scale.data.bad_rows import SkipLog
 
@@ -21,10 +21,7 @@ _ROWS_FILE, _SKIPPED_FILE = "rows.arrow", "skipped_rows.jsonl"
 
 def cache_key(files: Sequence[str], *settings: object) -> str:
     """A key that changes with the files (path, size, time of change), the settings and the code that reads them."""
-    digest = hashlib.sha256(_code_digest())
-    for file in files:
-        status = os.stat(file)
-        digest.update(f"{os.path.abspath(file)}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
+    digest = files_digest(_code_digest(), files)
     digest.update(repr(settings).encode())
     return digest.hexdigest()[:32]
 
@@ -35,22 +32,17 @@ def _code_digest() -> bytes:
     return hashlib.sha256(b"".join((folder / f"{name}.py").read_bytes() for name in names)).digest()
 
 
-def cached_rows(
-    key: str, features: Features, tables: Callable[[SkipLog], Iterator[pa.Table]]
-) -> tuple[Dataset, dict[str, int]]:
-    """The rows of `tables`, from the cache if `key` is there, else written to it first.
+def complete_folder(area: str, key: str, write: Callable[[Path], None]) -> Path:
+    """The folder `key` of an area of `datasets`' cache, made by `write` where it is missing.
 
-    Processes that ask at the same time wait for the first one. A folder in the cache is complete: it is written
-    beside its place and renamed, so a killed process leaves nothing that looks like data.
-
-    Returns:
-        (data set memory-mapped from the cache, number of skipped rows by reason).
+    Processes that ask at the same time wait for the first one, on every machine that shares the cache. A folder in the
+    cache is complete: it is written beside its place and renamed, so a killed process leaves nothing that looks like
+    data.
     """
-    import pyarrow.ipc
-    from datasets import Dataset, config
+    from datasets import config
     from filelock import FileLock
 
-    root = Path(config.HF_DATASETS_CACHE) / "accel_scale"
+    root = Path(config.HF_DATASETS_CACHE) / area
     root.mkdir(parents=True, exist_ok=True)
     folder = root / key
     with FileLock(f"{folder}.lock"):
@@ -59,12 +51,38 @@ def cached_rows(
                 shutil.rmtree(leftover, ignore_errors=True)
             unfinished = Path(tempfile.mkdtemp(prefix=f"{key}.", dir=root))
             try:
-                schema = features.arrow_schema
-                with pyarrow.ipc.new_stream(str(unfinished / _ROWS_FILE), schema) as writer:
-                    for table in tables(SkipLog(str(unfinished / _SKIPPED_FILE))):
-                        writer.write_table(table)
+                write(unfinished)
                 os.replace(unfinished, folder)
             finally:
                 shutil.rmtree(unfinished, ignore_errors=True)
+    return folder
+
+
+def files_digest(seed: bytes, files: Sequence[str]) -> Any:
+    """A hash that changes with the files: path, size, time of change."""
+    digest = hashlib.sha256(seed)
+    for file in files:
+        status = os.stat(file)
+        digest.update(f"{os.path.abspath(file)}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
+    return digest
+
+
+def cached_rows(
+    key: str, features: Features, tables: Callable[[SkipLog], Iterator[pa.Table]]
+) -> tuple[Dataset, dict[str, int]]:
+    """The rows of `tables`, from the cache if `key` is there, else written to it first.
+
+    Returns:
+        (data set memory-mapped from the cache, number of skipped rows by reason).
+    """
+    import pyarrow.ipc
+    from datasets import Dataset
+
+    def write(unfinished: Path) -> None:
+        with pyarrow.ipc.new_stream(str(unfinished / _ROWS_FILE), features.arrow_schema) as writer:
+            for table in tables(SkipLog(str(unfinished / _SKIPPED_FILE))):
+                writer.write_table(table)
+
+    folder = complete_folder("accel_scale", key, write)
     dataset = Dataset.from_file(str(folder / _ROWS_FILE))
     return dataset, SkipLog(str(folder / _SKIPPED_FILE)).reasons()

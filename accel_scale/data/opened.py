@@ -18,7 +18,7 @@ from accel_scale.data.reading import SAMPLE_ROWS, file_rows, read_rows, sample_r
 from accel_scale.data.rows import RichTurnsFound
 from accel_scale.data.sources import Source, canonical_split, find_source, missing_split
 from accel_scale.data.spans import Span, spans_of
-from accel_scale.errors import ConfigError
+from accel_scale.errors import ConfigError, first_sentence
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -214,7 +214,7 @@ def _saved_split(source: Source, split: str, streaming: bool) -> Any:
         loaded = load_from_disk(os.path.expanduser(source.name))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{source.name} is not a whole folder of `save_to_disk` ({_first_sentence(error)}).",
+            f"{source.name} is not a whole folder of `save_to_disk` ({first_sentence(error)}).",
             place="--dataset_name",
             fix="save the data set again, or copy all of its folder.",
         ) from error
@@ -234,13 +234,13 @@ def _hub_split(source: Source, split: str, streaming: bool) -> Any:
     except (DatasetNotFoundError, FileNotFoundError) as error:
         raise ConfigError(
             f"{source.name} is not in the current folder, and the hub has no such data set, or shows it to members "
-            f"only ({_first_sentence(error)}).",
+            f"only ({first_sentence(error)}).",
             place="--dataset_name",
             fix="check the spelling, or log in with `hf auth login`.",
         ) from error
     except ConnectionError as error:
         raise ConfigError(
-            f"{source.name} is not in the current folder, and the hub cannot be reached ({_first_sentence(error)}).",
+            f"{source.name} is not in the current folder, and the hub cannot be reached ({first_sentence(error)}).",
             place="--dataset_name",
             fix="check the network, or name a local file.",
         ) from error
@@ -252,7 +252,3 @@ def _hub_split(source: Source, split: str, streaming: bool) -> Any:
         raise ConfigError(
             f"{source.name}: {problem}.", place="--dataset_config", fix="name a configuration it has."
         ) from error
-
-
-def _first_sentence(error: Exception) -> str:
-    return " ".join(str(error).split()).split(". ")[0].rstrip(".")

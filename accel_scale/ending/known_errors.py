@@ -11,7 +11,7 @@ import json
 import os
 import traceback
 
-from accel_scale.errors import ConfigError
+from accel_scale.errors import ConfigError, first_line
 
 # What a file system says no with; other errors of the operating system may be a program's own.
 _REFUSED_BY_THE_SYSTEM = {
@@ -33,20 +33,20 @@ def as_setting(error: BaseException) -> ConfigError | None:
     name, module = type(error).__name__, type(error).__module__.split(".")[0]
     if name == "SafetensorError":
         return ConfigError(
-            f"a weights file cannot be read: {_first_line(error)}.",
+            f"a weights file cannot be read: {first_line(error)}.",
             place=_path_in_frames(error) or "safetensors",
             fix="download or copy the file again; it must be whole.",
         )
     if module == "huggingface_hub":
         return ConfigError(
-            f"the hub says: {_first_line(error)}.",
+            f"the hub says: {first_line(error)}.",
             place="Hugging Face Hub",
             fix="check the name, your access to it (`hf auth login`) and the connection.",
         )
     if module == "datasets" and name.startswith("Dataset"):
         cause = error.__cause__ or error
         return ConfigError(
-            f"the data cannot be read: {_first_line(cause)}.", place="--dataset_name", fix="repair or re-export it."
+            f"the data cannot be read: {first_line(cause)}.", place="--dataset_name", fix="repair or re-export it."
         )
     if isinstance(error, OSError) and error.errno in _REFUSED_BY_THE_SYSTEM:
         return ConfigError(
@@ -56,25 +56,20 @@ def as_setting(error: BaseException) -> ConfigError | None:
         )
     if isinstance(error, json.JSONDecodeError) and _is_library(_innermost(error, skip=("json",))):
         return ConfigError(
-            f"a JSON file cannot be read: {_first_line(error)}.",
+            f"a JSON file cannot be read: {first_line(error)}.",
             place=_path_in_frames(error) or "a configuration of the model or the data",
             fix="repair the file, or copy it again.",
         )
     if isinstance(error, (ValueError, ImportError, NotImplementedError)) and _is_check(error):
         library = _library(_innermost(error))
-        return ConfigError(f"{library} refuses: {_first_line(error)}.", place=library, fix="change that setting.")
+        return ConfigError(f"{library} refuses: {first_line(error)}.", place=library, fix="change that setting.")
     if isinstance(error, RuntimeError) and ("size mismatch" in str(error) or "ignore_mismatched_sizes" in str(error)):
         return ConfigError(
-            f"weights and model do not have the same shapes: {_first_line(error)}.",
+            f"weights and model do not have the same shapes: {first_line(error)}.",
             place="--model_name_or_path",
             fix="use the config.json that belongs to the weights.",
         )
     return None
-
-
-def _first_line(error: BaseException) -> str:
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return text.rstrip(".")
 
 
 def _innermost(error: BaseException, skip: tuple[str, ...] = ()) -> traceback.FrameSummary | None:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_scale.errors import ConfigError
+from accel_scale.errors import ConfigError, first_line
 from accel_scale.modeling.stored_weights import stored_shapes
 
 if TYPE_CHECKING:
@@ -60,9 +60,9 @@ def _skeleton(config: PretrainedConfig, place: str, fix: str) -> PreTrainedModel
     except ValueError as error:
         if "Unrecognized configuration class" in str(error):
             return None  # no causal language model by its class; loading says more
-        raise ConfigError(f"no model can be made of it: {_first_line(error)}.", place=place, fix=fix) from None
+        raise ConfigError(f"no model can be made of it: {first_line(error)}.", place=place, fix=fix) from None
     except (RuntimeError, TypeError, ZeroDivisionError, AssertionError, IndexError, KeyError) as error:
-        raise ConfigError(f"no model can be made of it: {_first_line(error)}.", place=place, fix=fix) from None
+        raise ConfigError(f"no model can be made of it: {first_line(error)}.", place=place, fix=fix) from None
 
 
 def _same_names(prefix: str, stored: Iterable[str], wanted: Collection[str]) -> Iterator[tuple[str, str]]:
@@ -75,10 +75,6 @@ def _same_names(prefix: str, stored: Iterable[str], wanted: Collection[str]) -> 
 
 def _text(shape: tuple[int, ...]) -> str:
     return " × ".join(map(str, shape)) or "a number"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def check_tokenizer(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, *, place: str) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_scale.errors import ConfigError
+from accel_scale.errors import ConfigError, first_line
 from accel_scale.modeling.model_class import language_model_class, refuse_other_models
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def load_config(name: str, *, revision: str = "main", trust_remote_code: bool = 
         config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"the model {name!r} cannot be loaded: {_first_line(error)}",
+            f"the model {name!r} cannot be loaded: {first_line(error)}.",
             place="--model_name_or_path",
             fix="check the name, and the connection if it is on the hub.",
         ) from error
@@ -45,10 +45,6 @@ def load_config(name: str, *, revision: str = "main", trust_remote_code: bool = 
 
 def _looks_local(name: str) -> bool:
     return name.startswith((".", "/", "~")) or name.count("/") > 1
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n", 1)[0]
 
 
 def load_tokenizer(
@@ -65,7 +61,7 @@ def load_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"the tokenizer of {name!r} cannot be loaded: {_first_line(error)}",
+            f"the tokenizer of {name!r} cannot be loaded: {first_line(error)}.",
             place=place,
             fix="a model folder needs tokenizer.json or its kind beside the weights.",
         ) from error
@@ -115,7 +111,7 @@ def load_model(
         )
     except OSError as error:
         raise ConfigError(
-            f"the weights of {name!r} cannot be loaded: {_first_line(error)}",
+            f"the weights of {name!r} cannot be loaded: {first_line(error)}.",
             place="--model_name_or_path",
             fix="check the folder or the hub id.",
         ) from error

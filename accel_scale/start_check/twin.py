@@ -10,6 +10,8 @@ import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from accel_scale.errors import first_line
+
 if TYPE_CHECKING:
     import torch
     from peft import PeftConfig
@@ -49,7 +51,7 @@ def build_twin(
             torch.default_generator.manual_seed(seed)
             model = language_model_class(config).from_config(tiny, dtype=torch.float32, **options)
     except Exception as error:  # whatever a configuration of an unknown kind raises
-        raise NoTwin(f"{type(error).__name__}: {first_line(error)}") from error
+        raise NoTwin(f"{type(error).__name__}: {first_line(error)[:200]}") from error
     if num_parameters > MAX_PARAMETERS:
         raise NoTwin(f"it still has {num_parameters:,} parameters after shrinking")
     model.config.use_cache = False
@@ -168,8 +170,3 @@ def undisturbed() -> Iterator[None]:
             random.setstate(python_state)
             # What was said once in here must be said again of the real model.
             transformers_logging.warning_once.cache_clear()
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of what an error says."""
-    return str(error).strip().split("\n", 1)[0][:200]

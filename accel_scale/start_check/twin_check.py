@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from accel_scale.errors import ConfigError
+from accel_scale.errors import ConfigError, first_line
 from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy, apply_checkpointing
 from accel_scale.optimization.fast_loss import add_fast_lm_head
 from accel_scale.optimization.router_loss import router_coefficient
@@ -58,7 +58,6 @@ class TwinCheck:
     def own_step(self) -> Step:
         """The step by the model's own loss, without checkpointing."""
         from accel_scale.start_check.steps import take_step
-        from accel_scale.start_check.twin import first_line
 
         def own_loss(model: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
             output = model(**inputs, use_cache=False)
@@ -70,7 +69,7 @@ class TwinCheck:
         except Exception as error:
             raise Crashed(
                 f"{self.name} cannot take a step with {self.run.attention} attention on {_ROWS[self.run.rows]}: "
-                f"{type(error).__name__}: {first_line(error)}",
+                f"{type(error).__name__}: {first_line(error)[:200]}",
                 place="--attn_implementation",
             ) from error
 
@@ -136,12 +135,11 @@ class TwinCheck:
     def compared(self, own: Step) -> tuple[Step | None, str]:
         """The recipe's step if it equals `own`; else None and what is different."""
         from accel_scale.start_check.steps import difference, take_step
-        from accel_scale.start_check.twin import first_line
 
         try:
             step = take_step(self.model, self.batch.inputs, recipe_loss)
         except Exception as error:
-            return None, f"{type(error).__name__}: {first_line(error)}"
+            return None, f"{type(error).__name__}: {first_line(error)[:200]}"
         gap = difference(step, own)
         return (step, "") if gap.is_small else (None, str(gap))
 
@@ -189,13 +187,13 @@ def _with_router_loss(config: PreTrainedConfig, weight: float | None) -> PreTrai
 
 
 def _with_adapter(base: Any, run: PlannedRun) -> Any:
-    from accel_scale.start_check.twin import attach_adapter, first_line
+    from accel_scale.start_check.twin import attach_adapter
 
     try:
         return attach_adapter(base, run.adapter)  # type: ignore[arg-type]
     except Exception as error:
         raise ConfigError(
-            f"PEFT cannot put these adapters on {type(base).__name__}: {first_line(error)}",
+            f"PEFT cannot put these adapters on {type(base).__name__}: {first_line(error)[:200]}",
             place="--lora_target_modules",
             fix="name linear layers that this model has, or use --method full.",
         ) from error

@@ -3,61 +3,37 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from accel_scale.data.cache import complete_folder, files_digest
 from accel_scale.data.pretraining.tables import parquet_metadata
 from accel_scale.disk_space import OUT_OF_SPACE
 from accel_scale.errors import ConfigError
 
-_VERSION = 1
+_AREA, _VERSION = "accel_scale_pretraining", 1
 _BATCH_ROWS = 8192
 
 
 def converted_parquet(name: str, paths: Sequence[str], text_column: str) -> tuple[str, ...]:
     """Arrow files with the text of Parquet files, in the same order of rows; from `datasets`' cache if it is there.
 
-    Processes that ask at the same time wait for the first one, on every machine that shares the cache. A folder in
-    the cache is complete: it is written beside its place and renamed. Memory used is that of a few thousand rows.
+    Memory used is that of a few thousand rows.
     """
-    from datasets import config
-    from filelock import FileLock
-
-    root = Path(config.HF_DATASETS_CACHE) / "accel_scale_pretraining"
-    root.mkdir(parents=True, exist_ok=True)
-    folder = root / _key(paths, text_column)
-    with FileLock(f"{folder}.lock"):
-        if not folder.exists():
-            for leftover in root.glob(f"{folder.name}.*/"):  # of a process that was killed: the lock says so
-                shutil.rmtree(leftover, ignore_errors=True)
-            unfinished = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=root))
-            try:
-                _convert(name, paths, text_column, unfinished)
-                os.replace(unfinished, folder)
-            except OSError as error:
-                if error.errno not in OUT_OF_SPACE:
-                    raise
-                raise ConfigError(
-                    f"the disk of the cache {root} is full: {name} needs as much space there as its text is long.",
-                    place="HF_DATASETS_CACHE",
-                    fix="free space, or set the variable to a folder on a larger disk.",
-                ) from error
-            finally:
-                shutil.rmtree(unfinished, ignore_errors=True)
+    key = files_digest(f"{_VERSION}\0{text_column}".encode(), paths).hexdigest()[:32]
+    try:
+        folder = complete_folder(_AREA, key, lambda unfinished: _convert(name, paths, text_column, unfinished))
+    except OSError as error:
+        if error.errno not in OUT_OF_SPACE:
+            raise
+        raise ConfigError(
+            f"the disk of the cache is full: {name} needs as much space there as its text is long.",
+            place="HF_DATASETS_CACHE",
+            fix="free space, or set the variable to a folder on a larger disk.",
+        ) from error
     return tuple(str(folder / f"{index:05d}.arrow") for index in range(len(paths)))
-
-
-def _key(paths: Sequence[str], text_column: str) -> str:
-    digest = hashlib.sha256(f"{_VERSION}\0{text_column}".encode())
-    for path in paths:
-        status = os.stat(path)
-        digest.update(f"{os.path.abspath(path)}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
-    return digest.hexdigest()[:32]
 
 
 def _convert(name: str, paths: Sequence[str], text_column: str, folder: Path) -> None:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from accel_scale.errors import ConfigError
+from accel_scale.errors import ConfigError, first_sentence
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -43,7 +43,7 @@ def load_pretraining_tokenizer(name: str, *, texts: Iterable[str] | None = None)
         tokenizer = AutoTokenizer.from_pretrained(os.path.expanduser(name))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{name!r} cannot be loaded ({_first_sentence(error)}).",
+            f"{name!r} cannot be loaded ({first_sentence(error)}).",
             place="--tokenizer",
             fix="name a folder with a tokenizer, a hub id, `byte` or `char`.",
         ) from error
@@ -54,10 +54,6 @@ def load_pretraining_tokenizer(name: str, *, texts: Iterable[str] | None = None)
             fix="name one with a tokenizer.json.",
         )
     return tokenizer
-
-
-def _first_sentence(error: Exception) -> str:
-    return " ".join(str(error).split()).split(". ")[0].rstrip(".")
 
 
 def _wrapped(tokenizer: Tokenizer, *, unknown: str | None = None) -> PreTrainedTokenizerFast:

@@ -13,11 +13,10 @@ from typing import Any, Protocol
 
 import torch
 
-from accel_scale.errors import ConfigError
+from accel_scale.errors import ConfigError, first_line
 from accel_scale.training.checkpoints.manifest import Manifest
 from accel_scale.training.checkpoints.pickles import load_safely, refuse_unsafe
 from accel_scale.training.checkpoints.random_states import derive_random_states, put_random_states, take_random_states
-from accel_scale.training.checkpoints.ranks import one_line
 
 STATE = "state.json"
 Write = Callable[[Path], None]
@@ -240,7 +239,7 @@ class ReplicatedContents:
                 optimizer.load_state_dict(state)
             except (ValueError, KeyError) as error:
                 raise ConfigError(
-                    f"{folder.name} does not fit this optimizer ({one_line(error)}).",
+                    f"{folder.name} does not fit this optimizer ({first_line(error)}).",
                     place="resume",
                     fix="resume with the optimizer it was written by.",
                 ) from error

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from accel_scale.errors import ConfigError
+from accel_scale.errors import ConfigError, first_line
 from accel_scale.training.checkpoints.contents import Write, host_copy, numbered, what_differs, write_tensors
 from accel_scale.training.checkpoints.manifest import Manifest
 from accel_scale.training.checkpoints.pickles import refuse_unsafe_folder
-from accel_scale.training.checkpoints.ranks import one_line
 
 FULL, SHARDED = "FULL_STATE_DICT", "SHARDED_STATE_DICT"
 
@@ -97,7 +96,7 @@ def one_reason() -> Iterator[None]:
         yield
     except CheckpointException as error:
         rank, (reason, _) = min(error.failures.items(), key=lambda failure: failure[0])
-        raise RuntimeError(f"{one_line(reason)}, on rank {rank}") from None
+        raise RuntimeError(f"{first_line(reason)}, on rank {rank}") from None
 
 
 def _optimizer_state(model: Any, optimizer: Any, options: Any) -> Any:

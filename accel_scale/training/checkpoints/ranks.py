@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from accel_scale.errors import ConfigError
+from accel_scale.errors import ConfigError, first_line
 
 T = TypeVar("T")
 
@@ -78,7 +78,7 @@ class Meeting:
         except ConfigError as error:
             failure = ("config", error.problem, error.place, error.fix)
         except Exception as error:
-            failure, cause = ("other", one_line(error), None, None), error
+            failure, cause = ("other", first_line(error), None, None), error
         try:
             outcomes = self.gather((failure, result))
             for rank, (problem, _) in enumerate(outcomes):
@@ -96,9 +96,3 @@ class Meeting:
     def on_main(self, work: Callable[[], T]) -> T:
         """Rank 0's result of `work`, which only it does; fails as `together` does."""
         return self.together(lambda: work() if self.rank == 0 else None)[0]  # type: ignore[return-value]
-
-
-def one_line(error: BaseException) -> str:
-    """The first line of an error's message, or its name."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from accel_scale.errors import ConfigError
+from accel_scale.errors import ConfigError, first_line
 from accel_scale.training.checkpoints.contents import Write
 from accel_scale.training.checkpoints.manifest import Manifest
 from accel_scale.training.checkpoints.pickles import refuse_unsafe_folder
-from accel_scale.training.checkpoints.ranks import FailedSomewhere, Meeting, one_line
+from accel_scale.training.checkpoints.ranks import FailedSomewhere, Meeting
 
 TAG = "pytorch_model"  # Accelerate's name for the first model's folder
 
@@ -157,7 +157,7 @@ def _load_universal(engine: Any, folder: Path, tag: str, *, strict: bool, place:
         return loaded
     except (RuntimeError, ValueError, AssertionError) as error:
         raise ConfigError(
-            f"DeepSpeed cannot load the converted checkpoint ({one_line(error)}).",
+            f"DeepSpeed cannot load the converted checkpoint ({first_line(error)}).",
             place=place,
             fix="resume on as many ranks as wrote it.",
         ) from error
