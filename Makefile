@@ -38,6 +38,8 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/python tools/layout.py --check
 
 format: $(STAMP)
 	$(BIN)/ruff format .

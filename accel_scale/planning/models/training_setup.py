@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 from accel_scale.errors import ConfigError
 from accel_scale.facts.device import ATTENTION_NAMES, PACKED_ATTENTION
+
+_EVERY_LAYERS = re.compile(r"every_([0-9]+)")
+_CHECKPOINTING = ("none", "full", "selective", "offload")
 
 METHODS = ("full", "lora", "qlora")
 PRECISIONS = ("fp32", "fp16", "bf16", "bf16_true", "fp8")
@@ -232,3 +236,24 @@ def _choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 def _positive(name: str, value: float) -> None:
     if not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
         raise ConfigError(f"{name} is {value!r}.", place=name, fix="give a positive number.")
+
+
+def period_of(setup: TrainingSetup) -> int:
+    """Of how many layers one is checkpointed."""
+    match = _EVERY_LAYERS.fullmatch(setup.checkpointing)
+    return int(match.group(1)) if match else 1
+
+
+def check_policy(setup: TrainingSetup) -> None:
+    """Refuse what is no policy.
+
+    Raises:
+        ConfigError: with those that there are.
+    """
+    policy = setup.checkpointing
+    if policy not in _CHECKPOINTING and not (_EVERY_LAYERS.fullmatch(policy) and period_of(setup)):
+        raise ConfigError(
+            f"{policy!r} is not a checkpointing policy.",
+            place="checkpointing",
+            fix="use none, full, every_2 (or any every_n), selective or offload.",
+        )

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-import re
 from dataclasses import dataclass, fields, replace
 
-from accel_scale.errors import ConfigError
 from accel_scale.planning.models.model_facts import LayerFacts, ModelFacts
-from accel_scale.planning.models.training_setup import TrainingSetup
+from accel_scale.planning.models.training_setup import TrainingSetup, check_policy, period_of
 from accel_scale.planning.tape.families import check_setup, family_of
 from accel_scale.planning.tape.head import Head
 from accel_scale.planning.tape.layers import Layer
@@ -19,9 +17,6 @@ from accel_scale.planning.tape.parallel import tensor_parallel_share
 from accel_scale.planning.tape.tables import Tables, make_mask, make_tables
 from accel_scale.planning.tape.tape import Tape
 from accel_scale.planning.tape.tensors import Parameter, Tensor
-
-_EVERY_N = re.compile(r"every_([0-9]+)")
-_POLICIES = ("none", "full", "selective", "offload")
 
 
 @dataclass(frozen=True)
@@ -294,24 +289,3 @@ class _Model:
         weight = self.outside.base(name, model.embedding_params)
         bias = self.outside.base("lm_head.bias", model.vocab_size) if model.head_bias else None
         return Head(self.ops, model, self.family, self.setup, weight, bias)(x)
-
-
-def period_of(setup: TrainingSetup) -> int:
-    """Of how many layers one is checkpointed."""
-    match = _EVERY_N.fullmatch(setup.checkpointing)
-    return int(match.group(1)) if match else 1
-
-
-def check_policy(setup: TrainingSetup) -> None:
-    """Refuse what is no policy.
-
-    Raises:
-        ConfigError: with those that there are.
-    """
-    policy = setup.checkpointing
-    if policy not in _POLICIES and not (_EVERY_N.fullmatch(policy) and period_of(setup)):
-        raise ConfigError(
-            f"{policy!r} is not a checkpointing policy.",
-            place="checkpointing",
-            fix="use none, full, every_2 (or any every_n), selective or offload.",
-        )

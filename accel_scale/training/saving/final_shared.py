@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.modeling.gathering import process_index, wait_for_everyone
-from accel_scale.modeling.tensor_difference import difference
 from accel_scale.parallel.model_parallel import ModelParallel
 from accel_scale.training.checkpoints.staging import save_atomically
 from accel_scale.training.saving.final_model import correct_config, make_generation_config_savable
+from accel_scale.training.saving.tensor_difference import difference
 from accel_scale.training.saving.verification import SavedTensors, VerifyResult, mismatch
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from accel_scale.modeling.gathering import (
     process_index,
     unwrap,
 )
-from accel_scale.modeling.tensor_difference import difference, tied_names
+from accel_scale.training.saving.tensor_difference import difference, tied_names
 from accel_scale.training.saving.verification_sharded import compare_sharded
 
 if TYPE_CHECKING:

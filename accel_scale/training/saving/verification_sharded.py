@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.modeling.gathering import CHUNK_BYTES, whole_shape
-from accel_scale.modeling.tensor_difference import difference, tied_names
+from accel_scale.training.saving.tensor_difference import difference, tied_names
 
 if TYPE_CHECKING:
     import torch
