@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-METHODS = ("full", "lora", "qlora")
-PRECISIONS = ("fp32", "fp16", "bf16", "bf16_true", "fp8")
-DECAY_SHAPES = ("1-sqrt", "linear", "cosine")
+from accel_scale.facts.names import DECAY_SHAPES, METHODS, PRECISIONS
+
 PLANS = ("off", "check", "auto")
 SYNC_EACH_BATCH_HELP = (
     "FSDP2 with accumulation: reduce and shard gradients after every micro-batch. Otherwise every rank keeps whole "

@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from accel_scale.facts.names import PIPELINE_SCHEDULES
 from accel_scale.flags.common import _flag
 
 if TYPE_CHECKING:
     pass
 
 _SP_HELP = "Ranks that share each row (Ulysses sequence parallelism). Default: the launch file's, else 1."
-PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
-# Of schedules that need more than one.
-STAGES_PER_RANK = {"interleaved": 2, "zero_bubble": 2}
 
 
 @dataclass

@@ -4,17 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from accel_scale.flags.common import (
-    ALLOW_CHANGED_HELP,
-    DECAY_SHAPES,
-    PLANS,
-    PRECISIONS,
-    SYNC_EACH_BATCH_HELP,
-    _flag,
-)
+from accel_scale.facts.names import DECAY_SHAPES, PRECISIONS, SCHEDULE_NAMES
+from accel_scale.facts.optimizer_specs import OPTIMIZER_NAMES
+from accel_scale.flags.common import ALLOW_CHANGED_HELP, PLANS, SYNC_EACH_BATCH_HELP, _flag
 from accel_scale.flags.ddp import DdpArguments
-from accel_scale.optimization.optimizers import OPTIMIZER_NAMES
-from accel_scale.optimization.schedules import SCHEDULE_NAMES
 
 
 @dataclass

@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 
+from accel_scale.facts.names import SCHEDULE_NAMES
+from accel_scale.facts.optimizer_specs import OPTIMIZER_NAMES
 from accel_scale.flags.common import SYNC_EACH_BATCH_HELP
 from accel_scale.flags.ddp import DdpHookArguments
 from accel_scale.flags.library import SHIPPED, LaterClass, make_table
-from accel_scale.optimization.optimizers import OPTIMIZER_NAMES
-from accel_scale.optimization.schedules import SCHEDULE_NAMES
 
 
 @dataclass

@@ -10,11 +10,10 @@ from typing import Any
 
 from accel_scale.errors import ConfigError
 from accel_scale.launching.launch_file import LaunchFile, read_launch_file, read_source_file
-from accel_scale.launching.launch_keys import SWITCHES, TOP_KEYS, SourceFile
+from accel_scale.launching.launch_keys import MIXED_PRECISIONS, SWITCHES, TOP_KEYS, SourceFile
 from accel_scale.launching.strategy import Strategy, deepspeed_config_of, is_true, relative_to, strategy_of
 
 _RENDEZVOUS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-_PRECISIONS = ("no", "fp16", "bf16", "fp8")
 
 
 @dataclass(frozen=True)
@@ -142,11 +141,11 @@ def check_launch_variables(env: Mapping[str, str]) -> None:
             f"rank {rank} is not one of {world_size or 1} processes.", place="RANK", fix="use accelerate launch."
         )
     precision = env.get("ACCELERATE_MIXED_PRECISION")
-    if precision and precision not in _PRECISIONS:
+    if precision and precision not in MIXED_PRECISIONS:
         raise ConfigError(
             f"{precision!r} is not a precision.",
             place="ACCELERATE_MIXED_PRECISION",
-            fix=f"use one of {', '.join(_PRECISIONS)}, or unset it.",
+            fix=f"use one of {', '.join(MIXED_PRECISIONS)}, or unset it.",
         )
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
 from accel_scale.facts.device import CPU, Device
-from accel_scale.flags.common import PRECISIONS
+from accel_scale.facts.names import PRECISIONS
 from accel_scale.modeling.fp8 import convert_to_fp8
 from accel_scale.modeling.gathering import is_partitioned
 

@@ -11,25 +11,11 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
+from accel_scale.facts.names import DECAYING_SCHEDULES, OWN_SCHEDULES, SCHEDULE_ALIASES, SCHEDULE_NAMES
 
 if TYPE_CHECKING:
     import torch
 
-SCHEDULE_ALIASES = {"wsd": "warmup_stable_decay"}
-DECAYING_SCHEDULES = ("cosine", "linear", "warmup_stable_decay")
-OWN_SCHEDULES = (*DECAYING_SCHEDULES, "constant", "constant_with_warmup")
-# Every value of transformers' `SchedulerType` (5.23), spelled out so that flags are parsed without importing it.
-SCHEDULE_NAMES = (
-    *OWN_SCHEDULES,
-    *SCHEDULE_ALIASES,
-    "cosine_with_restarts",
-    "polynomial",
-    "inverse_sqrt",
-    "reduce_lr_on_plateau",
-    "cosine_with_min_lr",
-    "cosine_warmup_with_min_lr",
-    "greedy",
-)
 # The only schedules of transformers that take a floor as a ratio, under this keyword.
 _FLOOR_KEYWORD = {"cosine_with_min_lr": "min_lr_rate", "cosine_warmup_with_min_lr": "min_lr_rate"}
 _PLACE = "--lr_scheduler_type"

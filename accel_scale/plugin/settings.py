@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
 from accel_scale.facts.device import ATTENTION_NAMES
+from accel_scale.facts.names import DECAY_SHAPES, PRECISIONS, SCHEDULE_NAMES
 from accel_scale.facts.optimizer_specs import optimizer_spec
-from accel_scale.flags.common import DECAY_SHAPES, PRECISIONS
 from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy
 from accel_scale.optimization.batch import derive_accumulation
 from accel_scale.optimization.optimizers import parse_optim_args
-from accel_scale.optimization.schedules import SCHEDULE_NAMES, create_schedule, scaled_learning_rate, schedule_name
+from accel_scale.optimization.schedules import create_schedule, scaled_learning_rate, schedule_name
 from accel_scale.plugin.checks import refuse_what_does_nothing
 from accel_scale.plugin.field_words import words_of_fields
 from accel_scale.units import parse_bytes

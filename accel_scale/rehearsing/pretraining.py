@@ -110,7 +110,7 @@ def shared_degrees(launch: LaunchFile, recipe: RecipeCommand) -> dict[str, int]:
 
 def min_layers(launch: LaunchFile, recipe: RecipeCommand) -> int:
     """Layers that the tiny model needs: one for each stage of a pipeline of two ranks, and two at least."""
-    from accel_scale.flags.parallel import STAGES_PER_RANK
+    from accel_scale.facts.names import STAGES_PER_RANK
 
     if "pp" not in shared_degrees(launch, recipe):
         return 2

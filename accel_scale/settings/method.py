@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from accel_scale.errors import ConfigError
-from accel_scale.flags.common import METHODS
+from accel_scale.facts.names import METHODS
 
 
 def resolve_method(

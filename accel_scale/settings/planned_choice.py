@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
 from accel_scale.facts.device import device_named
+from accel_scale.facts.names import METHODS
 from accel_scale.facts.optimizer_specs import LEAN_OPTIMIZERS, OPTIMIZERS
 from accel_scale.flags.parsing import ParsedFlags
 from accel_scale.planning.cost.strategies import Choice
@@ -28,7 +29,6 @@ _CHECKPOINTING = ("checkpointing_policy", *_SWITCHES, *(f"{switch}_kwargs" for s
 _OPTIMIZER = ("optim", "optim_args")
 _METHOD = ("method", "use_peft", "load_in_4bit", "load_in_8bit")
 # The dearest in memory first: what trains as the default does is kept as long as it fits.
-_METHODS = ("full", "lora", "qlora")
 
 
 def resolve_planned(
@@ -144,7 +144,7 @@ def _dearest_first(
     """Methods and optimizers that are open, the closest to the defaults first."""
     from accel_scale.optimization.optimizers import check_optimizer
 
-    for method in (setup.method,) if _sets(parsed, _METHOD) else _METHODS:
+    for method in (setup.method,) if _sets(parsed, _METHOD) else METHODS:
         if _sets(parsed, _OPTIMIZER):
             yield method, setup.optimizer
             continue

@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
-from accel_scale.flags.parallel import STAGES_PER_RANK, ParallelArguments
+from accel_scale.facts.names import STAGES_PER_RANK
+from accel_scale.flags.parallel import ParallelArguments
 from accel_scale.parallel.layout import ParallelLayout
 
 if TYPE_CHECKING:

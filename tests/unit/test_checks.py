@@ -151,7 +151,7 @@ def test_launch_precision(precision, launch, agree):
 
 def test_launch_precision_agrees_with_the_training_code():
     from accel_scale.checks.precision_rules import LAUNCH_PRECISIONS
-    from accel_scale.flags.common import PRECISIONS
+    from accel_scale.facts.names import PRECISIONS
     from accel_scale.modeling.precision import resolve_precision
 
     assert set(LAUNCH_PRECISIONS) == set(PRECISIONS)

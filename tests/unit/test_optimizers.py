@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from accel_scale.errors import ConfigError
+from accel_scale.facts.optimizer_specs import OPTIMIZER_NAMES
 from accel_scale.optimization.optimizers import (
-    OPTIMIZER_NAMES,
     OPTIMIZERS,
     check_optimizer,
     create_optimizer,

@@ -10,7 +10,7 @@ import torch
 
 from accel_scale.errors import ConfigError
 from accel_scale.facts.device import CPU, Device, device_named
-from accel_scale.flags.common import PRECISIONS
+from accel_scale.facts.names import PRECISIONS
 from accel_scale.modeling.precision import convert_to_fp8, enable_fp16_on_cpu, precision_named, resolve_precision
 from accel_scale.quiet import quiet_imports
 

@@ -12,10 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from accel_scale.errors import ConfigError
+from accel_scale.facts.names import DECAYING_SCHEDULES, OWN_SCHEDULES, SCHEDULE_NAMES
 from accel_scale.optimization.schedules import (
-    DECAYING_SCHEDULES,
-    OWN_SCHEDULES,
-    SCHEDULE_NAMES,
     create_schedule,
     decay_factor,
     lr_factor,

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from accel_scale.errors import ConfigError
 from accel_scale.facts.hardware import Machine, find_gpu
+from accel_scale.facts.names import METHODS
 from accel_scale.planning.cost.memory import predict_memory
 from accel_scale.planning.cost.strategies import choices, conflict
 from accel_scale.planning.cost.timing import predict_time
 from accel_scale.planning.models.catalogue import load_model_facts
-from accel_scale.planning.models.training_setup import METHODS, ParallelSetup, TrainingSetup
+from accel_scale.planning.models.training_setup import ParallelSetup, TrainingSetup
 from accel_scale.planning.search.changes import cheapest_changes
 from accel_scale.planning.search.launch_writing import launch_yaml
 from accel_scale.planning.search.search import Candidate, Request, search

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from accel_scale.errors import ConfigError
+from accel_scale.facts.names import PIPELINE_SCHEDULES
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 _PLACE, _SCHEDULE_PLACE = "--pp_size", "--pp_schedule"
 
 
@@ -27,11 +27,11 @@ class PipelineSettings:
     stages_per_rank: int = 1
 
     def __post_init__(self) -> None:
-        if self.schedule not in SCHEDULES:
+        if self.schedule not in PIPELINE_SCHEDULES:
             raise ConfigError(
                 f"{self.schedule!r} is not a pipeline schedule.",
                 place=_SCHEDULE_PLACE,
-                fix=f"use one of {', '.join(SCHEDULES)}.",
+                fix=f"use one of {', '.join(PIPELINE_SCHEDULES)}.",
             )
         wrong = {"gpipe": self.stages_per_rank != 1, "1f1b": self.stages_per_rank != 1}
         if wrong.get(self.schedule, False) or self.stages_per_rank < (2 if self.schedule == "interleaved" else 1):

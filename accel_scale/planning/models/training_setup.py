@@ -8,17 +8,15 @@ from dataclasses import dataclass
 
 from accel_scale.errors import ConfigError
 from accel_scale.facts.device import ATTENTION_NAMES, PACKED_ATTENTION
+from accel_scale.facts.names import METHODS, PIPELINE_SCHEDULES, PRECISIONS
 
 _EVERY_LAYERS = re.compile(r"every_([0-9]+)")
 _CHECKPOINTING = ("none", "full", "selective", "offload")
 
-METHODS = ("full", "lora", "qlora")
-PRECISIONS = ("fp32", "fp16", "bf16", "bf16_true", "fp8")
 STRATEGIES = ("single", "ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3")
 ATTENTIONS = tuple(name for name in ATTENTION_NAMES if name != PACKED_ATTENTION)  # that one counts as sdpa
 LOSSES = ("full", "chunked", "liger")
 OFFLOADS = ("none", "cpu", "nvme")
-SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble")
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -56,7 +54,7 @@ class ParallelSetup:
         tensor_parallel: Ranks that share each matrix product.
         pipeline_parallel: Stages that the layers are split into.
         sequence_parallel: Ranks that share each sequence (Ulysses).
-        pipeline_schedule: One of `SCHEDULES`.
+        pipeline_schedule: One of `PIPELINE_SCHEDULES`.
         stages_per_rank: Stages that each rank of a pipeline holds.
         in_engine: Whether the engine has the whole model and takes the ranks of a sequence for data-parallel ones, as
             in the fine-tuning recipe; else the recipe divides the model itself.
@@ -183,7 +181,7 @@ class TrainingSetup:
         _choice("strategy", parallel.strategy, STRATEGIES)
         _choice("offload_optimizer", parallel.offload_optimizer, OFFLOADS)
         _choice("offload_params", parallel.offload_params, OFFLOADS)
-        _choice("pipeline_schedule", parallel.pipeline_schedule, SCHEDULES)
+        _choice("pipeline_schedule", parallel.pipeline_schedule, PIPELINE_SCHEDULES)
         names = ("num_gpus", "gpus_per_node", "num_replicas", "stages_per_rank")
         for name in (*names, "tensor_parallel", "pipeline_parallel", "sequence_parallel"):
             _positive(name, getattr(parallel, name))

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from accel_scale.errors import ConfigError
 from accel_scale.facts import hardware
+from accel_scale.facts.names import METHODS, PIPELINE_SCHEDULES
 from accel_scale.planning.cost.strategies import choices
 from accel_scale.planning.models.model_facts import ModelFacts
-from accel_scale.planning.models.training_setup import METHODS, SCHEDULES
 from accel_scale.planning.search.model_parallel import SHARED_BY, Degrees, labels
 from accel_scale.planning.search.request_words import one_of, whole
 
@@ -76,10 +76,10 @@ def schedule_of(schedule: str | None, pp_size: str | None) -> str:
         ConfigError: for one that does not exist, or without a pipeline.
     """
     if schedule is None:
-        return SCHEDULES[0]
+        return PIPELINE_SCHEDULES[0]
     if pp_size is None or pp_size.strip() == "1":
         raise ConfigError("does nothing without a pipeline.", place="--pp_schedule", fix="add --pp_size.")
-    return one_of(schedule, SCHEDULES, "--pp_schedule")
+    return one_of(schedule, PIPELINE_SCHEDULES, "--pp_schedule")
 
 
 def strategy_of(text: str, machine: hardware.Machine, model: ModelFacts, recipe: str) -> str:

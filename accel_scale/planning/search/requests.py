@@ -10,12 +10,13 @@ from typing import Any
 
 from accel_scale.errors import ConfigError
 from accel_scale.facts import hardware
+from accel_scale.facts.names import PRECISIONS
 from accel_scale.facts.optimizer_specs import modelled_optimizer
 from accel_scale.planning.laws.scaling_laws import parse_count
 from accel_scale.planning.models import catalogue
 from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.models.parameters import lora_params
-from accel_scale.planning.models.training_setup import ATTENTIONS, PRECISIONS, LoraSetup
+from accel_scale.planning.models.training_setup import ATTENTIONS, LoraSetup
 from accel_scale.planning.network.link_fit import load_links
 from accel_scale.planning.search.model_parallel import RECIPES
 from accel_scale.planning.search.request_strategy import degrees_of, methods_of, schedule_of, strategy_of

@@ -1,0 +1,30 @@
+"""Names that flags, plans and training share: methods, precisions, schedules."""
+
+from __future__ import annotations
+
+# The first is the default.
+PIPELINE_SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble")
+# Of schedules that need more than one.
+STAGES_PER_RANK = {"interleaved": 2, "zero_bubble": 2}
+
+
+SCHEDULE_ALIASES = {"wsd": "warmup_stable_decay"}
+DECAYING_SCHEDULES = ("cosine", "linear", "warmup_stable_decay")
+OWN_SCHEDULES = (*DECAYING_SCHEDULES, "constant", "constant_with_warmup")
+# Every value of transformers' `SchedulerType` (5.23), spelled out so that flags are parsed without importing it.
+SCHEDULE_NAMES = (
+    *OWN_SCHEDULES,
+    *SCHEDULE_ALIASES,
+    "cosine_with_restarts",
+    "polynomial",
+    "inverse_sqrt",
+    "reduce_lr_on_plateau",
+    "cosine_with_min_lr",
+    "cosine_warmup_with_min_lr",
+    "greedy",
+)
+
+
+METHODS = ("full", "lora", "qlora")
+PRECISIONS = ("fp32", "fp16", "bf16", "bf16_true", "fp8")
+DECAY_SHAPES = ("1-sqrt", "linear", "cosine")
