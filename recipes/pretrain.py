@@ -15,28 +15,15 @@ import time
 from typing import Any
 
 from accel_scale.ending.user_errors import user_errors
-from accel_scale.flags.guard import GuardArguments
-from accel_scale.flags.parallel import ParallelArguments
 from accel_scale.flags.parsing import ParsedFlags, parse_flags
-from accel_scale.flags.pretraining import (
-    PretrainArguments,
-    PretrainDataArguments,
-    PretrainModelArguments,
-)
+from accel_scale.flags.pretraining import PretrainArguments
 from accel_scale.quiet import quiet_imports
+from accel_scale.recipe_specs.pretrain import PRETRAIN
 from accel_scale.starting.begin import begin
-from accel_scale.training.pretrain.resolve import refuse_contradictions
 from accel_scale.training.pretrain.run import Run
 
-PROGRAM = "pretrain.py"
-
-FLAG_CLASSES = (
-    PretrainModelArguments,
-    PretrainDataArguments,
-    PretrainArguments,
-    ParallelArguments,
-    GuardArguments,
-)
+RECIPE = PRETRAIN  # what doctor, plan, rehearse, scaling-test, launch-script and tune.py know about this file
+PROGRAM, FLAG_CLASSES = RECIPE.program, RECIPE.flags
 quiet_imports()  # before the libraries that would print at import
 
 
@@ -72,7 +59,7 @@ def resolve_run(parsed: ParsedFlags) -> Run:
     from accel_scale.starting.recipe_start import start_recipe
 
     start = start_recipe(parsed, output_dir=parsed.explicit.get("output_dir", PretrainArguments.output_dir))
-    refuse_contradictions(parsed)
+    RECIPE.refuse(parsed)
     layout = layout_of(parsed, start.launch)
     start = with_layout(start, layout)
     embedded = not parsed.explicit.get("data")
@@ -397,6 +384,6 @@ def save_model(run: Run, report: Any, why_stopped: str | None) -> Any:
 
 
 if __name__ == "__main__":
-    begin(PROGRAM, FLAG_CLASSES, refuse_contradictions)
+    begin(PROGRAM, FLAG_CLASSES, RECIPE.refuse)
     with user_errors(PROGRAM):
         main()

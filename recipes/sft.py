@@ -16,14 +16,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.ending.user_errors import user_errors
-from accel_scale.flags.common import ScaleArguments
 from accel_scale.flags.guard import TrainerGuardArguments, guard_for
 from accel_scale.flags.library import load_classes
-from accel_scale.flags.parallel import SequenceArguments
 from accel_scale.flags.parsing import ParsedFlags, parse_flags
-from accel_scale.flags.sft import LIBRARY_CLASSES
 from accel_scale.quiet import quiet_imports
-from accel_scale.settings.trl_refused import refuse_contradictions
+from accel_scale.recipe_specs.sft import SFT
 from accel_scale.starting.begin import begin
 
 if TYPE_CHECKING:  # torch and TRL are slow to import: not before the command line has been checked
@@ -31,8 +28,8 @@ if TYPE_CHECKING:  # torch and TRL are slow to import: not before the command li
 
     from accel_scale.settings.trl_config import RecipeModelConfig
 
-PROGRAM = "sft.py"
-FLAG_CLASSES = (*LIBRARY_CLASSES, ScaleArguments, TrainerGuardArguments, SequenceArguments)
+RECIPE = SFT  # what doctor, plan, rehearse, scaling-test, launch-script and tune.py know about this file
+PROGRAM, FLAG_CLASSES = RECIPE.program, RECIPE.flags
 quiet_imports()  # before the libraries that would print at import
 
 
@@ -110,7 +107,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any] | None:
 
 def resolve_run(parsed: ParsedFlags) -> Run:
     """Flags, launch and machine brought together; contradictions are refused here."""
-    refuse_contradictions(parsed)
+    RECIPE.refuse(parsed)
     script_class, config_class, model_class, *_ = load_classes(FLAG_CLASSES)  # the slow imports
     from accel_scale.data.default import DEFAULT_TRAINING, default_model_path
     from accel_scale.settings.planned_choice import resolve_planned
@@ -392,6 +389,6 @@ def report_end(run: Run, trainer: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    begin(PROGRAM, FLAG_CLASSES, refuse_contradictions)
+    begin(PROGRAM, FLAG_CLASSES, RECIPE.refuse)
     with user_errors(PROGRAM):
         main()

@@ -69,7 +69,7 @@ class Search:
     """Everything decided before the first trial."""
 
     args: TuneArguments
-    recipe: Any  # accel_scale.tuning.recipe.Recipe
+    recipe: Any  # accel_scale.recipe_specs.finding.Recipe
     space: Any  # accel_scale.tuning.space.SearchSpace
     fixed: Any  # accel_scale.tuning.recipe.FixedFlags
     settings: Any  # accel_scale.tuning.trials.TrialSettings
@@ -130,6 +130,7 @@ def resolve(script: str, own: list[str], rest: list[str], *, stop: Stop) -> Sear
         raise ConfigError("Optuna is not installed.", place=PROGRAM, fix="pip install 'accel-scale[tune]'") from None
     from accel_scale.flags.paths import as_list, named_inputs
     from accel_scale.launching.run_folder import OutputFolder
+    from accel_scale.recipe_specs.finding import load_recipe
     from accel_scale.tuning import recipe as recipes
     from accel_scale.tuning import study as studies
     from accel_scale.tuning.launch import read_trial_launch_file
@@ -138,7 +139,7 @@ def resolve(script: str, own: list[str], rest: list[str], *, stop: Stop) -> Sear
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)  # it would say every trial again in its own words
     launch_file = read_trial_launch_file(args.launch_file) if args.launch_file else None
-    recipe = recipes.load_recipe(script)
+    recipe = load_recipe(script)
     space = read_space(args.space or default_space(recipe.path), recipe)
     fixed = recipes.fixed_flags(recipe, rest, space.fixed, space.searched)
     check_metric(args.metric, recipe, fixed, space)

@@ -24,10 +24,7 @@ from accel_scale.facts.device import CPU
 if TYPE_CHECKING:
     from accel_scale.flags.parsing import ParsedFlags
     from accel_scale.launching.machine import Machine
-
-
-# Recipes whose ranks can share the model.
-_SHARING = ("pretrain.py",)
+    from accel_scale.recipe_specs.spec import RecipeSpec
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,11 +51,11 @@ def run(args: argparse.Namespace) -> int:
 
     more: list[Finding] = []
     launch = _launch(args.config_file, more)
-    parsed = _recipe_flags(args.recipe, more)
-    settings = RunSettings() if parsed is None else RunSettings.from_flags(_values(parsed), parsed.origins)
+    spec, parsed = _recipe_flags(args.recipe, more)
+    settings = RunSettings() if parsed is None else RunSettings.from_flags(_values(spec, parsed), parsed.origins)
     machine = detect_machine([settings.output_dir, *launch.parallel.nvme_paths])
     if parsed is not None:
-        more += _refusals_of_the_recipe(parsed, launch, machine)
+        more += _refusals_of_the_recipe(spec, parsed, launch, machine)
     diagnosis = diagnose(settings, launch, machine, more=more)
     if args.json:
         print(as_json(diagnosis))
@@ -80,73 +77,52 @@ def _launch(config_file: str | None, more: list[Finding]) -> Launch:
     return current_launch()
 
 
-def _recipe_flags(words: Sequence[str], more: list[Finding]) -> ParsedFlags | None:
-    """The recipe's flags, read by its own parser; None without any, or where it cannot read them."""
+def _recipe_flags(words: Sequence[str], more: list[Finding]) -> tuple[RecipeSpec, ParsedFlags | None]:
+    """What the script declares and its flags; sft.py's without a script. None where there are none, or wrong ones."""
+    from accel_scale.recipe_specs.finding import HOW_TO_DECLARE, find_recipe
+    from accel_scale.recipe_specs.sft import SFT
+
     flags = [word for position, word in enumerate(words) if position or word != "--"]
-    recipe = Path("sft.py")
-    if flags and not flags[0].startswith("-"):
-        recipe = Path(flags.pop(0))
-        if not recipe.is_file():
-            more.append(Finding("error", str(recipe), "there is no such recipe.", "check the path."))
-    if not flags and recipe.name not in _SHARING:
-        return None
+    spec, program = SFT, SFT.program
     try:
-        return read_recipe_flags(flags, program=recipe.name)
+        if flags and not flags[0].startswith("-"):
+            script = Path(flags.pop(0))
+            if not script.is_file():
+                more.append(Finding("error", str(script), "there is no such recipe.", "check the path."))
+            elif (recipe := find_recipe(script)) is None:
+                problem = "does not say which flags it has, so only the launch file and the machine are checked."
+                more.append(Finding("warning", str(script), problem, HOW_TO_DECLARE))
+                return spec, None
+            else:
+                spec, program = recipe.spec, recipe.program
+        parsed = read_recipe_flags(flags, spec, program=program) if flags or spec.divides_model else None
     except ConfigError as error:
         more.append(_finding(error))
-        return None
+        return spec, None
+    return spec, parsed
 
 
-def _values(parsed: ParsedFlags) -> dict[str, object]:
-    """The flags that were given; a recipe that shares its model between ranks is known by its ``--pp_size``."""
-    return {"pp_size": 1, **parsed.explicit} if parsed.program in _SHARING else parsed.explicit
+def _values(spec: RecipeSpec, parsed: ParsedFlags) -> dict[str, object]:
+    """The flags that were given; a recipe that divides its model among ranks is known by its ``--pp_size``."""
+    return {"pp_size": 1, **parsed.explicit} if spec.divides_model else parsed.explicit
 
 
-def read_recipe_flags(flags: Sequence[str], *, program: str = "sft.py") -> ParsedFlags:
-    """`flags` as recipes/pretrain.py reads them, or, for any other `program`, recipes/sft.py.
+def read_recipe_flags(flags: Sequence[str], spec: RecipeSpec, *, program: str = "") -> ParsedFlags:
+    """`flags` as the recipe of `spec` reads them.
 
     Raises:
         ConfigError: an unknown flag, a wrong type, a bad choice, or flags that contradict each other.
     """
+    from accel_scale.flags.parsing import parse_flags
     from accel_scale.quiet import quiet_imports
 
     quiet_imports()
-    if program == "pretrain.py":
-        return _read_pretraining_flags(flags)
-    from accel_scale.flags.common import ScaleArguments
-    from accel_scale.flags.guard import TrainerGuardArguments
-    from accel_scale.flags.parallel import SequenceArguments
-    from accel_scale.flags.parsing import parse_flags
-    from accel_scale.flags.sft import LIBRARY_CLASSES
-
-    own = (ScaleArguments, TrainerGuardArguments, SequenceArguments)
-    return parse_flags((*LIBRARY_CLASSES, *own), flags, program="sft.py")
-
-
-def _read_pretraining_flags(flags: Sequence[str]) -> ParsedFlags:
-    from accel_scale.flags.guard import GuardArguments
-    from accel_scale.flags.parallel import ParallelArguments
-    from accel_scale.flags.parsing import parse_flags
-    from accel_scale.flags.pretraining import (
-        PretrainArguments,
-        PretrainDataArguments,
-        PretrainModelArguments,
-    )
-    from accel_scale.training.pretrain.resolve import refuse_contradictions
-
-    classes = (
-        PretrainModelArguments,
-        PretrainDataArguments,
-        PretrainArguments,
-        ParallelArguments,
-        GuardArguments,
-    )
-    parsed = parse_flags(classes, flags, program="pretrain.py")
-    refuse_contradictions(parsed)
+    parsed = parse_flags(spec.flags, flags, program=program or spec.program)
+    spec.refuse(parsed)
     return parsed
 
 
-def _refusals_of_the_recipe(parsed: ParsedFlags, launch: Launch, machine: Machine) -> list[Finding]:
+def _refusals_of_the_recipe(spec: RecipeSpec, parsed: ParsedFlags, launch: Launch, machine: Machine) -> list[Finding]:
     """What the recipe itself refuses while it resolves its settings; each step stops at its first."""
     from accel_scale.optimization.optimizers import check_optimizer
     from accel_scale.settings.resolve import LaunchFacts, resolve
@@ -157,8 +133,8 @@ def _refusals_of_the_recipe(parsed: ParsedFlags, launch: Launch, machine: Machin
     from accel_scale.starting.layout import layout_of, row_group_size
 
     with _collected(found):
-        shares_model = parsed.program in _SHARING
-        ranks = layout_of(parsed, launch).data_ranks if shares_model else ranks // row_group_size(parsed, launch)
+        divided = spec.divides_model
+        ranks = layout_of(parsed, launch).data_ranks if divided else ranks // row_group_size(parsed, launch)
     if found:
         return found
     facts = LaunchFacts(

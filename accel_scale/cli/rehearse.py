@@ -6,7 +6,8 @@
 Shrinks the model's configuration to a tiny one of the same architecture (no weights are needed), trains a few steps,
 saves, resumes in a new launch, reloads with from_pretrained, compares, and prints what passed. Launches one node of
 two processes, or two along each way that ranks are divided: four for hybrid sharding, eight for pipeline × tensor ×
-data. Of recipes/pretrain.py, too. Exits with 1 if anything failed.
+data. A script of your own is rehearsed as well, if it takes the flags of transformers' Trainer or declares a `RECIPE`.
+Exits with 1 if anything failed.
 
 The flags of `accelerate launch` come before the recipe, the recipe's own (its --config_file too) after it.
 """
@@ -19,19 +20,21 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.cli.recipe_words import mark_recipe, work_folder
+from accel_scale.errors import ConfigError
 
 if TYPE_CHECKING:
     from accel_scale.flags.command_line import RecipeCommand
     from accel_scale.launching.launch_file import LaunchFile
-    from accel_scale.rehearsing.plan import DataChoice, Rehearsal
+    from accel_scale.recipe_specs.finding import Recipe
+    from accel_scale.recipe_specs.spec import RehearsalSpec
+    from accel_scale.rehearsing.plan import Rehearsal
     from accel_scale.rehearsing.rehearse import Check, Report
     from accel_scale.shrinking.shrink import ShrunkenModel
-
-    Prepared = tuple[ShrunkenModel, DataChoice, Rehearsal, str]
 
 _MARKS = {
     "passed": "[green]passed[/]",
@@ -40,7 +43,12 @@ _MARKS = {
     "not reached": "[dim]–[/]",
 }
 _NUM_DOCUMENTS = 2000  # of the embedded text; more than the steps of a rehearsal read
-_VALUE_FLAGS = ("--config_file", "--timeout_seconds", "--keep")
+_VALUE_FLAGS = ("--config_file", "--timeout_seconds", "--keep", "--model_flag")
+_MUST_ACCEPT = (
+    "declares no RECIPE. It must then accept transformers' --output_dir, --max_steps, --save_steps, --logging_steps, "
+    "--resume_from_checkpoint and the like, and write a Trainer's checkpoints; docs/rehearsal.md says how to declare "
+    "other flags."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,6 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=600.0,
         help="time-out of a launch; DeepSpeed compiles for minutes at its first offload (default: 600)",
+    )
+    parser.add_argument(
+        "--model_flag", metavar="FLAG", help="which flag of a script of your own names the model (model_name_or_path)"
     )
     parser.add_argument("--keep", metavar="FOLDER", help="keep the tiny model, logs, checkpoints and results here")
     parser.add_argument("recipe", nargs="+", help="the recipe and its flags, as after accelerate launch")
@@ -67,21 +78,13 @@ def run(args: argparse.Namespace) -> int:
         return _rehearse(args, folder)
 
 
-def _refuse_at_once(recipe: RecipeCommand) -> None:
-    """What the recipe says to its flags alone, before a model is shrunk and processes are started.
-
-    A script that is none of this project's recipes, which say what their flags are, is asked by launching it.
-    """
-    from accel_scale.flags.parsing import parse_flags
+def _refuse_at_once(known: Recipe, recipe: RecipeCommand) -> None:
+    """What the recipe says to its flags alone, before a model is shrunk and processes are started."""
     from accel_scale.starting.early_checks import refuse_unreadable
-    from accel_scale.tuning.recipe import load_recipe
 
-    if "FLAG_CLASSES" not in recipe.script.read_text(encoding="utf-8", errors="replace"):
-        return
-    known = load_recipe(recipe.script)
-    parsed = parse_flags(known.classes, recipe.words, program=known.program)
+    parsed = known.parse(recipe.words)
     refuse_unreadable(parsed)
-    known.refuse(parsed)
+    known.spec.refuse(parsed)
 
 
 def _rehearse(args: argparse.Namespace, work: Path) -> int:
@@ -90,6 +93,7 @@ def _rehearse(args: argparse.Namespace, work: Path) -> int:
     from accel_scale.launching.launch_file import read_launch_file
     from accel_scale.planning.models.catalogue import catalogue_config
     from accel_scale.quiet import quiet_imports
+    from accel_scale.recipe_specs.finding import find_recipe
     from accel_scale.starting.early_checks import check_model
 
     launch = read_launch_file(args.config_file)
@@ -99,70 +103,101 @@ def _rehearse(args: argparse.Namespace, work: Path) -> int:
         if name and catalogue_config(str(name)) is None:
             check_model(str(name), place=recipe.place(flag))
     quiet_imports()
-    _refuse_at_once(recipe)
+    known = find_recipe(recipe.script)
+    if known is not None:
+        if args.model_flag is not None:
+            raise ConfigError("the recipe declares it.", place="--model_flag", fix="remove it.")
+        _refuse_at_once(known, recipe)
     from rich.console import Console
     from transformers.utils import logging as transformers_logging
 
-    from accel_scale.rehearsing.rehearse import Check, run_rehearsal
+    from accel_scale.rehearsing.rehearse import run_rehearsal
 
     # The table is the output; tiny models load in milliseconds and need no bars.
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # retries of a Hub that is out of reach
     warnings.simplefilter("ignore", FutureWarning)
-    started = time.perf_counter()
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
-    prepare = _prepare_pretraining if recipe.script.name == "pretrain.py" else _prepare
     with console.status("shrinking the model"):
-        tiny, data, rehearsal, real_model = prepare(launch, recipe, work)
-    details = (
-        f"{tiny.architecture}, {tiny.num_layers[0]} → {tiny.num_layers[1]} layers, {tiny.num_parameters:,} parameters"
-    )
-    shrunk = Check("shrink", "passed", details, time.perf_counter() - started)
+        rehearsal, shrunk = _prepare(launch, recipe, known, args.model_flag, work)
     with console.status("launching") as status:
         report = run_rehearsal(
             rehearsal, work, timeout_seconds=args.timeout_seconds, on_start=lambda name: status.update(name)
         )
     report.checks.insert(0, shrunk)
-    notes = list(rehearsal.notes)
-    if not tiny.own_tokenizer:
-        notes.insert(0, f"tokenizer: the embedded one, that of {real_model} is not on this machine")
-    if data.replaced:
-        notes.insert(0, f"data: embedded rows in place of {data.replaced}")
-    _print(console, report, title=f"rehearsal of {args.config_file}, {launch.parallel.label}", notes=notes)
+    title = f"rehearsal of {args.config_file}, {launch.parallel.label}"
+    _print(console, report, title=title, notes=rehearsal.notes)
+    if known is None and not report.passed:
+        console.print(f"{recipe.script} {_MUST_ACCEPT}", soft_wrap=True)
     if not report.passed and args.keep is None:
         console.print("Logs and checkpoints are kept with --keep FOLDER.")
     return 0 if report.passed else 1
 
 
-def _prepare(launch: LaunchFile, recipe: RecipeCommand, work: Path) -> Prepared:
-    """Of a fine-tuning recipe: the tiny model, the data, what to launch, and the real model's name."""
-    from accel_scale.data.default import default_model_path
-    from accel_scale.rehearsing.plan import choose_data, plan_rehearsal
-
-    real_model = str(recipe.value("model_name_or_path", default_model_path()))
-    tiny = _shrink(real_model, recipe, work)
-    data = choose_data(recipe, work, fallback=_embedded_rows(), has_chat_template=tiny.has_chat_template)
-    return tiny, data, plan_rehearsal(launch, recipe, model_folder=tiny.folder, data=data, work=work), real_model
-
-
-def _prepare_pretraining(launch: LaunchFile, recipe: RecipeCommand, work: Path) -> Prepared:
-    """The same of the pretraining recipe, whose model may have a name, a configuration or only a size."""
-    from accel_scale.data.default import default_model_path, default_pretraining_text
+def _prepare(
+    launch: LaunchFile, recipe: RecipeCommand, known: Recipe | None, model_flag: str | None, work: Path
+) -> tuple[Rehearsal, Check]:
+    """What to launch, and how the model was shrunk."""
+    from accel_scale.data.default import default_pretraining_text
+    from accel_scale.recipe_specs.spec import RecipeSpec
+    from accel_scale.rehearsing.plan import choose_data, has_trainer_flag, plan_rehearsal
     from accel_scale.rehearsing.pretraining import choose_text, min_layers, plan_pretraining_rehearsal
+    from accel_scale.rehearsing.rehearse import Check
 
-    named = recipe.value("model_name_or_path") or recipe.value("model_config")
-    size = recipe.value("num_params")
-    real_model = str(named or (_config_of(str(size), recipe, work / "real") if size else default_model_path()))
-    tiny = _shrink(real_model, recipe, work, min_layers=min_layers(launch, recipe))
-    real_model = real_model if named or not size else f"a model of --num_params {size}"
-    data = choose_text(
-        recipe,
-        fallback=lambda: default_pretraining_text(str(work), num_documents=_NUM_DOCUMENTS),
-        own_tokenizer=tiny.own_tokenizer,
-    )
-    rehearsal = plan_pretraining_rehearsal(launch, recipe, model_folder=tiny.folder, data=data, work=work)
-    return tiny, data, rehearsal, real_model
+    started = time.perf_counter()
+    spec = known.spec if known is not None else RecipeSpec()
+    if model_flag is not None:
+        spec = replace(spec, rehearsal=replace(spec.rehearsal, model_flag=model_flag.lstrip("-")))
+    real_model, about = _real_model(recipe, known, spec.rehearsal, work)
+    layers = {"min_layers": min_layers(launch, recipe)} if spec.divides_model else {}
+    tiny = _shrink(real_model, recipe, work, **layers) if real_model is not None else None
+    if spec.rehearsal.data == "text":
+        data = choose_text(
+            recipe,
+            fallback=lambda: default_pretraining_text(str(work), num_documents=_NUM_DOCUMENTS),
+            own_tokenizer=tiny is None or tiny.own_tokenizer,
+        )
+    else:
+        template = tiny is not None and tiny.has_chat_template
+        data = choose_data(recipe, work, fallback=_embedded_rows(), has_chat_template=template, spec=spec)
+    if spec.divides_model and tiny is not None:
+        rehearsal = plan_pretraining_rehearsal(
+            launch, recipe, model_folder=tiny.folder, data=data, work=work, spec=spec
+        )
+    else:
+        if known is not None:
+            known.require(("output_dir", "max_steps"), "a rehearsal")
+        has = known.has if known is not None else lambda flag: has_trainer_flag(recipe, spec, flag)
+        folder = tiny.folder if tiny is not None else None
+        rehearsal = plan_rehearsal(launch, recipe, model_folder=folder, data=data, work=work, spec=spec, has=has)
+    if tiny is None:
+        details = "no flag names a model, so the script's own is trained; --model_flag says which flag does"
+        return rehearsal, Check("shrink", "not offered", details, time.perf_counter() - started)
+    if not tiny.own_tokenizer:
+        rehearsal.notes.insert(0, f"tokenizer: the embedded one, that of {about} is not on this machine")
+    if data.replaced:
+        rehearsal.notes.insert(0, f"data: embedded rows in place of {data.replaced}")
+    layers_text = f"{tiny.num_layers[0]} → {tiny.num_layers[1]} layers"
+    details = f"{tiny.architecture}, {layers_text}, {tiny.num_parameters:,} parameters"
+    return rehearsal, Check("shrink", "passed", details, time.perf_counter() - started)
+
+
+def _real_model(
+    recipe: RecipeCommand, known: Recipe | None, spec: RehearsalSpec, work: Path
+) -> tuple[str | None, str]:
+    """The model to shrink, a name or a folder, and what to call it; None where no flag names one."""
+    from accel_scale.data.default import default_model_path
+
+    flags = [flag for flag in (spec.model_flag, spec.config_flag) if flag is not None]
+    named = next((str(value) for flag in flags if (value := recipe.value(flag))), None)
+    size = recipe.value(spec.size_flag) if spec.size_flag is not None else None
+    if named is None and size:
+        return str(_config_of(str(size), recipe, work / "real")), f"a model of --{spec.size_flag} {size}"
+    if named is None and known is not None and spec.model_flag is not None:
+        known.require([spec.model_flag], "a rehearsal")
+        named = str(known.default(spec.model_flag) or default_model_path())
+    return named, str(named)
 
 
 def _shrink(real_model: str, recipe: RecipeCommand, work: Path, **options: Any) -> ShrunkenModel:

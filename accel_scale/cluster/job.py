@@ -15,6 +15,7 @@ from accel_scale.errors import ConfigError
 from accel_scale.flags.command_line import RecipeCommand
 from accel_scale.launching.launch_file import LaunchFile, read_launch_file
 from accel_scale.launching.machine import Machine
+from accel_scale.recipe_specs.finding import find_recipe
 from accel_scale.secrets import is_secret, mask
 
 # Files of `accel-scale plan --write DIR`.
@@ -245,10 +246,14 @@ def _check_strategy(launch: LaunchFile, nodes: int) -> None:
 
 def _resumable(recipe: RecipeCommand) -> RecipeCommand:
     """The recipe such that the same command goes on from its last checkpoint, which every restart relies on."""
-    if recipe.script.name == "pretrain.py" and str(recipe.value("resume", "auto")) == "no":
+    found = find_recipe(recipe.script)
+    if found is None or found.spec.resume_flag is None:
+        return recipe
+    flag, automatic = found.spec.resume_flag, found.spec.resume_auto
+    if str(recipe.value(flag)).lower() == "no":
         raise ConfigError(
-            "a run that is started again refuses its own folder.", place="--resume", fix="remove it, or use auto."
+            "a run that is started again refuses its own folder.",
+            place=recipe.place(flag),
+            fix="remove it, or use auto.",
         )
-    if recipe.script.name == "sft.py" and recipe.value("resume_from_checkpoint") is None:
-        return recipe.with_flags(resume_from_checkpoint="auto")
-    return recipe
+    return recipe.with_flags(**{flag: automatic}) if automatic and recipe.value(flag) is None else recipe

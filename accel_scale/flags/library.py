@@ -116,15 +116,17 @@ def _module_at(path: Path) -> ModuleType:
     return module
 
 
-def known_table() -> Table | None:
-    """The table of the installed versions, if there is one: the shipped one, or the one in the user's cache."""
+def known_table(classes: Iterable[FlagClass] = ()) -> Table | None:
+    """The table of the installed versions, if all of `classes` are in it: the shipped one and the user's cache."""
     versions = _versions()
-    for path in (SHIPPED, _cache_path()):
+    found: dict[str, ClassFlags] = {}
+    for path in (_cache_path(), SHIPPED):
         with contextlib.suppress(OSError, ValueError):
             table: Table = json.loads(path.read_text(encoding="utf-8"))
             if isinstance(table, dict) and table.get("versions") == versions:
-                return table
-    return None
+                found |= table["classes"]
+    needed = {cls.library for cls in classes if isinstance(cls, LaterClass)}
+    return {"versions": versions, "classes": found} if found and needed <= found.keys() else None
 
 
 def add_known(parser: argparse._ArgumentGroup, known: ClassFlags, *, replaced: Collection[str]) -> set[str]:
@@ -168,12 +170,15 @@ def make_table(classes: Iterable[FlagClass], parser_of: Callable[[Sequence[type]
 
 
 def remember(table: Table) -> None:
-    """Keep `table` for the next time, where the user's cache can be written.
+    """Keep `table` for the next time, with what was kept before, where the user's cache can be written.
 
     What is installed from a checkout changes its flags and keeps its version, so it has no table.
     """
     if any("dev" in version or "+" in version for version in table["versions"].values()):
         return
+    kept = known_table()
+    if kept:
+        table = {"versions": table["versions"], "classes": {**kept["classes"], **table["classes"]}}
     path = _cache_path()
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     with contextlib.suppress(OSError):

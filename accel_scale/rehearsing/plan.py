@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -14,21 +14,14 @@ from accel_scale.checks.ddp_rules import FIRST_POWERSGD_STEP
 from accel_scale.flags.command_line import RecipeCommand
 from accel_scale.launching.launch_file import LaunchFile
 from accel_scale.launching.strategy import is_true
+from accel_scale.recipe_specs.sft import SFT
+from accel_scale.recipe_specs.spec import RecipeSpec
 
-NUM_STEPS, CHECKPOINT_STEP = 4, 2
-MAX_LENGTH, MICRO_BATCH_SIZE, NUM_ROWS = 256, 2, 256
+NUM_ROWS = 256
+# Runs a script that does not run on CPU processes by itself.
+RUNNER = str(Path(__file__).with_name("run_on_cpu.py"))
 # An NVMe buffer holds one tensor; no shrunken model has a larger one than its embedding.
 NVME_BUFFER_NUMEL = 40_000_000
-
-_DATA_FLAGS = (
-    "dataset_name", "dataset_config", "dataset_mixture", "dataset_train_split", "dataset_test_split",
-    "dataset_streaming", "columns",
-)  # fmt: skip
-# Effects outside the rehearsal's folder, or minutes of work that say nothing about the launch.
-_DROPPED_FLAGS = (
-    "global_batch_size", "push_to_hub", "hub_model_id", "report_to", "eval_strategy", "do_eval",
-    "load_best_model_at_end", "resume_from_checkpoint", "device_memory", "torch_compile", "max_memory", "plan",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -55,9 +48,7 @@ class Rehearsal:
         start: Folder of the model that is trained on; None where the run begins with weights of its own.
         optimizer_on_nvme: Whether DeepSpeed keeps optimizer states on disk.
         notes: What differs from the real run beside its size, one sentence each.
-        resume_flag: The recipe's name for the checkpoint to go on from.
-        checkpoint: Name of the folder that holds step `CHECKPOINT_STEP`.
-        complete_file: What is written into it last.
+        spec: What the recipe declares.
     """
 
     launcher: list[str]
@@ -66,55 +57,61 @@ class Rehearsal:
     start: Path | None
     optimizer_on_nvme: bool = False
     notes: list[str] = field(default_factory=list)
-    resume_flag: str = "resume_from_checkpoint"
-    checkpoint: str = f"checkpoint-{CHECKPOINT_STEP}"
-    complete_file: str = "trainer_state.json"
+    spec: RecipeSpec = SFT
 
     def command(self, output_dir: Path, *, resume_from: Path | None = None, port: int) -> list[str]:
         """The whole command line of one launch."""
         recipe = self.recipe.with_flags(output_dir=output_dir)
-        if resume_from is not None:
-            recipe = recipe.with_flags(**{self.resume_flag: resume_from})
-        return [*self.launcher, "--main_process_port", str(port), str(recipe.script), *recipe.words]
+        if resume_from is not None and self.spec.resume_flag is not None:
+            recipe = recipe.with_flags(**{self.spec.resume_flag: resume_from})
+        runner = [] if self.spec.rehearsal.runs_on_cpu else [RUNNER]
+        return [*self.launcher, "--main_process_port", str(port), *runner, str(recipe.script), *recipe.words]
 
 
 def plan_rehearsal(
-    launch: LaunchFile, recipe: RecipeCommand, *, model_folder: Path, data: DataChoice, work: Path
+    launch: LaunchFile,
+    recipe: RecipeCommand,
+    *,
+    model_folder: Path | None,
+    data: DataChoice,
+    work: Path,
+    spec: RecipeSpec = SFT,
+    has: Callable[[str], bool] = lambda flag: True,
 ) -> Rehearsal:
     """Cut the launch to a few CPU processes and the recipe to a few small steps of a tiny model.
 
     Args:
-        model_folder: The shrunken model.
+        model_folder: The shrunken model; None where the script's own is trained.
         work: Folder for files that stand in for the user's.
+        spec: What the recipe declares.
+        has: Whether the recipe has a flag; one that it does not have is not set.
     """
+    cuts = spec.rehearsal
     in_groups = int(recipe.value("sp_size") or launch.parallel.sequence_parallel_size)
     num_processes, sizes = rehearsed_processes(launch, in_groups)
     launcher = launcher_words(launch, num_processes, sizes, work)
     recipe, notes = for_the_cpu(recipe, launch, work)
-    dropped = list(_DROPPED_FLAGS)
-    if data.path is not None:
-        dropped += _DATA_FLAGS if data.replaced else ["dataset_name"]
-    micro_batch = min(int(recipe.value("per_device_train_batch_size", MICRO_BATCH_SIZE)), MICRO_BATCH_SIZE)
-    cut = recipe.without(dropped, work).with_flags(
-        model_name_or_path=model_folder,
-        max_steps=NUM_STEPS,
-        save_strategy="steps",
-        save_steps=CHECKPOINT_STEP,
-        save_total_limit=NUM_STEPS,
-        save_only_model="false",
-        logging_strategy="steps",
-        logging_steps=1,
-        max_length=min(int(recipe.value("max_length") or MAX_LENGTH), MAX_LENGTH),
-        per_device_train_batch_size=micro_batch,
-        gradient_accumulation_steps=_accumulation(recipe, (launch.num_processes or 1) // in_groups),
-        exact_match_samples=0,
-    )
-    if data.path is not None:
-        cut = cut.with_flags(dataset_name=data.path)
+    dropped = [*cuts.dropped, *filter(None, [spec.resume_flag])]
+    if data.path is not None and cuts.data_flag is not None:
+        dropped += cuts.data_flags if data.replaced else [cuts.data_flag]
+    flags = dict(cuts.values)
+    flags |= {name: min(int(recipe.value(name) or most), most) for name, most in cuts.at_most.items()}
+    flags[cuts.batch_flag] = _accumulation(recipe, (launch.num_processes or 1) // in_groups)
+    if model_folder is not None and cuts.model_flag is not None:
+        flags[cuts.model_flag] = model_folder
+    if data.path is not None and cuts.data_flag is not None:
+        flags[cuts.data_flag] = data.path
     if recipe.value("sp_size") and in_groups > 1:
-        cut = cut.with_flags(sp_size=2)
+        flags["sp_size"] = 2
+    cut = recipe.without(dropped, work).with_flags(**{name: value for name, value in flags.items() if has(name)})
     on_nvme = launch.parallel.offload_optimizer == "nvme"
-    return Rehearsal(launcher, cut, num_processes, model_folder, on_nvme, notes)
+    return Rehearsal(launcher, cut, num_processes, model_folder, on_nvme, notes, spec)
+
+
+def has_trainer_flag(recipe: RecipeCommand, spec: RecipeSpec, flag: str) -> bool:
+    """Whether a script that declares nothing takes `flag`: transformers' own, or one that is on its command line."""
+    cuts = spec.rehearsal
+    return flag in (*cuts.values, cuts.batch_flag, "per_device_train_batch_size") or flag in recipe.names()
 
 
 def launcher_words(launch: LaunchFile, num_processes: int, sizes: Iterable[str], work: Path) -> list[str]:
@@ -199,7 +196,12 @@ def nvme_flags(launch: LaunchFile, work: Path) -> list[str]:
 
 
 def choose_data(
-    recipe: RecipeCommand, work: Path, *, fallback: Iterable[Mapping[str, Any]], has_chat_template: bool
+    recipe: RecipeCommand,
+    work: Path,
+    *,
+    fallback: Iterable[Mapping[str, Any]],
+    has_chat_template: bool,
+    spec: RecipeSpec = SFT,
 ) -> DataChoice:
     """The real data set where it is on this machine, cut to a few rows where that is simple; else `fallback` rows.
 
@@ -210,9 +212,12 @@ def choose_data(
         fallback: Rows of ``messages``: a question and its answer.
         has_chat_template: Whether the tokenizer can write turns; else the rows become prompt and completion.
     """
-    names = [str(name) for name in recipe.values("dataset_name")]
+    flag = spec.rehearsal.data_flag
+    names = [] if flag is None else [str(name) for name in recipe.values(flag)]
     names += [str(item).rpartition("=")[0] for item in recipe.values("dataset_mixture")]
     absent = [name for name in names if not Path(name).exists() and not is_cached(name)]
+    if spec.rehearsal.data == "own" and (absent or not names):
+        return DataChoice(None)  # nothing here can stand in for them
     if not names and recipe.value("model_name_or_path"):
         return DataChoice(None)  # the recipe says itself that data is missing
     if names and not absent:

@@ -11,34 +11,21 @@ from pathlib import Path
 from accel_scale.errors import ConfigError
 from accel_scale.flags.command_line import RecipeCommand
 from accel_scale.launching.launch_file import LaunchFile
-from accel_scale.rehearsing.plan import (
-    CHECKPOINT_STEP,
-    MAX_LENGTH,
-    MICRO_BATCH_SIZE,
-    NUM_STEPS,
-    DataChoice,
-    Rehearsal,
-    for_the_cpu,
-    is_cached,
-    launcher_words,
-)
+from accel_scale.recipe_specs.pretrain import PRETRAIN
+from accel_scale.recipe_specs.spec import MICRO_BATCH_SIZE, RecipeSpec
+from accel_scale.rehearsing.plan import DataChoice, Rehearsal, for_the_cpu, is_cached, launcher_words
 
-# Of its checkpoints, and what is written into one last.
-_CHECKPOINT, _COMPLETE_FILE = f"checkpoint-{CHECKPOINT_STEP}", "manifest.json"
 _DEFAULT_MICRO_BATCH_SIZE = 8
-_MODEL_FLAGS = (
-    "model_name_or_path", "model_revision", "model_config", "num_params", "tokenizer", "train_tokenizer", "vocab_size",
-)  # fmt: skip
-_DATA_FLAGS = ("data", "text_column", "text_documents", "validation_data", "validation_share")
-# Effects outside the rehearsal's folder, lengths of a real run, or minutes of work that say nothing about the launch.
-_DROPPED_FLAGS = (
-    "max_tokens", "max_train_time", "warmup_steps", "decay_from", "decay_steps", "keep_every", "resume", "report_to",
-    "run_name", "profile_steps", "device_memory", "torch_compile", "plan", "plan_gpu",
-)  # fmt: skip
 
 
 def plan_pretraining_rehearsal(
-    launch: LaunchFile, recipe: RecipeCommand, *, model_folder: Path, data: DataChoice, work: Path
+    launch: LaunchFile,
+    recipe: RecipeCommand,
+    *,
+    model_folder: Path,
+    data: DataChoice,
+    work: Path,
+    spec: RecipeSpec = PRETRAIN,
 ) -> Rehearsal:
     """Cut the launch to a few CPU processes, two along each way that ranks are divided, and the recipe to small steps.
 
@@ -50,7 +37,9 @@ def plan_pretraining_rehearsal(
     """
     degrees = shared_degrees(launch, recipe)
     num_processes, sizes, flags = _processes(launch, recipe, degrees)
-    goes_on = recipe.value("model_name_or_path") is not None
+    cuts = spec.rehearsal
+    model_flag = cuts.model_flag or "model_name_or_path"
+    goes_on = recipe.value(model_flag) is not None
     cut, notes = for_the_cpu(recipe, launch, work)
     if degrees:
         shared = ", ".join(f"--{name}_size {size} → 2" for name, size in degrees.items())
@@ -60,32 +49,22 @@ def plan_pretraining_rehearsal(
     micro_batch_size = min(_micro_batch_size(recipe), MICRO_BATCH_SIZE)
     num_readers = num_processes // 2 ** len(degrees)
     accumulation = _accumulation(recipe, (launch.num_processes or 1) // math.prod(degrees.values()), degrees)
-    dropped = [*_DROPPED_FLAGS, *_MODEL_FLAGS, *(_DATA_FLAGS if data.replaced is not None else ())]
-    cut = cut.without(dropped, work).with_flags(
-        **{"model_name_or_path" if goes_on else "model_config": model_folder},
-        **flags,
-        max_steps=NUM_STEPS,
-        save_steps=CHECKPOINT_STEP,
-        keep_last=NUM_STEPS,
-        logging_steps=1,
-        eval_steps=0,
-        eval_rows=2 * MICRO_BATCH_SIZE,
-        max_length=min(int(recipe.value("max_length") or MAX_LENGTH), MAX_LENGTH),
-        per_device_train_batch_size=micro_batch_size,
-        global_batch_size=micro_batch_size * num_readers * accumulation,
-    )
-    if data.path is not None:
-        cut = cut.with_flags(data=data.path)
+    dropped = [*cuts.dropped, *(cuts.data_flags if data.replaced is not None else ())]
+    flags |= cuts.values
+    flags |= {name: min(int(recipe.value(name) or most), most) for name, most in cuts.at_most.items()}
+    flags["per_device_train_batch_size"] = micro_batch_size
+    flags["global_batch_size"] = micro_batch_size * num_readers * accumulation
+    flags[model_flag if goes_on else cuts.config_flag or model_flag] = model_folder
+    if data.path is not None and cuts.data_flag is not None:
+        flags[cuts.data_flag] = data.path
     return Rehearsal(
         launcher_words(launch, num_processes, sizes, work),
-        cut,
+        cut.without(dropped, work).with_flags(**flags),
         num_processes,
         model_folder if goes_on else None,
         launch.parallel.offload_optimizer == "nvme",
         notes,
-        resume_flag="resume",
-        checkpoint=_CHECKPOINT,
-        complete_file=_COMPLETE_FILE,
+        spec,
     )
 
 
@@ -120,7 +99,7 @@ def min_layers(launch: LaunchFile, recipe: RecipeCommand) -> int:
 
 def _processes(
     launch: LaunchFile, recipe: RecipeCommand, degrees: dict[str, int]
-) -> tuple[int, list[str], dict[str, int]]:
+) -> tuple[int, list[str], dict[str, object]]:
     """Processes to start, the launcher's flags for its mesh, and the recipe's for the ranks that share the model."""
     in_file = launch.values.get("parallelism_config") or {}
     wide = [name for name, size in in_file.items() if name.endswith("_size") and (size or 1) > 1]
@@ -129,7 +108,7 @@ def _processes(
     if not any("_dp_" in name for name in wide) and (launch.num_processes or 1) > math.prod(degrees.values()):
         dimensions.add("replicas or shards")
     sizes = [word for name in wide for word in (f"--{name}", "2")]
-    flags = {f"{name}_size": 2 for name in degrees if recipe.value(f"{name}_size") is not None}
+    flags: dict[str, object] = {f"{name}_size": 2 for name in degrees if recipe.value(f"{name}_size") is not None}
     return 2 ** len(dimensions), sizes, flags
 
 

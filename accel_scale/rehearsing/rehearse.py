@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -15,7 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from accel_scale.rehearsing.plan import CHECKPOINT_STEP, NUM_STEPS, CheckFailed, Rehearsal
+from accel_scale.recipe_specs.spec import CHECKPOINT_STEP, NUM_STEPS
+from accel_scale.rehearsing.plan import CheckFailed, Rehearsal
+from accel_scale.rehearsing.results import RunResults, final_folder, read_results
 
 # The same processes add in the same order; what is left to allow is a CPU Adam that vectorises by alignment.
 RESUME_TOLERANCE = 1e-5
@@ -141,23 +142,23 @@ def error_lines(log: str, *, max_lines: int = 3) -> list[str]:
     return found[:max_lines] or [line for line in log.splitlines() if line.strip()][-max_lines:] or ["no output"]
 
 
-def _summary(work: Path, name: str) -> dict[str, Any]:
-    path = work / name / "run_summary.json"
-    if not path.is_file():
-        raise CheckFailed(f"the recipe ended without writing {path.name}")
-    return json.loads(path.read_text(encoding="utf-8"))
+def _results(work: Path, name: str) -> RunResults:
+    found = read_results(work / name)
+    if found is None:
+        raise CheckFailed("the recipe ended without writing run_summary.json or a Trainer's checkpoint")
+    return found
 
 
 def _check_processes(rehearsal: Rehearsal, work: Path) -> str:
     """That the processes formed one run: separate runs would all write the same folder and look fine."""
-    world_size = _summary(work, "uninterrupted").get("world_size")
+    world_size = _results(work, "uninterrupted").world_size
     if world_size != rehearsal.num_processes:
         raise CheckFailed(f"{rehearsal.num_processes} processes were started and the run knew of {world_size}")
     return f"one run of {world_size}" if world_size > 1 else "one run of one, as the launch file says"
 
 
 def _check_losses(work: Path) -> str:
-    losses = _summary(work, "uninterrupted")["losses"]
+    losses = _results(work, "uninterrupted").losses
     if len(losses) != NUM_STEPS or not all(math.isfinite(loss) for loss in losses):
         raise CheckFailed(f"{NUM_STEPS} finite losses were expected: {losses}")
     return f"finite, {losses[0]:.4f} → {losses[-1]:.4f}"
@@ -165,26 +166,28 @@ def _check_losses(work: Path) -> str:
 
 def _check_checkpoint(rehearsal: Rehearsal, work: Path) -> str:
     """That the checkpoint to resume from is complete, and what the recipe saw when it read it back."""
-    folder = work / "uninterrupted" / rehearsal.checkpoint
+    folder = work / "uninterrupted" / rehearsal.spec.rehearsal.checkpoint
     names = {path.name for path in folder.rglob("*") if path.is_file()}
-    if rehearsal.complete_file not in names:
+    if rehearsal.spec.rehearsal.complete_file not in names:
         raise CheckFailed(f"{folder.name} was not written, or is not complete")
     num_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     text = f"{len(names)} files, {num_bytes / 2**20:.1f} MiB"
-    verified = _summary(work, "uninterrupted").get("verified")
-    return text + (f"; {verified['tensors']} tensors read back, max |Δ| {verified['max_diff']:g}" if verified else "")
+    verified = _results(work, "uninterrupted").verified
+    return text + (f"; {verified[0]} tensors read back, max |Δ| {verified[1]:g}" if verified else "")
 
 
 def _check_resume(rehearsal: Rehearsal, work: Path, *, timeout_seconds: float) -> str:
     """A new launch from the checkpoint, against the steps that the first launch took after it."""
     if rehearsal.optimizer_on_nvme:
         raise NotOffered(NVME_REASON)
-    summary = _summary(work, "uninterrupted")
-    checkpoint = work / "uninterrupted" / rehearsal.checkpoint
+    if rehearsal.spec.resume_flag is None:
+        raise NotOffered("the recipe declares no flag that resumes.")
+    losses = _results(work, "uninterrupted").losses
+    checkpoint = work / "uninterrupted" / rehearsal.spec.rehearsal.checkpoint
     _launch(rehearsal, work, "resumed", resume_from=checkpoint, timeout_seconds=timeout_seconds)
     # A resumed run's history starts with the losses that the checkpoint remembers.
-    expected = summary["losses"][CHECKPOINT_STEP:]
-    resumed = _summary(work, "resumed")["losses"][-len(expected) :]
+    expected = losses[CHECKPOINT_STEP:]
+    resumed = _results(work, "resumed").losses[-len(expected) :]
     worst = max(abs(a - b) / abs(b) for a, b in zip(resumed, expected, strict=True))
     steps = f"steps {CHECKPOINT_STEP + 1} to {NUM_STEPS}"
     if not worst <= RESUME_TOLERANCE:
@@ -195,5 +198,9 @@ def _check_resume(rehearsal: Rehearsal, work: Path, *, timeout_seconds: float) -
 def _check_reload(rehearsal: Rehearsal, work: Path) -> str:
     from accel_scale.rehearsing.reload import compare_final_folders
 
-    resumed = None if rehearsal.optimizer_on_nvme else work / "resumed"
-    return compare_final_folders(start=rehearsal.start, uninterrupted=work / "uninterrupted", resumed=resumed)
+    resumes = rehearsal.spec.resume_flag is not None and not rehearsal.optimizer_on_nvme
+    return compare_final_folders(
+        start=rehearsal.start,
+        uninterrupted=final_folder(work / "uninterrupted"),
+        resumed=final_folder(work / "resumed") if resumes else None,
+    )

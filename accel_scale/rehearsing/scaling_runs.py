@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from accel_scale.errors import ConfigError
 from accel_scale.flags.command_line import RecipeCommand
 from accel_scale.launching.launch_file import LaunchFile
+from accel_scale.recipe_specs.finding import load_recipe
 from accel_scale.rehearsing.rehearse import error_lines
 
 if TYPE_CHECKING:
@@ -26,10 +27,6 @@ _DROPPED = ("global_batch_size", "max_tokens", "num_train_epochs", "resume", "re
 _OF_SEVERAL_RANKS = (
     "sync_each_batch", "ddp_bucket_cap_mb", "ddp_comm_hook", "powersgd_rank", "powersgd_start_step",
 )  # fmt: skip
-_OFF: Mapping[str, Mapping[str, str]] = {
-    "pretrain.py": {"save_steps": "0", "eval_steps": "0", "sample_tokens": "0", "resume": "no"},
-    "sft.py": {"save_strategy": "no", "eval_strategy": "no", "exact_match_samples": "0"},
-}
 
 
 @dataclass(frozen=True)
@@ -183,20 +180,25 @@ def communication_seconds(plan: Mapping[str, Any] | None, num_ranks: int, links:
 def command_of(
     run: ScalingRun, launch: LaunchFile, recipe: RecipeCommand, out: Path, num_steps: int, port: int
 ) -> list[str]:
-    """The `accelerate launch` of one run."""
+    """The `accelerate launch` of one run.
+
+    Raises:
+        ConfigError: the script does not say which flags it has, or lacks one that every run sets.
+    """
+    known = load_recipe(recipe.script)
     words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(launch.path)]
     words += ["--num_processes", str(run.num_ranks), "--main_process_port", str(port)]
     if (launch.values.get("num_machines") or 1) > 1:
         words += ["--num_machines", "1", "--machine_rank", "0", "--main_process_ip", "127.0.0.1"]
-    flags = {
-        **_OFF.get(recipe.script.name, {}),
-        "per_device_train_batch_size": run.micro_batch_size,
-        "global_batch_size": run.global_batch_size,
-        "max_steps": num_steps,
-        "logging_steps": num_steps,
-        "output_dir": out,
-        "plan": "check",  # which lists what is communicated, on a CPU too
-    }
+    needed = {"per_device_train_batch_size": run.micro_batch_size, "max_steps": num_steps, "output_dir": out}
+    if known.has("global_batch_size"):
+        needed["global_batch_size"] = run.global_batch_size
+    else:
+        needed["gradient_accumulation_steps"] = run.global_batch_size // (run.micro_batch_size * run.num_ranks)
+    known.require(needed, "a scaling test")
+    # The plan lists what is communicated, on a CPU too.
+    wanted = {**known.spec.untimed, "logging_steps": num_steps, "plan": "check"}
+    flags = {**{name: value for name, value in wanted.items() if known.has(name)}, **needed}
     dropped = {*_DROPPED, *flags, *(_OF_SEVERAL_RANKS if run.num_ranks == 1 else ())}
     short = recipe.without(dropped, out.parent).with_flags(**flags)
     return [*words, str(short.script), *short.words]
@@ -216,9 +218,15 @@ def _launch(
     with log.open("wb") as output:
         status = subprocess.run(command, stdout=output, stderr=output, env=environment, check=False).returncode
     path = work / name / "run_summary.json"
-    if status or not path.is_file():
+    if status:
         lines = error_lines(log.read_text(errors="replace"))
         raise ConfigError(f"the run on {run.num_ranks} ranks failed: {lines[0]}")
+    if not path.is_file():
+        raise ConfigError(
+            f"wrote no {path.name}, which holds its speed.",
+            place=str(recipe.script),
+            fix="write one with `tokens`, `tokens_per_second`, `steps` and `world_size`.",
+        )
     summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if summary["world_size"] != run.num_ranks or not summary["tokens_per_second"]:
         raise ConfigError(

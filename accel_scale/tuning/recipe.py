@@ -1,19 +1,14 @@
-"""A recipe in a search: which flags it has, and which of them are fixed."""
+"""A recipe as the search sees it: which of its flags are fixed."""
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
 import json
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from accel_scale.errors import ConfigError
-from accel_scale.flags.library import FlagClass, known_table
-from accel_scale.flags.parsing import ParsedFlags, build_parser, parse_flags
+from accel_scale.recipe_specs.finding import Recipe, plain
 from accel_scale.secrets import is_secret
 
 # Flags that a trial cannot leave to the user, with what to do instead.
@@ -21,79 +16,14 @@ _OWNED = {
     "output_dir": "every trial has a folder of its own under tune.py's --output_dir.",
     "config_file": "write its flags into the space, or pass it after `--`.",
     "print_config": "run the recipe itself with --print_config.",
-    "resume_from_checkpoint": "trials begin at the beginning; tune.py continues a study by itself.",
 }
+_RESUMES = "trials begin at the beginning; tune.py continues a study by itself."
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """A script whose flags can be searched.
-
-    Attributes:
-        path: The script.
-        program: Its name in messages.
-        classes: The dataclasses that hold its flags.
-        parser: Its own parser.
-        refuse: What it says to flags that cannot work together, its ``refuse_contradictions``.
-    """
-
-    path: Path
-    program: str
-    classes: tuple[FlagClass, ...]
-    parser: argparse.ArgumentParser
-    refuse: Callable[[ParsedFlags], None] = lambda parsed: None
-
-    @property
-    def stem(self) -> str:
-        """The script's name without its ending: ``sft``."""
-        return self.path.stem
-
-    def default(self, flag: str) -> Any:
-        """What `flag` is where nobody sets it."""
-        return plain(self.parser.get_default(flag))
-
-    def has(self, flag: str) -> bool:
-        """Whether the recipe has `flag`."""
-        return any(f"--{flag}" in action.option_strings for action in self.parser._actions)
-
-
-def load_recipe(path: str | Path) -> Recipe:
-    """Import the script at `path`, which must not run anything at import, and ask it for its flags.
-
-    Raises:
-        ConfigError: there is no such script, it cannot be imported, or it does not say what its flags are.
-    """
-    path = Path(path)
-    if not path.is_file() or path.suffix != ".py":
-        raise ConfigError(f"there is no recipe {str(path)!r}.", place="command line", fix="name a script first.")
-    spec = importlib.util.spec_from_file_location(f"recipe_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    sys.path.insert(0, str(path.parent.resolve()))  # as for a script that is run
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise ConfigError(f"cannot be imported: {error!r}.", place=str(path), fix="fix the script.") from error
-    finally:
-        sys.path.pop(0)
-    classes = getattr(module, "FLAG_CLASSES", None)
-    if not classes:
-        raise ConfigError(
-            "does not say which flags it has.",
-            place=str(path),
-            fix="define FLAG_CLASSES, the dataclasses it gives to accel_scale.flags.parsing.parse_flags.",
-        )
-    program = getattr(module, "PROGRAM", path.name)
-    refuse = getattr(module, "refuse_contradictions", lambda parsed: None)
-    return Recipe(path, program, tuple(classes), build_parser(classes, program=program, table=known_table()), refuse)
-
-
-def refuse_owned(flag: str, place: str) -> None:
+def refuse_owned(recipe: Recipe, flag: str, place: str) -> None:
     """Refuse a flag that belongs to the search itself."""
-    if flag in _OWNED:
-        raise ConfigError(f"{flag!r} cannot be set for a trial.", place=place, fix=_OWNED[flag])
+    if flag in _OWNED or flag == recipe.spec.resume_flag:
+        raise ConfigError(f"{flag!r} cannot be set for a trial.", place=place, fix=_OWNED.get(flag, _RESUMES))
 
 
 @dataclass(frozen=True)
@@ -123,18 +53,18 @@ def fixed_flags(
     Raises:
         ConfigError: a flag the recipe does not have, a bad value, a flag that is searched too, a credential.
     """
-    parsed = parse_flags(recipe.classes, argv, program=recipe.program)
+    parsed = recipe.parse(argv)
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     typed = {name for name, place in parsed.origins.items() if place == f"--{name}"}
     output_dir = parsed.explicit.get("output_dir") if "output_dir" not in typed else None
     for name in parsed.explicit.keys() - typed - searched.keys() - {"output_dir"}:
-        refuse_owned(name, parsed.place(name))
+        refuse_owned(recipe, name, parsed.place(name))
         values[name], origins[name] = plain(parsed.explicit[name]), parsed.place(name)
     for name, (value, place) in space.items():
         values[name], origins[name] = value, place
     for name in typed:
-        refuse_owned(name, f"--{name}")
+        refuse_owned(recipe, name, f"--{name}")
         if name in searched:
             raise ConfigError(
                 f"--{name} is fixed here and searched in the space.",
@@ -155,16 +85,6 @@ def fixed_flags(
     order = {name: index for index, name in enumerate(action.dest for action in recipe.parser._actions)}
     ordered = {name: values[name] for name in sorted(values, key=lambda name: order[name])}
     return FixedFlags(ordered, origins, output_dir)
-
-
-def plain(value: Any) -> Any:
-    """`value` as YAML and JSON have it."""
-    value = getattr(value, "value", value)
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    return value if value is None or isinstance(value, (str, int, float, bool)) else str(value)
 
 
 def as_label(value: Any) -> str | int | float | bool | None:

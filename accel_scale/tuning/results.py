@@ -17,8 +17,9 @@ from optuna.trial import FrozenTrial, TrialState
 
 from accel_scale.errors import ConfigError
 from accel_scale.flags.parsing import parse_flags
+from accel_scale.recipe_specs.finding import Recipe, plain
 from accel_scale.tuning.ownership import is_interrupted
-from accel_scale.tuning.recipe import FixedFlags, Recipe, plain
+from accel_scale.tuning.recipe import FixedFlags
 from accel_scale.tuning.space import SearchSpace
 
 BEST_NAME, CSV_NAME, SUMMARY_NAME = "best.yaml", "trials.csv", "study_summary.json"

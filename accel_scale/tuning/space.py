@@ -14,7 +14,8 @@ import yaml
 from accel_scale.errors import ConfigError
 from accel_scale.flags.library import NeedsLibraryError
 from accel_scale.flags.parsing import build_parser, parse_entry, read_mapping, refuse_launch_key
-from accel_scale.tuning.recipe import Recipe, as_label, plain, refuse_owned
+from accel_scale.recipe_specs.finding import Recipe, plain
+from accel_scale.tuning.recipe import as_label, refuse_owned
 
 if TYPE_CHECKING:
     from optuna.trial import Trial
@@ -155,7 +156,7 @@ def _read_space(path: Path, recipe: Recipe) -> SearchSpace:
     fixed: dict[str, tuple[Any, str]] = {}
     for flag, place, node in read_mapping(path):
         refuse_launch_key(recipe.parser, flag, place=place, path=path)
-        refuse_owned(flag, place)
+        refuse_owned(recipe, flag, place)
         if not recipe.has(flag):
             parse_entry(recipe.parser, flag, node, place)  # raises, and names the nearest flag that there is
         if isinstance(node, yaml.SequenceNode):

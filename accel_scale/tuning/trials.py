@@ -16,11 +16,11 @@ import yaml
 
 from accel_scale.errors import ConfigError
 from accel_scale.launching.launch_file import LaunchFile
+from accel_scale.recipe_specs.finding import Recipe
 from accel_scale.rehearsing.rehearse import error_lines
 from accel_scale.tuning.following import MetricsFollower
 from accel_scale.tuning.launch import Launch, launch_command
 from accel_scale.tuning.ownership import owner_of_this_process
-from accel_scale.tuning.recipe import Recipe
 from accel_scale.tuning.space import SearchSpace
 
 LOG_NAME, FLAGS_NAME = "trial.log", "flags.yaml"

@@ -9,6 +9,7 @@ from accel_scale.ending.leaving import let_go_of_collectives
 from accel_scale.ending.user_errors import user_errors
 from accel_scale.errors import ConfigError
 from accel_scale.flags.parsing import parse_flags
+from accel_scale.recipe_specs.spec import RecipeSpec
 
 PROGRAM = "small_recipe.py"
 
@@ -21,11 +22,11 @@ class SmallArguments:
     output_dir: str = "outputs/small"
 
 
-FLAG_CLASSES = (SmallArguments,)
+RECIPE = RecipeSpec(flags=(SmallArguments,), program=PROGRAM)
 
 
 def main() -> None:
-    parsed = parse_flags(FLAG_CLASSES, program=PROGRAM)
+    parsed = parse_flags(RECIPE.flags, program=PROGRAM)
     args = SmallArguments(**parsed.explicit)
     if args.learning_rate <= 0:
         raise ConfigError("the learning rate must be above 0.", place=parsed.place("learning_rate"))

@@ -20,9 +20,9 @@ import yaml
 
 from accel_scale.errors import ConfigError
 from accel_scale.flags.parsing import parse_flags
+from accel_scale.recipe_specs.finding import load_recipe
 from accel_scale.reporting.metrics_log import read_metrics
 from accel_scale.tuning.launch import Launch, launch_command, read_trial_launch_file
-from accel_scale.tuning.recipe import load_recipe
 
 pytestmark = pytest.mark.slow
 WARM_PYTHON = False  # a study ends its trials with everything below them

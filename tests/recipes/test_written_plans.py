@@ -29,6 +29,7 @@ from accel_scale.planning.models.training_setup import TrainingSetup
 from accel_scale.planning.search.requests import Wish, build_request
 from accel_scale.planning.search.search import Candidate, Plan, Request, search
 from accel_scale.planning.search.writing import RecipeChoices, WrittenPlan, plan_files, write_files
+from accel_scale.recipe_specs.sft import SFT
 from accel_scale.settings.planned_setup import setup_of
 from accel_scale.settings.resolve import LaunchFacts, resolve
 from accel_scale.starting.layout import row_group_size
@@ -71,7 +72,7 @@ def read(written: WrittenPlan) -> tuple[LaunchFile, ParsedFlags]:
     launch_path, recipe_path = list(written.files)[:2]
     # Without a card that has it, fp8 must be emulated; nothing else is changed.
     emulated = ["--fp8_emulate", "true"] if "precision: fp8" in written.files[recipe_path] else []
-    return read_launch_file(launch_path), read_recipe_flags(["--config_file", str(recipe_path), *emulated])
+    return read_launch_file(launch_path), read_recipe_flags(["--config_file", str(recipe_path), *emulated], SFT)
 
 
 def in_groups(launch: LaunchFile, parsed: ParsedFlags) -> Any:

@@ -109,7 +109,7 @@ def test_a_model_that_is_trained_on_is_trained_on(script: str, tmp_path: Path) -
     plan = planned("zero2", script, "--model_name_or_path", "meta-llama/Llama-3.1-8B", "--method", "lora")
     assert flag(plan.recipe.words, "model_name_or_path") == str(tmp_path / "tiny")
     assert plan.start == tmp_path / "tiny"
-    assert (plan.checkpoint, plan.complete_file) == ("checkpoint-2", "manifest.json")
+    assert (plan.spec.rehearsal.checkpoint, plan.spec.rehearsal.complete_file) == ("checkpoint-2", "manifest.json")
 
 
 @pytest.mark.parametrize(

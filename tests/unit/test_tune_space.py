@@ -10,7 +10,8 @@ import pytest
 
 from accel_scale.errors import ConfigError
 from accel_scale.flags.parsing import parse_flags
-from accel_scale.tuning.recipe import FixedFlags, Recipe, fixed_flags, load_recipe
+from accel_scale.recipe_specs.finding import Recipe, load_recipe
+from accel_scale.tuning.recipe import FixedFlags, fixed_flags
 from accel_scale.tuning.results import importances, outcome, row, write_best, write_csv, write_plots
 from accel_scale.tuning.space import SearchSpace, read_space
 from accel_scale.tuning.trials import RECORDS, refuse_foreign_trials, remove_model
@@ -220,8 +221,8 @@ def test_a_script_must_say_its_flags(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no recipe"):
         load_recipe(tmp_path / "absent.py")
     (tmp_path / "plain.py").write_text("x = 1\n")
-    with pytest.raises(ConfigError, match="define FLAG_CLASSES"):
+    with pytest.raises(ConfigError, match=r"assign an .*RecipeSpec to RECIPE"):
         load_recipe(tmp_path / "plain.py")
-    (tmp_path / "broken.py").write_text("1 / 0\n")
+    (tmp_path / "broken.py").write_text("RECIPE = 1 / 0\n")
     with pytest.raises(ConfigError, match="ZeroDivisionError"):
         load_recipe(tmp_path / "broken.py")

@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 from accel_scale.errors import ConfigError
+from accel_scale.recipe_specs.finding import Recipe, load_recipe
 from accel_scale.tuning import study as studies
 from accel_scale.tuning.ownership import MAX_RETRIES, fail_abandoned, is_abandoned, owner_of_this_process
-from accel_scale.tuning.recipe import Recipe, load_recipe
 from accel_scale.tuning.space import SearchSpace, read_space
 from accel_scale.tuning.study import (
     PerTrialSampler,

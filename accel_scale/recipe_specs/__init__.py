@@ -1,0 +1,1 @@
+"""What a recipe says about itself in `RECIPE`, from which the commands work."""

@@ -1,0 +1,153 @@
+"""Find the recipe that a script declares: `RECIPE` at its top level, in any file, inside or outside of the package."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.util
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accel_scale.errors import ConfigError
+from accel_scale.flags.library import FlagClass, known_table
+from accel_scale.flags.parsing import ParsedFlags, build_parser, parse_flags
+from accel_scale.recipe_specs.spec import RecipeSpec
+
+_NAME = "RECIPE"
+HOW_TO_DECLARE = "assign an accel_scale.RecipeSpec to RECIPE at its top level, with the dataclasses of its flags."
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A script with what it declares.
+
+    Attributes:
+        path: The script.
+        spec: Its `RECIPE`.
+        parser: Of its flags.
+    """
+
+    path: Path
+    spec: RecipeSpec
+    parser: argparse.ArgumentParser
+
+    @property
+    def program(self) -> str:
+        """Its name in messages."""
+        return self.spec.name_of(self.path)
+
+    @property
+    def classes(self) -> tuple[FlagClass, ...]:
+        """The dataclasses that hold its flags."""
+        return self.spec.flags
+
+    @property
+    def stem(self) -> str:
+        """The script's name without its ending: ``sft``."""
+        return self.path.stem
+
+    def parse(self, words: Sequence[str]) -> ParsedFlags:
+        """Its flags on a command line.
+
+        Raises:
+            ConfigError: an unknown flag, a wrong type, a bad choice.
+        """
+        return parse_flags(self.classes, words, program=self.program)
+
+    def default(self, flag: str) -> Any:
+        """What `flag` is where nobody sets it."""
+        return plain(self.parser.get_default(flag))
+
+    def has(self, flag: str) -> bool:
+        """Whether the recipe has `flag`."""
+        return any(f"--{flag}" in action.option_strings for action in self.parser._actions)
+
+    def require(self, flags: Iterable[str], purpose: str) -> None:
+        """Refuse a recipe that lacks one of `flags`, which `purpose` sets.
+
+        Raises:
+            ConfigError: naming the flag.
+        """
+        for flag in flags:
+            if not self.has(flag):
+                raise ConfigError(f"has no --{flag}, which {purpose} sets.", place=str(self.path), fix="add the flag.")
+
+
+def declares_recipe(path: Path) -> bool:
+    """Whether the script binds `RECIPE` at its top level; read from its source, which is not run.
+
+    A script without one may do anything when it is imported, so it never is.
+    """
+    try:
+        tree = ast.parse(path.read_bytes(), filename=str(path))
+    except (OSError, SyntaxError, ValueError):
+        return False
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if any(isinstance(target, ast.Name) and target.id == _NAME for target in targets):
+            return True
+        if isinstance(node, ast.ImportFrom) and any((alias.asname or alias.name) == _NAME for alias in node.names):
+            return True
+    return False
+
+
+def find_recipe(path: str | Path) -> Recipe | None:
+    """The recipe that the script at `path` declares; None for a script that declares none.
+
+    Raises:
+        ConfigError: there is no such script, it cannot be imported, or its `RECIPE` is something else.
+    """
+    path = Path(path)
+    if not path.is_file() or path.suffix != ".py":
+        raise ConfigError(f"there is no recipe {str(path)!r}.", place="command line", fix="name a script first.")
+    if not declares_recipe(path):
+        return None
+    spec = getattr(_imported(path), _NAME)
+    if not isinstance(spec, RecipeSpec):
+        raise ConfigError(f"{_NAME} is a {type(spec).__name__}.", place=str(path), fix="make it a RecipeSpec.")
+    parser = build_parser(spec.flags, program=spec.name_of(path), table=known_table(spec.flags))
+    return Recipe(path, spec, parser)
+
+
+def load_recipe(path: str | Path) -> Recipe:
+    """As `find_recipe`, for commands that cannot do without.
+
+    Raises:
+        ConfigError: as there, and for a script that declares no recipe, or one without flags.
+    """
+    recipe = find_recipe(path)
+    if recipe is None:
+        raise ConfigError("does not say which flags it has.", place=str(path), fix=HOW_TO_DECLARE)
+    if not recipe.classes:
+        raise ConfigError(f"{_NAME} has no flags.", place=str(path), fix="give it flags=(YourArguments,).")
+    return recipe
+
+
+def _imported(path: Path) -> object:
+    """The script as a module, which must not run anything at import."""
+    found = importlib.util.spec_from_file_location(f"recipe_{path.stem}", path)
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    sys.modules[found.name] = module  # dataclasses look their module up
+    sys.path.insert(0, str(path.parent.resolve()))  # as for a script that is run
+    try:
+        found.loader.exec_module(module)
+    except Exception as error:
+        raise ConfigError(f"cannot be imported: {error!r}.", place=str(path), fix="mend the script.") from error
+    finally:
+        sys.path.pop(0)
+    return module
+
+
+def plain(value: Any) -> Any:
+    """`value` as YAML and JSON have it."""
+    value = getattr(value, "value", value)
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    return value if value is None or isinstance(value, (str, int, float, bool)) else str(value)
