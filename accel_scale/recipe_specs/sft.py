@@ -6,9 +6,9 @@ from accel_scale.flags.common import ScaleArguments
 from accel_scale.flags.guard import TrainerGuardArguments
 from accel_scale.flags.parallel import SequenceArguments
 from accel_scale.flags.sft import LIBRARY_CLASSES
-from accel_scale.settings.trl_refused import refuse_contradictions
 from accel_scale.planning.search.recipe_choices import SFT_PLAN
 from accel_scale.recipe_specs.spec import TRAINER_STEPS, RecipeSpec, RehearsalSpec
+from accel_scale.settings.trl_refused import refuse_contradictions
 
 SFT = RecipeSpec(
     flags=(*LIBRARY_CLASSES, ScaleArguments, TrainerGuardArguments, SequenceArguments),
