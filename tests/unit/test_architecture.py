@@ -47,16 +47,27 @@ def test_every_room_is_in_one_box():
         assert place.is_dir() or place.with_suffix(".py").is_file(), room
 
 
-def test_every_arrow_is_an_import():
-    edges = set()
+def edges() -> set[tuple[str, str]]:
+    """(room, room) of every import between rooms, the recipes' included."""
+    found = set()
     for path in PACKAGE.rglob("*.py"):
         room = room_of(".".join(["accel_scale", *path.relative_to(PACKAGE).with_suffix("").parts]))
-        edges |= {(BOX_OF[room], BOX_OF[to]) for name in imports(path) if room and (to := room_of(name))}
-    recipes = PACKAGE.parent / "recipes"
-    for path in recipes.glob("*.py"):
-        edges |= {("recipes", BOX_OF[to]) for name in imports(path) if (to := room_of(name))}
+        found |= {(room, to) for name in imports(path) if room and (to := room_of(name))}
+    for path in (PACKAGE.parent / "recipes").glob("*.py"):
+        found |= {("recipes", to) for name in imports(path) if (to := room_of(name))}
+    return found
+
+
+def test_every_arrow_is_an_import():
+    between = {(BOX_OF.get(room, room), BOX_OF[to]) for room, to in edges()}
     assert len(ARROWS) >= 14
-    assert set(ARROWS) <= edges
+    assert set(ARROWS) <= between
+
+
+def test_no_import_points_up():
+    heights = {name: height for height, name in enumerate(BOXES)}
+    up = {(room, to) for room, to in edges() if room != "recipes" and heights[BOX_OF[to]] < heights[BOX_OF[room]]}
+    assert up <= {("flags", "optimization")}  # names of optimizers and schedules
 
 
 def test_every_room_is_described():
