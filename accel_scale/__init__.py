@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from accel_scale.plugin.plugin import ScalePlugin as ScalePlugin
     from accel_scale.plugin.trainer_mixin import ScaleTrainerMixin as ScaleTrainerMixin
     from accel_scale.recipe_specs.spec import RecipeSpec as RecipeSpec
-    from accel_scale.recipe_specs.spec import RehearsalSpec as RehearsalSpec
     from accel_scale.shrinking.shrink import shrink_config as shrink_config
     from accel_scale.training.checkpoints.folders import latest_complete_checkpoint as latest_complete_checkpoint
     from accel_scale.training.checkpoints.manager import CheckpointManager as CheckpointManager

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from accel_scale.errors import ConfigError
 from accel_scale.flags.library import FlagClass
@@ -98,9 +99,12 @@ class RecipeSpec:
         resume_auto: The value of `resume_flag` with which the same command continues from the last checkpoint, where
             that must be said; None: the recipe does so by itself, or cannot.
         untimed: flag → the value that turns it off, for what `accel-scale scaling-test` must not time.
-        rehearsal: What a rehearsal changes.
-        plan: What the planner counts and writes.
+        rehearsal: What a rehearsal changes, a `RecipeSpec.Rehearsal`.
+        plan: What the planner counts and writes, a `RecipeSpec.Plan`.
     """
+
+    Rehearsal: ClassVar = RehearsalSpec
+    Plan: ClassVar = PlannedRecipe
 
     flags: tuple[FlagClass, ...] = ()
     program: str = ""
