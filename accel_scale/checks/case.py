@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from accel_scale.checks.run_settings import RunSettings
     from accel_scale.facts.device import Device
     from accel_scale.launching.machine import Machine
-    from accel_scale.launching.strategy import Strategy
+    from accel_scale.launching.strategy import LaunchStrategy
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Launch(Protocol):
     """What the rules read of a launch: a `LaunchFile` before it, a `LaunchEnvironment` inside it."""
 
     @property
-    def parallel(self) -> Strategy: ...
+    def parallel(self) -> LaunchStrategy: ...
     @property
     def mixed_precision(self) -> str | None: ...
     @property
@@ -62,7 +62,7 @@ class Case:
     machine: Machine
 
     @property
-    def parallel(self) -> Strategy:
+    def parallel(self) -> LaunchStrategy:
         """The launch's strategy."""
         return self.launch.parallel
 

@@ -21,12 +21,12 @@ def needs_ddp(case: Case) -> Finding | None:
     shares_model = run.shares_model and any(
         (getattr(run, name, None) or 1) > 1 for name in ("tp_size", "sp_size", "pp_size")
     )
-    is_ddp = parallel.name == "ddp" and not shares_model
+    is_ddp = parallel.kind.is_ddp and not shares_model
     if is_ddp or (flag == "ddp_bucket_cap_mb" and run.ddp_bucket_cap_mb is None):
         return None
     if shares_model:
         why = "ranks that share a model reduce gradients without DDP's buckets"
-    elif parallel.name == "single":
+    elif parallel.kind.is_single:
         why = "one process sends no gradients"
     else:
         why = f"{parallel.label} has no DDP buckets"
@@ -45,7 +45,7 @@ def needs_fsdp2(case: Case) -> Finding | None:
     degrees = (run.tp_size, run.sp_size, run.pp_size, parallel.tensor_parallel_size, parallel.context_parallel_size)
     if any((size or 1) > 1 for size in (*degrees, parallel.sequence_parallel_size)):
         why = "ranks that share a model reduce gradients once per step"
-    elif parallel.name == "fsdp2":
+    elif parallel.kind.reduces_each_batch:
         return None
     elif parallel.is_deepspeed:
         why = "DeepSpeed decides when gradients are reduced"

@@ -32,14 +32,9 @@ def deepspeed_package(case: Case) -> Finding | None:
 
 
 def deepspeed_arithmetic(case: Case) -> Finding | None:
-    """Precisions that DeepSpeed's engine does not have."""
-    reasons = {
-        "bf16_true": "DeepSpeed keeps fp32 master weights beside bf16 ones, so bf16_true is not possible with it.",
-        "fp8": "fp8 layers are not supported under DeepSpeed.",
-    }
-    if not case.parallel.is_deepspeed or case.precision not in reasons:
-        return None
-    return error(case.precision_place, reasons[case.precision], "use --precision bf16, or a DDP or FSDP2 launch file.")
+    """Precisions that the strategy's engine does not have, as DeepSpeed's bf16_true."""
+    refusal = case.parallel.kind.refused_precisions.get(case.precision)
+    return error(case.precision_place, f"{refusal.reason}.", refusal.fix) if refusal is not None else None
 
 
 def compilers(case: Case) -> Finding | None:
@@ -79,7 +74,7 @@ def offload_stage(case: Case) -> Finding | None:
     p = case.parallel
     if not p.is_deepspeed:
         return None
-    stage = int(p.name.removeprefix("zero"))
+    stage = p.kind.zero_stage or 0
     too_early = (p.offload_params != "none" or _uses_nvme(case)) and stage < 3
     if not too_early and (p.offload_optimizer == "none" or stage >= 1):
         return None
@@ -199,7 +194,8 @@ def deepspeed_keys_twice(case: Case) -> Finding | None:
 def zero3_saving(case: Case) -> Finding | None:
     """ZeRO-3 that does not gather when saving leaves folders that `from_pretrained` cannot load."""
     zero = case.parallel.deepspeed.get("zero_optimization") or {}
-    if case.parallel.name != "zero3" or is_true(zero.get("stage3_gather_16bit_weights_on_model_save", False)):
+    gathers = is_true(zero.get("stage3_gather_16bit_weights_on_model_save", False))
+    if gathers or not case.parallel.kind.partitions_weights:
         return None
     in_file = "deepspeed_config_file" in (case.launch.file_values.get("deepspeed_config") or {})
     key = "stage3_gather_16bit_weights_on_model_save" if in_file else "zero3_save_16bit_model"
@@ -213,7 +209,7 @@ def zero3_saving(case: Case) -> Finding | None:
 def reentrant_needed(case: Case) -> Finding | None:
     """ZeRO-3 with adapters needs reentrant checkpointing: without it torch meets partitioned weights again."""
     run = case.run
-    if case.parallel.name != "zero3" or not run.trains_adapters or not case.checkpoints:
+    if not case.parallel.kind.partitions_weights or not run.trains_adapters or not case.checkpoints:
         return None
     if run.checkpointing_policy in ("selective", "offload"):
         return error(

@@ -18,7 +18,7 @@ FSDP1_KEYS = (
 def data_parallel_fallback(case: Case) -> Finding | None:
     """One process that sees several GPUs: transformers would wrap the model in `DataParallel`."""
     p, machine = case.parallel, case.machine
-    if p.name != "single" or p.use_cpu or machine.num_devices < 2 or case.launch.file_values.get("gpu_ids"):
+    if not p.kind.is_single or p.use_cpu or machine.num_devices < 2 or case.launch.file_values.get("gpu_ids"):
         return None
     return error(
         case.launch.place("num_processes"),
@@ -157,7 +157,7 @@ def hybrid_sizes(case: Case) -> Finding | None:
 
 def fsdp_version(case: Case) -> Finding | None:
     """FSDP version 1, which is Accelerate's default."""
-    if case.parallel.name != "fsdp1":
+    if case.parallel.kind.fsdp_version != 1:
         return None
     return error(
         case.launch.place("fsdp_config.fsdp_version"),
@@ -170,7 +170,7 @@ def fsdp1_keys(case: Case) -> Finding | None:
     """Keys that only FSDP version 1 knows."""
     written = case.launch.file_values.get("fsdp_config") or {}
     found = [key for key in FSDP1_KEYS if key in written or key.removeprefix("fsdp_") in written]
-    if case.parallel.name != "fsdp2" or not found:
+    if not case.parallel.kind.is_fsdp2 or not found:
         return None
     fix = "use fsdp_reshard_after_forward instead." if found[0] == "fsdp_sharding_strategy" else "remove it."
     return warning(case.launch.place(f"fsdp_config.{found[0]}"), f"FSDP2 has no {found[0]}; it is ignored.", fix)
@@ -179,7 +179,7 @@ def fsdp1_keys(case: Case) -> Finding | None:
 def fsdp_reshard(case: Case) -> Finding | None:
     """FSDP1's strategy names in ``fsdp_reshard_after_forward``."""
     value = case.parallel.fsdp.get("fsdp_reshard_after_forward", True)
-    if case.parallel.name != "fsdp2" or str(value).lower() in ("true", "false"):
+    if not case.parallel.kind.is_fsdp2 or str(value).lower() in ("true", "false"):
         return None
     return error(
         case.launch.place("fsdp_config.fsdp_reshard_after_forward"),
@@ -191,7 +191,7 @@ def fsdp_reshard(case: Case) -> Finding | None:
 def fsdp_wrapping(case: Case) -> Finding | None:
     """Without a wrapping policy FSDP gathers the whole model at once."""
     policy = str(case.parallel.fsdp.get("fsdp_auto_wrap_policy", "NO_WRAP"))
-    if case.parallel.name != "fsdp2" or policy != "NO_WRAP":
+    if not case.parallel.kind.is_fsdp2 or policy != "NO_WRAP":
         return None
     return warning(
         case.launch.place("fsdp_config.fsdp_auto_wrap_policy"),

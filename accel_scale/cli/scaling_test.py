@@ -61,7 +61,7 @@ def _run(args: argparse.Namespace, work: Path) -> int:
     if args.steps < 3:
         raise ConfigError(f"{args.steps} steps cannot be timed.", place="--steps", fix="use 3 or more.")
     launch = read_launch_file(args.config_file)
-    if launch.strategy == "single":
+    if launch.parallel.kind.is_single:
         raise ConfigError(
             "this launch file starts one process.", place=launch.place("distributed_type"), fix="use ddp.yaml."
         )

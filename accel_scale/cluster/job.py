@@ -91,7 +91,7 @@ class ClusterJob:
         torchrun does so itself. The launcher of a single process would die of the signal, and the step with it, while
         its worker is saving.
         """
-        if self.launch.strategy != "single":
+        if not self.launch.parallel.kind.is_single:
             return f"exec {agent}"
         return "\n".join(
             [
@@ -229,7 +229,7 @@ def _check_sizes(launch: LaunchFile, nodes: int, per_node: int) -> None:
 
 
 def _check_strategy(launch: LaunchFile, nodes: int) -> None:
-    if launch.strategy == "single" and nodes > 1:
+    if launch.parallel.kind.is_single and nodes > 1:
         raise ConfigError(
             f"this launch file starts one process, not one on each of {nodes} nodes.",
             place=launch.place("distributed_type"),

@@ -97,6 +97,11 @@ class Strategy:
         return self.is_deepspeed and self.shards_weights
 
     @property
+    def engine_label(self) -> str:
+        """What runs the step, for messages."""
+        return "DeepSpeed" if self.is_deepspeed else self.label
+
+    @property
     def family(self) -> str:
         """The name that optimizers' refusals use: ``ddp``, ``fsdp``, ``zero`` …"""
         return "zero" if self.is_deepspeed else self.engine
@@ -195,12 +200,6 @@ class StrategyVariant:
     offload_optimizer: Offload = "none"
     reshard_after_forward: bool = True
     for_one_gpu: bool = False
-
-    @property
-    def settings(self) -> dict[str, str | bool]:
-        """What differs from the strategy's defaults, as fields of the planner's `ParallelSetup`."""
-        names = ("offload_params", "offload_optimizer", "reshard_after_forward")
-        return {name: getattr(self, name) for name in names}
 
 
 # From the simplest to the last resort: nothing sharded, then the lowest stage that fits.

@@ -11,7 +11,7 @@ from typing import Any
 from accel_scale.errors import ConfigError
 from accel_scale.launching.launch_file import LaunchFile, read_launch_file, read_source_file
 from accel_scale.launching.launch_keys import MIXED_PRECISIONS, SWITCHES, TOP_KEYS, SourceFile
-from accel_scale.launching.strategy import Strategy, deepspeed_config_of, is_true, relative_to, strategy_of
+from accel_scale.launching.strategy import LaunchStrategy, deepspeed_config_of, is_true, launch_strategy, relative_to
 
 _RENDEZVOUS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -44,7 +44,7 @@ class LaunchEnvironment:
         overrides: The file's keys that the launcher's command line set to something else.
     """
 
-    parallel: Strategy
+    parallel: LaunchStrategy
     mixed_precision: str | None
     world_size: int
     local_world_size: int
@@ -96,7 +96,7 @@ def current_launch(environment: Mapping[str, str] | None = None) -> LaunchEnviro
     deepspeed = deepspeed_config_of(values.get("deepspeed_config") or {}, deepspeed_file)
     world_size = int(env.get("WORLD_SIZE", "1"))
     return LaunchEnvironment(
-        parallel=strategy_of(values, deepspeed),
+        parallel=launch_strategy(values, deepspeed),
         mixed_precision=_mixed_precision(env, command, launch_file),
         world_size=world_size,
         local_world_size=int(env.get("LOCAL_WORLD_SIZE", str(world_size))),

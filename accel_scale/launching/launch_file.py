@@ -21,7 +21,7 @@ from accel_scale.launching.launch_keys import (
     TOP_KEYS,
     SourceFile,
 )
-from accel_scale.launching.strategy import Strategy, deepspeed_config_of, strategy_of
+from accel_scale.launching.strategy import LaunchStrategy, deepspeed_config_of, launch_strategy
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,14 @@ class LaunchFile(SourceFile):
         deepspeed_file: The DeepSpeed configuration that the launch file names.
     """
 
-    parallel: Strategy
+    parallel: LaunchStrategy
     mixed_precision: str | None
     num_processes: int | None
     deepspeed_file: SourceFile | None = None
 
     @property
     def strategy(self) -> str:
-        """``single``, ``ddp``, ``fsdp1``, ``fsdp2``, ``zero0`` … ``zero3`` or ``megatron``."""
+        """Its name in `facts.strategies`."""
         return self.parallel.name
 
     @property
@@ -81,7 +81,7 @@ def read_launch_file(path: str | Path) -> LaunchFile:
     _check_values(source)
     values = source.values
     deepspeed_file = _deepspeed_file(source)
-    parallel = strategy_of(values, deepspeed_config_of(values.get("deepspeed_config") or {}, deepspeed_file))
+    parallel = launch_strategy(values, deepspeed_config_of(values.get("deepspeed_config") or {}, deepspeed_file))
     num_processes = values.get("num_processes")
     if num_processes is None and values["distributed_type"] == "NO":
         num_processes = 1

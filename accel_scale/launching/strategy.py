@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accel_scale.facts.strategies import Strategy, strategy_named
+
 if TYPE_CHECKING:
     from accel_scale.launching.launch_keys import SourceFile
 
@@ -14,11 +16,11 @@ _TRUE = {"1", "true", "yes", "on", "y", "t"}
 
 
 @dataclass(frozen=True)
-class Strategy:
+class LaunchStrategy:
     """How weights, gradients and optimizer states are spread, and where they live.
 
     Attributes:
-        name: ``single``, ``ddp``, ``fsdp1``, ``fsdp2``, ``zero0`` … ``zero3`` or ``megatron``.
+        name: One of `facts.strategies`.
         offload_optimizer: ``none``, ``cpu`` or ``nvme``.
         offload_params: ``none``, ``cpu`` or ``nvme``.
         nvme_paths: Folders that DeepSpeed writes states to.
@@ -46,19 +48,19 @@ class Strategy:
     deepspeed: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def kind(self) -> Strategy:
+        """The strategy's own properties."""
+        return strategy_named(self.name)
+
+    @property
     def is_deepspeed(self) -> bool:
         """Whether DeepSpeed runs the training step."""
-        return self.name.startswith("zero")
+        return self.kind.is_deepspeed
 
     @property
     def is_fsdp(self) -> bool:
         """Whether FSDP, of either version, shards the model."""
-        return self.name.startswith("fsdp")
-
-    @property
-    def shards_weights(self) -> bool:
-        """Whether no rank keeps all weights."""
-        return self.is_fsdp or self.name == "zero3"
+        return self.kind.is_fsdp
 
     @property
     def saves_whole_checkpoints(self) -> bool:
@@ -68,9 +70,7 @@ class Strategy:
     @property
     def label(self) -> str:
         """For tables: ``FSDP2 hybrid, 2 × 2``, ``FSDP2 × TP 2``, ``ZeRO-3, NVMe offload``, ``DDP``."""
-        single = "one CPU process" if self.use_cpu else "one process"
-        names = {"single": single, "ddp": "DDP", "megatron": "Megatron-LM"}
-        text = names.get(self.name) or self.name.upper().replace("ZERO", "ZeRO-")
+        text = "one CPU process" if self.kind.is_single and self.use_cpu else self.kind.label
         if self.num_replicas > 1:
             text += f" hybrid, {self.num_replicas} replicas × {self.num_shards} shards"
         ring = self.context_parallel_size // self.sequence_parallel_size
@@ -88,7 +88,7 @@ def is_true(value: Any) -> bool:
     return str(value).lower() in _TRUE
 
 
-def strategy_of(values: Mapping[str, Any], deepspeed: Mapping[str, Any]) -> Strategy:
+def launch_strategy(values: Mapping[str, Any], deepspeed: Mapping[str, Any]) -> LaunchStrategy:
     """The strategy in a launch file's top-level `values`, with DeepSpeed's configuration resolved."""
     kind = values.get("distributed_type", "NO")
     sizes = values.get("parallelism_config") or {}
@@ -108,22 +108,22 @@ def strategy_of(values: Mapping[str, Any], deepspeed: Mapping[str, Any]) -> Stra
         }
         offload = "cpu" if is_true(fsdp.get("fsdp_offload_params", False)) else "none"
         # accelerate's own default is version 1.
-        name = f"fsdp{fsdp.get('fsdp_version', 1)}"
+        name = strategy_named(f"fsdp{fsdp.get('fsdp_version', 1)}").name
         shared |= {"num_replicas": size["dp_replicate"], "num_shards": size["dp_shard"] if sizes else None}
-        return Strategy(name, offload_optimizer=offload, offload_params=offload, fsdp=fsdp, **shared)
+        return LaunchStrategy(name, offload_optimizer=offload, offload_params=offload, fsdp=fsdp, **shared)
     if kind == "DEEPSPEED":
         return replace(_deepspeed_strategy(deepspeed), **shared)
     if kind == "MEGATRON_LM":
-        return Strategy("megatron")
+        return LaunchStrategy("megatron")
     if kind.startswith("MULTI_") and kind != "MULTI_CPU":
-        return Strategy("ddp" if values.get("num_processes") != 1 else "single", **shared)
+        return LaunchStrategy("ddp" if values.get("num_processes") != 1 else "single", **shared)
     # MULTI_CPU starts several processes through MPI only.
     if kind == "MULTI_CPU" and (values.get("mpirun_config") or {}):
-        return Strategy("ddp")
-    return Strategy("single", use_cpu=is_true(values.get("use_cpu", False)) or kind == "MULTI_CPU")
+        return LaunchStrategy("ddp")
+    return LaunchStrategy("single", use_cpu=is_true(values.get("use_cpu", False)) or kind == "MULTI_CPU")
 
 
-def _deepspeed_strategy(config: Mapping[str, Any]) -> Strategy:
+def _deepspeed_strategy(config: Mapping[str, Any]) -> LaunchStrategy:
     zero = config.get("zero_optimization") or {}
     devices, paths = {}, []
     for name in ("offload_optimizer", "offload_param"):
@@ -131,8 +131,8 @@ def _deepspeed_strategy(config: Mapping[str, Any]) -> Strategy:
         devices[name] = str(section.get("device") or "none")
         if devices[name] == "nvme" and section.get("nvme_path"):
             paths.append(str(section["nvme_path"]))
-    return Strategy(
-        f"zero{zero.get('stage', 0)}",
+    return LaunchStrategy(
+        strategy_named(f"zero{zero.get('stage', 0)}").name,
         offload_optimizer=devices["offload_optimizer"],
         offload_params=devices["offload_param"],
         nvme_paths=tuple(dict.fromkeys(paths)),

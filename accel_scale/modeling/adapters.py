@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
+from accel_scale.facts.strategies import strategy_named
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -108,7 +109,7 @@ def quantization_config(
 
     Args:
         model_args: TRL's `ModelConfig`, or anything with its ``load_in_*bit``, ``bnb_*`` and ``use_bnb_*`` fields.
-        strategy: ``single``, ``ddp``, ``fsdp2``, ``zero1`` …
+        strategy: A name of `facts.strategies`.
 
     Raises:
         ConfigError: for a storage dtype that this launch would corrupt, or 8 bits where they cannot be sharded.
@@ -122,7 +123,7 @@ def quantization_config(
     from transformers import BitsAndBytesConfig
 
     if model_args.load_in_8bit:
-        if strategy.startswith("fsdp"):
+        if strategy_named(strategy).is_fsdp:
             raise ConfigError(
                 "8-bit weights cannot be made FSDP2's sharded parameters (bitsandbytes' Int8Params).",
                 place=place("load_in_8bit"),
@@ -138,10 +139,6 @@ def quantization_config(
     )
 
 
-def _shards_weights(strategy: str) -> bool:
-    return strategy.startswith("fsdp") or strategy == "zero3"
-
-
 def _storage(given: str | None, precision: Precision, strategy: str, place: Callable[[str], str]) -> str:
     """Dtype that 4-bit weights are packed in.
 
@@ -149,11 +146,12 @@ def _storage(given: str | None, precision: Precision, strategy: str, place: Call
     compute dtype is both sharded and kept bit for bit.
     """
     compute = str(precision.compute_dtype).removeprefix("torch.")
-    needed = compute if _shards_weights(strategy) else "uint8"
+    launched = strategy_named(strategy)
+    needed = compute if launched.shards_weights else "uint8"
     if given is None or given == needed:
         return needed
     # DeepSpeed casts every floating weight; elsewhere nothing touches frozen ones.
-    if not _shards_weights(strategy) and not (strategy.startswith("zero") and given != compute):
+    if not launched.shards_weights and not (launched.is_deepspeed and given != compute):
         return given
     raise ConfigError(
         f"4-bit weights stored as {given} would be {'left unsharded' if 'int' in given else 'cast and destroyed'} "

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from accel_scale.errors import ConfigError
 from accel_scale.facts.device import CPU, Device
 from accel_scale.facts.names import PRECISIONS
+from accel_scale.facts.strategies import strategy_named
 from accel_scale.modeling.fp8 import convert_to_fp8
 from accel_scale.modeling.gathering import is_partitioned
 
@@ -134,7 +135,7 @@ def resolve_precision(
         launch_place: File and line that say it.
         fp16_flag, bf16_flag, dtype_flag: transformers' and TRL's own flags; `None` where not given.
         device: What the run computes on.
-        strategy: ``single``, ``ddp``, ``fsdp2``, ``zero1`` …
+        strategy: A name of `facts.strategies`.
         trains_adapters: Whether the base is frozen; `dtype_flag` then is the base's business alone.
         place: Flag name → where it was set.
 
@@ -230,19 +231,11 @@ def _check_device(name: str, where: str, device: Device) -> None:
 
 
 def _check_strategy(name: str, where: str, device_type: str, strategy: str) -> None:
-    if not strategy.startswith("zero"):
-        return
-    if name == "bf16_true":
-        raise ConfigError(
-            "DeepSpeed keeps fp32 master weights beside bf16 ones, so bf16_true is not possible with it.",
-            place=where,
-            fix="use --precision bf16, or a DDP or FSDP2 launch file.",
-        )
-    if name == "fp8":
-        raise ConfigError(
-            "fp8 layers are not supported under DeepSpeed.", place=where, fix="use an FSDP2 or DDP launch file."
-        )
-    if name == "fp16" and device_type == "cpu" and not _cpu_multiplies_fp16():
+    launched = strategy_named(strategy)
+    refusal = launched.refused_precisions.get(name)
+    if refusal is not None:
+        raise ConfigError(f"{refusal.reason}.", place=where, fix=refusal.fix)
+    if launched.is_deepspeed and name == "fp16" and device_type == "cpu" and not _cpu_multiplies_fp16():
         raise ConfigError(
             "DeepSpeed refuses fp16 on this CPU, which has no fp16 instructions.",
             place=where,

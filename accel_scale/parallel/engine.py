@@ -1,12 +1,18 @@
-"""Which engine a run trains under."""
+"""Which strategy a run trains under."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from accel_scale.facts.strategies import Strategy, strategy_named
 
-def strategy_of(accelerator: Any) -> str:
-    """How `accelerator` splits the run: ``single``, ``ddp``, ``fsdp2``, ``zero3`` …, or ``model_parallel``."""
+
+def strategy_of(accelerator: Any) -> Strategy:
+    """How `accelerator` splits the run; model parallelism counts before the engine beside it."""
+    return strategy_named(_name(accelerator))
+
+
+def _name(accelerator: Any) -> str:
     from accelerate.utils import DistributedType
 
     from accel_scale.parallel.model_parallel import model_parallel_of

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
+from accel_scale.facts.strategies import Strategy
 from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy, apply_checkpointing
 from accel_scale.modeling.checkpoint_names import remember_used_conversions
 from accel_scale.modeling.fsdp2_preparation import mend_fsdp2_preparation
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 def prepare_model(
     model: nn.Module,
     *,
-    strategy: str,
+    strategy: Strategy,
     device_type: str,
     precision: Precision | None = None,
     policy: CheckpointingPolicy | None = None,
@@ -56,9 +57,9 @@ def prepare_model(
     Raises:
         ConfigError: if the model cannot be prepared so.
     """
-    if strategy == "fsdp2":
+    if strategy.is_fsdp2:
         mend_fsdp2_preparation()
-    if strategy == "zero3":
+    if strategy.partitions_weights:
         remember_used_conversions(model)
     if attention is not None:
         _set_attention(model, attention, device_type, precision)
@@ -81,7 +82,7 @@ def prepare_model(
             convert_to_fp8(model, emulate=precision.fp8_emulate)
     if policy is not None:
         # Reentrant checkpointing is the only one that ZeRO-3's partitioned frozen weights survive.
-        use_reentrant = strategy == "zero3" and hasattr(model, "peft_config")
+        use_reentrant = strategy.partitions_weights and hasattr(model, "peft_config")
         apply_checkpointing(model, policy, use_reentrant=use_reentrant)
     return model
 
@@ -131,7 +132,7 @@ def adapt_optimizer(
             adapter_parameters=adapter_parameters,
             optim_args=scale.optim_args,
             device_type=accelerator.device.type,
-            strategy=strategy_of(accelerator),
+            strategy=strategy_of(accelerator).name,
             offload_optimizer=scale.launch.parallel.offload_optimizer != "none",
             say=accelerator.print,
         )

@@ -158,7 +158,7 @@ class ScaleTrainerMixin(LearningMixin, GuardMixin, MemoryRecoveryMixin, OutputFo
             optim_args=self.scale.optim_args or {},
             model=self.model,
             device_type=self.accelerator.device.type,
-            strategy=strategy_of(self.accelerator),
+            strategy=strategy_of(self.accelerator).name,
             offload_optimizer=self.scale.launch.parallel.offload_optimizer != "none",
         )
 

@@ -12,7 +12,7 @@ from accel_scale.units import parse_bytes
 
 if TYPE_CHECKING:
     from accel_scale.launching.environment import LaunchEnvironment
-    from accel_scale.launching.strategy import Strategy
+    from accel_scale.launching.strategy import LaunchStrategy
     from accel_scale.parallel.layout import ParallelLayout
     from accel_scale.settings.resolve import Resolved
 
@@ -112,7 +112,7 @@ def setup_of(
 
 
 def parallel_of(
-    strategy: Strategy, world_size: int, gpus_per_node: int, shared: SharedModel | None = None
+    strategy: LaunchStrategy, world_size: int, gpus_per_node: int, shared: SharedModel | None = None
 ) -> ParallelSetup:
     """A launch file's strategy in the planner's terms, or what a recipe's ranks share beside it.
 
@@ -121,7 +121,7 @@ def parallel_of(
     """
     from accel_scale.launching.strategy import is_true
 
-    if strategy.name in ("zero0", "megatron"):
+    if not strategy.kind.is_planned:
         raise ConfigError(f"memory under {strategy.label} is not modelled.", place="launch file")
     if shared is not None and not shared.layout.is_plain:
         return _shared(strategy, shared, gpus_per_node)
@@ -140,7 +140,7 @@ def parallel_of(
     )
 
 
-def _shared(strategy: Strategy, shared: SharedModel, gpus_per_node: int) -> ParallelSetup:
+def _shared(strategy: LaunchStrategy, shared: SharedModel, gpus_per_node: int) -> ParallelSetup:
     """As `accel_scale.parallel.data_parallel` does it: one shard is no FSDP2 but a replica, one gradient alone."""
     from accel_scale.launching.strategy import is_true
 
@@ -150,7 +150,7 @@ def _shared(strategy: Strategy, shared: SharedModel, gpus_per_node: int) -> Para
         strategy=name,
         num_gpus=layout.world_size,
         gpus_per_node=gpus_per_node,
-        num_replicas=layout.dp_replicate if name == "fsdp2" else 1,
+        num_replicas=layout.dp_replicate if layout.shards_weights else 1,
         reshard_after_forward=is_true(strategy.fsdp.get("fsdp_reshard_after_forward", True)),
         tensor_parallel=layout.tp,
         pipeline_parallel=layout.pp,

@@ -37,7 +37,7 @@ class LaunchFacts:
 
     Attributes:
         world_size: data-parallel processes.
-        strategy: ``single``, ``ddp``, ``fsdp2``, ``zero1`` … as `accel_scale.launching` names them.
+        strategy: A name of `facts.strategies`.
         mixed_precision: the launch file's, if there is one.
         mixed_precision_place: file and line that say so.
         device: what each process computes on.

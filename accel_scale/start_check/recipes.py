@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from accel_scale.errors import ConfigError
+from accel_scale.facts.strategies import strategy_named
 from accel_scale.modeling.attention import score_matrix_note
 from accel_scale.optimization.router_loss import refuse_shared_model
 from accel_scale.start_check.check import check_start
@@ -37,6 +38,7 @@ def check_sft_start(
 
     values, adapter = settings.values, settle_adapters(settings, model_args, config)
     packs = bool(values.get("packing", True) or values.get("padding_free"))
+    launched = strategy_named(settings.launch.strategy)
     planned = PlannedRun(
         config=config,
         attention=attention,
@@ -44,7 +46,7 @@ def check_sft_start(
         rows="packed" if packs else "padded",
         policy=settings.checkpointing,
         # ZeRO-3 partitions an adapter's frozen base while it is recomputed, which only the reentrant kind survives.
-        use_reentrant=settings.use_reentrant or (adapter is not None and settings.launch.strategy == "zero3"),
+        use_reentrant=settings.use_reentrant or (adapter is not None and launched.partitions_weights),
         adapter=adapter,
         targets_given=bool(values.get("lora_target_modules")),
         trust_remote_code=bool(values.get("trust_remote_code")),
@@ -69,7 +71,7 @@ def check_pretrain_start(run: PretrainRun) -> Verdict:
         attention_given=bool(run.model_args.attn_implementation),
         rows="lanes" if run.data_args.isolate_documents else "stream",
         policy=run.settings.checkpointing,
-        use_reentrant=adapter is not None and run.launch.strategy == "zero3",
+        use_reentrant=adapter is not None and run.launch.parallel.kind.partitions_weights,
         adapter=adapter,
         targets_given="lora_target_modules" in run.settings.sources,
         trust_remote_code=run.model_args.trust_remote_code,

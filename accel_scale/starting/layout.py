@@ -54,7 +54,7 @@ def layout_of(parsed: ParsedFlags, launch: Launch) -> ParallelLayout:
             place=place,
             fix=f"launch a multiple of {shared} processes (--num_processes).",
         )
-    if launch.parallel.name not in ("single", "ddp", "fsdp2"):
+    if not (launch.parallel.kind.is_replicated or launch.parallel.kind.is_fsdp2):
         raise ConfigError(
             f"{launch.parallel.label} shards by itself and does not go with {asked}.",
             place=place,
@@ -85,7 +85,7 @@ def _size(name: str, values: Mapping[str, Any], in_file: int, places: Mapping[st
 
 def _data_parallel(launch: Launch, ranks: int) -> ParallelLayout:
     """`ranks` with rows of their own: all shards, shards in replicas, or replicas, as the launch file says."""
-    if launch.parallel.name != "fsdp2":
+    if not launch.parallel.kind.is_fsdp2:
         return ParallelLayout(dp_replicate=ranks)
     replicas = launch.parallel.num_replicas
     if ranks % replicas:
@@ -133,7 +133,8 @@ def row_group_size(parsed: ParsedFlags, launch: Launch) -> int:
             place=place,
             fix=f"launch a multiple of {size} processes (--num_processes).",
         )
-    if launch.parallel.name not in ("ddp", "fsdp2") and not launch.parallel.is_deepspeed:
+    kind = launch.parallel.kind
+    if not (kind.is_ddp or kind.is_fsdp2 or kind.is_deepspeed):
         raise ConfigError(
             f"{launch.parallel.label} does not go with --sp_size.",
             place=place,
@@ -160,7 +161,7 @@ def rows_in_groups(parsed: ParsedFlags, start: Start) -> tuple[Start, int]:
     if is_true(os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false")):
         shards = int(os.environ.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", "1"))
         os.environ |= {"PARALLELISM_CONFIG_SP_SIZE": "1", "PARALLELISM_CONFIG_DP_SHARD_SIZE": str(shards * size)}
-        if launch.parallel.name == "ddp":
+        if launch.parallel.kind.is_ddp:
             os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "false"
     parallel = replace(launch.parallel, sequence_parallel_size=size, context_parallel_size=size)
     facts = replace(start.facts, world_size=launch.world_size // size)

@@ -13,7 +13,7 @@ from accel_scale.checks.run_settings import RunSettings
 from accel_scale.flags.parsing import parse_flags
 from accel_scale.flags.pretraining import PretrainArguments
 from accel_scale.launching.machine import Machine
-from accel_scale.launching.strategy import Strategy
+from accel_scale.launching.strategy import LaunchStrategy
 from accel_scale.settings.trl_config import RecipeSFTConfig
 from accel_scale.training.ddp.hooks import DdpSettings
 
@@ -22,7 +22,7 @@ from accel_scale.training.ddp.hooks import DdpSettings
 class Launch:
     """What the rules read of a launch."""
 
-    parallel: Strategy
+    parallel: LaunchStrategy
     mixed_precision: str | None = None
     num_processes: int | None = 2
     local_world_size: int | None = 2
@@ -38,7 +38,7 @@ class Launch:
 def found(strategy: str, machine: Machine, **flags: Any) -> list[str]:
     run = RunSettings.from_flags(flags)
     names = ("ddp_", "powersgd_", "sync_")
-    findings = check_run(run, Launch(Strategy(strategy)), machine)
+    findings = check_run(run, Launch(LaunchStrategy(strategy)), machine)
     return [f"{f.level}: {f.one_line()}" for f in findings if f.place.startswith(tuple(f"--{n}" for n in names))]
 
 

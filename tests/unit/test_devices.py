@@ -18,7 +18,7 @@ from accel_scale.flags.common import ScaleArguments
 from accel_scale.flags.parsing import parse_flags
 from accel_scale.launching.environment import LaunchEnvironment
 from accel_scale.launching.machine import PACKAGES, Machine
-from accel_scale.launching.strategy import Strategy
+from accel_scale.launching.strategy import LaunchStrategy
 from accel_scale.modeling import packed_attention
 from accel_scale.modeling.attention import choose_kernels, resolve_attention, score_matrix_note
 from accel_scale.optimization.optimizers import check_optimizer
@@ -81,7 +81,7 @@ def findings_on(device: Device, *, world_size: int = 1, mixed_precision: str | N
         has_ninja=True,
         has_libaio=True,
     )
-    strategy = Strategy("ddp" if world_size > 1 else "single")
+    strategy = LaunchStrategy("ddp" if world_size > 1 else "single")
     launch = LaunchEnvironment(strategy, mixed_precision, world_size, world_size, 0, 0)
     return [finding.one_line() for finding in check_run(RunSettings(**run), launch, machine)]
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_scale.errors import ConfigError
-from accel_scale.launching.strategy import Strategy
+from accel_scale.launching.strategy import LaunchStrategy
 from accel_scale.parallel.layout import ParallelLayout
 from accel_scale.starting.layout import layout_of
 
@@ -41,7 +41,7 @@ def test_neighbours_share_matrix_products_and_stages_are_far_apart(layout: Paral
     assert all(layout.coordinate(stage * apart) == first | {"pp": stage} for stage in range(layout.pp))
 
 
-def launch(strategy: Strategy, world_size: int) -> SimpleNamespace:
+def launch(strategy: LaunchStrategy, world_size: int) -> SimpleNamespace:
     return SimpleNamespace(parallel=strategy, num_processes=world_size, place=lambda key: f"file:{key}")
 
 
@@ -52,12 +52,12 @@ def parsed(**given_flags: object) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("strategy", "world_size", "flags", "expected"),
     [
-        (Strategy("ddp"), 8, {"tp_size": 2, "pp_size": 2}, {"tp": 2, "pp": 2, "dp_replicate": 2}),
-        (Strategy("fsdp2"), 8, {"tp_size": 2}, {"tp": 2, "dp_shard": 4}),
-        (Strategy("fsdp2", num_replicas=2), 8, {"sp_size": 2}, {"sp": 2, "dp_shard": 2, "dp_replicate": 2}),
-        (Strategy("fsdp2", tensor_parallel_size=2, num_shards=2), 4, {}, {"tp": 2, "dp_shard": 2}),
-        (Strategy("fsdp2"), 2, {"sp_size": 2}, {"sp": 2}),
-        (Strategy("ddp"), 4, {}, {"dp_replicate": 4}),
+        (LaunchStrategy("ddp"), 8, {"tp_size": 2, "pp_size": 2}, {"tp": 2, "pp": 2, "dp_replicate": 2}),
+        (LaunchStrategy("fsdp2"), 8, {"tp_size": 2}, {"tp": 2, "dp_shard": 4}),
+        (LaunchStrategy("fsdp2", num_replicas=2), 8, {"sp_size": 2}, {"sp": 2, "dp_shard": 2, "dp_replicate": 2}),
+        (LaunchStrategy("fsdp2", tensor_parallel_size=2, num_shards=2), 4, {}, {"tp": 2, "dp_shard": 2}),
+        (LaunchStrategy("fsdp2"), 2, {"sp_size": 2}, {"sp": 2}),
+        (LaunchStrategy("ddp"), 4, {}, {"dp_replicate": 4}),
     ],
 )  # fmt: skip
 def test_what_flags_leave_is_data_parallel_as_the_launch_file_says(strategy, world_size, flags, expected) -> None:
@@ -69,15 +69,15 @@ def test_what_flags_leave_is_data_parallel_as_the_launch_file_says(strategy, wor
 @pytest.mark.parametrize(
     ("strategy", "world_size", "flags", "says", "fix"),
     [
-        (Strategy("ddp"), 6, {"tp_size": 4}, "6 launched cannot be divided by --tp_size 4", "multiple of 4"),
-        (Strategy("single"), 1, {"pp_size": 2}, "1 launched cannot be divided", "multiple of 2"),
-        (Strategy("zero3"), 4, {"tp_size": 2}, "ZeRO-3 shards by itself", "ddp.yaml"),
-        (Strategy("fsdp2", tensor_parallel_size=2), 4, {"tp_size": 4}, "the launch file says 2", "remove one"),
-        (Strategy("fsdp2", offload_params="cpu"), 4, {"tp_size": 2}, "CPU offload", "false"),
-        (Strategy("fsdp2", context_parallel_size=2), 4, {}, "ring context parallelism", "--sp_size"),
-        (Strategy("fsdp2", num_replicas=2), 6, {"tp_size": 2}, "3 data-parallel ranks cannot form 2", "divisor"),
-        (Strategy("ddp"), 4, {"pp_schedule": "gpipe"}, "does nothing without a pipeline", "--pp_size"),
-        (Strategy("ddp"), 4, {"sp_size": 0}, "0 is too small", "1 or more"),
+        (LaunchStrategy("ddp"), 6, {"tp_size": 4}, "6 launched cannot be divided by --tp_size 4", "multiple of 4"),
+        (LaunchStrategy("single"), 1, {"pp_size": 2}, "1 launched cannot be divided", "multiple of 2"),
+        (LaunchStrategy("zero3"), 4, {"tp_size": 2}, "ZeRO-3 shards by itself", "ddp.yaml"),
+        (LaunchStrategy("fsdp2", tensor_parallel_size=2), 4, {"tp_size": 4}, "the launch file says 2", "remove one"),
+        (LaunchStrategy("fsdp2", offload_params="cpu"), 4, {"tp_size": 2}, "CPU offload", "false"),
+        (LaunchStrategy("fsdp2", context_parallel_size=2), 4, {}, "ring context parallelism", "--sp_size"),
+        (LaunchStrategy("fsdp2", num_replicas=2), 6, {"tp_size": 2}, "3 data-parallel ranks cannot form 2", "divisor"),
+        (LaunchStrategy("ddp"), 4, {"pp_schedule": "gpipe"}, "does nothing without a pipeline", "--pp_size"),
+        (LaunchStrategy("ddp"), 4, {"sp_size": 0}, "0 is too small", "1 or more"),
     ],
 )  # fmt: skip
 def test_what_does_not_come_out_even_is_refused_with_a_way_out(strategy, world_size, flags, says, fix) -> None:

@@ -15,7 +15,7 @@ from accel_scale.facts.device import Device
 from accel_scale.flags.common import ScaleArguments
 from accel_scale.flags.parsing import parse_flags
 from accel_scale.launching.environment import LaunchEnvironment
-from accel_scale.launching.strategy import Strategy
+from accel_scale.launching.strategy import LaunchStrategy
 from accel_scale.planning.models.catalogue import catalogue_config
 from accel_scale.settings.planned import RunPlan, plan_run, with_interval
 from accel_scale.settings.planned_choice import resolve_planned
@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def launched(strategy: Strategy = Strategy("single"), world_size: int = 1) -> LaunchEnvironment:  # noqa: B008
+def launched(strategy: LaunchStrategy = LaunchStrategy("single"), world_size: int = 1) -> LaunchEnvironment:  # noqa: B008
     return LaunchEnvironment(strategy, None, world_size, world_size, 0, 0)
 
 
@@ -113,7 +113,7 @@ def test_a_model_that_is_not_modelled_goes_on_unplanned_or_is_refused(tmp_path: 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_auto_keeps_the_global_batch_and_fits(model: Path, world_size: int) -> None:
-    launch = launched(Strategy("ddp" if world_size > 1 else "single"), world_size)
+    launch = launched(LaunchStrategy("ddp" if world_size > 1 else "single"), world_size)
     flags = "--plan auto --plan_gpu 24GiB --method qlora --global_batch_size 24"
     settings = resolved(model, flags, launch)
     values = settings.values
@@ -129,7 +129,7 @@ def test_auto_keeps_the_global_batch_and_fits(model: Path, world_size: int) -> N
 
 
 def test_auto_reduces_every_micro_batch_where_whole_gradients_do_not_fit(model: Path) -> None:
-    launch = launched(Strategy("fsdp2"), 8)
+    launch = launched(LaunchStrategy("fsdp2"), 8)
     flags = (
         "--plan auto --plan_gpu 30GiB --method full --global_batch_size 64 --max_length 2048 --optim adamw_torch_fused"
     )
@@ -141,7 +141,7 @@ def test_auto_reduces_every_micro_batch_where_whole_gradients_do_not_fit(model: 
 
 
 def test_check_names_it_among_what_would_fit(model: Path) -> None:
-    launch = launched(Strategy("fsdp2"), 8)
+    launch = launched(LaunchStrategy("fsdp2"), 8)
     flags = "--plan check --plan_gpu 30GiB --method full --global_batch_size 64 --per_device_train_batch_size 1"
     with pytest.raises(ConfigError) as refused:
         planned(model, f"{flags} --max_length 2048 --optim adamw_torch_fused --checkpointing_policy full", launch)
@@ -165,15 +165,15 @@ def test_auto_changes_the_method_only_where_it_must(model: Path) -> None:
 
 
 def test_strategies_of_launch_files_are_translated() -> None:
-    fsdp = Strategy("fsdp2", num_replicas=2, num_shards=4, fsdp={"fsdp_reshard_after_forward": "false"})
+    fsdp = LaunchStrategy("fsdp2", num_replicas=2, num_shards=4, fsdp={"fsdp_reshard_after_forward": "false"})
     parallel = parallel_of(fsdp, 8, 4)
     assert (parallel.strategy, parallel.num_gpus, parallel.num_replicas) == ("fsdp2", 8, 2)
     assert parallel.num_shards == 4
     assert not parallel.reshard_after_forward
-    zero = parallel_of(Strategy("zero3", offload_optimizer="cpu", offload_params="nvme"), 2, 2)
+    zero = parallel_of(LaunchStrategy("zero3", offload_optimizer="cpu", offload_params="nvme"), 2, 2)
     assert (zero.offload_optimizer, zero.offload_params) == ("cpu", "nvme")
     with pytest.raises(ConfigError, match="not modelled"):
-        parallel_of(Strategy("megatron"), 2, 2)
+        parallel_of(LaunchStrategy("megatron"), 2, 2)
 
 
 def test_padded_rows_are_planned_at_the_length_of_the_data(model: Path) -> None:

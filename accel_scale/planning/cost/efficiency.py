@@ -207,6 +207,6 @@ def _launch_seconds(facts: ModelFacts, setup: TrainingSetup, efficiency: Efficie
     seconds = kernels * efficiency.launch_seconds * (3 + recomputed)
     if setup.compile:
         seconds *= efficiency.compiled_launch_fraction
-    if setup.parallel.strategy == "zero3":
+    if setup.parallel.kind.partitions_weights:
         seconds += facts.num_layers * efficiency.zero3_layer_seconds
     return seconds

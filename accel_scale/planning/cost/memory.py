@@ -128,7 +128,7 @@ def _forward_setup(setup: TrainingSetup) -> TrainingSetup:
 
 def _casts_weights(setup: TrainingSetup) -> bool:
     parallel = setup.parallel
-    return parallel.is_deepspeed or parallel.strategy.startswith("fsdp") or replicates_by_unit(setup)
+    return parallel.is_deepspeed or parallel.kind.is_fsdp or replicates_by_unit(setup)
 
 
 def _phases(
@@ -191,7 +191,7 @@ def _phases(
             ("gradients", kept),
             ("update", states.update_bytes),
             # DDP's and ZeRO's buckets stay allocated; FSDP's are gone.
-            ("communication buckets", 0.0 if setup.parallel.strategy.startswith("fsdp") else moved.bucket_bytes),
+            ("communication buckets", 0.0 if setup.parallel.kind.is_fsdp else moved.bucket_bytes),
         ),
     )
     load = Phase(

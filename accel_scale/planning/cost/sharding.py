@@ -105,14 +105,14 @@ def _deepspeed(
     gradients = trained * width / gradient_shards
     # The optimizer steps on an fp32 copy of its part of the gradients, a sub-group at a time under ZeRO-3.
     part = trained / shards
-    update = 4 * (min(part, DEEPSPEED_SUB_GROUP) if parallel.strategy == "zero3" else part) if width < 4 else 0.0
+    update = 4 * (min(part, DEEPSPEED_SUB_GROUP) if parallel.shards_weights else part) if width < 4 else 0.0
     states = part * optimizer.state_bytes(4)
     host, whole = _load_bytes(model, setup, groups), _whole_on_card(setup, groups)
     if parallel.offload_optimizer != "none":
         pinned = part * (4 + 4) + states
         host = max(host, pinned if parallel.offload_optimizer == "cpu" else 3 * 12 * min(part, DEEPSPEED_SUB_GROUP))
         masters, states, update = 0.0, 0.0, 0.0
-        gradients = gradients if parallel.strategy == "zero1" else 0.0
+        gradients = 0.0 if parallel.shards_gradients else gradients
     if parallel.offload_params != "none":
         host += weights if parallel.offload_params == "cpu" else 0.0
         weights = 0.0
@@ -126,10 +126,10 @@ def _load_bytes(model: ModelFacts, setup: TrainingSetup, groups: ParameterGroups
     if setup.method == "qlora":
         # Quantised on the card as they are read, one shard of the checkpoint (5 GB by default) at a time.
         return min(whole, 5e9)
-    if setup.parallel.strategy in ("fsdp1", "fsdp2"):
+    if setup.parallel.kind.is_fsdp:
         # Rank 0 loads the model and broadcasts it; the others have it on the meta device.
         return whole
-    return whole / setup.parallel.num_shards if setup.parallel.strategy == "zero3" else whole
+    return whole / setup.parallel.num_shards if setup.parallel.shards_weights else whole
 
 
 def frozen_layer_bytes(setup: TrainingSetup, layer_params: float) -> float:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from accel_scale.facts.optimizer_specs import modelled_optimizer
+from accel_scale.facts.strategies import HYBRID, ONE_GPU, VARIANTS
 from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.models.training_setup import ParallelSetup, TrainingSetup
 from accel_scale.planning.tape.families import changes_products
@@ -26,35 +27,26 @@ class Choice:
     effort: int
 
 
-# label, strategy, settings; in the order of the decision tree: nothing shared, then the lowest stage that fits.
-_SHARDED: tuple[tuple[str, str, dict[str, object]], ...] = (
-    ("DDP", "ddp", {}),
-    ("ZeRO-1", "zero1", {}),
-    ("FSDP2 SHARD_GRAD_OP", "fsdp2", {"reshard_after_forward": False}),
-    ("ZeRO-2", "zero2", {}),
-    ("FSDP2", "fsdp2", {}),
-    ("ZeRO-3", "zero3", {}),
-    ("FSDP2 + CPU offload", "fsdp2", {"offload_params": "cpu", "offload_optimizer": "cpu"}),
-    ("ZeRO-2 + CPU offload", "zero2", {"offload_optimizer": "cpu"}),
-    ("ZeRO-3 + CPU offload", "zero3", {"offload_params": "cpu", "offload_optimizer": "cpu"}),
-    ("ZeRO-Infinity", "zero3", {"offload_params": "nvme", "offload_optimizer": "nvme"}),
-)
-_ALONE = ("ZeRO-2 + CPU offload", "ZeRO-3 + CPU offload", "ZeRO-Infinity")
-
-
 def choices(num_gpus: int, gpus_per_node: int) -> Iterator[Choice]:
     """Every strategy for `num_gpus` GPUs."""
     if num_gpus == 1:
-        yield Choice("one GPU", ParallelSetup(gpus_per_node=gpus_per_node), 0)
-    for effort, (label, strategy, settings) in enumerate(_SHARDED, start=1):
-        if num_gpus == 1 and label not in _ALONE:
+        yield Choice(ONE_GPU, ParallelSetup(gpus_per_node=gpus_per_node), 0)
+    for effort, variant in enumerate(VARIANTS, start=1):
+        if num_gpus == 1 and not variant.for_one_gpu:
             continue
-        parallel = ParallelSetup(strategy, num_gpus, gpus_per_node, **settings)  # type: ignore[arg-type]
-        yield Choice(label, parallel, effort)
+        parallel = ParallelSetup(
+            variant.strategy,
+            num_gpus,
+            gpus_per_node,
+            reshard_after_forward=variant.reshard_after_forward,
+            offload_optimizer=variant.offload_optimizer,
+            offload_params=variant.offload_params,
+        )
+        yield Choice(variant.label, parallel, effort)
     num_nodes = num_gpus // gpus_per_node
     if num_nodes > 1 and num_gpus % gpus_per_node == 0 and gpus_per_node > 1:
         parallel = ParallelSetup("fsdp2", num_gpus, gpus_per_node, num_replicas=num_nodes)
-        yield Choice("FSDP2 hybrid", parallel, 5)
+        yield Choice(HYBRID, parallel, 5)
 
 
 def conflict(setup: TrainingSetup, model: ModelFacts | None = None) -> str | None:
@@ -62,10 +54,10 @@ def conflict(setup: TrainingSetup, model: ModelFacts | None = None) -> str | Non
     if model is not None and setup.checkpointing == "selective" and changes_products(model):
         return "the model changes results in place that selective checkpointing keeps"
     parallel, optimizer = setup.parallel, setup.optimizer
-    if setup.sync_each_batch and (parallel.strategy != "fsdp2" or parallel.is_divided):
+    if setup.sync_each_batch and not parallel.can_sync_each_batch:
         return "gradients of every micro-batch are reduced under FSDP2 only, where ranks do not share the model"
-    if parallel.is_deepspeed and setup.precision in ("bf16_true", "fp8"):
-        return f"DeepSpeed does not run {setup.precision}"
+    if setup.precision in parallel.kind.refused_precisions:
+        return f"{parallel.kind.engine_label} does not run {setup.precision}"
     facts, offloads = modelled_optimizer(optimizer), parallel.offload_optimizer != "none"
     zero_offload = parallel.is_deepspeed and offloads
     if zero_offload and facts.zero_offload is None:
@@ -77,6 +69,6 @@ def conflict(setup: TrainingSetup, model: ModelFacts | None = None) -> str | Non
     )
     if refusal is not None:
         return f"{optimizer} does not work there: {refusal[1].reason}"
-    if parallel.strategy == "zero3" and setup.method != "full" and setup.checkpointing in ("selective", "offload"):
+    if parallel.kind.partitions_weights and setup.method != "full" and setup.checkpointing in ("selective", "offload"):
         return f"ZeRO-3 with adapters cannot recompute under {setup.checkpointing} checkpointing"
     return None

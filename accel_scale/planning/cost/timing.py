@@ -142,7 +142,7 @@ def predict_time(
     bubble = bubble_fraction(schedule, stages, times, parallel.stages_per_rank)
     # Every rank of a pipeline goes as fast as the slowest.
     bubble_seconds = computing * (stage_imbalance(facts, setup) / (1 - bubble) - 1)
-    overlap = 0.0 if parallel.strategy == "zero3" else efficiency.overlap_fraction
+    overlap = efficiency.overlap_fraction if parallel.kind.overlaps else 0.0
     communication, exposed = _communication(facts, setup, machine, overlap * computing)
     optimizer = optimizer_seconds(facts, setup, machine, efficiency)
     offload, assumptions = _offload(facts, setup, machine)

@@ -40,10 +40,10 @@ class Transfers:
 def transfers(model: ModelFacts, setup: TrainingSetup) -> Transfers:
     """The transfers of a strategy; `model` as in `state_bytes`."""
     parallel = setup.parallel
-    if parallel.strategy == "single" or (parallel.num_gpus == 1 and not parallel.is_deepspeed):
+    if parallel.kind.is_single or (parallel.num_gpus == 1 and not parallel.is_deepspeed):
         return Transfers()
     groups = parameter_groups(model, setup)
-    if parallel.strategy == "ddp" and not replicates_by_unit(setup):
+    if parallel.kind.is_ddp and not replicates_by_unit(setup):
         # Buckets hold a second copy of the gradients: gradient_as_bucket_view is off by default.
         bucket = float(groups.trainable * setup.trained_bytes)
         return Transfers(bucket_bytes=bucket, last_bucket_bytes=bucket)
@@ -54,7 +54,7 @@ def transfers(model: ModelFacts, setup: TrainingSetup) -> Transfers:
 
 def replicates_by_unit(setup: TrainingSetup) -> bool:
     """Whether replicas are kept by torch's `replicate`, which treats blocks as FSDP2 does, in place of DDP."""
-    return setup.parallel.strategy == "ddp" and setup.parallel.is_divided
+    return setup.parallel.kind.is_ddp and setup.parallel.is_divided
 
 
 def _fsdp(model: ModelFacts, setup: TrainingSetup, groups: ParameterGroups) -> Transfers:
@@ -106,9 +106,9 @@ def _fsdp_pipeline(setup: TrainingSetup, groups: ParameterGroups, gathered: floa
 def _deepspeed(model: ModelFacts, setup: TrainingSetup, groups: ParameterGroups) -> Transfers:
     width = setup.compute_bytes
     bucket = min(groups.trainable, DEEPSPEED_BUCKET) * width
-    if setup.parallel.strategy != "zero3":
+    if not setup.parallel.shards_weights:
         # Reducing overlaps with the backward pass in two buckets.
-        bucket *= 2 if setup.parallel.strategy == "zero2" else 1
+        bucket *= 2 if setup.parallel.shards_gradients else 1
         return Transfers(bucket_bytes=bucket, last_bucket_bytes=bucket)
     per_param = 1 if setup.method == "qlora" else width
     # Blocks up to the bound on live parameters; embedding and head are gathered whole, one at a time.

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from accel_scale.errors import ConfigError
 from accel_scale.facts.device import ATTENTION_NAMES, PACKED_ATTENTION
 from accel_scale.facts.names import METHODS, PIPELINE_SCHEDULES, PRECISIONS
+from accel_scale.facts.strategies import STRATEGIES, Strategy, strategy_named
 
 _EVERY_LAYERS = re.compile(r"every_([0-9]+)")
 _CHECKPOINTING = ("none", "full", "selective", "offload")
 
-STRATEGIES = ("single", "ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3")
 ATTENTIONS = tuple(name for name in ATTENTION_NAMES if name != PACKED_ATTENTION)  # that one counts as sdpa
 LOSSES = ("full", "chunked", "liger")
 OFFLOADS = ("none", "cpu", "nvme")
@@ -44,7 +44,7 @@ class ParallelSetup:
     """How the ranks share the work.
 
     Attributes:
-        strategy: One of `STRATEGIES`.
+        strategy: A name of `facts.strategies` that can be planned.
         num_gpus: All ranks.
         gpus_per_node: Ranks that share a node's links.
         num_replicas: Groups that each hold all shards (hybrid sharding); 1: shards over all data-parallel ranks.
@@ -100,24 +100,34 @@ class ParallelSetup:
         return self.data_parallel * self.sequence_parallel // self.num_replicas
 
     @property
+    def kind(self) -> Strategy:
+        """The strategy's own properties."""
+        return strategy_named(self.strategy)
+
+    @property
+    def can_sync_each_batch(self) -> bool:
+        """Whether gradients of every micro-batch can be reduced and sharded, which saves memory."""
+        return self.kind.reduces_each_batch and not self.is_divided
+
+    @property
     def shards_states(self) -> bool:
         """Whether optimizer states are spread."""
-        return self.strategy not in ("single", "ddp")
+        return self.kind.shards_states
 
     @property
     def shards_gradients(self) -> bool:
         """Whether gradients are spread."""
-        return self.strategy in ("fsdp1", "fsdp2", "zero2", "zero3")
+        return self.kind.shards_gradients
 
     @property
     def shards_weights(self) -> bool:
         """Whether weights are spread."""
-        return self.strategy in ("fsdp1", "fsdp2", "zero3")
+        return self.kind.shards_weights
 
     @property
     def is_deepspeed(self) -> bool:
         """Whether DeepSpeed runs the step."""
-        return self.strategy.startswith("zero")
+        return self.kind.is_deepspeed
 
 
 @dataclass(frozen=True)
@@ -178,7 +188,7 @@ class TrainingSetup:
 
     def _check_parallel(self) -> None:
         parallel = self.parallel
-        _choice("strategy", parallel.strategy, STRATEGIES)
+        _choice("strategy", parallel.strategy, tuple(name for name, kind in STRATEGIES.items() if kind.is_planned))
         _choice("offload_optimizer", parallel.offload_optimizer, OFFLOADS)
         _choice("offload_params", parallel.offload_params, OFFLOADS)
         _choice("pipeline_schedule", parallel.pipeline_schedule, PIPELINE_SCHEDULES)

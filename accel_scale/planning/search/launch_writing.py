@@ -22,21 +22,21 @@ def launch_yaml(candidate: Candidate, command: str, folder: Path) -> str:
     """The launch file of `candidate`, to be in `folder`; `command` is shown in its comment."""
     parallel, setup = candidate.setup.parallel, candidate.setup
     several = "MULTI_GPU" if parallel.num_gpus > 1 else "'NO'"
-    kind = "DEEPSPEED" if parallel.is_deepspeed else {"single": several, "ddp": "MULTI_GPU"}.get(parallel.strategy)
+    kinds = {"none": several, "ddp": "MULTI_GPU", "fsdp": "FSDP", "deepspeed": "DEEPSPEED"}
     uses_file = "nvme" in (parallel.offload_params, parallel.offload_optimizer)
     lines = [f"# {about(candidate)}", "#", *_nodes_comment(parallel), f"#   {command}"]
-    lines += ["compute_environment: LOCAL_MACHINE", f"distributed_type: {kind or 'FSDP'}"]
+    lines += ["compute_environment: LOCAL_MACHINE", f"distributed_type: {kinds[parallel.kind.engine]}"]
     if _MIXED[setup.precision] and not uses_file:
         lines.append(f"mixed_precision: {_MIXED[setup.precision]}")
     nodes = num_nodes(parallel)
     total = "  # GPUs of all nodes together" if nodes > 1 else "  # the number of GPUs"
     lines += [f"num_machines: {nodes}", f"num_processes: {parallel.num_gpus}{total}"]
-    if parallel.num_gpus == 1 and parallel.strategy == "single":
+    if parallel.num_gpus == 1 and parallel.kind.is_single:
         lines += ["# Only this GPU is made visible: with several, the Trainer would fall back to DataParallel."]
         lines += ["gpu_ids: '0'"]
     if nodes > 1:
         lines += _NODES
-    if kind is None:
+    if parallel.kind.is_fsdp:
         lines += _shared_fsdp(parallel) if parallel.is_divided else _fsdp(setup)
     if parallel.is_deepspeed:
         lines += _deepspeed(parallel, folder)
@@ -119,7 +119,6 @@ def _shared_fsdp(parallel: ParallelSetup) -> list[str]:
 
 
 def _deepspeed(parallel: ParallelSetup, folder: Path) -> list[str]:
-    stage = int(parallel.strategy.removeprefix("zero"))
     lines = ["deepspeed_config:"]
     if num_nodes(parallel) > 1:
         lines += ["  # One launcher per node, as torchrun does: no ssh between nodes and no hostfile needed."]
@@ -130,13 +129,13 @@ def _deepspeed(parallel: ParallelSetup, folder: Path) -> list[str]:
         lines += ["  # Precision, accumulation and clipping are `auto` in there: the recipe's flags rule."]
         lines += [f"  deepspeed_config_file: {json.dumps(str((folder / DEEPSPEED).resolve()))}"]
         return [*lines, "  zero3_init_flag: true"]
-    lines.append(f"  zero_stage: {stage}")
+    lines.append(f"  zero_stage: {parallel.kind.zero_stage}")
     for name, device in (("optimizer", parallel.offload_optimizer), ("param", parallel.offload_params)):
         if device != "none":
             lines.append(f"  offload_{name}_device: {device}")
     if parallel.offload_optimizer != "none":
         lines.append("  # DeepSpeed compiles its CPU Adam at the first run: it needs g++ and ninja.")
-    if stage == 3:
+    if parallel.shards_weights:
         lines += [
             "  # Build the model already split, so that no rank ever holds all of it.",
             "  zero3_init_flag: true",

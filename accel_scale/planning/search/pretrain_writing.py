@@ -61,7 +61,7 @@ def _sharing(setup: TrainingSetup) -> list[str]:
     """Degrees that the launch file has no place for: stages always, the others unless FSDP2 is launched."""
     parallel = setup.parallel
     lines = []
-    if parallel.strategy != "fsdp2":
+    if not parallel.kind.is_fsdp2:
         sizes = {"tp_size": parallel.tensor_parallel, "sp_size": parallel.sequence_parallel}
         lines += [f"{name}: {size}" for name, size in sizes.items() if size > 1]
     if parallel.pipeline_parallel > 1:

@@ -10,20 +10,11 @@ from pathlib import Path
 from accel_scale.errors import ConfigError
 from accel_scale.facts import hardware
 from accel_scale.facts.names import METHODS, PIPELINE_SCHEDULES
+from accel_scale.facts.strategies import LAUNCH_FILE_LABELS
 from accel_scale.planning.cost.strategies import choices
 from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.search.model_parallel import SHARED_BY, Degrees, labels
 from accel_scale.planning.search.request_words import one_of, whole
-
-# Files of accelerate_configs/ and the strategies they launch.
-_LAUNCH_FILES = {
-    "single": "one GPU",
-    "single_gpu": "one GPU",
-    "fsdp2_grad_op": "FSDP2 SHARD_GRAD_OP",
-    "fsdp2_offload": "FSDP2 + CPU offload",
-    "zero2_offload": "ZeRO-2 + CPU offload",
-    "zero3_offload": "ZeRO-3 + CPU offload",
-}
 
 
 def methods_of(method: str, recipe: str) -> tuple[str, ...]:
@@ -82,7 +73,7 @@ def schedule_of(schedule: str | None, pp_size: str | None) -> str:
     return one_of(schedule, PIPELINE_SCHEDULES, "--pp_schedule")
 
 
-def strategy_of(text: str, machine: hardware.Machine, model: ModelFacts, recipe: str) -> str:
+def strategy_label(text: str, machine: hardware.Machine, model: ModelFacts, recipe: str) -> str:
     """The label that ``--strategy`` means: in any case and punctuation, or the name of a launch file.
 
     Raises:
@@ -91,7 +82,7 @@ def strategy_of(text: str, machine: hardware.Machine, model: ModelFacts, recipe:
     sizes = machine.num_gpus, machine.gpus_per_node
     usual, shared = [choice.label for choice in choices(*sizes)], labels(model, *sizes)
     stem = Path(text).name.removesuffix(".yaml")
-    wanted = _letters(_LAUNCH_FILES.get(stem, stem.removesuffix("_multinode")))
+    wanted = _letters(LAUNCH_FILE_LABELS.get(stem, stem.removesuffix("_multinode")))
     by_letters = {_letters(label): label for label in (*usual, *shared)}
     if by_letters.get(wanted) in set(shared) - set(labels(model, *sizes, recipe)):
         raise ConfigError(

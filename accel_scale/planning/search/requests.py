@@ -19,7 +19,7 @@ from accel_scale.planning.models.parameters import lora_params
 from accel_scale.planning.models.training_setup import ATTENTIONS, LoraSetup
 from accel_scale.planning.network.link_fit import load_links
 from accel_scale.planning.search.model_parallel import RECIPES
-from accel_scale.planning.search.request_strategy import degrees_of, methods_of, schedule_of, strategy_of
+from accel_scale.planning.search.request_strategy import degrees_of, methods_of, schedule_of, strategy_label
 from accel_scale.planning.search.request_words import one_of, whole
 from accel_scale.planning.search.search import Request, may_share
 from accel_scale.planning.tape.families import has_kernel
@@ -101,7 +101,7 @@ def build_request(wish: Wish, *, detect: Callable[[], hardware.Machine | None] |
             sequence_length=_length(wish, model),
             methods=methods_of(wish.method, recipe),
             fixed=fixed,
-            strategies=tuple(strategy_of(text, machine, model, recipe) for text in wish.strategy),
+            strategies=tuple(strategy_label(text, machine, model, recipe) for text in wish.strategy),
             recipe=recipe,
             degrees=degrees_of({"tp": wish.tp_size, "pp": wish.pp_size, "sp": wish.sp_size}, recipe, machine.num_gpus),
             schedule=schedule_of(wish.pp_schedule, wish.pp_size),

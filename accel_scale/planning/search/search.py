@@ -208,7 +208,7 @@ def _optimizers(method: str, choice: Choice) -> tuple[str, ...]:
 def _syncs(method: str, choice: Choice) -> tuple[bool, ...]:
     """When gradients are reduced: whole gradients of adapters are too small to matter."""
     parallel = choice.parallel
-    return (False, True) if method == "full" and parallel.strategy == "fsdp2" and not parallel.is_divided else (False,)
+    return (False, True) if method == "full" and parallel.can_sync_each_batch else (False,)
 
 
 def _divisors(per_rank: int) -> tuple[int, ...]:
@@ -228,7 +228,7 @@ def problem_of(machine: Machine, setup: TrainingSetup, memory: MemoryEstimate) -
         )
     ranks = min(machine.num_gpus, machine.gpus_per_node)
     # Ranks that share the model map what one of them has built.
-    one_loads = setup.parallel.strategy.startswith("fsdp") or setup.parallel.is_divided
+    one_loads = setup.parallel.kind.is_fsdp or setup.parallel.is_divided
     host = memory.host_bytes * (1 if one_loads and not _offloads(setup) else ranks)
     if machine.host_memory_bytes is not None and host > machine.host_memory_bytes:
         return f"{format_bytes(host)} of host memory > {format_bytes(machine.host_memory_bytes)}"

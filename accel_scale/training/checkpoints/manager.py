@@ -112,7 +112,7 @@ class CheckpointManager:
         reason = self._contents.refuse_asynchronous() if asynchronous else None
         if reason:
             raise ConfigError(
-                f"{self._strategy} cannot write checkpoints while training continues: {reason}.",
+                f"{self._strategy.name} cannot write checkpoints while training continues: {reason}.",
                 place="CheckpointManager(asynchronous=)",
                 fix="leave it out.",
             )
@@ -282,7 +282,7 @@ class CheckpointManager:
         return Manifest.of_run(
             step,
             world_size=self._meeting.world_size,
-            strategy=self._strategy,
+            strategy=self._strategy.name,
             layout=self._contents.layout,
             stopped_by=self.stopped_by,
             settings=self._settings,

@@ -5,23 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 from accel_scale.errors import ConfigError
+from accel_scale.facts.strategies import Strategy
 from accel_scale.training.checkpoints.contents import Contents, ReplicatedContents, schedules
 from accel_scale.training.checkpoints.folders import Found
 
 
-def contents_of(accelerator: Any, strategy: str) -> Contents:
+def contents_of(accelerator: Any, strategy: Strategy) -> Contents:
     """How `strategy` writes and loads weights and optimizers.
 
     Raises:
         ConfigError: if it cannot, in this configuration.
     """
-    if strategy in ("single", "ddp"):
+    if strategy.is_replicated:
         return ReplicatedContents(accelerator)
-    if strategy == "model_parallel":
+    if strategy.is_model_parallel:
         from accel_scale.training.checkpoints.parallel import ParallelContents
 
         return ParallelContents(accelerator)
-    if strategy.startswith("fsdp"):
+    if strategy.is_fsdp:
         from accel_scale.training.checkpoints.fsdp import FsdpContents
 
         return FsdpContents(accelerator)
@@ -30,17 +31,16 @@ def contents_of(accelerator: Any, strategy: str) -> Contents:
     return ZeroContents(accelerator)
 
 
-def check_fit(found: Found, strategy: str, stored: set[str], registered: set[str]) -> None:
+def check_fit(found: Found, strategy: Strategy, stored: set[str], registered: set[str]) -> None:
     """Refuse a checkpoint that this run could only load in part.
 
     Raises:
         ConfigError: if strategy or registered objects are others.
     """
-    replicated = {"single", "ddp"}
     written_by = found.manifest.strategy
-    if written_by != strategy and not {written_by, strategy} <= replicated:
+    if not strategy.loads_checkpoints_of(written_by):
         raise ConfigError(
-            f"{found.folder.name} was written under {written_by}, this run is {strategy}.",
+            f"{found.folder.name} was written under {written_by}, this run is {strategy.name}.",
             place="resume",
             fix=f"launch it with {written_by}, or start from the model it saved.",
         )

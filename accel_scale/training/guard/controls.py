@@ -32,17 +32,17 @@ def make_gate(accelerator: Any, model: Any, optimizer: Any) -> StepGate:
             fix="use another optimizer, or turn the guard off.",
         )
     strategy = strategy_of(accelerator)
-    if strategy == "model_parallel":
+    if strategy.is_model_parallel:
         from accel_scale.training.guard.parallel_control import ParallelGate
 
         shared = model_parallel_of(accelerator)
         assert shared is not None
         return ParallelGate(accelerator, shared, optimizer)
-    if strategy.startswith("zero"):
+    if strategy.is_deepspeed:
         from accel_scale.training.guard.deepspeed_control import DeepSpeedGate
 
         return DeepSpeedGate(accelerator, model, optimizer)
-    if strategy == "fsdp1":
+    if strategy.fsdp_version == 1:
         raise ConfigError(
             "steps of FSDP version 1 cannot be guarded.", place="fsdp_version", fix="use fsdp_version: 2."
         )

@@ -169,7 +169,7 @@ class MemoryRecovery:
     def _reduction(self, is_last_pass: bool) -> AbstractContextManager[Any]:
         """Gradients are reduced in the step's last pass."""
         self._accelerator.sync_gradients = is_last_pass
-        if self._strategy.startswith("zero"):  # its engine decides by itself
+        if self._strategy.is_deepspeed:  # its engine decides by itself
             return nullcontext()
         every_batch = self._accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
         return nullcontext() if is_last_pass or every_batch else self._accelerator.no_sync(self._model)

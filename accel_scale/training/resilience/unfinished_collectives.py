@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accel_scale.facts.strategies import Strategy
 from accel_scale.training.ddp.hooks import hook_of
 
 
@@ -88,13 +89,13 @@ class UnknownCollectives(Collectives):
         raise CannotFinish(self._reason)
 
 
-def collectives_of(model: Any, *, strategy: str) -> Collectives:
+def collectives_of(model: Any, *, strategy: Strategy) -> Collectives:
     """Those of `model`, as prepared; `strategy` as from `strategy_of`."""
-    if strategy == "single":
+    if strategy.is_single:
         return Collectives()
     if isinstance(model, nn.parallel.DistributedDataParallel):
         return DdpCollectives(model)
-    return UnknownCollectives(f"{strategy} leaves the processes out of step when one of them fails")
+    return UnknownCollectives(f"{strategy.name} leaves the processes out of step when one of them fails")
 
 
 class _ZeroGradients(torch.autograd.Function):

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from transformers import TrainerCallback
 
 from accel_scale.errors import ConfigError
+from accel_scale.facts.strategies import strategy_named
 from accel_scale.training.checkpoints.atomic import checkpoint_problems, staging_root
 from accel_scale.training.checkpoints.contents import STATE, what_differs
 from accel_scale.training.checkpoints.folders import TRAINER_STATE, Found
@@ -24,7 +25,6 @@ from accel_scale.training.checkpoints.settings import meaning_of, model_record, 
 from accel_scale.training.checkpoints.signals import StopSignals
 
 _RANDOM = "random_states_{rank}.pt"
-_REPLICATED = {"single", "ddp"}
 
 
 class StopCallback(TrainerCallback):
@@ -81,7 +81,7 @@ def check_trainer_fit(found: Found, strategy: str, *, place: str) -> None:
     manifest = found.manifest
     if not manifest.layout.startswith(TRAINER_LAYOUT):
         raise ConfigError(f"{found.folder} was not written by a Trainer.", place=place, fix="name one that was.")
-    if manifest.strategy != strategy and not {manifest.strategy, strategy} <= _REPLICATED:
+    if not strategy_named(strategy).loads_checkpoints_of(manifest.strategy):
         raise ConfigError(
             f"{found.folder} was written under {manifest.strategy}, this run is {strategy}.",
             place=place,

@@ -84,7 +84,7 @@ class ResumeMixin(_TrainerBase):
                 self._say(f"resuming from {folder}, which has no manifest: its content cannot be verified")
                 return str(folder)
             found = open_checkpoint(folder, self._meeting, place=place)
-        trainers.check_trainer_fit(found, strategy_of(self.accelerator), place=place)
+        trainers.check_trainer_fit(found, strategy_of(self.accelerator).name, place=place)
         trainers.refuse_nvme(self, found.folder, place=place)
         if not self.allow_changed_settings:
             refuse_changes(

@@ -154,7 +154,7 @@ class AtomicSavingMixin(ResumeMixin):
         return Manifest.of_run(
             self.state.global_step,
             world_size=self._meeting.world_size,
-            strategy=strategy_of(self.accelerator),
+            strategy=strategy_of(self.accelerator).name,
             layout=trainers.layout_of(self),
             stopped_by=self.stopped_by,
             settings=self._settings,
