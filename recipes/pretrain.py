@@ -179,12 +179,13 @@ def load_model(run: Run) -> None:
 
 def train(run: Run, started: float) -> dict[str, Any]:
     """The loop: draw, forward, backward, step; log, validate and save when it is time."""
+    from accel_scale.facts.exit_statuses import EXIT_STOPPED
     from accel_scale.flags.guard_settings import settings_from
     from accel_scale.measuring.meters import ThroughputMeter, clock_of
     from accel_scale.measuring.profiling import step_profiler
     from accel_scale.plugin.loop_watch import LoopWatch
     from accel_scale.reporting.metrics_log import MetricsLog
-    from accel_scale.training.checkpoints.manager import EXIT_STOPPED, CheckpointManager
+    from accel_scale.training.checkpoints.manager import CheckpointManager
     from accel_scale.training.guard.guard import Guard
     from accel_scale.training.guard.guarded_step import GuardedStep, stop_run
     from accel_scale.training.guard.learning import WeightsBefore, refuse_unlearnt

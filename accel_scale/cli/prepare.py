@@ -36,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prepare, then print what there is."""
+    from accel_scale.facts.exit_statuses import INTERRUPTED_STATUS
     from accel_scale.flags.paths import without_weight
     from accel_scale.quiet import quiet_imports
     from accel_scale.starting.early_checks import BUILT_IN_TOKENIZERS, check_data, check_model
@@ -63,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         )
     except KeyboardInterrupt:
         print("interrupted: finished shards are kept, and the same command continues from there.", file=sys.stderr)
-        return 130
+        return INTERRUPTED_STATUS
     kept = f", {done.num_kept_shards} of them from before, checksums compared" if done.num_kept_shards else ""
     print(f"tokens     {format_count(done.num_tokens)} in {format_count(done.num_documents)} documents")
     print(f"written    {done.folder}: {format_bytes(done.token_bytes)} of tokens in {done.num_shards} shards{kept}")

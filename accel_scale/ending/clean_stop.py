@@ -11,9 +11,8 @@ import time
 import torch.distributed as dist
 
 from accel_scale.ending.last_word import say_last
+from accel_scale.facts.exit_statuses import OUT_OF_MEMORY_STATUS
 
-# sysexits.h's EX_TEMPFAIL: the same command can succeed, here with the flags that the line names.
-OUT_OF_MEMORY_STATUS = 75
 _KEY = "accel_scale/out_of_memory"
 _POLL_SECONDS = 1.0
 _MEETING_SECONDS = 10.0

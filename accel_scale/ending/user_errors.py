@@ -8,9 +8,7 @@ import sys
 from collections.abc import Iterator
 
 from accel_scale.errors import CheckpointNotSaved, ConfigError
-
-# sysexits.h's EX_IOERR, as where the last checkpoint could not be written.
-FULL_DISK_STATUS = 74
+from accel_scale.facts.exit_statuses import CONFIG_STATUS, FULL_DISK_STATUS, OUT_OF_MEMORY_STATUS
 
 
 @contextlib.contextmanager
@@ -38,7 +36,7 @@ def _user_errors(program: str) -> Iterator[None]:
         known = full or as_setting(error)
         if known is not None:
             say_last(f"{program}: error: {known.one_line()}", all_ranks=True)
-            raise SystemExit(2 if full is None else FULL_DISK_STATUS) from None
+            raise SystemExit(CONFIG_STATUS if full is None else FULL_DISK_STATUS) from None
         _say_if_out_of_memory(program, error)
         repeat_cause(program, error)
         raise
@@ -47,7 +45,6 @@ def _user_errors(program: str) -> Iterator[None]:
 def _say_if_out_of_memory(program: str, error: Exception) -> None:
     if "torch" not in sys.modules:
         return
-    from accel_scale.ending.clean_stop import OUT_OF_MEMORY_STATUS
     from accel_scale.ending.last_word import say_last
     from accel_scale.ending.out_of_memory import REMEDIES, is_out_of_memory, reason_in
 

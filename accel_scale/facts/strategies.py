@@ -112,12 +112,13 @@ class Strategy:
         return name == self.name or (self.is_replicated and other is not None and other.is_replicated)
 
 
+_OTHER_PRECISION = "use --precision bf16, or a DDP or FSDP2 launch file."
 _REFUSED_BY_DEEPSPEED = {
     "bf16_true": Refusal(
         "DeepSpeed keeps fp32 master weights beside bf16 ones, so bf16_true is not possible with it",
-        "use --precision bf16, or a DDP or FSDP2 launch file.",
+        _OTHER_PRECISION,
     ),
-    "fp8": Refusal("fp8 layers are not supported under DeepSpeed", "use an FSDP2 or DDP launch file."),
+    "fp8": Refusal("fp8 layers are not supported under DeepSpeed", _OTHER_PRECISION),
 }
 
 

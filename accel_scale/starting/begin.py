@@ -10,13 +10,11 @@ from types import FrameType
 
 from accel_scale.ending.launcher import end_with_launcher
 from accel_scale.ending.user_errors import user_errors
+from accel_scale.facts.exit_statuses import INTERRUPTED_STATUS
 from accel_scale.flags.library import FlagClass
 from accel_scale.flags.parsing import ParsedFlags
 from accel_scale.launching.environment import check_launch_variables
 from accel_scale.starting.early_checks import check_command_line
-
-# As shells report a program that Ctrl-C has ended.
-INTERRUPTED_STATUS = 130
 
 
 def begin(program: str, flag_classes: Sequence[FlagClass], refuse: Callable[[ParsedFlags], None]) -> None:

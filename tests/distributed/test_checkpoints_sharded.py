@@ -20,8 +20,7 @@ import parity
 import pytest
 from accelerate.utils.other import get_free_port
 
-from accel_scale.ending.user_errors import FULL_DISK_STATUS
-from accel_scale.training.checkpoints.manager import EXIT_STOPPED
+from accel_scale.facts.exit_statuses import EXIT_STOPPED, FULL_DISK_STATUS
 from accel_scale.training.checkpoints.manifest import changed_files, read_manifest
 
 pytestmark = pytest.mark.slow

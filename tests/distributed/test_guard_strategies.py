@@ -15,8 +15,8 @@ import parity
 import pytest
 import torch
 
+from accel_scale.facts.exit_statuses import GUARD_STATUS
 from accel_scale.training.guard.events import read_events
-from accel_scale.training.guard.guard import GUARD_STATUS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 HERE = Path(__file__).parent

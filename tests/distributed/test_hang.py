@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from accel_scale.facts.exit_statuses import HUNG_STATUS
 from accel_scale.training.resilience.hang_verdict import blamed, verdict
-from accel_scale.training.resilience.hang_watch import HUNG_STATUS
 from accel_scale.training.resilience.heartbeat import Beat, locate
 
 HERE = Path(__file__).resolve().parent

@@ -11,7 +11,7 @@ from pathlib import Path
 import parity
 import pytest
 
-from accel_scale.ending.clean_stop import OUT_OF_MEMORY_STATUS
+from accel_scale.facts.exit_statuses import OUT_OF_MEMORY_STATUS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 HERE = Path(__file__).parent

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from accel_scale.errors import ConfigError
-from accel_scale.training.checkpoints.manager import EXIT_STOPPED
+from accel_scale.facts.exit_statuses import EXIT_STOPPED
 from accel_scale.training.guard.events import read_events
 
 pytestmark = pytest.mark.slow

@@ -24,9 +24,9 @@ from torch import nn
 from accel_scale import CheckpointManager, ConfigError
 from accel_scale.ending.launcher import is_launcher
 from accel_scale.errors import CheckpointNotSaved
+from accel_scale.facts.exit_statuses import EXIT_STOPPED
 from accel_scale.training.checkpoints.atomic import checkpoint_problems
 from accel_scale.training.checkpoints.contents import host_copy
-from accel_scale.training.checkpoints.manager import EXIT_STOPPED
 from accel_scale.training.checkpoints.manifest import Damaged, read_manifest
 from accel_scale.training.checkpoints.pickles import load_safely, refuse_unsafe_folder
 from accel_scale.training.checkpoints.random_states import derive_random_states, put_random_states, take_random_states

@@ -12,9 +12,9 @@ from accelerate.state import AcceleratorState
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from accel_scale import ConfigError, ScalePlugin
+from accel_scale.facts.exit_statuses import GUARD_STATUS
 from accel_scale.flags.guard_settings import GuardSettings
 from accel_scale.training.guard.events import read_events
-from accel_scale.training.guard.guard import GUARD_STATUS
 from accel_scale.training.trainers.guard_mixin import GuardMixin
 
 pytestmark = pytest.mark.slow

@@ -12,9 +12,9 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 from accel_scale import ConfigError, Guard, GuardedStep, GuardSettings
+from accel_scale.facts.exit_statuses import GUARD_STATUS
 from accel_scale.modeling.precision import enable_fp16_on_cpu
 from accel_scale.training.guard.controls import make_gate
-from accel_scale.training.guard.guard import GUARD_STATUS
 from accel_scale.training.guard.optimizer_control import lowered
 from accel_scale.training.guard.verdict import joined, stop_run
 

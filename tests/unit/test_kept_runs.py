@@ -19,9 +19,9 @@ from transformers import TrainerCallback
 
 from accel_scale.ending.launcher import end_with_launcher
 from accel_scale.errors import CheckpointNotSaved, ConfigError
+from accel_scale.facts.exit_statuses import EXIT_STOPPED
 from accel_scale.training.checkpoints.folders import latest_complete_checkpoint
 from accel_scale.training.checkpoints.going_on import Course, resume_choice
-from accel_scale.training.checkpoints.manager import EXIT_STOPPED
 from accel_scale.training.checkpoints.manifest import Manifest, describe_files, read_manifest, write_manifest
 from accel_scale.training.checkpoints.settings import differences, files_fingerprint, model_record, rows_fingerprint
 from accel_scale.training.checkpoints.signals import STOP_SIGNALS, StopSignals

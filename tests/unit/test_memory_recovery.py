@@ -7,9 +7,9 @@ import torch
 from accelerate import Accelerator
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from accel_scale.ending.clean_stop import OUT_OF_MEMORY_STATUS
 from accel_scale.ending.out_of_memory import is_out_of_memory, reason_in
 from accel_scale.ending.user_errors import user_errors
+from accel_scale.facts.exit_statuses import OUT_OF_MEMORY_STATUS
 from accel_scale.modeling.packed_attention import register_packed_attention
 from accel_scale.optimization.batch_splitting import halve, num_rows, split
 from accel_scale.optimization.fast_loss import add_fast_lm_head

@@ -43,9 +43,6 @@ from accel_scale.training.checkpoints.staging import prepare_output_dir
 from accel_scale.training.checkpoints.strategies import check_fit, check_schedules, contents_of, refuse_other_savers
 from accel_scale.training.checkpoints.writing import Job, Writer, clean_up_after
 
-# HTCondor's and others' status for "saved itself, start me again"; 75 is taken by memory running out (clean_stop.py).
-EXIT_STOPPED = 85
-
 
 class Stateful(Protocol):
     """Anything whose state fits into JSON."""

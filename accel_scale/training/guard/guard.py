@@ -14,8 +14,6 @@ from typing import Any
 from accel_scale.flags.guard_settings import GuardSettings
 from accel_scale.training.guard.estimate import RunningEstimate
 
-# sysexits.h's EX_DATAERR: what was fed in was wrong, and the same command would come here again.
-GUARD_STATUS = 65
 # However quiet a curve is, or few its values, less than this above the median is no spike.
 _LEAST_LOSS_RATIO = 1.05
 _LEAST_NORM_RATIO = 2.0

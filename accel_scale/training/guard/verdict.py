@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from accel_scale.ending.leaving import let_go_of_collectives
+from accel_scale.facts.exit_statuses import GUARD_STATUS
 from accel_scale.training.guard.events import append_event, console_line
-from accel_scale.training.guard.guard import GUARD_STATUS, Decision, Guard
+from accel_scale.training.guard.guard import Decision, Guard
 
 
 @dataclass(frozen=True)

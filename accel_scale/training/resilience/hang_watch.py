@@ -13,13 +13,12 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from accel_scale.ending.last_word import say_last
+from accel_scale.facts.exit_statuses import HUNG_STATUS
 from accel_scale.training.resilience.flight_recorder import num_collectives, unfinished_collective
 from accel_scale.training.resilience.hang_verdict import blamed, verdict
 from accel_scale.training.resilience.heartbeat import Beat, locate, stacks
 from accel_scale.training.resilience.store_link import StoreLink, StoreUnreachable
 
-# sysexits.h's EX_PROTOCOL: the other side does not answer.
-HUNG_STATUS = 76
 DEFAULT_TIMEOUT_SECONDS = 1800.0
 # The backend's own time-out comes later: it knows neither rank nor step, and ends the process before we could speak.
 BACKEND_MARGIN_SECONDS = 60.0

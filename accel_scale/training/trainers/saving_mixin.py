@@ -11,10 +11,10 @@ from typing import Any
 from accel_scale.ending.last_word import repeat_last
 from accel_scale.ending.leaving import let_go_of_collectives
 from accel_scale.errors import CheckpointNotSaved
+from accel_scale.facts.exit_statuses import EXIT_STOPPED
 from accel_scale.modeling.quantization_record import quantization_of, record_quantization
 from accel_scale.parallel.engine import strategy_of
 from accel_scale.training.checkpoints.folders import delete_old
-from accel_scale.training.checkpoints.manager import EXIT_STOPPED
 from accel_scale.training.checkpoints.manifest import Manifest
 from accel_scale.training.checkpoints.pickles import refuse_unsafe_folder
 from accel_scale.training.checkpoints.ranks import Meeting

@@ -1,0 +1,28 @@
+"""The statuses that programs of this project exit with, and what each means. The docs' table is held to this one."""
+
+from __future__ import annotations
+
+# Of every program that finds its flags or settings wrong, as argparse's.
+CONFIG_STATUS = 2
+# sysexits.h's EX_DATAERR: what was fed in was wrong, and the same command would come here again.
+GUARD_STATUS = 65
+# sysexits.h's EX_IOERR.
+FULL_DISK_STATUS = 74
+# sysexits.h's EX_TEMPFAIL: the same command can succeed, here with the flags that the line names.
+OUT_OF_MEMORY_STATUS = 75
+# sysexits.h's EX_PROTOCOL: the other side does not answer.
+HUNG_STATUS = 76
+# HTCondor's and others' status for "saved itself, start me again".
+EXIT_STOPPED = 85
+# As shells report a program that Ctrl-C has ended.
+INTERRUPTED_STATUS = 130
+
+MEANINGS: dict[int, str] = {
+    CONFIG_STATUS: "a setting cannot be honoured (`ConfigError`)",
+    GUARD_STATUS: "the guard stopped the run: the line says which step and what to change",
+    FULL_DISK_STATUS: "the last checkpoint could not be written, or a disk is full: the line names folder and room",
+    OUT_OF_MEMORY_STATUS: "memory ran out; the line says what to change",
+    HUNG_STATUS: "a collective did not complete in `--collective_timeout`; the line names rank, step and operation",
+    EXIT_STOPPED: "saved after a signal: start the same command again",
+    INTERRUPTED_STATUS: "Ctrl-C before there was anything to save",
+}
