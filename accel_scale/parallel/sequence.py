@@ -23,13 +23,12 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
-from accel_scale.parallel.sequence_checks import check_context_parallel, check_sequence_parallel
+from accel_scale.parallel.sequence_checks import check_sequence_parallel
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "check_context_parallel",
     "check_sequence_parallel",
     "check_ulysses",
     "cut_batch",

@@ -1,4 +1,4 @@
-"""Which models can divide sequences: by Ulysses, and by ring context parallelism."""
+"""Which models can divide sequences by Ulysses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from accel_scale.errors import ConfigError
 _ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 _ATTENTIONS = ("sdpa_packed", "sdpa", "eager", "flash_attention_2", "flash_attention_3")
 _PLACE = "--sp_size"
-_CONTEXT_PLACE = "parallelism_config_cp_size"
 
 
 def check_sequence_parallel(config: Any, sp_size: int, row_length: int, attention: str, *, tp_size: int = 1) -> None:
@@ -111,48 +110,3 @@ def _check_architecture(config: Any, attention: str) -> None:
             place="--attn_implementation",
             fix="use sdpa.",
         )
-
-
-def check_context_parallel(
-    device_type: str, *, cp_size: int, attention: str = "sdpa", packing: bool = False, config: Any = None
-) -> None:
-    """Refuse ring context parallelism (``cp_size`` of a launch file) where it cannot run or would be wrong.
-
-    It replaces SDPA by torch's ring attention, which has CUDA kernels only, and Accelerate drops the attention mask
-    for it: plain causal attention over the whole row is all that is left.
-
-    Args:
-        device_type: ``cuda``, ``cpu``, …
-        cp_size: Ranks that share each row; 1 is always right.
-        attention: Resolved attention implementation.
-        packing: Whether rows hold several documents.
-        config: The model's `PreTrainedConfig`, if known.
-
-    Raises:
-        ConfigError: naming the reason; the fix is Ulysses wherever that would do.
-    """
-    if cp_size == 1:
-        return
-    ulysses = f"use --sp_size {cp_size} (Ulysses), which has no such limit."
-    if device_type != "cuda":
-        problem = f"torch's ring attention has kernels for CUDA only and this run is on {device_type}."
-    elif packing:
-        problem = "context parallelism drops the mask that keeps packed documents apart."
-    elif attention != "sdpa":
-        problem = f"context parallelism replaces sdpa and this run has {attention} attention."
-        ulysses = "use --attn_implementation sdpa, or --sp_size (Ulysses)."
-    elif _has_windows(config):
-        problem = f"context parallelism drops the masks of {config.model_type} models' sliding or chunked layers."
-    else:
-        return
-    raise ConfigError(problem, place=_CONTEXT_PLACE, fix=ulysses)
-
-
-def _has_windows(config: Any) -> bool:
-    if config is None:
-        return False
-    text_config = config.get_text_config()
-    layer_types = getattr(text_config, "layer_types", None)
-    if layer_types:
-        return set(layer_types) != {"full_attention"}
-    return getattr(text_config, "sliding_window", None) is not None

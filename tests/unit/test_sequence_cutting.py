@@ -10,7 +10,6 @@ from transformers import (
     BloomConfig,
     DeepseekV32Config,
     FalconMambaConfig,
-    GemmaConfig,
     GPT2Config,
     GptOssConfig,
     GptOssForCausalLM,
@@ -23,7 +22,6 @@ from transformers import (
 from accel_scale.errors import ConfigError
 from accel_scale.optimization.loss import count_loss_tokens
 from accel_scale.parallel.sequence import (
-    check_context_parallel,
     check_sequence_parallel,
     check_ulysses,
     cut_batch,
@@ -136,25 +134,6 @@ def test_lengths_of_documents_in_rows_laid_end_to_end():
     assert lengths["cu_seq_lens_q"].tolist() == [0, 3, 4, 6, 7, 12]
     assert lengths["cu_seq_lens_q"].dtype == torch.int32
     assert lengths["max_length_k"] == 5
-
-
-@pytest.mark.parametrize(
-    ("device", "options", "problem"),
-    [
-        ("cpu", {}, "kernels for CUDA only"),
-        ("cuda", {"packing": True}, "packed documents apart"),
-        ("cuda", {"attention": "flash_attention_2"}, "replaces sdpa"),
-        ("cuda", {"config": MistralConfig(sliding_window=16)}, "sliding"),
-    ],
-)
-def test_ring_context_parallelism_is_refused_where_it_would_be_wrong(device, options, problem):
-    with pytest.raises(ConfigError, match=problem):
-        check_context_parallel(device, cp_size=2, **options)
-    check_context_parallel(device, cp_size=1, **options)
-
-
-def test_ring_context_parallelism_of_a_plain_model_on_cuda():
-    check_context_parallel("cuda", cp_size=2, config=GemmaConfig())
 
 
 class Halved(torch.nn.Module):
