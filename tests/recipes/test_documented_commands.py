@@ -57,9 +57,10 @@ def test_commands_name_what_exists(helps):
     for page in PAGES:
         for words in commands(page):
             where = f"{page.name}: {' '.join(words)}"
-            recipe = next((word for word in words if word in RECIPES), None)
-            at = words.index(recipe) if recipe else len(words)
+            script = next((word for word in words if word.endswith(".py")), None)
+            at = words.index(script) if script else len(words)
             before, after = words[:at], words[at + 1 :]
+            recipe = script if script in RECIPES else None
             for word in words:
                 if word.startswith(("accelerate_configs/", "recipes/", "benchmarks/", "docs/")):
                     wrong += [] if (ROOT / word).exists() else [f"{where}: no file {word}"]
