@@ -26,12 +26,12 @@ def num_layers(values: Mapping[str, Any]) -> int:
 
 
 def chosen_layers(old: Mapping[str, Any], min_layers: int = MIN_LAYERS) -> list[int]:
-    """Indices of the layers to keep: the first of every kind, and never fewer than `min_layers`."""
+    """Indices of the layers to keep: the first of every kind, two that share weights, and at least `min_layers`."""
     count = num_layers(old)
-    first_of_kind: dict[tuple, int] = {}
+    of_kind: dict[tuple, list[int]] = {}
     for index in range(count):
-        first_of_kind.setdefault(_layer_kind(old, index), index)
-    chosen = set(first_of_kind.values())
+        of_kind.setdefault(_layer_kind(old, index), []).append(index)
+    chosen = {index for same in of_kind.values() for index in same[: 2 if _shares_weights(old, same[0]) else 1]}
     for index in range(count):
         if len(chosen) >= min(min_layers, count):
             break
@@ -88,7 +88,9 @@ def _index_lists(old: Mapping[str, Any]) -> list[str]:
 
 
 def _periods(old: Mapping[str, Any]) -> list[tuple[str, str]]:
-    return [names for names in _PERIODS if old.get(names[0]) and old.get(names[1]) is not None]
+    listed = any(old.get(key) for key in _KINDS)  # which layers have attention, said one by one
+    periods = [names for names in _PERIODS if old.get(names[0]) and old.get(names[1]) is not None]
+    return [names for names in periods if not (listed and names[0] == "attn_layer_period")]
 
 
 def _is_due(old: Mapping[str, Any], index: int, period: str, offset: str) -> bool:
@@ -106,6 +108,11 @@ def _is_dense(old: Mapping[str, Any], index: int) -> bool:
 def _shares_keys(old: Mapping[str, Any], index: int) -> bool:
     """Whether layer `index` takes its keys and values from an earlier one, as the last layers of Gemma 3n do."""
     return index >= num_layers(old) - (old.get("num_kv_shared_layers") or 0)
+
+
+def _shares_weights(old: Mapping[str, Any], index: int) -> bool:
+    """Whether the layers of this kind are one block of weights, as Zamba's are; transformers ties two or more."""
+    return (old.get("layers_block_type") or [])[index : index + 1] == ["hybrid"]
 
 
 def first_of(values: Mapping[str, Any], names: Iterable[str], *, default: int | None = None) -> int:

@@ -27,7 +27,7 @@ MAX_BODY_PARAMETERS = 20_000_000
 # The names that configurations give to the same quantity.
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "emb_dim", "embedding_dim")
 _NUM_HEADS = ("num_attention_heads", "n_head", "n_heads", "attention_heads")
-_NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
+_NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_n_heads")
 _FEED_FORWARD = (
     "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size",
     "intermediate_size_mlp", "ffn_dim", "ffn_hidden_size", "n_inner", "d_inner", "expert_ffn_hidden_size",
@@ -48,7 +48,8 @@ _EXPAND = ("mamba_expand", "expand")
 _LIMITS = {
     "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": HEAD_DIM, "qk_rope_head_dim": HEAD_DIM,
     "v_head_dim": HEAD_DIM, "rotary_dim": HEAD_DIM, "linear_key_head_dim": HEAD_DIM, "linear_value_head_dim": HEAD_DIM,
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "global_head_dim": HEAD_DIM, "n_group": 2, "topk_group": 1,
+    "linear_head_dim": HEAD_DIM, "linear_num_heads": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "global_head_dim": HEAD_DIM, "n_group": 2, "topk_group": 1,
     "n_shared_experts": 1, "sliding_window": 32, "attention_chunk_size": 32, "hidden_size_per_layer_input": 16,
     "num_nextn_predict_layers": 0, "state_size": 16, "mamba_d_state": 16, "ssm_state_size": 16, "time_step_rank": 8,
     "mamba_dt_rank": 8, "chunk_size": 32, "mamba_chunk_size": 32, "n_groups": 2, "mamba_n_groups": 2,
@@ -142,12 +143,21 @@ def shrink_config(
     least `min_layers`; query heads per key-value head up to 8; the ratio of feed-forward to hidden size; whether
     attention is as wide as the hidden size; ties; the vocabulary unless `vocab_size` replaces it.
     """
-    old = {key: value for key, value in config.to_dict().items() if key != "quantization_config"}
+    stored = {key: value for key, value in config.to_dict().items() if key != "quantization_config"}
+    aliases = {alias: key for alias, key in config.attribute_map.items() if key in stored and alias not in stored}
+    old = {**stored, **{alias: stored[key] for alias, key in aliases.items()}}
     new = dict(old)
     shrink_layers(old, new, min_layers)
     _shrink_widths(old, new)
     _shrink_experts(old, new)
     _shrink_states(new)
+    for name in config.sub_configs:
+        if isinstance(old.get(name), dict):
+            new[name] = _shrink_section(old[name], old, new)
+    for alias, key in aliases.items():
+        value = new.pop(alias)
+        if new[key] == stored[key]:  # known by its common name alone
+            new[key] = value
     if vocab_size is not None:
         new["vocab_size"] = -(-vocab_size // 64) * 64
         if "vocab_size_per_layer_input" in new:
@@ -203,11 +213,7 @@ def _shrink_widths(old: Mapping[str, Any], new: dict[str, Any]) -> None:
     set_all(new, _HIDDEN, new_hidden)
     if old.get("head_dim"):
         new["head_dim"] = HEAD_DIM
-    for key in _FEED_FORWARD:
-        if isinstance(old.get(key), int):
-            new[key] = _scaled(old[key], new_hidden / hidden)
-        elif isinstance(old.get(key), list):
-            new[key] = [_scaled(width, new_hidden / hidden) for width in new[key]]
+    _shrink_feed_forward(old, new, new_hidden / hidden)
     for key in ("d_head", "attention_head_dim"):
         if isinstance(old.get(key), int):
             new[key] = new.get("attention_hidden_size", new_hidden) // new_heads
@@ -222,6 +228,25 @@ def _shrink_widths(old: Mapping[str, Any], new: dict[str, Any]) -> None:
         new["rope_parameters"] = _shrink_rope(old["rope_parameters"], old, hidden // heads)
     for changes in (new.get("per_layer_config") or {}).values():
         changes |= {"head_dim": 2 * HEAD_DIM} if "head_dim" in changes else {}
+
+
+def _shrink_feed_forward(old: Mapping[str, Any], new: dict[str, Any], ratio: float) -> None:
+    for key in _FEED_FORWARD:
+        if isinstance(old.get(key), int):
+            new[key] = _scaled(old[key], ratio)
+        elif isinstance(old.get(key), list):
+            new[key] = [_scaled(width, ratio) for width in new[key]]
+
+
+def _shrink_section(section: Mapping[str, Any], old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes of attention, experts or an encoder that stand in a dictionary of their own, as DBRX and GIT have them."""
+    small, hidden = dict(section), first_of(new, _HIDDEN)
+    set_all(small, _HIDDEN, hidden)
+    set_all(small, _NUM_HEADS, first_of(new, _NUM_HEADS, default=1))
+    set_all(small, _NUM_KV_HEADS, first_of(new, (*_NUM_KV_HEADS, *_NUM_HEADS), default=1))
+    _shrink_feed_forward(section, small, hidden / first_of(old, _HIDDEN))
+    _shrink_experts(section, small)
+    return small
 
 
 def _scaled(width: int, ratio: float) -> int:

@@ -10,6 +10,8 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BailingHybridConfig,
+    DbrxConfig,
     DeepseekV3Config,
     Gemma3TextConfig,
     GPT2Config,
@@ -22,6 +24,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    ZambaConfig,
 )
 
 from accel_scale.data.default import default_model_path
@@ -66,6 +69,13 @@ REAL: dict[str, Any] = {
     "gpt2": GPT2Config(),
     "gpt_oss": GptOssConfig(),
     "deepseek_v3": DeepseekV3Config(),
+    "dbrx": DbrxConfig(
+        d_model=6144, n_heads=48, n_layers=40, vocab_size=100352,
+        attn_config={"clip_qkv": 8, "kv_n_heads": 8, "rope_theta": 5e5},
+        ffn_config={"ffn_hidden_size": 10752, "moe_num_experts": 16, "moe_top_k": 4},
+    ),
+    "zamba": ZambaConfig(),
+    "bailing_hybrid": BailingHybridConfig(),
 }  # fmt: skip
 
 
@@ -111,6 +121,27 @@ def test_grouped_heads_keep_their_ratio() -> None:
             == real.num_attention_heads // real.num_key_value_heads
         )
         assert tiny.num_attention_heads % tiny.num_key_value_heads == 0
+
+
+def test_sizes_in_sections_and_under_names_of_their_own_shrink_too() -> None:
+    """DBRX keeps attention and experts in dictionaries; Bailing stores `n_group` as `num_expert_group`."""
+    tiny, real = shrink_config(REAL["dbrx"]), REAL["dbrx"]
+    assert tiny.n_heads // tiny.attn_config.kv_n_heads == real.n_heads // real.attn_config.kv_n_heads == 6
+    assert tiny.num_key_value_heads == tiny.attn_config.kv_n_heads
+    assert (tiny.ffn_config.moe_num_experts, tiny.ffn_config.moe_top_k) == (4, 2)
+    assert tiny.ffn_config.hidden_size == tiny.d_model
+    assert tiny.ffn_config.ffn_hidden_size == pytest.approx(10752 / 6144 * tiny.d_model, abs=16)
+    assert (tiny.attn_config.rope_theta, tiny.attn_config.clip_qkv) == (5e5, 8), "no size"
+    grouped = shrink_config(REAL["bailing_hybrid"])
+    assert (grouped.n_group, grouped.topk_group, grouped.num_experts, grouped.num_experts_per_tok) == (2, 1, 4, 2)
+
+
+def test_of_layers_that_share_weights_two_are_kept() -> None:
+    tiny = shrink_config(REAL["zamba"])
+    assert tiny.layers_block_type == ["linear_attention", "hybrid", "hybrid"]
+    model = AutoModelForCausalLM.from_config(tiny)
+    first, second = (layer.shared_transf for layer in model.model.layers[1:])
+    assert [id(p) for p in first.parameters()] == [id(p) for p in second.parameters()]
 
 
 def test_sliding_and_full_attention_are_both_kept_in_order() -> None:
