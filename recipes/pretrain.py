@@ -189,7 +189,7 @@ def train(run: Run, started: float) -> dict[str, Any]:
     from accel_scale.training.guard.guard import Guard
     from accel_scale.training.guard.guarded_step import GuardedStep, stop_run
     from accel_scale.training.guard.learning import WeightsBefore, refuse_unlearnt
-    from accel_scale.training.pretrain.report import Report
+    from accel_scale.training.pretrain.report import PretrainReport
 
     accelerator, args, length = run.accelerator, run.args, run.length
     manager = CheckpointManager(
@@ -209,7 +209,7 @@ def train(run: Run, started: float) -> dict[str, Any]:
         output_dir=args.output_dir, first_step=run.step + 1,
     )  # fmt: skip
     metrics = MetricsLog(args.output_dir, run.is_main, resumed_step=run.step)
-    report = Report(run, metrics, ThroughputMeter(clock_of(accelerator.device.type)), started)
+    report = PretrainReport(run, metrics, ThroughputMeter(clock_of(accelerator.device.type)), started)
     if run.guard_args.guard == "rollback" and run.step == 0:
         manager.save(0, run_state(run, report))  # there must be something to roll back to
     watch = LoopWatch(accelerator, run.model, run.optimizer, report.meter, run.plan)

@@ -12,7 +12,7 @@ from accel_scale.facts.device import CPU
 if TYPE_CHECKING:
     from accel_scale.checks.run_settings import RunSettings
     from accel_scale.facts.device import Device
-    from accel_scale.launching.machine import Machine
+    from accel_scale.launching.machine import LocalMachine
     from accel_scale.launching.strategy import LaunchStrategy
 
 
@@ -59,7 +59,7 @@ class Case:
 
     run: RunSettings
     launch: Launch
-    machine: Machine
+    machine: LocalMachine
 
     @property
     def parallel(self) -> LaunchStrategy:

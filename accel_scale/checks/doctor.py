@@ -12,7 +12,7 @@ from typing import Any, TextIO
 from accel_scale.checks.case import Finding, Launch
 from accel_scale.checks.registry import check_run
 from accel_scale.checks.run_settings import RunSettings
-from accel_scale.launching.machine import PACKAGES, Machine
+from accel_scale.launching.machine import PACKAGES, LocalMachine
 from accel_scale.units import format_bytes
 
 
@@ -26,7 +26,7 @@ class Diagnosis:
         findings: Contradictions, errors first.
     """
 
-    machine: Machine
+    machine: LocalMachine
     launch: Mapping[str, str]
     findings: Sequence[Finding]
 
@@ -36,7 +36,7 @@ class Diagnosis:
         return any(finding.level == "error" for finding in self.findings)
 
 
-def diagnose(run: RunSettings, launch: Launch, machine: Machine, *, more: Sequence[Finding] = ()) -> Diagnosis:
+def diagnose(run: RunSettings, launch: Launch, machine: LocalMachine, *, more: Sequence[Finding] = ()) -> Diagnosis:
     """Check `run`, `launch` and `machine` against each other; `more` are findings from reading their files."""
     found = check_run(run, launch, machine)
     known = {finding.place for finding in found}
@@ -54,7 +54,7 @@ def describe_launch(launch: Launch) -> dict[str, str]:
     return rows
 
 
-def describe_machine(machine: Machine) -> dict[str, str]:
+def describe_machine(machine: LocalMachine) -> dict[str, str]:
     """Rows for a table."""
     own = machine.accelerator
     if machine.num_devices:

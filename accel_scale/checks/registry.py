@@ -14,10 +14,10 @@ from accel_scale.checks.recipe_rules import RECIPE_RULES
 
 if TYPE_CHECKING:
     from accel_scale.checks.run_settings import RunSettings
-    from accel_scale.launching.machine import Machine
+    from accel_scale.launching.machine import LocalMachine
 
 
-def check_run(run: RunSettings, launch: Launch, machine: Machine) -> list[Finding]:
+def check_run(run: RunSettings, launch: Launch, machine: LocalMachine) -> list[Finding]:
     """All findings of all rules, errors first. Pure: asks nothing but its arguments."""
     case = Case(run, launch, machine)
     rules = (*PRECISION_RULES, *RECIPE_RULES, *LAUNCH_RULES, *DEEPSPEED_RULES, *DDP_RULES, *CHECKPOINT_RULES)

@@ -23,7 +23,7 @@ from accel_scale.facts.device import CPU
 
 if TYPE_CHECKING:
     from accel_scale.flags.parsing import ParsedFlags
-    from accel_scale.launching.machine import Machine
+    from accel_scale.launching.machine import LocalMachine
     from accel_scale.recipe_specs.spec import RecipeSpec
 
 
@@ -122,7 +122,9 @@ def read_recipe_flags(flags: Sequence[str], spec: RecipeSpec, *, program: str = 
     return parsed
 
 
-def _refusals_of_the_recipe(spec: RecipeSpec, parsed: ParsedFlags, launch: Launch, machine: Machine) -> list[Finding]:
+def _refusals_of_the_recipe(
+    spec: RecipeSpec, parsed: ParsedFlags, launch: Launch, machine: LocalMachine
+) -> list[Finding]:
     """What the recipe itself refuses while it resolves its settings; each step stops at its first."""
     from accel_scale.optimization.optimizers import check_optimizer
     from accel_scale.settings.resolve import LaunchFacts, resolve

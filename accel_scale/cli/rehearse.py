@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from accel_scale.recipe_specs.finding import Recipe
     from accel_scale.recipe_specs.spec import RehearsalSpec
     from accel_scale.rehearsing.plan import Rehearsal
-    from accel_scale.rehearsing.rehearse import Check, Report
+    from accel_scale.rehearsing.rehearse import Check, RehearsalReport
     from accel_scale.shrinking.shrink import ShrunkenModel
 
 _MARKS = {
@@ -238,7 +238,7 @@ def _embedded_rows() -> Iterator[dict[str, Any]]:
         yield from map(json.loads, lines)
 
 
-def _print(console: Any, report: Report, *, title: str, notes: Sequence[str]) -> None:
+def _print(console: Any, report: RehearsalReport, *, title: str, notes: Sequence[str]) -> None:
     from rich.markup import escape
     from rich.table import Table
 

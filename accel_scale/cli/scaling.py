@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from accel_scale.errors import ConfigError
 
 if TYPE_CHECKING:
-    from accel_scale.planning.laws.reference_tables import Table
+    from accel_scale.planning.laws.reference_tables import ReferenceTable
     from accel_scale.planning.laws.scaling_fit import Fit
     from accel_scale.planning.laws.scaling_laws import NamedLaw, ScalingPlan
 
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print what was asked for."""
     document: dict[str, Any] = {}
-    tables: list[Table] = []
+    tables: list[ReferenceTable] = []
     if args.plot and not args.fit:
         raise ConfigError("there is nothing to draw.", place="--plot", fix="add --fit runs.csv.")
     if args.tables:
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _reference(document: dict[str, Any]) -> list[Table]:
+def _reference(document: dict[str, Any]) -> list[ReferenceTable]:
     from dataclasses import asdict
 
     from accel_scale.planning.laws.reference_tables import gpu_table, reference_tables
@@ -79,7 +79,7 @@ def _named(name: str) -> NamedLaw:
     return find_law(name)
 
 
-def _fit(args: argparse.Namespace, document: dict[str, Any], tables: list[Table]) -> NamedLaw:
+def _fit(args: argparse.Namespace, document: dict[str, Any], tables: list[ReferenceTable]) -> NamedLaw:
     """The law of the user's own runs; adds its table and writes the drawing."""
     from dataclasses import asdict
     from pathlib import Path
@@ -102,8 +102,8 @@ def _fit(args: argparse.Namespace, document: dict[str, Any], tables: list[Table]
     return NamedLaw("fit", f"fitted to {args.fit}", fit.law, (min(sizes), max(sizes)), (min(tokens), max(tokens)))
 
 
-def _fit_table(fit: Fit, path: str) -> Table:
-    from accel_scale.planning.laws.reference_tables import Table
+def _fit_table(fit: Fit, path: str) -> ReferenceTable:
+    from accel_scale.planning.laws.reference_tables import ReferenceTable
 
     symbols = dict(zip(fit.intervals, ("E", "A", "α", "B", "β"), strict=True))
     rows = tuple(
@@ -111,13 +111,13 @@ def _fit_table(fit: Fit, path: str) -> Table:
         for name, (low, high) in fit.intervals.items()
     )
     note = f"{fit.num_runs} runs, median residual {100 * fit.residual:.2g}%; intervals from resampled runs."
-    return Table(f"L(N, D) = E + A/N^α + B/D^β, fitted to {path}", ("", "value", "95% interval"), rows, note)
+    return ReferenceTable(f"L(N, D) = E + A/N^α + B/D^β, fitted to {path}", ("", "value", "95% interval"), rows, note)
 
 
-def _plans(args: argparse.Namespace, laws: list[NamedLaw], document: dict[str, Any]) -> list[Table]:
+def _plans(args: argparse.Namespace, laws: list[NamedLaw], document: dict[str, Any]) -> list[ReferenceTable]:
     from dataclasses import asdict
 
-    from accel_scale.planning.laws.reference_tables import Table
+    from accel_scale.planning.laws.reference_tables import ReferenceTable
     from accel_scale.planning.laws.scaling_laws import LAWS, parse_count, plan_scaling
 
     names = ("params", "tokens", "compute")
@@ -130,7 +130,7 @@ def _plans(args: argparse.Namespace, laws: list[NamedLaw], document: dict[str, A
     rows = tuple((name, *(column[name] for column in cells)) for name in cells[0] if any(c[name] for c in cells))
     notes = [f"{law.name}: {law.source}" for law in laws]
     notes += [f"{plan.law}: {note}" for plan in plans for note in plan.notes]
-    return [Table("Scaling", ("", *(law.name for law in laws)), rows, "\n".join(notes))]
+    return [ReferenceTable("Scaling", ("", *(law.name for law in laws)), rows, "\n".join(notes))]
 
 
 def _cost(args: argparse.Namespace, plan: ScalingPlan) -> dict[str, float | None]:
@@ -186,7 +186,7 @@ def _duration(hours: float, short: Any) -> str:
     return f"{hours / 24:,.1f} days" if hours >= 48 else str(short(hours * 3600))
 
 
-def _print(table: Table) -> None:
+def _print(table: ReferenceTable) -> None:
     from rich.console import Console
     from rich.table import Table as RichTable
 

@@ -14,7 +14,7 @@ from accel_scale.checks.run_settings import RunSettings
 from accel_scale.errors import ConfigError
 from accel_scale.flags.command_line import RecipeCommand
 from accel_scale.launching.launch_file import LaunchFile, read_launch_file
-from accel_scale.launching.machine import Machine
+from accel_scale.launching.machine import LocalMachine
 from accel_scale.recipe_specs.finding import find_recipe
 from accel_scale.secrets import is_secret, mask
 
@@ -223,7 +223,7 @@ def _check_sizes(launch: LaunchFile, nodes: int, per_node: int) -> None:
             place=launch.place("num_processes"),
             fix=f"write num_processes: {nodes * per_node} there, or change --nodes or --gpus_per_node.",
         )
-    finding = hybrid_sizes(Case(RunSettings(), launch, Machine()))
+    finding = hybrid_sizes(Case(RunSettings(), launch, LocalMachine()))
     if finding is not None:
         raise ConfigError(finding.problem, place=finding.place, fix=finding.fix)
 

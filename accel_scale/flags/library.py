@@ -75,7 +75,7 @@ class ClassFlags(TypedDict):
     nullable: list[str]
 
 
-class Table(TypedDict):
+class FlagTable(TypedDict):
     """``module:Class`` → its flags."""
 
     versions: dict[str, str]
@@ -116,13 +116,13 @@ def _module_at(path: Path) -> ModuleType:
     return module
 
 
-def known_table(classes: Iterable[FlagClass] = ()) -> Table | None:
+def known_table(classes: Iterable[FlagClass] = ()) -> FlagTable | None:
     """The table of the installed versions, if all of `classes` are in it: the shipped one and the user's cache."""
     versions = _versions()
     found: dict[str, ClassFlags] = {}
     for path in (_cache_path(), SHIPPED):
         with contextlib.suppress(OSError, ValueError):
-            table: Table = json.loads(path.read_text(encoding="utf-8"))
+            table: FlagTable = json.loads(path.read_text(encoding="utf-8"))
             if isinstance(table, dict) and table.get("versions") == versions:
                 found |= table["classes"]
     needed = {cls.library for cls in classes if isinstance(cls, LaterClass)}
@@ -163,13 +163,15 @@ def _only_library(text: str) -> object:
 # ── Made from the classes ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def make_table(classes: Iterable[FlagClass], parser_of: Callable[[Sequence[type]], argparse.ArgumentParser]) -> Table:
+def make_table(
+    classes: Iterable[FlagClass], parser_of: Callable[[Sequence[type]], argparse.ArgumentParser]
+) -> FlagTable:
     """From the libraries' classes that `classes` are or extend; imports them."""
     names = dict.fromkeys(cls.library for cls in classes if isinstance(cls, LaterClass))
     return {"versions": _versions(), "classes": {name: _flags_of(parser_of([_load(name)])) for name in names}}
 
 
-def remember(table: Table) -> None:
+def remember(table: FlagTable) -> None:
     """Keep `table` for the next time, with what was kept before, where the user's cache can be written.
 
     What is installed from a checkout changes its flags and keeps its version, so it has no table.

@@ -18,9 +18,9 @@ import yaml
 from accel_scale.errors import ConfigError
 from accel_scale.flags.library import (
     FlagClass,
+    FlagTable,
     LaterClass,
     NeedsLibraryError,
-    Table,
     add_known,
     hf_argument_parser,
     known_table,
@@ -76,7 +76,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(
-    flag_classes: Sequence[FlagClass], *, program: str, description: str | None = None, table: Table | None = None
+    flag_classes: Sequence[FlagClass], *, program: str, description: str | None = None, table: FlagTable | None = None
 ) -> argparse.ArgumentParser:
     """An argument parser with one flag per dataclass field, as transformers' `HfArgumentParser` lays them out.
 

@@ -11,7 +11,7 @@ from accel_scale.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Range:
+class FlagRange:
     """Numbers from `least` to `most`; both belong to it unless it says otherwise.
 
     Attributes:
@@ -50,20 +50,20 @@ class Range:
         return f"use {text}." if self.also is None else f"use {text}, or {self.also:g} to leave it open."
 
 
-_ANY = Range()
-_POSITIVE = Range(0, above=True)
-_NOT_NEGATIVE = Range(0)
-_SHARE = Range(0, 1)
-_DECAY = Range(0, 1, below=True)  # of a moment: 1 never forgets
-_COUNT = Range(1)
-_STEPS_OR_SHARE = Range(0, above=True, whole_from=1)
+_ANY = FlagRange()
+_POSITIVE = FlagRange(0, above=True)
+_NOT_NEGATIVE = FlagRange(0)
+_SHARE = FlagRange(0, 1)
+_DECAY = FlagRange(0, 1, below=True)  # of a moment: 1 never forgets
+_COUNT = FlagRange(1)
+_STEPS_OR_SHARE = FlagRange(0, above=True, whole_from=1)
 
-RANGES: Mapping[str, Range] = {
+RANGES: Mapping[str, FlagRange] = {
     # length
-    "max_steps": Range(1, also=-1),
+    "max_steps": FlagRange(1, also=-1),
     "num_train_epochs": _POSITIVE,
     "decay_steps": _COUNT,
-    "max_length": Range(2),  # one token predicts nothing
+    "max_length": FlagRange(2),  # one token predicts nothing
     # batch
     "per_device_train_batch_size": _COUNT,
     "per_device_eval_batch_size": _COUNT,
@@ -79,7 +79,7 @@ RANGES: Mapping[str, Range] = {
     "adam_beta2": _DECAY,
     "adam_epsilon": _NOT_NEGATIVE,
     "max_grad_norm": _NOT_NEGATIVE,
-    "warmup_steps": Range(0, whole_from=1),
+    "warmup_steps": FlagRange(0, whole_from=1),
     "warmup_ratio": _SHARE,
     "min_lr_ratio": _SHARE,
     "decay_ratio": _SHARE,
@@ -93,12 +93,12 @@ RANGES: Mapping[str, Range] = {
     "vocab_size": _COUNT,
     # logging, evaluation, saving
     "logging_steps": _STEPS_OR_SHARE,
-    "eval_steps": Range(0, whole_from=1),
+    "eval_steps": FlagRange(0, whole_from=1),
     "eval_delay": _NOT_NEGATIVE,
     "eval_rows": _COUNT,
     "exact_match_samples": _NOT_NEGATIVE,
     "sample_tokens": _NOT_NEGATIVE,
-    "save_steps": Range(0, whole_from=1),
+    "save_steps": FlagRange(0, whole_from=1),
     "save_total_limit": _COUNT,
     "keep_last": _COUNT,
     "keep_every": _COUNT,
@@ -109,12 +109,12 @@ RANGES: Mapping[str, Range] = {
     "dataloader_prefetch_factor": _COUNT,
     "dataset_num_proc": _COUNT,
     "validation_share": _DECAY,
-    "seed": Range(0, 2**32, below=True),  # NumPy's
-    "data_seed": Range(0, 2**32, below=True),
+    "seed": FlagRange(0, 2**32, below=True),  # NumPy's
+    "data_seed": FlagRange(0, 2**32, below=True),
     # ranks
     "ddp_bucket_cap_mb": _COUNT,
     "ddp_timeout": _COUNT,
-    "local_rank": Range(-1),
+    "local_rank": FlagRange(-1),
     "powersgd_rank": _COUNT,
     "powersgd_start_step": _COUNT,
     "sp_size": _COUNT,
@@ -122,12 +122,12 @@ RANGES: Mapping[str, Range] = {
     "pp_size": _COUNT,
     "pp_stages_per_rank": _COUNT,
     # guard
-    "guard_window": Range(4),
-    "guard_min_steps": Range(2),
+    "guard_window": FlagRange(4),
+    "guard_min_steps": FlagRange(2),
     "guard_threshold": _POSITIVE,
     "guard_max_skips": _NOT_NEGATIVE,
     "guard_skip_window": _COUNT,
-    "guard_lr_factor": Range(0, 1, above=True, below=True),
+    "guard_lr_factor": FlagRange(0, 1, above=True, below=True),
     "guard_lr_steps": _COUNT,
     # search
     "num_trials": _COUNT,

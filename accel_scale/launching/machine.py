@@ -40,7 +40,7 @@ class Folder:
 
 
 @dataclass(frozen=True)
-class Machine:
+class LocalMachine:
     """What the checks need to know about a machine. The defaults are a bare CPU machine with nothing installed.
 
     Attributes:
@@ -80,12 +80,12 @@ class Machine:
         return package in self.packages
 
 
-def detect_machine(folders: Iterable[str | Path] = ()) -> Machine:
+def detect_machine(folders: Iterable[str | Path] = ()) -> LocalMachine:
     """This machine, and whether each of `folders` could be written to. Imports torch."""
     import psutil
 
     packages = installed_packages()
-    return Machine(
+    return LocalMachine(
         **(_detect_accelerators() if "torch" in packages else {}),
         packages=packages,
         has_compiler=shutil.which(os.environ.get("CXX", "c++")) is not None,

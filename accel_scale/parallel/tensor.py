@@ -188,7 +188,7 @@ def _styles(model: Any, mesh: DeviceMesh) -> list[tuple[nn.Module, Any]]:
         elif style == "replicated_with_grad_allreduce":
             found.append((module, styles.PartialGradients()))
         else:
-            found.append((module, styles.Style()))
+            found.append((module, styles.TensorStyle()))
     return found
 
 

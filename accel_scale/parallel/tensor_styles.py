@@ -37,7 +37,7 @@ def local_parameters(module: nn.Module, change: Change | None = None) -> Iterato
         module._parameters.update(whole)
 
 
-class Style(TensorParallelLayer):
+class TensorStyle(TensorParallelLayer):
     """A module whose parameters all ranks hold whole, and use in the same way on the same inputs."""
 
     def placement(self, module: nn.Module, name: str) -> Placement:
@@ -61,7 +61,7 @@ class Style(TensorParallelLayer):
         return local_parameters(module, self.change(module, mesh))
 
 
-class PartialGradients(Style):
+class PartialGradients(TensorStyle):
     """Whole parameters that each rank applies to a part of the activations, as a norm on its heads."""
 
     def change(self, module: nn.Module, mesh: DeviceMesh) -> Change | None:
@@ -69,7 +69,7 @@ class PartialGradients(Style):
         return lambda _, part: sum_gradients(part, mesh.get_group())
 
 
-class Colwise(Style):
+class Colwise(TensorStyle):
     """A linear layer of which each rank computes some of the outputs.
 
     Args:
@@ -125,7 +125,7 @@ class FusedHeads(Colwise):
         return lambda _, part: part.flatten(-2)
 
 
-class Rowwise(Style):
+class Rowwise(TensorStyle):
     """A linear layer of which each rank computes a term of the sum over inputs.
 
     Args:
@@ -162,7 +162,7 @@ class Rowwise(Style):
         return output if bias is None else output + bias.to_local().to(output.dtype)
 
 
-class EmbeddingRowwise(Style):
+class EmbeddingRowwise(TensorStyle):
     """An embedding of which each rank holds some tokens; the others' vectors are zero before the sum."""
 
     def placement(self, module: nn.Module, name: str) -> Placement:

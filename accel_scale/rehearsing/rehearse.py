@@ -51,7 +51,7 @@ class NotOffered(Exception):
 
 
 @dataclass
-class Report:
+class RehearsalReport:
     """All checks of one rehearsal, in order."""
 
     checks: list[Check] = field(default_factory=list)
@@ -68,7 +68,7 @@ def run_rehearsal(
     *,
     timeout_seconds: float,
     on_start: Callable[[str], None] = lambda name: None,
-) -> Report:
+) -> RehearsalReport:
     """Launch, resume and reload; every check after one that failed is reported as not reached.
 
     Args:
@@ -84,7 +84,7 @@ def run_rehearsal(
         "resume": lambda: _check_resume(rehearsal, work, timeout_seconds=timeout_seconds),
         "reload": lambda: _check_reload(rehearsal, work),
     }
-    report = Report([Check(name) for name in steps])
+    report = RehearsalReport([Check(name) for name in steps])
     for check in report.checks:
         on_start(check.name)
         started = time.perf_counter()

@@ -11,7 +11,7 @@ from accel_scale.facts.device import device_named
 from accel_scale.facts.names import METHODS
 from accel_scale.facts.optimizer_specs import LEAN_OPTIMIZERS, OPTIMIZERS
 from accel_scale.flags.parsing import ParsedFlags
-from accel_scale.planning.cost.strategies import Choice
+from accel_scale.planning.cost.strategies import ParallelChoice
 from accel_scale.planning.models.training_setup import TrainingSetup
 from accel_scale.planning.search.search import Candidate, Request, search
 from accel_scale.settings.planned import RunPlan, planned_as, predict, with_interval
@@ -117,7 +117,7 @@ def _choose(plan: RunPlan, parsed: ParsedFlags, launch: LaunchEnvironment, facts
                 sequence_length=setup.sequence_length,
                 methods=(method,),
                 fixed={**fixed, "optimizer": optimizer},
-                choices=(Choice(launch.parallel.label, parallel, 0),),
+                choices=(ParallelChoice(launch.parallel.label, parallel, 0),),
                 is_cuda=plan.target.is_cuda,
             )
         )

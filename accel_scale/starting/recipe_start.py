@@ -12,7 +12,7 @@ from accel_scale.settings.resolve import LaunchFacts, Resolved
 
 if TYPE_CHECKING:
     from accel_scale.launching.environment import LaunchEnvironment
-    from accel_scale.launching.machine import Machine
+    from accel_scale.launching.machine import LocalMachine
     from accel_scale.launching.run_folder import OutputFolder
 
 
@@ -29,7 +29,7 @@ class Start:
     """
 
     launch: LaunchEnvironment
-    machine: Machine
+    machine: LocalMachine
     announcement: str | None
     facts: LaunchFacts
     folder: OutputFolder

@@ -16,7 +16,7 @@ from accel_scale.launching.launch_file import LaunchFile, read_launch_file
 GRACE_SECONDS = 10.0
 
 
-class Launch:
+class TrialLaunch:
     """`command` under a guard that outlives this process just long enough to end it.
 
     Args:

@@ -19,7 +19,7 @@ from accel_scale.launching.launch_file import LaunchFile
 from accel_scale.recipe_specs.finding import Recipe
 from accel_scale.rehearsing.rehearse import error_lines
 from accel_scale.tuning.following import MetricsFollower
-from accel_scale.tuning.launch import Launch, launch_command
+from accel_scale.tuning.launch import TrialLaunch, launch_command
 from accel_scale.tuning.ownership import owner_of_this_process
 from accel_scale.tuning.space import SearchSpace
 
@@ -78,7 +78,7 @@ def run_trial(trial: optuna.Trial, settings: TrialSettings) -> float:
     path = folder / FLAGS_NAME
     path.write_text(yaml.safe_dump(flags, sort_keys=False, allow_unicode=True), encoding="utf-8")
     command = launch_command(settings.recipe.path, path, settings.launch_file)
-    launch = Launch(command, folder / LOG_NAME)
+    launch = TrialLaunch(command, folder / LOG_NAME)
     try:
         return _follow(trial, settings, launch, folder)
     except TrialFailed as failure:
@@ -89,7 +89,7 @@ def run_trial(trial: optuna.Trial, settings: TrialSettings) -> float:
         launch.end()
 
 
-def _follow(trial: optuna.Trial, settings: TrialSettings, launch: Launch, folder: Path) -> float:
+def _follow(trial: optuna.Trial, settings: TrialSettings, launch: TrialLaunch, folder: Path) -> float:
     """Report every value of the metric until the launch ends or is to be ended."""
     metrics, last, started = MetricsFollower(folder), None, time.monotonic()
     status, reported = None, set[int]()

@@ -22,7 +22,7 @@ from accel_scale.errors import ConfigError
 from accel_scale.flags.parsing import parse_flags
 from accel_scale.recipe_specs.finding import load_recipe
 from accel_scale.reporting.metrics_log import read_metrics
-from accel_scale.tuning.launch import Launch, launch_command, read_trial_launch_file
+from accel_scale.tuning.launch import TrialLaunch, launch_command, read_trial_launch_file
 
 pytestmark = pytest.mark.slow
 WARM_PYTHON = False  # a study ends its trials with everything below them
@@ -186,7 +186,7 @@ def test_a_launch_of_two_processes_ends_with_its_workers(repository: Path, tmp_p
     flags.parent.mkdir()
     flags.write_text(f"max_steps: 100000\nstep_seconds: 0.05\noutput_dir: {tmp_path}/trials\n")
     launch_file = read_trial_launch_file(repository / "accelerate_configs" / "ddp.yaml")
-    launch = Launch(launch_command(SMALL, flags, launch_file), tmp_path / "log")
+    launch = TrialLaunch(launch_command(SMALL, flags, launch_file), tmp_path / "log")
     try:
         wait_until(lambda: read_metrics(tmp_path / "trials" / "metrics.jsonl"), 120, "the first step")
         workers = [p for p in processes_naming(tmp_path) if "accelerate_cli" not in " ".join(p.cmdline())]

@@ -24,7 +24,7 @@ from accel_scale.facts.hardware import find_gpu
 from accel_scale.flags.parsing import ParsedFlags
 from accel_scale.launching import machine as machine_module
 from accel_scale.launching.launch_file import LaunchFile, read_launch_file
-from accel_scale.launching.machine import PACKAGES, Folder, Machine
+from accel_scale.launching.machine import PACKAGES, Folder, LocalMachine
 from accel_scale.planning.models.training_setup import TrainingSetup
 from accel_scale.planning.search.requests import Wish, build_request
 from accel_scale.planning.search.search import Candidate, Plan, Request, search
@@ -42,13 +42,13 @@ import rehearse_plans  # noqa: E402
 # Those of the pretraining recipe are in test_shared_plans.py.
 FINE_TUNING = [name for name, words in rehearse_plans.REQUESTS.items() if "--recipe pretrain" not in words]
 TOOLS = {"packages": dict.fromkeys(PACKAGES, "1"), "has_compiler": True, "has_ninja": True, "has_libaio": True}
-CPU = Machine(**TOOLS)
+CPU = LocalMachine(**TOOLS)
 
 
-def cuda(request: Request) -> Machine:
+def cuda(request: Request) -> LocalMachine:
     """The machine that the plan is for, as the doctor would find it."""
     gpu, planned = request.machine.gpu, request.machine
-    return Machine(
+    return LocalMachine(
         accelerator=device_of(gpu),
         num_devices=planned.gpus_per_node,
         folders={"outputs": Folder(True, 2**40)},
@@ -56,7 +56,7 @@ def cuda(request: Request) -> Machine:
     )
 
 
-def errors(written: WrittenPlan, machine: Machine) -> list[str]:
+def errors(written: WrittenPlan, machine: LocalMachine) -> list[str]:
     """What the doctor's rules and the recipe's own refusals say about written files."""
     launch, parsed = read(written)
     found = diagnose(RunSettings.from_flags(parsed.explicit, parsed.origins), launch, machine).findings
@@ -81,12 +81,12 @@ def in_groups(launch: LaunchFile, parsed: ParsedFlags) -> Any:
     return replace(launch.parallel, sequence_parallel_size=size, context_parallel_size=size)
 
 
-def is_expected(line: str, machine: Machine) -> bool:
+def is_expected(line: str, machine: LocalMachine) -> bool:
     """Node 0's address is the user's to write; paging on a CPU is no matter for a rehearsal."""
     return "other nodes cannot reach node 0" in line or (machine is CPU and "paging needs CUDA" in line)
 
 
-def facts_of(launch: LaunchFile, parsed: ParsedFlags, machine: Machine) -> LaunchFacts:
+def facts_of(launch: LaunchFile, parsed: ParsedFlags, machine: LocalMachine) -> LaunchFacts:
     return LaunchFacts(
         world_size=(launch.num_processes or 1) // row_group_size(parsed, launch),
         strategy=launch.strategy,

@@ -24,7 +24,7 @@ from accel_scale.facts.device import Device, device_named
 from accel_scale.launching.build_locks import remove_abandoned_locks, stale_build_locks
 from accel_scale.launching.environment import LaunchEnvironment, current_launch
 from accel_scale.launching.launch_file import LaunchFile, read_launch_file
-from accel_scale.launching.machine import PACKAGES, Folder, Machine, describe_folder
+from accel_scale.launching.machine import PACKAGES, Folder, LocalMachine, describe_folder
 
 ROOT = Path(__file__).parents[2]
 ALL_RULES = {
@@ -37,8 +37,8 @@ TOOLS: dict[str, Any] = {
     "has_ninja": True,
     "has_libaio": True,
 }
-LAPTOP = Machine(**TOOLS, num_cores=4)
-HOPPER = Machine(**TOOLS, accelerator=device_named("H100"), num_devices=8, num_cores=64)
+LAPTOP = LocalMachine(**TOOLS, num_cores=4)
+HOPPER = LocalMachine(**TOOLS, accelerator=device_named("H100"), num_devices=8, num_cores=64)
 AMPERE = dataclasses.replace(HOPPER, accelerator=device_named("A100 80GB SXM"))
 TURING = dataclasses.replace(HOPPER, accelerator=device_named("T4"))
 
@@ -47,7 +47,7 @@ PROVEN: set[str] = set()
 STARTED: set[str] = set()  # tests of this file, in this process
 
 
-def bare(machine: Machine, *missing: str) -> Machine:
+def bare(machine: LocalMachine, *missing: str) -> LocalMachine:
     """`machine` without some packages."""
     return dataclasses.replace(machine, packages={k: v for k, v in machine.packages.items() if k not in missing})
 
@@ -86,7 +86,7 @@ def single(**changes: Any) -> LaunchEnvironment:
     return dataclasses.replace(current_launch({}), **changes)
 
 
-def rule_findings(rule: str, run: RunSettings, launch: checks.Launch, machine: Machine) -> list[Finding]:
+def rule_findings(rule: str, run: RunSettings, launch: checks.Launch, machine: LocalMachine) -> list[Finding]:
     """What one rule says, asked for through the public function's own tables."""
     found = ALL_RULES[rule](checks.Case(run, launch, machine))
     assert (found is None) or (found in check_run(run, launch, machine))
@@ -242,7 +242,7 @@ def test_optimizer_package():
     run = RunSettings(optim="adamw_torch_8bit")
     fires("optimizer_package", run, single(), bare(AMPERE, "torchao"), place="--optim", says="torchao", fix="pip")
     silent("optimizer_package", run, single(), AMPERE)
-    silent("optimizer_package", RunSettings(), single(), Machine())
+    silent("optimizer_package", RunSettings(), single(), LocalMachine())
 
 
 def test_optimizer_and_launch():

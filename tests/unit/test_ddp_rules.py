@@ -12,7 +12,7 @@ from accel_scale.checks.registry import check_run
 from accel_scale.checks.run_settings import RunSettings
 from accel_scale.flags.parsing import parse_flags
 from accel_scale.flags.pretraining import PretrainArguments
-from accel_scale.launching.machine import Machine
+from accel_scale.launching.machine import LocalMachine
 from accel_scale.launching.strategy import LaunchStrategy
 from accel_scale.settings.trl_config import RecipeSFTConfig
 from accel_scale.training.ddp.hooks import DdpSettings
@@ -35,7 +35,7 @@ class Launch:
         return key
 
 
-def found(strategy: str, machine: Machine, **flags: Any) -> list[str]:
+def found(strategy: str, machine: LocalMachine, **flags: Any) -> list[str]:
     run = RunSettings.from_flags(flags)
     names = ("ddp_", "powersgd_", "sync_")
     findings = check_run(run, Launch(LaunchStrategy(strategy)), machine)
@@ -43,7 +43,7 @@ def found(strategy: str, machine: Machine, **flags: Any) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def machine() -> Machine:
+def machine() -> LocalMachine:
     from accel_scale.launching.machine import detect_machine
 
     return detect_machine(["."])
@@ -54,7 +54,7 @@ def machine() -> Machine:
     "flags",
     [{"ddp_comm_hook": "bf16"}, {"ddp_bucket_cap_mb": 50}, {"ddp_comm_hook": "powersgd", "powersgd_rank": 2}],
 )
-def test_without_ddp_they_are_refused(strategy: str, flags: dict[str, Any], machine: Machine) -> None:
+def test_without_ddp_they_are_refused(strategy: str, flags: dict[str, Any], machine: LocalMachine) -> None:
     (line,) = found(strategy, machine, **flags)
     assert line.startswith(f"error: --{next(iter(flags))}")
     assert ("one process sends no gradients" if strategy == "single" else "no DDP buckets") in line
@@ -74,12 +74,12 @@ def test_without_ddp_they_are_refused(strategy: str, flags: dict[str, Any], mach
         ({"ddp_comm_hook": "bf16", "precision": "bf16_true"}, "16 bits already"),
     ],
 )
-def test_what_cannot_be_honoured_is_said(flags: dict[str, Any], problem: str, machine: Machine) -> None:
+def test_what_cannot_be_honoured_is_said(flags: dict[str, Any], problem: str, machine: LocalMachine) -> None:
     (line,) = found("ddp", machine, **flags)
     assert problem in line
 
 
-def test_ranks_that_share_a_model_have_no_buckets(machine: Machine) -> None:
+def test_ranks_that_share_a_model_have_no_buckets(machine: LocalMachine) -> None:
     (line,) = found("ddp", machine, ddp_comm_hook="bf16", tp_size=2, pp_size=1)
     assert "share a model" in line
 
@@ -96,7 +96,7 @@ def test_ranks_that_share_a_model_have_no_buckets(machine: Machine) -> None:
     ],
 )
 def test_gradients_of_every_micro_batch_are_fsdp2s(
-    strategy: str, flags: dict[str, Any], why: str | None, machine: Machine
+    strategy: str, flags: dict[str, Any], why: str | None, machine: LocalMachine
 ) -> None:
     lines = found(strategy, machine, sync_each_batch=True, **flags)
     assert len(lines) == (why is not None)

@@ -17,7 +17,7 @@ from accel_scale.facts.device import CPU, Device, device_named
 from accel_scale.flags.common import ScaleArguments
 from accel_scale.flags.parsing import parse_flags
 from accel_scale.launching.environment import LaunchEnvironment
-from accel_scale.launching.machine import PACKAGES, Machine
+from accel_scale.launching.machine import PACKAGES, LocalMachine
 from accel_scale.launching.strategy import LaunchStrategy
 from accel_scale.modeling import packed_attention
 from accel_scale.modeling.attention import choose_kernels, resolve_attention, score_matrix_note
@@ -73,7 +73,7 @@ def settings_on(device: Device, line: str = "", preset: dict | None = None, **la
 
 def findings_on(device: Device, *, world_size: int = 1, mixed_precision: str | None = None, **run) -> list[str]:
     """The lines of the checks before a launch, on a machine with everything installed."""
-    machine = Machine(
+    machine = LocalMachine(
         accelerator=device,
         num_devices=world_size if device.type != "cpu" else 0,
         packages=dict.fromkeys(PACKAGES, "1"),

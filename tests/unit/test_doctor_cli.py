@@ -15,7 +15,7 @@ from accel_scale.checks.case import Finding
 from accel_scale.checks.doctor import Diagnosis, print_diagnosis
 from accel_scale.cli import main as main_module
 from accel_scale.cli.doctor import arrange
-from accel_scale.launching.machine import Machine, detect_machine
+from accel_scale.launching.machine import LocalMachine, detect_machine
 
 ROOT = Path(__file__).parents[2]
 
@@ -145,7 +145,7 @@ class Terminal(io.StringIO):
 
 def test_terminal_gets_tables_and_a_log_gets_lines():
     findings = [Finding("error", "a.yaml:3", "says [x].", "write y.")]
-    diagnosis = Diagnosis(Machine(), {"strategy": "DDP"}, findings)
+    diagnosis = Diagnosis(LocalMachine(), {"strategy": "DDP"}, findings)
     terminal, log = Terminal(), io.StringIO()
     print_diagnosis(diagnosis, terminal)
     print_diagnosis(diagnosis, log)

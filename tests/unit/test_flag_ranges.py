@@ -16,7 +16,7 @@ from accel_scale.errors import ConfigError
 from accel_scale.flags.library import load_classes
 from accel_scale.flags.parsing import parse_flags
 from accel_scale.flags.pretraining import PretrainArguments
-from accel_scale.flags.ranges import RANGES, Range, check_ranges
+from accel_scale.flags.ranges import RANGES, FlagRange, check_ranges
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,15 +56,15 @@ def test_what_is_not_finite_is_in_no_range(value: float) -> None:
 @pytest.mark.parametrize(
     ("allowed", "inside", "outside"),
     [
-        (Range(1), (1, 2, 1e9), (0, -1)),
-        (Range(0, above=True), (1e-9, 3), (0, -1e-9)),
-        (Range(0, 1, below=True), (0, 0.5), (1, 1.5)),
-        (Range(0, 1), (0, 1), (1.01,)),
-        (Range(1, also=-1), (1, -1), (0, -2)),
-        (Range(0, whole_from=1), (0, 0.03, 1, 200), (1.5, 2.25, -1)),
+        (FlagRange(1), (1, 2, 1e9), (0, -1)),
+        (FlagRange(0, above=True), (1e-9, 3), (0, -1e-9)),
+        (FlagRange(0, 1, below=True), (0, 0.5), (1, 1.5)),
+        (FlagRange(0, 1), (0, 1), (1.01,)),
+        (FlagRange(1, also=-1), (1, -1), (0, -2)),
+        (FlagRange(0, whole_from=1), (0, 0.03, 1, 200), (1.5, 2.25, -1)),
     ],
 )
-def test_ranges_have_the_ends_that_they_say(allowed: Range, inside: tuple, outside: tuple) -> None:
+def test_ranges_have_the_ends_that_they_say(allowed: FlagRange, inside: tuple, outside: tuple) -> None:
     assert all(allowed.holds(value) for value in inside)
     assert not any(allowed.holds(value) for value in outside)
     assert allowed.describe().startswith("use ")

@@ -13,7 +13,7 @@ from accel_scale.checks.run_settings import RunSettings
 from accel_scale.errors import ConfigError
 from accel_scale.launching.launch_file import looks_like_launch_file, read_launch_file
 from accel_scale.launching.launch_keys import SECTION_KEYS, TOP_KEYS
-from accel_scale.launching.machine import PACKAGES, Machine
+from accel_scale.launching.machine import PACKAGES, LocalMachine
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
@@ -42,7 +42,7 @@ STRATEGIES = {
 }
 # For recipes that share a model between ranks; the first flags come with the file.
 SHARING = {"tp": 1, "fsdp2_tp": 1, "fsdp2_sp": 1, "3d": 2}
-FULL_MACHINE = Machine(
+FULL_MACHINE = LocalMachine(
     packages=dict.fromkeys(PACKAGES, "1"), has_compiler=True, has_ninja=True, has_libaio=True, num_cores=2
 )
 

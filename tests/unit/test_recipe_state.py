@@ -26,7 +26,7 @@ from accel_scale.measuring.meters import ThroughputMeter
 from accel_scale.parallel.layout import ParallelLayout
 from accel_scale.training.checkpoints.manager import CheckpointManager
 from accel_scale.training.guard.guard import Guard
-from accel_scale.training.pretrain.report import Report
+from accel_scale.training.pretrain.report import PretrainReport
 from accel_scale.training.pretrain.run import Run
 
 
@@ -79,7 +79,7 @@ class Begun:
         self.manager.register("guard", self.guard)
         self.report = SimpleNamespace(rolled_back=lambda: self.lines.append("rolled back"))
         recipe.resume(run, self.manager, "auto")
-        self.report.counters = Report(run, None, ThroughputMeter(), time.perf_counter()).counters  # type: ignore[arg-type]
+        self.report.counters = PretrainReport(run, None, ThroughputMeter(), time.perf_counter()).counters  # type: ignore[arg-type]
 
     def draw(self) -> list[str]:
         """The next batch that is not gone around, by its rows."""
@@ -203,7 +203,7 @@ def test_the_data_follows_its_seed_or_the_runs(sft: Any, tmp_path: Path, monkeyp
 def test_figures_of_earlier_starts_are_counted_on(begin: Callable[[], Begun]) -> None:
     one = begin("run")
     one.run.counted = {"seconds": 100.0, "data_seconds": 2.0, "timed_seconds": 8.0, "skipped_steps": 3}
-    one.report.counters = Report(one.run, None, ThroughputMeter(), time.perf_counter()).counters  # type: ignore[arg-type]
+    one.report.counters = PretrainReport(one.run, None, ThroughputMeter(), time.perf_counter()).counters  # type: ignore[arg-type]
     one.step()
     one.save()
     again = begin("run").report.counters()

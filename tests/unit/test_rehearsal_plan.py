@@ -18,7 +18,7 @@ from accel_scale.rehearsing.plan import (
     plan_rehearsal,
     rehearsed_processes,
 )
-from accel_scale.rehearsing.rehearse import Check, Report, error_lines
+from accel_scale.rehearsing.rehearse import Check, RehearsalReport, error_lines
 
 CONFIGS = Path(__file__).resolve().parents[2] / "accelerate_configs"
 ROWS = [
@@ -190,10 +190,10 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 
 
 def test_a_report_with_something_not_reached_has_not_passed() -> None:
-    assert Report([Check("a", "passed"), Check("b", "passed")]).passed
-    assert Report([Check("a", "passed"), Check("b", "not offered"), Check("c", "passed")]).passed
-    assert not Report([Check("a", "passed"), Check("b")]).passed
-    assert not Report([Check("a", "failed"), Check("b")]).passed
+    assert RehearsalReport([Check("a", "passed"), Check("b", "passed")]).passed
+    assert RehearsalReport([Check("a", "passed"), Check("b", "not offered"), Check("c", "passed")]).passed
+    assert not RehearsalReport([Check("a", "passed"), Check("b")]).passed
+    assert not RehearsalReport([Check("a", "failed"), Check("b")]).passed
 
 
 def test_deepspeed_still_forgets_optimizer_states_on_nvme() -> None:

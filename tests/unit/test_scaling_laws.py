@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from accel_scale.cli.main import main
 from accel_scale.errors import ConfigError
 from accel_scale.planning.laws.reference_tables import reference_tables
-from accel_scale.planning.laws.scaling_fit import Run, draw_fit, fit_runs, read_runs
+from accel_scale.planning.laws.scaling_fit import FittedRun, draw_fit, fit_runs, read_runs
 from accel_scale.planning.laws.scaling_laws import LAWS, LossLaw, find_law, parse_count, plan_scaling
 
 
@@ -114,13 +114,13 @@ def test_contradictions_are_refused() -> None:
         find_law("chinchila")
 
 
-def runs_of(law: LossLaw, noise: float = 0.0) -> list[Run]:
+def runs_of(law: LossLaw, noise: float = 0.0) -> list[FittedRun]:
     """A grid of runs whose losses are off by ± `noise` in a fixed pattern."""
     runs = []
     for i in range(5):
         for j in range(5):
             params, tokens = 5e7 * 3.0**i, 2e9 * 3.0**j
-            runs.append(Run(params, tokens, law.loss(params, tokens) * (1 + noise * math.sin(7 * i + 3 * j))))
+            runs.append(FittedRun(params, tokens, law.loss(params, tokens) * (1 + noise * math.sin(7 * i + 3 * j))))
     return runs
 
 
@@ -153,7 +153,7 @@ def test_one_broken_run_does_not_move_the_fit() -> None:
     law = LAWS["refit"].law
     assert isinstance(law, LossLaw)
     runs = runs_of(law)
-    runs[7] = Run(runs[7].params, runs[7].tokens, 2 * runs[7].loss)
+    runs[7] = FittedRun(runs[7].params, runs[7].tokens, 2 * runs[7].loss)
     fit = fit_runs(runs, resamples=0)
     assert fit.law.param_exponent == pytest.approx(law.param_exponent, rel=0.02)
     assert fit.law.irreducible == pytest.approx(law.irreducible, rel=0.01)

@@ -13,7 +13,7 @@ from accel_scale.planning.tape.families import changes_products
 
 
 @dataclass(frozen=True)
-class Choice:
+class ParallelChoice:
     """One way to spread a run.
 
     Attributes:
@@ -27,10 +27,10 @@ class Choice:
     effort: int
 
 
-def choices(num_gpus: int, gpus_per_node: int) -> Iterator[Choice]:
+def choices(num_gpus: int, gpus_per_node: int) -> Iterator[ParallelChoice]:
     """Every strategy for `num_gpus` GPUs."""
     if num_gpus == 1:
-        yield Choice(ONE_GPU, ParallelSetup(gpus_per_node=gpus_per_node), 0)
+        yield ParallelChoice(ONE_GPU, ParallelSetup(gpus_per_node=gpus_per_node), 0)
     for effort, variant in enumerate(VARIANTS, start=1):
         if num_gpus == 1 and not variant.for_one_gpu:
             continue
@@ -42,11 +42,11 @@ def choices(num_gpus: int, gpus_per_node: int) -> Iterator[Choice]:
             offload_optimizer=variant.offload_optimizer,
             offload_params=variant.offload_params,
         )
-        yield Choice(variant.label, parallel, effort)
+        yield ParallelChoice(variant.label, parallel, effort)
     num_nodes = num_gpus // gpus_per_node
     if num_nodes > 1 and num_gpus % gpus_per_node == 0 and gpus_per_node > 1:
         parallel = ParallelSetup("fsdp2", num_gpus, gpus_per_node, num_replicas=num_nodes)
-        yield Choice(HYBRID, parallel, 5)
+        yield ParallelChoice(HYBRID, parallel, 5)
 
 
 def conflict(setup: TrainingSetup, model: ModelFacts | None = None) -> str | None:

@@ -28,7 +28,7 @@ FORMATS = {
 
 
 @dataclass(frozen=True)
-class Table:
+class ReferenceTable:
     """A table to print.
 
     Attributes:
@@ -47,7 +47,7 @@ class Table:
         return iter(self.rows)
 
 
-def reference_tables() -> dict[str, Table]:
+def reference_tables() -> dict[str, ReferenceTable]:
     """Every table by its short name."""
     return {
         "bytes_per_parameter": bytes_per_parameter(),
@@ -61,21 +61,21 @@ def reference_tables() -> dict[str, Table]:
     }
 
 
-def bytes_per_parameter() -> Table:
+def bytes_per_parameter() -> ReferenceTable:
     """4 + 4 + 8 bytes in fp32; 2 + 2 + 4 + 8 in mixed precision: 16 either way."""
     rows: tuple[tuple[str | float, ...], ...] = tuple(
         (name, *map(float, parts.values()), float(sum(parts.values())))
         for name, parts in (("fp32 Adam", FP32_ADAM), ("mixed 16-bit Adam", MIXED_ADAM))
     )
-    return Table("Training state, bytes per parameter", ("precision", *FP32_ADAM, "total"), rows)
+    return ReferenceTable("Training state, bytes per parameter", ("precision", *FP32_ADAM, "total"), rows)
 
 
-def memory_1b(params: float = 1e9, activations_gb: tuple[float, float] = (2, 8)) -> Table:
+def memory_1b(params: float = 1e9, activations_gb: tuple[float, float] = (2, 8)) -> ReferenceTable:
     """1B parameters in mixed precision: 16 GB of states and 2 to 8 GB of activations."""
     return _ranges("1B parameters, mixed precision, GB", MIXED_ADAM, params, activations_gb)
 
 
-def memory_7b(params: float = 7e9) -> Table:
+def memory_7b(params: float = 7e9) -> ReferenceTable:
     """7B parameters in fp32 and in bf16 mixed precision, with 20–40 and 10–20 GB of activations at 2K tokens."""
     fp32 = _ranges("", FP32_ADAM, params, (20, 40)).rows
     mixed = _ranges("", MIXED_ADAM, params, (10, 20)).rows
@@ -85,10 +85,10 @@ def memory_7b(params: float = 7e9) -> Table:
         "122–132, which is printed here: 102 is less than the states alone. Its fp32 column says 172 where 112 + 40 "
         "is 152."
     )
-    return Table("7B parameters, GB", ("what", "fp32", "bf16 mixed"), rows, note)
+    return ReferenceTable("7B parameters, GB", ("what", "fp32", "bf16 mixed"), rows, note)
 
 
-def zero_stages(params: float = 7.5e9, ranks: int = 64, state_bytes: int = 12) -> Table:
+def zero_stages(params: float = 7.5e9, ranks: int = 64, state_bytes: int = 12) -> ReferenceTable:
     """ZeRO paper, figure 1: (2+2+K)Ψ, 4Ψ + KΨ/N, 2Ψ + (2+K)Ψ/N and (4+K)Ψ/N bytes per rank."""
     rows = (
         ("DDP", (2 + 2 + state_bytes) * params / GB),
@@ -97,25 +97,27 @@ def zero_stages(params: float = 7.5e9, ranks: int = 64, state_bytes: int = 12) -
         ("ZeRO-3: and weights", (4 + state_bytes) / ranks * params / GB),
     )
     title = f"Training state per GPU, Ψ = {params / 1e9:g}B, N = {ranks}, K = {state_bytes}, GB"
-    return Table(title, ("shards", "GB"), rows)
+    return ReferenceTable(title, ("shards", "GB"), rows)
 
 
-def compute_optimal(sizes: tuple[float, ...] = (1e9, 7e9, 13e9, 70e9, 405e9)) -> Table:
+def compute_optimal(sizes: tuple[float, ...] = (1e9, 7e9, 13e9, 70e9, 405e9)) -> ReferenceTable:
     """Twenty tokens per parameter and C = 6ND."""
     plans = [plan_scaling("rule", params=params) for params in sizes]
     rows = tuple((plan.params / 1e9, plan.tokens / 1e9, plan.compute) for plan in plans)
     columns = ("billion parameters", "billion tokens", "FLOPs")
-    return Table("Compute-optimal training, D = 20N, C = 6ND, N = √(C/120)", columns, rows)
+    return ReferenceTable("Compute-optimal training, D = 20N, C = 6ND, N = √(C/120)", columns, rows)
 
 
-def all_reduce_volumes(workers: tuple[int, ...] = (2, 4, 8, 64)) -> Table:
+def all_reduce_volumes(workers: tuple[int, ...] = (2, 4, 8, 64)) -> ReferenceTable:
     """What the busiest worker moves for a tensor of K bytes: 2(N−1) K through one worker, 2(N−1)/N K in a ring."""
     names = ("central", "ring")
     rows = tuple((float(n), *(steps("all_reduce", name, 1, n).num_bytes for name in names)) for n in workers)
-    return Table("All-reduce, bytes through the busiest worker over K", ("N", "reduce + broadcast", "ring"), rows)
+    return ReferenceTable(
+        "All-reduce, bytes through the busiest worker over K", ("N", "reduce + broadcast", "ring"), rows
+    )
 
 
-def links() -> Table:
+def links() -> ReferenceTable:
     """PCIe: GT/s × lanes; NVLink: links × 50 GB/s; Gbit/s."""
     rows: list[tuple[str | float, ...]] = []
     for generation, gigatransfers in PCIE_GIGATRANSFERS.items():
@@ -126,22 +128,22 @@ def links() -> Table:
         "One source calls PCIe 4.0 x16 256 and PCIe 5.0 x16 512 Gbit/s aggregate (128 and 256 each way). GT/s × lanes "
         "gives 256 and 512 each way, before 1.5% of line coding; plans use that. NVLink's figures are aggregate."
     )
-    return Table("Links, Gbit/s", ("link", "each way", "aggregate"), tuple(rows), note)
+    return ReferenceTable("Links, Gbit/s", ("link", "each way", "aggregate"), tuple(rows), note)
 
 
-def precisions() -> Table:
+def precisions() -> ReferenceTable:
     """Bits, largest value and loss scaling of the training formats: (2 − 2^−m) × 2^(2^(e−1) − 1)."""
     rows = []
     for name, (exponent, mantissa, largest) in FORMATS.items():
         value = largest or (2 - 2.0**-mantissa) * 2.0 ** (2 ** (exponent - 1) - 1)
         scaling = "dynamic" if name == "fp16" else "per tensor" if name.startswith("fp8") else "none"
         rows.append((name, float(exponent), float(mantissa), value, scaling))
-    return Table(
+    return ReferenceTable(
         "Number formats", ("format", "exponent bits", "mantissa bits", "largest", "loss scaling"), tuple(rows)
     )
 
 
-def gpu_table() -> Table:
+def gpu_table() -> ReferenceTable:
     """The hardware catalogue: memory that is reported, bandwidth, bf16 (else fp16) peak, link; unknown is a dash."""
     rows = []
     for gpu in catalogue():
@@ -152,10 +154,10 @@ def gpu_table() -> Table:
         numbers = ("–" if value is None else value / scale for value, scale in zip(cells, scales, strict=True))
         rows.append((gpu.name, *numbers, gpu.link))
     columns = ("GPU", "GiB", "memory GB/s", "dense 16-bit TFLOP/s", "link GB/s each way", "link")
-    return Table("GPU catalogue", columns, tuple(rows))
+    return ReferenceTable("GPU catalogue", columns, tuple(rows))
 
 
-def _ranges(title: str, parts: dict[str, int], params: float, activations_gb: tuple[float, float]) -> Table:
+def _ranges(title: str, parts: dict[str, int], params: float, activations_gb: tuple[float, float]) -> ReferenceTable:
     rows: list[tuple[str | float, ...]] = [(name, each * params / GB) for name, each in parts.items()]
     states = sum(parts.values()) * params / GB
     low, high = activations_gb
@@ -164,4 +166,4 @@ def _ranges(title: str, parts: dict[str, int], params: float, activations_gb: tu
         ("activations", f"{low:g}–{high:g}"),
         ("total", f"{states + low:g}–{states + high:g}"),
     ]
-    return Table(title, ("what", "GB"), tuple(rows))
+    return ReferenceTable(title, ("what", "GB"), tuple(rows))

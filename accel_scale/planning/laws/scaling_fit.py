@@ -24,7 +24,7 @@ _STARTS = tuple(itertools.product((2.0, 6.0, 12.0), (2.0, 6.0, 12.0), (-1.0, 0.5
 
 
 @dataclass(frozen=True)
-class Run:
+class FittedRun:
     """One finished run: parameters, tokens and final loss in nats per token."""
 
     params: float
@@ -51,7 +51,7 @@ class Fit:
     confidence: float = 0.95
 
 
-def read_runs(path: str | Path) -> tuple[Run, ...]:
+def read_runs(path: str | Path) -> tuple[FittedRun, ...]:
     """Runs of a CSV file with the columns ``params, tokens, loss``; ``flops`` (C = 6ND) may stand for ``tokens``.
 
     Raises:
@@ -71,7 +71,7 @@ def read_runs(path: str | Path) -> tuple[Run, ...]:
     return _enough(runs, str(file))
 
 
-def fit_runs(runs: Iterable[Run], *, resamples: int = 200, seed: int = 0) -> Fit:
+def fit_runs(runs: Iterable[FittedRun], *, resamples: int = 200, seed: int = 0) -> Fit:
     """The law by Huber loss on log L (δ = 10⁻³), from many starts; intervals from `resamples` resampled sets of runs.
 
     Levenberg-Marquardt on reweighted residuals of log L, seeded: the same runs give the same fit.
@@ -98,7 +98,7 @@ def fit_runs(runs: Iterable[Run], *, resamples: int = 200, seed: int = 0) -> Fit
     return Fit(law, intervals, len(runs), residual)
 
 
-def draw_fit(fit: Fit, runs: Iterable[Run], *, width: int = 720, height: int = 480) -> str:
+def draw_fit(fit: Fit, runs: Iterable[FittedRun], *, width: int = 720, height: int = 480) -> str:
     """An SVG drawing: measured losses over tokens (logarithmic), a fitted curve for each model size."""
     runs = tuple(runs)
     tokens = [run.tokens for run in runs]
@@ -157,7 +157,7 @@ def _check_columns(columns: list[str], place: str) -> None:
         raise ConfigError(f"no column {', '.join(missing)}.", place=place, fix=fix)
 
 
-def _run(row: dict[str, Any], place: str) -> Run:
+def _run(row: dict[str, Any], place: str) -> FittedRun:
     """A line as a run; missing cells and words are errors at `place`."""
     if None in row:
         raise ConfigError("more cells than the header has.", place=place, fix="quote or remove the extra cell.")
@@ -167,11 +167,11 @@ def _run(row: dict[str, Any], place: str) -> Run:
 
     params, loss = number("params"), number("loss")
     if (row.get("tokens") or "").strip():
-        return Run(params, number("tokens"), loss)
-    return Run(params, number("flops" if "flops" in row else "tokens") / FLOPS_PER_PARAM_TOKEN / params, loss)
+        return FittedRun(params, number("tokens"), loss)
+    return FittedRun(params, number("flops" if "flops" in row else "tokens") / FLOPS_PER_PARAM_TOKEN / params, loss)
 
 
-def _enough(runs: tuple[Run, ...], place: str) -> tuple[Run, ...]:
+def _enough(runs: tuple[FittedRun, ...], place: str) -> tuple[FittedRun, ...]:
     sizes, lengths = {run.params for run in runs}, {run.tokens for run in runs}
     if len(runs) < MIN_RUNS or len(sizes) < 3 or len(lengths) < 3:
         found = f"{len(runs)} runs of {len(sizes)} model sizes and {len(lengths)} token counts"

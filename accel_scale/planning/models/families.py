@@ -8,7 +8,7 @@ from typing import Any
 
 from accel_scale.planning.models.config_fields import ConfigFields
 from accel_scale.planning.models.model_facts import LayerFacts, LinearFacts, MixtureFacts, ModelFacts
-from accel_scale.planning.models.styles import Style
+from accel_scale.planning.models.styles import ModelStyle
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def read_heads(config: ConfigFields, *, head_dim: bool = True) -> Heads:
     return Heads(num, num_kv, dim or hidden // num)
 
 
-def _attention(config: ConfigFields, style: Style, heads: Heads) -> tuple[LinearFacts, ...]:
+def _attention(config: ConfigFields, style: ModelStyle, heads: Heads) -> tuple[LinearFacts, ...]:
     hidden, bias = config.whole("hidden_size"), config.flag(style.qkv_bias)
     queries, keys = heads.num * heads.dim, heads.num_kv * heads.dim
     output = LinearFacts("o_proj", queries, hidden, config.flag(style.o_bias))
@@ -46,7 +46,7 @@ def _attention(config: ConfigFields, style: Style, heads: Heads) -> tuple[Linear
     return (*(LinearFacts(name, hidden, size, bias) for name, size in projections), output)
 
 
-def _mlp(config: ConfigFields, style: Style, intermediate: int) -> tuple[LinearFacts, ...]:
+def _mlp(config: ConfigFields, style: ModelStyle, intermediate: int) -> tuple[LinearFacts, ...]:
     hidden, bias = config.whole("hidden_size"), config.flag(style.mlp_bias)
     if not style.gated:
         return (LinearFacts("c_fc", hidden, intermediate, bias), LinearFacts("c_proj", intermediate, hidden, bias))
@@ -64,7 +64,7 @@ _EXPERT_NAMES: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]
 
 
 def _mixture_mlp(
-    config: ConfigFields, style: Style, mixture: MixtureFacts, model_type: str
+    config: ConfigFields, style: ModelStyle, mixture: MixtureFacts, model_type: str
 ) -> tuple[LinearFacts, ...]:
     hidden, width = config.whole("hidden_size"), mixture.expert_intermediate_size
     bias = style.router_bias
@@ -85,13 +85,13 @@ def _mixture_mlp(
     return (*linears, *shared, LinearFacts("shared_expert_gate", hidden, 1))
 
 
-def _query_key_norm_params(config: ConfigFields, style: Style, heads: Heads) -> int:
+def _query_key_norm_params(config: ConfigFields, style: ModelStyle, heads: Heads) -> int:
     if style.query_key_norm == "no" or (style.query_key_norm_flag and not config.flag(style.query_key_norm_flag)):
         return 0
     return (2 if style.query_key_norm == "head" else heads.num + heads.num_kv) * heads.dim
 
 
-def _sparse_layers(config: ConfigFields, style: Style) -> tuple[bool, ...]:
+def _sparse_layers(config: ConfigFields, style: ModelStyle) -> tuple[bool, ...]:
     count = config.whole("num_hidden_layers")
     if "decoder_sparse_step" not in config.defaults:
         return (style.mixture is not None,) * count
@@ -99,7 +99,7 @@ def _sparse_layers(config: ConfigFields, style: Style) -> tuple[bool, ...]:
     return tuple(i not in dense and (i + 1) % step == 0 for i in range(count))
 
 
-def _layers(config: ConfigFields, style: Style, heads: Heads, model_type: str) -> tuple[LayerFacts, ...]:
+def _layers(config: ConfigFields, style: ModelStyle, heads: Heads, model_type: str) -> tuple[LayerFacts, ...]:
     hidden, extra_norms = config.whole("hidden_size"), _query_key_norm_params(config, style, heads)
     parallel = config.flag(style.parallel)
     num_norms = 1 if parallel else style.num_norms
@@ -136,7 +136,7 @@ def _unquantised_last_linear(layers: tuple[LayerFacts, ...]) -> tuple[LayerFacts
     return (*first, *rest, replace(last, count=1, mlp=mlp))
 
 
-def llama_like_facts(config: ConfigFields, style: Style, *, name: str, model_type: str) -> ModelFacts:
+def llama_like_facts(config: ConfigFields, style: ModelStyle, *, name: str, model_type: str) -> ModelFacts:
     """Facts of a model of one of `STYLES`.
 
     Raises:

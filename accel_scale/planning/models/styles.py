@@ -20,7 +20,7 @@ from accel_scale.planning.models.model_facts import MixtureFacts
 
 
 @dataclass(frozen=True)
-class Style:
+class ModelStyle:
     """What tells one such family from another. Biases are a fact or the name of the config's field.
 
     Attributes:
@@ -86,21 +86,21 @@ def _qwen_experts(config: ConfigFields) -> MixtureFacts:
     )
 
 
-_PLAIN = Style(qkv_bias=False, o_bias=False)
+_PLAIN = ModelStyle(qkv_bias=False, o_bias=False)
 _QWEN_WINDOWS = typed_windows(late_layers)
-_GEMMA = Style(num_norms=4, activation="hidden_activation")
-_QWEN2 = Style(qkv_bias=True, o_bias=False, windows=_QWEN_WINDOWS)
+_GEMMA = ModelStyle(num_norms=4, activation="hidden_activation")
+_QWEN2 = ModelStyle(qkv_bias=True, o_bias=False, windows=_QWEN_WINDOWS)
 
-STYLES: dict[str, Style] = {
-    "llama": Style(mlp_bias="mlp_bias"),
+STYLES: dict[str, ModelStyle] = {
+    "llama": ModelStyle(mlp_bias="mlp_bias"),
     "mistral": replace(_PLAIN, windows=all_windows),
     "qwen2": _QWEN2,
-    "qwen3": Style(query_key_norm="head", windows=_QWEN_WINDOWS),
-    "gemma": Style(),
+    "qwen3": ModelStyle(query_key_norm="head", windows=_QWEN_WINDOWS),
+    "gemma": ModelStyle(),
     "gemma2": replace(_GEMMA, windows=typed_windows(pattern(2))),
     "gemma3_text": replace(_GEMMA, query_key_norm="head", windows=typed_windows(pattern(6))),
     "phi3": replace(_PLAIN, fused_attention=True, fused_mlp=True, windows=all_windows),
-    "stablelm": Style(
+    "stablelm": ModelStyle(
         qkv_bias="use_qkv_bias",
         o_bias=False,
         norm="layer",
@@ -110,22 +110,22 @@ STYLES: dict[str, Style] = {
         head_dim=False,
         parallel="use_parallel_residual",
     ),
-    "starcoder2": Style(
+    "starcoder2": ModelStyle(
         "use_bias", "use_bias", "use_bias", norm="layer", norm_weights=2, gated=False, windows=all_windows
     ),
-    "olmo": Style(norm="layer", norm_weights=0),
-    "olmo2": Style(query_key_norm="whole"),
-    "olmo3": Style(query_key_norm="whole", windows=typed_windows(pattern(4))),
-    "smollm3": Style(
+    "olmo": ModelStyle(norm="layer", norm_weights=0),
+    "olmo2": ModelStyle(query_key_norm="whole"),
+    "olmo3": ModelStyle(query_key_norm="whole", windows=typed_windows(pattern(4))),
+    "smollm3": ModelStyle(
         mlp_bias="mlp_bias",
         windows=typed_windows(lambda i, config: not has_rope(i, config)),
         rotates=lambda i, window, config: has_rope(i, config),
     ),
-    "granite": Style(mlp_bias="mlp_bias"),
-    "cohere": Style(
+    "granite": ModelStyle(mlp_bias="mlp_bias"),
+    "cohere": ModelStyle(
         norm="layer", num_norms=1, parallel=True, query_key_norm="whole", query_key_norm_flag="use_qk_norm"
     ),
-    "cohere2": Style(
+    "cohere2": ModelStyle(
         norm="layer",
         num_norms=1,
         parallel=True,
@@ -133,17 +133,17 @@ STYLES: dict[str, Style] = {
         windows=typed_windows(pattern(4)),
         rotates=lambda i, window, config: window is not None,
     ),
-    "glm": Style(o_bias=False, fused_mlp=True),
-    "glm4": Style(o_bias=False, fused_mlp=True, num_norms=4),
+    "glm": ModelStyle(o_bias=False, fused_mlp=True),
+    "glm4": ModelStyle(o_bias=False, fused_mlp=True, num_norms=4),
     "mixtral": replace(_PLAIN, windows=all_windows, mixture=_mixtral_experts),
-    "gpt_oss": Style(
+    "gpt_oss": ModelStyle(
         windows=typed_windows(pattern(2)), router="router", router_bias=True, sinks=True, mixture=_mixtral_experts
     ),
-    "qwen2_moe": Style(
+    "qwen2_moe": ModelStyle(
         "qkv_bias",
         o_bias=False,
         mixture=_qwen_experts,
         windows=typed_windows(lambda i, config: i % 2 == 0 and i < int(config.get("max_window_layers"))),
     ),
-    "qwen3_moe": Style(query_key_norm="head", windows=switched_windows, mixture=_qwen_experts),
+    "qwen3_moe": ModelStyle(query_key_norm="head", windows=switched_windows, mixture=_qwen_experts),
 }

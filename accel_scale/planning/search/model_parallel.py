@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from accel_scale.facts.optimizer_specs import modelled_optimizer
-from accel_scale.planning.cost.strategies import Choice
+from accel_scale.planning.cost.strategies import ParallelChoice
 from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.models.training_setup import ParallelSetup, TrainingSetup
 
@@ -53,7 +53,7 @@ def families(
     *,
     long_rows: bool,
     recipe: str = "pretrain",
-) -> list[list[list[Choice]]]:
+) -> list[list[list[ParallelChoice]]]:
     """Choices by which kinds of parallelism are combined, each family in steps of growing degree.
 
     Tensor and sequence parallelism stay inside of a server. A degree that was asked for is the only one of its kind.
@@ -70,7 +70,7 @@ def families(
         tensor, pipeline, sequence = ((size or 1,) for size in (asked.tensor, asked.pipeline, asked.sequence))
     if "tp" not in SHARED_BY[recipe]:
         tensor = pipeline = (1,)
-    by_kinds: dict[tuple[bool, ...], dict[int, list[Choice]]] = {}
+    by_kinds: dict[tuple[bool, ...], dict[int, list[ParallelChoice]]] = {}
     for tp, pp, sp in itertools.product(tensor, pipeline, sequence):
         degree = tp * pp * sp
         spans = tp * sp > gpus_per_node and asked.is_open
@@ -103,7 +103,7 @@ def _stages(model: ModelFacts, num_gpus: int, gpus_per_node: int) -> tuple[int, 
 
 def _choices(
     tp: int, pp: int, sp: int, num_gpus: int, gpus_per_node: int, schedule: str, *, in_engine: bool
-) -> Iterator[Choice]:
+) -> Iterator[ParallelChoice]:
     """One combination with what the other ranks do, the simplest first, the leanest last."""
     data = num_gpus // (tp * pp * sp)
     shared = " × ".join(f"{name}{size}" for name, size in (("TP", tp), ("PP", pp), ("SP", sp)) if size > 1)
@@ -130,7 +130,7 @@ def _choices(
             in_engine=in_engine,
         )
         label = " × ".join(part for part in (name, shared) if part) or strategy
-        yield Choice(label, parallel, effort + position)
+        yield ParallelChoice(label, parallel, effort + position)
 
 
 def sharing_conflict(setup: TrainingSetup, model: ModelFacts, recipe: str = "pretrain") -> str | None:

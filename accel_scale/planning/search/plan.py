@@ -8,7 +8,7 @@ from typing import Any
 from accel_scale.facts.hardware import Machine
 from accel_scale.facts.optimizer_specs import LEAN_OPTIMIZERS
 from accel_scale.planning.cost.memory import MemoryEstimate
-from accel_scale.planning.cost.strategies import Choice
+from accel_scale.planning.cost.strategies import ParallelChoice
 from accel_scale.planning.cost.timing import TimeEstimate
 from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.models.training_setup import TrainingSetup
@@ -45,7 +45,7 @@ class Request:
     fixed: dict[str, Any] = field(default_factory=dict)
     strategies: tuple[str, ...] = ()
     document_length: float | None = None
-    choices: tuple[Choice, ...] = ()
+    choices: tuple[ParallelChoice, ...] = ()
     is_cuda: bool = True
     recipe: str = "sft"
     degrees: Degrees = field(default_factory=Degrees)
@@ -56,7 +56,7 @@ class Request:
 class Candidate:
     """One setting with what is predicted for it; `time` is None on a card whose speed is not known."""
 
-    choice: Choice
+    choice: ParallelChoice
     setup: TrainingSetup
     memory: MemoryEstimate
     time: TimeEstimate | None

@@ -11,7 +11,7 @@ from accel_scale.errors import ConfigError
 from accel_scale.facts.hardware import Machine
 from accel_scale.facts.optimizer_specs import LEAN_OPTIMIZERS
 from accel_scale.planning.cost.memory import MemoryEstimate, predict_memory
-from accel_scale.planning.cost.strategies import Choice, choices, conflict
+from accel_scale.planning.cost.strategies import ParallelChoice, choices, conflict
 from accel_scale.planning.cost.timing import TimeEstimate, predict_time
 from accel_scale.planning.models.training_setup import TrainingSetup
 from accel_scale.planning.search.model_parallel import SHARED_BY, families, sharing_conflict
@@ -117,7 +117,7 @@ def _plan(request: Request, found: list[Candidate], rejected: list[Rejection], c
     return Plan(request, tuple(_rank(found)), tuple(rejected), considered)
 
 
-def _try(request: Request, options: Iterable[Choice]) -> tuple[list[Candidate], list[Rejection], int]:
+def _try(request: Request, options: Iterable[ParallelChoice]) -> tuple[list[Candidate], list[Rejection], int]:
     found: list[Candidate] = []
     rejected: list[Rejection] = []
     considered = 0
@@ -134,7 +134,7 @@ def _try(request: Request, options: Iterable[Choice]) -> tuple[list[Candidate], 
     return found, rejected, considered
 
 
-def _fastest(request: Request, choice: Choice, method: str) -> tuple[Candidate | None, Rejection, int]:
+def _fastest(request: Request, choice: ParallelChoice, method: str) -> tuple[Candidate | None, Rejection, int]:
     """The fastest setting of a strategy that fits, or why the leanest does not, and how many were considered."""
     fitting: list[Candidate] = []
     rejection, count = Rejection(choice.label, method, "no micro-batch divides a rank's share of the batch"), 0
@@ -164,7 +164,7 @@ def why_not(setup: TrainingSetup, request: Request) -> str | None:
     return conflict(setup, request.model) or sharing_conflict(setup, request.model, request.recipe)
 
 
-def _settings(request: Request, choice: Choice, method: str) -> Iterator[list[TrainingSetup]]:
+def _settings(request: Request, choice: ParallelChoice, method: str) -> Iterator[list[TrainingSetup]]:
     """All settings of one strategy, the leanest first, in lists that differ in nothing but a growing micro-batch.
 
     A micro-batch that is a rank's whole share has a list of its own: no gradients are kept from an earlier one. Where
@@ -198,14 +198,14 @@ def _settings(request: Request, choice: Choice, method: str) -> Iterator[list[Tr
                 ]
 
 
-def _optimizers(method: str, choice: Choice) -> tuple[str, ...]:
+def _optimizers(method: str, choice: ParallelChoice) -> tuple[str, ...]:
     """Those to choose from: adapters' states are too small to matter, and 8-bit ones are not for shared weights."""
     if method != "full" or choice.parallel.is_divided:
         return LEAN_OPTIMIZERS[:1]
     return LEAN_OPTIMIZERS
 
 
-def _syncs(method: str, choice: Choice) -> tuple[bool, ...]:
+def _syncs(method: str, choice: ParallelChoice) -> tuple[bool, ...]:
     """When gradients are reduced: whole gradients of adapters are too small to matter."""
     parallel = choice.parallel
     return (False, True) if method == "full" and parallel.can_sync_each_batch else (False,)

@@ -22,7 +22,7 @@ FIRST_START_STEP = 3
 
 
 @dataclass(frozen=True)
-class Shape:
+class FactorShape:
     """How torch's hook treats one parameter's gradient.
 
     Attributes:
@@ -119,13 +119,13 @@ class PowerSgd(CountedBytes):
             raise
         return future
 
-    def shape_of(self, parameter: torch.Tensor) -> Shape:
+    def shape_of(self, parameter: torch.Tensor) -> FactorShape:
         """As torch's hook decides: factors where they have less than half of the values."""
         rows = parameter.shape[0] if parameter.ndim else 1
         columns = parameter.numel() // max(1, rows)
         rank = min(rows, columns, self._powersgd.matrix_approximation_rank)
         is_worth_it = (rows + columns) * rank * self._powersgd.min_compression_rate < rows * columns
-        return Shape(rows, columns, rank if is_worth_it else 0)
+        return FactorShape(rows, columns, rank if is_worth_it else 0)
 
     def undo(self) -> None:
         """The state before the last step, which was dropped."""
@@ -165,9 +165,9 @@ class PowerSgd(CountedBytes):
         powersgd.q_memory_dict[index] = torch.cat(filled) if filled else empty
         powersgd.p_memory_dict[index] = empty.new_empty(sum(shape.rows * shape.rank for _, shape in order))
 
-    def _in_order(self, names: Sequence[str]) -> list[tuple[str, Shape]]:
+    def _in_order(self, names: Sequence[str]) -> list[tuple[str, FactorShape]]:
         """Compressed parameters as torch's hook lays out their factors: those of one shape side by side."""
-        groups: dict[tuple[int, int], list[tuple[str, Shape]]] = {}
+        groups: dict[tuple[int, int], list[tuple[str, FactorShape]]] = {}
         for name in names:
             shape = self.shape_of(self._parameters[name])
             if shape.rank:
@@ -228,7 +228,7 @@ class PowerSgd(CountedBytes):
         powersgd.iter = mine["step"]
 
 
-def first_factor(name: str, shape: Shape, like: torch.Tensor) -> torch.Tensor:
+def first_factor(name: str, shape: FactorShape, like: torch.Tensor) -> torch.Tensor:
     """The factor that a parameter begins with, flat: normal values from a seed made of its name.
 
     torch's hook draws them bucket by bucket; these are the same on every rank and for every layout of the buckets.

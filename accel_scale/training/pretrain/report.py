@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _WAITING_SHARE = 0.1
 
 
-class Report:
+class PretrainReport:
     """Follows one run.
 
     Args:
