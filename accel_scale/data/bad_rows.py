@@ -8,8 +8,7 @@ import json
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from accel_scale.errors import ConfigError
 
@@ -67,14 +66,10 @@ class SkipLog:
         atexit.register(_delete_if_mine, path, os.getpid())
         return cls(path)
 
-    def add(self, rows: Iterable[BadRow]) -> None:
-        """Append `rows`; appends of one batch by several processes do not mix within a line."""
-        lines = [json.dumps({"place": row.place, "reason": row.reason, "detail": row.detail}) for row in rows]
-        if not lines:
-            return
+    def add(self, row: BadRow) -> None:
+        """Append `row`; what several processes append does not mix within a line."""
         with open(self.path, "ab", buffering=0) as file:
-            for line in lines:
-                file.write(line.encode() + b"\n")
+            file.write(json.dumps(asdict(row)).encode() + b"\n")
 
     def reasons(self) -> dict[str, int]:
         """Number of skipped rows by reason, most frequent first."""
@@ -117,17 +112,15 @@ class BadRowPolicy:
         """A bad row has been seen under ``error``: what follows is only counted."""
         return self._first is not None
 
-    def handle(self, rows: list[BadRow]) -> None:
-        """Take the bad rows of one batch, in file order."""
-        if not rows:
-            return
+    def handle(self, row: BadRow) -> None:
+        """Take a bad row; they come in file order."""
         if self.on_bad_row == "skip":
-            self.log.add(rows)
+            self.log.add(row)
             return
-        self._first = self._first or rows[0]
-        self._num_seen += len(rows)
+        self._first = self._first or row
+        self._num_seen += 1
         if not self.count_others:
-            raise bad_row_error(rows[0], None)
+            raise bad_row_error(row, None)
 
     def end_of_file(self) -> None:
         """Raise the error of the file just read, if it had a bad row."""

@@ -36,7 +36,7 @@ def usable_rows(
                 raise fault
             row = convert(value)
         except UnusableRow as found:
-            policy.handle([BadRow(place(number), found.reason, found.detail)])
+            policy.handle(BadRow(place(number), found.reason, found.detail))
         else:
             if not policy.failed:
                 yield row

@@ -160,7 +160,6 @@ def llama_like_facts(config: ConfigFields, style: ModelStyle, *, name: str, mode
         activation="gelu_pytorch_tanh" if (model_type, activation) == ("gemma", "gelu") else activation,
         norm=style.norm,
         layers=_unquantised_last_linear(layers) if tied and not style.norm_weights else layers,
-        parallel_block=parallel,
         parallel_residual=parallel,
         rotary_dims=int(heads.dim * config.fraction("partial_rotary_factor")),
         final_norm_params=style.norm_weights * hidden,

@@ -75,7 +75,6 @@ def falcon_facts(config: ConfigFields, **named: Any) -> ModelFacts:
         mlp=linears[2:],
         num_norms=num_norms,
         activation=config.text("activation"),
-        parallel_block=parallel and num_norms == 1,
         parallel_residual=parallel,
         rotary_dims=0 if config.flag("alibi") else heads.dim,
         layer_variant=_falcon_variant(new, parallel, parallel_norms),

@@ -112,7 +112,6 @@ class ModelFacts:
         gated_mlp: Whether the MLP multiplies two projections (SwiGLU, GeGLU).
         activation: transformers' name of the activation function.
         norm: ``rms`` or ``layer``.
-        parallel_block: Whether attention and MLP read the same normalised input (Falcon 7B, GPT-J, Phi).
         parallel_residual: Whether attention and MLP are added to the same residual: parallel blocks, and those that
             normalise it once for each (GPT-NeoX, Falcon 40B).
         rotary_dims: Dimensions of a head that rotary embeddings turn; 0 with learned positions.
@@ -151,7 +150,6 @@ class ModelFacts:
     activation: str
     norm: str
     layers: tuple[LayerFacts, ...]
-    parallel_block: bool = False
     rotary_dims: int = 0
     position_params: int = 0
     final_norm_params: int = 0
