@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from accel_scale.data.chat import ensure_stop_token as ensure_stop_token
     from accel_scale.data.lengths import length_distribution as length_distribution
     from accel_scale.errors import ConfigError as ConfigError
-    from accel_scale.facts.optimizer_specs import OPTIMIZER_NAMES as OPTIMIZER_NAMES
     from accel_scale.flags.guard_settings import GuardSettings as GuardSettings
     from accel_scale.launching.cpu_process import tune_cpu_process as tune_cpu_process
     from accel_scale.launching.memory_cap import cap_device_memory as cap_device_memory
@@ -28,7 +27,8 @@ if TYPE_CHECKING:
     from accel_scale.optimization.loss import chunked_cross_entropy as chunked_cross_entropy
     from accel_scale.optimization.optimizers import create_optimizer as create_optimizer
     from accel_scale.optimization.schedules import create_schedule as create_schedule
-    from accel_scale.optimization.schedules import scaled_learning_rate as scaled_learning_rate
+    from accel_scale.planning.search.api import plan as plan
+    from accel_scale.planning.search.api import predict_memory as predict_memory
     from accel_scale.plugin.plugin import ScalePlugin as ScalePlugin
     from accel_scale.plugin.trainer_mixin import ScaleTrainerMixin as ScaleTrainerMixin
     from accel_scale.recipe_specs.spec import RecipeSpec as RecipeSpec
