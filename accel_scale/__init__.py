@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from accel_scale.data.chat import ensure_chat_template as ensure_chat_template
     from accel_scale.data.chat import ensure_stop_token as ensure_stop_token
     from accel_scale.data.lengths import length_distribution as length_distribution
+    from accel_scale.ending.user_errors import CheckpointNotSaved as CheckpointNotSaved
     from accel_scale.errors import ConfigError as ConfigError
     from accel_scale.flags.guard_settings import GuardSettings as GuardSettings
     from accel_scale.launching.cpu_process import tune_cpu_process as tune_cpu_process

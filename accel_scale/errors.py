@@ -24,10 +24,6 @@ class ConfigError(ValueError):
         return mask(f"{text} Fix: {self.fix}" if self.fix else text)
 
 
-class CheckpointNotSaved(OSError):
-    """The last checkpoint of a run could not be written; end with `FULL_DISK_STATUS`."""
-
-
 def first_line(error: BaseException) -> str:
     """The first line of what an error says, or its name, without a full stop."""
     lines = (line.strip() for line in str(error).splitlines())

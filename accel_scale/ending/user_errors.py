@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 
-from accel_scale.errors import CheckpointNotSaved, ConfigError
+from accel_scale.errors import ConfigError
 from accel_scale.facts.exit_statuses import CONFIG_STATUS, FULL_DISK_STATUS, OUT_OF_MEMORY_STATUS
 
 
@@ -64,3 +64,13 @@ def exit_if_not_saved(program: str) -> Iterator[None]:
         if os.environ.get("RANK", "0") == "0":
             say_last(f"{program}: error: {error}")
         raise SystemExit(FULL_DISK_STATUS) from None
+
+
+class CheckpointNotSaved(OSError):
+    """The last checkpoint of a run could not be written.
+
+    Attributes:
+        exit_status: For the end of the program.
+    """
+
+    exit_status = FULL_DISK_STATUS

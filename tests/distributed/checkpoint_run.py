@@ -29,7 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from accel_scale import ConfigError
 from accel_scale.ending.leaving import let_go_of_collectives
-from accel_scale.errors import CheckpointNotSaved
+from accel_scale.ending.user_errors import CheckpointNotSaved
 from accel_scale.facts.exit_statuses import EXIT_STOPPED, FULL_DISK_STATUS
 from accel_scale.launching.rehearsal import enable_rehearsal_if_needed
 from accel_scale.plugin.preparing import step_once_per_update

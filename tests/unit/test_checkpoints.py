@@ -23,7 +23,7 @@ from torch import nn
 
 from accel_scale import CheckpointManager, ConfigError
 from accel_scale.ending.launcher import is_launcher
-from accel_scale.errors import CheckpointNotSaved
+from accel_scale.ending.user_errors import CheckpointNotSaved
 from accel_scale.facts.exit_statuses import EXIT_STOPPED
 from accel_scale.training.checkpoints.atomic import checkpoint_problems
 from accel_scale.training.checkpoints.contents import host_copy

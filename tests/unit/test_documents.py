@@ -159,3 +159,16 @@ def test_modules_and_names_exist(page):
     paths = re.findall(r"`((?:[\w.-]+/)+[\w-]+\.(?:py|md|yaml))`", text)
     below = (ROOT, page.parent, ROOT / "accel_scale")
     assert [path for path in paths if not any((folder / path).exists() for folder in below)] == []
+
+
+# Pages for people who change the package.
+INSIDE = {"adding.md", "architecture.md", "contributing.md"}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in INSIDE], ids=lambda page: page.name)
+def test_examples_import_public_names_only(page):
+    text = page.read_text(encoding="utf-8")
+    found = re.findall(r"^[+ ]?from (accel_scale[\w.]*) import (\([^)]*\)|[^\n]+)", text, re.MULTILINE)
+    for module, names in found:
+        assert module == "accel_scale", module
+        assert {name.strip() for name in names.strip("()").split("#")[0].split(",")} - {""} <= set(accel_scale.__all__)

@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 from accel_scale.ending.launcher import end_with_launcher
-from accel_scale.errors import CheckpointNotSaved, ConfigError
+from accel_scale.ending.user_errors import CheckpointNotSaved
+from accel_scale.errors import ConfigError
 from accel_scale.facts.exit_statuses import EXIT_STOPPED
 from accel_scale.training.checkpoints.folders import latest_complete_checkpoint
 from accel_scale.training.checkpoints.going_on import Course, resume_choice

@@ -22,7 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from accel_scale.errors import CheckpointNotSaved, ConfigError
+from accel_scale.ending.user_errors import CheckpointNotSaved
+from accel_scale.errors import ConfigError
+from accel_scale.facts.exit_statuses import EXIT_STOPPED
 from accel_scale.parallel.engine import strategy_of
 from accel_scale.training.checkpoints.atomic import staging_root
 from accel_scale.training.checkpoints.contents import (
@@ -234,6 +236,11 @@ class CheckpointManager:
     def stopped_by(self) -> str | None:
         """Name of the signal because of which `should_stop` said so."""
         return signal.Signals(self._stopped_by).name if self._stopped_by else None
+
+    @property
+    def exit_status(self) -> int:
+        """For the end of a program that `should_stop` has stopped: saved, start the same command again."""
+        return EXIT_STOPPED
 
     def finish(self) -> None:
         """Wait for what is being written; collective.

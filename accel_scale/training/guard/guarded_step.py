@@ -32,7 +32,7 @@ class GuardedStep:
                     step.backward(loss)
             outcome = step.finish()
             if outcome.action == "stop":
-                stop_run(accelerator, outcome)
+                step.stop(outcome)
 
     The same under every launch: one process, DDP, FSDP2, DeepSpeed's ZeRO stages. Under DeepSpeed do not call
     `accelerator.backward`: it takes the step before anybody can look at the gradients.
@@ -116,6 +116,10 @@ class GuardedStep:
         for index, ids in enumerate(row_ids):
             self._parts.append(MicroBatch([losses[index].detach() * self.loss_factor] if losses else [], ids))
         self._is_complete = True
+
+    def stop(self, outcome: StepOutcome) -> None:
+        """Say why in one line, once, and end every process with status 65; call it on all of them."""
+        stop_run(self._accelerator, outcome)
 
     def finish(self, loss_sum: torch.Tensor | float | None = None, row_ids: Sequence[Any] = ()) -> StepOutcome:
         """Judge the step and take it, or drop it; gradients are gone afterwards in any case.

@@ -8,7 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_scale.errors import CheckpointNotSaved, ConfigError
+from accel_scale.ending.user_errors import CheckpointNotSaved
+from accel_scale.errors import ConfigError
 from accel_scale.modeling.gathering import (
     adapter_tensors,
     gather_to_main,

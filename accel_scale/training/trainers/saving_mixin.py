@@ -10,7 +10,7 @@ from typing import Any
 
 from accel_scale.ending.last_word import repeat_last
 from accel_scale.ending.leaving import let_go_of_collectives
-from accel_scale.errors import CheckpointNotSaved
+from accel_scale.ending.user_errors import CheckpointNotSaved
 from accel_scale.facts.exit_statuses import EXIT_STOPPED
 from accel_scale.modeling.quantization_record import quantization_of, record_quantization
 from accel_scale.parallel.engine import strategy_of
