@@ -157,7 +157,7 @@ def load_model(run: Run) -> None:
         tell_zero3(model)
     model = prepare_model(
         model,
-        strategy=run.launch.strategy,
+        strategy=run.launch.parallel.kind,
         device_type=device_type,
         precision=settings.precision,
         policy=settings.checkpointing,
