@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from accel_scale.errors import ConfigError
 from accel_scale.facts.optimizer_specs import steps_in_backward
 from accel_scale.flags.common import _flag
-from accel_scale.flags.guard_settings import POLICIES, GuardSettings, settings_from
+from accel_scale.flags.guard_settings import POLICIES, TRAINER_POLICIES, GuardSettings, settings_from
 
 
 @dataclass
@@ -46,7 +46,7 @@ class TrainerGuardArguments(GuardArguments):
         "skip",
         "For a step whose loss or gradient norm is NaN or spikes. skip: do not take it; lower_lr: take a spike at a "
         "lower learning rate; stop; off: take every step.",
-        choices=tuple(policy for policy in POLICIES if policy != "rollback"),
+        choices=TRAINER_POLICIES,
     )
 
 

@@ -9,6 +9,8 @@ from typing import Any
 from accel_scale.errors import ConfigError
 
 POLICIES = ("off", "skip", "lower_lr", "rollback", "stop")
+# A trainer's loop cannot go back to a checkpoint while it runs.
+TRAINER_POLICIES = tuple(policy for policy in POLICIES if policy != "rollback")
 
 
 @dataclass(frozen=True)

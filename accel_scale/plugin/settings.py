@@ -10,6 +10,7 @@ from accel_scale.errors import ConfigError
 from accel_scale.facts.device import ATTENTION_NAMES
 from accel_scale.facts.names import DECAY_SHAPES, PRECISIONS, SCHEDULE_NAMES
 from accel_scale.facts.optimizer_specs import optimizer_spec
+from accel_scale.flags.guard_settings import TRAINER_POLICIES
 from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy
 from accel_scale.optimization.batch import derive_accumulation
 from accel_scale.optimization.optimizers import parse_optim_args
@@ -91,7 +92,7 @@ class ScaleSettings:
         self._choose("precision", PRECISIONS)
         self._choose("decay_shape", DECAY_SHAPES)
         self._choose("scale_lr_from_batch_size", ("linear", "sqrt"))
-        self._choose("guard", ("off", "skip", "lower_lr", "stop"))
+        self._choose("guard", TRAINER_POLICIES)
         if self.lr_schedule is not None:
             self.lr_schedule = schedule_name(self.lr_schedule)
             self._choose("lr_schedule", SCHEDULE_NAMES)
