@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 from accel_scale.checks.case import Case, Finding, Rule, error
+from accel_scale.facts.precisions import PRECISION_FACTS
 
-# Precisions of the recipe that a launch file's `mixed_precision` goes with. bf16_true keeps weights in bf16 and needs
-# no autocast; under a launcher's bf16, FSDP2 would raise the weights to fp32 again.
-LAUNCH_PRECISIONS = {
-    "fp32": {"no"},
-    "fp16": {"fp16"},
-    "bf16": {"bf16"},
-    "bf16_true": {"no"},
-    "fp8": {"fp8"},
-}
+# Values of a launch file's `mixed_precision` that go with each of the recipe's.
+LAUNCH_PRECISIONS = {name: {facts.launch} for name, facts in PRECISION_FACTS.items()}
 
 
 def both_half_precisions(case: Case) -> Finding | None:
@@ -51,7 +45,7 @@ def launch_precision(case: Case) -> Finding | None:
 
 def deepspeed_precision(case: Case) -> Finding | None:
     """A DeepSpeed file that fixes a precision of its own."""
-    wanted = {"bf16": case.precision in ("bf16", "bf16_true", "fp8"), "fp16": case.precision == "fp16"}
+    wanted = {"bf16": PRECISION_FACTS[case.precision].needs_bf16, "fp16": case.precision == "fp16"}
     for name, expected in wanted.items():
         enabled = (case.parallel.deepspeed.get(name) or {}).get("enabled", "auto")
         if enabled != "auto" and bool(enabled) != expected:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from accel_scale.facts.precisions import PRECISION_FACTS
+
 # The first is the default.
 PIPELINE_SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble")
 # Of schedules that need more than one.
@@ -26,5 +28,5 @@ SCHEDULE_NAMES = (
 
 
 METHODS = ("full", "lora", "qlora")
-PRECISIONS = ("fp32", "fp16", "bf16", "bf16_true", "fp8")
+PRECISIONS = tuple(PRECISION_FACTS)
 DECAY_SHAPES = ("1-sqrt", "linear", "cosine")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from accel_scale.errors import ConfigError
 from accel_scale.facts.device import CPU, Device
 from accel_scale.facts.names import PRECISIONS
+from accel_scale.facts.precisions import PRECISION_FACTS
 from accel_scale.facts.strategies import strategy_named
 from accel_scale.modeling.fp8 import convert_to_fp8
 from accel_scale.modeling.gathering import is_partitioned
@@ -21,10 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Precision", "convert_to_fp8", "enable_fp16_on_cpu", "precision_named", "resolve_precision"]
 
-# What each precision is called in a launch file; bf16_true is no mixed precision at all.
-_LAUNCH_NAMES = {"fp32": "no", "fp16": "fp16", "bf16": "bf16", "bf16_true": "no", "fp8": "fp8"}
-_WEIGHTS = {"fp32": "float32", "fp16": "float32", "bf16": "float32", "bf16_true": "bfloat16", "fp8": "float32"}
-_AUTOCAST = {"fp16": "float16", "bf16": "bfloat16", "fp8": "bfloat16"}
 _BF16_TRUE_NOTE = (
     "bf16_true rounds every update to 8 bits of mantissa: changes below 1/256 of a weight are lost. Of the "
     "optimizers only adamw_torch_8bit and adamw_torch_4bit can round stochastically "
@@ -66,7 +63,7 @@ class Precision:
         fp8 runs as ``bf16`` around layers that `convert_to_fp8` has converted: with ``fp8`` Accelerate would convert
         them itself, a choice that TRL's default ``bf16=True`` silently undoes.
         """
-        return "bf16" if self.fp8 else _LAUNCH_NAMES[self.name]
+        return "bf16" if self.fp8 else PRECISION_FACTS[self.name].launch
 
     @property
     def trainer_flags(self) -> dict[str, bool]:
@@ -102,13 +99,14 @@ def precision_named(name: str, *, fp8_emulate: bool = False) -> Precision:
     """The `Precision` called `name`, unchecked against any device or launch."""
     import torch
 
+    facts = PRECISION_FACTS[name]
     return Precision(
         name=name,
-        model_dtype=getattr(torch, _WEIGHTS[name]),
-        autocast_dtype=getattr(torch, _AUTOCAST[name]) if name in _AUTOCAST else None,
-        grad_scaler=name == "fp16",
-        fp8=name == "fp8",
-        fp8_emulate=name == "fp8" and fp8_emulate,
+        model_dtype=getattr(torch, facts.weights),
+        autocast_dtype=getattr(torch, facts.autocast) if facts.autocast is not None else None,
+        grad_scaler=facts.scales_loss,
+        fp8=facts.is_fp8,
+        fp8_emulate=facts.is_fp8 and fp8_emulate,
         notes=(_BF16_TRUE_NOTE,) if name == "bf16_true" else (),
     )
 
@@ -145,11 +143,12 @@ def resolve_precision(
     name, source = wanted_precision(requested, fp16_flag, bf16_flag, dtype_flag, trains_adapters, place)
     if name is None:
         name = _launch_default(launch_mixed_precision) or device.default_precision
-    elif launch_mixed_precision is not None and launch_mixed_precision != _LAUNCH_NAMES[name]:
+    wanted = PRECISION_FACTS[name].launch
+    if launch_mixed_precision is not None and launch_mixed_precision != wanted:
         raise ConfigError(
             f"mixed_precision is {launch_mixed_precision} here, but the recipe computes in {name} ({place(source)}).",
             place=launch_place or "accelerate launch --mixed_precision",
-            fix=f"write mixed_precision: {_quoted(_LAUNCH_NAMES[name])} here, or remove {source} at {place(source)}.",
+            fix=f"write mixed_precision: {_quoted(wanted)} here, or remove {source} at {place(source)}.",
         )
     if not trains_adapters:
         _check_dtype(name, dtype_flag, place("dtype"))
@@ -208,21 +207,23 @@ def _launch_default(launch_mixed_precision: str | None) -> str | None:
 
 def _check_dtype(name: str, dtype_flag: str | None, where: str) -> None:
     """Trained weights have one dtype per precision; ``--dtype`` may repeat it, not change it."""
-    if dtype_flag is None or dtype_flag == _WEIGHTS[name]:
+    if dtype_flag is None or dtype_flag == PRECISION_FACTS[name].weights:
         return
     if name == "bf16" and dtype_flag == "bfloat16":
         fix = "use --precision bf16_true for bf16 weights, or remove dtype."
     else:
         fix = "remove dtype; --precision decides it."
     raise ConfigError(
-        f"dtype {dtype_flag} contradicts {name}, which trains {_WEIGHTS[name]} weights.", place=where, fix=fix
+        f"dtype {dtype_flag} contradicts {name}, which trains {PRECISION_FACTS[name].weights} weights.",
+        place=where,
+        fix=fix,
     )
 
 
 def _check_device(name: str, where: str, device: Device) -> None:
-    if name in ("bf16", "bf16_true", "fp8") and not device.supports_bf16:
+    if PRECISION_FACTS[name].needs_bf16 and not device.supports_bf16:
         other = device.default_precision
-        launched = f" (accelerate launch --mixed_precision {_LAUNCH_NAMES[other]})"
+        launched = f" (accelerate launch --mixed_precision {PRECISION_FACTS[other].launch})"
         raise ConfigError(
             f"{device.name} does not compute in bf16, which {name} needs.",
             place=where,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from accel_scale.errors import ConfigError
 from accel_scale.facts.device import ATTENTION_NAMES, PACKED_ATTENTION
 from accel_scale.facts.names import METHODS, PIPELINE_SCHEDULES, PRECISIONS
+from accel_scale.facts.precisions import DTYPE_BYTES, PRECISION_FACTS
 from accel_scale.facts.strategies import STRATEGIES, Strategy, strategy_named
 
 _EVERY_LAYERS = re.compile(r"every_([0-9]+)")
@@ -17,7 +18,6 @@ _CHECKPOINTING = ("none", "full", "selective", "offload")
 ATTENTIONS = tuple(name for name in ATTENTION_NAMES if name != PACKED_ATTENTION)  # that one counts as sdpa
 LOSSES = ("full", "chunked", "liger")
 OFFLOADS = ("none", "cpu", "nvme")
-_DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -216,24 +216,22 @@ class TrainingSetup:
     @property
     def compute_bytes(self) -> int:
         """Bytes per value of matrix products' inputs."""
-        return 4 if self.precision == "fp32" else 2
+        return DTYPE_BYTES[PRECISION_FACTS[self.precision].compute]
 
     @property
     def autocast(self) -> bool:
         """Whether weights and products differ in dtype by autocast."""
-        return self.precision in ("fp16", "bf16", "fp8")
+        return PRECISION_FACTS[self.precision].autocast is not None
 
     @property
     def trained_bytes(self) -> int:
         """Bytes per trained weight (and gradient) outside of DeepSpeed, which keeps 16-bit ones and fp32 masters."""
-        if self.weight_dtype:
-            return _DTYPE_BYTES[self.weight_dtype]
-        return 2 if self.precision == "bf16_true" else 4
+        return DTYPE_BYTES[self.weight_dtype or PRECISION_FACTS[self.precision].weights]
 
     @property
     def frozen_bytes(self) -> int:
         """Bytes per frozen weight that is not quantised."""
-        return _DTYPE_BYTES[self.frozen_dtype] if self.frozen_dtype else self.compute_bytes
+        return DTYPE_BYTES[self.frozen_dtype] if self.frozen_dtype else self.compute_bytes
 
 
 def _choice(name: str, value: str, choices: tuple[str, ...]) -> None:

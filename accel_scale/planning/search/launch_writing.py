@@ -7,15 +7,13 @@ import math
 from pathlib import Path
 
 from accel_scale.facts.optimizer_specs import modelled_optimizer
+from accel_scale.facts.precisions import PRECISION_FACTS
 from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.models.training_setup import ParallelSetup, TrainingSetup
 from accel_scale.planning.search.search import Candidate
 
 DEEPSPEED = "zero_infinity.json"
 MARK = "Written by accel-scale plan"
-
-# `mixed_precision` of a launch file. fp8 is left to the recipe, which converts the layers itself.
-_MIXED = {"fp32": "'no'", "fp16": "fp16", "bf16": "bf16", "bf16_true": "'no'", "fp8": None}
 
 
 def launch_yaml(candidate: Candidate, command: str, folder: Path) -> str:
@@ -26,8 +24,9 @@ def launch_yaml(candidate: Candidate, command: str, folder: Path) -> str:
     uses_file = "nvme" in (parallel.offload_params, parallel.offload_optimizer)
     lines = [f"# {about(candidate)}", "#", *_nodes_comment(parallel), f"#   {command}"]
     lines += ["compute_environment: LOCAL_MACHINE", f"distributed_type: {kinds[parallel.kind.engine]}"]
-    if _MIXED[setup.precision] and not uses_file:
-        lines.append(f"mixed_precision: {_MIXED[setup.precision]}")
+    precision = PRECISION_FACTS[setup.precision]
+    if not precision.is_fp8 and not uses_file:  # fp8 is left to the recipe, which converts the layers itself
+        lines.append(f"mixed_precision: {precision.launch}".replace(" no", " 'no'"))  # YAML's no is false
     nodes = num_nodes(parallel)
     total = "  # GPUs of all nodes together" if nodes > 1 else "  # the number of GPUs"
     lines += [f"num_machines: {nodes}", f"num_processes: {parallel.num_gpus}{total}"]

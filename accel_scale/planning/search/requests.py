@@ -12,6 +12,7 @@ from accel_scale.errors import ConfigError
 from accel_scale.facts import hardware
 from accel_scale.facts.names import PRECISIONS
 from accel_scale.facts.optimizer_specs import modelled_optimizer
+from accel_scale.facts.precisions import PRECISION_FACTS
 from accel_scale.planning.laws.scaling_laws import parse_count
 from accel_scale.planning.models import catalogue
 from accel_scale.planning.models.model_facts import ModelFacts
@@ -223,7 +224,7 @@ def _precision(wish: Wish, gpu: hardware.Gpu) -> str:
     precision = one_of(wish.precision, PRECISIONS, "--precision")
     if precision == "fp8" and gpu.supports_fp8 is False:
         raise ConfigError(f"{gpu.name} has no fp8 matrix units.", place="--precision", fix="use bf16.")
-    if precision in ("bf16", "bf16_true", "fp8") and gpu.supports_bf16 is False:
+    if PRECISION_FACTS[precision].needs_bf16 and gpu.supports_bf16 is False:
         raise ConfigError(f"{gpu.name} does not compute in bf16.", place="--precision", fix="use fp16.")
     return precision
 
