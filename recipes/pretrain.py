@@ -12,22 +12,34 @@ them from YAML, `--print_config` shows what was decided and why.
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from accel_scale.ending.user_errors import user_errors
+from accel_scale.flags.guard import GuardArguments
+from accel_scale.flags.library import load_classes
+from accel_scale.flags.parallel import ParallelArguments
 from accel_scale.flags.parsing import ParsedFlags, parse_flags
-from accel_scale.flags.pretraining import PretrainArguments
+from accel_scale.flags.pretraining import PretrainArguments, PretrainDataArguments, PretrainModelArguments
 from accel_scale.quiet import quiet_imports
 from accel_scale.recipe_specs.pretrain import PRETRAIN
 from accel_scale.starting.begin import begin
 from accel_scale.training.pretrain.run import Run
+
+if TYPE_CHECKING:  # torch is slow to import: not before the command line has been checked
+    import torch
+
+    from accel_scale.training.checkpoints.manager import CheckpointManager
+    from accel_scale.training.guard.guard import Guard
+    from accel_scale.training.pretrain.report import PretrainReport
+    from accel_scale.training.saving.verification import VerifyResult
 
 RECIPE = PRETRAIN  # what doctor, plan, rehearse, scaling-test, launch-script and tune.py know about this file
 PROGRAM, FLAG_CLASSES = RECIPE.program, RECIPE.flags
 quiet_imports()  # before the libraries that would print at import
 
 
-def main(argv: list[str] | None = None) -> dict[str, Any] | None:
+def main(argv: list[str] | None = None) -> dict[str, object] | None:
     """Run the recipe; returns what `run_summary.json` holds."""
     from accel_scale.ending.user_errors import exit_if_not_saved
 
@@ -35,8 +47,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any] | None:
     parsed = parse_flags(FLAG_CLASSES, argv, program=PROGRAM, description=__doc__)
     run = resolve_run(parsed)
     if run.settings.scale.print_config:
-        if run.is_main:
-            print(run.settings.as_yaml(FLAG_CLASSES))
+        run.say(run.settings.as_yaml(load_classes(FLAG_CLASSES)))
         return None
     check(run)
     with run.start.folder.taken(is_main=run.is_main), exit_if_not_saved(PROGRAM):
@@ -64,10 +75,19 @@ def resolve_run(parsed: ParsedFlags) -> Run:
     start = with_layout(start, layout)
     embedded = not parsed.explicit.get("data")
     settings = resolve(parsed, start.facts, preset=DEFAULT_PRETRAINING if embedded else None)
-    flags = [settings.build(cls) for cls in FLAG_CLASSES]
-    for group in flags:  # what nobody has set has its default from here on
-        settings.values = {**vars(group), **settings.values}
-    return Run(settings, start, *flags, layout=layout, embedded=embedded)
+    for flags in load_classes(FLAG_CLASSES):  # what nobody has set has its default from here on
+        settings.values = {**vars(settings.build(flags)), **settings.values}
+    return Run(
+        settings=settings,
+        start=start,
+        model_args=settings.build(PretrainModelArguments),
+        data_args=settings.build(PretrainDataArguments),
+        args=settings.build(PretrainArguments),
+        parallel_args=settings.build(ParallelArguments),
+        guard_args=settings.build(GuardArguments),
+        layout=layout,
+        embedded=embedded,
+    )
 
 
 def check(run: Run) -> None:
@@ -77,11 +97,11 @@ def check(run: Run) -> None:
 
     if run.start.announcement:
         run.say(run.start.announcement)
-    for line in check_settings(run.settings, run.start):
+    args = run.args
+    for line in check_settings(run.settings, run.start, optim=args.optim, max_grad_norm=args.max_grad_norm):
         run.say(f"warning: {line}")
-    if run.args.device_memory:
-        device = run.settings.launch.device_type
-        cap_device_memory(run.args.device_memory, device_type=device, device_index=run.launch.local_rank)
+    if args.device_memory:
+        cap_device_memory(args.device_memory, device_type=run.device_type, device_index=run.launch.local_rank)
 
 
 # ── Load ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -96,102 +116,98 @@ def load_data(run: Run) -> None:
 
     args, data_args, settings = run.args, run.data_args, run.settings
     run.accelerator = plain_accelerator(
-        mixed_precision=settings.precision.mixed_precision,
-        micro_batch_size=args.per_device_train_batch_size,
-        accumulation=int(settings.values.get("gradient_accumulation_steps", 1)),
-        sync_each_batch=args.sync_each_batch,
-        max_grad_norm=args.max_grad_norm,
-        output_dir=args.output_dir,
-        report_to=args.report_to,
-        compile_layers=run.model_args.torch_compile,
-        ddp=args,
-        collective_timeout=args.collective_timeout,
-        ranks_share_model=not run.layout.is_plain,
+        args, settings, compile_layers=run.model_args.torch_compile, ranks_share_model=not run.layout.is_plain
     )
     with run.accelerator.main_process_first():
         if run.embedded:
             data_args.data = [default_pretraining_text(f"{args.output_dir}/data")]
         run.tokenizer = run_tokenizer(run.model_args, data_args, args.output_dir, default=default_model_path())
-    run.data = open_data(args, data_args, run.tokenizer)
+    run.data = open_data(data_args, run.tokenizer, seed=args.seed)
     run.model_config = run_config(run.model_args, data_args.max_length, run.tokenizer)
-    run.course = course_of_pretraining(run)
+    run.course = course_of_pretraining(
+        args, settings.values, settings.sources, settings.outcome, model_config=run.model_config, files=run.data.files
+    )
     for note in run.data.notes:
         run.say(f"note: {note}")
 
 
 def load_model(run: Run) -> None:
     """Model, optimizer and schedule, prepared for the launch's strategy."""
-    from accel_scale.modeling import attention
+    from accel_scale.modeling.attention import choose_kernels, resolve_attention
     from accel_scale.modeling.loading import count_parameters
     from accel_scale.optimization.fast_loss import add_fast_lm_head, tell_zero3
     from accel_scale.optimization.router_loss import RouterLoss
     from accel_scale.optimization.schedules import create_schedule
     from accel_scale.plugin.preparing import prepare_model, step_once_per_update
+    from accel_scale.settings.planned import plan_run
     from accel_scale.start_check import check_pretrain_start
-    from accel_scale.training.pretrain import resolve as pretrain_resolve
-    from accel_scale.training.pretrain import trunk
-    from accel_scale.training.pretrain.model import build_model, plan_memory
-    from accel_scale.training.pretrain.parallel import build_to_share, check_layout, prepare_all, share_model
+    from accel_scale.training.pretrain.model import build_model
+    from accel_scale.training.pretrain.parallel import check_layout, planned_sharing, prepare_all, share_model
+    from accel_scale.training.pretrain.resolve import make_optimizer, run_length, schedule_settings
+    from accel_scale.training.pretrain.trunk import schedule_record, trunk_step
 
-    args, settings, device_type = run.args, run.settings, run.settings.launch.device_type
-    run.attention = attention.resolve_attention(
+    settings, launch, layout, config = run.settings, run.launch, run.layout, run.model_config
+    isolates = run.data_args.isolate_documents
+    attention = resolve_attention(
         run.model_args.attn_implementation,
         device=settings.launch.device,
         dtype=settings.precision.compute_dtype,
-        packing=run.data_args.isolate_documents,
-        model_config=run.model_config,
+        packing=isolates,
+        model_config=config,
     )
-    attention.choose_kernels(settings.launch.device, lengths_vary=run.data_args.isolate_documents)
-    check_layout(run)
-    verdict = check_pretrain_start(run)
-    run.attention = verdict.attention
-    run.plan = plan_memory(run)
-    model = build_to_share(
-        run,
-        lambda: build_model(
-            run.model_args, run.model_config, settings.precision, run.attention, seed=args.seed, launch=run.launch
-        ),
+    choose_kernels(settings.launch.device, lengths_vary=isolates)
+    check_layout(layout, settings, run.parallel_args, config, attention)
+    checked = check_pretrain_start(
+        settings, run.model_args, config, attention, isolate_documents=isolates, layout=layout, say=run.say
     )
-    add_fast_lm_head(model, from_logits=verdict.loss_from_logits)
-    if not verdict.loss_from_logits:
-        tell_zero3(model)
+    run.attention = checked.attention
+    sharing = planned_sharing(layout, run.parallel_args)
+    run.plan = plan_run(settings, launch, config, run.attention, run.say, shared=sharing)
+    base = build_model(
+        run.model_args, config, settings.precision, run.attention, seed=run.args.seed, launch=launch, layout=layout
+    )
+    add_fast_lm_head(base, from_logits=checked.loss_from_logits)
+    if not checked.loss_from_logits:
+        tell_zero3(base)
     model = prepare_model(
-        model,
-        strategy=run.launch.parallel.kind,
-        device_type=device_type,
+        base,
+        strategy=launch.parallel.kind,
+        device_type=run.device_type,
         precision=settings.precision,
         policy=settings.checkpointing,
-        adapter=verdict.adapter,
+        adapter=checked.adapter,
     )
     run.parameters = count_parameters(model)
-    trunk_step = trunk.trunk_step(args.decay_from)
-    run.length = pretrain_resolve.run_length(settings, trunk_step=trunk_step, num_params=run.parameters[0])
-    run.parallel, run.router = share_model(run, model), RouterLoss.of(run.accelerator, run.model_config)
-    optimizer = pretrain_resolve.make_optimizer(run.parallel or model, settings, run.launch)
-    rates = pretrain_resolve.schedule_settings(settings, run.length)
-    schedule, run.schedule_record = create_schedule(optimizer, **rates), trunk.schedule_record(rates)
-    run.model, run.optimizer, run.schedule = prepare_all(run, model, optimizer, schedule)
+    run.length = run_length(settings, trunk_step=trunk_step(run.args.decay_from), num_params=run.parameters[0])
+    run.parallel = share_model(run.accelerator, model, layout, settings, run.parallel_args, launch)
+    run.router = RouterLoss.of(run.accelerator, config)
+    optimizer = make_optimizer(run.parallel or model, settings, launch)
+    rates = schedule_settings(settings, run.length)
+    schedule, run.schedule_record = create_schedule(optimizer, **rates), schedule_record(rates)
+    run.model, run.optimizer, run.schedule = prepare_all(run.accelerator, model, run.parallel, optimizer, schedule)
     step_once_per_update(run.schedule)
 
 
 # ── Train ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def train(run: Run, started: float) -> dict[str, Any]:
-    """The loop: draw, forward, backward, step; log, validate and save when it is time."""
+def train(run: Run, started: float) -> dict[str, object]:
+    """The loop: draw, forward, backward, clip, step; log, validate and save when it is time."""
     from accel_scale.facts.exit_statuses import EXIT_STOPPED
     from accel_scale.flags.guard_settings import settings_from
     from accel_scale.measuring.meters import ThroughputMeter, clock_of
     from accel_scale.measuring.profiling import step_profiler
+    from accel_scale.optimization.fast_loss import language_model_loss
     from accel_scale.plugin.loop_watch import LoopWatch
     from accel_scale.reporting.metrics_log import MetricsLog
     from accel_scale.training.checkpoints.manager import CheckpointManager
+    from accel_scale.training.evaluation.validation import evaluate_loss, total_over_ranks
     from accel_scale.training.guard.guard import Guard
     from accel_scale.training.guard.guarded_step import GuardedStep, stop_run
     from accel_scale.training.guard.learning import WeightsBefore, refuse_unlearnt
     from accel_scale.training.pretrain.report import PretrainReport
 
-    accelerator, args, length = run.accelerator, run.args, run.length
+    accelerator, model, args, length = run.accelerator, run.model, run.args, run.length
     manager = CheckpointManager(
         accelerator,
         args.output_dir,
@@ -205,17 +221,17 @@ def train(run: Run, started: float) -> dict[str, Any]:
     manager.register("guard", guard)
     resume(run, manager, run.course.how)
     step = GuardedStep(
-        accelerator, run.model, run.optimizer, run.schedule, guard=guard, max_grad_norm=args.max_grad_norm,
-        output_dir=args.output_dir, first_step=run.step + 1,
-    )  # fmt: skip
+        accelerator, model, run.optimizer, guard=guard, max_grad_norm=args.max_grad_norm, output_dir=args.output_dir
+    )
     metrics = MetricsLog(args.output_dir, run.is_main, resumed_step=run.step)
     report = PretrainReport(run, metrics, ThroughputMeter(clock_of(accelerator.device.type)), started)
     if run.guard_args.guard == "rollback" and run.step == 0:
         manager.save(0, run_state(run, report))  # there must be something to roll back to
-    watch = LoopWatch(accelerator, run.model, run.optimizer, report.meter, run.plan)
+    watch = LoopWatch(accelerator, model, run.optimizer, report.meter, run.plan)
     report.start()
-    before, first_step = WeightsBefore.of(run.model), run.step
-    run.model.train()
+    before, first_step = WeightsBefore.of(model), run.step
+    tokens_per_step = run.settings.global_batch_size * run.data_args.max_length
+    model.train()
     why_stopped = None
     with step_profiler(args.profile_steps, args.output_dir, is_main=run.is_main) as profiler:
         while run.step < length.num_steps and why_stopped is None:
@@ -225,9 +241,27 @@ def train(run: Run, started: float) -> dict[str, Any]:
             run.drawn += 1
             if run.drawn in run.avoided:
                 continue
-            forward_backward(run, step, watch, drawn)
             step.step_number = run.step + 1  # a skipped step does not count
-            rate, outcome = run.learning_rate, step.finish()
+            num_tokens = total_over_ranks(accelerator, drawn.num_predicted)
+            num_micro_batches = len(drawn.micro_batches)
+            if run.parallel is not None and run.parallel.pipeline is not None:
+                rows = [on_device(run, batch) for batch in drawn.micro_batches]
+                losses = run.parallel.pipeline.forward_backward(rows, num_tokens, step.loss_factor)
+                step.record(losses, drawn.row_ids)
+            else:
+                for index, row_ids in enumerate(drawn.row_ids, start=1):
+                    batch, is_last = on_device(run, drawn.micro_batches[index - 1]), index == num_micro_batches
+                    with step.micro_batch(is_last=is_last, row_ids=row_ids), watch.micro_batch(batch):
+                        with accelerator.autocast():
+                            loss = language_model_loss(
+                                model, batch, num_tokens, router=run.router, num_micro_batches=num_micro_batches
+                            )
+                        step.backward(loss * step.loss_factor)
+            grad_norm = step.clip()
+            outcome = step.judge(grad_norm)
+            learning_rate = run.learning_rate
+            if step.optimizer_step(outcome):
+                run.schedule.step()
             watch.stepped()
             if outcome.action == "stop":
                 stop_run(accelerator, outcome, program=PROGRAM)
@@ -235,19 +269,19 @@ def train(run: Run, started: float) -> dict[str, Any]:
                 roll_back(run, manager, guard, report)
                 continue
             run.step += outcome.taken
-            tokens = run.settings.global_batch_size * run.data_args.max_length
-            report.stepped(outcome, rate, tokens=tokens, row_ids=drawn.row_ids)
+            report.stepped(outcome, learning_rate, tokens=tokens_per_step, row_ids=drawn.row_ids)
             profiler.step()
             why_stopped = reason_to_stop(run, manager, started)
             is_end = run.step == length.num_steps or why_stopped is not None
-            if why_stopped != "a signal" and outcome.taken and is_due(run.step, length.eval_steps, is_end):
-                evaluate(run, report)
+            is_evaluated = outcome.taken and is_due(run.step, length.eval_steps, is_end)
+            if run.held_out is not None and is_evaluated and why_stopped != "a signal":
+                report.evaluated(evaluate_loss(accelerator, model, run.held_out))
             if why_stopped or (outcome.taken and length.save_steps and is_due(run.step, length.save_steps, is_end)):
                 manager.save(run.step, run_state(run, report), final=is_end)
             watch.resume_watch()
     manager.finish()
     if run.step > first_step and why_stopped != "a signal":
-        refuse_unlearnt(run.model, before=before, num_steps=run.step - first_step, last_loss=report.last_loss)
+        refuse_unlearnt(model, before=before, num_steps=run.step - first_step, last_loss=report.last_loss)
     verified = save_model(run, report, why_stopped)
     summary = report.end(verified, why_stopped, watch.report())
     manager.close()
@@ -260,26 +294,10 @@ def train(run: Run, started: float) -> dict[str, Any]:
     return summary
 
 
-def forward_backward(run: Run, step: Any, watch: Any, drawn: Any) -> None:
-    """Gradients of one optimizer step: of its micro-batches one by one, or in the order of a pipeline's schedule."""
-    from accel_scale.optimization.fast_loss import language_model_loss
-    from accel_scale.training.evaluation.validation import total_over_ranks
-    from accel_scale.training.pretrain.parallel import run_pipeline
-
-    device = run.accelerator.device
-    num_tokens = total_over_ranks(run.accelerator, drawn.num_predicted)
-    if run.layout.pp > 1:
-        run_pipeline(run, step, drawn, num_tokens)
-        return
-    for index, (batch, row_ids) in enumerate(zip(drawn.micro_batches, drawn.row_ids, strict=True)):
-        batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
-        batch = run.parallel.local(batch) if run.parallel else batch
-        is_last = index + 1 == len(drawn.row_ids)
-        with step.micro_batch(is_last=is_last, row_ids=row_ids), watch.micro_batch(batch):
-            with run.accelerator.autocast():
-                parts = {"router": run.router, "num_micro_batches": len(drawn.row_ids)}
-                loss = language_model_loss(run.model, batch, num_tokens, **parts)
-            step.backward(loss * step.loss_factor)
+def on_device(run: Run, batch: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """A micro-batch where the model is; this rank's part of it where ranks share rows."""
+    moved = {name: tensor.to(run.accelerator.device, non_blocking=True) for name, tensor in batch.items()}
+    return run.parallel.local(moved) if run.parallel else moved
 
 
 def is_due(step: int, every: int, is_end: bool) -> bool:
@@ -287,7 +305,7 @@ def is_due(step: int, every: int, is_end: bool) -> bool:
     return is_end or (every > 0 and step % every == 0)
 
 
-def reason_to_stop(run: Run, manager: Any, started: float) -> str | None:
+def reason_to_stop(run: Run, manager: CheckpointManager, started: float) -> str | None:
     """A signal on any rank, or the time limit by rank 0's clock; the same answer on all of them."""
     from accel_scale.modeling.gathering import broadcast_from_main
 
@@ -298,18 +316,10 @@ def reason_to_stop(run: Run, manager: Any, started: float) -> str | None:
     return "--max_train_time" if broadcast_from_main(time.perf_counter() - started > run.length.seconds) else None
 
 
-def evaluate(run: Run, report: Any) -> None:
-    """Loss on held-out rows, if there are any."""
-    from accel_scale.training.evaluation.validation import evaluate_loss
-
-    if run.held_out is not None:
-        report.evaluated(evaluate_loss(run.accelerator, run.model, run.held_out))
-
-
 # ── Save and resume ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def run_state(run: Run, report: Any) -> dict[str, Any]:
+def run_state(run: Run, report: PretrainReport) -> dict[str, object]:
     """What a checkpoint holds beside weights, optimizer, schedule and random states; collective."""
     from accelerate.utils import gather_object
 
@@ -325,7 +335,7 @@ def run_state(run: Run, report: Any) -> dict[str, Any]:
     }
 
 
-def resume(run: Run, manager: Any, how: str) -> None:
+def resume(run: Run, manager: CheckpointManager, how: str) -> None:
     """Take up a checkpoint where there is one; the data goes on from its position, without a replay."""
     resumed = manager.resume(how)
     if resumed is None and run.args.decay_from:
@@ -337,15 +347,12 @@ def resume(run: Run, manager: Any, how: str) -> None:
     open_batches(run, state.get("data"))
 
 
-def open_batches(run: Run, position: dict[str, Any] | None) -> None:
+def open_batches(run: Run, position: Mapping[str, object] | None) -> None:
     """The endless batches from a position on, and the held-out rows."""
     from accel_scale.training.pretrain.model import num_workers
 
     rank = {"rank": run.layout.data_rank(run.launch.rank), "world_size": run.layout.data_ranks}
-    device_type = run.accelerator.device.type
-    micro = run.args.per_device_train_batch_size
-    if run.batches is not None:
-        run.batches.close()
+    device_type, micro = run.accelerator.device.type, run.args.per_device_train_batch_size
     run.batches = run.data.train_loader(
         global_batch_size=run.settings.global_batch_size,
         micro_batch_size=micro,
@@ -358,10 +365,11 @@ def open_batches(run: Run, position: dict[str, Any] | None) -> None:
         run.held_out = run.data.validation_loader(micro_batch_size=micro, max_rows=run.args.eval_rows, **rank)
 
 
-def roll_back(run: Run, manager: Any, guard: Any, report: Any) -> None:
+def roll_back(run: Run, manager: CheckpointManager, guard: Guard, report: PretrainReport) -> None:
     """Back to the last good checkpoint, to go around the batch that was just drawn."""
     kept, bad = guard.state_dict(), run.drawn
     run.avoided.append(bad)
+    run.batches.close()
     resume(run, manager, "auto")
     restored = guard.state_dict()
     guard.load_state_dict(kept)  # events since the checkpoint stay counted, so that there is an end to it
@@ -370,18 +378,20 @@ def roll_back(run: Run, manager: Any, guard: Any, report: Any) -> None:
     run.say(f"rolled back to step {run.step:,}; batch {bad:,} will be left out")
 
 
-def save_model(run: Run, report: Any, why_stopped: str | None) -> Any:
+def save_model(run: Run, report: PretrainReport, why_stopped: str | None) -> VerifyResult | None:
     """The final folder, which plain `from_pretrained` loads, and a sample of what the model writes."""
     from accel_scale.training.evaluation.validation import beginning_of, sample_text
     from accel_scale.training.pretrain.parallel import save_model_of
 
     if why_stopped == "a signal":
         return None  # little time is left, and the checkpoint is there
-    if run.args.sample_tokens:
+    if run.args.sample_tokens and run.layout.can_generate:
         prompt = run.args.sample_prompt or beginning_of(run.held_out, run.tokenizer)
         options = {"max_new_tokens": run.args.sample_tokens, "seed": run.args.seed}
         report.sample = f"{prompt}▸{sample_text(run.accelerator, run.model, run.tokenizer, prompt, **options)}"
-    return save_model_of(run)
+    return save_model_of(
+        run.accelerator, run.model, run.parallel, run.tokenizer, run.args.output_dir, method=run.settings.method
+    )
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from accel_scale.ending.user_errors import user_errors
 from accel_scale.flags.guard import TrainerGuardArguments, guard_for
@@ -22,11 +22,20 @@ from accel_scale.flags.parsing import ParsedFlags, parse_flags
 from accel_scale.quiet import quiet_imports
 from accel_scale.recipe_specs.sft import SFT
 from accel_scale.starting.begin import begin
+from accel_scale.starting.recipe_start import RecipeRun
 
 if TYPE_CHECKING:  # torch and TRL are slow to import: not before the command line has been checked
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
     from trl import ScriptArguments
 
-    from accel_scale.settings.trl_config import RecipeModelConfig
+    from accel_scale.data.loading import LoadedData
+    from accel_scale.flags.guard_settings import GuardSettings
+    from accel_scale.settings.planned import RunPlan
+    from accel_scale.settings.trl_config import RecipeModelConfig, RecipeSFTConfig
+    from accel_scale.start_check import Verdict
+    from accel_scale.training.checkpoints.going_on import Course
+    from accel_scale.training.trainers.sft_trainer import ScaleSFTTrainer
+    from accel_scale.verifying.measured_memory import MemoryWatch
 
 RECIPE = SFT  # what doctor, plan, rehearse, scaling-test, launch-script and tune.py know about this file
 PROGRAM, FLAG_CLASSES = RECIPE.program, RECIPE.flags
@@ -34,51 +43,35 @@ quiet_imports()  # before the libraries that would print at import
 
 
 @dataclass
-class Run:
-    """Everything decided before training, step by step."""
+class Run(RecipeRun):
+    """Everything decided before training, step by step: what comes later has no value before that."""
 
-    settings: Any  # accel_scale.settings.resolve.Resolved
-    start: Any  # accel_scale.starting.recipe_start.Start
     script: ScriptArguments
     model_args: RecipeModelConfig
-    sp_size: int = 1
-    model_config: Any = None
-    tokenizer: Any = None
-    attention: str = ""
-    start_check: Any = None  # accel_scale.start_check.Verdict
-    data: Any = None
-    questions: list[dict[str, Any]] = field(default_factory=list)
-    parameters: tuple[int, int] = (0, 0)
-    plan: Any = None  # accel_scale.settings.planned.RunPlan
-    watch: Any = None  # accel_scale.verifying.measured_memory.MemoryWatch
-    guard: Any = None  # accel_scale.training.guard.guard.GuardSettings
-    course: Any = None  # accel_scale.training.checkpoints.going_on.Course
+    sp_size: int  # ranks that share each row
+    # By `check`:
+    guard: GuardSettings = field(init=False)
+    model_config: PreTrainedConfig = field(init=False)
+    tokenizer: PreTrainedTokenizerBase = field(init=False)
+    checked: Verdict = field(init=False)
+    plan: RunPlan | None = field(init=False)
+    # By `load_data` and after it:
+    data: LoadedData = field(init=False)
+    questions: list[dict[str, object]] = field(default_factory=list)
+    course: Course = field(init=False)
+    # By `make_trainer`:
+    parameters: tuple[int, int] = field(init=False)  # all, trained ones
+    watch: MemoryWatch | None = field(init=False)
 
     @property
-    def launch(self) -> Any:
-        """How this process was launched: an `accel_scale.launching.environment.LaunchEnvironment`."""
-        return self.start.launch
-
-    @property
-    def device_type(self) -> str:
-        """Where tensors live: ``cuda``, ``cpu`` …"""
-        return self.settings.launch.device_type
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this process speaks."""
-        return self.launch.rank == 0
-
-    def say(self, line: str) -> None:
-        """Print one line, on one process."""
-        if self.is_main:
-            print(line, flush=True)
+    def model_name(self) -> str:
+        """A folder or an id on the hub."""
+        return str(self.settings.values["model_name_or_path"])
 
 
-def main(argv: list[str] | None = None) -> dict[str, Any] | None:
+def main(argv: list[str] | None = None) -> dict[str, object] | None:
     """Run the recipe; returns what `run_summary.json` holds."""
     from accel_scale.ending.user_errors import exit_if_not_saved
-    from accel_scale.training.checkpoints.going_on import course_of_sft
 
     started = time.perf_counter()
     parsed = parse_flags(FLAG_CLASSES, argv, program=PROGRAM, description=__doc__)
@@ -89,10 +82,10 @@ def main(argv: list[str] | None = None) -> dict[str, Any] | None:
     check(run)
     with run.start.folder.taken(is_main=run.is_main), exit_if_not_saved(PROGRAM):
         load_data(run)
-        run.course = course_of_sft(run, load_classes(FLAG_CLASSES))
+        run.course = course_of(run)
         if finished := run.course.look_ahead():
             return run.course.say_finished(finished, is_main=run.is_main)
-        trainer = load(run)
+        trainer = make_trainer(run)
         run.course.follow(trainer, started)
         report_start(run, trainer)
         trainer.train(resume_from_checkpoint=run.course.choice)
@@ -108,13 +101,15 @@ def main(argv: list[str] | None = None) -> dict[str, Any] | None:
 def resolve_run(parsed: ParsedFlags) -> Run:
     """Flags, launch and machine brought together; contradictions are refused here."""
     RECIPE.refuse(parsed)
-    script_class, config_class, model_class, *_ = load_classes(FLAG_CLASSES)  # the slow imports
+    from trl import ScriptArguments  # slow, as all of TRL is
+
     from accel_scale.data.default import DEFAULT_TRAINING, default_model_path
     from accel_scale.settings.planned_choice import resolve_planned
+    from accel_scale.settings.trl_config import RecipeModelConfig, RecipeSFTConfig
     from accel_scale.starting.layout import rows_in_groups
     from accel_scale.starting.recipe_start import start_recipe
 
-    start = start_recipe(parsed, output_dir=parsed.explicit.get("output_dir") or config_class.output_dir)
+    start = start_recipe(parsed, output_dir=str(parsed.explicit.get("output_dir") or RecipeSFTConfig.output_dir))
     start, sp_size = rows_in_groups(parsed, start)
     embedded = not any(parsed.explicit.get(name) for name in ("dataset_name", "dataset_mixture"))
     settings = resolve_planned(parsed, start.facts, start.launch, preset=DEFAULT_TRAINING if embedded else None)
@@ -123,76 +118,53 @@ def resolve_run(parsed: ParsedFlags) -> Run:
     return Run(
         settings=settings,
         start=start,
-        script=settings.build(script_class),
-        model_args=settings.build(model_class),
+        script=settings.build(ScriptArguments),
+        model_args=settings.build(RecipeModelConfig),
         sp_size=sp_size,
     )
 
 
 def check(run: Run) -> None:
     """Refuse what cannot work before anything is loaded; say what the user may want to change."""
-    from accel_scale.checks.case import refuse_errors
-    from accel_scale.checks.registry import check_run
-    from accel_scale.checks.run_settings import RunSettings
-    from accel_scale.launching.memory_cap import cap_device_memory, fragmentation_advice
-    from accel_scale.modeling.adapters import paged_optimizer_advice
+    from accel_scale.launching.memory_cap import cap_device_memory
     from accel_scale.modeling.attention import check_packing_strategy, choose_kernels, resolve_attention
     from accel_scale.modeling.loading import load_config, load_tokenizer
-    from accel_scale.optimization.optimizers import check_optimizer
     from accel_scale.parallel.sequence_checks import check_sequence_parallel
     from accel_scale.settings.model_settings import check_model
     from accel_scale.settings.planned import plan_run
     from accel_scale.settings.trl_config import RecipeSFTConfig
     from accel_scale.start_check import check_sft_start
+    from accel_scale.starting.recipe_start import check_settings
 
     if run.start.announcement:
         run.say(run.start.announcement)
-    values = run.settings.values
-    findings = check_run(RunSettings.from_flags(values, run.settings.sources), run.launch, run.start.machine)
-    refuse_errors(findings)
+    settings, values = run.settings, run.settings.values
     optim = values.get("optim", RecipeSFTConfig.optim)
-    notes = check_optimizer(
-        optim,
-        device_type=run.device_type,
-        strategy=run.launch.strategy,
-        offload_optimizer=run.launch.parallel.offload_optimizer != "none",
-        precision=run.settings.precision.name,
-        max_grad_norm=values.get("max_grad_norm", RecipeSFTConfig.max_grad_norm),
-        gradient_accumulation_steps=values.get("gradient_accumulation_steps", 1),
-        optim_args=values.get("optim_args"),
-        place=run.settings.sources.get("optim", "--optim"),
-    )
-    guard_args = run.settings.build(TrainerGuardArguments)
-    run.guard, unguarded = guard_for(guard_args, optim, run.settings.sources.get("guard"))
-    advice = [
-        unguarded,
-        fragmentation_advice(device_type=run.device_type),
-        paged_optimizer_advice(method=run.settings.method, optim=optim, device_type=run.device_type),
-    ]
-    notes += [*run.settings.precision.notes, *filter(None, advice)]
-    for line in [*(finding.one_line() for finding in findings), *notes]:
+    max_grad_norm = values.get("max_grad_norm", RecipeSFTConfig.max_grad_norm)
+    warnings = check_settings(settings, run.start, optim=optim, max_grad_norm=max_grad_norm)
+    run.guard, unguarded = guard_for(settings.build(TrainerGuardArguments), optim, settings.sources.get("guard"))
+    for line in [*warnings, *filter(None, [unguarded])]:
         run.say(f"warning: {line}")
-    if run.settings.scale.device_memory:
-        cap, rank = run.settings.scale.device_memory, run.launch.local_rank
-        cap_device_memory(cap, device_type=run.device_type, device_index=rank)
-    name = run.model_args.model_name_or_path
-    how = {"revision": run.model_args.model_revision, "trust_remote_code": bool(values.get("trust_remote_code"))}
-    run.model_config, run.tokenizer = load_config(name, **how), load_tokenizer(name, **how)
-    check_model(run.settings, run.model_config, run.tokenizer, default_length=RecipeSFTConfig.max_length)
+    if cap := settings.scale.device_memory:
+        cap_device_memory(cap, device_type=run.device_type, device_index=run.launch.local_rank)
+    revision = run.model_args.model_revision
+    trusts = bool(values.get("trust_remote_code"))
+    run.model_config = load_config(run.model_name, revision=revision, trust_remote_code=trusts)
+    run.tokenizer = load_tokenizer(run.model_name, revision=revision, trust_remote_code=trusts)
+    check_model(settings, run.model_config, run.tokenizer, default_length=RecipeSFTConfig.max_length)
     if values.get("packing", True):
         check_packing_strategy(values.get("packing_strategy", "bfd"))
-    run.attention = resolve_attention(
+    attention = resolve_attention(
         run.model_args.attn_implementation,
-        device=run.settings.launch.device,
-        dtype=run.settings.precision.compute_dtype,
+        device=settings.launch.device,
+        dtype=settings.precision.compute_dtype,
         packing=bool(values.get("packing", True) or values.get("padding_free")),
         model_config=run.model_config,
     )
-    choose_kernels(run.settings.launch.device, lengths_vary=True)
-    check_sequence_parallel(run.model_config, run.sp_size, run.sp_size, run.attention)
-    run.start_check = check_sft_start(run.settings, run.model_args, run.model_config, run.attention, say=run.say)
-    run.attention = run.start_check.attention
-    run.plan = plan_run(run.settings, run.launch, run.model_config, run.attention, run.say)
+    choose_kernels(settings.launch.device, lengths_vary=True)
+    check_sequence_parallel(run.model_config, run.sp_size, run.sp_size, attention)
+    run.checked = check_sft_start(settings, run.model_args, run.model_config, attention, say=run.say)
+    run.plan = plan_run(settings, run.launch, run.model_config, run.checked.attention, run.say)
 
 
 # ── Load ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -226,17 +198,59 @@ def load_data(run: Run) -> None:
         run.data = run.data.with_test(load_training_data(heldout_path).train)
     if num_questions:
         heldout = default_dataset()[1] if embedded else run.data.test  # the embedded rows name their task
-        run.questions = [row for row, _ in zip(heldout, range(num_questions), strict=False)]
+        run.questions = [row for row, _ in zip(heldout or (), range(num_questions), strict=False)]
     refuse_long_prompts(run.data.train, run.tokenizer, values, max_length=RecipeSFTConfig.max_length)
     run.plan = run.plan and run.plan.for_data(run.data.train, run.tokenizer)
 
 
-def load(run: Run) -> Any:
-    """Model, adapters and trainer; sharded at load where the launch shards."""
+def course_of(run: Run) -> Course:
+    """Whether the run begins, goes on or is finished."""
+    from accel_scale.training.checkpoints.going_on import course_of_sft
+
+    settings = run.settings
+    return course_of_sft(
+        settings.values,
+        settings.sources,
+        settings.outcome,
+        load_classes(FLAG_CLASSES),
+        model_config=run.model_config,
+        model_name=run.model_name,
+        rows=run.data.train,
+    )
+
+
+def load_model(run: Run, args: RecipeSFTConfig) -> PreTrainedModel:
+    """The model in the dtype it is trained in, quantised where its base is frozen; sharded at load by ZeRO-3."""
+    from accel_scale.modeling import adapters, loading, precision
+
+    settings = run.settings
+    options = args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {}  # TRL has read text by now
+    quantization = adapters.quantization_config(
+        run.model_args, precision=settings.precision, strategy=run.launch.strategy, device_type=run.device_type
+    )
+    model = loading.load_model(
+        run.model_name,
+        dtype=settings.precision.model_dtype if settings.method == "full" else settings.precision.frozen_dtype,
+        attn_implementation=run.checked.attention,
+        quantization_config=quantization,
+        revision=run.model_args.model_revision,
+        trust_remote_code=args.trust_remote_code,
+        **options,
+    )
+    args.model_init_kwargs = None  # TRL's trainer has no use for them once the model is there
+    if quantization is not None:
+        adapters.prepare_quantized_base(model, use_reentrant=settings.use_reentrant)
+    if settings.precision.fp8:
+        precision.convert_to_fp8(model, emulate=settings.precision.fp8_emulate)
+    return model
+
+
+def make_trainer(run: Run) -> ScaleSFTTrainer:
+    """TRL's trainer with the model, the data, and what was decided about them."""
     from accel_scale.data.chat import ensure_chat_template, ensure_stop_token
     from accel_scale.data.loaders import loader_settings
-    from accel_scale.modeling import activation_checkpointing, adapters, precision
-    from accel_scale.modeling.loading import add_stop_token, count_parameters, load_model
+    from accel_scale.modeling.activation_checkpointing import apply_checkpointing
+    from accel_scale.modeling.loading import add_stop_token, count_parameters
     from accel_scale.optimization.optimizers import optimizer_cls_and_kwargs
     from accel_scale.settings.trl_config import RecipeSFTConfig
     from accel_scale.training.trainers.sft_trainer import ScaleSFTTrainer
@@ -263,34 +277,16 @@ def load(run: Run) -> Any:
     )
     if (args.chat_template_path or "").endswith((".jinja", ".j2")):
         args.chat_template_path = None  # the tokenizer has it by now, with an end of turn if that was missing
-    quantization = adapters.quantization_config(
-        run.model_args, precision=settings.precision, strategy=run.launch.strategy, device_type=run.device_type
-    )
-    trains_adapters = settings.method != "full"
-    dtype = settings.precision.frozen_dtype if trains_adapters else settings.precision.model_dtype
-    model = load_model(
-        run.model_args.model_name_or_path,
-        dtype=dtype,
-        attn_implementation=run.attention,
-        quantization_config=quantization,
-        revision=run.model_args.model_revision,
-        trust_remote_code=args.trust_remote_code,
-        **(args.model_init_kwargs or {}),
-    )
-    args.model_init_kwargs = None
+    model = load_model(run, args)
     if args.ddp_find_unused_parameters is None:
-        args.ddp_find_unused_parameters = bool(run.start_check.untrained)  # looking takes time
-    if quantization is not None:
-        adapters.prepare_quantized_base(model, use_reentrant=settings.use_reentrant)
-    if settings.precision.fp8:
-        precision.convert_to_fp8(model, emulate=settings.precision.fp8_emulate)
+        args.ddp_find_unused_parameters = bool(run.checked.untrained)  # looking takes time
     trainer = ScaleSFTTrainer(
         model=model,
         args=args,
         train_dataset=run.data.train,
         eval_dataset=run.data.test if args.eval_strategy != "no" else None,
         processing_class=run.tokenizer,
-        peft_config=run.start_check.adapter,
+        peft_config=run.checked.adapter,
         optimizer_cls_and_kwargs=optimizer_cls_and_kwargs(
             args.optimizer_name,
             args,
@@ -300,17 +296,16 @@ def load(run: Run) -> Any:
             offload_optimizer=run.launch.parallel.offload_optimizer != "none",
         ),
         schedule=settings.schedule,
-        adapter_dtype=settings.precision.adapter_dtype if trains_adapters else None,
+        adapter_dtype=settings.precision.adapter_dtype if settings.method != "full" else None,
         verify_first_checkpoint=settings.scale.verify_first_checkpoint,
         recover_from_oom=settings.scale.recover_from_oom,
         guard=run.guard,
         questions=run.questions,
         sp_size=run.sp_size,
-        loss_from_logits=run.start_check.loss_from_logits,
+        loss_from_logits=run.checked.loss_from_logits,
     )
-    reentrant = run.start_check.use_reentrant
-    activation_checkpointing.apply_checkpointing(trainer.model, settings.checkpointing, use_reentrant=reentrant)
-    add_stop_token(trainer.model, run.tokenizer.convert_tokens_to_ids(stop_token))
+    apply_checkpointing(trainer.model, settings.checkpointing, use_reentrant=run.checked.use_reentrant)
+    add_stop_token(trainer.model, run.tokenizer, stop_token)
     run.parameters, run.watch = count_parameters(trainer.model), measured_memory.watch(trainer, run.plan)
     return trainer
 
@@ -318,7 +313,7 @@ def load(run: Run) -> Any:
 # ── Report ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def report_start(run: Run, trainer: Any) -> None:
+def report_start(run: Run, trainer: ScaleSFTTrainer) -> None:
     """The table before the first step: what will be trained, on what, how."""
     from accel_scale.reporting.run_tables import data_text
     from accel_scale.reporting.tables import format_count, print_table
@@ -335,7 +330,7 @@ def report_start(run: Run, trainer: Any) -> None:
     print_table(
         "sft",
         {
-            "model": f"{run.model_args.model_name_or_path}, {format_count(total)} parameters",
+            "model": f"{run.model_name}, {format_count(total)} parameters",
             "method": f"{settings.method}, {format_count(trainable)} trainable",
             "precision": settings.precision.name,
             "strategy": f"{run.launch.parallel.label}, {run.launch.world_size} × {run.start.machine.device_name}",
@@ -343,7 +338,7 @@ def report_start(run: Run, trainer: Any) -> None:
             "skipped rows": ", ".join(f"{count} {reason}" for reason, count in run.data.skipped_reasons.items())
             or None,
             "batch": f"{per_step}, {packed}",
-            "attention": run.attention,
+            "attention": run.checked.attention,
             "memory": run.plan and run.plan.text,
             "checkpointing": str(settings.checkpointing),
             "optimizer": f"{args.optimizer_name}, {args.schedule_name} from {args.learning_rate:g}, {length}",
@@ -352,7 +347,7 @@ def report_start(run: Run, trainer: Any) -> None:
     )
 
 
-def report_end(run: Run, trainer: Any) -> dict[str, Any]:
+def report_end(run: Run, trainer: ScaleSFTTrainer) -> dict[str, object]:
     """The table after the last step, and ``run_summary.json`` beside the model."""
     from accel_scale.measuring.meters import peak_device_bytes, peak_host_bytes
     from accel_scale.reporting.run_tables import end_rows
@@ -375,13 +370,13 @@ def report_end(run: Run, trainer: Any) -> dict[str, Any]:
         "world_size": run.launch.world_size,
         "sp_size": run.sp_size,
         "rehearsal": run.start.announcement is not None,
-        "attention": run.attention,
+        "attention": run.checked.attention,
         "plan": plan,
         "finished": run.course.record(),
         "settings": run.settings.values,
         "origins": run.settings.sources,
     }
-    path = write_summary(trainer.args.output_dir, summary)
+    path = write_summary(str(trainer.args.output_dir), summary)
     print_table("done", {**end_rows(summary), "saved": f"{trainer.args.output_dir} (with {path.name})"})
     if plan:
         run.say(plan["line"])

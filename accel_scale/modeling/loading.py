@@ -7,7 +7,7 @@ import copy
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from accel_scale.errors import ConfigError, first_line
 from accel_scale.modeling.model_class import language_model_class, refuse_other_models
@@ -126,12 +126,14 @@ def load_model(
     return model
 
 
-def skeleton_of(config: Any, attention: str | None = None, *, trust_remote_code: bool = False) -> Any:
+def skeleton_of(
+    config: PretrainedConfig, attention: str | None = None, *, trust_remote_code: bool = False
+) -> PreTrainedModel:
     """The model of a configuration on the meta device: it takes no memory, and a fraction of a second."""
     import torch
 
     with plain_loading(), torch.device("meta"):
-        model = language_model_class(config).from_config(
+        model: PreTrainedModel = language_model_class(config).from_config(
             copy.deepcopy(config), attn_implementation=attention, trust_remote_code=trust_remote_code
         )
     model.config.use_cache = False
@@ -163,8 +165,9 @@ def plain_loading() -> Iterator[None]:
             os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = kept_fsdp
 
 
-def add_stop_token(model: Any, token_id: int) -> None:
-    """Let generation stop at `token_id`, beside the tokens it already stops at."""
+def add_stop_token(model: Any, tokenizer: PreTrainedTokenizerBase, token: str) -> None:
+    """Let generation stop at `token`, beside the tokens it already stops at."""
+    token_id = cast(int, tokenizer.convert_tokens_to_ids(token))
     config = model.generation_config
     known = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     stops = [token_id, *(stop for stop in known if stop not in (None, token_id))]

@@ -7,10 +7,14 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
 from accel_scale.modeling.model_class import refuse_other_models
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig, PreTrainedModel
 
 _COUNT = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([kmbt]?)\s*", re.IGNORECASE)
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
@@ -156,7 +160,9 @@ def _special_tokens(tokenizer: Any) -> dict[str, Any]:
     return {name: getattr(tokenizer, name) for name in names}
 
 
-def model_from_nothing(config: Any, *, dtype: Any, attention: str | None, seed: int) -> Any:
+def model_from_nothing(
+    config: PretrainedConfig, *, dtype: torch.dtype, attention: str | None, seed: int
+) -> PreTrainedModel:
     """A causal language model of `config` with random weights, the same on every rank for one seed.
 
     Under ZeRO-3 the weights are partitioned as they are made.
@@ -170,11 +176,12 @@ def model_from_nothing(config: Any, *, dtype: Any, attention: str | None, seed: 
     from accel_scale.modeling.model_class import language_model_class
 
     set_seed(seed)
+    factory = language_model_class(config)
     try:
-        model = language_model_class(config).from_config(config, attn_implementation=attention, dtype=torch.float32)
+        model: PreTrainedModel = factory.from_config(config, attn_implementation=attention, dtype=torch.float32)
     except ValueError as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"no causal language model can be made: {reason}", place="--model_config") from None
     model.config.use_cache = False
     # Drawn in fp32 whatever they are kept in, so that every precision begins with the same weights.
-    return model.to(dtype)
+    return model.to(dtype)  # type: ignore[arg-type]  # its decorator hides the signature

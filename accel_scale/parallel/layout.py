@@ -77,6 +77,11 @@ class ParallelLayout:
         return self.model_ranks == 1
 
     @property
+    def can_generate(self) -> bool:
+        """Whether text can be generated while training: every rank sees whole rows and all layers."""
+        return self.pp == 1 and self.sp == 1
+
+    @property
     def label(self) -> str:
         """For tables: ``PP 2 × DP 2 × TP 2``."""
         names = {"pp": "PP", "dp_replicate": "DP", "dp_shard": "FSDP2", "sp": "SP", "tp": "TP"}

@@ -21,6 +21,7 @@ from accel_scale.modeling.gathering import gather_values, process_index, wait_fo
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedModel
 
 _PREFIX = "accel-scale-weights-"
 _PIECE_BYTES = 2 << 30  # safetensors copies what it writes
@@ -30,8 +31,13 @@ _READY, _FAILED = "ready.json", "failed.txt"
 
 
 def build_once_per_server(
-    build: Callable[[], Any], skeleton: Callable[[], Any], *, local_rank: int, num_bytes: int, fits_on_each: bool
-) -> Any:
+    build: Callable[[], PreTrainedModel],
+    skeleton: Callable[[], PreTrainedModel],
+    *,
+    local_rank: int,
+    num_bytes: int,
+    fits_on_each: bool,
+) -> PreTrainedModel:
     """The model of `build` on every rank: built by the first rank of each server, mapped by the others.
 
     torch's random number generator is afterwards where building leaves it, on every rank. Collective.

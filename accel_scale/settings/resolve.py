@@ -86,10 +86,23 @@ class Resolved:
         return cls(**{name: value for name, value in self.values.items() if name in names})
 
     @property
+    def outcome(self) -> dict[str, str | int]:
+        """What several flags come to together: method, precision and global batch."""
+        return {
+            "method": self.method,
+            "precision": self.precision.name,
+            "global_batch_size": self.global_batch_size,
+        }
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of each rank per optimizer step."""
+        return int(self.values.get("gradient_accumulation_steps", 1))
+
+    @property
     def global_batch_size(self) -> int:
         """Sequences per optimizer step over all ranks."""
-        micro = int(self.values.get("per_device_train_batch_size", 8))
-        return micro * int(self.values.get("gradient_accumulation_steps", 1)) * self.launch.world_size
+        return int(self.values.get("per_device_train_batch_size", 8)) * self.accumulation * self.launch.world_size
 
     @property
     def schedule(self) -> dict[str, Any]:

@@ -16,9 +16,10 @@ from accel_scale.start_check.plan import PlannedRun, Verdict
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+    from accel_scale.flags.pretraining import PretrainModelArguments
+    from accel_scale.parallel.layout import ParallelLayout
     from accel_scale.settings.resolve import Resolved
     from accel_scale.settings.trl_config import RecipeModelConfig
-    from accel_scale.training.pretrain.run import Run as PretrainRun
 
 
 def check_sft_start(
@@ -56,7 +57,16 @@ def check_sft_start(
     return _said(planned, settings, say)
 
 
-def check_pretrain_start(run: PretrainRun) -> Verdict:
+def check_pretrain_start(
+    settings: Resolved,
+    model_args: PretrainModelArguments,
+    config: PreTrainedConfig,
+    attention: str,
+    *,
+    isolate_documents: bool,
+    layout: ParallelLayout,
+    say: Callable[[str], None],
+) -> Verdict:
     """The start check of a pretraining run; what the user should know is said, a line each.
 
     Raises:
@@ -64,24 +74,24 @@ def check_pretrain_start(run: PretrainRun) -> Verdict:
     """
     from accel_scale.settings.model_settings import settle_adapters
 
-    adapter = settle_adapters(run.settings, run.model_args, run.model_config)
+    adapter = settle_adapters(settings, model_args, config)
     planned = PlannedRun(
-        config=run.model_config,
-        attention=run.attention,
-        attention_given=bool(run.model_args.attn_implementation),
-        rows="lanes" if run.data_args.isolate_documents else "stream",
-        policy=run.settings.checkpointing,
-        use_reentrant=adapter is not None and run.launch.parallel.kind.partitions_weights,
+        config=config,
+        attention=attention,
+        attention_given=bool(model_args.attn_implementation),
+        rows="lanes" if isolate_documents else "stream",
+        policy=settings.checkpointing,
+        use_reentrant=adapter is not None and strategy_named(settings.launch.strategy).partitions_weights,
         adapter=adapter,
-        targets_given="lora_target_modules" in run.settings.sources,
-        trust_remote_code=run.model_args.trust_remote_code,
+        targets_given="lora_target_modules" in settings.sources,
+        trust_remote_code=model_args.trust_remote_code,
         packing_flag="--isolate_documents false",
     )
-    refuse_shared_model(run.model_config, is_plain=run.layout.is_plain)
-    verdict = _said(planned, run.settings, run.say)
-    if verdict.loss_from_logits and not run.layout.is_plain:
+    refuse_shared_model(config, is_plain=layout.is_plain)
+    verdict = _said(planned, settings, say)
+    if verdict.loss_from_logits and not layout.is_plain:
         raise ConfigError(
-            f"{run.model_config.model_type}'s head is more than one matrix product, which ranks cannot share.",
+            f"{config.model_type}'s head is more than one matrix product, which ranks cannot share.",
             place="--tp_size, --pp_size and --sp_size",
             fix="leave them out, and use FSDP2 or ZeRO.",
         )

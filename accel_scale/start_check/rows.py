@@ -52,7 +52,7 @@ def tiny_batch(kind: RowKind, attention: str) -> TinyBatch:
     inputs, changed = (
         with_document_lengths(_collate(kind, [first, *rows[1:]], lengths), attention) for first in (rows[0], other)
     )
-    shape = inputs["input_ids"].shape  # type: ignore[union-attr]
+    shape = inputs["input_ids"].shape
     place = torch.arange(shape.numel()).view(shape)  # row 0 comes first, flattened or not
     before = (place >= begin) & (place < middle)
     others = ((place < begin) | (place >= end)) if packs else (place >= shape[1])

@@ -49,7 +49,7 @@ def build_twin(
             num_parameters = language_model_class(config).from_config(copy.deepcopy(tiny), **options).num_parameters()
         if num_parameters <= MAX_PARAMETERS:
             torch.default_generator.manual_seed(seed)
-            model = language_model_class(config).from_config(tiny, dtype=torch.float32, **options)
+            model: PreTrainedModel = language_model_class(config).from_config(tiny, dtype=torch.float32, **options)
     except Exception as error:  # whatever a configuration of an unknown kind raises
         raise NoTwin(f"{type(error).__name__}: {first_line(error)[:200]}") from error
     if num_parameters > MAX_PARAMETERS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from accel_scale.flags.parsing import ParsedFlags
 from accel_scale.settings.resolve import LaunchFacts, Resolved
@@ -33,6 +33,39 @@ class Start:
     announcement: str | None
     facts: LaunchFacts
     folder: OutputFolder
+
+
+@dataclass
+class RecipeRun:
+    """What every recipe's run has, for it to extend.
+
+    Attributes:
+        settings: Every flag that was set or derived, and where it came from.
+        start: How and where this process was started.
+    """
+
+    settings: Resolved
+    start: Start
+
+    @property
+    def launch(self) -> LaunchEnvironment:
+        """How this process was launched."""
+        return self.start.launch
+
+    @property
+    def device_type(self) -> str:
+        """Where tensors live: ``cuda``, ``cpu`` …"""
+        return self.settings.launch.device_type
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process speaks."""
+        return self.launch.rank == 0
+
+    def say(self, line: str) -> None:
+        """Print one line, on one process."""
+        if self.is_main:
+            print(line, flush=True)
 
 
 def start_recipe(parsed: ParsedFlags, *, output_dir: str) -> Start:
@@ -90,8 +123,11 @@ def steps_on_host(launch: LaunchEnvironment, optimizer: str | None) -> bool:
     return parallel.offload_optimizer != "none" or parallel.offload_params != "none" or bool(spec and spec.on_host)
 
 
-def check_settings(settings: Resolved, start: Start) -> list[str]:
+def check_settings(settings: Resolved, start: Start, *, optim: str, max_grad_norm: float) -> list[str]:
     """Refuse contradictions between flags, launch and machine; returns what the user may want to change.
+
+    Args:
+        optim, max_grad_norm: As given, else the recipe's defaults.
 
     Raises:
         ConfigError: for the first contradiction.
@@ -100,22 +136,26 @@ def check_settings(settings: Resolved, start: Start) -> list[str]:
     from accel_scale.checks.registry import check_run
     from accel_scale.checks.run_settings import RunSettings
     from accel_scale.launching.memory_cap import fragmentation_advice
+    from accel_scale.modeling.adapters import paged_optimizer_advice
     from accel_scale.optimization.optimizers import check_optimizer
 
-    values: dict[str, Any] = settings.values
-    findings = check_run(RunSettings.from_flags(values, settings.sources), start.launch, start.machine)
+    device_type, parallel = settings.launch.device_type, start.launch.parallel
+    findings = check_run(RunSettings.from_flags(settings.values, settings.sources), start.launch, start.machine)
     refuse_errors(findings)
     notes = check_optimizer(
-        values["optim"],
-        device_type=settings.launch.device_type,
+        optim,
+        device_type=device_type,
         strategy=start.launch.strategy,
-        offload_optimizer=start.launch.parallel.offload_optimizer != "none",
+        offload_optimizer=parallel.offload_optimizer != "none",
         precision=settings.precision.name,
-        max_grad_norm=values["max_grad_norm"],
-        gradient_accumulation_steps=values.get("gradient_accumulation_steps", 1),
-        optim_args=values.get("optim_args"),
+        max_grad_norm=max_grad_norm,
+        gradient_accumulation_steps=settings.accumulation,
+        optim_args=settings.values.get("optim_args"),
         place=settings.sources.get("optim", "--optim"),
     )
-    advice = fragmentation_advice(device_type=settings.launch.device_type)
-    said = [*notes, *settings.precision.notes, *([advice] if advice else [])]
+    advice = (
+        fragmentation_advice(device_type=device_type),
+        paged_optimizer_advice(method=settings.method, optim=optim, device_type=device_type),
+    )
+    said = [*notes, *settings.precision.notes, *(line for line in advice if line)]
     return [*(finding.one_line() for finding in findings), *said]

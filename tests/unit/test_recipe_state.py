@@ -71,8 +71,8 @@ class Begun:
             guard_args=None,  # type: ignore[arg-type]
             layout=ParallelLayout(),
             embedded=False,
-            accelerator=accelerator,
         )
+        run.accelerator = accelerator
         run.data = open_pretraining_data(data, tokenizer=load_pretraining_tokenizer("byte"), row_length=16, seed=1)
         self.run, self.guard = run, Guard(GuardSettings(policy="rollback", max_skips=3, min_steps=4))
         self.manager = CheckpointManager(accelerator, folder)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
 from accel_scale.reporting.summary import SUMMARY_NAME
@@ -28,6 +28,12 @@ from accel_scale.training.checkpoints.settings import (
     schedule_length,
     with_defaults,
 )
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+    from transformers import PreTrainedConfig
+
+    from accel_scale.flags.pretraining import PretrainArguments
 
 _AUTO, _NO = ("auto", "true", "yes", ""), ("no", "false", "none", "never")
 
@@ -128,50 +134,76 @@ class Course:
         return summary
 
 
-def course_of_sft(run: Any, flag_classes: Sequence[type]) -> Course:
-    """That of recipes/sft.py, once flags, model configuration and data are known."""
-    settings, names = run.settings, ("resume_from_checkpoint", "output_dir", "max_steps", "num_train_epochs")
-    values = with_defaults(settings.values, flag_classes)
+def course_of_sft(
+    given: Mapping[str, Any],
+    places: Mapping[str, str],
+    outcome: Mapping[str, object],
+    flag_classes: Sequence[type],
+    *,
+    model_config: PreTrainedConfig,
+    model_name: str,
+    rows: Dataset | IterableDataset,
+) -> Course:
+    """That of recipes/sft.py, once flags, model configuration and data are known.
+
+    Args:
+        given: Flags by name; those of `flag_classes` that are left out have their defaults.
+        places: Where flags were set.
+        outcome: What flags come to together: method, precision, global batch.
+        rows: To train on.
+    """
+    names = ("resume_from_checkpoint", "output_dir", "max_steps", "num_train_epochs")
+    values = with_defaults(given, flag_classes)
     how, output_dir, steps, epochs = (values[name] for name in names)
     return Course(
         Path(output_dir),
         resume_choice(how),
         settings=meaning_of(
             values,
-            method=settings.method,
-            precision=settings.precision.name,
-            global_batch_size=settings.global_batch_size,
+            **outcome,
             length=schedule_length(values["lr_scheduler_type"], steps, epochs),
-            model=model_record(run.model_config, run.model_args.model_name_or_path),
-            data=rows_fingerprint(run.data.train),
+            model=model_record(model_config, model_name),
+            data=rows_fingerprint(rows),
         ),
         goal=schedule_length("", steps, epochs) or "",
-        allow_changed_settings=settings.scale.allow_changed_settings,
-        place=settings.sources.get("resume_from_checkpoint", "--resume_from_checkpoint"),
+        allow_changed_settings=values["allow_changed_settings"],
+        place=places.get("resume_from_checkpoint", "--resume_from_checkpoint"),
     )
 
 
-def course_of_pretraining(run: Any) -> Course:
-    """That of recipes/pretrain.py, once model configuration and data are known."""
-    settings, values, args = run.settings, run.settings.values, run.args
+def course_of_pretraining(
+    args: PretrainArguments,
+    values: Mapping[str, Any],
+    places: Mapping[str, str],
+    outcome: Mapping[str, object],
+    *,
+    model_config: PreTrainedConfig,
+    files: Sequence[Path],
+) -> Course:
+    """That of recipes/pretrain.py, once model configuration and data are known.
+
+    Args:
+        values: All flags by name.
+        places: Where flags were set.
+        outcome: What flags come to together: method, precision, global batch.
+        files: What ``--data`` comes to.
+    """
     goal = f"{args.max_tokens} tokens" if args.max_tokens else f"{args.decay_steps or args.max_steps} steps"
-    shares = sorted(str(source).rpartition("=")[2] for source in run.data_args.data if "=" in str(source))
+    shares = sorted(str(source).rpartition("=")[2] for source in values["data"] if "=" in str(source))
     depends = schedule_length(args.lr_scheduler_type, 1, 0, limited_by_time=args.max_train_time is not None)
     return Course(
         Path(args.output_dir),
         resume_choice(args.resume),
         settings=meaning_of(
             values,
-            method=settings.method,
-            precision=settings.precision.name,
-            global_batch_size=settings.global_batch_size,
+            **outcome,
             length=goal if depends else None,
-            model=model_record(run.model_config, run.model_args.model_name_or_path),
-            data=f"{len(run.data.files)} files {files_fingerprint(run.data.files)} {','.join(shares)}".strip(),
+            model=model_record(model_config, values["model_name_or_path"]),
+            data=f"{len(files)} files {files_fingerprint(files)} {','.join(shares)}".strip(),
         ),
         goal=goal,
         allow_changed_settings=args.allow_changed_settings,
-        place=settings.sources.get("resume", "--resume"),
+        place=places.get("resume", "--resume"),
     )
 
 

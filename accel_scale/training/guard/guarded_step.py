@@ -121,16 +121,25 @@ class GuardedStep:
         """Say why in one line, once, and end every process with status 65; call it on all of them."""
         stop_run(self._accelerator, outcome)
 
-    def finish(self, loss_sum: torch.Tensor | float | None = None, row_ids: Sequence[Any] = ()) -> StepOutcome:
-        """Judge the step and take it, or drop it; gradients are gone afterwards in any case.
+    def clip(self) -> float | None:
+        """Clip the gradients of the global batch to `max_grad_norm`; their norm before, None where there is none."""
+        if not self._is_complete:
+            raise RuntimeError("finish comes after the micro-batch with is_last=True, whose gradients are reduced")
+        return self._gate.clip(self._max_grad_norm)
+
+    def judge(
+        self,
+        grad_norm: float | None,
+        loss_sum: torch.Tensor | float | None = None,
+        row_ids: Sequence[Any] = (),
+    ) -> StepOutcome:
+        """Decide about the step, from the loss and the norm that `clip` returned; `optimizer_step` comes next.
 
         Args:
             loss_sum: This process's share of the global loss: its sum over tokens ÷ the global number of tokens.
                 None: what `backward` was given ÷ `loss_factor`.
             row_ids: Names of this process's rows, if not given to `micro_batch`.
         """
-        if not self._is_complete:
-            raise RuntimeError("finish comes after the micro-batch with is_last=True, whose gradients are reduced")
         parts, self._parts, self._is_complete = self._parts, [], False
         if loss_sum is None:
             values = [value.float() for part in parts for value in part.losses]
@@ -144,20 +153,34 @@ class GuardedStep:
         if self._shared is not None:
             loss = loss * self._shared.layout.pp  # the mean over ranks counts stages that have no loss
             parts = parts if self._shared.speaks_for_rows else []
-        outcome, decision = self._judge.judge(
+        outcome, _ = self._judge.judge(
             loss,
-            self._gate.clip(self._max_grad_norm),
+            grad_norm,
             parts,
             step_number=self.step_number,
             loss_factor=self.loss_factor,
             has_loss_scaler=self._gate.has_loss_scaler,
         )
-        if outcome.taken or decision.is_overflow:
-            self._gate.take(outcome.lr_factor)
-            if self._scheduler is not None and not self._optimizer.step_was_skipped:
-                self._scheduler.step()
-            self._gate.zero_grad()
-        else:
-            self._gate.drop()
+        return outcome
+
+    def optimizer_step(self, outcome: StepOutcome) -> bool:
+        """Take the step where `outcome` says so, else drop it; gradients are gone afterwards in any case.
+
+        Returns:
+            Whether the weights have changed, so that the schedule is to step too.
+        """
         self.step_number += 1
+        if not (outcome.taken or outcome.is_overflow):
+            self._gate.drop()
+            return False
+        self._gate.take(outcome.lr_factor)
+        has_stepped = not self._optimizer.step_was_skipped
+        self._gate.zero_grad()
+        return has_stepped
+
+    def finish(self, loss_sum: torch.Tensor | float | None = None, row_ids: Sequence[Any] = ()) -> StepOutcome:
+        """`clip`, `judge`, `optimizer_step` and the schedule's step in one; arguments are those of `judge`."""
+        outcome = self.judge(self.clip(), loss_sum, row_ids)
+        if self.optimizer_step(outcome) and self._scheduler is not None:
+            self._scheduler.step()
         return outcome

@@ -28,6 +28,7 @@ class StepOutcome:
         grad_norm: Of the global batch, before clipping; None where the engine has none.
         reason: Why it was not simply taken.
         lr_factor: What the learning rate was multiplied by in this step.
+        is_overflow: Not taken because fp16's gradients overflowed: the loss scaler must see the step.
     """
 
     action: str
@@ -35,6 +36,7 @@ class StepOutcome:
     grad_norm: float | None
     reason: str | None = None
     lr_factor: float = 1.0
+    is_overflow: bool = False
 
     @property
     def taken(self) -> bool:
@@ -94,7 +96,9 @@ class StepJudge:
             if self._guard is None
             else self._guard.judge(global_loss, norm, has_loss_scaler=has_loss_scaler)
         )
-        outcome = StepOutcome(decision.action, global_loss, norm, decision.reason, decision.lr_factor)
+        outcome = StepOutcome(
+            decision.action, global_loss, norm, decision.reason, decision.lr_factor, decision.is_overflow
+        )
         if decision.is_event:
             self._record(outcome, decision, micro_batches, step_number, loss_factor)
         return outcome, decision

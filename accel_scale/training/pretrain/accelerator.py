@@ -4,40 +4,32 @@ from __future__ import annotations
 
 import os
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from accel_scale.flags.pretraining import PretrainArguments
+    from accel_scale.settings.resolve import Resolved
+
 
 def plain_accelerator(
+    args: PretrainArguments,
+    settings: Resolved,
     *,
-    mixed_precision: str,
-    micro_batch_size: int,
-    accumulation: int,
-    sync_each_batch: bool,
-    max_grad_norm: float,
-    output_dir: str,
-    report_to: list[str],
     compile_layers: bool = False,
-    ddp: Any = None,
     ranks_share_model: bool = False,
-    collective_timeout: str | None = None,
     program: str = "pretrain.py",
-) -> Any:
+) -> Accelerator:
     """Accelerate for this launch. DeepSpeed is told the micro-batch, accumulation and clipping that the loop uses.
 
     Args:
-        mixed_precision: ``no``, ``fp16`` or ``bf16``.
-        micro_batch_size: Rows per rank and forward pass.
-        accumulation: Micro-batches per optimizer step.
-        sync_each_batch: Reduce the gradients of every micro-batch, not of a step's last alone.
-        max_grad_norm: Gradients are clipped to it.
-        output_dir: Where trackers that write files do so.
-        report_to: Names of trackers.
+        args: How long and how to train, what DDP sends, and the trackers.
+        settings: Precision and accumulation are read.
         compile_layers: Compile each of the model's layers when it is prepared.
-        ddp: Arguments with ``ddp_comm_hook`` and the like, see `DdpSettings`; None: DDP as it is.
         ranks_share_model: `parallelize` will shard the model, and the launch file's FSDP must leave it alone.
-        collective_timeout: How long ranks wait for one another, e.g. ``10m``.
         program: Begins the line that says which rank was missing.
 
     Raises:
@@ -55,25 +47,25 @@ def plain_accelerator(
             os.environ[name] = "false"
     dynamo = TorchDynamoPlugin(backend="inductor", use_regional_compilation=True) if compile_layers else None
     accumulating = GradientAccumulationPlugin(
-        num_steps=accumulation, sync_with_dataloader=False, sync_each_batch=sync_each_batch
+        num_steps=settings.accumulation, sync_with_dataloader=False, sync_each_batch=args.sync_each_batch
     )
-    handler = InitProcessGroupKwargs(timeout=backend_timeout(collective_timeout))
+    handler = InitProcessGroupKwargs(timeout=backend_timeout(args.collective_timeout))
     # Said below, as an error.
     warnings.filterwarnings("ignore", message=".*no supported trackers are currently installed.*")
     try:
         accelerator = Accelerator(
-            mixed_precision=mixed_precision,
+            mixed_precision=settings.precision.mixed_precision,
             gradient_accumulation_plugin=accumulating,
             dynamo_plugin=dynamo,
             kwargs_handlers=[handler],
-            log_with=report_to or None,
-            project_dir=output_dir,
+            log_with=args.report_to or None,
+            project_dir=args.output_dir,
         )
     except ValueError as error:
         raise ConfigError(
             str(error).strip().splitlines()[0], place="--report_to", fix="pip install 'accel-scale[tracking]'."
         ) from None
-    missing = set(report_to) - {str(getattr(tracker, "value", tracker)) for tracker in accelerator.log_with}
+    missing = set(args.report_to) - {str(getattr(tracker, "value", tracker)) for tracker in accelerator.log_with}
     if missing:
         raise ConfigError(
             f"{', '.join(sorted(missing))} is not installed or no tracker.",
@@ -82,18 +74,18 @@ def plain_accelerator(
         )
     plugin = accelerator.state.deepspeed_plugin
     if plugin is not None:
-        _tell_deepspeed(plugin.deepspeed_config, micro_batch_size, accumulation, max_grad_norm)
+        _tell_deepspeed(plugin.deepspeed_config, args, settings.accumulation)
     enable_fp16_on_cpu(accelerator)
-    use_ddp_settings(accelerator, DdpSettings.of(ddp))
-    watch_accelerator(accelerator, collective_timeout, program)
+    use_ddp_settings(accelerator, DdpSettings.of(args))
+    watch_accelerator(accelerator, args.collective_timeout, program)
     return accelerator
 
 
-def _tell_deepspeed(config: dict[str, Any], micro_batch_size: int, accumulation: int, max_grad_norm: float) -> None:
+def _tell_deepspeed(config: dict[str, Any], args: PretrainArguments, accumulation: int) -> None:
     wanted = {
-        "train_micro_batch_size_per_gpu": (micro_batch_size, "--per_device_train_batch_size"),
+        "train_micro_batch_size_per_gpu": (args.per_device_train_batch_size, "--per_device_train_batch_size"),
         "gradient_accumulation_steps": (accumulation, "--global_batch_size"),
-        "gradient_clipping": (max_grad_norm, "--max_grad_norm"),
+        "gradient_clipping": (args.max_grad_norm, "--max_grad_norm"),
     }
     for key, (value, flag) in wanted.items():
         given = config.get(key, "auto")

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from accel_scale.errors import ConfigError
 from accel_scale.flags.pretraining import PretrainDataArguments, PretrainModelArguments
 from accel_scale.modeling.scratch import config_from_file, config_of_size, model_from_nothing, parse_count
 from accel_scale.parallel.mapped_weights import fits_on_each
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from accel_scale.data.pretraining.opened import PretrainingData
+    from accel_scale.launching.environment import LaunchEnvironment
+    from accel_scale.modeling.precision import Precision
+    from accel_scale.parallel.layout import ParallelLayout
 
 _BUILT_IN = ("byte", "char")
 _ALL_BYTES = 2**62
@@ -18,7 +26,7 @@ TOKENIZER_FOLDER = "tokenizer"
 
 def run_tokenizer(
     model_args: PretrainModelArguments, data_args: PretrainDataArguments, output_dir: str, *, default: str
-) -> Any:
+) -> PreTrainedTokenizerBase:
     """The run's tokenizer. One that is made from the data is kept in the output folder, and found there afterwards.
 
     Args:
@@ -29,7 +37,8 @@ def run_tokenizer(
     Raises:
         ConfigError: if there is none, or a kept one is not the one that is asked for.
     """
-    from accel_scale.data.pretraining import load_pretraining_tokenizer, sample_texts, train_tokenizer
+    from accel_scale.data.pretraining.sampling import sample_texts
+    from accel_scale.data.pretraining.tokenizers import load_pretraining_tokenizer, train_tokenizer
     from accel_scale.modeling.loading import load_tokenizer
 
     name = model_args.tokenizer
@@ -65,7 +74,7 @@ def run_tokenizer(
     return tokenizer
 
 
-def _check_kept(tokenizer: Any, model_args: PretrainModelArguments, folder: Path) -> None:
+def _check_kept(tokenizer: PreTrainedTokenizerBase, model_args: PretrainModelArguments, folder: Path) -> None:
     if model_args.train_tokenizer and len(tokenizer) > model_args.vocab_size:
         raise ConfigError(
             f"{folder} holds a tokenizer of {len(tokenizer):,} tokens from an earlier run.",
@@ -79,15 +88,15 @@ def _folder_of(config: str) -> Path:
     return path if path.is_dir() else path.parent
 
 
-def open_data(args: Any, data_args: PretrainDataArguments, tokenizer: Any) -> Any:
-    """The run's `PretrainingData`, as the flags say."""
-    from accel_scale.data.pretraining import open_pretraining_data
+def open_data(data_args: PretrainDataArguments, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> PretrainingData:
+    """The run's text, as the flags say."""
+    from accel_scale.data.pretraining.opening import open_pretraining_data
 
     return open_pretraining_data(
         data_args.data,
         tokenizer=tokenizer,
         row_length=data_args.max_length,
-        seed=args.seed,
+        seed=seed,
         text_column=data_args.text_column,
         text_documents=data_args.text_documents,
         validation_data=data_args.validation_data or None,
@@ -96,7 +105,9 @@ def open_data(args: Any, data_args: PretrainDataArguments, tokenizer: Any) -> An
     )
 
 
-def run_config(model_args: PretrainModelArguments, max_length: int, tokenizer: Any) -> Any:
+def run_config(
+    model_args: PretrainModelArguments, max_length: int, tokenizer: PreTrainedTokenizerBase
+) -> PreTrainedConfig:
     """The model's configuration: of a model, of a config.json, of a size, or of the embedded model.
 
     Raises:
@@ -130,9 +141,48 @@ def run_config(model_args: PretrainModelArguments, max_length: int, tokenizer: A
 
 
 def build_model(
-    model_args: PretrainModelArguments, config: Any, precision: Any, attention: str, *, seed: int, launch: Any
-) -> Any:
-    """The model on the host, its weights loaded or drawn from `seed`.
+    model_args: PretrainModelArguments,
+    config: PreTrainedConfig,
+    precision: Precision,
+    attention: str,
+    *,
+    seed: int,
+    launch: LaunchEnvironment,
+    layout: ParallelLayout,
+) -> PreTrainedModel:
+    """The model on the host, its weights loaded or drawn from `seed`; once per server where its ranks share it."""
+
+    def build() -> PreTrainedModel:
+        return _own_model(model_args, config, precision, attention, seed=seed, launch=launch)
+
+    if layout.is_plain or launch.local_world_size == 1:
+        return build()
+    from accel_scale.modeling.loading import skeleton_of
+    from accel_scale.parallel.mapped_weights import build_once_per_server
+
+    def skeleton() -> PreTrainedModel:
+        return skeleton_of(config, attention, trust_remote_code=model_args.trust_remote_code)
+
+    num_params = skeleton().num_parameters()
+    return build_once_per_server(
+        build,
+        skeleton,
+        local_rank=launch.local_rank,
+        num_bytes=4 * num_params,
+        fits_on_each=fits_on_each(num_params, launch.local_world_size),
+    )
+
+
+def _own_model(
+    model_args: PretrainModelArguments,
+    config: PreTrainedConfig,
+    precision: Precision,
+    attention: str,
+    *,
+    seed: int,
+    launch: LaunchEnvironment,
+) -> PreTrainedModel:
+    """The model on this rank's host.
 
     Under ZeRO-3 weights that are loaded are partitioned as they come. Weights that are drawn are drawn whole where the
     host has room for that on each of its ranks, so that every strategy begins with the same ones.
@@ -157,24 +207,9 @@ def build_model(
     )
 
 
-def plan_memory(run: Any) -> Any:
-    """What is predicted for a rank of the run before its model is made; None where nothing is asked for.
-
-    Raises:
-        ConfigError: if the run cannot be expected to fit.
-    """
-    from accel_scale.settings.planned import mode_of, plan_run
-    from accel_scale.settings.planned_setup import SharedModel
-    from accel_scale.training.pretrain.parallel import pipeline_settings
-
-    if mode_of(run.settings) == "off":
-        return None
-    pipeline = pipeline_settings(run)
-    shared = SharedModel(run.layout, pipeline.schedule, pipeline.stages_per_rank)
-    return plan_run(run.settings, run.launch, run.model_config, run.attention, run.say, shared=shared)
-
-
-def num_workers(data_args: PretrainDataArguments, launch: Any, *, device_type: str, embedded: bool) -> int:
+def num_workers(
+    data_args: PretrainDataArguments, launch: LaunchEnvironment, *, device_type: str, embedded: bool
+) -> int:
     """Worker processes of each rank's loader: as given, else from the cores."""
     from accel_scale.data.loaders import loader_settings
 

@@ -20,6 +20,10 @@ from accel_scale.units import format_bytes
 
 if TYPE_CHECKING:
     from accel_scale.reporting.metrics_log import MetricsLog
+    from accel_scale.training.evaluation.validation import Evaluation
+    from accel_scale.training.guard.verdict import StepOutcome
+    from accel_scale.training.pretrain.run import Run
+    from accel_scale.training.saving.verification import VerifyResult
 
 # Above this share of the time the loader is worth a word.
 _WAITING_SHARE = 0.1
@@ -29,13 +33,13 @@ class PretrainReport:
     """Follows one run.
 
     Args:
-        run: The recipe's `Run`.
+        run: What is trained, and where it is.
         metrics: Where every logged figure goes.
         meter: Told by the loop when a step begins, has its data and ends.
         started: `time.perf_counter()` at the program's start.
     """
 
-    def __init__(self, run: Any, metrics: MetricsLog, meter: ThroughputMeter, started: float) -> None:
+    def __init__(self, run: Run, metrics: MetricsLog, meter: ThroughputMeter, started: float) -> None:
         self.run, self.metrics, self.meter, self.started = run, metrics, meter, started
         self.losses: list[float] = []
         self.eval_losses: list[float] = []
@@ -46,7 +50,7 @@ class PretrainReport:
         self.flops_per_token = self.peak = 0.0
         self._lines: StepLines | None = None
 
-    def counters(self) -> dict[str, Any]:
+    def counters(self) -> dict[str, float]:
         """What all starts of the run have counted beside its tokens, JSON-able, kept with every checkpoint."""
         counted = asdict(self._counted)
         del counted["tokens"]  # the run's own, which a rollback takes back
@@ -123,7 +127,7 @@ class PretrainReport:
 
     # ── Steps ──
 
-    def stepped(self, outcome: Any, learning_rate: float, *, tokens: int, row_ids: list[list[str]]) -> None:
+    def stepped(self, outcome: StepOutcome, learning_rate: float, *, tokens: int, row_ids: list[list[str]]) -> None:
         """Count one step that was judged; log it when it is time, or when it was not simply taken."""
         run = self.run
         self.num_skipped += not outcome.taken
@@ -178,7 +182,7 @@ class PretrainReport:
         if self.run.args.report_to:
             self.run.accelerator.log(values, step=self.run.step)
 
-    def evaluated(self, evaluation: Any) -> None:
+    def evaluated(self, evaluation: Evaluation) -> None:
         """Log a validation."""
         self.eval_losses.append(evaluation.loss)
         self._log({"eval_loss": evaluation.loss, "perplexity": evaluation.perplexity})
@@ -210,7 +214,7 @@ class PretrainReport:
 
     # ── End ──
 
-    def end(self, verified: Any, why_stopped: str | None, plan: dict[str, Any]) -> dict[str, Any]:
+    def end(self, verified: VerifyResult | None, why_stopped: str | None, plan: dict[str, Any]) -> dict[str, object]:
         """The table after the last step, and ``run_summary.json`` beside the model."""
         from accel_scale.reporting.summary import write_summary
         from accel_scale.reporting.tables import print_table
@@ -257,7 +261,7 @@ class PretrainReport:
         print_table("done", {**self._end_rows(summary), "saved": f"{args.output_dir} (with {path.name})"})
         if plan:
             print(plan["line"])
-        waiting = summary["data_wait_ratio"]
+        waiting = counted.data_wait_ratio
         if waiting is not None and waiting > _WAITING_SHARE:
             print(
                 f"warning: {waiting:.0%} of the time went on waiting for data. Fix: more --dataloader_num_workers, or "

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict, cast
 
 from accel_scale.errors import ConfigError
 from accel_scale.flags.parsing import ParsedFlags
 from accel_scale.modeling.scratch import parse_count
 from accel_scale.optimization.schedules import schedule_name
 from accel_scale.settings.resolve import Resolved
+from accel_scale.training.pretrain.trunk import ScheduleSettings
 from accel_scale.units import parse_duration
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from accel_scale.launching.environment import LaunchEnvironment
+    from accel_scale.parallel.model_parallel import ModelParallel
 
 _SOURCES = ("model_name_or_path", "model_config", "num_params")
 _DEFAULT_WARMUP_RATIO = 0.02
@@ -157,75 +165,81 @@ def run_length(settings: Resolved, *, trunk_step: int | None, num_params: int) -
     )
 
 
-def schedule_settings(settings: Resolved, length: RunLength) -> dict[str, Any]:
+def schedule_settings(settings: Resolved, length: RunLength) -> ScheduleSettings:
     """Keyword arguments of `create_schedule`: a branch decays over its own steps alone."""
     scale, values = settings.scale, settings.values
-    common = {"decay_shape": scale.decay_shape, "min_lr_ratio": scale.min_lr_ratio}
-    name = schedule_name(values.get("lr_scheduler_type", "cosine"))
-    if length.first_step or values.get("decay_from"):
-        decayed = (length.num_steps - length.first_step) / length.num_steps
-        return {
-            "name": "warmup_stable_decay",
-            "decay_ratio": decayed,
-            **common,
-            "num_training_steps": length.num_steps,
-        }
-    steps = float(values.get("warmup_steps") or 0)
-    ratio = scale.warmup_ratio
-    if ratio is None and not steps and name != "constant":
-        ratio = _DEFAULT_WARMUP_RATIO
-    return {
-        "name": name,
+    is_branch = bool(length.first_step or values.get("decay_from"))
+    rates: ScheduleSettings = {
+        "name": "warmup_stable_decay" if is_branch else schedule_name(values.get("lr_scheduler_type", "cosine")),
         "num_training_steps": length.num_steps,
-        "warmup_steps": steps,
-        "warmup_ratio": ratio,
         "decay_ratio": scale.decay_ratio,
-        **common,
+        "decay_shape": scale.decay_shape,
+        "min_lr_ratio": scale.min_lr_ratio,
     }
+    if is_branch:
+        rates["decay_ratio"] = (length.num_steps - length.first_step) / length.num_steps
+        return rates
+    rates["warmup_steps"] = float(values.get("warmup_steps") or 0)
+    ratio = scale.warmup_ratio
+    if ratio is None and not rates["warmup_steps"] and rates["name"] != "constant":
+        ratio = _DEFAULT_WARMUP_RATIO
+    rates["warmup_ratio"] = ratio
+    return rates
 
 
-def decay_groups(model: Any, weight_decay: float) -> list[dict[str, Any]]:
+class ParameterGroup(TypedDict):
+    """Of an optimizer."""
+
+    params: list[torch.nn.Parameter]
+    weight_decay: float
+
+
+def decay_groups(model: torch.nn.Module, weight_decay: float) -> list[ParameterGroup]:
     """Parameter groups: matrices decay; norms, biases and embeddings do not.
 
     Whole shapes count, so call it before the model is sharded; under ZeRO-3 its own record of them is used.
     """
     from accel_scale.modeling.gathering import whole_shape
 
-    embeddings = {id(m.weight) for m in (model.get_input_embeddings(), model.get_output_embeddings()) if m is not None}
+    base = cast("PreTrainedModel", model)  # a PeftModel passes these on
+    ends = (base.get_input_embeddings(), base.get_output_embeddings())
+    embeddings = {id(module.weight) for module in ends if module is not None}
 
-    def is_decayed(parameter: Any) -> bool:
+    def is_decayed(parameter: torch.nn.Parameter) -> bool:
         return len(whole_shape(parameter)) >= 2 and id(parameter) not in embeddings
 
     trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [
+    groups: list[ParameterGroup] = [
         {"params": [p for p in trained if is_decayed(p)], "weight_decay": weight_decay},
         {"params": [p for p in trained if not is_decayed(p)], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 
 
-def make_optimizer(model: Any, settings: Resolved, launch: Any) -> Any:
+def make_optimizer(
+    model: torch.nn.Module | ModelParallel, settings: Resolved, launch: LaunchEnvironment
+) -> torch.optim.Optimizer:
     """The optimizer of the flags over `decay_groups`.
 
     Args:
         model: Before it is sharded; or a `ModelParallel`, whose weights are.
         settings: The recipe's flags.
-        launch: A `LaunchEnvironment`.
+        launch: How the process was launched.
     """
     from accel_scale.optimization.optimizers import create_optimizer
     from accel_scale.parallel.model_parallel import ModelParallel, decay_groups_of
 
     values = settings.values
-    groups = decay_groups_of if isinstance(model, ModelParallel) else decay_groups
+    decay, is_shared = values["weight_decay"], isinstance(model, ModelParallel)
     return create_optimizer(
         values["optim"],
-        groups(model, values["weight_decay"]),
+        decay_groups_of(model, decay) if isinstance(model, ModelParallel) else decay_groups(model, decay),
         lr=values["learning_rate"],
         weight_decay=values["weight_decay"],
         betas=(values["adam_beta1"], values["adam_beta2"]),
         eps=values["adam_epsilon"],
         optim_args=values["optim_args"],
         device_type=settings.launch.device_type,
-        strategy="fsdp2" if isinstance(model, ModelParallel) else launch.strategy,  # both hold DTensors
+        strategy="fsdp2" if is_shared else launch.strategy,  # both hold DTensors
         offload_optimizer=launch.parallel.offload_optimizer != "none",
     )

@@ -1,9 +1,9 @@
-"""The pretraining recipe's decisions, and its position in training."""
+"""A pretraining run: its decisions, what it has loaded, and its position in training."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 from accel_scale.flags.guard import GuardArguments
 from accel_scale.flags.parallel import ParallelArguments
@@ -12,58 +12,81 @@ from accel_scale.flags.pretraining import (
     PretrainDataArguments,
     PretrainModelArguments,
 )
+from accel_scale.starting.recipe_start import RecipeRun
+from accel_scale.training.pretrain.trunk import ScheduleRecord
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.scheduler import AcceleratedScheduler
+    from torch import nn
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+    from accel_scale.data.pretraining.loader import TrainLoader
+    from accel_scale.data.pretraining.opened import PretrainingData
+    from accel_scale.data.pretraining.validation import ValidationLoader
+    from accel_scale.optimization.router_loss import RouterLoss
+    from accel_scale.parallel.layout import ParallelLayout
+    from accel_scale.parallel.model_parallel import ModelParallel
+    from accel_scale.settings.planned import RunPlan
+    from accel_scale.training.checkpoints.going_on import Course
+    from accel_scale.training.pretrain.resolve import RunLength
 
 
 @dataclass
-class Run:
-    """Everything decided before training, and where training is."""
+class Run(RecipeRun):
+    """One run. What is loaded later has no value before that: reading it too early is an AttributeError.
 
-    settings: Any  # accel_scale.settings.resolve.Resolved
-    start: Any  # accel_scale.starting.recipe_start.Start
+    Attributes:
+        layout: What each rank does.
+        embedded: Whether it trains on the embedded text.
+        course: Whether the run begins, goes on or is finished.
+        parallel: The parts of a model that ranks share; None where each holds all of it or Accelerate shards it.
+        router: The auxiliary loss of a mixture of experts, where the configuration asks for it.
+        step: Optimizer steps taken.
+        drawn: Batches taken from the data: more than steps once the guard has skipped some.
+        avoided: Batches to go around after a rollback.
+        tokens: Trained on.
+        counted: What earlier starts have counted, for the report.
+    """
+
     model_args: PretrainModelArguments
     data_args: PretrainDataArguments
     args: PretrainArguments
     parallel_args: ParallelArguments
     guard_args: GuardArguments
-    layout: Any  # accel_scale.parallel.layout.ParallelLayout
+    layout: ParallelLayout
     embedded: bool
-    accelerator: Any = None
-    tokenizer: Any = None
-    model_config: Any = None
-    course: Any = None  # accel_scale.training.checkpoints.going_on.Course
-    attention: str = ""
-    data: Any = None  # accel_scale.data.pretraining.PretrainingData
-    batches: Any = None
-    parallel: Any = None  # accel_scale.parallel.model_parallel.ModelParallel, where ranks share the model
-    router: Any = None  # accel_scale.optimization.router_loss.RouterLoss, where the configuration asks for it
-    model: Any = None
-    optimizer: Any = None
-    schedule: Any = None
-    length: Any = None  # accel_scale.training.pretrain.resolve.RunLength
-    parameters: tuple[int, int] = (0, 0)
-    plan: Any = None
-    held_out: Any = None
-    schedule_record: dict[str, Any] = field(default_factory=dict)
-    step: int = 0  # optimizer steps taken
-    drawn: int = 0  # batches taken from the data: more than steps once the guard has skipped some
-    avoided: list[int] = field(default_factory=list)  # batches to go around after a rollback
-    tokens: int = 0
-    counted: dict[str, Any] = field(default_factory=dict)  # what earlier starts have counted, for the report
 
-    @property
-    def launch(self) -> Any:
-        """How the process was launched."""
-        return self.start.launch
+    accelerator: Accelerator = field(init=False)
+    tokenizer: PreTrainedTokenizerBase = field(init=False)
+    data: PretrainingData = field(init=False)
+    model_config: PreTrainedConfig = field(init=False)
+    course: Course = field(init=False)
+
+    attention: str = field(init=False)
+    plan: RunPlan | None = field(init=False)
+    length: RunLength = field(init=False)
+    parameters: tuple[int, int] = field(init=False)  # all, trained ones
+    parallel: ModelParallel | None = field(init=False)
+    router: RouterLoss | None = field(init=False)
+    model: nn.Module = field(init=False)
+    optimizer: AcceleratedOptimizer = field(init=False)
+    schedule: AcceleratedScheduler = field(init=False)
+    schedule_record: ScheduleRecord = field(default_factory=ScheduleRecord)
+
+    batches: TrainLoader = field(init=False)
+    held_out: ValidationLoader | None = None
+    step: int = 0
+    drawn: int = 0
+    avoided: list[int] = field(default_factory=list)
+    tokens: int = 0
+    counted: dict[str, float] = field(default_factory=dict)
 
     @property
     def learning_rate(self) -> float:
         """Of the next step, unless the guard lowers it."""
         return float(self.schedule.get_last_lr()[0])
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this process speaks."""
-        return self.launch.rank == 0
 
     def say_stopped(self, line: str) -> None:
         """Print one line on one process, and again after the launcher's own report."""
@@ -71,8 +94,3 @@ class Run:
 
         self.say(line)
         repeat_last(line)
-
-    def say(self, line: str) -> None:
-        """Print one line, on one process."""
-        if self.is_main:
-            print(line, flush=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from accel_scale.errors import ConfigError
 from accel_scale.optimization.schedules import warmup_step_count
@@ -11,7 +11,30 @@ from accel_scale.optimization.schedules import warmup_step_count
 _STABLE_SCHEDULES = ("warmup_stable_decay", "constant", "constant_with_warmup")
 
 
-def schedule_record(schedule: dict[str, Any]) -> dict[str, Any]:
+class ScheduleRecord(TypedDict, total=False):
+    """What a branch must know of its trunk's schedule; kept in every checkpoint."""
+
+    name: str
+    warmup_steps: int
+    decay_begins: int
+
+
+class _Named(TypedDict):
+    name: str
+    num_training_steps: int
+
+
+class ScheduleSettings(_Named, total=False):
+    """Keyword arguments of `create_schedule`."""
+
+    warmup_steps: float
+    warmup_ratio: float | None
+    decay_ratio: float
+    decay_shape: str
+    min_lr_ratio: float | None
+
+
+def schedule_record(schedule: ScheduleSettings) -> ScheduleRecord:
     """What a branch must know of its trunk's schedule, for the checkpoint."""
     total = schedule["num_training_steps"]
     warmup = warmup_step_count(
@@ -45,7 +68,7 @@ def trunk_step(folder: str | None, *, place: str = "--decay_from") -> int | None
     return step
 
 
-def check_trunk(record: dict[str, Any], step: int, *, place: str) -> None:
+def check_trunk(record: ScheduleRecord, step: int, *, place: str) -> None:
     """Refuse to branch off where the learning rate is not at its peak.
 
     Raises:
