@@ -26,6 +26,21 @@ class MixtureItem:
     config: str | None = None
 
 
+def parse_weight(name: str, text: str, *, place: str, fix: str) -> float:
+    """The share `text` of the source `name`.
+
+    Raises:
+        ConfigError: if it is not a finite number above 0.
+    """
+    try:
+        weight = float(text)
+    except ValueError:
+        weight = math.nan
+    if not (math.isfinite(weight) and weight > 0):
+        raise ConfigError(f"the weight {text!r} of {name} is not a number above 0.", place=place, fix=fix)
+    return weight
+
+
 def parse_mixture(items: Sequence[str]) -> list[MixtureItem]:
     """``["a.jsonl=0.7", "openai/gsm8k:main=0.3"]`` → items; a hub id may carry its configuration after a colon.
 
@@ -39,16 +54,8 @@ def parse_mixture(items: Sequence[str]) -> list[MixtureItem]:
             raise ConfigError(
                 f"{item!r} has no weight.", place="--dataset_mixture", fix=f"write its share of the rows, {item}=0.5."
             )
-        try:
-            weight = float(text)
-        except ValueError:
-            weight = math.nan
-        if not (math.isfinite(weight) and weight > 0):
-            raise ConfigError(
-                f"the weight {text!r} of {name} is not a number above 0.",
-                place="--dataset_mixture",
-                fix=f"write a share such as {name}=0.5, or leave {name} out.",
-            )
+        fix = f"write a share such as {name}=0.5, or leave {name} out."
+        weight = parse_weight(name, text, place="--dataset_mixture", fix=fix)
         config = ""
         if not looks_local(name):
             name, _, config = name.partition(":")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import math
 import os
 import re
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from accel_scale.data.mixture import parse_weight
 from accel_scale.data.pretraining.blocks import BlockSource
 from accel_scale.data.pretraining.prepared import PreparedSource, is_prepared, read_manifest
 from accel_scale.data.sources import COMPRESSIONS, NOT_DATA, SPLIT_WORDS, Source, file_kind, find_source, looks_local
@@ -101,17 +101,7 @@ def _weighted(item: str, place: str) -> tuple[str, float | None]:
     name, equals, text = item.rpartition("=")
     if not equals or not name or os.path.exists(os.path.expanduser(item)):
         return item, None
-    try:
-        weight = float(text)
-    except ValueError:
-        weight = math.nan
-    if not (math.isfinite(weight) and weight > 0):
-        raise ConfigError(
-            f"the weight {text!r} of {name} is not a number above 0.",
-            place=place,
-            fix=f"write its share of the tokens, such as {name}=0.5.",
-        )
-    return name, weight
+    return name, parse_weight(name, text, place=place, fix=f"write its share of the tokens, such as {name}=0.5.")
 
 
 def _labels(names: Sequence[str]) -> list[str]:
