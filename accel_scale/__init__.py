@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from accel_scale.plugin.trainer_mixin import ScaleTrainerMixin as ScaleTrainerMixin
     from accel_scale.recipe_specs.spec import RecipeSpec as RecipeSpec
     from accel_scale.shrinking.shrink import shrink_config as shrink_config
+    from accel_scale.trainers.guard_mixin import GuardMixin as GuardMixin
+    from accel_scale.trainers.saving_mixin import AtomicSavingMixin as AtomicSavingMixin
+    from accel_scale.trainers.sequence_mixin import SequenceParallelMixin as SequenceParallelMixin
     from accel_scale.training.checkpoints.folders import latest_complete_checkpoint as latest_complete_checkpoint
     from accel_scale.training.checkpoints.manager import CheckpointManager as CheckpointManager
     from accel_scale.training.checkpoints.staging import save_atomically as save_atomically
@@ -44,9 +47,6 @@ if TYPE_CHECKING:
     from accel_scale.training.saving.final_model import save_final as save_final
     from accel_scale.training.saving.verification import CheckpointMismatch as CheckpointMismatch
     from accel_scale.training.saving.verification import verify_checkpoint as verify_checkpoint
-    from accel_scale.training.trainers.guard_mixin import GuardMixin as GuardMixin
-    from accel_scale.training.trainers.saving_mixin import AtomicSavingMixin as AtomicSavingMixin
-    from accel_scale.training.trainers.sequence_mixin import SequenceParallelMixin as SequenceParallelMixin
 else:
     import importlib
     import pkgutil

@@ -21,8 +21,8 @@ from accel_scale.cli.comm_cluster import parse_sizes
 from accel_scale.cli.comm_measure import links_of
 from accel_scale.launching.local_processes import run_locally
 from accel_scale.measuring.collective_runs import DEFAULT_REPEATS, FASTEST_SHARE, measure_levels
-from accel_scale.planning.network.collectives import OPS, USUAL, Link, steps
-from accel_scale.planning.network.link_fit import FittedLink, MeasuredLinks, Sample, fit_pairs, worst_and_median
+from accel_scale.network.collectives import OPS, USUAL, Link, steps
+from accel_scale.network.link_fit import FittedLink, MeasuredLinks, Sample, fit_pairs, worst_and_median
 from accel_scale.reporting.comm_tables import format_short, gigabytes
 
 RESULT = Path(__file__).parent / "results" / "comm_gloo.md"

@@ -140,7 +140,7 @@ def ours(job: dict[str, Any], *, compiled: bool) -> dict[str, Any]:
     sys.path.insert(0, str(REPOSITORY / "recipes"))
     import pretrain
 
-    from accel_scale.training.pretrain import report as pretrain_report
+    from accel_scale.pretraining import report as pretrain_report
 
     clock, stepped = step_clock(job), pretrain_report.Report.stepped
 

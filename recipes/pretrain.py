@@ -21,17 +21,17 @@ from accel_scale.flags.library import load_classes
 from accel_scale.flags.parallel import ParallelArguments
 from accel_scale.flags.parsing import ParsedFlags, parse_flags
 from accel_scale.flags.pretraining import PretrainArguments, PretrainDataArguments, PretrainModelArguments
+from accel_scale.pretraining.run import Run
 from accel_scale.quiet import quiet_imports
 from accel_scale.recipe_specs.pretrain import PRETRAIN
 from accel_scale.starting.begin import begin
-from accel_scale.training.pretrain.run import Run
 
 if TYPE_CHECKING:  # torch is slow to import: not before the command line has been checked
     import torch
 
+    from accel_scale.pretraining.report import PretrainReport
     from accel_scale.training.checkpoints.manager import CheckpointManager
     from accel_scale.training.guard.guard import Guard
-    from accel_scale.training.pretrain.report import PretrainReport
     from accel_scale.training.saving.verification import VerifyResult
 
 RECIPE = PRETRAIN  # what doctor, plan, rehearse, scaling-test, launch-script and tune.py know about this file
@@ -110,9 +110,9 @@ def check(run: Run) -> None:
 def load_data(run: Run) -> None:
     """Accelerator, tokenizer and data; rank 0 makes what all of them read."""
     from accel_scale.data.default import default_model_path, default_pretraining_text
+    from accel_scale.pretraining.accelerator import plain_accelerator
+    from accel_scale.pretraining.model import open_data, run_config, run_tokenizer
     from accel_scale.training.checkpoints.going_on import course_of_pretraining
-    from accel_scale.training.pretrain.accelerator import plain_accelerator
-    from accel_scale.training.pretrain.model import open_data, run_config, run_tokenizer
 
     args, data_args, settings = run.args, run.data_args, run.settings
     run.accelerator = plain_accelerator(
@@ -139,12 +139,12 @@ def load_model(run: Run) -> None:
     from accel_scale.optimization.router_loss import RouterLoss
     from accel_scale.optimization.schedules import create_schedule
     from accel_scale.plugin.preparing import prepare_model, step_once_per_update
+    from accel_scale.pretraining.model import build_model
+    from accel_scale.pretraining.parallel import check_layout, planned_sharing, prepare_all, share_model
+    from accel_scale.pretraining.resolve import make_optimizer, run_length, schedule_settings
+    from accel_scale.pretraining.trunk import schedule_record, trunk_step
     from accel_scale.settings.planned import plan_run
     from accel_scale.start_check import check_pretrain_start
-    from accel_scale.training.pretrain.model import build_model
-    from accel_scale.training.pretrain.parallel import check_layout, planned_sharing, prepare_all, share_model
-    from accel_scale.training.pretrain.resolve import make_optimizer, run_length, schedule_settings
-    from accel_scale.training.pretrain.trunk import schedule_record, trunk_step
 
     settings, launch, layout, config = run.settings, run.launch, run.layout, run.model_config
     isolates = run.data_args.isolate_documents
@@ -199,13 +199,13 @@ def train(run: Run, started: float) -> dict[str, object]:
     from accel_scale.measuring.profiling import step_profiler
     from accel_scale.optimization.fast_loss import language_model_loss
     from accel_scale.plugin.loop_watch import LoopWatch
+    from accel_scale.pretraining.report import PretrainReport
     from accel_scale.reporting.metrics_log import MetricsLog
     from accel_scale.training.checkpoints.manager import CheckpointManager
     from accel_scale.training.evaluation.validation import evaluate_loss, total_over_ranks
     from accel_scale.training.guard.guard import Guard
     from accel_scale.training.guard.guarded_step import GuardedStep, stop_run
     from accel_scale.training.guard.learning import WeightsBefore, refuse_unlearnt
-    from accel_scale.training.pretrain.report import PretrainReport
 
     accelerator, model, args, length = run.accelerator, run.model, run.args, run.length
     manager = CheckpointManager(
@@ -349,7 +349,7 @@ def resume(run: Run, manager: CheckpointManager, how: str) -> None:
 
 def open_batches(run: Run, position: Mapping[str, object] | None) -> None:
     """The endless batches from a position on, and the held-out rows."""
-    from accel_scale.training.pretrain.model import num_workers
+    from accel_scale.pretraining.model import num_workers
 
     rank = {"rank": run.layout.data_rank(run.launch.rank), "world_size": run.layout.data_ranks}
     device_type, micro = run.accelerator.device.type, run.args.per_device_train_batch_size
@@ -380,8 +380,8 @@ def roll_back(run: Run, manager: CheckpointManager, guard: Guard, report: Pretra
 
 def save_model(run: Run, report: PretrainReport, why_stopped: str | None) -> VerifyResult | None:
     """The final folder, which plain `from_pretrained` loads, and a sample of what the model writes."""
+    from accel_scale.pretraining.parallel import save_model_of
     from accel_scale.training.evaluation.validation import beginning_of, sample_text
-    from accel_scale.training.pretrain.parallel import save_model_of
 
     if why_stopped == "a signal":
         return None  # little time is left, and the checkpoint is there

@@ -33,8 +33,8 @@ if TYPE_CHECKING:  # torch and TRL are slow to import: not before the command li
     from accel_scale.settings.planned import RunPlan
     from accel_scale.settings.trl_config import RecipeModelConfig, RecipeSFTConfig
     from accel_scale.start_check import Verdict
+    from accel_scale.trainers.sft_trainer import ScaleSFTTrainer
     from accel_scale.training.checkpoints.going_on import Course
-    from accel_scale.training.trainers.sft_trainer import ScaleSFTTrainer
     from accel_scale.verifying.measured_memory import MemoryWatch
 
 RECIPE = SFT  # what doctor, plan, rehearse, scaling-test, launch-script and tune.py know about this file
@@ -253,7 +253,7 @@ def make_trainer(run: Run) -> ScaleSFTTrainer:
     from accel_scale.modeling.loading import add_stop_token, count_parameters
     from accel_scale.optimization.optimizers import optimizer_cls_and_kwargs
     from accel_scale.settings.trl_config import RecipeSFTConfig
-    from accel_scale.training.trainers.sft_trainer import ScaleSFTTrainer
+    from accel_scale.trainers.sft_trainer import ScaleSFTTrainer
     from accel_scale.verifying import measured_memory
 
     settings = run.settings

@@ -8,6 +8,8 @@ from dataclasses import replace
 
 from accel_scale.errors import ConfigError
 from accel_scale.facts.hardware import Gpu, detect_local, find_gpu, network_bytes_per_second
+from accel_scale.network.collectives import Link
+from accel_scale.network.link_fit import MeasuredLinks, load_links
 from accel_scale.planning.cost.links import (
     ACHIEVED_LINK_FRACTION,
     INTERNODE_LATENCY_SECONDS,
@@ -16,8 +18,6 @@ from accel_scale.planning.cost.links import (
     NamedLink,
     find_link,
 )
-from accel_scale.planning.network.collectives import Link
-from accel_scale.planning.network.link_fit import MeasuredLinks, load_links
 from accel_scale.planning.search.requests import whole
 from accel_scale.units import parse_bytes
 
@@ -171,7 +171,7 @@ def parse_ops(words: Sequence[str] | None, default: Sequence[str]) -> tuple[str,
     Raises:
         ConfigError: naming the nearest.
     """
-    from accel_scale.planning.network.collectives import OPS
+    from accel_scale.network.collectives import OPS
     from accel_scale.planning.search.requests import one_of
 
     if words is None:

@@ -14,7 +14,7 @@ from accel_scale.ending.leaving import leave_process_group
 from accel_scale.errors import ConfigError
 
 if TYPE_CHECKING:
-    from accel_scale.planning.network.link_fit import MeasuredLinks
+    from accel_scale.network.link_fit import MeasuredLinks
 
 # What the planner asks for.
 _DEFAULT_OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "point_to_point")
@@ -26,7 +26,7 @@ def run_measurement(args: argparse.Namespace) -> int:
     from accel_scale.cli.comm_cluster import parse_ops, parse_sizes
     from accel_scale.launching.local_processes import choose_backend
     from accel_scale.measuring.collective_runs import DEFAULT_REPEATS, measure_levels
-    from accel_scale.planning.network.link_fit import default_path, save_links, worst_and_median
+    from accel_scale.network.link_fit import default_path, save_links, worst_and_median
     from accel_scale.planning.search.requests import whole
     from accel_scale.reporting.comm_tables import print_measured
 
@@ -58,7 +58,7 @@ def run_measurement(args: argparse.Namespace) -> int:
 
 def links_of(found: dict[str, Any]) -> MeasuredLinks:
     """The fits of what `measure_levels` returned."""
-    from accel_scale.planning.network.link_fit import MeasuredLinks, Sample, fit_op
+    from accel_scale.network.link_fit import MeasuredLinks, Sample, fit_op
 
     levels: dict[str, Any] = {"inside": {}, "between": {}}
     sharing = 1

@@ -24,7 +24,7 @@ from accel_scale.cli.recipe_words import mark_recipe, work_folder
 from accel_scale.errors import ConfigError
 
 if TYPE_CHECKING:
-    from accel_scale.planning.network.link_fit import MeasuredLinks
+    from accel_scale.network.link_fit import MeasuredLinks
 
 _VALUE_FLAGS = ("--config_file", "--ranks", "--kind", "--steps", "--keep", "--links")
 
@@ -104,7 +104,7 @@ def _run(args: argparse.Namespace, work: Path) -> int:
 
 def _links(name: str | None, *, is_needed: bool) -> MeasuredLinks | None:
     """Those of the file, or the last ones measured here where the planner has no others."""
-    from accel_scale.planning.network.link_fit import default_path, load_links
+    from accel_scale.network.link_fit import default_path, load_links
 
     if name is not None:
         return load_links(name)

@@ -15,7 +15,7 @@ from accel_scale.errors import ConfigError
 from accel_scale.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from accel_scale.planning.network.link_fit import MeasuredLinks
+    from accel_scale.network.link_fit import MeasuredLinks
 
 DTYPES = ("fp32", "tf32", "fp16", "bf16", "fp8")
 

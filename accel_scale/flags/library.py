@@ -216,7 +216,7 @@ def _versions() -> dict[str, str]:
 
 
 def _cache_path() -> Path:
-    from accel_scale.planning.network.link_fit import default_path
+    from accel_scale.network.link_fit import default_path
 
     return default_path().with_name("library_flags.json")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from accel_scale.errors import ConfigError
 from accel_scale.launching.local_processes import progress_bar
-from accel_scale.planning.network.link_fit import Sample
+from accel_scale.network.link_fit import Sample
 
 DEFAULT_REPEATS = 300
 # Share of the repeats, the fastest ones, whose mean is taken, see `Sample.seconds`.

@@ -15,12 +15,12 @@ from accel_scale.plugin.preparing import adapt_optimizer, prepare_model
 from accel_scale.plugin.replacing import schedules_of
 from accel_scale.plugin.trainer_arguments import adapt_arguments
 from accel_scale.starting.begin import begin_process
+from accel_scale.trainers.guard_mixin import GuardMixin
+from accel_scale.trainers.learning_mixin import LearningMixin
+from accel_scale.trainers.output_mixin import OutputFolderMixin
+from accel_scale.trainers.recovery_mixin import MemoryRecoveryMixin
+from accel_scale.trainers.saving_mixin import AtomicSavingMixin
 from accel_scale.training.guard.learning import refuse_unlabelled
-from accel_scale.training.trainers.guard_mixin import GuardMixin
-from accel_scale.training.trainers.learning_mixin import LearningMixin
-from accel_scale.training.trainers.output_mixin import OutputFolderMixin
-from accel_scale.training.trainers.recovery_mixin import MemoryRecoveryMixin
-from accel_scale.training.trainers.saving_mixin import AtomicSavingMixin
 
 if TYPE_CHECKING:
     from accel_scale.plugin.settings import ScaleSettings

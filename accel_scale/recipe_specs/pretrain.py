@@ -6,6 +6,7 @@ from accel_scale.flags.guard import GuardArguments
 from accel_scale.flags.parallel import ParallelArguments
 from accel_scale.flags.pretraining import PretrainArguments, PretrainDataArguments, PretrainModelArguments
 from accel_scale.planning.search.recipe_choices import PRETRAIN_PLAN
+from accel_scale.pretraining.resolve import refuse_contradictions
 from accel_scale.recipe_specs.spec import (
     CHECKPOINT_STEP,
     MICRO_BATCH_SIZE,
@@ -13,7 +14,6 @@ from accel_scale.recipe_specs.spec import (
     RecipeSpec,
     RehearsalSpec,
 )
-from accel_scale.training.pretrain.resolve import refuse_contradictions
 
 PRETRAIN = RecipeSpec(
     flags=(PretrainModelArguments, PretrainDataArguments, PretrainArguments, ParallelArguments, GuardArguments),

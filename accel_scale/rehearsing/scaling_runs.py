@@ -18,7 +18,7 @@ from accel_scale.recipe_specs.finding import load_recipe
 from accel_scale.rehearsing.rehearse import error_lines
 
 if TYPE_CHECKING:
-    from accel_scale.planning.network.link_fit import MeasuredLinks
+    from accel_scale.network.link_fit import MeasuredLinks
 
 KINDS = ("weak", "strong")
 # What says nothing about speed, or would be done once per run.

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from accel_scale.units import format_bytes
 
 if TYPE_CHECKING:
+    from accel_scale.network.link_fit import FittedLink, MeasuredLinks
     from accel_scale.planning.cost.links import NamedLink, Prediction
-    from accel_scale.planning.network.link_fit import FittedLink, MeasuredLinks
 
 
 def format_short(seconds: float) -> str:
@@ -105,7 +105,7 @@ def _measurements(title: str, fits: Sequence[FittedLink]) -> Any:
 
 
 def _fits(title: str, fits: Sequence[FittedLink]) -> Any:
-    from accel_scale.planning.network.link_fit import worst_and_median
+    from accel_scale.network.link_fit import worst_and_median
 
     right = ("latency", "GB/s", "up to", "GB/s beyond", "median error", "worst, held out")
     table = _table(title, ("op", "algorithm"), right)

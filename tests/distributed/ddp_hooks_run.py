@@ -24,9 +24,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 from accel_scale import CheckpointManager, Guard, GuardedStep, GuardSettings
 from accel_scale.ending.leaving import let_go_of_collectives
 from accel_scale.launching.rehearsal import enable_rehearsal_if_needed
+from accel_scale.trainers.ddp_mixin import DdpHookMixin
 from accel_scale.training.ddp.hooks import DdpSettings, hook_of, use_ddp_settings
 from accel_scale.training.ddp.powersgd import PowerSgd
-from accel_scale.training.trainers.ddp_mixin import DdpHookMixin
 
 STEPS, START, RANK, ROWS, LENGTH, VOCABULARY = 10, 4, 2, 4, 16, 256
 POWERSGD = DdpSettings(1, "powersgd", RANK, START)

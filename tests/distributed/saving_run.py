@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from accel_scale.ending.leaving import leave_process_group
 from accel_scale.launching.rehearsal import enable_rehearsal_if_needed
 from accel_scale.modeling.gathering import wait_for_everyone
+from accel_scale.trainers.saving_mixin import AtomicSavingMixin
 from accel_scale.training.saving.final_model import save_final
 from accel_scale.training.saving.verification import CheckpointMismatch, verify_checkpoint
-from accel_scale.training.trainers.saving_mixin import AtomicSavingMixin
 
 TEXT = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. One day, "
 

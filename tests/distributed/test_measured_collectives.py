@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from accelerate.utils.other import get_free_port
 
-from accel_scale.planning.network.collectives import OPS
-from accel_scale.planning.network.link_fit import load_links
+from accel_scale.network.collectives import OPS
+from accel_scale.network.link_fit import load_links
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 # Half the sizes are fitted; a time is the mean of the fastest quarter, taken in rounds. Ordinary runs are off by a

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from accel_scale.errors import ConfigError
+from accel_scale.trainers import checkpoint_trainer as trainers
 from accel_scale.training.checkpoints.atomic import staging_root
 from accel_scale.training.checkpoints.folders import (
     changed_anywhere,
@@ -28,7 +29,6 @@ from accel_scale.training.checkpoints.folders import (
 )
 from accel_scale.training.checkpoints.manifest import Manifest, describe_files, read_manifest, write_manifest
 from accel_scale.training.checkpoints.ranks import Meeting
-from accel_scale.training.trainers import checkpoint_trainer as trainers
 
 
 def save(folder: Path, step: int, sequence: int, *, files: tuple[str, ...] = ("weights",), **more: Any) -> Path:

@@ -15,6 +15,7 @@ from datasets import Dataset
 from transformers import LlamaConfig
 
 from accel_scale.errors import ConfigError
+from accel_scale.trainers.checkpoint_trainer import StopCallback, trainer_settings
 from accel_scale.training.checkpoints import settings as checkpoint_settings
 from accel_scale.training.checkpoints.settings import (
     MEANING,
@@ -27,7 +28,6 @@ from accel_scale.training.checkpoints.settings import (
     schedule_length,
     with_defaults,
 )
-from accel_scale.training.trainers.checkpoint_trainer import StopCallback, trainer_settings
 
 
 class Kind(Enum):

@@ -15,9 +15,7 @@ from hypothesis import strategies as st
 from accel_scale.cli.main import main
 from accel_scale.errors import ConfigError
 from accel_scale.facts.hardware import Machine, find_gpu
-from accel_scale.planning.cost.communication import Collective, collective_seconds
-from accel_scale.planning.cost.links import Cluster, find_link, named_links, predict
-from accel_scale.planning.network.collectives import (
+from accel_scale.network.collectives import (
     ALGORITHMS,
     OPS,
     Link,
@@ -26,7 +24,7 @@ from accel_scale.planning.network.collectives import (
     collective_cost,
     steps,
 )
-from accel_scale.planning.network.link_fit import (
+from accel_scale.network.link_fit import (
     MeasuredLinks,
     Sample,
     default_path,
@@ -35,6 +33,8 @@ from accel_scale.planning.network.link_fit import (
     save_links,
     worst_and_median,
 )
+from accel_scale.planning.cost.communication import Collective, collective_seconds
+from accel_scale.planning.cost.links import Cluster, find_link, named_links, predict
 
 WORKERS = st.integers(2, 4096)
 SIZES = st.floats(1, 1e12)

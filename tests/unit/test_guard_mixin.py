@@ -14,8 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 from accel_scale import ConfigError, ScalePlugin
 from accel_scale.facts.exit_statuses import GUARD_STATUS
 from accel_scale.flags.guard_settings import GuardSettings
+from accel_scale.trainers.guard_mixin import GuardMixin
 from accel_scale.training.guard.events import read_events
-from accel_scale.training.trainers.guard_mixin import GuardMixin
 
 pytestmark = pytest.mark.slow
 # The vector of this word is broken; nothing else touches it.

@@ -15,8 +15,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from accel_scale.facts.exit_statuses import GUARD_STATUS
 from accel_scale.flags.guard_settings import GuardSettings
+from accel_scale.trainers.guard_mixin import GuardMixin
 from accel_scale.training.guard.events import read_events
-from accel_scale.training.trainers.guard_mixin import GuardMixin
 
 RATE = 0.01
 

@@ -10,6 +10,7 @@ import torch
 from datasets import Dataset
 from torch import nn
 
+from accel_scale.trainers.learning_mixin import LearningMixin
 from accel_scale.training.guard.learning import (
     NothingLearnt,
     WeightsBefore,
@@ -19,7 +20,6 @@ from accel_scale.training.guard.learning import (
     refuse_unlabelled,
     refuse_unlearnt,
 )
-from accel_scale.training.trainers.learning_mixin import LearningMixin
 
 
 def dataset(*labels: list[int], lengths: list[list[int]] | None = None) -> Dataset:

@@ -13,8 +13,8 @@ from accel_scale.facts.exit_statuses import OUT_OF_MEMORY_STATUS
 from accel_scale.modeling.packed_attention import register_packed_attention
 from accel_scale.optimization.batch_splitting import halve, num_rows, split
 from accel_scale.optimization.fast_loss import add_fast_lm_head
+from accel_scale.trainers.recovery_mixin import MemoryRecoveryMixin
 from accel_scale.training.resilience.memory_recovery import MemoryRecovery, smaller_batch_advice
-from accel_scale.training.trainers.recovery_mixin import MemoryRecoveryMixin
 
 VOCAB = 64
 

@@ -15,14 +15,14 @@ from accel_scale.flags.pretraining import (
     PretrainModelArguments,
 )
 from accel_scale.optimization.schedules import create_schedule
-from accel_scale.settings.resolve import LaunchFacts, resolve
-from accel_scale.training.pretrain.resolve import (
+from accel_scale.pretraining.resolve import (
     decay_groups,
     refuse_contradictions,
     run_length,
     schedule_settings,
 )
-from accel_scale.training.pretrain.trunk import check_trunk, schedule_record
+from accel_scale.pretraining.trunk import check_trunk, schedule_record
+from accel_scale.settings.resolve import LaunchFacts, resolve
 from accel_scale.units import parse_duration
 
 CLASSES = (PretrainModelArguments, PretrainDataArguments, PretrainArguments)

@@ -53,7 +53,7 @@ def test_pretraining_files_parse_strictly_and_contradict_nothing(path):
         PretrainDataArguments,
         PretrainModelArguments,
     )
-    from accel_scale.training.pretrain.resolve import refuse_contradictions
+    from accel_scale.pretraining.resolve import refuse_contradictions
 
     classes = (PretrainModelArguments, PretrainDataArguments, PretrainArguments, GuardArguments)
     argv = ["--config_file", str(path), "--data", "input.txt"]

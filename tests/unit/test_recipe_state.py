@@ -24,10 +24,10 @@ from accel_scale.data.pretraining import load_pretraining_tokenizer, open_pretra
 from accel_scale.flags.guard_settings import GuardSettings
 from accel_scale.measuring.meters import ThroughputMeter
 from accel_scale.parallel.layout import ParallelLayout
+from accel_scale.pretraining.report import PretrainReport
+from accel_scale.pretraining.run import Run
 from accel_scale.training.checkpoints.manager import CheckpointManager
 from accel_scale.training.guard.guard import Guard
-from accel_scale.training.pretrain.report import PretrainReport
-from accel_scale.training.pretrain.run import Run
 
 
 def recipe_module(name: str) -> Any:

@@ -22,8 +22,8 @@ from accel_scale.launching.run_folder import (
     record_published,
     refuse_foreign_model,
 )
+from accel_scale.trainers.output_mixin import OutputFolderMixin
 from accel_scale.training.checkpoints.staging import save_atomically
-from accel_scale.training.trainers.output_mixin import OutputFolderMixin
 
 
 def model_in(folder: Path, weights: str = "model.safetensors") -> Path:

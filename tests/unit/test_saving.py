@@ -21,13 +21,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Tr
 
 from accel_scale.errors import ConfigError
 from accel_scale.plugin.plugin import ScalePlugin
+from accel_scale.trainers.saving_mixin import AtomicSavingMixin
 from accel_scale.training.checkpoints import atomic
 from accel_scale.training.checkpoints.atomic import checkpoint_problems
 from accel_scale.training.checkpoints.folders import latest_complete_checkpoint
 from accel_scale.training.checkpoints.staging import prepare_output_dir, save_atomically
 from accel_scale.training.saving.final_model import save_final
 from accel_scale.training.saving.verification import CheckpointMismatch, verify_checkpoint
-from accel_scale.training.trainers.saving_mixin import AtomicSavingMixin
 
 
 def tiny_llama(seed: int = 0, **overrides) -> LlamaForCausalLM:

@@ -11,8 +11,8 @@ from accel_scale.cli.main import main
 from accel_scale.errors import ConfigError
 from accel_scale.flags.command_line import RecipeCommand
 from accel_scale.launching.launch_file import read_launch_file
+from accel_scale.network.link_fit import FittedLink, MeasuredLinks, save_links
 from accel_scale.planning.cost.links import Link
-from accel_scale.planning.network.link_fit import FittedLink, MeasuredLinks, save_links
 from accel_scale.rehearsing.scaling_runs import (
     ScalingResult,
     ScalingRun,

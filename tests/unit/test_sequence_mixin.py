@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from accel_scale.errors import ConfigError
 from accel_scale.parallel.sequence import cut_batch, pad_rows
-from accel_scale.training.trainers.sequence_mixin import check_trainer, read_rows_in_groups
+from accel_scale.trainers.sequence_mixin import check_trainer, read_rows_in_groups
 
 USUAL = {"neftune_noise_alpha": None, "torch_compile": False, "average_tokens_across_devices": True}
 

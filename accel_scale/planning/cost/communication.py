@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from accel_scale.facts.hardware import Machine
+from accel_scale.network.collectives import USUAL, Link, collective_cost, steps
 from accel_scale.planning.cost.flops import recomputed_fraction, trained_params
 from accel_scale.planning.cost.links import (
     ACHIEVED_LINK_FRACTION,
@@ -14,7 +15,6 @@ from accel_scale.planning.cost.links import (
 )
 from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.models.training_setup import TrainingSetup
-from accel_scale.planning.network.collectives import USUAL, Link, collective_cost, steps
 
 # NF4 with double quantisation: 4 bits + 0.127 bit of constants per weight.
 NF4_BYTES_PER_PARAM = (4 + 0.127) / 8

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from accel_scale.errors import ConfigError
 from accel_scale.facts.hardware import NETWORK_GBIT_PER_SECOND, PCIE_GIGATRANSFERS, find_gpu, pcie_bytes_per_second
-from accel_scale.planning.network.collectives import Cost, Link, algorithms_of, bus_factor, collective_cost, steps
+from accel_scale.network.collectives import Cost, Link, algorithms_of, bus_factor, collective_cost, steps
 
 # NCCL rings reach about this share of a link's peak ("bus bandwidth" of large messages, nccl-tests on A100 and H100:
 # 230–240 of 300 GB/s, 360–370 of 450); networks are alike. Over PCIe most cards go through host memory: two crossings.

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from accel_scale.facts.hardware import PCIE_GIGATRANSFERS, catalogue
+from accel_scale.network.collectives import steps
 from accel_scale.planning.laws.scaling_laws import plan_scaling
-from accel_scale.planning.network.collectives import steps
 
 GB = 1e9
 # Bytes per parameter, by what is stored: weights, gradients, fp32 master weights, Adam's two moments.

@@ -137,7 +137,7 @@ def sharing_conflict(setup: TrainingSetup, model: ModelFacts, recipe: str = "pre
     """Why ranks cannot share the model, or rows, so; None where they can, or do not.
 
     As `accel_scale.parallel.tensor.check_tensor_parallel`, `check_sequence_parallel` and `check_pipeline` say it, and
-    `accel_scale.training.pretrain.parallel.check_layout` of the recipe.
+    `accel_scale.pretraining.parallel.check_layout` of the recipe.
     """
     parallel = setup.parallel
     if parallel.model_parallel == 1:

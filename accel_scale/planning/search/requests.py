@@ -13,12 +13,12 @@ from accel_scale.facts import hardware
 from accel_scale.facts.names import PRECISIONS
 from accel_scale.facts.optimizer_specs import modelled_optimizer
 from accel_scale.facts.precisions import PRECISION_FACTS
+from accel_scale.network.link_fit import load_links
 from accel_scale.planning.laws.scaling_laws import parse_count
 from accel_scale.planning.models import catalogue
 from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.models.parameters import lora_params
 from accel_scale.planning.models.training_setup import ATTENTIONS, LoraSetup
-from accel_scale.planning.network.link_fit import load_links
 from accel_scale.planning.search.model_parallel import RECIPES
 from accel_scale.planning.search.request_strategy import degrees_of, methods_of, schedule_of, strategy_label
 from accel_scale.planning.search.request_words import one_of, whole

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_scale.errors import ConfigError
-from accel_scale.planning.network.collectives import USUAL, Link, bus_factor, steps
+from accel_scale.network.collectives import USUAL, Link, bus_factor, steps
 
 FORMAT = 1
 # A knee must be worth its two parameters.

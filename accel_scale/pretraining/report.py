@@ -19,10 +19,10 @@ from accel_scale.training.ddp.hooks import hook_figures
 from accel_scale.units import format_bytes
 
 if TYPE_CHECKING:
+    from accel_scale.pretraining.run import Run
     from accel_scale.reporting.metrics_log import MetricsLog
     from accel_scale.training.evaluation.validation import Evaluation
     from accel_scale.training.guard.verdict import StepOutcome
-    from accel_scale.training.pretrain.run import Run
     from accel_scale.training.saving.verification import VerifyResult
 
 # Above this share of the time the loader is worth a word.

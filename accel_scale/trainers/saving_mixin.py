@@ -14,6 +14,8 @@ from accel_scale.ending.user_errors import CheckpointNotSaved
 from accel_scale.facts.exit_statuses import EXIT_STOPPED
 from accel_scale.modeling.quantization_record import quantization_of, record_quantization
 from accel_scale.parallel.engine import strategy_of
+from accel_scale.trainers import checkpoint_trainer as trainers
+from accel_scale.trainers.resume_mixin import ResumeMixin
 from accel_scale.training.checkpoints.folders import delete_old
 from accel_scale.training.checkpoints.manifest import Manifest
 from accel_scale.training.checkpoints.pickles import refuse_unsafe_folder
@@ -28,8 +30,6 @@ from accel_scale.training.saving.final_model import (
     save_final,
 )
 from accel_scale.training.saving.verification import VerifyResult, verify_checkpoint
-from accel_scale.training.trainers import checkpoint_trainer as trainers
-from accel_scale.training.trainers.resume_mixin import ResumeMixin
 
 
 class AtomicSavingMixin(ResumeMixin):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
 from accel_scale.parallel.engine import strategy_of
+from accel_scale.trainers import checkpoint_trainer as trainers
 from accel_scale.training.checkpoints.folders import (
     Found,
     choose,
@@ -19,7 +20,6 @@ from accel_scale.training.checkpoints.pickles import refuse_unsafe_folder
 from accel_scale.training.checkpoints.ranks import Meeting
 from accel_scale.training.checkpoints.settings import refuse_changes
 from accel_scale.training.checkpoints.staging import prepare_output_dir
-from accel_scale.training.trainers import checkpoint_trainer as trainers
 
 if TYPE_CHECKING:
     from transformers import Trainer

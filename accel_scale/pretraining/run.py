@@ -12,8 +12,8 @@ from accel_scale.flags.pretraining import (
     PretrainDataArguments,
     PretrainModelArguments,
 )
+from accel_scale.pretraining.trunk import ScheduleRecord
 from accel_scale.starting.recipe_start import RecipeRun
-from accel_scale.training.pretrain.trunk import ScheduleRecord
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from accel_scale.optimization.router_loss import RouterLoss
     from accel_scale.parallel.layout import ParallelLayout
     from accel_scale.parallel.model_parallel import ModelParallel
+    from accel_scale.pretraining.resolve import RunLength
     from accel_scale.settings.planned import RunPlan
     from accel_scale.training.checkpoints.going_on import Course
-    from accel_scale.training.pretrain.resolve import RunLength
 
 
 @dataclass

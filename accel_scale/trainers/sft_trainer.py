@@ -18,18 +18,18 @@ from accel_scale.modeling.precision import enable_fp16_on_cpu
 from accel_scale.optimization.fast_loss import FastLossMixin
 from accel_scale.optimization.schedules import create_schedule
 from accel_scale.settings.trl_config import RecipeSFTConfig
+from accel_scale.trainers.ddp_mixin import DdpHookMixin
+from accel_scale.trainers.guard_mixin import GuardMixin
+from accel_scale.trainers.learning_mixin import LearningMixin
+from accel_scale.trainers.output_mixin import OutputFolderMixin
+from accel_scale.trainers.recovery_mixin import MemoryRecoveryMixin
+from accel_scale.trainers.saving_mixin import AtomicSavingMixin
+from accel_scale.trainers.sequence_mixin import SequenceParallelMixin
 from accel_scale.training.ddp.hooks import hook_figures
 from accel_scale.training.evaluation.exact_match import ExactMatch, exact_match
 from accel_scale.training.evaluation.progress import MeterCallback, MetricsCallback, show_progress
 from accel_scale.training.guard.learning import refuse_unlabelled
 from accel_scale.training.resilience.collective_timeout import StepCallback, watch_accelerator
-from accel_scale.training.trainers.ddp_mixin import DdpHookMixin
-from accel_scale.training.trainers.guard_mixin import GuardMixin
-from accel_scale.training.trainers.learning_mixin import LearningMixin
-from accel_scale.training.trainers.output_mixin import OutputFolderMixin
-from accel_scale.training.trainers.recovery_mixin import MemoryRecoveryMixin
-from accel_scale.training.trainers.saving_mixin import AtomicSavingMixin
-from accel_scale.training.trainers.sequence_mixin import SequenceParallelMixin
 
 
 class _Base(
