@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
 from accel_scale.facts import hardware
+from accel_scale.facts.device import PACKED_ATTENTION
 from accel_scale.planning.models.training_setup import LoraSetup, ParallelSetup, TrainingSetup
 from accel_scale.units import parse_bytes
 
@@ -97,7 +98,7 @@ def setup_of(
         precision=settings.precision.name,
         optimizer=str(getattr(recipe_value(settings, "optim"), "value", recipe_value(settings, "optim"))),
         checkpointing=str(settings.checkpointing),
-        attention="sdpa" if attention == "sdpa_packed" else attention,
+        attention=_counted_as(attention),
         loss=_loss_of(settings),
         micro_batch_size=int(recipe_value(settings, "per_device_train_batch_size")),
         sequence_length=int(length),
@@ -166,6 +167,13 @@ def recipe_value(settings: Resolved, name: str) -> Any:
 
     default = next(f.default for f in fields(RecipeSFTConfig) if f.name == name)
     return settings.values.get(name, default)
+
+
+def _counted_as(attention: str) -> str:
+    """The planner's name: packed SDPA keeps what SDPA does, a flash kernel from the hub what FlashAttention does."""
+    if attention == PACKED_ATTENTION:
+        return "sdpa"
+    return "flash_attention_2" if "/" in attention and "flash" in attention else attention
 
 
 def _loss_of(settings: Resolved) -> str:

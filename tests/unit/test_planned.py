@@ -19,7 +19,7 @@ from accel_scale.launching.strategy import LaunchStrategy
 from accel_scale.planning.models.catalogue import catalogue_config
 from accel_scale.settings.planned import RunPlan, plan_run, with_interval
 from accel_scale.settings.planned_choice import resolve_planned
-from accel_scale.settings.planned_setup import parallel_of
+from accel_scale.settings.planned_setup import parallel_of, setup_of
 from accel_scale.settings.resolve import LaunchFacts, Resolved
 from accel_scale.settings.trl_config import RecipeModelConfig, RecipeSFTConfig
 
@@ -64,6 +64,16 @@ def test_what_does_not_fit_is_refused_with_what_would(model: Path) -> None:
     assert "--method qlora" in line
     assert "--per_device_train_batch_size" in line
     assert "\n" not in line
+
+
+def test_a_flash_kernel_from_the_hub_is_planned_like_flash_attention(model: Path) -> None:
+    settings = resolved(model, "--plan check --plan_gpu A100-80GB --method lora --precision bf16")
+    names = ("flash_attention_2", "kernels-community/flash-attn2", "sdpa_packed", "sdpa")
+    flash, kernel, packed, sdpa = (setup_of(settings, launched(), name) for name in names)
+    assert flash == kernel
+    assert packed == sdpa
+    with pytest.raises(ConfigError, match="attention"):
+        setup_of(settings, launched(), "owner/another")
 
 
 @pytest.mark.parametrize("length", [2048, 8192])
