@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
+from accel_scale.facts.names import METHODS, PIPELINE_SCHEDULES, PRECISIONS
 
 if TYPE_CHECKING:
     from accel_scale.planning.search.search import Plan, Request
@@ -39,8 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--links", metavar="FILE", help="links measured by accel-scale comm; `measured`: the last file written here"
     )
     training = parser.add_argument_group("training, as the recipe's flags")
-    training.add_argument("--method", default="full", help="full, lora, qlora, or auto: any of them (default: full)")
-    training.add_argument("--precision", help="fp32, fp16, bf16, bf16_true or fp8 (default: bf16 if supported)")
+    training.add_argument(
+        "--method", default="full", help=f"{', '.join(METHODS)}, or auto: any of them (default: full)"
+    )
+    training.add_argument("--precision", help=f"{', '.join(PRECISIONS)} (default: bf16 if supported)")
     training.add_argument("--optim", help="optimizer (default: fused AdamW, or 8-bit states if they help)")
     training.add_argument(
         "--checkpointing_policy", help="activation checkpointing (default: the fastest of none, selective and full)"
@@ -81,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sharing.add_argument("--tp_size", metavar="N", help="tensor parallelism (default: tried if nothing simpler fits)")
     sharing.add_argument("--pp_size", metavar="N", help="pipeline stages (default: as --tp_size)")
     sharing.add_argument("--sp_size", metavar="N", help="Ulysses sequence parallelism (default: as --tp_size)")
-    sharing.add_argument("--pp_schedule", help="1f1b, gpipe, interleaved or zero_bubble (default: 1f1b)")
+    sharing.add_argument("--pp_schedule", help=f"{', '.join(PIPELINE_SCHEDULES)} (default: {PIPELINE_SCHEDULES[0]})")
     answer = parser.add_argument_group("answer")
     answer.add_argument(
         "--strategy", action="append", default=[], help='only this strategy, e.g. "ZeRO-2"; repeatable'

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from accel_scale.facts.names import DECAY_SHAPES, METHODS, PRECISIONS
+from accel_scale.facts.names import DECAY_SHAPES, METHODS, PRECISIONS, SCHEDULE_NAMES
+from accel_scale.facts.optimizer_specs import OPTIMIZER_NAMES
 
 PLANS = ("off", "check", "auto")
-SYNC_EACH_BATCH_HELP = (
-    "FSDP2 with accumulation: reduce and shard gradients after every micro-batch. Otherwise every rank keeps whole "
-    "gradients until the last micro-batch of a step: more memory, less communication."
-)
-
-ALLOW_CHANGED_HELP = "Continue from a checkpoint although data, batch, schedule or model have changed."
 
 
 def _flag(default, text: str, *, choices: tuple[str, ...] | None = None):
@@ -25,15 +20,24 @@ def _flag(default, text: str, *, choices: tuple[str, ...] | None = None):
 
 
 @dataclass
-class ScaleArguments:
-    """Flags that neither TRL nor transformers has. `None` means: decided by the launch file or the device."""
+class OptimizerArguments:
+    """Optimizer, schedule and reduction of gradients: transformers' flags with more choices, in both recipes."""
 
-    method: str | None = _flag(
-        None,
-        "What is trained: every weight, LoRA adapters, or LoRA on a 4-bit base. Default: full, or what "
-        "--use_peft / --load_in_4bit say.",
-        choices=METHODS,
+    optim: str = _flag("adamw_torch_fused", "The optimizer.", choices=OPTIMIZER_NAMES)
+    lr_scheduler_type: str = _flag(
+        "cosine", "Learning rate schedule; wsd is warmup_stable_decay.", choices=SCHEDULE_NAMES
     )
+    sync_each_batch: bool = _flag(
+        False,
+        "FSDP2 with accumulation: reduce and shard gradients after every micro-batch. Otherwise every rank keeps "
+        "whole gradients until the last micro-batch of a step: more memory, less communication.",
+    )
+
+
+@dataclass
+class SharedArguments:
+    """Flags of both recipes that neither TRL nor transformers has. `None` means: decided by launch file or device."""
+
     precision: str | None = _flag(
         None,
         "Arithmetic of forward and backward: fp32; fp16 (mixed, dynamic loss scaling); bf16 (mixed); bf16_true "
@@ -48,11 +52,47 @@ class ScaleArguments:
         "an accelerator, none on a CPU.",
     )
     global_batch_size: int | None = _flag(
-        None, "Sequences per optimizer step over all ranks; gradient accumulation is derived from it."
+        None,
+        "Rows per optimizer step over all ranks; gradient accumulation is derived from it. Default: one micro-batch "
+        "on each rank, times --gradient_accumulation_steps where the recipe has it.",
     )
     device_memory: str | None = _flag(
         None,
         "Limit for the CUDA allocator, e.g. 24GiB: lets a large card stand in for a small one.",
+    )
+    plan_gpu: str | None = _flag(
+        None, "Plan for this card instead of the one here: a name like 4090, or its memory like 24GiB."
+    )
+    warmup_ratio: float | None = _flag(
+        None, "Share of the steps spent warming up, e.g. 0.03. Default: 0.02 in pretraining, none in fine-tuning."
+    )
+    min_lr_ratio: float | None = _flag(None, "Floor of the schedule as a share of the peak learning rate, e.g. 0.1.")
+    decay_ratio: float = _flag(
+        0.1, "WSD schedule: share of the steps spent decaying at the end; 0 gives a trunk to branch off."
+    )
+    decay_shape: str = _flag("1-sqrt", "WSD schedule: shape of the decay.", choices=DECAY_SHAPES)
+    scale_lr_from_batch_size: str | None = _flag(
+        None,
+        "Scale --learning_rate by global batch ÷ --lr_base_batch_size, linearly or by its square root.",
+        choices=("linear", "sqrt"),
+    )
+    lr_base_batch_size: int = _flag(32, "Global batch size at which --learning_rate was tuned.")
+    fp8_emulate: bool = _flag(False, "Emulate fp8 matrix products on devices without them (for tests; slow).")
+    allow_changed_settings: bool = _flag(
+        False, "Continue from a checkpoint although data, batch, schedule or model have changed."
+    )
+    print_config: bool = _flag(False, "Print every resolved setting and where its value came from, then stop.")
+
+
+@dataclass
+class ScaleArguments(SharedArguments):
+    """Flags of fine-tuning that neither TRL nor transformers has."""
+
+    method: str | None = _flag(
+        None,
+        "What is trained: every weight, LoRA adapters, or LoRA on a 4-bit base. Default: full, or what "
+        "--use_peft / --load_in_4bit say.",
+        choices=METHODS,
     )
     plan: str | None = _flag(
         None,
@@ -61,19 +101,6 @@ class ScaleArguments:
         "same global batch. Default: check on CUDA, else off.",
         choices=PLANS,
     )
-    plan_gpu: str | None = _flag(
-        None, "Plan for this card instead of the one here: a name like 4090, or its memory like 24GiB."
-    )
-    warmup_ratio: float | None = _flag(None, "Share of the steps spent warming up, e.g. 0.03.")
-    min_lr_ratio: float | None = _flag(None, "Floor of the schedule as a share of the peak learning rate, e.g. 0.1.")
-    decay_ratio: float = _flag(0.1, "WSD schedule: share of the steps spent decaying at the end.")
-    decay_shape: str = _flag("1-sqrt", "WSD schedule: shape of the decay.", choices=DECAY_SHAPES)
-    scale_lr_from_batch_size: str | None = _flag(
-        None,
-        "Scale --learning_rate by global batch ÷ --lr_base_batch_size, linearly or by its square root.",
-        choices=("linear", "sqrt"),
-    )
-    lr_base_batch_size: int = _flag(32, "Global batch size at which --learning_rate was tuned.")
     dataset_mixture: list[str] = _flag(
         [], "Several data sets with weights, e.g. --dataset_mixture a.jsonl=0.7 tatsu-lab/alpaca=0.3."
     )
@@ -97,6 +124,3 @@ class ScaleArguments:
         "When memory runs out in a training step, every process repeats the step with half the micro-batch and the "
         "same samples. If that is impossible, as under FSDP2 and ZeRO, all processes stop with status 75.",
     )
-    fp8_emulate: bool = _flag(False, "Emulate fp8 matrix products on devices without them (for tests; slow).")
-    allow_changed_settings: bool = _flag(False, ALLOW_CHANGED_HELP)
-    print_config: bool = _flag(False, "Print every resolved setting and where its value came from, then stop.")

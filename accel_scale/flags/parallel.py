@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from accel_scale.facts.names import PIPELINE_SCHEDULES
 from accel_scale.flags.common import _flag
 
-if TYPE_CHECKING:
-    pass
 
-_SP_HELP = "Ranks that share each row (Ulysses sequence parallelism). Default: the launch file's, else 1."
+@dataclass
+class SequenceArguments:
+    """How ranks share rows, where the engine (DDP, FSDP2, DeepSpeed) takes all of them for data-parallel ones."""
+
+    sp_size: int | None = _flag(
+        None, "Ranks that share each row (Ulysses sequence parallelism). Default: the launch file's, else 1."
+    )
 
 
 @dataclass
-class ParallelArguments:
+class ParallelArguments(SequenceArguments):
     """How ranks share the model. The ranks that are left are data-parallel: replicas under a DDP launch file, shards
     under an FSDP2 one."""
 
@@ -23,7 +26,6 @@ class ParallelArguments:
         None, "Ranks that share each matrix product (tensor parallelism). Default: the launch file's, else 1."
     )
     pp_size: int = _flag(1, "Ranks to split the layers over (pipeline parallelism).")
-    sp_size: int | None = _flag(None, _SP_HELP)
     pp_schedule: str | None = _flag(
         None, "Pipeline schedule; its micro-batches are those of gradient accumulation. Default: 1f1b.",
         choices=PIPELINE_SCHEDULES,
@@ -31,10 +33,3 @@ class ParallelArguments:
     pp_stages_per_rank: int | None = _flag(
         None, "Stages that each rank of a pipeline holds, for interleaved schedules. Default: 2 for those, else 1."
     )
-
-
-@dataclass
-class SequenceArguments:
-    """How ranks share rows, where the engine (DDP, FSDP2, DeepSpeed) takes all of them for data-parallel ones."""
-
-    sp_size: int | None = _flag(None, _SP_HELP)

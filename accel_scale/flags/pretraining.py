@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from accel_scale.facts.names import DECAY_SHAPES, PRECISIONS, SCHEDULE_NAMES
-from accel_scale.facts.optimizer_specs import OPTIMIZER_NAMES
-from accel_scale.flags.common import ALLOW_CHANGED_HELP, PLANS, SYNC_EACH_BATCH_HELP, _flag
+from accel_scale.flags.common import PLANS, OptimizerArguments, SharedArguments, _flag
 from accel_scale.flags.ddp import DdpArguments
 
 
@@ -64,47 +62,23 @@ class PretrainDataArguments:
 
 
 @dataclass
-class PretrainArguments(DdpArguments):
+class PretrainArguments(SharedArguments, OptimizerArguments, DdpArguments):
     """How it is trained. `None` means: decided by the launch file, the device or another flag."""
 
     output_dir: str = _flag("outputs/pretrain", "Where checkpoints, logs and the model go.")
     seed: int = _flag(42, "Seed of initial weights, data order and dropout.")
     per_device_train_batch_size: int = _flag(8, "Rows per rank and forward pass (micro-batch).")
-    global_batch_size: int | None = _flag(
-        None, "Rows per optimizer step over all ranks; sets accumulation. Default: one micro-batch on each rank."
-    )
-    sync_each_batch: bool = _flag(False, SYNC_EACH_BATCH_HELP)
     max_steps: int = _flag(-1, "Optimizer steps.")
     max_tokens: str | None = _flag(None, "Tokens to train on, instead of --max_steps, e.g. 2.5B.")
     max_train_time: str | None = _flag(None, "Save and stop after this long, e.g. 90m or 11h30m.")
-    precision: str | None = _flag(
-        None, "fp32, fp16, bf16 (mixed), bf16_true or fp8. Default: the launch file's, else the device's.",
-        choices=PRECISIONS,
-    )  # fmt: skip
-    fp8_emulate: bool = _flag(False, "Emulate fp8 matrix products on devices without them (for tests; slow).")
-    checkpointing_policy: str | None = _flag(
-        None, "Activation checkpointing: none, full, every_2 …, selective or offload. Default: full on an accelerator."
-    )
-    optim: str = _flag("adamw_torch_fused", "The optimizer.", choices=tuple(OPTIMIZER_NAMES))
     optim_args: str | None = _flag(None, "Options of the optimizer: key=value,key=value.")
     learning_rate: float = _flag(6e-4, "Peak learning rate.")
-    scale_lr_from_batch_size: str | None = _flag(
-        None, "Scale --learning_rate by global batch ÷ --lr_base_batch_size.", choices=("linear", "sqrt")
-    )
-    lr_base_batch_size: int = _flag(32, "Global batch size at which --learning_rate was tuned.")
     weight_decay: float = _flag(0.1, "Decay of matrices; norms, biases and embeddings have none.")
     adam_beta1: float = _flag(0.9, "Decay of the first moment.")
     adam_beta2: float = _flag(0.95, "Decay of the second moment.")
     adam_epsilon: float = _flag(1e-8, "Added to the root of the second moment.")
     max_grad_norm: float = _flag(1.0, "Clip gradients to this norm.")
-    lr_scheduler_type: str = _flag("cosine", "Learning rate schedule.", choices=tuple(SCHEDULE_NAMES))
-    warmup_ratio: float | None = _flag(None, "Share of the steps spent warming up. Default: 0.02.")
     warmup_steps: float = _flag(0, "Warm-up in steps, instead of --warmup_ratio.")
-    min_lr_ratio: float | None = _flag(None, "Floor of the schedule as a share of the peak.")
-    decay_ratio: float = _flag(
-        0.1, "WSD: share of the steps spent decaying at the end; 0 gives a trunk to branch off."
-    )
-    decay_shape: str = _flag("1-sqrt", "WSD: shape of the decay.", choices=DECAY_SHAPES)
     decay_from: str | None = _flag(
         None, "WSD: decay from this checkpoint of a stable phase, over --decay_steps; its folder is not changed."
     )
@@ -129,14 +103,10 @@ class PretrainArguments(DdpArguments):
     resume: str = _flag(
         "auto", "auto: the newest good checkpoint in --output_dir; no: refuse to overwrite; or a path."
     )
-    allow_changed_settings: bool = _flag(False, ALLOW_CHANGED_HELP)
     report_to: list[str] = _flag([], "Trackers: tensorboard, wandb, trackio, mlflow …")
     run_name: str | None = _flag(None, "Name of the run in a tracker.")
     profile_steps: int = _flag(0, "Record this many steps, after three of warm-up, with torch.profiler.")
-    device_memory: str | None = _flag(None, "Limit for the CUDA allocator, e.g. 24GiB.")
     plan: str | None = _flag(
         None, "check: predict memory before loading, refuse what would not fit. Default: check on CUDA, else off.",
         choices=tuple(p for p in PLANS if p != "auto"),
     )  # fmt: skip
-    plan_gpu: str | None = _flag(None, "Plan for this card: a name like 4090, or its memory like 24GiB.")
-    print_config: bool = _flag(False, "Print every resolved setting and where its value came from, then stop.")

@@ -8,9 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 
-from accel_scale.facts.names import SCHEDULE_NAMES
-from accel_scale.facts.optimizer_specs import OPTIMIZER_NAMES
-from accel_scale.flags.common import SYNC_EACH_BATCH_HELP
+from accel_scale.flags.common import OptimizerArguments
 from accel_scale.flags.ddp import DdpHookArguments
 from accel_scale.flags.library import SHIPPED, LaterClass, make_table
 
@@ -32,20 +30,10 @@ class ModelDefaults:
 
 
 @dataclass
-class SFTDefaults:
+class SFTDefaults(OptimizerArguments):
     """Over TRL's `SFTConfig`: packing on, every optimizer and schedule of accel-scale as a choice, quiet output."""
 
     output_dir: str | None = field(default="outputs/sft", metadata={"help": "Where checkpoints and the result go."})
-    optim: str = field(
-        default="adamw_torch_fused", metadata={"help": "The optimizer.", "choices": list(OPTIMIZER_NAMES)}
-    )
-    lr_scheduler_type: str = field(
-        default="cosine",
-        metadata={
-            "help": "Learning rate schedule; wsd is warmup_stable_decay.",
-            "choices": list(SCHEDULE_NAMES),
-        },
-    )
     resume_from_checkpoint: str | None = field(
         default="auto",
         metadata={
@@ -68,7 +56,6 @@ class SFTDefaults:
         },
     )
     disable_tqdm: bool | None = field(default=False, metadata={"help": "No progress bar, not even on a terminal."})
-    sync_each_batch: bool = field(default=False, metadata={"help": SYNC_EACH_BATCH_HELP})
     gradient_checkpointing: bool | None = field(
         default=None,
         metadata={
