@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -146,3 +147,24 @@ def test_a_bad_config_gets_one_clear_line(config: Any, says: str) -> None:
     assert str(caught.value).startswith("runs/config.json: ")
     assert "Fix: " in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_an_architecture_like_llama_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new type in `STYLES` is read, counted, walked and divided, with its class's defaults and no other line."""
+    from accel_scale.planning.cost.memory import predict_memory
+    from accel_scale.planning.models.config_defaults import sizes
+    from accel_scale.planning.models.styles import STYLES, ModelStyle
+    from accel_scale.planning.models.training_setup import TrainingSetup
+    from accel_scale.planning.search.model_parallel import divides_tensors
+
+    entry = ModelStyle(mlp_bias="mlp_bias", defaults=sizes(32000, 4096, 32, 32, 11008, 2048))
+    monkeypatch.setitem(STYLES, "alpaca2", entry)
+    new, llama = (
+        facts_from_config({"model_type": name, "num_hidden_layers": 2}, name="a") for name in ("alpaca2", "llama")
+    )
+    assert new.num_params == llama.num_params
+    memory = [predict_memory(facts, TrainingSetup(checkpointing="none")).high_bytes for facts in (new, llama)]
+    assert memory[0] == memory[1]
+    assert divides_tensors("alpaca2")
+    monkeypatch.setitem(STYLES, "alpaca3", replace(entry, layers="gemma2", tensor_parallel=False))
+    assert not divides_tensors("alpaca3")

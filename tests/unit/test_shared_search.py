@@ -16,8 +16,8 @@ from accel_scale.planning.models.catalogue import load_model_facts
 from accel_scale.planning.models.training_setup import ParallelSetup, TrainingSetup
 from accel_scale.planning.search.model_parallel import (
     NO_SEQUENCE_PARALLEL_TYPES,
-    TENSOR_PARALLEL_TYPES,
     Degrees,
+    divides_tensors,
     families,
     sharing_conflict,
 )
@@ -176,7 +176,7 @@ def test_types_are_those_that_the_recipe_can_divide():
     for kind, fields in FIELDS.items():
         usual = {name: sizes.get(name, value) for name, value in fields.items() if name != "head_dim"}
         config = CONFIG_MAPPING[kind](**usual)
-        assert (kind in TENSOR_PARALLEL_TYPES) == _passes(check_tensor_parallel, config, 2, method="full"), kind
+        assert divides_tensors(kind) == _passes(check_tensor_parallel, config, 2, method="full"), kind
         divides = _passes(check_sequence_parallel, config, 2, 128, "sdpa_packed")
         assert (kind not in NO_SEQUENCE_PARALLEL_TYPES) == divides, kind
 

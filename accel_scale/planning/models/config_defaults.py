@@ -1,4 +1,4 @@
-"""Defaults of transformers 5.23's config classes for fields that a config.json leaves out."""
+"""Defaults of transformers 5.23's config classes for fields that a config.json leaves out; Llama's kin: `styles`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 _SHARED: dict[str, Any] = {"hidden_act": "silu", "tie_word_embeddings": False, "attention_dropout": 0.0}
 
 
-def _sizes(
+def sizes(
     vocab: int, hidden: int, layers: int, heads: int, intermediate: int, positions: int, **others: Any
 ) -> dict[str, Any]:
+    """Defaults by the names of the fields."""
     return {
         **_SHARED,
         "vocab_size": vocab,
@@ -23,68 +24,14 @@ def _sizes(
     }
 
 
-def _without_width(*sizes: int, **others: Any) -> dict[str, Any]:
+def _without_width(*given: int, **others: Any) -> dict[str, Any]:
     """The defaults of a class whose MLP is 4 hidden sizes wide where its width is not given."""
-    vocab, hidden, layers, heads, positions = sizes
-    return {**_sizes(vocab, hidden, layers, heads, 1, positions, **others), "intermediate_size": None}
+    vocab, hidden, layers, heads, positions = given
+    return {**sizes(vocab, hidden, layers, heads, 1, positions, **others), "intermediate_size": None}
 
-
-_GEMMA = {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True}
-_QWEN_WINDOWS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
-_SPARSE = {"decoder_sparse_step": 1, "mlp_only_layers": None}
-_GLM = {"num_key_value_heads": 2, "head_dim": 128, "attention_bias": True, "partial_rotary_factor": 0.5}
 
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": _sizes(32000, 4096, 32, 32, 11008, 2048),
-    "mistral": _sizes(32000, 4096, 32, 32, 14336, 131072, num_key_value_heads=8, sliding_window=4096),
-    "qwen2": _sizes(151936, 4096, 32, 32, 22016, 32768, num_key_value_heads=32, **_QWEN_WINDOWS),
-    "qwen3": _sizes(151936, 4096, 32, 32, 22016, 32768, num_key_value_heads=32, head_dim=128, **_QWEN_WINDOWS),
-    "gemma": _sizes(
-        256000, 3072, 28, 16, 24576, 8192, num_key_value_heads=16, **{**_GEMMA, "hidden_act": "gelu_pytorch_tanh"}
-    ),
-    "gemma2": _sizes(
-        256000,
-        2304,
-        26,
-        8,
-        9216,
-        8192,
-        num_key_value_heads=4,
-        sliding_window=4096,
-        final_logit_softcapping=30.0,
-        attn_logit_softcapping=50.0,
-        **_GEMMA,
-    ),
-    "gemma3_text": _sizes(262208, 2304, 26, 8, 9216, 131072, num_key_value_heads=4, sliding_window=4096, **_GEMMA),
-    "phi3": _sizes(32064, 3072, 32, 32, 8192, 4096),
-    "stablelm": _sizes(50304, 2560, 32, 32, 6912, 4096, num_key_value_heads=32, partial_rotary_factor=0.25),
-    "starcoder2": _sizes(
-        49152,
-        3072,
-        30,
-        24,
-        12288,
-        4096,
-        num_key_value_heads=2,
-        hidden_act="gelu_pytorch_tanh",
-        use_bias=True,
-        tie_word_embeddings=True,
-    ),
-    "olmo": _sizes(50304, 4096, 32, 32, 11008, 2048),
-    "olmo2": _sizes(50304, 4096, 32, 32, 11008, 2048),
-    "olmo3": _sizes(50304, 4096, 32, 32, 11008, 2048, sliding_window=4096),
-    "smollm3": _sizes(
-        128256, 2048, 36, 16, 11008, 32768, num_key_value_heads=4, use_sliding_window=False, tie_word_embeddings=True
-    ),
-    "granite": _sizes(32000, 4096, 32, 32, 11008, 2048),
-    "cohere": _sizes(256000, 8192, 40, 64, 22528, 8192, tie_word_embeddings=True),
-    "cohere2": _sizes(256000, 8192, 40, 64, 22528, 8192, sliding_window=4096, tie_word_embeddings=True),
-    "glm": _sizes(151552, 4096, 40, 32, 13696, 131072, **_GLM),
-    "glm4": _sizes(151552, 4096, 40, 32, 13696, 131072, **_GLM),
-    "mixtral": _sizes(
-        32000, 4096, 32, 32, 14336, 131072, num_key_value_heads=8, num_local_experts=8, num_experts_per_tok=2
-    ),
-    "deepseek_v2": _sizes(
+    "deepseek_v2": sizes(
         102400,
         4096,
         32,
@@ -101,7 +48,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         n_shared_experts=2,
         moe_intermediate_size=1407,
     ),
-    "deepseek_v3": _sizes(
+    "deepseek_v3": sizes(
         129280,
         7168,
         61,
@@ -121,52 +68,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         moe_intermediate_size=2048,
         rope_interleave=True,
     ),
-    "gpt_oss": _sizes(
-        201088,
-        2880,
-        36,
-        64,
-        2880,
-        131072,
-        num_key_value_heads=8,
-        head_dim=64,
-        sliding_window=128,
-        num_local_experts=128,
-        num_experts_per_tok=4,
-        attention_bias=True,
-    ),
-    "qwen2_moe": _sizes(
-        151936,
-        2048,
-        24,
-        16,
-        5632,
-        32768,
-        num_key_value_heads=16,
-        qkv_bias=True,
-        num_experts=60,
-        num_experts_per_tok=4,
-        moe_intermediate_size=1408,
-        shared_expert_intermediate_size=5632,
-        **_QWEN_WINDOWS,
-        **_SPARSE,
-    ),
-    "qwen3_moe": _sizes(
-        151936,
-        2048,
-        24,
-        32,
-        6144,
-        32768,
-        num_key_value_heads=4,
-        num_experts=128,
-        num_experts_per_tok=8,
-        moe_intermediate_size=768,
-        use_sliding_window=False,
-        sliding_window=4096,
-        **_SPARSE,
-    ),
-    "phi": _sizes(51200, 2048, 24, 32, 8192, 2048, hidden_act="gelu_new", partial_rotary_factor=0.5),
+    "phi": sizes(51200, 2048, 24, 32, 8192, 2048, hidden_act="gelu_new", partial_rotary_factor=0.5),
     "gpt2": _without_width(
         50257,
         768,
@@ -180,7 +82,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         tie_word_embeddings=True,
     ),
     "gptj": _without_width(50400, 4096, 28, 16, 2048, activation_function="gelu_new", rotary_dim=64),
-    "gpt_neox": _sizes(
+    "gpt_neox": sizes(
         50432,
         6144,
         44,
@@ -192,7 +94,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         use_parallel_residual=True,
         attention_bias=True,
     ),
-    "opt": _sizes(
+    "opt": sizes(
         50272,
         768,
         12,
@@ -211,10 +113,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         65024, 4544, 32, 71, 2048, activation="gelu", multi_query=True, parallel_attn=True, tie_word_embeddings=True
     ),
     # Remote code on the hub, without a class in transformers: its configuration_qwen.py.
-    "qwen": _sizes(
+    "qwen": sizes(
         151936, 4096, 32, 32, 22016, 32768, kv_channels=128, no_bias=True, rotary_pct=1.0, attn_dropout_prob=0.0
     ),
-    "bert": _sizes(
+    "bert": sizes(
         30522,
         768,
         12,

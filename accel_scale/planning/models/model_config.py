@@ -38,11 +38,13 @@ def facts_from_config(config: Mapping[str, Any], *, name: str, place: str | None
     model_type = config.get("model_type")
     if model_type == "gemma3" and isinstance(config.get("text_config"), Mapping):
         return facts_from_config(_gemma3_text(config), name=name, place=place)
-    if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
+    if not isinstance(model_type, str) or model_type not in {*MODEL_TYPES, *STYLES}:
         raise _not_modelled(model_type, place)
-    fields = ConfigFields(_common_names(model_type, config), DEFAULTS[model_type], place)
+    values = _common_names(model_type, config)
     if model_type in STYLES:
+        fields = ConfigFields(values, STYLES[model_type].defaults, place)
         return llama_like_facts(fields, STYLES[model_type], name=name, model_type=model_type)
+    fields = ConfigFields(values, DEFAULTS[model_type], place)
     return {**FAMILIES, **LATENT}[model_type](fields, name=name, model_type=model_type)
 
 

@@ -6,25 +6,19 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from accel_scale.facts.names import STAGES_PER_RANK
 from accel_scale.facts.optimizer_specs import modelled_optimizer
 from accel_scale.planning.cost.strategies import ParallelChoice
 from accel_scale.planning.models.model_facts import ModelFacts
+from accel_scale.planning.models.styles import STYLES
 from accel_scale.planning.models.training_setup import ParallelSetup, TrainingSetup
 
-# What `accel_scale.parallel` divides, by model type; a test compares with its checks.
-TENSOR_PARALLEL_TYPES = frozenset(
-    (
-        *("cohere", "cohere2", "gemma", "gemma2", "gemma3", "gemma3_text", "glm", "glm4", "gpt2", "gpt_neox"),
-        *("granite", "llama", "mistral", "olmo", "olmo2", "olmo3", "phi", "phi3", "qwen2", "qwen3", "smollm3"),
-        "starcoder2",
-    )
-)
+# What `accel_scale.parallel` divides beside the `tensor_parallel` of `STYLES`; a test compares with its checks.
+_DIVIDED = frozenset(("gemma3", "gpt2", "gpt_neox", "phi"))
 NO_SEQUENCE_PARALLEL_TYPES = frozenset(("bloom", "falcon", "gptj", "stablelm"))
 # What ranks may share in each recipe: rows only where the engine has the model to itself.
 SHARED_BY = {"sft": ("sp",), "pretrain": ("tp", "pp", "sp")}
 RECIPES = tuple(SHARED_BY)
-# The recipe's default, as `accel_scale.flags.parallel` has it.
-STAGES_PER_RANK = {"interleaved": 2, "zero_bubble": 2}
 _MOST_STAGES = 64
 # After data parallelism in the decision tree, by how many kinds are combined.
 _EFFORT = 20
@@ -157,11 +151,17 @@ def sharing_conflict(setup: TrainingSetup, model: ModelFacts, recipe: str = "pre
     return _tensor(setup, model) or _sequence(setup, model) or _pipeline(setup, model)
 
 
+def divides_tensors(model_type: str) -> bool:
+    """Whether tensor parallelism divides models of this type."""
+    style = STYLES.get(model_type)
+    return model_type in _DIVIDED if style is None else style.tensor_parallel
+
+
 def _tensor(setup: TrainingSetup, model: ModelFacts) -> str | None:
     degree = setup.parallel.tensor_parallel
     if degree == 1:
         return None
-    if model.model_type not in TENSOR_PARALLEL_TYPES:
+    if not divides_tensors(model.model_type):
         return f"{model.model_type} models are not divided by tensor parallelism"
     if degree > setup.parallel.gpus_per_node:
         return f"{degree} tensor-parallel ranks do not fit into a server of {setup.parallel.gpus_per_node}"

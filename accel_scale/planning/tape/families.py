@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from accel_scale.errors import ConfigError
 from accel_scale.planning.models.model_facts import ModelFacts
+from accel_scale.planning.models.styles import STYLES
 from accel_scale.planning.models.training_setup import ATTENTIONS, TrainingSetup
 
 
@@ -78,16 +79,12 @@ _OLMO2 = Family(block="after", rms="olmo", norms_before_heads=True, rotation_typ
 
 _COHERE = Family(block="joined", joined_order="residual", layer_norm="spelt", rotation_type="fp32", scales_logits=True)
 
+# Of `STYLES`, only those whose layers compute unlike Llama's.
 FAMILIES: dict[str, Family] = {
     "llama": _LLAMA,
-    "mistral": _LLAMA,
     # The first Qwen brought its own code; its layers are Llama's with one fused projection.
     "qwen": replace(_LLAMA, projections="split"),
-    "qwen2": _LLAMA,
-    "qwen3": _LLAMA,
-    "mixtral": _LLAMA,
     "qwen2_moe": Family(makes_both_masks=True),
-    "qwen3_moe": _LLAMA,
     "deepseek_v2": Family(attention="latent", rotation="none", rotation_type="tables"),
     "deepseek_v3": Family(attention="latent", rotation="none"),
     "gpt_oss": Family(
@@ -107,11 +104,9 @@ FAMILIES: dict[str, Family] = {
     "cohere": _COHERE,
     "cohere2": replace(_COHERE, makes_both_masks=True),
     "granite": Family(scales_residual=True, embedding_scale="cast", scales_logits=True),
-    "smollm3": _LLAMA,
     "olmo": Family(layer_norm="bare", rotation_type="tables"),
     "olmo2": _OLMO2,
     "olmo3": _OLMO2,
-    "starcoder2": _LLAMA,
     "phi3": Family(projections="slices", rotation="inline"),
     "phi": Family(block="joined", keeps_names=True, rotation="partial"),
     "gpt2": Family(passes_mask=True, projections="split", keeps_names=True, rotation="none", eager_fp32=False),
@@ -145,13 +140,18 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+def _family(model_type: str) -> Family | None:
+    style = STYLES.get(model_type)
+    return FAMILIES.get(model_type) or (FAMILIES[style.layers] if style is not None else None)
+
+
 def family_of(model: ModelFacts) -> Family:
     """The family of a model.
 
     Raises:
         ConfigError: for an architecture, or a variant of one, whose layers are not modelled.
     """
-    family = FAMILIES.get(model.model_type)
+    family = _family(model.model_type)
     if family is None:
         raise _refuse(model, f"the layers of {model.model_type!r} models are not modelled")
     if model.model_type == "stablelm" and any(layer.query_key_norm for layer in model.layers):
@@ -167,7 +167,7 @@ def family_of(model: ModelFacts) -> Family:
 
 def has_kernel(model: ModelFacts, attention: str) -> bool:
     """Whether the model's layers can run with an implementation of attention."""
-    family = FAMILIES.get(model.model_type, _LLAMA)
+    family = _family(model.model_type) or _LLAMA
     if attention == "sdpa" and model.attention_softcap:
         return False
     is_alibi = model.model_type == "falcon" and not model.rotary_dims
@@ -176,7 +176,7 @@ def has_kernel(model: ModelFacts, attention: str) -> bool:
 
 def changes_products(model: ModelFacts) -> bool:
     """Whether the model changes results of matrix products in place."""
-    return FAMILIES.get(model.model_type, _LLAMA).changes_products
+    return (_family(model.model_type) or _LLAMA).changes_products
 
 
 def check_setup(model: ModelFacts, setup: TrainingSetup) -> None:
@@ -214,5 +214,5 @@ def _refuse(model: ModelFacts, problem: str) -> ConfigError:
     return ConfigError(
         f"{model.name}: {problem}, so its activation memory is unknown.",
         place="model",
-        fix=f"use one of {', '.join(sorted(FAMILIES))}.",
+        fix=f"use one of {', '.join(sorted({*FAMILIES, *STYLES}))}.",
     )
