@@ -21,6 +21,7 @@ from accel_scale.errors import ConfigError
 from accel_scale.facts.names import METHODS, PIPELINE_SCHEDULES, PRECISIONS
 
 if TYPE_CHECKING:
+    from accel_scale.planning.search.recipe_choices import PlannedRecipe
     from accel_scale.planning.search.search import Plan, Request
     from accel_scale.planning.search.writing import WrittenPlan
 
@@ -79,7 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sharing.add_argument(
         "--recipe",
         default="sft",
-        help="recipe that will run it: sft, or pretrain (for tensor and pipeline parallelism) (default: sft)",
+        help="recipe that will run it: sft, pretrain (for tensor and pipeline parallelism), or a script that declares "
+        "a RECIPE (default: sft)",
     )
     sharing.add_argument("--tp_size", metavar="N", help="tensor parallelism (default: tried if nothing simpler fits)")
     sharing.add_argument("--pp_size", metavar="N", help="pipeline stages (default: as --tp_size)")
@@ -137,8 +139,13 @@ def _request(args: argparse.Namespace) -> tuple[Request, list[str]]:
     values = {f.name: getattr(args, f.name) for f in fields(Wish)}
     lists = {name: tuple(values[name]) for name in ("lora_target_modules", "strategy")}
     packing = one_of(args.packing.lower(), ("true", "false"), "--packing") == "true" and not args.no_packing
-    request = build_request(Wish(**{**values, **lists, "packing": packing}))
+    request = build_request(Wish(**{**values, **lists, "packing": packing, "recipe": _recipe(args.recipe)}))
+    recipe = request.recipe
     notes = [] if request.machine.links is None else [f"communication from {request.machine.links.line}."]
+    if recipe.rows_per_example > 1:
+        notes.append(f"micro-batches count rows, {recipe.rows_per_example} for each example of {recipe.script}.")
+    if recipe.has_reference_model and "full" in request.methods:
+        notes.append("a frozen reference model is counted: its weights and its forward pass.")
     if request.model.max_positions and request.sequence_length > request.model.max_positions:
         notes.append(f"{request.model.name} was made for {request.model.max_positions} tokens.")
     if args.dataset_name and args.mean_length is None and Path(args.dataset_name).exists():
@@ -147,6 +154,13 @@ def _request(args: argparse.Namespace) -> tuple[Request, list[str]]:
         request, note = measured(request, args.model, args.dataset_name, args.columns)
         notes.append(note)
     return request, notes
+
+
+def _recipe(text: str) -> str | PlannedRecipe:
+    """A name, or what the script of ``--recipe`` declares."""
+    from accel_scale.recipe_specs.finding import load_recipe
+
+    return load_recipe(text).planned if text.endswith(".py") else text
 
 
 def _write(args: argparse.Namespace, plan: Plan, tokens: float | None) -> WrittenPlan:

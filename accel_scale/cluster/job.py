@@ -15,11 +15,12 @@ from accel_scale.errors import ConfigError
 from accel_scale.flags.command_line import RecipeCommand
 from accel_scale.launching.launch_file import LaunchFile, read_launch_file
 from accel_scale.launching.machine import LocalMachine
+from accel_scale.planning.search.recipe_writing import planned_script
 from accel_scale.recipe_specs.finding import find_recipe
 from accel_scale.secrets import is_secret, mask
 
 # Files of `accel-scale plan --write DIR`.
-_PLANNED_LAUNCH, _PLANNED_RECIPE, _PLANNED_FOR = "launch.yaml", "recipe.yaml", "recipes/sft.py"
+_PLANNED_LAUNCH, _PLANNED_RECIPE = "launch.yaml", "recipe.yaml"
 _SAFE_WORD = re.compile(r"[A-Za-z0-9_./:@%+,=-]+")
 # A worker that was asked to stop finishes its step and saves before the launcher may kill it.
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
@@ -133,7 +134,8 @@ def cluster_job(
 
     Args:
         config_file: A launch file, or a folder of `accel-scale plan --write`, which has the recipe's flags too.
-        recipe: The recipe and its flags; empty for such a folder: recipes/sft.py with the folder's flags.
+        recipe: The recipe and its flags; empty for such a folder: the recipe that was planned for,
+            with the folder's flags.
         num_nodes, gpus_per_node: Default: the launch file's.
 
     Raises:
@@ -141,7 +143,7 @@ def cluster_job(
     """
     path, words = Path(config_file), list(recipe)
     if path.is_dir():
-        words = words or [_PLANNED_FOR, "--config_file", str(path / _PLANNED_RECIPE)]
+        words = words or _planned_words(path / _PLANNED_RECIPE)
         path = path / _PLANNED_LAUNCH
         if not path.is_file():
             raise ConfigError(f"has no {_PLANNED_LAUNCH}.", place=config_file, fix="name a folder of plan --write.")
@@ -164,6 +166,12 @@ def cluster_job(
         raise ConfigError("is more than one line.", place="--setup", fix="join the commands with &&.")
     _check_texts(command, workdir, setup, str(path))
     return ClusterJob(launch, command, nodes, per_node, max_restarts, join_timeout_seconds, workdir, setup)
+
+
+def _planned_words(flags: Path) -> list[str]:
+    """The recipe that a plan's file of flags is for, with that file."""
+    script = planned_script(flags.read_text(encoding="utf-8")) if flags.is_file() else None
+    return [script, "--config_file", str(flags)] if script else []
 
 
 def in_comment(text: str) -> str:

@@ -7,13 +7,14 @@ import ast
 import importlib.util
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from accel_scale.errors import ConfigError
 from accel_scale.flags.library import FlagClass, known_table
 from accel_scale.flags.parsing import ParsedFlags, build_parser, parse_flags
+from accel_scale.planning.search.recipe_choices import PlannedRecipe
 from accel_scale.recipe_specs.spec import RecipeSpec
 
 _NAME = "RECIPE"
@@ -48,6 +49,12 @@ class Recipe:
     def stem(self) -> str:
         """The script's name without its ending: ``sft``."""
         return self.path.stem
+
+    @property
+    def planned(self) -> PlannedRecipe:
+        """What the planner must know, with the script as it was named and the flags that it has."""
+        names = frozenset(action.dest for action in self.parser._actions)
+        return replace(self.spec.plan, script=str(self.path), flags=self.spec.plan.flags or names)
 
     def parse(self, words: Sequence[str]) -> ParsedFlags:
         """Its flags on a command line.

@@ -12,7 +12,7 @@ from accel_scale.planning.cost.overheads import gpu_overhead
 from accel_scale.planning.cost.timing import predict_time
 from accel_scale.planning.models.training_setup import TrainingSetup
 from accel_scale.planning.search.changes import as_flag, cheapest_changes, launch_label
-from accel_scale.planning.search.model_parallel import SHARED_BY
+from accel_scale.planning.search.recipe_choices import PRETRAIN_PLAN, SFT_PLAN
 from accel_scale.planning.search.search import Candidate, Plan, Rejection, Request, search
 from accel_scale.planning.search.writing import WrittenPlan
 from accel_scale.reporting.tables import format_count, format_seconds
@@ -172,9 +172,9 @@ def _change(request: Request, flag: str, setup: TrainingSetup) -> str:
 def _other_recipe(request: Request) -> list[str]:
     """What would fit if ranks shared the model, which the recipe that was asked for cannot do."""
     methods = tuple(method for method in request.methods if method != "qlora")
-    if "tp" in SHARED_BY[request.recipe] or not methods or request.strategies:
+    if request.recipe.shared_by != SFT_PLAN.shared_by or not methods or request.strategies:
         return []
-    best = search(replace(request, recipe="pretrain", methods=methods)).best
+    best = search(replace(request, recipe=PRETRAIN_PLAN, methods=methods)).best
     return [] if best is None else [f"--recipe pretrain ({best.choice.label}, {interval(best)} per GPU)"]
 
 

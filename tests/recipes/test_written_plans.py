@@ -26,6 +26,7 @@ from accel_scale.launching import machine as machine_module
 from accel_scale.launching.launch_file import LaunchFile, read_launch_file
 from accel_scale.launching.machine import PACKAGES, Folder, LocalMachine
 from accel_scale.planning.models.training_setup import TrainingSetup
+from accel_scale.planning.search.recipe_choices import PRETRAIN_PLAN, SFT_PLAN
 from accel_scale.planning.search.requests import Wish, build_request
 from accel_scale.planning.search.search import Candidate, Plan, Request, search
 from accel_scale.planning.search.writing import RecipeChoices, WrittenPlan, plan_files, write_files
@@ -222,10 +223,10 @@ def test_files_of_others_are_left_alone_and_those_of_plans_replaced(tmp_path):
 
 def test_plans_that_share_the_model_are_not_written_for_a_recipe_that_cannot(tmp_path):
     machine = PlannedMachine(find_gpu("H100 SXM"), 8, 8)
-    wish = Wish("Llama-3.1-8B", strategy=("FSDP2 x TP2",), recipe="pretrain")
+    wish = Wish("Llama-3.1-8B", strategy=("FSDP2 x TP2",), recipe=PRETRAIN_PLAN)
     plan = search(build_request(wish, detect=lambda: machine))
     assert plan.best.setup.parallel.tensor_parallel == 2
-    other = replace(plan, request=replace(plan.request, recipe="sft"))
+    other = replace(plan, request=replace(plan.request, recipe=SFT_PLAN))
     with pytest.raises(ConfigError, match="does not share its model"):
         write(other, other.best, tmp_path)
     assert not list(tmp_path.iterdir())

@@ -19,6 +19,7 @@ from accel_scale.planning.models.catalogue import load_model_facts
 from accel_scale.planning.models.training_setup import ParallelSetup, TrainingSetup
 from accel_scale.planning.search.changes import cheapest_changes
 from accel_scale.planning.search.launch_writing import launch_yaml
+from accel_scale.planning.search.recipe_choices import PRETRAIN_PLAN, SFT_PLAN
 from accel_scale.planning.search.search import Candidate, Request, search
 from accel_scale.planning.search.writing import RecipeChoices, plan_files
 from accel_scale.planning.tape.activations import _walk
@@ -246,7 +247,7 @@ def test_gradients_of_every_micro_batch_are_reduced_where_whole_ones_do_not_fit(
     # Where they fit, sending them once is faster.
     small = search(request("Llama-3.2-1B", "H100-SXM", 8, global_batch_size=512, strategies=("FSDP2",))).best
     assert not small.setup.sync_each_batch
-    for recipe in ("sft", "pretrain"):
+    for recipe in (SFT_PLAN, PRETRAIN_PLAN):
         written = plan_files(replace(asked, recipe=recipe), best, RecipeChoices("Qwen/Qwen3-32B"), tmp_path)
         assert "sync_each_batch: true" in written.files[tmp_path / "recipe.yaml"]
     plain = plan_files(asked, replace(best, setup=without), RecipeChoices("Qwen/Qwen3-32B"), tmp_path)

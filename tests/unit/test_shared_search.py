@@ -21,6 +21,7 @@ from accel_scale.planning.search.model_parallel import (
     families,
     sharing_conflict,
 )
+from accel_scale.planning.search.recipe_choices import PRETRAIN_PLAN, SFT_PLAN
 from accel_scale.planning.search.requests import Wish, build_request
 from accel_scale.planning.search.search import Request, search
 from accel_scale.planning.tape.activations import _walk
@@ -36,7 +37,7 @@ def h100s(num_gpus: int, gpu: str = "H100-SXM") -> Machine:
 
 
 def asked(model: str, num_gpus: int, gpu: str = "H100-SXM", **kwargs) -> Request:
-    return Request(load_model_facts(model), h100s(num_gpus, gpu), recipe="pretrain", **kwargs)
+    return Request(load_model_facts(model), h100s(num_gpus, gpu), recipe=PRETRAIN_PLAN, **kwargs)
 
 
 def test_nothing_is_shared_while_data_parallelism_fits():
@@ -47,7 +48,7 @@ def test_nothing_is_shared_while_data_parallelism_fits():
 
 @pytest.mark.slow
 def test_the_fine_tuning_recipe_shares_long_rows_and_nothing_else():
-    request = replace(asked("Llama-3.1-8B", 8, global_batch_size=8, sequence_length=131072), recipe="sft")
+    request = replace(asked("Llama-3.1-8B", 8, global_batch_size=8, sequence_length=131072), recipe=SFT_PLAN)
     plan = search(request)
     assert plan.best.setup.parallel.sequence_parallel > 1
     assert all(c.setup.parallel.tensor_parallel * c.setup.parallel.pipeline_parallel == 1 for c in plan.candidates)
@@ -56,7 +57,7 @@ def test_the_fine_tuning_recipe_shares_long_rows_and_nothing_else():
     # Where rows are short no degree of it helps, and nothing else is shared.
     too_large = replace(request, model=load_model_facts("Llama-3.1-405B"), sequence_length=2048)
     assert search(too_large).best is None
-    assert search(replace(too_large, recipe="pretrain", machine=h100s(512), global_batch_size=512)).best is not None
+    assert search(replace(too_large, recipe=PRETRAIN_PLAN, machine=h100s(512), global_batch_size=512)).best is not None
 
 
 def test_a_row_that_does_not_fit_is_shared():
@@ -84,7 +85,7 @@ def test_a_batch_too_small_for_data_parallelism_alone_is_no_error():
     assert plan.best is not None
     assert plan.best.setup.parallel.model_parallel >= 2
     with pytest.raises(ConfigError, match="use a multiple of 16"):
-        search(replace(asked("Llama-3.1-8B", 16, global_batch_size=8), recipe="sft"))
+        search(replace(asked("Llama-3.1-8B", 16, global_batch_size=8), recipe=SFT_PLAN))
 
 
 def test_70b_on_4_by_4_by_4():
@@ -264,10 +265,10 @@ def test_what_is_asked_for_is_checked(wish, place, message):
 
 def test_strategies_by_name_and_degrees_reach_the_request():
     request = build_request(
-        Wish("Llama-3.1-8B", gpu="H100", num_gpus="8", recipe="pretrain", strategy=("fsdp2 x tp2",))
+        Wish("Llama-3.1-8B", gpu="H100", num_gpus="8", recipe=PRETRAIN_PLAN, strategy=("fsdp2 x tp2",))
     )
     assert request.strategies == ("FSDP2 × TP2",)
-    wish = Wish("Llama-3.1-8B", gpu="H100", num_gpus="8", recipe="pretrain", pp_size="4", pp_schedule="zero_bubble")
+    wish = Wish("Llama-3.1-8B", gpu="H100", num_gpus="8", recipe=PRETRAIN_PLAN, pp_size="4", pp_schedule="zero_bubble")
     plan = search(build_request(wish))
     assert plan.best.setup.parallel.pipeline_schedule == "zero_bubble"
     assert plan.best.setup.parallel.stages_per_rank == 2

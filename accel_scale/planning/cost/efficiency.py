@@ -137,7 +137,9 @@ def micro_batch_time(
     bandwidth = gpu.bandwidth() * efficiency.bandwidth_fraction
     traffic = tokens * _bytes_per_token(facts, setup, efficiency) + _weight_traffic(facts, setup)
     launch = _launch_seconds(facts, setup, efficiency) / parallel.pipeline_parallel
-    return MicroBatchTime(matmul, traffic / ranks / bandwidth, launch)
+    # A reference model's forward pass is one more of the step's passes.
+    more = 1 + (1 / (3 + recomputed_fraction(setup.checkpointing)) if setup.reference_model else 0.0)
+    return MicroBatchTime(more * matmul, more * traffic / ranks / bandwidth, more * launch)
 
 
 def _matmul_seconds(flops: FlopsPerToken, setup: TrainingSetup, gpu: Gpu, efficiency: Efficiency) -> float:

@@ -67,7 +67,7 @@ def _torch(model: ModelFacts, setup: TrainingSetup, groups: ParameterGroups, opt
     shards = parallel.num_shards if parallel.shards_weights else 1
     trained, width = groups.trainable / shards, setup.trained_bytes
     frozen = frozen_weight_bytes(setup, groups) / shards
-    weights, gradients = trained * width + frozen, trained * width
+    weights, gradients = trained * width * _copies(setup) + frozen, trained * width
     states = trained * optimizer.state_bytes(width)
     update = trained * width * optimizer.transient_copies
     host, whole = _load_bytes(model, setup, groups), _whole_on_card(setup, groups)
@@ -78,6 +78,11 @@ def _torch(model: ModelFacts, setup: TrainingSetup, groups: ParameterGroups, opt
     if optimizer.on_host:
         return StateBytes(weights, 0, gradients, 0, 0, extra, max(host, states + 2 * gradients))
     return StateBytes(weights, 0, gradients, states, update, extra, host)
+
+
+def _copies(setup: TrainingSetup) -> int:
+    """Models on a rank: TRL shards a reference model as the trained one, and keeps it in the same dtype."""
+    return 2 if setup.reference_model else 1
 
 
 def _whole_on_card(setup: TrainingSetup, groups: ParameterGroups) -> float:
@@ -100,7 +105,7 @@ def _deepspeed(
     weight_shards = shards if parallel.shards_weights else 1
     gradient_shards = shards if parallel.shards_gradients else 1
     trained = groups.trainable
-    weights = (trained * width + frozen_weight_bytes(setup, groups)) / weight_shards
+    weights = (trained * width * _copies(setup) + frozen_weight_bytes(setup, groups)) / weight_shards
     masters = trained * 4 / shards if width < 4 else 0.0
     gradients = trained * width / gradient_shards
     # The optimizer steps on an fp32 copy of its part of the gradients, a sub-group at a time under ZeRO-3.

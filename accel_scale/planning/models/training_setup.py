@@ -154,6 +154,7 @@ class TrainingSetup:
         compile: Whether layers go through torch.compile.
         weight_dtype: Trained weights, where not what `precision` says (``bfloat16`` under autocast, for instance).
         frozen_dtype: Frozen weights, where not the compute dtype.
+        reference_model: Whether a frozen copy of the model does a forward pass on every micro-batch too.
         parallel: How ranks share the work.
     """
 
@@ -174,6 +175,7 @@ class TrainingSetup:
     compile: bool = False
     weight_dtype: str | None = None
     frozen_dtype: str | None = None
+    reference_model: bool = False
     parallel: ParallelSetup = ParallelSetup()
 
     def __post_init__(self) -> None:

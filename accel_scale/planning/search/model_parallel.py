@@ -12,13 +12,11 @@ from accel_scale.planning.cost.strategies import ParallelChoice
 from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.models.styles import STYLES
 from accel_scale.planning.models.training_setup import ParallelSetup, TrainingSetup
+from accel_scale.planning.search.recipe_choices import PRETRAIN_PLAN, PlannedRecipe
 
 # What `accel_scale.parallel` divides beside the `tensor_parallel` of `STYLES`; a test compares with its checks.
 _DIVIDED = frozenset(("gemma3", "gpt2", "gpt_neox", "phi"))
 NO_SEQUENCE_PARALLEL_TYPES = frozenset(("bloom", "falcon", "gptj", "stablelm"))
-# What ranks may share in each recipe: rows only where the engine has the model to itself.
-SHARED_BY = {"sft": ("sp",), "pretrain": ("tp", "pp", "sp")}
-RECIPES = tuple(SHARED_BY)
 _MOST_STAGES = 64
 # After data parallelism in the decision tree, by how many kinds are combined.
 _EFFORT = 20
@@ -46,7 +44,7 @@ def families(
     schedule: str = "1f1b",
     *,
     long_rows: bool,
-    recipe: str = "pretrain",
+    recipe: PlannedRecipe = PRETRAIN_PLAN,
 ) -> list[list[list[ParallelChoice]]]:
     """Choices by which kinds of parallelism are combined, each family in steps of growing degree.
 
@@ -62,8 +60,10 @@ def families(
     pipeline: tuple[int, ...] = (1, *_stages(model, num_gpus, gpus_per_node))
     if not asked.is_open:
         tensor, pipeline, sequence = ((size or 1,) for size in (asked.tensor, asked.pipeline, asked.sequence))
-    if "tp" not in SHARED_BY[recipe]:
+    if not recipe.divides_model:
         tensor = pipeline = (1,)
+    if "sp" not in recipe.shared_by:
+        sequence = (1,)
     by_kinds: dict[tuple[bool, ...], dict[int, list[ParallelChoice]]] = {}
     for tp, pp, sp in itertools.product(tensor, pipeline, sequence):
         degree = tp * pp * sp
@@ -72,13 +72,13 @@ def families(
             continue
         kinds = (tp > 1, pp > 1, sp > 1)
         by_kinds.setdefault(kinds, {}).setdefault(degree, []).extend(
-            _choices(tp, pp, sp, num_gpus, gpus_per_node, schedule, in_engine="tp" not in SHARED_BY[recipe])
+            _choices(tp, pp, sp, num_gpus, gpus_per_node, schedule, in_engine=not recipe.divides_model)
         )
     ordered = sorted(by_kinds, key=lambda kinds: (sum(kinds), kinds))
     return [[by_kinds[kinds][degree] for degree in sorted(by_kinds[kinds])] for kinds in ordered]
 
 
-def labels(model: ModelFacts, num_gpus: int, gpus_per_node: int, recipe: str = "pretrain") -> list[str]:
+def labels(model: ModelFacts, num_gpus: int, gpus_per_node: int, recipe: PlannedRecipe = PRETRAIN_PLAN) -> list[str]:
     """Of all that there is to choose from."""
     found = families(model, num_gpus, gpus_per_node, Degrees(), long_rows=True, recipe=recipe)
     return [choice.label for family in found for level in family for choice in level]
@@ -127,7 +127,7 @@ def _choices(
         yield ParallelChoice(label, parallel, effort + position)
 
 
-def sharing_conflict(setup: TrainingSetup, model: ModelFacts, recipe: str = "pretrain") -> str | None:
+def sharing_conflict(setup: TrainingSetup, model: ModelFacts, recipe: PlannedRecipe = PRETRAIN_PLAN) -> str | None:
     """Why ranks cannot share the model, or rows, so; None where they can, or do not.
 
     As `accel_scale.parallel.tensor.check_tensor_parallel`, `check_sequence_parallel` and `check_pipeline` say it, and
@@ -138,7 +138,7 @@ def sharing_conflict(setup: TrainingSetup, model: ModelFacts, recipe: str = "pre
         return None
     if setup.compile:
         return "layers that ranks share, or that see parts of rows, are not compiled"
-    if recipe == "sft":
+    if not recipe.divides_model:
         return _sequence(setup, model)
     if setup.precision in ("fp16", "fp8"):
         return f"{setup.precision} is not available where ranks share the model"

@@ -13,6 +13,7 @@ from accel_scale.planning.cost.timing import TimeEstimate
 from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.models.training_setup import TrainingSetup
 from accel_scale.planning.search.model_parallel import Degrees
+from accel_scale.planning.search.recipe_choices import SFT_PLAN, PlannedRecipe
 
 _CHECKPOINTING = ("none", "selective", "full", "offload")
 
@@ -32,7 +33,7 @@ class Request:
         document_length: Tokens per document on average where rows are packed.
         choices: Ways to spread the run to choose from, such as a launch file's; empty: all that the machine offers.
         is_cuda: Whether the kernels are CUDA's.
-        recipe: What will run it, one of `model_parallel.RECIPES`: whether ranks can share the model.
+        recipe: What will run it.
         degrees: Of model parallelism, where that was asked for.
         schedule: Of a pipeline.
     """
@@ -47,7 +48,7 @@ class Request:
     document_length: float | None = None
     choices: tuple[ParallelChoice, ...] = ()
     is_cuda: bool = True
-    recipe: str = "sft"
+    recipe: PlannedRecipe = SFT_PLAN
     degrees: Degrees = field(default_factory=Degrees)
     schedule: str = "1f1b"
 

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from accel_scale.planning.models.training_setup import TrainingSetup
+
+# Flags that a plan sets in both recipes of the project.
+_COMMON_FLAGS = (
+    "attn_implementation", "checkpointing_policy", "global_batch_size", "learning_rate", "logging_steps", "lora_alpha",
+    "lora_dropout", "lora_r", "lora_target_modules", "lr_scheduler_type", "max_length", "max_steps", "method",
+    "model_name_or_path", "optim", "output_dir", "per_device_train_batch_size", "precision", "seed", "sp_size",
+    "sync_each_batch", "warmup_ratio",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -14,22 +25,83 @@ class PlannedRecipe:
         methods: The ways to train that it offers, of ``full``, ``lora`` and ``qlora``.
         shared_by: What ranks can share: ``sp`` alone (rows, where the engine has the whole model), or ``tp``, ``pp``
             and ``sp``, where the recipe divides the model itself.
-        always_packs: Whether every row is filled, and no flag says otherwise.
+        always_packs: Whether every row is filled with documents although there is no flag ``packing``.
+        has_reference_model: Whether full fine-tuning keeps a frozen copy of the model, as DPO does. With adapters the
+            base without them is the reference.
+        rows_per_example: Rows that an example comes to: DPO's pairs are two. Batch sizes count examples.
+        data_flag: Names the data; several are written as a list where `data_is_list`.
+        example_data: Written where no data are named.
+        learning_rates: Usual ones by method, which are written; empty: the recipe's default.
+        flags: Names of its flags. The commands fill it in from the recipe's parser.
     """
 
-    script: str = ""
+    script: str = "the recipe"
     methods: tuple[str, ...] = ("full",)
     shared_by: tuple[str, ...] = ()
     always_packs: bool = False
+    has_reference_model: bool = False
+    rows_per_example: int = 1
+    data_flag: str = "dataset_name"
+    data_is_list: bool = False
+    example_data: str | None = None
+    learning_rates: Mapping[str, float] = field(default_factory=dict)
+    flags: frozenset[str] = frozenset()
 
     @property
     def divides_model(self) -> bool:
         """Whether ranks can share the model itself."""
         return "pp" in self.shared_by
 
+    def packs(self, wanted: bool) -> bool:
+        """Whether rows are packed where packing is `wanted`, or not."""
+        return wanted and (self.always_packs or "packing" in self.flags)
 
-SFT_PLAN = PlannedRecipe("recipes/sft.py", ("full", "lora", "qlora"), ("sp",))
-PRETRAIN_PLAN = PlannedRecipe("recipes/pretrain.py", ("full", "lora"), ("tp", "pp", "sp"), always_packs=True)
+    def why_not(self, setup: TrainingSetup) -> str | None:
+        """Which flag the recipe lacks for `setup`; None where it has all."""
+        policy, flags = setup.checkpointing, self.flags
+        switches = {"none": flags, "full": flags & {"checkpointing_policy", "gradient_checkpointing"}}
+        if not switches.get(policy, flags & {"checkpointing_policy"}):
+            return f"{self.script} has no --checkpointing_policy for {policy} checkpointing"
+        if setup.optimizer != "adamw_torch_fused" and "optim" not in flags:
+            return f"{self.script} has no --optim for {setup.optimizer}"
+        if setup.sync_each_batch and "sync_each_batch" not in flags:
+            return f"{self.script} has no --sync_each_batch"
+        if setup.precision in ("bf16_true", "fp8") and "precision" not in flags:
+            return f"{self.script} has no --precision for {setup.precision}"
+        if setup.accumulation > 1 and not flags & {"global_batch_size", "gradient_accumulation_steps"}:
+            return f"{self.script} has no --gradient_accumulation_steps"
+        return None
+
+
+SFT_PLAN = PlannedRecipe(
+    "recipes/sft.py",
+    ("full", "lora", "qlora"),
+    ("sp",),
+    # Runs as it is with any chat or base model; a user replaces it.
+    example_data="yahma/alpaca-cleaned",
+    # The usual starting points: Llama 2's and Tulu's fine-tuning, and QLoRA's paper (Dettmers et al. 2023, table 9).
+    learning_rates={"full": 2e-5, "lora": 2e-4, "qlora": 2e-4},
+    flags=frozenset(
+        (*_COMMON_FLAGS, "bnb_4bit_quant_type", "columns", "dataset_name", "num_train_epochs", "packing",
+         "save_strategy", "use_bnb_nested_quant", "use_dora")
+    ),
+)  # fmt: skip
+PRETRAIN_PLAN = PlannedRecipe(
+    "recipes/pretrain.py",
+    ("full", "lora"),
+    ("tp", "pp", "sp"),
+    always_packs=True,
+    data_flag="data",
+    data_is_list=True,
+    example_data="roneneldan/TinyStories",
+    # Usual ones to go on training a model with.
+    learning_rates={"full": 3e-5, "lora": 2e-4},
+    flags=frozenset((*_COMMON_FLAGS, "data", "max_tokens", "pp_schedule", "pp_size", "tp_size")),
+)
+
+
+# By the names that ``--recipe`` takes.
+PLANNED_RECIPES = {"sft": SFT_PLAN, "pretrain": PRETRAIN_PLAN}
 
 
 @dataclass(frozen=True)

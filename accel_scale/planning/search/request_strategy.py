@@ -13,27 +13,28 @@ from accel_scale.facts.names import METHODS, PIPELINE_SCHEDULES
 from accel_scale.facts.strategies import LAUNCH_FILE_LABELS
 from accel_scale.planning.cost.strategies import choices
 from accel_scale.planning.models.model_facts import ModelFacts
-from accel_scale.planning.search.model_parallel import SHARED_BY, Degrees, labels
+from accel_scale.planning.search.model_parallel import Degrees, labels
+from accel_scale.planning.search.recipe_choices import PlannedRecipe
 from accel_scale.planning.search.request_words import one_of, whole
 
 
-def methods_of(method: str, recipe: str) -> tuple[str, ...]:
+def methods_of(method: str, recipe: PlannedRecipe) -> tuple[str, ...]:
     """Ways to train to choose from: what was asked for, or all that the recipe has.
 
     Raises:
         ConfigError: for one that it does not have.
     """
-    known = METHODS if recipe == "sft" else ("full", "lora")
+    known = recipe.methods
     if method == "auto":
         return known
     if method in METHODS and method not in known:
         raise ConfigError(
-            f"recipes/{recipe}.py does not train by {method}.", place="--method", fix=f"use {' or '.join(known)}."
+            f"{recipe.script} does not train by {method}.", place="--method", fix=f"use {' or '.join(known)}."
         )
     return (one_of(method, (*known, "auto"), "--method"),)
 
 
-def degrees_of(given: Mapping[str, str | None], recipe: str, num_gpus: int) -> Degrees:
+def degrees_of(given: Mapping[str, str | None], recipe: PlannedRecipe, num_gpus: int) -> Degrees:
     """Degrees of model parallelism that were asked for.
 
     Args:
@@ -43,10 +44,10 @@ def degrees_of(given: Mapping[str, str | None], recipe: str, num_gpus: int) -> D
         ConfigError: if the recipe does not know one, or they do not divide the GPUs.
     """
     sizes = {name: whole(text, f"--{name}_size") for name, text in given.items() if text is not None}
-    unknown = next((name for name in sizes if name not in SHARED_BY[recipe]), None)
+    unknown = next((name for name in sizes if name not in recipe.shared_by), None)
     if unknown is not None:
         raise ConfigError(
-            f"recipes/{recipe}.py does not share its model between ranks.",
+            f"{recipe.script} does not share its model between ranks.",
             place=f"--{unknown}_size",
             fix="add --recipe pretrain, whose recipe does.",
         )
@@ -73,7 +74,7 @@ def schedule_of(schedule: str | None, pp_size: str | None) -> str:
     return one_of(schedule, PIPELINE_SCHEDULES, "--pp_schedule")
 
 
-def strategy_label(text: str, machine: hardware.Machine, model: ModelFacts, recipe: str) -> str:
+def strategy_label(text: str, machine: hardware.Machine, model: ModelFacts, recipe: PlannedRecipe) -> str:
     """The label that ``--strategy`` means: in any case and punctuation, or the name of a launch file.
 
     Raises:
@@ -86,7 +87,7 @@ def strategy_label(text: str, machine: hardware.Machine, model: ModelFacts, reci
     by_letters = {_letters(label): label for label in (*usual, *shared)}
     if by_letters.get(wanted) in set(shared) - set(labels(model, *sizes, recipe)):
         raise ConfigError(
-            f"recipes/{recipe}.py does not share its model between ranks, as {by_letters[wanted]} does.",
+            f"{recipe.script} does not share its model between ranks, as {by_letters[wanted]} does.",
             place="--strategy",
             fix="add --recipe pretrain, whose recipe does.",
         )

@@ -19,7 +19,7 @@ from accel_scale.planning.models import catalogue
 from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.models.parameters import lora_params
 from accel_scale.planning.models.training_setup import ATTENTIONS, LoraSetup
-from accel_scale.planning.search.model_parallel import RECIPES
+from accel_scale.planning.search.recipe_choices import PLANNED_RECIPES, SFT_PLAN, PlannedRecipe
 from accel_scale.planning.search.request_strategy import degrees_of, methods_of, schedule_of, strategy_label
 from accel_scale.planning.search.request_words import one_of, whole
 from accel_scale.planning.search.search import Request, may_share
@@ -71,7 +71,7 @@ class Wish:
     lora_dropout: str = "0.05"
     use_dora: bool = False
     strategy: tuple[str, ...] = ()
-    recipe: str = "sft"
+    recipe: str | PlannedRecipe = SFT_PLAN
     tp_size: str | None = None
     pp_size: str | None = None
     sp_size: str | None = None
@@ -90,11 +90,12 @@ def build_request(wish: Wish, *, detect: Callable[[], hardware.Machine | None] |
     with flag_places():
         model = catalogue.load_model_facts(wish.model)
         machine = _machine(wish, detect or hardware.detect_local)
-        fixed = _fixed(wish, model, machine.gpu)
+        recipe = _recipe(wish.recipe)
+        fixed = _fixed(wish, recipe, model, machine.gpu)
         batch = whole(wish.global_batch_size, "--global_batch_size")
-        recipe = one_of(wish.recipe, RECIPES, "--recipe")
-        if recipe == "pretrain" and not wish.packing:
-            raise ConfigError("recipes/pretrain.py fills its rows.", place="--no_packing", fix="remove it.")
+        if recipe.always_packs and not wish.packing:
+            raise ConfigError(f"{recipe.script} fills its rows.", place="--no_packing", fix="remove it.")
+        batch *= recipe.rows_per_example
         request = Request(
             model,
             machine,
@@ -191,13 +192,20 @@ def _machine(wish: Wish, detect: Callable[[], hardware.Machine | None]) -> hardw
     )
 
 
-def _fixed(wish: Wish, model: ModelFacts, gpu: hardware.Gpu) -> dict[str, Any]:
+def _recipe(wished: str | PlannedRecipe) -> PlannedRecipe:
+    return (
+        wished if isinstance(wished, PlannedRecipe) else PLANNED_RECIPES[one_of(wished, PLANNED_RECIPES, "--recipe")]
+    )
+
+
+def _fixed(wish: Wish, recipe: PlannedRecipe, model: ModelFacts, gpu: hardware.Gpu) -> dict[str, Any]:
     """The fields of `TrainingSetup` that are decided."""
     targets, dropout = tuple(wish.lora_target_modules), _share(wish.lora_dropout, "--lora_dropout")
     lora = LoraSetup(whole(wish.lora_r, "--lora_r"), targets, wish.use_dora, dropout=dropout)
     if wish.method != "full":
         lora_params(model, lora)
-    fixed: dict[str, Any] = {"precision": _precision(wish, gpu), "packing": wish.packing, "lora": lora}
+    packing = recipe.packs(wish.packing)
+    fixed: dict[str, Any] = {"precision": _precision(wish, gpu), "packing": packing, "lora": lora}
     if wish.optim is not None:
         modelled_optimizer(wish.optim)
         fixed["optimizer"] = wish.optim
@@ -210,7 +218,8 @@ def _fixed(wish: Wish, model: ModelFacts, gpu: hardware.Gpu) -> dict[str, Any]:
     if wish.mean_length is not None:
         fixed["mean_length"] = parse_count(wish.mean_length, place="--mean_length")
     if wish.per_device_train_batch_size is not None:
-        fixed["micro_batch_size"] = whole(wish.per_device_train_batch_size, "--per_device_train_batch_size")
+        examples = whole(wish.per_device_train_batch_size, "--per_device_train_batch_size")
+        fixed["micro_batch_size"] = examples * recipe.rows_per_example
     if wish.sync_each_batch is not None:
         word = one_of(wish.sync_each_batch.lower(), ("true", "false"), "--sync_each_batch")
         fixed["sync_each_batch"] = word == "true"

@@ -14,7 +14,7 @@ from accel_scale.planning.cost.memory import MemoryEstimate, predict_memory
 from accel_scale.planning.cost.strategies import ParallelChoice, choices, conflict
 from accel_scale.planning.cost.timing import TimeEstimate, predict_time
 from accel_scale.planning.models.training_setup import TrainingSetup
-from accel_scale.planning.search.model_parallel import SHARED_BY, families, sharing_conflict
+from accel_scale.planning.search.model_parallel import families, sharing_conflict
 from accel_scale.planning.search.plan import Candidate, Plan, Rejection, Request
 from accel_scale.planning.tape.activations import step_bytes
 from accel_scale.units import format_bytes
@@ -63,7 +63,8 @@ def search(request: Request) -> Plan:
 
 def may_share(request: Request) -> bool:
     """Whether its recipe could: where rows are all that it shares, it must have been asked for or rows be long."""
-    return "tp" in SHARED_BY[request.recipe] or not request.degrees.is_open or _has_long_rows(request)
+    recipe = request.recipe
+    return bool(recipe.shared_by) and (recipe.divides_model or not request.degrees.is_open or _has_long_rows(request))
 
 
 def _share_model(request: Request) -> tuple[list[Candidate], list[Rejection], int]:
@@ -161,7 +162,8 @@ def _fastest(request: Request, choice: ParallelChoice, method: str) -> tuple[Can
 
 def why_not(setup: TrainingSetup, request: Request) -> str | None:
     """Why the request's recipe cannot run this combination; None where it can."""
-    return conflict(setup, request.model) or sharing_conflict(setup, request.model, request.recipe)
+    recipe = request.recipe
+    return recipe.why_not(setup) or conflict(setup, request.model) or sharing_conflict(setup, request.model, recipe)
 
 
 def _settings(request: Request, choice: ParallelChoice, method: str) -> Iterator[list[TrainingSetup]]:
@@ -175,6 +177,7 @@ def _settings(request: Request, choice: ParallelChoice, method: str) -> Iterator
     policies = (fixed.pop("checkpointing"),) if "checkpointing" in fixed else ("full", "selective", "none")
     optimizers = (fixed.pop("optimizer"),) if "optimizer" in fixed else _optimizers(method, choice)
     micro_batches = (fixed.pop("micro_batch_size"),) if "micro_batch_size" in fixed else _divisors(per_rank)
+    micro_batches = tuple(size for size in micro_batches if size % request.recipe.rows_per_example == 0)
     syncs = (fixed.pop("sync_each_batch"),) if "sync_each_batch" in fixed else _syncs(method, choice)
     for policy in policies:
         for optimizer in optimizers:
@@ -192,6 +195,7 @@ def _settings(request: Request, choice: ParallelChoice, method: str) -> Iterator
                         sync_each_batch=sync_each_batch,
                         sequence_length=request.sequence_length,
                         parallel=choice.parallel,
+                        reference_model=request.recipe.has_reference_model and method == "full",
                         **fixed,
                     )
                     for size in sizes
