@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from accel_scale.planning.models.attention_windows import (
     Windows,
@@ -71,7 +70,7 @@ class ModelStyle:
     router_bias: bool = False
     sinks: bool = False
     mixture: Callable[[ConfigFields], MixtureFacts] | None = None
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, object] = field(default_factory=dict)
     layers: str = "llama"
     tensor_parallel: bool = True
 
@@ -103,6 +102,35 @@ _QWEN_WINDOWS = typed_windows(late_layers)
 _GEMMA = ModelStyle(num_norms=4, activation="hidden_activation")
 _QWEN2 = ModelStyle(qkv_bias=True, o_bias=False, windows=_QWEN_WINDOWS)
 
+_GEMMA_DEFAULTS = sizes(
+    256000, 3072, 28, 16, 24576, 8192, num_key_value_heads=16,
+    **{**_GEMMA_FIELDS, "hidden_act": "gelu_pytorch_tanh"},
+)  # fmt: skip
+_GEMMA2_DEFAULTS = sizes(
+    256000, 2304, 26, 8, 9216, 8192, num_key_value_heads=4, sliding_window=4096, final_logit_softcapping=30.0,
+    attn_logit_softcapping=50.0, **_GEMMA_FIELDS,
+)  # fmt: skip
+_STARCODER2_DEFAULTS = sizes(
+    49152, 3072, 30, 24, 12288, 4096, num_key_value_heads=2, hidden_act="gelu_pytorch_tanh", use_bias=True,
+    tie_word_embeddings=True,
+)  # fmt: skip
+_SMOLLM3_DEFAULTS = sizes(
+    128256, 2048, 36, 16, 11008, 32768, num_key_value_heads=4, use_sliding_window=False, tie_word_embeddings=True,
+)  # fmt: skip
+_GPT_OSS_DEFAULTS = sizes(
+    201088, 2880, 36, 64, 2880, 131072, num_key_value_heads=8, head_dim=64, sliding_window=128,
+    num_local_experts=128, num_experts_per_tok=4, attention_bias=True,
+)  # fmt: skip
+_QWEN2_MOE_DEFAULTS = sizes(
+    151936, 2048, 24, 16, 5632, 32768, num_key_value_heads=16, qkv_bias=True, num_experts=60,
+    num_experts_per_tok=4, moe_intermediate_size=1408, shared_expert_intermediate_size=5632, **_QWEN_FIELDS,
+    **_SPARSE,
+)  # fmt: skip
+_QWEN3_MOE_DEFAULTS = sizes(
+    151936, 2048, 24, 32, 6144, 32768, num_key_value_heads=4, num_experts=128, num_experts_per_tok=8,
+    moe_intermediate_size=768, use_sliding_window=False, sliding_window=4096, **_SPARSE,
+)  # fmt: skip
+
 STYLES: dict[str, ModelStyle] = {
     "llama": ModelStyle(mlp_bias="mlp_bias", defaults=sizes(32000, 4096, 32, 32, 11008, 2048)),
     "mistral": replace(
@@ -118,34 +146,11 @@ STYLES: dict[str, ModelStyle] = {
         windows=_QWEN_WINDOWS,
         defaults=sizes(151936, 4096, 32, 32, 22016, 32768, num_key_value_heads=32, head_dim=128, **_QWEN_FIELDS),
     ),
-    "gemma": ModelStyle(
-        defaults=sizes(
-            256000,
-            3072,
-            28,
-            16,
-            24576,
-            8192,
-            num_key_value_heads=16,
-            **{**_GEMMA_FIELDS, "hidden_act": "gelu_pytorch_tanh"},
-        )
-    ),
+    "gemma": ModelStyle(defaults=_GEMMA_DEFAULTS),
     "gemma2": replace(
         _GEMMA,
         windows=typed_windows(pattern(2)),
-        defaults=sizes(
-            256000,
-            2304,
-            26,
-            8,
-            9216,
-            8192,
-            num_key_value_heads=4,
-            sliding_window=4096,
-            final_logit_softcapping=30.0,
-            attn_logit_softcapping=50.0,
-            **_GEMMA_FIELDS,
-        ),
+        defaults=_GEMMA2_DEFAULTS,
     ),
     "gemma3_text": replace(
         _GEMMA,
@@ -180,18 +185,7 @@ STYLES: dict[str, ModelStyle] = {
         norm_weights=2,
         gated=False,
         windows=all_windows,
-        defaults=sizes(
-            49152,
-            3072,
-            30,
-            24,
-            12288,
-            4096,
-            num_key_value_heads=2,
-            hidden_act="gelu_pytorch_tanh",
-            use_bias=True,
-            tie_word_embeddings=True,
-        ),
+        defaults=_STARCODER2_DEFAULTS,
     ),
     "olmo": ModelStyle(norm="layer", norm_weights=0, defaults=sizes(50304, 4096, 32, 32, 11008, 2048)),
     "olmo2": ModelStyle(query_key_norm="whole", defaults=sizes(50304, 4096, 32, 32, 11008, 2048)),
@@ -204,17 +198,7 @@ STYLES: dict[str, ModelStyle] = {
         mlp_bias="mlp_bias",
         windows=typed_windows(lambda i, config: not has_rope(i, config)),
         rotates=lambda i, window, config: has_rope(i, config),
-        defaults=sizes(
-            128256,
-            2048,
-            36,
-            16,
-            11008,
-            32768,
-            num_key_value_heads=4,
-            use_sliding_window=False,
-            tie_word_embeddings=True,
-        ),
+        defaults=_SMOLLM3_DEFAULTS,
     ),
     "granite": ModelStyle(mlp_bias="mlp_bias", defaults=sizes(32000, 4096, 32, 32, 11008, 2048)),
     "cohere": ModelStyle(
@@ -253,20 +237,7 @@ STYLES: dict[str, ModelStyle] = {
         router_bias=True,
         sinks=True,
         mixture=_mixtral_experts,
-        defaults=sizes(
-            201088,
-            2880,
-            36,
-            64,
-            2880,
-            131072,
-            num_key_value_heads=8,
-            head_dim=64,
-            sliding_window=128,
-            num_local_experts=128,
-            num_experts_per_tok=4,
-            attention_bias=True,
-        ),
+        defaults=_GPT_OSS_DEFAULTS,
         tensor_parallel=False,
     ),
     "qwen2_moe": ModelStyle(
@@ -274,43 +245,14 @@ STYLES: dict[str, ModelStyle] = {
         o_bias=False,
         mixture=_qwen_experts,
         windows=typed_windows(lambda i, config: i % 2 == 0 and i < int(config.get("max_window_layers"))),
-        defaults=sizes(
-            151936,
-            2048,
-            24,
-            16,
-            5632,
-            32768,
-            num_key_value_heads=16,
-            qkv_bias=True,
-            num_experts=60,
-            num_experts_per_tok=4,
-            moe_intermediate_size=1408,
-            shared_expert_intermediate_size=5632,
-            **_QWEN_FIELDS,
-            **_SPARSE,
-        ),
+        defaults=_QWEN2_MOE_DEFAULTS,
         tensor_parallel=False,
     ),
     "qwen3_moe": ModelStyle(
         query_key_norm="head",
         windows=switched_windows,
         mixture=_qwen_experts,
-        defaults=sizes(
-            151936,
-            2048,
-            24,
-            32,
-            6144,
-            32768,
-            num_key_value_heads=4,
-            num_experts=128,
-            num_experts_per_tok=8,
-            moe_intermediate_size=768,
-            use_sliding_window=False,
-            sliding_window=4096,
-            **_SPARSE,
-        ),
+        defaults=_QWEN3_MOE_DEFAULTS,
         tensor_parallel=False,
     ),
 }
