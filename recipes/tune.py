@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accel_scale.ending.user_errors import user_errors
 from accel_scale.errors import ConfigError
@@ -26,6 +26,19 @@ from accel_scale.quiet import quiet_imports
 quiet_imports()  # before the libraries that would print at import
 
 from accel_scale.flags.parsing import parse_flags  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+
+    import optuna
+
+    from accel_scale.recipe_specs.finding import Recipe
+    from accel_scale.tuning.recipe import FixedFlags
+    from accel_scale.tuning.space import SearchSpace
+    from accel_scale.tuning.trials import TrialSettings
+
+    Handler = Callable[[int, FrameType | None], object] | int | None
 
 PROGRAM = "tune.py"
 
@@ -69,11 +82,11 @@ class Search:
     """Everything decided before the first trial."""
 
     args: TuneArguments
-    recipe: Any  # accel_scale.recipe_specs.finding.Recipe
-    space: Any  # accel_scale.tuning.space.SearchSpace
-    fixed: Any  # accel_scale.tuning.recipe.FixedFlags
-    settings: Any  # accel_scale.tuning.trials.TrialSettings
-    study: Any  # optuna.Study
+    recipe: Recipe
+    space: SearchSpace
+    fixed: FixedFlags
+    settings: TrialSettings
+    study: optuna.Study
     storage_url: str
     num_trials: int
     stop: Stop
@@ -197,7 +210,7 @@ def default_space(recipe: Path) -> Path:
     return path
 
 
-def check_metric(metric: str, recipe: Any, fixed: Any, space: Any) -> None:
+def check_metric(metric: str, recipe: Recipe, fixed: FixedFlags, space: SearchSpace) -> None:
     """Refuse a validation metric where no trial would validate."""
     if not metric.startswith("eval_") or not recipe.has("eval_strategy") or "eval_strategy" in space.dimensions:
         return
@@ -217,7 +230,7 @@ class Stop:
 
     def __init__(self) -> None:
         self.signal_number: int | None = None
-        self._before: dict[int, Any] = {}
+        self._before: dict[int, Handler] = {}
 
     @property
     def asked(self) -> bool:
@@ -233,7 +246,7 @@ class Stop:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _ask(self, number: int, frame: Any) -> None:
+    def _ask(self, number: int, frame: FrameType | None) -> None:
         if self.asked:
             raise KeyboardInterrupt
         self.signal_number = number
