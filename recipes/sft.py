@@ -149,7 +149,8 @@ def check(run: Run) -> None:
         cap_device_memory(cap, device_type=run.device_type, device_index=run.launch.local_rank)
     revision = run.model_args.model_revision
     trusts = bool(values.get("trust_remote_code"))
-    run.model_config = load_config(run.model_name, revision=revision, trust_remote_code=trusts)
+    known = settings.model_config  # read by --plan auto
+    run.model_config = known or load_config(run.model_name, revision=revision, trust_remote_code=trusts)
     run.tokenizer = load_tokenizer(run.model_name, revision=revision, trust_remote_code=trusts)
     check_model(settings, run.model_config, run.tokenizer, default_length=RecipeSFTConfig.max_length)
     if values.get("packing", True):

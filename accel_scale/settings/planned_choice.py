@@ -20,6 +20,8 @@ from accel_scale.settings.resolve import LaunchFacts, Resolved, resolve
 from accel_scale.units import format_bytes
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from accel_scale.launching.environment import LaunchEnvironment
 
 # Each is chosen as a whole: once the user has set one of its flags, the rest follows from that.
@@ -52,13 +54,16 @@ def resolve_planned(
     if _sets(parsed, ("global_batch_size",)) and not _sets(parsed, _BATCH):
         # Any micro-batch that divides it will do until one is chosen.
         seeded = replace(parsed, explicit={**parsed.explicit, "per_device_train_batch_size": 1})
-    plan = _open_plan(_resolve_for_both(seeded, facts, preset), launch)
+    open_settings = _resolve_for_both(seeded, facts, preset)
+    config = _config_of(open_settings)
+    plan = _open_plan(open_settings, launch, config)
     chosen = _choose(plan, parsed, launch, facts)
     values = _flags_of(chosen.setup, parsed)
     origin = f"planned: fits {format_bytes(plan.limit_bytes)} ({plan.target.machine.gpu.name})"
     explicit, origins = {**parsed.explicit, **values}, {**parsed.origins, **dict.fromkeys(values, origin)}
     settings = _resolve_for_both(replace(parsed, explicit=explicit, origins=origins), facts, preset)
     settings.notes.append(_line(values, chosen, plan))
+    settings.model_config = config
     return settings
 
 
@@ -72,18 +77,23 @@ def _resolve_for_both(parsed: ParsedFlags, facts: LaunchFacts, preset: Mapping[s
     return settings
 
 
-def _open_plan(settings: Resolved, launch: LaunchEnvironment) -> RunPlan:
-    """The run with the defaults for everything that is open."""
+def _config_of(settings: Resolved) -> PreTrainedConfig:
     from accel_scale.data.default import default_model_path
-    from accel_scale.modeling.attention import resolve_attention
     from accel_scale.modeling.loading import load_config
 
     values = settings.values
-    config = load_config(
+    return load_config(
         values.get("model_name_or_path") or default_model_path(),
         revision=values.get("model_revision", "main"),
         trust_remote_code=bool(values.get("trust_remote_code")),
     )
+
+
+def _open_plan(settings: Resolved, launch: LaunchEnvironment, config: PreTrainedConfig) -> RunPlan:
+    """The run with the defaults for everything that is open."""
+    from accel_scale.modeling.attention import resolve_attention
+
+    values = settings.values
     attention = resolve_attention(
         values.get("attn_implementation"),
         device=settings.launch.device,

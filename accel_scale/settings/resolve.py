@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from accel_scale.errors import ConfigError
 from accel_scale.facts.device import CPU, Device
@@ -18,6 +18,9 @@ from accel_scale.optimization.schedules import scaled_learning_rate
 from accel_scale.secrets import mask
 from accel_scale.settings.method import resolve_method
 from accel_scale.settings.trl_refused import refuse_trl_flags
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 T = TypeVar("T")
 
@@ -61,7 +64,8 @@ class Resolved:
 
     `values` are keyword arguments for the configuration classes; `sources` says for each where it came from:
     ``--flag``, ``file.yaml:12``, ``default``, or a sentence beginning with ``derived``. `on_card` is what the same
-    flags come to on the card of ``--plan_gpu``, where that is not a device like the one here.
+    flags come to on the card of ``--plan_gpu``, where that is not a device like the one here. `model_config` is the
+    model's, where ``--plan auto`` has read it.
     """
 
     values: dict[str, Any]
@@ -74,6 +78,7 @@ class Resolved:
     launch: LaunchFacts
     notes: list[str] = field(default_factory=list)
     on_card: Resolved | None = None
+    model_config: PreTrainedConfig | None = None
 
     def set(self, name: str, value: Any, source: str) -> None:
         """Decide `name`; the source is kept for ``--print_config``."""

@@ -88,6 +88,28 @@ def test_gradients_are_those_of_an_ordinary_loop():
     assert guarded.state() == plain.state()
 
 
+@pytest.mark.parametrize("fp16", [False, True])
+def test_clip_judge_and_optimizer_step_are_finish(tmp_path, fp16):
+    factors, whole = (1.0, math.nan, 1e9 if fp16 else 1.0, 1.0), Loop(guard=Guard(), output_dir=tmp_path, fp16=fp16)
+    expected = [(whole.take(factor), whole.state()) for factor in factors]
+    AcceleratorState._reset_state(reset_partial_state=True)
+    loop = Loop(guard=Guard(), output_dir=tmp_path, fp16=fp16)
+    step = loop.step
+
+    def finish():
+        outcome = step.judge(step.clip())
+        if step.optimizer_step(outcome):
+            loop.schedule.step()
+        return outcome
+
+    step.finish = finish
+    for factor, (outcome, state) in zip(factors, expected, strict=True):
+        assert str(loop.take(factor)) == str(outcome)
+        assert loop.state() == state
+    with pytest.raises(RuntimeError, match="is_last=True"):
+        step.clip()
+
+
 def test_without_clipping_and_without_guard_there_is_still_a_norm():
     loop = Loop(max_grad_norm=None)
     assert loop.take(1000.0).grad_norm > 100

@@ -16,6 +16,8 @@ from accel_scale.flags.common import ScaleArguments
 from accel_scale.flags.parsing import parse_flags
 from accel_scale.launching.environment import LaunchEnvironment
 from accel_scale.launching.strategy import LaunchStrategy
+from accel_scale.modeling import loading
+from accel_scale.modeling.loading import load_config
 from accel_scale.planning.models.catalogue import catalogue_config
 from accel_scale.settings.planned import RunPlan, plan_run, with_interval
 from accel_scale.settings.planned_choice import resolve_planned
@@ -157,6 +159,15 @@ def test_check_names_it_among_what_would_fit(model: Path) -> None:
         planned(model, f"{flags} --max_length 2048 --optim adamw_torch_fused --checkpointing_policy full", launch)
     assert "--sync_each_batch true" in refused.value.one_line()
     planned(model, f"{flags} --max_length 2048 --checkpointing_policy full --sync_each_batch true", launch)
+
+
+def test_auto_reads_the_configuration_once_and_keeps_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = []
+    monkeypatch.setattr(loading, "load_config", lambda *args, **how: read.append(load_config(*args, **how)) or read[0])
+    settings = resolved(model, "--plan auto --plan_gpu 48GiB")
+    assert read == [settings.model_config]
+    assert resolved(model, "--plan check --plan_gpu 48GiB").model_config is None
+    assert len(read) == 1
 
 
 def test_auto_leaves_alone_what_the_user_set(model: Path) -> None:
