@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from accel_scale.ending.user_errors import user_errors
 from accel_scale.errors import ConfigError
@@ -41,9 +41,10 @@ if TYPE_CHECKING:
     Handler = Callable[[int, FrameType | None], object] | int | None
 
 PROGRAM = "tune.py"
+T = TypeVar("T")
 
 
-def _flag(default: Any, text: str, *choices: str) -> Any:
+def _flag(default: T, text: str, *choices: str) -> T:
     return field(default=default, metadata={"help": text, **({"choices": list(choices)} if choices else {})})
 
 
@@ -259,7 +260,7 @@ def run(search: Search) -> None:
     from accel_scale.tuning.results import best_trial, row
     from accel_scale.tuning.trials import remove_model
 
-    def on_end(trial: Any) -> None:
+    def on_end(trial: optuna.trial.FrozenTrial) -> None:
         best = best_trial(search.study)
         star = " *" if best is not None and best.number == trial.number else ""
         say(trial_line(row(trial, search.space), search.flags, search.args.metric) + star)
@@ -316,7 +317,7 @@ def report_start(search: Search) -> None:
     )
 
 
-def space_text(described: Any) -> str:
+def space_text(described: list[object] | dict[str, float]) -> str:
     """A choice or a range in a line."""
     if isinstance(described, list):
         return ", ".join(str(value) for value in described)
