@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -115,3 +116,68 @@ def test_a_launch_that_fails_says_why(real_model: str, capsys: pytest.CaptureFix
     assert "c_attn" in printed
     assert "Traceback" not in printed
     assert len(printed.splitlines()) < 30
+
+
+OWN_SCRIPT = """
+from dataclasses import dataclass
+
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, HfArgumentParser, Trainer, TrainingArguments
+
+
+@dataclass
+class Own:
+    model: str
+
+
+own, args = HfArgumentParser((Own, TrainingArguments)).parse_args_into_dataclasses()
+rows = [{"input_ids": list(range(n, n + 16)), "labels": list(range(n, n + 16))} for n in range(3, 35)]
+model = AutoModelForCausalLM.from_pretrained(own.model)
+trainer = Trainer(model, args, train_dataset=Dataset.from_list(rows))
+trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+trainer.save_model()
+"""
+
+
+def test_a_third_recipe_passes(real_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """DPO in sixty lines, in a folder that the package knows nothing of, on the flags that its `RECIPE` declares."""
+    script = tmp_path / "dpo.py"
+    shutil.copyfile(REPOSITORY / "tests" / "recipes" / "third_recipe.py", script)
+    launch = ["--config_file", str(REPOSITORY / "accelerate_configs" / "ddp.yaml"), "--keep", str(tmp_path / "kept")]
+    flags = ["--model_name_or_path", real_model, "--learning_rate", "1e-2", "--max_steps", "5000"]
+    status = main(["rehearse", *launch, str(script), *flags])
+    printed = capsys.readouterr().out
+    assert status == 0, printed
+    assert set(results(printed).values()) == {"passed"}, printed
+    assert "36 → 2 layers" in printed
+    assert "one run of 2" in printed
+    state = json.loads((tmp_path / "kept" / "uninterrupted" / "checkpoint-4" / "trainer_state.json").read_text())
+    assert any("rewards/margins" in entry for entry in state["log_history"]), "TRL's trainer ran, not a stand-in"
+
+
+def test_a_script_of_ones_own_is_rehearsed_as_it_is(
+    real_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It imports nothing of this project; alone, its two processes would train apart."""
+    script = tmp_path / "train.py"
+    script.write_text(OWN_SCRIPT)
+    launch = ["--config_file", str(REPOSITORY / "accelerate_configs" / "ddp.yaml")]
+    status = main(["rehearse", *launch, "--model_flag", "model", str(script), "--model", real_model])
+    printed = capsys.readouterr().out
+    assert status == 0, printed
+    assert set(results(printed).values()) == {"passed"}, printed
+    assert "36 → 2 layers" in printed
+    assert "one run of 2" in printed
+
+
+def test_a_script_with_other_flags_is_told_what_it_must_accept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import argparse\nargparse.ArgumentParser().parse_args()\n")
+    launch = ["--config_file", str(REPOSITORY / "accelerate_configs" / "cpu.yaml")]
+    assert main(["rehearse", *launch, str(script)]) == 1
+    printed = capsys.readouterr().out
+    assert "unrecognized arguments" in printed
+    assert "It must then accept transformers' --output_dir" in printed
+    assert results(printed)["launch"] == "FAILED"
