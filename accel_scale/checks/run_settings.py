@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from accel_scale.facts.methods import METHOD_FACTS
 from accel_scale.units import parse_duration
 
 # Flags whose recipe name differs from the field here; older spellings that transformers and TRL still take.
@@ -102,12 +103,14 @@ class RunSettings:
     @property
     def is_4bit(self) -> bool:
         """Whether the base weights are NF4."""
-        return self.load_in_4bit or self.method == "qlora"
+        facts = METHOD_FACTS.get(self.method or "")
+        return self.load_in_4bit or (facts is not None and facts.quantises_base)
 
     @property
     def trains_adapters(self) -> bool:
         """Whether LoRA adapters are trained instead of every weight."""
-        return self.method in ("lora", "qlora") or (self.method is None and bool(self.use_peft))
+        facts = METHOD_FACTS.get(self.method or "")
+        return facts.trains_adapters if facts is not None else self.method is None and bool(self.use_peft)
 
 
 def _use_reentrant(values: Mapping[str, Any]) -> bool | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from accel_scale.facts.methods import METHOD_FACTS
 from accel_scale.facts.precisions import PRECISION_FACTS
 
 # The first is the default.
@@ -27,6 +28,6 @@ SCHEDULE_NAMES = (
 )
 
 
-METHODS = ("full", "lora", "qlora")
+METHODS = tuple(METHOD_FACTS)
 PRECISIONS = tuple(PRECISION_FACTS)
 DECAY_SHAPES = ("1-sqrt", "linear", "cosine")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
+from accel_scale.facts.methods import METHOD_FACTS
 from accel_scale.facts.strategies import strategy_named
 
 if TYPE_CHECKING:
@@ -185,7 +186,7 @@ def prepare_quantized_base(model: nn.Module, *, use_reentrant: bool = False) -> 
 
 def paged_optimizer_advice(*, method: str, optim: str, device_type: str) -> str | None:
     """One sentence where QLoRA on a card would be safer with paged optimizer states, else `None`."""
-    if method != "qlora" or device_type != "cuda" or optim.startswith("paged_"):
+    if not METHOD_FACTS[method].quantises_base or device_type != "cuda" or optim.startswith("paged_"):
         return None
     return (
         "--optim paged_adamw_32bit moves optimizer states to host memory while a long batch needs the room, as in "

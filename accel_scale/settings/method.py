@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from accel_scale.errors import ConfigError
+from accel_scale.facts.methods import METHOD_FACTS
 from accel_scale.facts.names import METHODS
 
 
@@ -29,11 +30,11 @@ def resolve_method(
         raise ConfigError(
             "a base cannot be loaded in 4 and in 8 bits.", place=place("load_in_8bit"), fix="keep one of the two."
         )
-    wanted = {"full": (False, False), "lora": (True, False), "qlora": (True, True)}
     if method is not None:
+        facts = METHOD_FACTS[method]
         for name, value, needed in (
-            ("use_peft", use_peft, wanted[method][0]),
-            ("load_in_4bit", load_in_4bit, wanted[method][1]),
+            ("use_peft", use_peft, facts.trains_adapters),
+            ("load_in_4bit", load_in_4bit, facts.quantises_base),
         ):
             if value is not None and value != needed:
                 raise ConfigError(

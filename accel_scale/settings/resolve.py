@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from accel_scale.errors import ConfigError
 from accel_scale.facts.device import CPU, Device
+from accel_scale.facts.methods import METHOD_FACTS
 from accel_scale.flags.common import ScaleArguments
 from accel_scale.flags.parsing import ParsedFlags
 from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy
@@ -197,10 +198,8 @@ def _preset_left_open(preset: Mapping[str, Any], parsed: ParsedFlags, launch: La
 
 
 def _set_method(resolved: Resolved) -> None:
-    adapters = resolved.method in ("lora", "qlora")
-    resolved.set("use_peft", adapters, f"derived from method {resolved.method}")
-    if resolved.method == "qlora":
-        resolved.set("load_in_4bit", True, "derived from method qlora")
+    for flag, value in METHOD_FACTS[resolved.method].trl_flags.items():
+        resolved.set(flag, value, f"derived from method {resolved.method}")
 
 
 def _set_precision(resolved: Resolved) -> None:

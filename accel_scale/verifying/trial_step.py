@@ -139,14 +139,14 @@ def build_trial(config: Any, setup: TrainingSetup, device: str) -> nn.Module:
     from accel_scale.optimization.fast_loss import add_fast_lm_head
 
     precision = precision_named(setup.precision)
-    dtype = precision.model_dtype if setup.method == "full" else precision.frozen_dtype
+    dtype = precision.model_dtype if not setup.trains_adapters else precision.frozen_dtype
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=setup.attention)
-        if setup.method == "qlora":
+        if setup.quantises_base:
             quantise_linears(
                 model, double=setup.double_quantisation, compute_dtype=precision.compute_dtype, device=device
             )
-        if setup.method != "full":
+        if setup.trains_adapters:
             model = _adapted(model, setup)
     cast_parameters(model, precision)
     if setup.loss != "full":

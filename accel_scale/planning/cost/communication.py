@@ -121,9 +121,9 @@ def step_collectives(facts: ModelFacts, setup: TrainingSetup) -> tuple[Collectiv
 def gathered_weight_bytes(facts: ModelFacts, setup: TrainingSetup) -> float:
     """Bytes of all weights as they travel: trained ones in the compute dtype, frozen ones as they are stored."""
     trained = trained_params(facts, setup)
-    if setup.method == "full":
+    if setup.trains_all:
         return float(trained * setup.compute_bytes)
-    quantised = quantised_params(facts) if setup.method == "qlora" else 0
+    quantised = quantised_params(facts) if setup.quantises_base else 0
     plain = facts.num_params - quantised
     return trained * setup.compute_bytes + quantised * NF4_BYTES_PER_PARAM + plain * setup.frozen_bytes
 

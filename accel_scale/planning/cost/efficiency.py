@@ -152,7 +152,7 @@ def _matmul_seconds(flops: FlopsPerToken, setup: TrainingSetup, gpu: Gpu, effici
         layers = gpu.flops("fp8") * fraction * efficiency.fp8_fraction
     passes = 3 + recomputed_fraction(setup.checkpointing)
     attention = flops.attention * passes
-    head = flops.head * (3 if setup.method == "full" else 2)
+    head = flops.head * (3 if setup.trains_all else 2)
     products = flops.total - attention - head
     attention_speed = peak * efficiency.attention_share(gpu.compute_capability)
     return products / layers + head / (peak * fraction) + attention / attention_speed
@@ -187,14 +187,14 @@ def _active_width(facts: ModelFacts, layer: LayerFacts) -> int:
 
 def _weight_traffic(facts: ModelFacts, setup: TrainingSetup) -> float:
     """Bytes per micro-batch that do not depend on tokens: weights read by every pass, gradients added, casts, NF4."""
-    passes = 3 if setup.method == "full" else 2
+    passes = 3 if setup.trains_all else 2
     passes_with_recompute = passes + recomputed_fraction(setup.checkpointing)
     traffic = facts.num_params * setup.compute_bytes * passes_with_recompute
     trained = trained_params(facts, setup)
     traffic += 3 * setup.trained_bytes * trained
     if setup.autocast and not setup.parallel.shards_weights:
         traffic += (setup.trained_bytes + setup.compute_bytes) * trained
-    if setup.method == "qlora":
+    if setup.quantises_base:
         traffic += NF4_DEQUANTISE_BYTES * quantised_params(facts) * (2 + recomputed_fraction(setup.checkpointing))
     return traffic
 
@@ -202,7 +202,7 @@ def _weight_traffic(facts: ModelFacts, setup: TrainingSetup) -> float:
 def _launch_seconds(facts: ModelFacts, setup: TrainingSetup, efficiency: Efficiency) -> float:
     kernels = 0.0
     for layer in facts.layers:
-        quantised = sum(linear.quantisable for linear in layer.linears) if setup.method == "qlora" else 0
+        quantised = sum(linear.quantisable for linear in layer.linears) if setup.quantises_base else 0
         in_layer = efficiency.base_kernels + efficiency.quantised_kernels * quantised
         kernels += layer.count * (in_layer + efficiency.adapter_kernels * len(adapted_linears(layer, setup)))
     recomputed = 1.0 if setup.checkpointing == "selective" else recomputed_fraction(setup.checkpointing)

@@ -58,8 +58,8 @@ def hardware_flops_per_token(
     linears = sum(layer.count * active_linear_flops(layer) for layer in facts.layers)
     attention = attention_flops(facts, setup.sequence_length, scores=executed, document_length=document_length)
     head = 2.0 * facts.vocab_size * facts.hidden_size
-    adapters = 0.0 if setup.method == "full" else 2.0 * active_adapter_params(facts, setup)
-    trained = setup.method == "full"
+    adapters = 0.0 if setup.trains_all else 2.0 * active_adapter_params(facts, setup)
+    trained = setup.trains_all
     backward = (2 if trained else 1) * (linears + head) + 2 * (attention + adapters)
     # A head trained whole beside the adapters has a weight gradient too.
     if not trained and "lm_head" in setup.lora.full_modules:
@@ -135,7 +135,7 @@ def recomputed_fraction(checkpointing: str) -> float:
 
 def adapted_linears(layer: LayerFacts, setup: TrainingSetup) -> tuple[LinearFacts, ...]:
     """The matrices of a layer that get an adapter."""
-    if setup.method == "full":
+    if setup.trains_all:
         return ()
     targets = setup.lora.targets
     everything = "all-linear" in targets
@@ -155,7 +155,7 @@ def active_adapter_params(facts: ModelFacts, setup: TrainingSetup) -> float:
 
 def trained_params(facts: ModelFacts, setup: TrainingSetup) -> int:
     """Parameters with a gradient: all, or adapters (DoRA's magnitudes too) and the modules trained beside them."""
-    if setup.method == "full":
+    if setup.trains_all:
         return facts.num_params
     per_output = 1 if setup.lora.dora else 0
     adapters = sum(

@@ -91,7 +91,7 @@ def _whole_on_card(setup: TrainingSetup, groups: ParameterGroups) -> float:
     transformers quantises on the card and does not shard what it quantises (5.23: `is_quantized` excludes zero.Init
     and loading on one rank; accelerate 1.15 `fsdp2_prepare_model` shards such a model from where it lies).
     """
-    if setup.method != "qlora" or not setup.parallel.shards_weights:
+    if not setup.quantises_base or not setup.parallel.shards_weights:
         return 0.0
     return frozen_weight_bytes(setup, groups)
 
@@ -126,9 +126,9 @@ def _deepspeed(
 
 def _load_bytes(model: ModelFacts, setup: TrainingSetup, groups: ParameterGroups) -> float:
     """Host memory of one rank while loading: safetensors are mapped, so a copy exists where weights are cast."""
-    width = setup.trained_bytes if setup.method == "full" else setup.frozen_bytes
+    width = setup.trained_bytes if setup.trains_all else setup.frozen_bytes
     whole = groups.base * width
-    if setup.method == "qlora":
+    if setup.quantises_base:
         # Quantised on the card as they are read, one shard of the checkpoint (5 GB by default) at a time.
         return min(whole, 5e9)
     if setup.parallel.kind.is_fsdp:

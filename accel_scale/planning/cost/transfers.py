@@ -65,7 +65,7 @@ def _fsdp(model: ModelFacts, setup: TrainingSetup, groups: ParameterGroups) -> T
     """
     width = setup.compute_bytes
     layer, outside = groups.largest_layer, groups.base - model.layer_params
-    layer_bytes = frozen_layer_bytes(setup, layer) if setup.method == "qlora" else layer * width
+    layer_bytes = frozen_layer_bytes(setup, layer) if setup.quantises_base else layer * width
     gathered, first = 2 * layer_bytes, layer_bytes
     is_pipeline = setup.parallel.pipeline_parallel > 1
     if not setup.parallel.reshard_after_forward or is_pipeline or replicates_by_unit(setup):
@@ -73,14 +73,14 @@ def _fsdp(model: ModelFacts, setup: TrainingSetup, groups: ParameterGroups) -> T
         gathered = model.num_layers * layer_bytes
     if is_pipeline:
         return _fsdp_pipeline(setup, groups, gathered + outside * width)
-    whole = (outside if setup.method == "full" else 0.0) * width
+    whole = (outside if setup.trains_all else 0.0) * width
     # Where ranks share the model gradients are reduced in fp32, and so kept in it.
     kept = setup.trained_bytes if setup.parallel.is_divided else width
     return Transfers(
         gathered_bytes=gathered + outside * width,
         first_gathered_bytes=first + outside * width,
-        bucket_bytes=layer * width if setup.method == "full" else 0.0,
-        last_bucket_bytes=max(layer, outside) * width if setup.method == "full" else 0.0,
+        bucket_bytes=layer * width if setup.trains_all else 0.0,
+        last_bucket_bytes=max(layer, outside) * width if setup.trains_all else 0.0,
         unreduced_bytes=whole,
         unreduced_share=outside / groups.base if whole else 0.0,
         # Accelerate accumulates without synchronising unless told otherwise: until the last micro-batch gradients
@@ -110,7 +110,7 @@ def _deepspeed(model: ModelFacts, setup: TrainingSetup, groups: ParameterGroups)
         # Reducing overlaps with the backward pass in two buckets.
         bucket *= 2 if setup.parallel.shards_gradients else 1
         return Transfers(bucket_bytes=bucket, last_bucket_bytes=bucket)
-    per_param = 1 if setup.method == "qlora" else width
+    per_param = 1 if setup.quantises_base else width
     # Blocks up to the bound on live parameters; embedding and head are gathered whole, one at a time.
     live = min(model.layer_params, DEEPSPEED_LIVE) * per_param
     gathered = live + model.embedding_params * width

@@ -59,7 +59,7 @@ def parameter_groups(facts: ModelFacts, setup: TrainingSetup) -> ParameterGroups
     Raises:
         ConfigError: if the setup's adapters name a module that the model does not have.
     """
-    adapted = setup.method != "full"
+    adapted = setup.trains_adapters
     copies = _full_copies(facts, setup) if adapted else 0
     lora = lora_params(facts, setup.lora) if adapted else 0
     return ParameterGroups(
@@ -75,7 +75,7 @@ def parameter_groups(facts: ModelFacts, setup: TrainingSetup) -> ParameterGroups
         full_copies=copies,
         trainable=lora + copies if adapted else facts.num_params,
         frozen=facts.num_params if adapted else 0,
-        quantised=quantised_weights(facts) if setup.method == "qlora" else 0,
+        quantised=quantised_weights(facts) if setup.quantises_base else 0,
     )
 
 
@@ -160,7 +160,7 @@ def _copied_params(facts: ModelFacts, name: str, setup: TrainingSetup) -> int:
     linears = [(item, count) for item, count in _all_linears(facts) if item.name == name and item.copies == 1]
     if not linears:
         raise _unknown_module(facts, name, "modules trained whole")
-    if setup.method == "qlora" and any(item.quantisable for item, _ in linears):
+    if setup.quantises_base and any(item.quantisable for item, _ in linears):
         raise ConfigError(
             f"{name} is quantised and cannot be trained whole.",
             place="modules trained whole",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from accel_scale.errors import ConfigError
 from accel_scale.facts.device import ATTENTION_NAMES, PACKED_ATTENTION
+from accel_scale.facts.methods import METHOD_FACTS
 from accel_scale.facts.names import METHODS, PIPELINE_SCHEDULES, PRECISIONS
 from accel_scale.facts.precisions import DTYPE_BYTES, PRECISION_FACTS
 from accel_scale.facts.strategies import STRATEGIES, Strategy, strategy_named
@@ -204,6 +205,21 @@ class TrainingSetup:
                 f"{parallel.num_replicas} replicas.",
                 fix="choose degrees whose product divides the number of GPUs.",
             )
+
+    @property
+    def trains_adapters(self) -> bool:
+        """Whether adapters learn on a frozen base."""
+        return METHOD_FACTS[self.method].trains_adapters
+
+    @property
+    def trains_all(self) -> bool:
+        """Whether every weight learns."""
+        return not self.trains_adapters
+
+    @property
+    def quantises_base(self) -> bool:
+        """Whether the frozen base is stored in 4 bits."""
+        return METHOD_FACTS[self.method].quantises_base
 
     @property
     def global_batch_size(self) -> int:

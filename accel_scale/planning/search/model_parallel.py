@@ -142,9 +142,9 @@ def sharing_conflict(setup: TrainingSetup, model: ModelFacts, recipe: PlannedRec
         return _sequence(setup, model)
     if setup.precision in ("fp16", "fp8"):
         return f"{setup.precision} is not available where ranks share the model"
-    if setup.method != "full" and parallel.tensor_parallel * parallel.pipeline_parallel > 1:
+    if setup.trains_adapters and parallel.tensor_parallel * parallel.pipeline_parallel > 1:
         return "adapters are not divided by tensor or pipeline parallelism"
-    if setup.method == "qlora":
+    if setup.quantises_base:
         return "4-bit weights are not shared between ranks"
     if not modelled_optimizer(setup.optimizer).shares_weights:
         return f"{setup.optimizer} is not known to step weights that ranks share"

@@ -67,9 +67,9 @@ def _of_the_method(setup: TrainingSetup, recipe: PlannedRecipe) -> list[str]:
     lines = [f"method: {setup.method}", f"precision: {setup.precision}"]
     if "precision" not in recipe.flags and setup.precision in ("bf16", "fp16"):
         lines.append(f"{setup.precision}: true")
-    if setup.method == "qlora":
+    if setup.quantises_base:
         lines += ["bnb_4bit_quant_type: nf4", f"use_bnb_nested_quant: {str(setup.double_quantisation).lower()}"]
-    if setup.method != "full":
+    if setup.trains_adapters:
         targets = setup.lora.targets
         one = len(targets) == 1 and not recipe.data_is_list
         lines += [f"lora_r: {setup.lora.rank}", f"lora_alpha: {2 * setup.lora.rank}"]

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from accel_scale.errors import ConfigError
 from accel_scale.facts.hardware import Machine
+from accel_scale.facts.methods import METHOD_FACTS
 from accel_scale.facts.optimizer_specs import LEAN_OPTIMIZERS
 from accel_scale.planning.cost.memory import MemoryEstimate, predict_memory
 from accel_scale.planning.cost.strategies import ParallelChoice, choices, conflict
@@ -204,7 +205,7 @@ def _settings(request: Request, choice: ParallelChoice, method: str) -> Iterator
 
 def _optimizers(method: str, choice: ParallelChoice) -> tuple[str, ...]:
     """Those to choose from: adapters' states are too small to matter, and 8-bit ones are not for shared weights."""
-    if method != "full" or choice.parallel.is_divided:
+    if METHOD_FACTS[method].trains_adapters or choice.parallel.is_divided:
         return LEAN_OPTIMIZERS[:1]
     return LEAN_OPTIMIZERS
 
@@ -212,7 +213,7 @@ def _optimizers(method: str, choice: ParallelChoice) -> tuple[str, ...]:
 def _syncs(method: str, choice: ParallelChoice) -> tuple[bool, ...]:
     """When gradients are reduced: whole gradients of adapters are too small to matter."""
     parallel = choice.parallel
-    return (False, True) if method == "full" and parallel.can_sync_each_batch else (False,)
+    return (False, True) if not METHOD_FACTS[method].trains_adapters and parallel.can_sync_each_batch else (False,)
 
 
 def _divisors(per_rank: int) -> tuple[int, ...]:

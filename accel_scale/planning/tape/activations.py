@@ -148,7 +148,7 @@ def _walk(model: ModelFacts, setup: TrainingSetup, is_cuda: bool, is_tracked: bo
 
 def _adapted_modules(model: ModelFacts, setup: TrainingSetup) -> frozenset[str]:
     """Names of the layers' linears that carry an adapter."""
-    if setup.method == "full":
+    if setup.trains_all:
         return frozenset()
     targets = set(setup.lora.targets)
     adapted = set()
@@ -189,7 +189,7 @@ class _Model:
         ops.tape.record(x, [table], [], lambda grad: [ops.new(numel, itemsize)])
         if self.family.embedding_scale == "tensor":
             x = ops.scale(x)
-        if self.setup.method != "full" and self.setup.checkpointing != "none":
+        if self.setup.trains_adapters and self.setup.checkpointing != "none":
             # The embedding's result becomes a leaf, which keeps its gradient for as long as the graph.
             self.entry = Parameter(x.numel, itemsize)
             assert self.entry.node is not None

@@ -21,7 +21,7 @@ class Weights:
     @property
     def base_trained(self) -> bool:
         """Whether the model's own weights learn."""
-        return self.setup.method == "full"
+        return self.setup.trains_all
 
     def base(self, name: str, numel: float) -> Parameter:
         """A weight of the model; a module named in ``full_modules`` learns beside adapters."""
@@ -47,7 +47,7 @@ def linear(ops: Ops, weights: Weights, facts: LinearFacts, x: Tensor, block: str
     """A matrix product, quantised or not, with its adapter; `block` tells linears of one name apart."""
     setup, name = weights.setup, f"{block}.{facts.name}"
     bias = weights.base(f"{name}.bias", facts.out_features) if facts.bias else None
-    if setup.method == "qlora" and facts.quantisable:
+    if setup.quantises_base and facts.quantisable:
         out = ops.quantised_linear(x, facts.in_features, facts.out_features)
     else:
         weight = weights.base(name, facts.in_features * facts.out_features)
@@ -71,7 +71,7 @@ def _adapted(ops: Ops, weights: Weights, facts: LinearFacts, x: Tensor, handed: 
     down = weights.adapter(f"{name}.A", rank * facts.in_features)
     up = weights.adapter(f"{name}.B", rank * facts.out_features)
     # PEFT copies the result of 4-bit layers, and leaves casts to autocast where that is CUDA's.
-    is_quantised = setup.method == "qlora" and facts.quantisable
+    is_quantised = setup.quantises_base and facts.quantisable
     leaves_casts = is_quantised and setup.autocast and ops.tape.is_cuda
     if is_quantised:
         out = ops.copy(out)
@@ -120,7 +120,7 @@ def _norm_of_updated(
     del low
     if compute != itemsize:
         update = ops.new(size, itemsize)
-    is_quantised = weights.setup.method == "qlora" and facts.quantisable
+    is_quantised = weights.setup.quantises_base and facts.quantisable
     frozen = weights.setup.compute_bytes if is_quantised else weights.setup.frozen_bytes
     base = ops.new(size if is_quantised else 0, frozen)
     if frozen != itemsize:

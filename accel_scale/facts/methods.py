@@ -1,0 +1,30 @@
+"""Every way to train a model: what learns, and what the base is stored in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class MethodFacts:
+    """One value of ``--method``.
+
+    Attributes:
+        trains_adapters: Whether LoRA adapters learn on a frozen base, otherwise every weight does.
+        quantises_base: Whether the frozen base is stored in 4 bits (NF4).
+    """
+
+    trains_adapters: bool
+    quantises_base: bool
+
+    @property
+    def trl_flags(self) -> dict[str, bool]:
+        """The flags of TRL's `ModelConfig` that the method stands for."""
+        return {"use_peft": self.trains_adapters, **({"load_in_4bit": True} if self.quantises_base else {})}
+
+
+METHOD_FACTS: dict[str, MethodFacts] = {
+    "full": MethodFacts(trains_adapters=False, quantises_base=False),
+    "lora": MethodFacts(trains_adapters=True, quantises_base=False),
+    "qlora": MethodFacts(trains_adapters=True, quantises_base=True),
+}
