@@ -19,6 +19,7 @@ from accel_scale.planning.cost.memory import predict_memory
 from accel_scale.planning.cost.strategies import choices, conflict
 from accel_scale.planning.models.catalogue import load_model_facts
 from accel_scale.planning.models.training_setup import TrainingSetup
+from accel_scale.planning.search.recipe_choices import SFT_PLAN
 from accel_scale.planning.search.request_strategy import strategy_label
 from accel_scale.settings.planned_setup import parallel_of
 
@@ -68,7 +69,7 @@ def test_a_strategy_in_the_table_is_known_to_planner_launch_and_optimizers(monke
     monkeypatch.setattr("accel_scale.planning.cost.strategies.VARIANTS", (*VARIANTS, variant))
     model, machine = load_model_facts("meta-llama/Llama-3.1-8B"), Machine(find_gpu("H100 SXM"), 8, 8)
     (choice,) = [choice for choice in choices(8, 8) if choice.label == made.label]
-    assert strategy_label("zero-2 on drives", machine, model, "sft") == made.label
+    assert strategy_label("zero-2 on drives", machine, model, SFT_PLAN) == made.label
     setup = TrainingSetup(parallel=choice.parallel)
     known = replace(setup, parallel=replace(choice.parallel, strategy="zero2"))
     assert predict_memory(model, setup).high_bytes == predict_memory(model, known).high_bytes

@@ -104,7 +104,7 @@ def _of_the_batch(request: Request, setup: TrainingSetup, choices: RecipeChoices
     if "checkpointing_policy" not in recipe.flags:
         lines.append(f"gradient_checkpointing: {str(setup.checkpointing == 'full').lower()}")
     # Degrees that the launch file has no place for: stages always, the others unless FSDP2 divides them.
-    if parallel.strategy != "fsdp2" or not recipe.divides_model:
+    if not parallel.kind.is_fsdp2 or not recipe.divides_model:
         lines += [f"tp_size: {parallel.tensor_parallel}"] * (parallel.tensor_parallel > 1)
         note = "" if recipe.divides_model else "  # GPUs that share each row"
         lines += [f"sp_size: {parallel.sequence_parallel}{note}"] * (parallel.sequence_parallel > 1)
