@@ -113,13 +113,8 @@ class Resolved:
     @property
     def schedule(self) -> dict[str, Any]:
         """Keyword arguments of `create_schedule` that come from `ScaleArguments`."""
-        scale = self.scale
-        return {
-            "warmup_ratio": scale.warmup_ratio,
-            "min_lr_ratio": scale.min_lr_ratio,
-            "decay_ratio": scale.decay_ratio,
-            "decay_shape": scale.decay_shape,
-        }
+        names = ("warmup_ratio", "min_lr_ratio", "decay_ratio", "decay_shape")
+        return {name: getattr(self.scale, name) for name in names}
 
     def as_yaml(self, classes: Sequence[type]) -> str:
         """Every setting as ``name: value  # where it came from``; `--config_file` reads it back."""
