@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from accel_scale.errors import ConfigError
 from accel_scale.facts.device import CPU
@@ -49,7 +49,7 @@ class Launch(Protocol):
     @property
     def local_world_size(self) -> int | None: ...
     @property
-    def file_values(self) -> dict: ...
+    def file_values(self) -> dict[str, Any]: ...
     def place(self, key: str) -> str: ...
 
 

@@ -192,8 +192,8 @@ def _row_place(name: str) -> Callable[[int], str]:
 
 
 def _checked_batch(
-    batch: dict[str, list], indices: list[int], *, layout: Layout, name: str, on_bad_row: str, log: SkipLog
-) -> dict[str, list]:
+    batch: dict[str, list[Any]], indices: list[int], *, layout: Layout, name: str, on_bad_row: str, log: SkipLog
+) -> dict[str, list[Any]]:
     """The function mapped over streams: good rows out, bad ones to the log or raised."""
     values: Iterator[Value] = (
         (number + 1, {column: values[position] for column, values in batch.items()}, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from accel_scale.facts.names import DECAY_SHAPES, METHODS, PRECISIONS, SCHEDULE_NAMES
 from accel_scale.facts.optimizer_specs import OPTIMIZER_NAMES
@@ -10,8 +11,8 @@ from accel_scale.facts.optimizer_specs import OPTIMIZER_NAMES
 PLANS = ("off", "check", "auto")
 
 
-def _flag(default, text: str, *, choices: tuple[str, ...] | None = None):
-    metadata: dict = {"help": text}
+def _flag(default: Any, text: str, *, choices: tuple[str, ...] | None = None) -> Any:
+    metadata: dict[str, object] = {"help": text}
     if choices:
         metadata["choices"] = list(choices)
     if isinstance(default, list):

@@ -194,7 +194,9 @@ def _answer_gloo_as_backend() -> None:
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
-    def _prepare_backend(self, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None):
+    def _prepare_backend(
+        self: object, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None
+    ) -> tuple[str, DistributedType]:
         kind = DistributedType.MULTI_GPU if _uses(os.environ, "FSDP") else DistributedType.MULTI_CPU
         return "gloo", kind
 

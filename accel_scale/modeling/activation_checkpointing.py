@@ -162,7 +162,7 @@ def _apply_to_plain(model: nn.Module, policy: CheckpointingPolicy, use_reentrant
         block.forward = functools.partial(_checkpointed_forward, block.forward, run)
 
 
-def _checkpointed_forward(forward: Any, run: Callable, *args: Any, **kwargs: Any) -> Any:
+def _checkpointed_forward(forward: Any, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     import torch
 
     if not forward.__self__.training or not torch.is_grad_enabled():
@@ -170,7 +170,7 @@ def _checkpointed_forward(forward: Any, run: Callable, *args: Any, **kwargs: Any
     return run(functools.partial(forward, **kwargs), *args)
 
 
-def _checkpoint(function: Callable, *args: Any, **kwargs: Any) -> Any:
+def _checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     from torch.utils.checkpoint import checkpoint
 
     return checkpoint(function, *args, **kwargs)
@@ -216,7 +216,7 @@ def find_blocks(model: nn.Module, name: str | None = None) -> nn.Module:
 
 
 @functools.cache
-def _kept_operators() -> frozenset:
+def _kept_operators() -> frozenset[Any]:
     """Attention kernels (CUDA's, and the CPU's flash kernel) and matrix products, as dispatcher overloads."""
     import torch
 

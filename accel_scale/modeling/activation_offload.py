@@ -33,7 +33,9 @@ class OffloadStats:
 offload_stats = OffloadStats()
 
 
-def checkpoint_with_offload(function: Callable, *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
+def checkpoint_with_offload(
+    function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any
+) -> Any:
     """`torch.utils.checkpoint.checkpoint` whose inputs wait for the backward pass in (pinned) host memory.
 
     Only the checkpoint's own inputs pass through these hooks: inside, the checkpoint installs its own. On a

@@ -94,7 +94,7 @@ def packed_mask(
     kv_length: int,
     q_offset: int = 0,
     kv_offset: int = 0,
-    mask_function: Callable | None = None,
+    mask_function: Callable[..., Any] | None = None,
     attention_mask: torch.Tensor | None = None,
     allow_is_causal_skip: bool = True,
     use_vmap: bool = False,
@@ -157,7 +157,7 @@ def _is_right_padded(attention_mask: torch.Tensor, kv_length: int) -> bool:
 
 
 def _causal_pattern(
-    mask_function: Callable, batch_size: int, length: int, device: torch.device
+    mask_function: Callable[..., Any], batch_size: int, length: int, device: torch.device
 ) -> tuple[torch.Tensor, int | None] | None:
     """(document starts on the host, window) if `mask_function` is causal within documents, else None.
 

@@ -110,7 +110,7 @@ def wrap_attention(name: str) -> str:
     return target
 
 
-def _wrapped_mask(original: Callable, *, is_flash: bool) -> Callable:
+def _wrapped_mask(original: Callable[..., Any], *, is_flash: bool) -> Callable[..., Any]:
     @functools.wraps(original)
     def mask(*args: Any, **kwargs: Any) -> Any:
         rows = _ROWS.get()
@@ -126,7 +126,7 @@ def _wrapped_mask(original: Callable, *, is_flash: bool) -> Callable:
     return mask
 
 
-def _whole_row_arguments(rows: _Rows, mask_function: Callable) -> dict[str, Any]:
+def _whole_row_arguments(rows: _Rows, mask_function: Callable[..., Any]) -> dict[str, Any]:
     """In place of what a mask function is told of this rank's part, which the model takes for whole rows.
 
     `mask_function` is the pattern of the layer, a function of indices: packed documents are not in it yet, since the
@@ -173,7 +173,7 @@ def document_lengths(document_ids: torch.Tensor) -> dict[str, Any]:
     return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
 
 
-def _wrapped_attention(original: Callable) -> Callable:
+def _wrapped_attention(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def attend(
         module: torch.nn.Module,

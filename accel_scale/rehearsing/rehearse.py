@@ -121,7 +121,7 @@ def _launch(
 
 
 @contextmanager
-def _running(command: list[str], environment: dict[str, str], output: Any) -> Iterator[subprocess.Popen]:
+def _running(command: list[str], environment: dict[str, str], output: Any) -> Iterator[subprocess.Popen[bytes]]:
     """A process in a group of its own that does not outlive the block."""
     process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
     try:

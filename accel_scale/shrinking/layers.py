@@ -28,7 +28,7 @@ def num_layers(values: Mapping[str, Any]) -> int:
 def chosen_layers(old: Mapping[str, Any], min_layers: int = MIN_LAYERS) -> list[int]:
     """Indices of the layers to keep: the first of every kind, two that share weights, and at least `min_layers`."""
     count = num_layers(old)
-    of_kind: dict[tuple, list[int]] = {}
+    of_kind: dict[tuple[object, ...], list[int]] = {}
     for index in range(count):
         of_kind.setdefault(_layer_kind(old, index), []).append(index)
     chosen = {index for same in of_kind.values() for index in same[: 2 if _shares_weights(old, same[0]) else 1]}
@@ -68,7 +68,7 @@ def shrink_layers(old: Mapping[str, Any], new: dict[str, Any], min_layers: int) 
         new["attention_types"] = [[[kind], 1] for kind in new["attention_layers"]]
 
 
-def _layer_kind(old: Mapping[str, Any], index: int) -> tuple:
+def _layer_kind(old: Mapping[str, Any], index: int) -> tuple[object, ...]:
     """What tells layer `index` from others: its entry in every list, and whether it has experts."""
     per_layer = tuple(str(old[key][index]) for key in _per_layer_keys(old))
     listed = tuple(index in old[key] for key in _index_lists(old))

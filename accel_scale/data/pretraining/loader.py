@@ -50,7 +50,7 @@ class _Part:
     state: dict[str, LaneState]
 
 
-class _LaneRows(IterableDataset):
+class _LaneRows(IterableDataset[Any]):
     """Endless parts of steps; each worker has lanes of its own."""
 
     def __init__(

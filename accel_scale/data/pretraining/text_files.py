@@ -244,7 +244,7 @@ def _paragraph_bounds(data: bytes, first: int) -> list[tuple[int, int]]:
     return [(start, stop) for start, stop in zip(starts, stops, strict=False) if start < len(data)]
 
 
-def _until(file: Any, path: str, length: int, end: re.Pattern, *, before: bytes = b"") -> bytes:
+def _until(file: Any, path: str, length: int, end: re.Pattern[bytes], *, before: bytes = b"") -> bytes:
     """What follows in an open file up to the end of the next match of `end`, which may begin in `before`, or all."""
     found = b""
     while more := file.read(_READ_BYTES):

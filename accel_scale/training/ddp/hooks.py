@@ -32,7 +32,7 @@ class CastHook(CountedBytes):
     def __init__(self, dtype: torch.dtype) -> None:
         self._hook = default_hooks.bf16_compress_hook if dtype == torch.bfloat16 else default_hooks.fp16_compress_hook
 
-    def run(self, state, bucket):  # not annotated: DDP compares annotations
+    def run(self, state, bucket):  # type: ignore[no-untyped-def]  # not annotated: DDP compares annotations
         """As DDP calls it."""
         self.count(bucket, bucket.buffer().numel() * 2)
         try:
@@ -48,7 +48,7 @@ class WholeHook(CountedBytes):
     is_stateful = False
     failed = False
 
-    def run(self, state, bucket):  # not annotated: DDP compares annotations
+    def run(self, state, bucket):  # type: ignore[no-untyped-def]  # not annotated: DDP compares annotations
         """As DDP calls it."""
         self.count(bucket, bucket.buffer().numel() * bucket.buffer().element_size())
         return default_hooks.allreduce_hook(_all_ranks(), bucket)

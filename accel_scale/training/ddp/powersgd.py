@@ -94,7 +94,7 @@ class PowerSgd(CountedBytes):
 
     # ── The hook ──
 
-    def run(self, state, bucket):  # not annotated: DDP compares annotations
+    def run(self, state, bucket):  # type: ignore[no-untyped-def]  # not annotated: DDP compares annotations
         """As DDP calls it: the bucket's future gradient, averaged over the ranks."""
         powersgd = self._powersgd
         if self._step_begun is None:

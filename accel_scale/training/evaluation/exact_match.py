@@ -138,7 +138,7 @@ class _Row:
         return Example(self.task, self.question, self.expected, predicted, correct)
 
 
-def _prompt_and_answer(row: Mapping[str, Any], index: int) -> tuple[str | list[dict], str]:
+def _prompt_and_answer(row: Mapping[str, Any], index: int) -> tuple[str | list[dict[str, Any]], str]:
     """The prompt, as text or as messages without the closing assistant turn, and the expected answer."""
     prompt: Any = row.get("messages") or row.get("prompt")
     answer: Any = row.get("answer")
