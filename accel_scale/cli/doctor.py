@@ -127,7 +127,8 @@ def _refusals_of_the_recipe(
 ) -> list[Finding]:
     """What the recipe itself refuses while it resolves its settings; each step stops at its first."""
     from accel_scale.optimization.optimizers import check_optimizer
-    from accel_scale.settings.resolve import LaunchFacts, resolve
+    from accel_scale.settings.resolve import resolve
+    from accel_scale.settings.resolved import LaunchFacts
 
     device = CPU if launch.parallel.use_cpu else machine.accelerator
     found: list[Finding] = []

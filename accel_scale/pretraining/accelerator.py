@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from accel_scale.flags.pretraining import PretrainArguments
-    from accel_scale.settings.resolve import Resolved
+    from accel_scale.settings.resolved import Resolved
 
 
 def plain_accelerator(

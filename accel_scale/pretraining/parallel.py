@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from accel_scale.launching.environment import LaunchEnvironment
     from accel_scale.parallel.pipelines.pipeline import PipelineSettings
-    from accel_scale.settings.resolve import Resolved
+    from accel_scale.settings.resolved import Resolved
     from accel_scale.training.saving.verification import VerifyResult
 
 

@@ -10,7 +10,7 @@ from accel_scale.flags.parsing import ParsedFlags
 from accel_scale.modeling.scratch import parse_count
 from accel_scale.optimization.schedules import schedule_name
 from accel_scale.pretraining.trunk import ScheduleSettings
-from accel_scale.settings.resolve import Resolved
+from accel_scale.settings.resolved import Resolved
 from accel_scale.units import parse_duration
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from peft import LoraConfig
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-    from accel_scale.settings.resolve import Resolved
+    from accel_scale.settings.resolved import Resolved
 
 
 def settle_adapters(settings: Resolved, model_args: Any, model_config: PretrainedConfig) -> LoraConfig | None:

@@ -21,7 +21,7 @@ from accel_scale.units import format_bytes
 
 if TYPE_CHECKING:
     from accel_scale.launching.environment import LaunchEnvironment
-    from accel_scale.settings.resolve import Resolved
+    from accel_scale.settings.resolved import Resolved
 
 # Rows whose length is measured where they are padded: enough to see the longest of a thousand.
 _SAMPLED_ROWS = 1000

@@ -16,7 +16,8 @@ from accel_scale.planning.models.training_setup import TrainingSetup
 from accel_scale.planning.search.search import Candidate, Request, search
 from accel_scale.settings.planned import RunPlan, planned_as, predict, with_interval
 from accel_scale.settings.planned_setup import recipe_value, target_of
-from accel_scale.settings.resolve import LaunchFacts, Resolved, resolve
+from accel_scale.settings.resolve import resolve
+from accel_scale.settings.resolved import LaunchFacts, Resolved
 from accel_scale.units import format_bytes
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from accel_scale.launching.environment import LaunchEnvironment
     from accel_scale.launching.strategy import LaunchStrategy
     from accel_scale.parallel.layout import ParallelLayout
-    from accel_scale.settings.resolve import Resolved
+    from accel_scale.settings.resolved import Resolved
 
 
 @dataclass(frozen=True)

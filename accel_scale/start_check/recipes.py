@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from accel_scale.flags.pretraining import PretrainModelArguments
     from accel_scale.parallel.layout import ParallelLayout
-    from accel_scale.settings.resolve import Resolved
+    from accel_scale.settings.resolved import Resolved
     from accel_scale.settings.trl_config import RecipeModelConfig
 
 

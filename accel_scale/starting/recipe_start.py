@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accel_scale.flags.parsing import ParsedFlags
-from accel_scale.settings.resolve import LaunchFacts, Resolved
+from accel_scale.settings.resolved import LaunchFacts, Resolved
 
 if TYPE_CHECKING:
     from accel_scale.launching.environment import LaunchEnvironment

@@ -32,7 +32,8 @@ from accel_scale.planning.search.search import Candidate, Plan, Request, search
 from accel_scale.planning.search.writing import RecipeChoices, WrittenPlan, plan_files, write_files
 from accel_scale.recipe_specs.sft import SFT
 from accel_scale.settings.planned_setup import setup_of
-from accel_scale.settings.resolve import LaunchFacts, resolve
+from accel_scale.settings.resolve import resolve
+from accel_scale.settings.resolved import LaunchFacts
 from accel_scale.starting.layout import row_group_size
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -22,7 +22,8 @@ from accel_scale.launching.strategy import LaunchStrategy
 from accel_scale.modeling import packed_attention
 from accel_scale.modeling.attention import choose_kernels, resolve_attention, score_matrix_note
 from accel_scale.optimization.optimizers import check_optimizer
-from accel_scale.settings.resolve import LaunchFacts, Resolved, resolve
+from accel_scale.settings.resolve import resolve
+from accel_scale.settings.resolved import LaunchFacts, Resolved
 from accel_scale.settings.trl_config import RecipeModelConfig, RecipeSFTConfig
 
 DEVICES = {

@@ -22,7 +22,7 @@ from accel_scale.planning.models.catalogue import catalogue_config
 from accel_scale.settings.planned import RunPlan, plan_run, with_interval
 from accel_scale.settings.planned_choice import resolve_planned
 from accel_scale.settings.planned_setup import parallel_of, setup_of
-from accel_scale.settings.resolve import LaunchFacts, Resolved
+from accel_scale.settings.resolved import LaunchFacts, Resolved
 from accel_scale.settings.trl_config import RecipeModelConfig, RecipeSFTConfig
 
 FLAG_CLASSES = (ScriptArguments, RecipeSFTConfig, RecipeModelConfig, ScaleArguments)

@@ -22,7 +22,8 @@ from accel_scale.pretraining.resolve import (
     schedule_settings,
 )
 from accel_scale.pretraining.trunk import check_trunk, schedule_record
-from accel_scale.settings.resolve import LaunchFacts, resolve
+from accel_scale.settings.resolve import resolve
+from accel_scale.settings.resolved import LaunchFacts
 from accel_scale.units import parse_duration
 
 CLASSES = (PretrainModelArguments, PretrainDataArguments, PretrainArguments)

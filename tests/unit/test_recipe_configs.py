@@ -17,7 +17,8 @@ from accel_scale.modeling.loading import skeleton_of
 from accel_scale.optimization.optimizers import check_optimizer
 from accel_scale.planning.cost.communication import NF4_BYTES_PER_PARAM
 from accel_scale.quiet import quiet_imports
-from accel_scale.settings.resolve import LaunchFacts, resolve
+from accel_scale.settings.resolve import resolve
+from accel_scale.settings.resolved import LaunchFacts
 from accel_scale.settings.trl_config import RecipeModelConfig, RecipeSFTConfig
 
 quiet_imports()

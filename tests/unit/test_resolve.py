@@ -13,7 +13,8 @@ from accel_scale.errors import ConfigError
 from accel_scale.facts.device import Device
 from accel_scale.flags.common import ScaleArguments
 from accel_scale.flags.parsing import parse_flags
-from accel_scale.settings.resolve import LaunchFacts, Resolved, resolve
+from accel_scale.settings.resolve import resolve
+from accel_scale.settings.resolved import LaunchFacts, Resolved
 from accel_scale.settings.trl_config import RecipeModelConfig, RecipeSFTConfig
 
 CLASSES = (ScriptArguments, RecipeSFTConfig, RecipeModelConfig, ScaleArguments)
