@@ -19,7 +19,7 @@ from accel_scale.planning.models import catalogue
 from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.models.parameters import lora_params
 from accel_scale.planning.models.training_setup import ATTENTIONS, LoraSetup
-from accel_scale.planning.search.recipe_choices import PLANNED_RECIPES, SFT_PLAN, PlannedRecipe
+from accel_scale.planning.search.recipe_choices import PLANNED_RECIPES, PlannedRecipe
 from accel_scale.planning.search.request_strategy import degrees_of, methods_of, schedule_of, strategy_label
 from accel_scale.planning.search.request_words import one_of, whole
 from accel_scale.planning.search.search import Request, may_share
@@ -71,7 +71,7 @@ class Wish:
     lora_dropout: str = "0.05"
     use_dora: bool = False
     strategy: tuple[str, ...] = ()
-    recipe: str | PlannedRecipe = SFT_PLAN
+    recipe: str | PlannedRecipe = "sft"
     tp_size: str | None = None
     pp_size: str | None = None
     sp_size: str | None = None
