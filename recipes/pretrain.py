@@ -221,7 +221,7 @@ def train(run: Run, started: float) -> dict[str, object]:
     manager.register("guard", guard)
     resume(run, manager, run.course.how)
     step = GuardedStep(
-        accelerator, model, run.optimizer, guard=guard, max_grad_norm=args.max_grad_norm, output_dir=args.output_dir
+        accelerator, model, run.optimizer, guard=guard, max_grad_norm=args.max_grad_norm, first_step=run.step + 1
     )
     metrics = MetricsLog(args.output_dir, run.is_main, resumed_step=run.step)
     report = PretrainReport(run, metrics, ThroughputMeter(clock_of(accelerator.device.type)), started)
@@ -245,20 +245,20 @@ def train(run: Run, started: float) -> dict[str, object]:
             num_tokens = total_over_ranks(accelerator, drawn.num_predicted)
             num_micro_batches = len(drawn.micro_batches)
             if run.parallel is not None and run.parallel.pipeline is not None:
-                rows = [on_device(run, batch) for batch in drawn.micro_batches]
-                losses = run.parallel.pipeline.forward_backward(rows, num_tokens, step.loss_factor)
+                batches = [on_device(run, rows) for rows in drawn.micro_batches]
+                losses = run.parallel.pipeline.forward_backward(batches, num_tokens, step.loss_factor)
                 step.record(losses, drawn.row_ids)
             else:
-                for index, row_ids in enumerate(drawn.row_ids, start=1):
-                    batch, is_last = on_device(run, drawn.micro_batches[index - 1]), index == num_micro_batches
+                for number, (rows, row_ids) in enumerate(zip(drawn.micro_batches, drawn.row_ids, strict=True), 1):
+                    batch, is_last = on_device(run, rows), number == num_micro_batches
                     with step.micro_batch(is_last=is_last, row_ids=row_ids), watch.micro_batch(batch):
                         with accelerator.autocast():
                             loss = language_model_loss(
                                 model, batch, num_tokens, router=run.router, num_micro_batches=num_micro_batches
                             )
                         step.backward(loss * step.loss_factor)
-            grad_norm = step.clip()
-            outcome = step.judge(grad_norm)
+            grad_norm = step.clip()  # to --max_grad_norm; the norm before
+            outcome = step.judge(grad_norm)  # what --guard says of loss and norm
             learning_rate = run.learning_rate
             if step.optimizer_step(outcome):
                 run.schedule.step()
