@@ -20,6 +20,8 @@ LAUNCHERS = {
     "torchrun, two": ["-m", "torch.distributed.run", "--nproc_per_node", "2"],
 }
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+_LINES = Path(RUN).read_text(encoding="utf-8").splitlines()
+CRASH_LINE = next(number for number, line in enumerate(_LINES, 1) if "no such thing" in line)
 REFUSED = "ends_run.py: error: --flag: is wrong. Fix: fix it."
 
 
@@ -38,7 +40,7 @@ def command(real_python: str, launcher: str, *words: str) -> list[str]:
         (
             "torchrun, two",
             "crash on the last rank",
-            "ends_run.py: error: KeyError at ends_run.py:22: 'no such thing'",
+            f"ends_run.py: error: KeyError at ends_run.py:{CRASH_LINE}: 'no such thing'",
             1,
         ),
     ],
@@ -58,7 +60,12 @@ def test_the_cause_is_the_last_line(real_python, repository, tmp_path, launcher,
     ("launcher", "mode", "status", "last"),
     [
         ("accelerate", "refuse", -signal.SIGTERM, REFUSED),  # whose report has the whole command line
-        ("accelerate, two", "crash on the last rank", 1, "ends_run.py: error: KeyError at ends_run.py:22: "),
+        (
+            "accelerate, two",
+            "crash on the last rank",
+            1,
+            f"ends_run.py: error: KeyError at ends_run.py:{CRASH_LINE}: ",
+        ),
     ],
 )
 def test_a_typed_credential_is_not_in_the_report(real_python, repository, tmp_path, launcher, mode, status, last):
