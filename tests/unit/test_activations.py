@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from activation_models import EAGER_ONLY, FIELDS, LORA, PLAIN, VARIANTS, predicted, real_bytes
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING
 
@@ -180,12 +180,17 @@ setups_drawn = st.builds(
 
 @settings(max_examples=25, deadline=None)
 @given(facts_drawn, setups_drawn, st.booleans())
+@example(
+    "Qwen/Qwen3-0.6B", TrainingSetup(precision="bf16", checkpointing="full", loss="chunked", packing=False), False
+)
 def test_more_tokens_never_need_less(name, setup, more_rows):
     facts = load_model_facts(name)
     grown = {"micro_batch_size": setup.micro_batch_size + 1} if more_rows else {"sequence_length": 2560}
     less, more = step_bytes(facts, setup), step_bytes(facts, replace(setup, **grown))
     assert more.saved_bytes > less.saved_bytes
-    assert more.peak_bytes >= less.peak_bytes
+    # Where the chunked loss goes from one chunk to two, it saves a cast of the head's gradient.
+    cast = 4 * facts.vocab_size * facts.hidden_size if setup.loss == "chunked" else 0
+    assert more.peak_bytes >= less.peak_bytes - cast
 
 
 @pytest.mark.slow
