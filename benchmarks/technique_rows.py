@@ -1,0 +1,147 @@
+"""What `techniques.py` is made of: rows of figures, the work that fills them, and the ladder's rungs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from accel_scale.planning.models.training_setup import LoraSetup, ParallelSetup, TrainingSetup
+
+# Numbers by name, and words where a number needs them.
+Values = Mapping[str, float | str]
+KINDS = ("arithmetic", "predicted", "measured")
+
+
+@dataclass(frozen=True)
+class Work:
+    """One piece of a stage: what it fills, and how.
+
+    Attributes:
+        rows: Names of the rows that `run` gives.
+        run: The values of each.
+    """
+
+    rows: tuple[str, ...]
+    run: Callable[[], Mapping[str, Values]]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Work of one kind.
+
+    Attributes:
+        name: For ``--stages``.
+        kind: One of `KINDS`.
+        how: What the figures are of; stands above their table.
+        works: In order; the result is saved after each.
+    """
+
+    name: str
+    kind: str
+    how: str
+    works: tuple[Work, ...]
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One technique on the ladder.
+
+    Attributes:
+        name: Of its row.
+        label: In the table.
+        on: The rung that it is added to; None for the first.
+        changes: Fields of `TrainingSetup` that differ from that rung's.
+    """
+
+    name: str
+    label: str
+    on: str | None
+    changes: Mapping[str, Any]
+
+
+RUNGS = (
+    Rung("baseline", "fp32, eager attention, whole logits, AdamW", None, {}),
+    Rung("attention", "+ fused attention (sdpa)", "baseline", {"attention": "sdpa"}),
+    Rung("loss", "+ chunked loss", "attention", {"loss": "chunked"}),
+    Rung("bf16", "+ bf16 mixed precision", "loss", {"precision": "bf16"}),
+    Rung("accumulation", "+ accumulation, a quarter of the micro-batch", "bf16", {"accumulation": 4}),
+    Rung("every_3", "+ checkpointing, every 3rd layer", "bf16", {"checkpointing": "every_3"}),
+    Rung("every_2", "+ checkpointing, every 2nd layer", "bf16", {"checkpointing": "every_2"}),
+    Rung("selective", "+ checkpointing, products and attention kept", "bf16", {"checkpointing": "selective"}),
+    Rung("full", "+ checkpointing, every layer", "bf16", {"checkpointing": "full"}),
+    Rung("offload", "+ checkpointing, layers' inputs in host memory", "bf16", {"checkpointing": "offload"}),
+    Rung("bf16_true", "bf16 weights and states", "full", {"precision": "bf16_true"}),
+    Rung("adamw_8bit", "8-bit AdamW", "full", {"optimizer": "adamw_8bit"}),
+    Rung("adamw_4bit", "4-bit AdamW", "full", {"optimizer": "adamw_torch_4bit"}),
+    Rung("adafactor", "Adafactor", "full", {"optimizer": "adafactor"}),
+    Rung("momentum", "SGD with momentum", "full", {"optimizer": "sgd_momentum"}),
+    Rung("sgd", "SGD", "full", {"optimizer": "sgd"}),
+    Rung("lora", "LoRA, rank 16", "full", {"method": "lora"}),
+    Rung("lora_1", "LoRA, rank 1", "full", {"method": "lora", "lora": LoraSetup(rank=1)}),
+    Rung("qlora", "QLoRA, rank 16", "full", {"method": "qlora"}),
+    Rung("qlora_1", "QLoRA, rank 1", "full", {"method": "qlora", "lora": LoraSetup(rank=1)}),
+)
+
+# Strategies, at the same global batch as the first; `degree` stands for the number of ranks.
+PARALLEL_RUNGS: tuple[tuple[str, str, Callable[[int], ParallelSetup]], ...] = (
+    ("ddp", "DDP", lambda n: ParallelSetup("ddp", n)),
+    ("zero1", "ZeRO-1", lambda n: ParallelSetup("zero1", n)),
+    ("zero2", "ZeRO-2", lambda n: ParallelSetup("zero2", n)),
+    ("zero3", "ZeRO-3", lambda n: ParallelSetup("zero3", n)),
+    ("fsdp2_grad_op", "FSDP2, SHARD_GRAD_OP", lambda n: ParallelSetup("fsdp2", n, reshard_after_forward=False)),
+    ("fsdp2", "FSDP2, FULL_SHARD", lambda n: ParallelSetup("fsdp2", n)),
+    (
+        "fsdp2_offload",
+        "FSDP2 + CPU offload",
+        lambda n: ParallelSetup("fsdp2", n, offload_params="cpu", offload_optimizer="cpu"),
+    ),
+    ("zero2_offload", "ZeRO-2 + CPU offload", lambda n: ParallelSetup("zero2", n, offload_optimizer="cpu")),
+    (
+        "zero3_offload",
+        "ZeRO-3 + CPU offload",
+        lambda n: ParallelSetup("zero3", n, offload_params="cpu", offload_optimizer="cpu"),
+    ),
+    (
+        "zero_infinity",
+        "ZeRO-Infinity, NVMe",
+        lambda n: ParallelSetup("zero3", n, offload_params="nvme", offload_optimizer="nvme"),
+    ),
+    ("tp", "tensor parallelism", lambda n: ParallelSetup("ddp", n, tensor_parallel=n)),
+    ("pp", "pipeline parallelism, 1F1B", lambda n: ParallelSetup("ddp", n, pipeline_parallel=n)),
+    ("sp", "sequence parallelism + FSDP2", lambda n: ParallelSetup("fsdp2", n, sequence_parallel=n)),
+)
+
+
+def ladder(first: TrainingSetup) -> dict[str, TrainingSetup]:
+    """Every rung's settings, by name; `first` says model sizes and batch, its micro-batch is divisible by four."""
+    setups = {}
+    for rung in RUNGS:
+        below = setups[rung.on] if rung.on else replace(first, precision="fp32", attention="eager", loss="full")
+        changes = dict(rung.changes)
+        if "accumulation" in changes:
+            changes["micro_batch_size"] = below.micro_batch_size // changes["accumulation"]
+        setups[rung.name] = replace(below, **changes)
+    return setups
+
+
+def with_ratios(figures: Mapping[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Ladder figures with how each rung compares with the one that it stands on, and with the first.
+
+    A row has at least ``bytes`` and ``seconds`` (or ``speed``, × the first, where a run measured ratios itself).
+    """
+    for rung in RUNGS:
+        if rung.name not in figures:
+            continue
+        own, first = figures[rung.name], figures[RUNGS[0].name]
+        below = figures[rung.on] if rung.on else own
+        own.setdefault("speed", first["seconds"] / own["seconds"])
+        own["speed_step"] = own["speed"] / below["speed"]
+        own["slower_step"] = below["speed"] / own["speed"] - 1
+        own["bytes_step"] = own["bytes"] / below["bytes"]
+        own["bytes_total"] = own["bytes"] / first["bytes"]
+        own["saved_step"] = 1 - own["bytes_step"]
+        if "activation_bytes" in own and below["activation_bytes"]:
+            own["activation_step"] = own["activation_bytes"] / below["activation_bytes"]
+            own["activation_saved_step"] = 1 - own["activation_step"]
+    return dict(figures)

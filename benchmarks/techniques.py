@@ -1,0 +1,102 @@
+"""Claims about training at scale beside this project's figures, and what each technique costs and saves.
+
+    python benchmarks/techniques.py                          # every row that is missing, stage by stage
+    python benchmarks/techniques.py --stages predicted cpu   # these stages, rows that exist measured again
+    python benchmarks/techniques.py --page                   # only writes docs/techniques.md from the committed rows
+
+Rows go into benchmarks/results/techniques.json as soon as they exist: an interrupted run goes on where it was, and a
+part of it is a valid page: rows that are missing say so. Every figure is arithmetic, predicted by the planner, or
+measured; measured ones come from this machine, and times are ratios of turns in one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+BENCHMARKS = Path(__file__).resolve().parent
+sys.path.insert(0, str(BENCHMARKS))
+
+from technique_page import page  # noqa: E402
+from technique_rows import Stage  # noqa: E402
+
+from accel_scale.reporting.summary import installed_versions  # noqa: E402
+
+RESULTS = BENCHMARKS / "results" / "techniques.json"
+PAGE = BENCHMARKS.parent / "docs" / "techniques.md"
+STAGES = ("arithmetic", "predicted")
+
+
+def stages(names: Iterable[str] = STAGES) -> dict[str, Stage]:
+    """By name; a stage's libraries are imported when its work runs."""
+    return {name: importlib.import_module(f"technique_{name}").STAGE for name in names}
+
+
+def read_rows(path: Path = RESULTS) -> dict[str, Any]:
+    """What has been filled in so far, by row."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def run(stage: Stage, rows: dict[str, Any], *, again: bool, save: Any) -> None:
+    """Do the work of `stage` whose rows are missing, or all of it, and call `save` after each piece."""
+    for work in stage.works:
+        if not again and all(name in rows for name in work.rows):
+            continue
+        print(f"{stage.name}: {', '.join(work.rows)}", flush=True)
+        found = work.run()
+        if set(found) - set(work.rows):
+            raise ValueError(f"{stage.name} gave rows that it does not name: {set(found) - set(work.rows)}")
+        for name, values in found.items():
+            rows[name] = {
+                "kind": stage.kind,
+                "values": _rounded(values),
+                **(_where() if stage.kind == "measured" else {}),
+            }
+        save()
+
+
+def _rounded(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Six digits: what a reader can use, and the same on every machine."""
+    return {name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in values.items()}
+
+
+def _where() -> dict[str, Any]:
+    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    versions = installed_versions()
+    return {
+        "date": today,
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+        "load": round(os.getloadavg()[0], 1),
+        "versions": {name: versions[name] for name in ("torch", "transformers", "accelerate") if name in versions},
+    }
+
+
+def main() -> int:
+    """Fill in, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stages", nargs="+", choices=STAGES, metavar="STAGE", help=", ".join(STAGES))
+    parser.add_argument("--page", action="store_true", help="only write the page")
+    options = parser.parse_args()
+    rows = read_rows()
+
+    def save() -> None:
+        RESULTS.write_text(json.dumps(dict(sorted(rows.items())), indent=1) + "\n", encoding="utf-8")
+        PAGE.write_text(page(stages(), rows), encoding="utf-8")
+
+    if not options.page:
+        for stage in stages(options.stages or STAGES).values():
+            run(stage, rows, again=bool(options.stages), save=save)
+    save()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
