@@ -52,6 +52,7 @@ PRELOADED = (
     "torch.distributed.run",
 )
 _NUMBER = struct.Struct("<i")
+_PREFIX = "warm-python-"
 
 _CLIENT = """#!{python} -ISE
 import array, json, os, resource, signal, socket, struct, sys
@@ -103,6 +104,11 @@ def is_possible() -> bool:
     return not torch.cuda.is_available()
 
 
+def is_warm() -> bool:
+    """Whether ``sys.executable`` is such a stand-in already."""
+    return Path(sys.executable).parent.name.startswith(_PREFIX)
+
+
 class WarmPython:
     """Servers of warm processes; `close` ends them.
 
@@ -116,7 +122,7 @@ class WarmPython:
         return [server.pid for server in self._servers]
 
     def __init__(self) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="warm-python-"))
+        self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
         self.executable = self.folder / "python"
         address = str(self.folder / "server")
         self._servers = [

@@ -1,0 +1,39 @@
+"""The stages of `benchmarks/gpu_check.py`, most telling first, a module for each subject."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage.
+
+    Attributes:
+        name: As the command line has it.
+        title: Its heading on the page.
+        function: Where it is, as ``module:function`` of this package; it takes a `box.Cases`.
+        seconds: It is ended after so long.
+        num_gpus: It needs so many; on the CPU, processes.
+    """
+
+    name: str
+    title: str
+    function: str
+    seconds: float
+    num_gpus: int = 1
+
+    def load(self) -> Callable[[Any], None]:
+        """The function; torch is imported here."""
+        module, _, name = self.function.partition(":")
+        return getattr(importlib.import_module(f"gpu_stages.{module}"), name)
+
+
+STAGES = (
+    Stage("kernels", "What is chosen here", "machine:kernels", 60.0),
+    Stage("main_job", "The main job beside the CPU's", "training:main_job", 150.0),
+    Stage("methods", "Methods × checkpointing, predicted and measured", "training:methods", 180.0),
+)

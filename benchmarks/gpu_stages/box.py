@@ -1,0 +1,117 @@
+"""What a stage of gpu_check.py writes its cases into: one line on file as each ends, kept for the next start."""
+
+from __future__ import annotations
+
+import json
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+OK, WRONG, NEEDS = "ok", "FAILED", "needs"
+
+
+class Needs(Exception):
+    """What this machine lacks for a case, such as ``a GPU``: said in the table, neither passed nor failed."""
+
+
+class Wrong(Exception):
+    """A case came to its end with a result that it must not have."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case: what was found, and whether that is right."""
+
+    case: str
+    found: str
+    verdict: str
+    seconds: float
+
+
+class Cases:
+    """The cases of one stage, in the stage's process.
+
+    Attributes:
+        folder: For whatever the stage writes; kept between starts.
+        on_gpu: Whether the cases run on a GPU; else on the CPU, at a small size.
+        num_gpus: Visible ones; on the CPU, how many processes take their place.
+    """
+
+    def __init__(self, folder: Path, *, on_gpu: bool, num_gpus: int, seconds: float) -> None:
+        self.folder, self.on_gpu, self.num_gpus = folder, on_gpu, num_gpus
+        self._deadline = time.monotonic() + seconds
+        self._rows = rows_file(folder)
+        kept = [row for row in read_rows(folder) if row.verdict != WRONG]
+        self._done = {row.case for row in kept}
+        self._rows.write_text("".join(_line(row) for row in kept))
+
+    @property
+    def device(self) -> str:
+        """torch's name of what the cases run on."""
+        return "cuda" if self.on_gpu else "cpu"
+
+    @property
+    def seconds_left(self) -> float:
+        """Until the stage is ended from outside."""
+        return self._deadline - time.monotonic()
+
+    def case(self, name: str, run: Callable[[], str]) -> None:
+        """Run one case, unless an earlier start did; what it raises ends only itself.
+
+        Args:
+            name: Says what is compared; the row's first cell.
+            run: Returns what was found; raises `Wrong`, or `Needs` where the machine lacks something for it.
+        """
+        if name in self._done:
+            return
+        started = time.monotonic()
+        try:
+            found, verdict = run(), OK
+        except Needs as lacking:
+            found, verdict = f"needs {lacking}", NEEDS
+        except Wrong as why:
+            found, verdict = str(why), WRONG
+        except (Exception, SystemExit) as error:
+            traceback.print_exc()  # into the stage's log
+            found, verdict = one_line(error), WRONG
+        row = Row(name, found, verdict, time.monotonic() - started)
+        with self._rows.open("a") as rows:
+            rows.write(_line(row))
+        print(f"{row.verdict}: {row.case}: {row.found} ({row.seconds:.1f} s)", flush=True)
+
+
+def expect(holds: bool, found: str) -> str:
+    """`found`, where it holds."""
+    if not holds:
+        raise Wrong(found)
+    return found
+
+
+def one_line(error: BaseException) -> str:
+    """``ValueError: what it says (file.py:12)``, the place being the innermost."""
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {text[:240]}{place}"
+
+
+def rows_file(folder: Path) -> Path:
+    """Where a stage's rows are."""
+    return folder / "rows.jsonl"
+
+
+def read_rows(folder: Path) -> list[Row]:
+    """The cases that have ended; a line that was being written when the process was killed is left out."""
+    path, rows = rows_file(folder), []
+    for line in path.read_text().splitlines() if path.is_file() else []:
+        try:
+            rows.append(Row(**json.loads(line)))
+        except ValueError:
+            continue
+    return rows
+
+
+def _line(row: Row) -> str:
+    return json.dumps(asdict(row)) + "\n"

@@ -1,0 +1,119 @@
+"""Stage `kernels`: what this machine is, and what a training step really runs on it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from gpu_stages.box import Cases, Needs
+from gpu_stages.inputs import llama_config
+
+_SHOWN = 6
+# Names of attention kernels, as the profiler has them: torch's own, cuDNN's, FlashAttention's, Triton's.
+_ATTENTION = ("flash", "fmha", "attention", "cudnn_sdpa", "efficient", "flex")
+
+
+def kernels(cases: Cases) -> None:
+    """The device, the choices that follow, and the operations of a step by their time."""
+    cases.case("device", device)
+    cases.case("libraries", libraries)
+    cases.case("attention: padded rows", lambda: chosen_attention(cases, packing=False))
+    cases.case("attention: packed rows", lambda: chosen_attention(cases, packing=True))
+    cases.case("operations of a step, by time", lambda: operations(cases))
+    cases.case("points where the host waits for the device, per pass", lambda: waits(cases))
+
+
+def device() -> str:
+    """What torch sees, and what the recipes make of it."""
+    from accel_scale.launching.machine import detect_device, detect_machine
+
+    found, machine = detect_device(), detect_machine()
+    parts = [found.name or found.type, f"precision {found.default_precision}", f"{machine.num_cores} cores"]
+    if found.capability is not None:
+        parts.append(f"compute capability {found.capability[0]}.{found.capability[1]}")
+    if found.memory_bytes is not None:
+        parts.append(f"{found.memory_bytes / 2**30:.1f} GiB")
+    if torch.version.cuda:
+        parts.append(f"CUDA {torch.version.cuda}")
+    return ", ".join(parts)
+
+
+def libraries() -> str:
+    """Those that bring kernels, with versions."""
+    from accel_scale.launching.machine import installed_packages
+
+    named = ("torch", "bitsandbytes", "flash-attn", "flash-attn-3", "kernels", "liger-kernel", "torchao", "deepspeed")
+    versions = installed_packages()
+    return ", ".join(f"{name} {versions.get(name, 'not installed')}" for name in named)
+
+
+def chosen_attention(cases: Cases, *, packing: bool) -> str:
+    """The name that the recipe would pass to transformers, in the precision it would train in."""
+    from accel_scale.launching.machine import detect_device
+    from accel_scale.modeling.attention import resolve_attention
+    from accel_scale.modeling.precision import precision_named
+
+    found = detect_device(cases.device)
+    dtype = precision_named(found.default_precision).compute_dtype
+    config = llama_config("0.5B" if cases.on_gpu else "tiny")
+    return resolve_attention(None, device=found, dtype=dtype, packing=packing, model_config=config)
+
+
+def step(cases: Cases) -> Callable[[], Any]:
+    """A pass of a model as the recipe trains it, on plain rows."""
+    from accel_scale.launching.machine import detect_device
+    from accel_scale.planning.models.training_setup import TrainingSetup
+    from accel_scale.verifying.trial_step import TrialRun, build_trial, one_process
+
+    precision = detect_device(cases.device).default_precision
+    setup = TrainingSetup(precision=precision, micro_batch_size=2, sequence_length=512 if cases.on_gpu else 64)
+    setup = one_process(setup)
+    model = build_trial(llama_config("0.5B" if cases.on_gpu else "tiny"), setup, cases.device)
+    run = TrialRun(model, setup, cases.device)
+    run.passes()
+    run.update()  # kernels are chosen, compiled and loaded by now
+    return run.passes
+
+
+def operations(cases: Cases) -> str:
+    """Of a profiled pass: those that take longest, and the kernels of attention."""
+    from torch.profiler import ProfilerActivity, profile
+
+    run = step(cases)
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cases.on_gpu else [])]
+    with profile(activities=activities) as profiler:
+        run()
+        if cases.on_gpu:
+            torch.cuda.synchronize()
+    on_device = torch.autograd.DeviceType.CUDA if cases.on_gpu else torch.autograd.DeviceType.CPU
+    name = "self_device_time_total" if cases.on_gpu else "self_cpu_time_total"
+    events = [event for event in profiler.key_averages() if event.device_type == on_device]
+    events.sort(key=lambda event: -getattr(event, name))
+    total = sum(getattr(event, name) for event in events) or 1.0
+    longest = ", ".join(f"{short(e.key)} {getattr(e, name) / total:.0%}" for e in events[:_SHOWN])
+    attending = [short(e.key) for e in events if any(word in e.key.lower() for word in _ATTENTION)]
+    return f"{longest}; attention: {', '.join(attending[:4]) or 'none of its own'}"
+
+
+def short(name: str) -> str:
+    """A kernel's name without its template arguments."""
+    return name.replace("void ", "").partition("<")[0][:60]
+
+
+def waits(cases: Cases) -> str:
+    """Counted by CUDA's own debugging mode, over forward and backward of one micro-batch."""
+    if not cases.on_gpu:
+        raise Needs("a GPU: a CPU does what it is told before the call returns")
+    run = step(cases)
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    places = [f"{w.filename.rpartition('/')[2]}:{w.lineno}" for w in caught if "synchronizing" in str(w.message)]
+    return f"{len(places)}" + (f" ({', '.join(dict.fromkeys(places))})" if places else "")

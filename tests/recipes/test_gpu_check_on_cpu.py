@@ -1,0 +1,29 @@
+"""`benchmarks/gpu_check.py --cpu`: its stages run on a CPU, and a second start leaves what is done alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def check(repository: Path, out: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "benchmarks/gpu_check.py", "--cpu", "--out", str(out), *words]
+    return subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
+
+
+def test_some_stages_on_a_cpu(repository: Path, tmp_path: Path) -> None:
+    done = check(repository, tmp_path, "--stages", "kernels", "methods")
+    assert done.returncode == 0, done.stdout + done.stderr
+    page = (tmp_path / "gpu_check.md").read_text()
+    assert "FAILED" not in page
+    assert "| qlora, full | losses differ by 0.0e+00; allocated" in page
+    assert "| lora, offload | needs a GPU" in page
+    again = check(repository, tmp_path, "--stages", "kernels", "methods")
+    assert again.returncode == 0
+    assert "──" not in again.stdout  # nothing was run
+    assert (tmp_path / "gpu_check.md").read_text() == page
