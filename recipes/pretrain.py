@@ -196,7 +196,6 @@ def train(run: Run, started: float) -> dict[str, object]:
     from accel_scale.facts.exit_statuses import EXIT_STOPPED
     from accel_scale.flags.guard_settings import settings_from
     from accel_scale.measuring.meters import ThroughputMeter, clock_of
-    from accel_scale.measuring.profiling import step_profiler
     from accel_scale.optimization.fast_loss import language_model_loss
     from accel_scale.plugin.loop_watch import LoopWatch
     from accel_scale.pretraining.report import PretrainReport
@@ -233,7 +232,7 @@ def train(run: Run, started: float) -> dict[str, object]:
     tokens_per_step = run.settings.global_batch_size * run.data_args.max_length
     model.train()
     why_stopped = None
-    with step_profiler(args.profile_steps, args.output_dir, is_main=run.is_main) as profiler:
+    with report.watched_steps() as profiler:
         while run.step < length.num_steps and why_stopped is None:
             report.meter.start_step()
             drawn = next(run.batches)

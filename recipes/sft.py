@@ -304,6 +304,7 @@ def make_trainer(run: Run) -> ScaleSFTTrainer:
         questions=run.questions,
         sp_size=run.sp_size,
         loss_from_logits=run.checked.loss_from_logits,
+        watched=settings.scale,
     )
     apply_checkpointing(trainer.model, settings.checkpointing, use_reentrant=run.checked.use_reentrant)
     add_stop_token(trainer.model, run.tokenizer, stop_token)
@@ -351,7 +352,7 @@ def report_start(run: Run, trainer: ScaleSFTTrainer) -> None:
 def report_end(run: Run, trainer: ScaleSFTTrainer) -> dict[str, object]:
     """The table after the last step, and ``run_summary.json`` beside the model."""
     from accel_scale.measuring.meters import peak_device_bytes, peak_host_bytes
-    from accel_scale.reporting.run_tables import end_rows
+    from accel_scale.reporting.run_tables import data_bound_advice, end_rows
     from accel_scale.reporting.summary import write_summary
     from accel_scale.reporting.tables import print_table
 
@@ -381,6 +382,8 @@ def report_end(run: Run, trainer: ScaleSFTTrainer) -> dict[str, object]:
     print_table("done", {**end_rows(summary), "saved": f"{trainer.args.output_dir} (with {path.name})"})
     if plan:
         run.say(plan["line"])
+    if advice := data_bound_advice(figures["data_wait_ratio"]):
+        run.say(advice)
     return summary
 
 

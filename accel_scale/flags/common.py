@@ -82,6 +82,14 @@ class SharedArguments:
     allow_changed_settings: bool = _flag(
         False, "Continue from a checkpoint although data, batch, schedule or model have changed."
     )
+    profile_steps: int = _flag(
+        0, "Record this many steps, after three of warm-up, with torch.profiler, in profile/ of the output folder."
+    )
+    memory_summary: bool = _flag(
+        False,
+        "Write what lies in memory after the last step, with the allocator's table, for each rank in memory/ of the "
+        "output folder. When memory runs out, it is written anyway.",
+    )
     print_config: bool = _flag(False, "Print every resolved setting and where its value came from, then stop.")
 
 

@@ -105,7 +105,6 @@ class PretrainArguments(SharedArguments, OptimizerArguments, DdpArguments):
     )
     report_to: list[str] = _flag([], "Trackers: tensorboard, wandb, trackio, mlflow …")
     run_name: str | None = _flag(None, "Name of the run in a tracker.")
-    profile_steps: int = _flag(0, "Record this many steps, after three of warm-up, with torch.profiler.")
     plan: str | None = _flag(
         None, "check: predict memory before loading, refuse what would not fit. Default: check on CUDA, else off.",
         choices=tuple(p for p in PLANS if p != "auto"),

@@ -5,9 +5,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch.profiler import profile
 
 _WARM_UP_STEPS = 3
+
+
+class StepProfiler(Protocol):
+    """What the loop tells that a step is over."""
+
+    def step(self) -> None: ...
 
 
 class _NoProfiler:
@@ -16,7 +25,7 @@ class _NoProfiler:
 
 
 @contextlib.contextmanager
-def step_profiler(num_steps: int, output_dir: str, *, is_main: bool) -> Iterator[Any]:
+def step_profiler(num_steps: int, output_dir: str, *, is_main: bool) -> Iterator[StepProfiler]:
     """Record `num_steps` steps after three; call ``.step()`` on what is yielded after each step.
 
     Rank 0 writes ``profile/trace.json`` (for chrome://tracing or Perfetto) and ``profile/operations.txt``, the forty
@@ -31,7 +40,7 @@ def step_profiler(num_steps: int, output_dir: str, *, is_main: bool) -> Iterator
     folder = Path(output_dir) / "profile"
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
 
-    def write(profiler: Any) -> None:
+    def write(profiler: profile) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(folder / "trace.json"))
         key = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -19,14 +20,12 @@ from accel_scale.training.ddp.hooks import hook_figures
 from accel_scale.units import format_bytes
 
 if TYPE_CHECKING:
+    from accel_scale.measuring.profiling import StepProfiler
     from accel_scale.pretraining.run import Run
     from accel_scale.reporting.metrics_log import MetricsLog
     from accel_scale.training.evaluation.validation import Evaluation
     from accel_scale.training.guard.verdict import StepOutcome
     from accel_scale.training.saving.verification import VerifyResult
-
-# Above this share of the time the loader is worth a word.
-_WAITING_SHARE = 0.1
 
 
 class PretrainReport:
@@ -127,6 +126,16 @@ class PretrainReport:
 
     # ── Steps ──
 
+    def watched_steps(self) -> AbstractContextManager[StepProfiler]:
+        """Around all steps: what ``--profile_steps`` and ``--memory_summary`` ask for."""
+        from accel_scale.verifying.memory_summary import MemorySummary, watched_steps
+
+        run, folder = self.run, self.run.args.output_dir
+        summary = MemorySummary(
+            folder, rank=run.launch.rank, device=run.accelerator.device, parts=lambda: (run.model, run.optimizer)
+        )
+        return watched_steps(run.args, folder, summary)
+
     def stepped(self, outcome: StepOutcome, learning_rate: float, *, tokens: int, row_ids: list[list[str]]) -> None:
         """Count one step that was judged; log it when it is time, or when it was not simply taken."""
         run = self.run
@@ -216,6 +225,7 @@ class PretrainReport:
 
     def end(self, verified: VerifyResult | None, why_stopped: str | None, plan: dict[str, Any]) -> dict[str, object]:
         """The table after the last step, and ``run_summary.json`` beside the model."""
+        from accel_scale.reporting.run_tables import data_bound_advice
         from accel_scale.reporting.summary import write_summary
         from accel_scale.reporting.tables import print_table
 
@@ -261,12 +271,8 @@ class PretrainReport:
         print_table("done", {**self._end_rows(summary), "saved": f"{args.output_dir} (with {path.name})"})
         if plan:
             print(plan["line"])
-        waiting = counted.data_wait_ratio
-        if waiting is not None and waiting > _WAITING_SHARE:
-            print(
-                f"warning: {waiting:.0%} of the time went on waiting for data. Fix: more --dataloader_num_workers, or "
-                "tokenise once with accel-scale prepare."
-            )
+        if advice := data_bound_advice(counted.data_wait_ratio, or_else="tokenise once with accel-scale prepare"):
+            print(advice)
         return summary
 
     def _end_rows(self, summary: dict[str, Any]) -> dict[str, str | None]:

@@ -37,9 +37,9 @@ PRETRAIN = RecipeSpec(
         },
         dropped=(
             "max_tokens", "max_train_time", "warmup_steps", "decay_from", "decay_steps", "keep_every", "resume",
-            "report_to", "run_name", "profile_steps", "device_memory", "torch_compile", "plan", "plan_gpu",
+            "report_to", "run_name", "profile_steps", "memory_summary", "device_memory", "torch_compile", "plan",
             "model_name_or_path", "model_revision", "model_config", "num_params", "tokenizer", "train_tokenizer",
-            "vocab_size",
+            "vocab_size", "plan_gpu",
         ),
         batch_flag="global_batch_size",
         complete_file="manifest.json",

@@ -32,6 +32,7 @@ TRAINER_STEPS: Mapping[str, object] = {
 TRAINER_DROPPED = (
     "global_batch_size", "push_to_hub", "hub_model_id", "report_to", "eval_strategy", "do_eval",
     "load_best_model_at_end", "resume_from_checkpoint", "device_memory", "torch_compile", "max_memory", "plan",
+    "profile_steps", "memory_summary",
 )  # fmt: skip
 
 

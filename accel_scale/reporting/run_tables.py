@@ -8,6 +8,9 @@ from typing import Any
 from accel_scale.reporting.tables import format_count, format_seconds
 from accel_scale.units import format_bytes
 
+# Above this share of the time the loader is worth a word.
+_WAITING_SHARE = 0.1
+
 
 def data_text(num_rows: int | None, layout: str, sources: Sequence[str]) -> str:
     """``6,240 rows (messages) from train.jsonl``; `num_rows` None: a stream."""
@@ -34,6 +37,21 @@ def end_rows(summary: Mapping[str, Any]) -> dict[str, str | None]:
         if verified
         else None,
     }
+
+
+def data_bound_advice(waiting: float | None, *, or_else: str = "a --dataset_name on a local disk") -> str | None:
+    """A line for a run that spent much of its time `waiting` for data; None for others.
+
+    Args:
+        waiting: Share of the steps' time; None if it was not measured.
+        or_else: What else helps, beside more processes that read.
+    """
+    if waiting is None or waiting <= _WAITING_SHARE:
+        return None
+    return (
+        f"warning: {waiting:.0%} of the time went on waiting for data. Fix: more --dataloader_num_workers, or "
+        f"{or_else}."
+    )
 
 
 def _match_text(match: Mapping[str, Any]) -> str | None:

@@ -13,6 +13,7 @@ from accel_scale.facts.optimizer_specs import steps_in_backward
 from accel_scale.optimization.batch_splitting import Part
 from accel_scale.optimization.fast_loss import FastLossMixin
 from accel_scale.training.resilience.memory_recovery import MemoryRecovery, smaller_batch_advice
+from accel_scale.verifying.memory_summary import MemorySummary
 
 
 class MemoryRecoveryMixin:
@@ -112,8 +113,20 @@ class MemoryRecoveryMixin:
             obstacle=_obstacle(trainer),
             advice=advice,
             on_discard=forget_tokens,
+            on_out_of_memory=lambda step: self.memory_summary.write(f"out-of-memory-step-{step}"),
             first_step=trainer.state.global_step + 1,
             program=Path(sys.argv[0]).name or "training",
+        )
+
+    @property
+    def memory_summary(self) -> MemorySummary:
+        """Writes what lies in this rank's memory into the output folder."""
+        trainer: Any = self
+        return MemorySummary(
+            trainer.args.output_dir,
+            rank=trainer.args.process_index,
+            device=trainer.accelerator.device,
+            parts=lambda: (trainer.model, trainer.optimizer),
         )
 
     def in_user_words(self, advice: str) -> str:

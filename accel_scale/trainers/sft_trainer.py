@@ -9,10 +9,13 @@ from typing import Any
 
 import torch
 from transformers import TrainerCallback
+from transformers.trainer_utils import TrainOutput
 from trl import SFTTrainer
 
+from accel_scale.flags.common import SharedArguments
 from accel_scale.flags.guard_settings import GuardSettings
 from accel_scale.measuring.meters import Counted, ThroughputMeter, clock_of
+from accel_scale.measuring.profiling import StepProfiler
 from accel_scale.modeling.fsdp2_preparation import mend_fsdp2_preparation
 from accel_scale.modeling.precision import enable_fp16_on_cpu
 from accel_scale.optimization.fast_loss import FastLossMixin
@@ -30,6 +33,7 @@ from accel_scale.training.evaluation.exact_match import ExactMatch, exact_match
 from accel_scale.training.evaluation.progress import MeterCallback, MetricsCallback, show_progress
 from accel_scale.training.guard.learning import refuse_unlabelled
 from accel_scale.training.resilience.collective_timeout import StepCallback, watch_accelerator
+from accel_scale.verifying.memory_summary import watched_steps
 
 
 class _Base(
@@ -58,6 +62,7 @@ class ScaleSFTTrainer(_Base, SFTTrainer):
         questions: Held-out rows answered before the first and after the last step.
         max_new_tokens: Length limit of those answers.
         loss_from_logits: Compute the loss from the model's own logits, as the start check may ask for.
+        watched: Flags that ask for a profile or a summary of memory; None asks for neither.
         **kwargs: As `SFTTrainer`, and `sp_size` of `SequenceParallelMixin`.
     """
 
@@ -74,10 +79,11 @@ class ScaleSFTTrainer(_Base, SFTTrainer):
         questions: Sequence[dict[str, Any]] = (),
         max_new_tokens: int = 32,
         loss_from_logits: bool = False,
+        watched: SharedArguments | None = None,
         **kwargs: Any,
     ) -> None:
         self.loss_from_logits = loss_from_logits
-        self._schedule = schedule or {}
+        self._schedule, self._watched = schedule or {}, watched or SharedArguments()
         self.answered: dict[str, dict[str, Any]] = {}
         self.started, self._counted_before = time.perf_counter(), Counted()
         super().__init__(**kwargs)
@@ -99,6 +105,12 @@ class ScaleSFTTrainer(_Base, SFTTrainer):
         if questions:
             self.add_callback(_AnswerCallback(self))
         show_progress(self, self._tokens_per_second)
+
+    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        with watched_steps(self._watched, str(self.args.output_dir), self.memory_summary) as profiler:
+            self.add_callback(_ProfiledSteps(profiler))
+            output: TrainOutput = super().train(*args, **kwargs)
+            return output
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """The schedule by ratios of the steps that will really be taken."""
@@ -187,6 +199,16 @@ class ScaleSFTTrainer(_Base, SFTTrainer):
             "ddp": hook_figures(self.model_wrapped),
             "exact_match": self.answered,
         }
+
+
+class _ProfiledSteps(TrainerCallback):
+    """Tells the profiler that a step is over."""
+
+    def __init__(self, profiler: StepProfiler) -> None:
+        self._profiler = profiler
+
+    def on_step_end(self, *unused: object, **more: object) -> None:
+        self._profiler.step()
 
 
 class _AnswerCallback(TrainerCallback):

@@ -31,9 +31,9 @@ class StorageTracker(TorchDispatchMode):
         self._seen: set[int] = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
-        known = {id(storage) for storage in _storages((args, kwargs or {}))}
+        known = {id(storage) for storage in storages((args, kwargs or {}))}
         result = func(*args, **(kwargs or {}))
-        for storage in _storages(result):
+        for storage in storages(result):
             if id(storage) not in known:
                 self._count(storage)
         return result
@@ -41,7 +41,7 @@ class StorageTracker(TorchDispatchMode):
     def adopt(self, tensors: Iterable[torch.Tensor]) -> int:
         """Count what `tensors` lie in, as far as it is not counted yet; returns how many bytes that added."""
         before = self.live_bytes
-        for storage in _storages(list(tensors)):
+        for storage in storages(list(tensors)):
             self._count(storage)
         return self.live_bytes - before
 
@@ -63,14 +63,14 @@ class StorageTracker(TorchDispatchMode):
         self.live_bytes -= num_bytes
 
 
-def _storages(tree: Any) -> Iterator[Any]:
+def storages(tree: Any) -> Iterator[torch.UntypedStorage]:
     """What the tensors of `tree` lie in; of quantised or sharded ones, the tensors they are made of."""
     for leaf in tree_leaves(tree):
         if not isinstance(leaf, torch.Tensor):
             continue
         if is_traceable_wrapper_subclass(leaf):
             names, _ = leaf.__tensor_flatten__()
-            yield from _storages([getattr(leaf, name) for name in names])
+            yield from storages([getattr(leaf, name) for name in names])
         else:
             yield leaf.untyped_storage()
 
@@ -81,14 +81,13 @@ def resident_tensors(model: torch.nn.Module, optimizer: Any = None) -> list[torc
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     states = [] if optimizer is None else tree_leaves(list(optimizer.state.values()))
     tensors = [leaf for leaf in states if isinstance(leaf, torch.Tensor)]
-    constants = [state for p in parameters if (state := getattr(p, "quant_state", None)) is not None]
-    return [*parameters, *model.buffers(), *gradients, *tensors, *_quantisation_tensors(constants)]
+    return [*parameters, *model.buffers(), *gradients, *tensors, *quantisation_tensors(parameters)]
 
 
-def _quantisation_tensors(constants: list[Any]) -> list[torch.Tensor]:
+def quantisation_tensors(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
     """The scales of 4-bit weights, which are no parameters (bitsandbytes' `QuantState`, nested once)."""
     found = []
-    for state in constants:
+    for state in [state for p in parameters if (state := getattr(p, "quant_state", None)) is not None]:
         nested = getattr(state, "state2", None)
         candidates = (state.absmax, state.code, *((nested.absmax, nested.code) if nested is not None else ()))
         found += [tensor for tensor in candidates if isinstance(tensor, torch.Tensor)]

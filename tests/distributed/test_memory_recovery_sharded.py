@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import parity
 import pytest
+from safetensors import safe_open
 
 from accel_scale.facts.exit_statuses import OUT_OF_MEMORY_STATUS
 
@@ -80,6 +82,9 @@ def test_recipe_recovers_under_ddp(tmp_path: Path) -> None:
         "passes_per_step": 4,
     }
     assert after["tokens"] == before["tokens"]
+    summary = (tmp_path / "disturbed" / "memory" / "out-of-memory-step-1-rank-1.txt").read_text()
+    assert f"{4 * before['parameters']['total']:,} B" in next(row for row in summary.splitlines() if "weights" in row)
+    assert not (tmp_path / "undisturbed" / "memory").exists()
     said = [(tmp_path / f"disturbed.log.{rank}").read_text().count("memory ran out") for rank in (0, 1)]
     assert said == [1, 0]
     assert "process group" not in (tmp_path / "undisturbed.log.0").read_text()
@@ -97,6 +102,18 @@ def test_every_rank_stops_with_the_flags_to_go_on(name: str, tmp_path: Path) -> 
     [line] = [line for line in done.stderr.splitlines() if "memory ran out" in line]
     assert line.startswith("sft.py: memory ran out in step 1 on rank 1 (CUDA out of memory.")
     assert "--per_device_train_batch_size 2 --gradient_accumulation_steps 4 (the same global batch)" in line
+    summary = (tmp_path / "out" / "memory" / "out-of-memory-step-1-rank-1.txt").read_text()
+    [weights] = [row for row in summary.splitlines() if row.startswith("weights ")]
+    num_bytes, whole = int(weights.split()[-2].replace(",", "")), 4 * num_parameters()
+    if name == "fsdp2":
+        assert whole / 2 <= num_bytes < 0.8 * whole  # a layer or two are whole at that moment
+    else:
+        assert num_bytes == whole
+
+
+def num_parameters() -> int:
+    with safe_open(parity.SHARED_DATA / "stories260k" / "model.safetensors", "pt") as file:
+        return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
 
 
 def recipe_flags(folder: Path) -> list[str]:

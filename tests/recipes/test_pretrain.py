@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -64,6 +65,12 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 Pretrain = Callable[..., dict[str, Any]]
+
+
+def memory_by_kind(path: Path) -> dict[str, int]:
+    """Bytes of a memory summary."""
+    found = (re.match(r"(.*?)  .* ([\d,]+) B$", line) for line in path.read_text().splitlines())
+    return {match[1].strip(): int(match[2].replace(",", "")) for match in found if match}
 
 
 @pytest.fixture
@@ -218,11 +225,29 @@ def test_a_time_limit_saves_and_the_next_run_goes_on(pretrain: Pretrain) -> None
 
 
 def test_a_profile_and_a_prediction_are_written_where_asked_for(pretrain: Pretrain) -> None:
-    run = pretrain("--max_steps 6 --profile_steps 2 --plan check")
+    run = pretrain("--max_steps 6 --profile_steps 2 --memory_summary --plan check")
+    held = memory_by_kind(run["out"] / "memory" / "end-rank-0.txt")
+    assert held["weights"] == 4 * run["parameters"]["total"]
+    assert held["optimizer states"] == pytest.approx(2 * held["weights"], rel=0.01)  # and a step counter for each
     assert (run["out"] / "profile" / "trace.json").stat().st_size > 1000
     assert "aten::" in (run["out"] / "profile" / "operations.txt").read_text()
     plan = run["plan"]
     assert plan["compared"]["allocated_bytes"] == pytest.approx(plan["measured"]["allocated_bytes"], rel=0.05)
+
+
+def test_memory_that_runs_out_leaves_a_summary(pretrain: Pretrain, tmp_path: Path, monkeypatch: Any) -> None:
+    """Nobody asked for it: it says what to do something about."""
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    def fail(self: LlamaMLP, hidden: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(LlamaMLP, "forward", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        pretrain("--max_steps 2")
+    held = memory_by_kind(tmp_path / "out" / "memory" / "out-of-memory-rank-0.txt")
+    assert held["weights"] > 100_000
+    assert "optimizer states" not in held  # it was the first step
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -53,6 +53,18 @@ def test_adapters_alone_are_trained_and_saved(sft, flags: str) -> None:
     assert sum("lora_A" in name for name, _ in model.named_parameters()) == 35
 
 
+def test_a_profile_and_a_summary_of_memory_are_written_where_asked_for(sft) -> None:
+    run = sft("--max_steps 6 --profile_steps 2 --memory_summary")
+    assert (run["out"] / "profile" / "trace.json").stat().st_size > 1000
+    assert "aten::" in (run["out"] / "profile" / "operations.txt").read_text()
+    [weights] = [
+        line
+        for line in (run["out"] / "memory" / "end-rank-0.txt").read_text().splitlines()
+        if line.startswith("weights ")
+    ]
+    assert weights.endswith(f" {4 * run['parameters']['total']:,} B")
+
+
 def test_checkpointing_policies_train_alike(sft) -> None:
     losses = {
         policy: sft(f"--checkpointing_policy {policy}", "--max_steps 3 --learning_rate 1e-3")["losses"]

@@ -7,8 +7,10 @@ import json
 import time
 from pathlib import Path
 
+import pytest
+
 from accel_scale.measuring.meters import ThroughputMeter, peak_host_bytes
-from accel_scale.reporting.run_tables import end_rows
+from accel_scale.reporting.run_tables import data_bound_advice, end_rows
 from accel_scale.reporting.summary import SUMMARY_NAME, without_secrets, write_summary
 from accel_scale.reporting.tables import format_count, format_seconds, print_table
 
@@ -100,3 +102,16 @@ def test_peak_host_memory_holds_at_least_what_was_touched() -> None:
     block = bytearray(200_000_000)
     block[::4096] = b"x" * len(block[::4096])
     assert peak_host_bytes() >= 200_000_000
+
+
+@pytest.mark.parametrize("waiting", [None, 0.0, 0.1])
+def test_a_run_that_does_not_wait_for_data_is_told_nothing(waiting: float | None) -> None:
+    assert data_bound_advice(waiting) is None
+
+
+def test_a_run_that_waits_for_data_is_told_what_helps() -> None:
+    line = data_bound_advice(0.25, or_else="tokenise once")
+    assert line is not None
+    assert line.startswith("warning: 25% of the time went on waiting for data.")
+    assert "--dataloader_num_workers" in line
+    assert line.endswith("or tokenise once.")

@@ -63,6 +63,7 @@ class MemoryRecovery:
         obstacle: Why a step cannot be taken again in parts, if it cannot; all processes then stop instead.
         advice: The flags that the last line names when the run has to stop, by `level`.
         on_discard: Called on every process before a step is taken again.
+        on_out_of_memory: Called with the step's number where memory ran out, before anything is freed.
         first_step: Number of the first step, as a resumed run counts.
         program: Begins that line.
         say: Prints one line; called on rank 0 only.
@@ -81,6 +82,7 @@ class MemoryRecovery:
         obstacle: str | None = None,
         advice: Callable[[int], str] | None = None,
         on_discard: Callable[[], None] | None = None,
+        on_out_of_memory: Callable[[int], object] | None = None,
         first_step: int = 1,
         program: str = "training",
         say: Callable[[str], None] = print,
@@ -89,6 +91,7 @@ class MemoryRecovery:
         self.recovered_steps: list[int] = []
         self._accelerator, self._model, self._loss_kind = accelerator, model, loss_kind
         self._obstacle, self._advice, self._on_discard, self._say = obstacle, advice, on_discard, say
+        self._on_out_of_memory = on_out_of_memory
         self._strategy = strategy_of(accelerator)
         self._collectives: Collectives = collectives_of(model, strategy=self._strategy)
         self._is_alone = accelerator.num_processes == 1
@@ -181,6 +184,7 @@ class MemoryRecovery:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
+            self._tell(self._step_number)
             text, group_is_lost = reason_in(error), is_in_collective(error)
         # Only out here nothing refers to the pass's activations any more.
         problem = _LOST_GROUP if group_is_lost else self._finish_collectives()
@@ -188,6 +192,10 @@ class MemoryRecovery:
             self._stop.stop(self._stop_line(text, problem))
         self._verdict = max(self._verdict, _FAILED if halve(part.inputs) else _CANNOT_SPLIT)
         return None
+
+    def _tell(self, step: int) -> None:
+        if self._on_out_of_memory is not None:
+            self._on_out_of_memory(step)
 
     def _finish_collectives(self) -> str | None:
         """Why the processes cannot be brought back into step, None where they are."""
@@ -239,6 +247,7 @@ class MemoryRecovery:
         """
         in_step = any(_OPTIMIZER_SOURCE.search(frame.filename) for frame in extract_tb(error.__traceback__))
         where = f"in the optimizer's step {self._step_number - 1}" if in_step else "outside of the training passes"
+        self._tell(self._step_number - in_step)
         rank, fix = self._accelerator.process_index, STATE_REMEDIES if in_step else REMEDIES
         self._stop.stop(f"memory ran out {where} on rank {rank} ({reason_in(error)}). Fix: {fix}.")
 
