@@ -79,16 +79,15 @@ def run_locally(work: Callable[..., Any], num_processes: int, asked_backend: str
     import torch.multiprocessing as processes
 
     backend = choose_backend(asked_backend, num_processes)
-    kept = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT")}
+    is_asked = "OMP_NUM_THREADS" in os.environ
     with tempfile.TemporaryDirectory(prefix="accel-scale-") as folder:
         answer = Path(folder) / "answer.json"
         try:
             os.environ.setdefault("OMP_NUM_THREADS", "1")
-            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
-            processes.spawn(_process, (num_processes, backend, str(answer), work, args), nprocs=num_processes)
+            processes.spawn(_process, (num_processes, backend, folder, work, args), nprocs=num_processes)
         finally:
-            for name, value in kept.items():
-                os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+            if not is_asked:
+                os.environ.pop("OMP_NUM_THREADS", None)
         found = json.loads(answer.read_text(encoding="utf-8"))
     if "error" in found:
         raise ConfigError(**found["error"])
@@ -107,7 +106,7 @@ def progress_bar(place: Place, total: int, description: str) -> Any:
 
 
 def _process(
-    rank: int, world: int, backend: str, answer: str, work: Callable[..., Any], args: tuple[Any, ...]
+    rank: int, world: int, backend: str, folder: str, work: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     """One process of `run_locally`; it ends when its parent does, however that ends."""
     from accel_scale.quiet import quiet_imports
@@ -116,13 +115,13 @@ def _process(
 
     _die_with_parent()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
-    place = _join(rank, world, rank, world, backend)
+    place = _join(rank, world, rank, world, backend, store=f"file://{folder}/store")
     try:
         found: dict[str, Any] = {"answer": work(place, *args)}
     except ConfigError as error:  # the same on all of them
         found = {"error": {"problem": error.problem, "place": error.place, "fix": error.fix}}
     if rank == 0:
-        Path(answer).write_text(json.dumps(found), encoding="utf-8")
+        (Path(folder) / "answer.json").write_text(json.dumps(found), encoding="utf-8")
     leave_process_group()
 
 
@@ -136,7 +135,7 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG of linux/prctl.h
 
 
-def _join(rank: int, world: int, local_rank: int, local_world: int, backend: str) -> Place:
+def _join(rank: int, world: int, local_rank: int, local_world: int, backend: str, *, store: str = "env://") -> Place:
     import warnings
 
     import torch
@@ -146,16 +145,8 @@ def _join(rank: int, world: int, local_rank: int, local_world: int, backend: str
     device = torch.device("cuda", local_rank) if backend == "nccl" else torch.device("cpu")
     if backend == "nccl":
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
+        dist.init_process_group("nccl", store, rank=rank, world_size=world, device_id=device)
     else:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", store, rank=rank, world_size=world)
     return Place(rank, world, local_rank, local_world, backend, device)
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

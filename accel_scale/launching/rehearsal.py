@@ -130,10 +130,7 @@ def _complete_environment(environment: MutableMapping[str, str]) -> None:
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1")):
         environment.setdefault(name, value)
     environment.setdefault("MASTER_ADDR", "127.0.0.1")
-    if "MASTER_PORT" not in environment:
-        from accelerate.utils.other import get_free_port
-
-        environment["MASTER_PORT"] = str(get_free_port())
+    environment.setdefault("MASTER_PORT", "0")  # any that is free when it is opened; nobody else has to know it
 
 
 def threads_per_process(num_cores: int, num_local_processes: int, chosen: str | None) -> int:

@@ -59,13 +59,13 @@ class Rehearsal:
     notes: list[str] = field(default_factory=list)
     spec: RecipeSpec = SFT
 
-    def command(self, output_dir: Path, *, resume_from: Path | None = None, port: int) -> list[str]:
+    def command(self, output_dir: Path, *, resume_from: Path | None = None) -> list[str]:
         """The whole command line of one launch."""
         recipe = self.recipe.with_flags(output_dir=output_dir)
         if resume_from is not None and self.spec.resume_flag is not None:
             recipe = recipe.with_flags(**{self.spec.resume_flag: resume_from})
         runner = [] if self.spec.rehearsal.runs_on_cpu else [RUNNER]
-        return [*self.launcher, "--main_process_port", str(port), *runner, str(recipe.script), *recipe.words]
+        return [*self.launcher, "--main_process_port", "0", *runner, str(recipe.script), *recipe.words]
 
 
 def plan_rehearsal(

@@ -104,9 +104,7 @@ def _launch(
     rehearsal: Rehearsal, work: Path, name: str, *, timeout_seconds: float, resume_from: Path | None = None
 ) -> str:
     """One `accelerate launch`; everything it prints goes to ``name.log``."""
-    from accelerate.utils.other import get_free_port
-
-    command = rehearsal.command(work / name, resume_from=resume_from, port=get_free_port())
+    command = rehearsal.command(work / name, resume_from=resume_from)
     # No accelerator may be visible: the launch is rehearsed on the CPU even where there is one.
     hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ZE_AFFINITY_MASK": "", "HF_HUB_OFFLINE": "1"}
     log = work / f"{name}.log"

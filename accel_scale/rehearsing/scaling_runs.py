@@ -177,9 +177,7 @@ def communication_seconds(plan: Mapping[str, Any] | None, num_ranks: int, links:
     return sum(collective_seconds(Collective(**entry), machine) for entry in plan["collectives"])
 
 
-def command_of(
-    run: ScalingRun, launch: LaunchFile, recipe: RecipeCommand, out: Path, num_steps: int, port: int
-) -> list[str]:
+def command_of(run: ScalingRun, launch: LaunchFile, recipe: RecipeCommand, out: Path, num_steps: int) -> list[str]:
     """The `accelerate launch` of one run.
 
     Raises:
@@ -187,7 +185,7 @@ def command_of(
     """
     known = load_recipe(recipe.script)
     words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(launch.path)]
-    words += ["--num_processes", str(run.num_ranks), "--main_process_port", str(port)]
+    words += ["--num_processes", str(run.num_ranks), "--main_process_port", "0"]
     if (launch.values.get("num_machines") or 1) > 1:
         words += ["--num_machines", "1", "--machine_rank", "0", "--main_process_ip", "127.0.0.1"]
     needed = {"per_device_train_batch_size": run.micro_batch_size, "max_steps": num_steps, "output_dir": out}
@@ -207,10 +205,8 @@ def command_of(
 def _launch(
     run: ScalingRun, launch: LaunchFile, recipe: RecipeCommand, work: Path, num_steps: int, threads: int | None
 ) -> dict[str, Any]:
-    from accelerate.utils.other import get_free_port
-
     name = f"{run.num_ranks}_ranks_{run.global_batch_size}_rows"
-    command = command_of(run, launch, recipe, work / name, num_steps, get_free_port())
+    command = command_of(run, launch, recipe, work / name, num_steps)
     environment = dict(os.environ)
     if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)

@@ -77,8 +77,6 @@ def launch_command(recipe: Path, flags: Path, launch_file: LaunchFile | None) ->
     if launch_file is not None:
         command += ["--config_file", str(launch_file.path)]
         if launch_file.num_processes != 1:
-            from accelerate.utils.other import get_free_port
-
-            # Other trials may run on this machine, each with a port of its own.
-            command += ["--main_process_port", str(get_free_port())]
+            # Other trials may run on this machine: the launcher takes a free port.
+            command += ["--main_process_port", "0"]
     return [*command, str(recipe), "--config_file", str(flags)]

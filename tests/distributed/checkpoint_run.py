@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
-from run_recipe_forked import run_once
+from run_recipe_forked import run_once, status_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from accel_scale import ConfigError
@@ -62,11 +62,11 @@ def several(runs: list[dict]) -> int:
             child = os.fork()
             if child == 0:
                 os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
-                os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(run["port"]))
+                os.environ.update(MASTER_ADDR="127.0.0.1")
                 os._exit(run_once({**run, "recipe": __file__}))
             children.append(child)
         for child in children:
-            worst = worst or os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            worst = worst or status_of(child, Path(run["log"]))
     return worst
 
 

@@ -150,7 +150,6 @@ def run_launch(name: str, flags_by_run: dict[str, list[str]], folder: Path) -> d
         {
             "recipe": str(REPOSITORY / "recipes" / ("pretrain.py" if "--data" in flags else "sft.py")),
             "argv": [*flags, "--output_dir", str(folder / run)],
-            "port": get_free_port(),
             "log": str(folder / f"{run}.log"),
         }
         for run, flags in flags_by_run.items()
@@ -172,7 +171,7 @@ def launch_commands(name: str, folder: Path) -> list[list[str]]:
         launch += ["--mixed_precision", "no"]
     num_machines = launch_file.values.get("num_machines") or 1
     if num_machines == 1:
-        return [[*launch, "--main_process_port", str(get_free_port())]]
+        return [[*launch, "--main_process_port", "0"]]
     here = ["--num_processes", str(num_machines), "--main_process_ip", "127.0.0.1"]
     here += ["--main_process_port", str(get_free_port())]
     return [[*launch, *here, "--machine_rank", str(rank)] for rank in range(num_machines)]
@@ -201,7 +200,7 @@ def _run_all(commands: list[list[str]], folder: Path, *, timeout_seconds: float 
 
 def _last_lines(folder: Path) -> str:
     """What each process of each run said last, errors first where there are any."""
-    logs = sorted(path for path in folder.glob("*.log.*") if path.stat().st_size) or [folder / "launch.log"]
+    logs = sorted(path for path in folder.glob("*.log.[0-9]") if path.stat().st_size) or [folder / "launch.log"]
     return "\n".join(f"{path.name}: {line}" for path in logs for line in error_lines(path.read_text(errors="replace")))
 
 

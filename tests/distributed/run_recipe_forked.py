@@ -2,9 +2,10 @@
 
     accelerate launch --config_file F tests/distributed/run_recipe_forked.py runs.json
 
-``runs.json`` lists ``{"recipe", "argv", "port", "log"}``. Every child is a whole, fresh run of the recipe as
-``__main__``, with the launch's environment and its own rendezvous port; imports, most of a small run's time, are paid
-once. Children write to ``log`` with their rank appended. The exit status is that of the first run that failed.
+``runs.json`` lists ``{"recipe", "argv", "log"}``. Every child is a whole, fresh run of the recipe as ``__main__``,
+with the launch's environment and a rendezvous of its own; imports, most of a small run's time, are paid once. Children
+write to ``log`` with their rank appended. The exit status is that of the first run that failed. A rank that fails does
+not leave the others waiting for it: they are ended.
 """
 
 from __future__ import annotations
@@ -12,9 +13,15 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import signal
 import sys
+import time
 import traceback
 from pathlib import Path
+from typing import Any
+
+# How long the other ranks have to fail by themselves once one has.
+GRACE_SECONDS = 20.0
 
 
 def main() -> int:
@@ -26,9 +33,49 @@ def main() -> int:
         child = os.fork()
         if child == 0:
             os._exit(run_once(run))
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        worst = worst or status
+        worst = worst or status_of(child, Path(run["log"]))
     return worst
+
+
+def status_of(child: int, log: Path) -> int:
+    """The exit status of this rank's process, which is ended where another rank has failed and it goes on."""
+    failed, deadline = log.with_suffix(".failed"), None
+    while True:
+        pid, code = os.waitpid(child, os.WNOHANG)
+        if pid:
+            status = os.waitstatus_to_exitcode(code)
+            if status:
+                failed.touch()
+            return status
+        if deadline is None and failed.exists():
+            deadline = time.monotonic() + GRACE_SECONDS
+        if deadline is not None and time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+            deadline = None
+        time.sleep(0.02)
+
+
+def own_rendezvous(log: Path) -> Any:
+    """Give the ranks of a run a store of their own; what is returned keeps it, on rank 0.
+
+    The launcher's store remembers the run before, and a port that is chosen ahead may be somebody else's by the time
+    it is used: rank 0 would fail and the others wait. So rank 0 opens the store here, on any free port, and tells the
+    others where; in this process `init_process_group` finds it open.
+    """
+    from torch.distributed import TCPStore
+
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+    launch = os.environ.get("MASTER_PORT", "0")  # no other launch's file is read
+    store, told = None, log.with_name(f"{log.name}.{launch}.port")
+    if os.environ.get("RANK", "0") == "0":
+        store = TCPStore(os.environ["MASTER_ADDR"], 0, is_master=True, multi_tenant=True, wait_for_workers=False)
+        part = told.with_suffix(".part")
+        part.write_text(str(store.port))
+        part.rename(told)
+    while not told.exists():
+        time.sleep(0.01)
+    os.environ["MASTER_PORT"] = told.read_text()
+    return store
 
 
 def preload() -> None:
@@ -52,10 +99,7 @@ def run_once(run: dict) -> int:
     log = os.open(f"{run['log']}.{os.environ.get('RANK', '0')}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    if "MASTER_PORT" in os.environ:
-        # The launcher's own store remembers the run before this one.
-        os.environ["MASTER_PORT"] = str(run["port"])
-        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+    store = own_rendezvous(Path(run["log"])) if "MASTER_ADDR" in os.environ else None
     sys.argv = [run["recipe"], *run["argv"]]
     sys.path[0] = str(Path(run["recipe"]).resolve().parent)
     status = 0
@@ -66,6 +110,9 @@ def run_once(run: dict) -> int:
     except BaseException:
         traceback.print_exc()
         status = 1
+    if status:
+        Path(run["log"]).with_suffix(".failed").touch()
+    del store
     sys.stdout.flush()
     sys.stderr.flush()
     return status

@@ -154,7 +154,6 @@ def test_recipe_trains_through(name: str, poisoned: Path, tmp_path: Path) -> Non
             {
                 "recipe": str(parity.REPOSITORY / "recipes" / "sft.py"),
                 "argv": [*common, *data, *flags, "--output_dir", str(tmp_path / run)],
-                "port": parity.get_free_port(),
                 "log": str(tmp_path / f"{run}.log"),
             }
         )

@@ -61,7 +61,6 @@ def test_recipe_recovers_under_ddp(tmp_path: Path) -> None:
         {
             "recipe": str(HERE / "memory_recovery_run.py"),
             "argv": [*fault, *flags, "--output_dir", str(tmp_path / run)],
-            "port": parity.get_free_port(),
             "log": str(tmp_path / f"{run}.log"),
         }
         for run, fault in runs.items()

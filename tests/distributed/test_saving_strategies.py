@@ -10,7 +10,6 @@ from pathlib import Path
 import parity
 import pytest
 import torch
-from accelerate.utils.other import get_free_port
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -40,7 +39,6 @@ def outcome(variant: str) -> tuple[Path, dict[str, dict]]:
         {
             "recipe": str(Path(__file__).with_name("saving_run.py")),
             "argv": ["--base", str(base()), "--method", method, "--output_dir", str(folder / method)],
-            "port": get_free_port(),
             "log": str(folder / f"{method}.log"),
         }
         for method in METHODS

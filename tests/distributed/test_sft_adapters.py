@@ -11,7 +11,6 @@ from typing import Any
 import parity
 import pytest
 import torch
-from accelerate.utils.other import get_free_port
 from safetensors.torch import load_file
 
 from accel_scale.training.checkpoints.manifest import read_manifest
@@ -41,10 +40,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def launch(name: str, folder: Path, runs: dict[str, list[str]], *, ranks: int = 2) -> dict[str, list[str]]:
     """What every rank has said in each of `runs`, which one launch makes one after the other."""
-    listed = [
-        {"recipe": RECIPE, "argv": argv, "port": get_free_port(), "log": str(folder / f"{key}.log")}
-        for key, argv in runs.items()
-    ]
+    listed = [{"recipe": RECIPE, "argv": argv, "log": str(folder / f"{key}.log")} for key, argv in runs.items()]
     (folder / "runs.json").write_text(json.dumps(listed))
     (command,) = parity.launch_commands(name, folder)
     forked = str(Path(__file__).with_name("run_recipe_forked.py"))

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate.utils.other import get_free_port
 from safetensors.torch import load_file
 
 from accel_scale.training.checkpoints.manifest import describe_files, read_manifest, write_manifest
@@ -28,7 +27,7 @@ CHOSEN = ["zero2", *(pytest.param(name, marks=pytest.mark.soak) for name in ("dd
 def start(name: str, inputs: Path, out: Path, *flags: str, ranks: int = 2) -> subprocess.Popen[bytes]:
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--mixed_precision", "no"]
     launch += ["--config_file", str(REPOSITORY / "accelerate_configs" / f"{name}.yaml")]
-    launch += ["--num_processes", str(ranks), "--main_process_port", str(get_free_port())]
+    launch += ["--num_processes", str(ranks), "--main_process_port", "0"]
     words = ["--model_name_or_path", str(inputs / "model"), "--dataset_name", str(inputs / "rows.jsonl")]
     words += ["--max_length", "64", "--per_device_train_batch_size", "1", "--global_batch_size", "4"]
     words += ["--max_steps", "40", "--save_strategy", "no", "--precision", "fp32", "--logging_steps", "1"]

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from accelerate.utils.other import get_free_port
 from node_pair import LAUNCH_FILES, REPOSITORY, TwoNodes, differences, make_inputs, metrics
 
 from accel_scale.cli.main import main
@@ -116,7 +115,7 @@ def one_node(nodes: TwoNodes) -> list[str]:
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--mixed_precision", "no", "--config_file", config]
     recipe = words[start:]
     out = recipe.index("--output_dir")
-    return [*launch, "--main_process_port", str(get_free_port()), *recipe[:out], *recipe[out + 2 :]]
+    return [*launch, "--main_process_port", "0", *recipe[:out], *recipe[out + 2 :]]
 
 
 def test_the_first_failing_node_ends_the_others_and_its_status_is_the_scripts(tmp_path: Path, transport: Path) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from accelerate.utils.other import get_free_port
 from other_scripts import make_model
 
 HERE = Path(__file__).parent
@@ -46,7 +45,7 @@ def test_two_processes(strategy, tmp_path):
     make_model(tmp_path / "model")
     config = HERE.parents[1] / "accelerate_configs" / f"{strategy}.yaml"
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
-    command += ["--num_processes", "2", "--main_process_port", str(get_free_port()), str(HERE / "other_scripts.py")]
+    command += ["--num_processes", "2", "--main_process_port", "0", str(HERE / "other_scripts.py")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, str(tmp_path), json.dumps(PLANS[strategy])], env=environment, capture_output=True, text=True

@@ -108,7 +108,7 @@ def test_sizes_are_cut_and_the_rest_is_kept(tmp_path: Path, script: str) -> None
     launch = read_launch_file(CONFIGS / "ddp_multinode.yaml")
     data = DataChoice(tmp_path / "rows.jsonl", replaced="some/data")
     plan = plan_rehearsal(launch, recipe, model_folder=tmp_path / "tiny", data=data, work=tmp_path)
-    command = plan.command(tmp_path / "out", resume_from=tmp_path / "checkpoint-2", port=1234)
+    command = plan.command(tmp_path / "out", resume_from=tmp_path / "checkpoint-2")
     launcher, kept = command[: command.index(script)], command[command.index(script) :]
     assert (flag(launcher, "num_machines"), flag(launcher, "num_processes")) == ("1", "2")
     assert flag(launcher, "config_file") == str(CONFIGS / "ddp_multinode.yaml"), "the very file, not a copy"

@@ -91,7 +91,7 @@ def test_sizes_are_cut_and_the_rest_is_kept(script: str, tmp_path: Path) -> None
     words += ["wandb", "--max_length", "8192", "--data", "web=0.7", "law=0.3", "--text_column", "body"]
     words += ["--attn_implementation", "flash_attention_3", "--decay_from", "x/checkpoint-9", "--decay_steps", "900"]
     plan = planned("fsdp2", script, *words, data=DataChoice(tmp_path / "text.jsonl", replaced="web, law"))
-    command = plan.command(tmp_path / "out", resume_from=tmp_path / "checkpoint-2", port=1234)
+    command = plan.command(tmp_path / "out", resume_from=tmp_path / "checkpoint-2")
     kept = command[command.index(script) :]
     assert (flag(kept, "optim"), flag(kept, "lr_scheduler_type")) == ("sgd", "wsd")
     assert (flag(kept, "max_steps"), flag(kept, "save_steps"), flag(kept, "max_length")) == ("4", "2", "256")

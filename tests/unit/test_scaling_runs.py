@@ -81,9 +81,9 @@ def test_what_says_nothing_about_speed_is_left_out(tmp_path: Path) -> None:
         "64",
     ]
     recipe = RecipeCommand.parse(str(REPOSITORY / "recipes" / "pretrain.py"), words)
-    command = command_of(ScalingRun("weak", 2, 4, 8), launch, recipe, tmp_path / "out", 20, 29511)
+    command = command_of(ScalingRun("weak", 2, 4, 8), launch, recipe, tmp_path / "out", 20)
     text = " ".join(command)
-    assert "--num_processes 2 --main_process_port 29511 --num_machines 1" in text
+    assert "--num_processes 2 --main_process_port 0 --num_machines 1" in text
     assert "--max_tokens" not in text
     for flag in ("--save_steps 0", "--max_steps 20", "--global_batch_size 8", "--per_device_train_batch_size 4"):
         assert text.count(flag.split()[0] + " ") == 1
@@ -96,8 +96,7 @@ def test_how_gradients_are_sent_is_left_out_on_one_rank(tmp_path: Path) -> None:
     words = ["--sync_each_batch", "--ddp_comm_hook", "bf16", "--learning_rate", "1e-3"]
     recipe = RecipeCommand.parse(str(REPOSITORY / "recipes" / "pretrain.py"), words)
     one, two = (
-        command_of(ScalingRun("weak", ranks, 4, 4 * ranks), launch, recipe, tmp_path / "out", 20, 29511)
-        for ranks in (1, 2)
+        command_of(ScalingRun("weak", ranks, 4, 4 * ranks), launch, recipe, tmp_path / "out", 20) for ranks in (1, 2)
     )
     assert {"--sync_each_batch", "--ddp_comm_hook", "--learning_rate"} <= set(two)
     assert not {"--sync_each_batch", "--ddp_comm_hook", "bf16"} & set(one)
