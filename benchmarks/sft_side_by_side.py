@@ -134,7 +134,7 @@ def gsm8k_workload(folder: Path, num_rows: int | None) -> Workload:
         model=model_path,
         data=data,
         shared_flags=("--learning_rate=1e-3", "--lr_scheduler_type=cosine", "--warmup_steps=0.05"),
-        our_flags=(),
+        our_flags=("--min_lr_ratio=0",),  # TRL's cosine ends at zero
         tokens_per_step=8 * 1024,
     )
 

@@ -123,7 +123,7 @@ def load_data(run: Run) -> None:
             data_args.data = [default_pretraining_text(f"{args.output_dir}/data")]
         run.tokenizer = run_tokenizer(run.model_args, data_args, args.output_dir, default=default_model_path())
     run.data = open_data(data_args, run.tokenizer, seed=args.seed)
-    run.model_config = run_config(run.model_args, data_args.max_length, run.tokenizer)
+    run.model_config = run_config(run.model_args, data_args.max_length, run.tokenizer, dropout=args.model_dropout)
     run.course = course_of_pretraining(
         args, settings.values, settings.sources, settings.outcome, model_config=run.model_config, files=run.data.files
     )

@@ -150,7 +150,9 @@ def check(run: Run) -> None:
     revision = run.model_args.model_revision
     trusts = bool(values.get("trust_remote_code"))
     known = settings.model_config  # read by --plan auto
-    run.model_config = known or load_config(run.model_name, revision=revision, trust_remote_code=trusts)
+    run.model_config = known or load_config(
+        run.model_name, revision=revision, trust_remote_code=trusts, dropout=settings.scale.model_dropout
+    )
     run.tokenizer = load_tokenizer(run.model_name, revision=revision, trust_remote_code=trusts)
     check_model(settings, run.model_config, run.tokenizer, default_length=RecipeSFTConfig.max_length)
     if values.get("packing", True):
@@ -222,7 +224,7 @@ def course_of(run: Run) -> Course:
 
 def load_model(run: Run, args: RecipeSFTConfig) -> PreTrainedModel:
     """The model in the dtype it is trained in, quantised where its base is frozen; sharded at load by ZeRO-3."""
-    from accel_scale.modeling import adapters, loading, precision
+    from accel_scale.modeling import adapters, loading, model_class, precision
 
     settings = run.settings
     options = args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {}  # TRL has read text by now
@@ -236,7 +238,7 @@ def load_model(run: Run, args: RecipeSFTConfig) -> PreTrainedModel:
         quantization_config=quantization,
         revision=run.model_args.model_revision,
         trust_remote_code=args.trust_remote_code,
-        **options,
+        **{**model_class.dropouts_of(run.model_config), **options},
     )
     args.model_init_kwargs = None  # TRL's trainer has no use for them once the model is there
     if quantization is not None:

@@ -181,6 +181,28 @@ def global_batch(case: Case) -> Finding | None:
     )
 
 
+def dropout_with_flex(case: Case) -> Finding | None:
+    """Flex attention has no dropout: transformers fails at the first step."""
+    if not (case.run.model_dropout and case.run.attn_implementation == "flex_attention"):
+        return None
+    return error(
+        case.run.place("model_dropout"),
+        "flex_attention drops nothing.",
+        "use --attn_implementation sdpa, or remove it.",
+    )
+
+
+def dropout_in_shared_layers(case: Case) -> Finding | None:
+    """Tensor-parallel ranks hold the same hidden states, and each would drop others of them."""
+    if not (case.run.model_dropout and max(case.parallel.tensor_parallel_size, case.run.tp_size or 1) > 1):
+        return None
+    return error(
+        case.run.place("model_dropout"),
+        "ranks that share a layer (tensor parallelism) would each drop something else.",
+        "remove it, or use FSDP2.",
+    )
+
+
 def output_folder(case: Case) -> Finding | None:
     """An output folder that cannot be written."""
     folder = case.machine.folders.get(case.run.output_dir)
@@ -202,5 +224,7 @@ RECIPE_RULES: tuple[Rule, ...] = (
     slow_tokenisation,
     changing_batch,
     global_batch,
+    dropout_with_flex,
+    dropout_in_shared_layers,
     output_folder,
 )

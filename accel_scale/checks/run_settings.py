@@ -67,6 +67,7 @@ class RunSettings:
     resume_from_checkpoint: str | None = None
     resume_num_ranks: int | None = None
     fp8_emulate: bool = False
+    model_dropout: float | None = None
     tp_size: int | None = None
     sp_size: int | None = None
     pp_size: int | None = None  # None: the recipe has no such flag, and does not share its model between ranks

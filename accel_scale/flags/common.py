@@ -65,9 +65,11 @@ class SharedArguments:
         None, "Plan for this card instead of the one here: a name like 4090, or its memory like 24GiB."
     )
     warmup_ratio: float | None = _flag(
-        None, "Share of the steps spent warming up, e.g. 0.03. Default: 0.02 in pretraining, none in fine-tuning."
+        None, "Share of the steps spent warming up. Default: 0.02 in pretraining, 0.03 in fine-tuning."
     )
-    min_lr_ratio: float | None = _flag(None, "Floor of the schedule as a share of the peak learning rate, e.g. 0.1.")
+    min_lr_ratio: float | None = _flag(
+        None, "Floor of the schedule as a share of the peak. Default: 0.1 for a cosine in fine-tuning, else 0."
+    )
     decay_ratio: float = _flag(
         0.1, "WSD schedule: share of the steps spent decaying at the end; 0 gives a trunk to branch off."
     )
@@ -78,6 +80,11 @@ class SharedArguments:
         choices=("linear", "sqrt"),
     )
     lr_base_batch_size: int = _flag(32, "Global batch size at which --learning_rate was tuned.")
+    model_dropout: float | None = _flag(
+        None,
+        "Dropout in training, with this probability, wherever the model has one: in Llama and its kin in attention "
+        "alone, in GPT-2 and its kin also after embeddings and layers. Default: the model's own.",
+    )
     fp8_emulate: bool = _flag(False, "Emulate fp8 matrix products on devices without them (for tests; slow).")
     allow_changed_settings: bool = _flag(
         False, "Continue from a checkpoint although data, batch, schedule or model have changed."

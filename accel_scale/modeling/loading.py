@@ -10,15 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from accel_scale.errors import ConfigError, first_line
-from accel_scale.modeling.model_class import language_model_class, refuse_other_models
+from accel_scale.modeling.model_class import language_model_class, refuse_other_models, set_dropout
 
 if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
-def load_config(name: str, *, revision: str = "main", trust_remote_code: bool = False) -> PretrainedConfig:
-    """The model's configuration, before any weight is read.
+def load_config(
+    name: str, *, revision: str = "main", trust_remote_code: bool = False, dropout: float | None = None
+) -> PretrainedConfig:
+    """The model's configuration, before any weight is read; with `dropout` wherever the model has one.
 
     Raises:
         ConfigError: if there is no such folder or hub repository, it cannot be reached, or it is of another kind.
@@ -40,6 +42,8 @@ def load_config(name: str, *, revision: str = "main", trust_remote_code: bool = 
             fix="check the name, and the connection if it is on the hub.",
         ) from error
     refuse_other_models(config, name=name, place="--model_name_or_path")
+    if dropout is not None:
+        set_dropout(config, dropout)
     return config
 
 

@@ -30,6 +30,35 @@ def language_model_class(config: PreTrainedConfig) -> Any:
     )
 
 
+# Of transformers' decoders; what is not in a configuration is not in the model.
+DROPOUTS = (
+    "attention_dropout", "attn_pdrop", "attn_dropout_prob", "attention_probs_dropout_prob", "embd_pdrop",
+    "embedding_dropout", "emb_dropout_prob", "resid_pdrop", "residual_dropout", "hidden_dropout",
+    "hidden_dropout_prob", "activation_dropout", "dropout",
+)  # fmt: skip
+
+
+def set_dropout(config: PreTrainedConfig, probability: float, *, place: str = "--model_dropout") -> None:
+    """Set every dropout of `config` to `probability`.
+
+    Raises:
+        ConfigError: if the model has none.
+    """
+    found = dict.fromkeys(dropouts_of(config), probability)
+    if not found:
+        raise ConfigError(
+            f"models of the type {config.model_type} have no dropout.",
+            place=place,
+            fix="remove it; --lora_dropout drops what goes into adapters.",
+        )
+    config.update(found)
+
+
+def dropouts_of(config: PreTrainedConfig) -> dict[str, float]:
+    """What `config` says of dropout, for `from_pretrained`, which reads the configuration again."""
+    return {name: value for name in DROPOUTS if isinstance(value := getattr(config, name, None), (int, float))}
+
+
 def refuse_other_models(config: PreTrainedConfig, *, name: str, place: str) -> None:
     """Refuse what is no decoder of text: encoder-decoders, encoders, models of images or sound alone.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
@@ -180,6 +181,28 @@ def scaled_learning_rate(lr: float, *, global_batch_size: int, base_batch_size: 
         return lr * math.sqrt(ratio)
     raise ConfigError(
         f"{rule!r} is not a scaling rule.", place="--scale_lr_from_batch_size", fix="use linear or sqrt."
+    )
+
+
+def scaling_advice(values: Mapping[str, Any], *, is_set: Callable[[str], bool], global_batch_size: int) -> str | None:
+    """What to know of a learning rate that is raised with the batch but not warmed up; None for others.
+
+    Args:
+        values: Flags of a recipe, whose default is to warm up unless the schedule is constant.
+        is_set: Whether a flag was set, by the user or a preset.
+    """
+    ratio = global_batch_size / values.get("lr_base_batch_size", 32)
+    if not values.get("scale_lr_from_batch_size") or ratio <= 1:
+        return None
+    share, steps = values.get("warmup_ratio"), values.get("warmup_steps")
+    is_constant = schedule_name(values.get("lr_scheduler_type", "")) == "constant"
+    starts_cold = share == 0 or (share is None and not steps and is_set("warmup_steps"))
+    if not is_constant and not starts_cold:
+        return None
+    schedule = " --lr_scheduler_type constant_with_warmup" if is_constant else ""
+    return (
+        f"the learning rate is raised for a batch {ratio:g} times as large, and its first steps are not warmed up: "
+        f"runs diverge there. Fix:{schedule} --warmup_ratio 0.03."
     )
 
 

@@ -106,9 +106,15 @@ def open_data(data_args: PretrainDataArguments, tokenizer: PreTrainedTokenizerBa
 
 
 def run_config(
-    model_args: PretrainModelArguments, max_length: int, tokenizer: PreTrainedTokenizerBase
+    model_args: PretrainModelArguments,
+    max_length: int,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    dropout: float | None = None,
 ) -> PreTrainedConfig:
     """The model's configuration: of a model, of a config.json, of a size, or of the embedded model.
+
+    `dropout` goes wherever the model has one; None leaves it as it is.
 
     Raises:
         ConfigError: if it cannot be read, or does not go with rows of `max_length` tokens.
@@ -116,6 +122,7 @@ def run_config(
     from accel_scale.data.default import default_model_path
     from accel_scale.modeling.files import check_model_files, check_row_length
     from accel_scale.modeling.loading import load_config
+    from accel_scale.modeling.model_class import set_dropout
 
     if model_args.model_name_or_path:
         config = load_config(
@@ -135,6 +142,8 @@ def run_config(
         config.name_or_path, config.dtype = "", None  # the embedded model's shape, not its weights
         config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
     check_row_length(config, max_length)
+    if dropout is not None:
+        set_dropout(config, dropout)
     if model_args.model_name_or_path:
         check_model_files(model_args.model_name_or_path, config, tokenizer)
     return config
@@ -190,6 +199,7 @@ def _own_model(
     from transformers import set_seed
 
     from accel_scale.modeling.loading import load_model, plain_loading, skeleton_of
+    from accel_scale.modeling.model_class import dropouts_of
 
     dtype = precision.frozen_dtype if model_args.method == "lora" else precision.model_dtype
     if not model_args.model_name_or_path:
@@ -204,6 +214,7 @@ def _own_model(
         attn_implementation=attention,
         revision=model_args.model_revision,
         trust_remote_code=model_args.trust_remote_code,
+        **dropouts_of(config),
     )
 
 

@@ -181,7 +181,8 @@ def schedule_settings(settings: Resolved, length: RunLength) -> ScheduleSettings
         return rates
     rates["warmup_steps"] = float(values.get("warmup_steps") or 0)
     ratio = scale.warmup_ratio
-    if ratio is None and not rates["warmup_steps"] and rates["name"] != "constant":
+    is_open = not rates["warmup_steps"] and "warmup_steps" not in settings.sources
+    if ratio is None and is_open and rates["name"] != "constant":
         ratio = _DEFAULT_WARMUP_RATIO
     rates["warmup_ratio"] = ratio
     return rates

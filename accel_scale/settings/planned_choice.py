@@ -16,7 +16,7 @@ from accel_scale.planning.models.training_setup import TrainingSetup
 from accel_scale.planning.search.search import Candidate, Request, search
 from accel_scale.settings.planned import RunPlan, planned_as, predict, with_interval
 from accel_scale.settings.planned_setup import recipe_value, target_of
-from accel_scale.settings.resolve import resolve
+from accel_scale.settings.resolve import resolve, set_usual_schedule
 from accel_scale.settings.resolved import LaunchFacts, Resolved
 from accel_scale.units import format_bytes
 
@@ -71,6 +71,7 @@ def resolve_planned(
 def _resolve_for_both(parsed: ParsedFlags, facts: LaunchFacts, preset: Mapping[str, Any] | None) -> Resolved:
     """The settings here and, where ``--plan_gpu`` names a card and this is none, those that the card would get."""
     settings = resolve(parsed, facts, preset=preset)
+    set_usual_schedule(settings)
     card = settings.scale.plan_gpu
     if card and facts.device_type != "cuda":
         there = replace(facts, device=device_named(card, place=parsed.place("plan_gpu")))
@@ -87,6 +88,7 @@ def _config_of(settings: Resolved) -> PreTrainedConfig:
         values.get("model_name_or_path") or default_model_path(),
         revision=values.get("model_revision", "main"),
         trust_remote_code=bool(values.get("trust_remote_code")),
+        dropout=settings.scale.model_dropout,
     )
 
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
 from accel_scale.facts.methods import METHOD_FACTS
-from accel_scale.flags.common import ScaleArguments
+from accel_scale.flags.common import OptimizerArguments, ScaleArguments
 from accel_scale.flags.parsing import ParsedFlags
 from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy
 from accel_scale.modeling.precision import resolve_precision
 from accel_scale.optimization.batch import derive_accumulation
-from accel_scale.optimization.schedules import scaled_learning_rate
+from accel_scale.optimization.schedules import scaled_learning_rate, schedule_name
 from accel_scale.settings.method import resolve_method
 from accel_scale.settings.resolved import LaunchFacts, Resolved
 from accel_scale.settings.trl_refused import refuse_trl_flags
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     pass
 
 
+_USUAL_WARMUP_RATIO, _USUAL_FLOOR = 0.03, 0.1
 # Of each group the preset of the embedded data set gives way as a whole once the user has set one.
 _PRESET_GROUPS = (
     ("warmup_ratio", "warmup_steps"),
@@ -174,6 +175,21 @@ def _set_batch(resolved: Resolved, parsed: ParsedFlags) -> None:
         accumulation,
         f"derived: global batch {wanted} ÷ (micro-batch {micro} × {world} processes)",
     )
+
+
+def set_usual_schedule(resolved: Resolved) -> None:
+    """Fine-tuning's schedule where nobody has said otherwise: a short warm-up, and a cosine that ends above zero."""
+    values = resolved.values
+    name = schedule_name(values.get("lr_scheduler_type", OptimizerArguments.lr_scheduler_type))
+    usual = {}
+    if name != "constant" and not {"warmup_ratio", "warmup_steps"} & values.keys():
+        room = 1 - resolved.scale.decay_ratio if name == "warmup_stable_decay" else 1.0
+        usual["warmup_ratio"] = min(_USUAL_WARMUP_RATIO, room)
+    if name == "cosine" and "min_lr_ratio" not in values:
+        usual["min_lr_ratio"] = _USUAL_FLOOR
+    for flag, value in usual.items():
+        resolved.set(flag, value, "default of fine-tuning")
+        setattr(resolved.scale, flag, value)
 
 
 def _set_schedule(resolved: Resolved, parsed: ParsedFlags) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
+from accel_scale.modeling.model_class import DROPOUTS
 from accel_scale.modeling.precision import wanted_precision
 
 if TYPE_CHECKING:
@@ -41,6 +42,12 @@ def refuse_trl_flags(values: Mapping[str, Any], place: Callable[[str], str], *, 
                 f"{name} is not for model_init_kwargs.",
                 place=place("model_init_kwargs"),
                 fix=f"use {flag}." if flag else "remove it: the launch file says where weights go.",
+            )
+        if name in DROPOUTS and values.get("model_dropout") is not None:
+            raise ConfigError(
+                f"--model_dropout and {name} both say how much is dropped.",
+                place=place("model_init_kwargs"),
+                fix="keep one of them.",
             )
     if values.get("dataset_text_field", "text") != "text":
         field = values["dataset_text_field"]

@@ -138,6 +138,7 @@ def check_settings(settings: Resolved, start: Start, *, optim: str, max_grad_nor
     from accel_scale.launching.memory_cap import fragmentation_advice
     from accel_scale.modeling.adapters import paged_optimizer_advice
     from accel_scale.optimization.optimizers import check_optimizer
+    from accel_scale.optimization.schedules import scaling_advice
 
     device_type, parallel = settings.launch.device_type, start.launch.parallel
     findings = check_run(RunSettings.from_flags(settings.values, settings.sources), start.launch, start.machine)
@@ -156,6 +157,9 @@ def check_settings(settings: Resolved, start: Start, *, optim: str, max_grad_nor
     advice = (
         fragmentation_advice(device_type=device_type),
         paged_optimizer_advice(method=settings.method, optim=optim, device_type=device_type),
+        scaling_advice(
+            settings.values, is_set=settings.sources.__contains__, global_batch_size=settings.global_batch_size
+        ),
     )
     said = [*notes, *settings.precision.notes, *(line for line in advice if line)]
     return [*(finding.one_line() for finding in findings), *said]

@@ -74,6 +74,19 @@ def test_checkpointing_policies_train_alike(sft) -> None:
         assert found == pytest.approx(losses["none"], rel=1e-6), policy
 
 
+def test_model_dropout_is_drawn_again_where_layers_are_recomputed(sft, capsys) -> None:
+    flags = "--max_steps 3 --learning_rate 1e-3 --model_dropout"
+    without = sft(flags, "0")
+    dropped = sft(flags, "0.5", "--scale_lr_from_batch_size linear --lr_base_batch_size 1 --warmup_steps 0")
+    assert "its first steps are not warmed up" in capsys.readouterr().out
+    recomputed = sft(flags, "0.5", "--checkpointing_policy full --learning_rate 2e-3 --warmup_steps 0")
+    assert dropped["losses"] != pytest.approx(without["losses"], rel=1e-3)
+    assert recomputed["losses"] == pytest.approx(dropped["losses"], rel=1e-6)
+    assert json.loads((dropped["out"] / "config.json").read_text())["attention_dropout"] == 0.5
+    with pytest.raises(ConfigError, match="both say how much is dropped"):
+        sft("--model_dropout 0.1", '--model_init_kwargs {"attention_dropout":0.2}')
+
+
 @pytest.mark.parametrize("packing", ["true", "false"])
 def test_accumulation_weighs_tokens_not_batches(sft, packing: str) -> None:
     # Answers differ in length, so a mean of means would differ from the mean over tokens.

@@ -366,6 +366,16 @@ def test_slow_tokenisation():
 def test_changing_batch():
     run = RunSettings(auto_find_batch_size=True, global_batch_size=64)
     fires("changing_batch", run, single(), AMPERE, place="--auto_find_batch_size")
+
+
+def test_dropout_where_it_would_not_be_that_of_the_model():
+    run = RunSettings(model_dropout=0.1, attn_implementation="flex_attention", tp_size=1)
+    fires("dropout_with_flex", run, single(), AMPERE, place="--model_dropout", fix="--attn_implementation sdpa")
+    silent("dropout_with_flex", dataclasses.replace(run, model_dropout=None), single(), AMPERE)
+    silent("dropout_in_shared_layers", run, single(), AMPERE)
+    run = dataclasses.replace(run, attn_implementation="sdpa", tp_size=2)
+    fires("dropout_in_shared_layers", run, single(), AMPERE, place="--model_dropout")
+    silent("dropout_with_flex", run, single(), AMPERE)
     silent("changing_batch", dataclasses.replace(run, global_batch_size=None), single(), AMPERE)
 
 

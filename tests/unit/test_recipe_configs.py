@@ -70,6 +70,7 @@ def test_resolves_on_one_gpu_and_on_a_cpu(path):
         values = settings.values
         assert settings.method == path.stem.split("_")[0] or path.stem.startswith("sft_default")
         assert settings.precision.name == "bf16"
+        assert values.get("max_grad_norm", RecipeSFTConfig.max_grad_norm) > 0  # clipped
         check_optimizer(
             values.get("optim", "adamw_torch_fused"),
             device_type=launch.device_type,

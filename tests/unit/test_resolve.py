@@ -13,7 +13,8 @@ from accel_scale.errors import ConfigError
 from accel_scale.facts.device import Device
 from accel_scale.flags.common import ScaleArguments
 from accel_scale.flags.parsing import parse_flags
-from accel_scale.settings.resolve import resolve
+from accel_scale.optimization.schedules import create_schedule
+from accel_scale.settings.resolve import resolve, set_usual_schedule
 from accel_scale.settings.resolved import LaunchFacts, Resolved
 from accel_scale.settings.trl_config import RecipeModelConfig, RecipeSFTConfig
 
@@ -110,6 +111,36 @@ def test_one_checkpointing_policy_from_any_switch(args: str, launch: LaunchFacts
     assert settings.use_reentrant == ("use_reentrant" in args)
     # The trainer must not switch it on a second time.
     assert not {"gradient_checkpointing", "activation_checkpointing"} & set(settings.values)
+
+
+@pytest.mark.parametrize(
+    ("args", "warmup", "floor"),
+    [
+        ("", 0.03, 0.1),
+        ("--warmup_ratio 0.2 --min_lr_ratio 0", 0.2, 0.0),
+        ("--warmup_steps 0", None, 0.1),
+        ("--lr_scheduler_type linear", 0.03, None),
+        ("--lr_scheduler_type constant", None, None),
+        ("--lr_scheduler_type wsd --decay_ratio 0.99", pytest.approx(0.01), None),
+    ],
+)
+def test_fine_tuning_warms_up_and_its_cosine_ends_above_zero(
+    args: str, warmup: float | None, floor: float | None
+) -> None:
+    settings = settle(args)
+    set_usual_schedule(settings)
+    assert (settings.scale.warmup_ratio, settings.scale.min_lr_ratio) == (warmup, floor)
+    if not args:
+        weight = torch.nn.Parameter(torch.zeros(1))
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        schedule = create_schedule(optimizer, "cosine", num_training_steps=100, **settings.schedule)
+        rates = []
+        for _ in range(100):
+            rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            schedule.step()
+        assert rates[:4] == pytest.approx([1 / 3, 2 / 3, 1, 1])
+        assert rates[-1] == pytest.approx(0.1, abs=1e-3)
 
 
 def test_the_preset_gives_way_by_groups() -> None:

@@ -18,6 +18,7 @@ from accel_scale.optimization.schedules import (
     decay_factor,
     lr_factor,
     scaled_learning_rate,
+    scaling_advice,
     schedule_name,
     warmup_step_count,
 )
@@ -347,3 +348,28 @@ def test_a_warm_up_and_a_decay_that_do_not_fit_are_named_with_what_does(warmup, 
         create_schedule(_optimizer(), "wsd", num_training_steps=10, decay_ratio=0.5, **warmup)
     assert f"use --decay_ratio {rest} or less" in refused.value.fix
     create_schedule(_optimizer(), "wsd", num_training_steps=10, decay_ratio=0.5, warmup_ratio=0.5)
+
+
+@pytest.mark.parametrize(
+    ("values", "given", "said"),
+    [
+        ({}, (), None),
+        ({"warmup_ratio": 0.0}, ("warmup_ratio",), "Fix: --warmup_ratio 0.03."),
+        ({"warmup_steps": 0}, ("warmup_steps",), "Fix: --warmup_ratio 0.03."),
+        ({"warmup_steps": 10}, ("warmup_steps",), None),
+        ({"lr_scheduler_type": "constant"}, (), "Fix: --lr_scheduler_type constant_with_warmup --warmup_ratio 0.03."),
+    ],
+)
+def test_a_rate_raised_with_the_batch_wants_a_warm_up(values, given, said):
+    raised = {"scale_lr_from_batch_size": "linear", "lr_base_batch_size": 32, **values}
+
+    def advice(values, batch):
+        return scaling_advice(values, is_set=given.__contains__, global_batch_size=batch)
+
+    line = advice(raised, 256)
+    assert (line is None) == (said is None)
+    if line is not None:
+        assert "8 times as large" in line
+        assert line.endswith(said)
+    assert advice(raised, 32) is None  # not raised
+    assert advice({**raised, "scale_lr_from_batch_size": None}, 256) is None

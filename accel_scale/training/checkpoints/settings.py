@@ -25,7 +25,7 @@ MEANING = (
     # model and adapters
     "num_params", "load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "use_bnb_nested_quant",
     "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters", "lora_modules_to_save",
-    "use_rslora", "use_dora",
+    "use_rslora", "use_dora", "model_dropout",
     # optimizer and schedule
     "optim", "optim_args", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon",
     "max_grad_norm", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "min_lr_ratio",
