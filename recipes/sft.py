@@ -344,7 +344,7 @@ def report_start(run: Run, trainer: ScaleSFTTrainer) -> None:
             "batch": f"{per_step}, {packed}",
             "attention": run.checked.attention,
             "memory": run.plan and run.plan.text,
-            "checkpointing": str(settings.checkpointing),
+            "checkpointing": settings.checkpointing.label,
             "optimizer": f"{args.optimizer_name}, {args.schedule_name} from {args.learning_rate:g}, {length}",
             "output": args.output_dir,
         },

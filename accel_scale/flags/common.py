@@ -52,6 +52,12 @@ class SharedArguments:
         "(attention and matrix product outputs kept), offload (layer inputs kept in host memory). Default: full on "
         "an accelerator, none on a CPU.",
     )
+    long_rows: bool = _flag(
+        False,
+        "Rows as long as the card takes: MLPs and norms run over slices of the rows, one at a time, forward and "
+        "backward, and layer inputs wait in host memory (--checkpointing_policy offload, unless you set another). "
+        "Gradients stay as they are.",
+    )
     global_batch_size: int | None = _flag(
         None,
         "Rows per optimizer step over all ranks; gradient accumulation is derived from it. Default: one micro-batch "

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from accel_scale.errors import ConfigError
 from accel_scale.modeling.activation_offload import checkpoint_with_offload
+from accel_scale.modeling.tiling.layers import tile_layers, untile_layers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,12 +29,20 @@ class CheckpointingPolicy:
             ``selective``: every layer, except that attention and matrix product outputs are kept;
             ``offload``: like full, with the layer inputs kept in host memory.
         every_n: Distance between checkpointed layers; 1 unless `kind` is ``every_n``.
+        in_tiles: Whether MLPs and norms run over slices of the rows, each of which is recomputed by itself.
     """
 
     kind: str
     every_n: int = 1
+    in_tiles: bool = False
 
     def __post_init__(self) -> None:
+        if self.in_tiles and self.kind == "selective":
+            raise ConfigError(
+                "selective checkpointing keeps the products of whole rows, which tiles are there to drop.",
+                place="--long_rows",
+                fix="use --checkpointing_policy offload or full.",
+            )
         if self.kind not in POLICY_KINDS or self.every_n < 1 or (self.every_n == 1) == (self.kind == "every_n"):
             raise ConfigError(
                 f"kind={self.kind!r} with every_n={self.every_n} is not a checkpointing policy.",
@@ -67,9 +76,19 @@ class CheckpointingPolicy:
     def __str__(self) -> str:
         return f"every_{self.every_n}" if self.kind == "every_n" else self.kind
 
+    @property
+    def label(self) -> str:
+        """For tables: with ``, in tiles`` where that is so."""
+        return f"{self}, in tiles" if self.in_tiles else str(self)
+
 
 def apply_checkpointing(
-    model: nn.Module, policy: CheckpointingPolicy, *, use_reentrant: bool = False, blocks: str | None = None
+    model: nn.Module,
+    policy: CheckpointingPolicy,
+    *,
+    use_reentrant: bool = False,
+    blocks: str | None = None,
+    tile_rows: int | None = None,
 ) -> None:
     """Switch `model` to activation checkpointing by `policy`; gradients stay, memory and time change.
 
@@ -79,24 +98,28 @@ def apply_checkpointing(
         model: An HF `PreTrainedModel` or `PeftModel` (its own layers are used, and the embeddings' output
             requires gradients, so adapters on a frozen or 4-bit base learn), or any module with a stack of
             blocks.
-        use_reentrant: DeepSpeed ZeRO-3 with PEFT needs True; only ``full`` and ``every_n`` work with it.
+        use_reentrant: DeepSpeed ZeRO-3 with PEFT needs True; ``selective`` does not work with it.
         blocks: Dotted name of the `ModuleList`/`Sequential` of blocks in a plain module; None finds it.
+        tile_rows: Tokens per tile of an MLP, for a policy in tiles; None: as many as a hidden state has values.
 
     Raises:
         ConfigError: if the model or the combination cannot be checkpointed this way.
     """
-    if use_reentrant and policy.kind in ("selective", "offload"):
+    if use_reentrant and policy.kind == "selective":
         raise ConfigError(
             f"checkpointing policy {policy} does not work with reentrant checkpointing, which DeepSpeed "
             "ZeRO-3 with PEFT requires.",
             place="--checkpointing_policy",
-            fix="use full or every_n, or another strategy than ZeRO-3.",
+            fix="use full, every_n or offload, or another strategy than ZeRO-3.",
         )
+    untile_layers(model)
     hf_model = _hf_model(model)
     if hf_model is not None and blocks is None:
-        _apply_to_hf(hf_model, policy, use_reentrant)
+        layers = _apply_to_hf(hf_model, policy, use_reentrant)
     else:
-        _apply_to_plain(model, policy, use_reentrant, blocks)
+        layers = _apply_to_plain(model, policy, use_reentrant, blocks)
+    if policy.in_tiles:
+        tile_layers(layers, name=type(hf_model or model).__name__, rows=tile_rows)
 
 
 def _hf_model(model: nn.Module) -> Any:
@@ -118,15 +141,15 @@ def _checkpoint_kwargs(policy: CheckpointingPolicy, use_reentrant: bool) -> dict
     return {"use_reentrant": False, "context_fn": context_fn}
 
 
-def _apply_to_hf(model: Any, policy: CheckpointingPolicy, use_reentrant: bool) -> None:
+def _apply_to_hf(model: Any, policy: CheckpointingPolicy, use_reentrant: bool) -> list[nn.Module]:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if policy.kind == "none":
         if model.is_activation_checkpointing:
             model.activation_checkpointing_disable()
-        return
+        return layers
     name = type(model).__name__
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not model.supports_gradient_checkpointing or not layers:
         raise ConfigError(
             f"{name} does not support activation checkpointing in transformers.",
@@ -143,11 +166,15 @@ def _apply_to_hf(model: Any, policy: CheckpointingPolicy, use_reentrant: bool) -
     if policy.kind == "offload":
         # transformers' own `offload=True` asks for pinned memory and fails without an accelerator; so only
         # the function each layer calls is replaced. Checked on transformers 5.23; a test counts moved bytes.
+        run = functools.partial(checkpoint_with_offload, use_reentrant=use_reentrant)
         for layer in layers:
-            layer._gradient_checkpointing_func = cast(Any, checkpoint_with_offload)
+            layer._gradient_checkpointing_func = cast(Any, run)
+    return layers
 
 
-def _apply_to_plain(model: nn.Module, policy: CheckpointingPolicy, use_reentrant: bool, blocks: str | None) -> None:
+def _apply_to_plain(
+    model: nn.Module, policy: CheckpointingPolicy, use_reentrant: bool, blocks: str | None
+) -> list[nn.Module]:
     stack: Any = find_blocks(model, blocks)
     for index, block in enumerate(stack):
         forward = block.__dict__.get("forward")
@@ -160,6 +187,7 @@ def _apply_to_plain(model: nn.Module, policy: CheckpointingPolicy, use_reentrant
         # A partial of a bound method, not a closure: it survives deepcopy, and module hooks (FSDP2's among
         # them) stay outside of what is recomputed.
         block.forward = functools.partial(_checkpointed_forward, block.forward, run)
+    return list(stack)
 
 
 def _checkpointed_forward(forward: Any, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

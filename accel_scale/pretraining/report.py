@@ -104,7 +104,7 @@ class PretrainReport:
                 + (f", from step {run.step:,} on" if run.step else ""),
                 "attention": run.attention + (", documents isolated" if run.data_args.isolate_documents else ""),
                 "memory": run.plan and run.plan.text,
-                "checkpointing": str(settings.checkpointing),
+                "checkpointing": settings.checkpointing.label,
                 "optimizer": f"{args.optim}, {run.settings.values['lr_scheduler_type']} from "
                 f"{settings.values['learning_rate']:g}",
                 "guard": run.guard_args.guard,

@@ -9,6 +9,7 @@ from accel_scale.errors import ConfigError
 from accel_scale.facts import hardware
 from accel_scale.facts.device import PACKED_ATTENTION
 from accel_scale.planning.models.training_setup import LoraSetup, ParallelSetup, TrainingSetup
+from accel_scale.settings.trl_refused import flag_of_whole_logits
 from accel_scale.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -179,8 +180,7 @@ def _counted_as(attention: str) -> str:
 def _loss_of(settings: Resolved) -> str:
     if settings.values.get("use_liger_kernel"):
         return "liger"
-    own = recipe_value(settings, "loss_type") in ("nll", "chunked_nll")
-    return "chunked" if own and not settings.values.get("label_smoothing_factor") else "full"
+    return "chunked" if flag_of_whole_logits(settings.values) is None else "full"
 
 
 def _lora_of(model_args: Any) -> LoraSetup:

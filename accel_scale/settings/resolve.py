@@ -17,7 +17,7 @@ from accel_scale.optimization.batch import derive_accumulation
 from accel_scale.optimization.schedules import scaled_learning_rate, schedule_name
 from accel_scale.settings.method import resolve_method
 from accel_scale.settings.resolved import LaunchFacts, Resolved
-from accel_scale.settings.trl_refused import refuse_trl_flags
+from accel_scale.settings.trl_refused import flag_of_whole_logits, refuse_trl_flags
 
 if TYPE_CHECKING:
     pass
@@ -76,6 +76,7 @@ def resolve(parsed: ParsedFlags, launch: LaunchFacts, *, preset: Mapping[str, An
     _set_method(resolved)
     _set_precision(resolved)
     _set_checkpointing(resolved, parsed)
+    _refuse_whole_rows(resolved, parsed)
     _set_batch(resolved, parsed)
     _set_schedule(resolved, parsed)
     refuse_trl_flags(values, parsed.place, device_type=launch.device_type)
@@ -124,17 +125,39 @@ def _set_checkpointing(resolved: Resolved, parsed: ParsedFlags) -> None:
         on = values[given[0]] if given else True
         text = _policy_of_options(options, parsed.place(str(options_name))) if on else "none"
         source = parsed.place(given[0] if given else str(options_name))
+    elif scale.long_rows and resolved.launch.device_type != "cpu":
+        text, source = "offload", "derived: --long_rows keeps layer inputs in host memory"
+    elif scale.long_rows:
+        text, source = "full", "derived: --long_rows, on a CPU, whose memory is the host's"
     elif resolved.launch.device_type == "cpu":
         text, source = "none", "derived: on a CPU recomputing costs time and saves nothing scarce"
     else:
         text, source = "full", "derived: default on an accelerator"
-    resolved.checkpointing = CheckpointingPolicy.parse(text, place=source)
+    resolved.checkpointing = replace(CheckpointingPolicy.parse(text, place=source), in_tiles=scale.long_rows)
     resolved.set("checkpointing_policy", str(resolved.checkpointing), source)
     # transformers and TRL must not switch it on a second time.
     for name in (*switches, *(f"{s}_kwargs" for s in switches)):
         resolved.values.pop(name, None)
         resolved.sources.pop(name, None)
     resolved.scale = replace(scale, checkpointing_policy=text)
+
+
+def _refuse_whole_rows(resolved: Resolved, parsed: ParsedFlags) -> None:
+    """Refuse beside ``--long_rows`` what needs all tokens of a row at once."""
+    if not resolved.scale.long_rows:
+        return
+    if resolved.precision.fp8:
+        raise ConfigError(
+            "fp8 scales a product by the largest value of all of its tokens, which a tile does not know.",
+            place=parsed.place("long_rows"),
+            fix="use --precision bf16, or leave --long_rows out.",
+        )
+    if flag := flag_of_whole_logits(resolved.values):
+        raise ConfigError(
+            f"--{flag} {resolved.values[flag]} needs the logits of whole rows, which --long_rows is there to avoid.",
+            place=parsed.place(flag),
+            fix=f"remove it, or use --checkpointing_policy {resolved.checkpointing} in place of --long_rows.",
+        )
 
 
 def _as_dict(value: Any) -> dict[str, Any]:

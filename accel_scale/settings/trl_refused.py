@@ -64,6 +64,13 @@ def refuse_trl_flags(values: Mapping[str, Any], place: Callable[[str], str], *, 
         keys_of(values.get(name), place(name))
 
 
+def flag_of_whole_logits(values: Mapping[str, Any]) -> str | None:
+    """The flag whose loss needs all logits at once, as TRL's own losses but the plain one do; None without one."""
+    if values.get("loss_type") not in (None, "nll", "chunked_nll"):
+        return "loss_type"
+    return "label_smoothing_factor" if values.get("label_smoothing_factor") else None
+
+
 def refuse_contradictions(parsed: ParsedFlags) -> None:
     """Flags of the fine-tuning recipe that cannot work together, whatever the launch and the machine.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from accel_scale.start_check.steps import Step
 
 _SHOWN = 3
+# Of an MLP, where the run's are in tiles: the twin's rows are too short for tiles of the size that a run takes.
+_TILE_ROWS = 7
+_NO_POLICY = CheckpointingPolicy("none")
 _ROWS = {"packed": "packed rows", "lanes": "packed rows", "padded": "padded rows", "stream": "rows of plain text"}
 
 
@@ -108,14 +112,14 @@ class TwinCheck:
         seen = []
         for from_logits in (False, True):
             add_fast_lm_head(self.base, from_logits=from_logits)
-            if policy.kind != "none":
-                apply_checkpointing(self.model, policy, use_reentrant=self.run.use_reentrant)
+            if policy != _NO_POLICY:
+                self.apply(policy)
                 step, why_policy = self.compared(own)
                 if step is not None:
                     return step, from_logits
-                apply_checkpointing(self.model, CheckpointingPolicy("none"))
+                self.apply(_NO_POLICY)
             step, why = self.compared(own)
-            if step is not None and policy.kind != "none":
+            if step is not None and policy != _NO_POLICY:
                 raise self.policy_changes_gradients(own, why_policy)
             if step is not None:
                 return step, from_logits
@@ -132,6 +136,9 @@ class TwinCheck:
             fix="train another model; this one's loss is more than cross-entropy of its logits.",
         )
 
+    def apply(self, policy: CheckpointingPolicy) -> None:
+        apply_checkpointing(self.model, policy, use_reentrant=self.run.use_reentrant, tile_rows=_TILE_ROWS)
+
     def compared(self, own: Step) -> tuple[Step | None, str]:
         """The recipe's step if it equals `own`; else None and what is different."""
         from accel_scale.start_check.steps import difference, take_step
@@ -145,16 +152,24 @@ class TwinCheck:
 
     def policy_changes_gradients(self, own: Step, what: str) -> ConfigError:
         """The refusal of a checkpointing policy, naming one that leaves gradients as they are."""
-        works = "none"
+        policy, works = self.run.policy, "none"
+        if policy.in_tiles:
+            self.apply(_for_few_layers(dataclasses.replace(policy, in_tiles=False), self.base))
+            if self.compared(own)[0] is not None:
+                return ConfigError(
+                    f"computing {self.name}'s MLPs in tiles does not leave its gradients as they are: {what}.",
+                    place="--long_rows",
+                    fix=f"leave it out, and use --checkpointing_policy {policy}.",
+                )
         for kind in ("full", "offload"):
-            if kind == self.run.policy.kind or (kind == "offload" and self.run.use_reentrant):
+            if kind == policy.kind:
                 continue
-            apply_checkpointing(self.model, CheckpointingPolicy(kind), use_reentrant=self.run.use_reentrant)
+            self.apply(CheckpointingPolicy(kind))
             if self.compared(own)[0] is not None:
                 works = kind
                 break
         return ConfigError(
-            f"checkpointing policy {self.run.policy} does not leave {self.name}'s gradients as they are: {what}.",
+            f"checkpointing policy {policy} does not leave {self.name}'s gradients as they are: {what}.",
             place="--checkpointing_policy",
             fix=f"use {works}.",
         )
@@ -207,7 +222,8 @@ def _for_few_layers(policy: CheckpointingPolicy, model: Any) -> CheckpointingPol
 
     num_layers = sum(isinstance(module, GradientCheckpointingLayer) for module in model.modules())
     every = min(policy.every_n, num_layers)
-    return CheckpointingPolicy("every_n", every) if every > 1 else CheckpointingPolicy("full")
+    kind = "every_n" if every > 1 else "full"
+    return dataclasses.replace(policy, kind=kind, every_n=every)
 
 
 def _adapters_to_leave_out(

@@ -533,8 +533,7 @@ def test_cpu_flag():
 def test_reentrant_needed():
     rule, run = "reentrant_needed", RunSettings(method="lora", checkpointing_policy="selective")
     fires(rule, run, shipped("zero3"), AMPERE, place="--checkpointing_policy", fix="full")
-    offload = dataclasses.replace(run, checkpointing_policy="offload")
-    fires(rule, offload, shipped("zero3"), AMPERE, place="--checkpointing_policy", says="offload")
+    silent(rule, dataclasses.replace(run, checkpointing_policy="offload"), shipped("zero3"), AMPERE)
     silent(rule, dataclasses.replace(run, checkpointing_policy="every_2"), shipped("zero3"), AMPERE)
     explicit = RunSettings(method="lora", activation_checkpointing=True, use_reentrant=False)
     fires(rule, explicit, shipped("zero3"), AMPERE, place="--activation_checkpointing_kwargs")

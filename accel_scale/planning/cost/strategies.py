@@ -69,6 +69,6 @@ def conflict(setup: TrainingSetup, model: ModelFacts | None = None) -> str | Non
     )
     if refusal is not None:
         return f"{optimizer} does not work there: {refusal[1].reason}"
-    if parallel.kind.partitions_weights and setup.trains_adapters and setup.checkpointing in ("selective", "offload"):
-        return f"ZeRO-3 with adapters cannot recompute under {setup.checkpointing} checkpointing"
+    if parallel.kind.partitions_weights and setup.trains_adapters and setup.checkpointing == "selective":
+        return "ZeRO-3 with adapters cannot recompute under selective checkpointing"
     return None

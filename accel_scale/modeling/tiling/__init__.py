@@ -1,0 +1,1 @@
+"""Modules that treat each token alone, computed over slices of the rows."""

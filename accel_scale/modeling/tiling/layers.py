@@ -1,0 +1,91 @@
+"""Which modules of a model's layers are computed in slices of the rows."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel_scale.errors import ConfigError
+from accel_scale.modeling.tiling.tiles import run_in_tiles
+
+# What transformers calls the MLP of a layer.
+_MLP_NAMES = ("mlp", "feed_forward", "ffn", "ff", "block_sparse_moe", "moe")
+_EXPERT_NAMES = ("experts", "router")
+
+
+def tile_layers(layers: Sequence[nn.Module], *, name: str, rows: int | None = None) -> None:
+    """Let the MLPs of `layers` run over slices of the rows; gradients stay.
+
+    MLPs with experts are left alone: their slices are the tokens that each expert gets.
+
+    Args:
+        name: Of the model, for messages.
+        rows: Tokens per slice; None: as many as a hidden state has values.
+
+    Raises:
+        ConfigError: where a layer has no module of its own for the MLP, or one that takes more than hidden states.
+    """
+    for layer in layers:
+        found = _mlp_of(layer)
+        if found is not None and _has_experts(found):
+            continue
+        if found is None or not _takes_one_tensor(found):
+            what = "no module of its own for the MLP" if found is None else f"an MLP ({type(found).__name__}) of its own kind"
+            raise ConfigError(
+                f"the layers of {name} have {what}, which cannot be computed in slices.",
+                place="--long_rows",
+                fix="use --checkpointing_policy offload, which keeps the layers' inputs in host memory.",
+            )
+        _tile(found, rows)
+
+
+def _mlp_of(layer: nn.Module) -> nn.Module | None:
+    children = dict(layer.named_children())
+    return next((children[name] for name in _MLP_NAMES if name in children), None)
+
+
+def untile_layers(model: nn.Module) -> None:
+    """Every module's own forward again."""
+    for module in model.modules():
+        if _is_tiled(module):
+            del module.forward
+
+
+def _tile(module: nn.Module, rows: int | None) -> None:
+    module.forward = functools.partial(_tiled_forward, module, module.forward, rows)
+    _tell_zero3(module)
+
+
+def _is_tiled(module: nn.Module) -> bool:
+    forward = module.__dict__.get("forward")
+    return isinstance(forward, functools.partial) and forward.func is _tiled_forward
+
+
+def _tiled_forward(module: nn.Module, forward: Any, rows: int | None, x: torch.Tensor) -> torch.Tensor:
+    return run_in_tiles(module, forward, x, rows or x.shape[-1])
+
+
+def _has_experts(module: nn.Module) -> bool:
+    names = {name.rpartition(".")[2] for name, _ in module.named_modules()}
+    return not names.isdisjoint(_EXPERT_NAMES)
+
+
+def _takes_one_tensor(module: nn.Module) -> bool:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = [p for p in inspect.signature(module.forward).parameters.values() if p.kind in kinds]
+    return len([p for p in parameters if p.default is inspect.Parameter.empty]) == 1
+
+
+def _tell_zero3(module: nn.Module) -> None:
+    """Let ZeRO-3 gather the module's weights once around its call, not for each linear layer in each slice."""
+    from transformers.integrations import is_deepspeed_zero3_enabled
+
+    if is_deepspeed_zero3_enabled():
+        from deepspeed.utils import set_z3_leaf_module
+
+        set_z3_leaf_module(module, True)

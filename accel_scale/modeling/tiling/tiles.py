@@ -1,0 +1,199 @@
+"""A module that treats each token alone, run over slices of the rows: only one slice's intermediates live at a time.
+
+The forward pass keeps the module's input and nothing else. The backward pass runs each slice once more with autograd,
+takes its gradients, and sums those of the weights. The gradients of the weights leave one autograd function, once each,
+so DDP's, FSDP2's and ZeRO's hooks see an ordinary module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+from accel_scale.errors import ConfigError
+
+Forward = Callable[[torch.Tensor], torch.Tensor]
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def num_tiles(num_tokens: int, rows: int) -> int:
+    """Slices that `num_tokens` are cut into, of at most `rows` each."""
+    return max(1, -(-num_tokens // rows))
+
+
+@torch.compiler.disable
+def run_in_tiles(module: nn.Module, forward: Forward, x: torch.Tensor, rows: int) -> torch.Tensor:
+    """`forward` of `x` (…, features), which must treat each of the leading positions alone, `rows` of them at a time.
+
+    Args:
+        module: Whose parameters `forward` uses.
+        forward: Of one tensor, to one tensor with the same leading dimensions.
+    """
+    if num_tiles(x.shape[:-1].numel(), rows) == 1:
+        return forward(x)
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if not torch.is_grad_enabled() or not (x.requires_grad or parameters):
+        return _forward_in_tiles(forward, x, rows)
+    call = _Call(module, forward, rows, x.device)
+    # Two functions: the first saves the input, which is the last that activation checkpointing waits for, so that its
+    # recomputation ends there and the second, which computes, runs again only where a later operation needs its result.
+    return _Compute.apply(_Keep.apply(x, call, *parameters), x.detach(), call)  # type: ignore[no-any-return]
+
+
+class _Call:
+    """What one call of the module must remember to be run again: autocast, random numbers, the incoming gradient."""
+
+    def __init__(self, module: nn.Module, forward: Forward, rows: int, device: torch.device) -> None:
+        self.module, self.forward, self.rows = module, forward, rows
+        self.device_type = device.type
+        self.autocast: dict[str, Any] = {
+            "dtype": torch.get_autocast_dtype(device.type),
+            "enabled": torch.is_autocast_enabled(device.type),
+        }
+        self.random_state = torch.get_rng_state()
+        self.device_states: tuple[list[int], list[torch.Tensor]] = ([], [])
+        self.grad: torch.Tensor | None = None
+
+    def remember_device(self, x: torch.Tensor) -> None:
+        self.device_states = get_device_states(x)
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """The random numbers of the forward pass."""
+        devices, states = self.device_states
+        with torch.random.fork_rng(devices=devices, device_type=self.device_type if devices else "cuda"):
+            torch.set_rng_state(self.random_state)
+            set_device_states(devices, states, device_type=self.device_type)
+            yield
+
+    def tile(self, x: torch.Tensor) -> torch.Tensor:
+        # Without the cache: it would keep 16-bit copies of the weights, without a graph, for the layers to come.
+        with torch.autocast(self.device_type, cache_enabled=False, **self.autocast):
+            return self.forward(x)
+
+
+class _Keep(torch.autograd.Function):
+    """Saves the input; backward runs the slices again. The result only links it to `_Compute`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, call: _Call, *parameters: torch.Tensor) -> torch.Tensor:
+        call.remember_device(x)
+        ctx.call = call
+        ctx.save_for_backward(x)
+        return x.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (x,), call = ctx.saved_tensors, ctx.call
+        grad, call.grad = call.grad, None
+        needs = ctx.needs_input_grad
+        if grad is None:
+            return (None,) * len(needs)
+        grad_x, grads = _backward_in_tiles(call, x, grad, needs[0])
+        return (grad_x, None, *grads)
+
+
+class _Compute(torch.autograd.Function):
+    """The slices' results; hands the incoming gradient to `_Keep`."""
+
+    @staticmethod
+    def forward(ctx: Any, link: torch.Tensor, x: torch.Tensor, call: _Call) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.call, ctx.link_dtype = call, link.dtype
+        return _forward_in_tiles(call.tile, x, call.rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if grad is None:
+            return None, None, None
+        ctx.call.grad = grad
+        return grad.new_empty(0, dtype=ctx.link_dtype), None, None
+
+
+def _slices(num_tokens: int, rows: int) -> list[slice]:
+    """Slices of equal size, but for the last."""
+    size = -(-num_tokens // num_tiles(num_tokens, rows))
+    return [slice(begin, begin + size) for begin in range(0, num_tokens, size)]
+
+
+def _as_rows(x: torch.Tensor) -> torch.Tensor:
+    """(…, features) as (1, tokens, features), which modules that expect a batch take too."""
+    return x.reshape(1, -1, x.shape[-1])
+
+
+def _forward_in_tiles(forward: Forward, x: torch.Tensor, rows: int) -> torch.Tensor:
+    tokens = _as_rows(x)
+    out: torch.Tensor | None = None
+    for part in _slices(tokens.shape[1], rows):
+        result = forward(tokens[:, part])
+        if out is None:
+            _check_result(result, tokens[:, part])
+            out = result.new_empty((1, tokens.shape[1], result.shape[-1]))
+        out[:, part] = result
+        del result
+    assert out is not None
+    return out.view(*x.shape[:-1], out.shape[-1])
+
+
+def _check_result(result: Any, tile: torch.Tensor) -> None:
+    if isinstance(result, torch.Tensor) and result.shape[:-1] == tile.shape[:-1]:
+        return
+    raise ConfigError(
+        "a module of this model does not give one result for each token, so it cannot be computed in slices.",
+        place="--long_rows",
+        fix="leave it out.",
+    )
+
+
+def _backward_in_tiles(
+    call: _Call, x: torch.Tensor, grad: torch.Tensor, needs_x: bool
+) -> tuple[torch.Tensor | None, Sequence[torch.Tensor | None]]:
+    parameters = [parameter for parameter in call.module.parameters() if parameter.requires_grad]
+    tokens, grads_out = _as_rows(x), _as_rows(grad)
+    grad_x = torch.empty_like(tokens) if needs_x else None
+    sums = [_Sum() for _ in parameters]
+    with call.again():
+        for part in _slices(tokens.shape[1], call.rows):
+            tile = tokens[:, part].detach().requires_grad_(needs_x)
+            with torch.enable_grad():
+                result = call.tile(tile)
+            wanted = [tile, *parameters] if needs_x else parameters
+            found = list(torch.autograd.grad(result, wanted, grads_out[:, part], allow_unused=True))
+            del result
+            if grad_x is not None:
+                first = found.pop(0)
+                grad_x[:, part] = 0 if first is None else first
+                del first
+            for total in sums[::-1]:
+                total.add(found.pop())
+    shaped = None if grad_x is None else grad_x.view(x.shape)
+    return shaped, [total.result() for total in sums]
+
+
+class _Sum:
+    """A weight's gradient over the slices; in fp32 if there is more than one of them."""
+
+    def __init__(self) -> None:
+        self._total: torch.Tensor | None = None
+        self._dtype: torch.dtype | None = None
+
+    def add(self, grad: torch.Tensor | None) -> None:
+        if grad is None:
+            return
+        if self._total is None:
+            self._total, self._dtype = grad, grad.dtype
+            return
+        if self._total.dtype in _HALVES:
+            self._total = self._total.float()
+        self._total.add_(grad)
+
+    def result(self) -> torch.Tensor | None:
+        return self._total if self._total is None else self._total.to(self._dtype)
