@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _USUAL_WARMUP_RATIO, _USUAL_FLOOR = 0.03, 0.1
 # Of each group the preset of the embedded data set gives way as a whole once the user has set one.
 _PRESET_GROUPS = (
+    ("checkpointing_policy", "long_rows"),
     ("warmup_ratio", "warmup_steps"),
     ("global_batch_size", "gradient_accumulation_steps", "per_device_train_batch_size"),
     ("max_steps", "num_train_epochs"),

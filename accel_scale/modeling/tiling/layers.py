@@ -35,7 +35,11 @@ def tile_layers(layers: Sequence[nn.Module], *, name: str, rows: int | None = No
         if found is not None and _has_experts(found):
             continue
         if found is None or not _takes_one_tensor(found):
-            what = "no module of its own for the MLP" if found is None else f"an MLP ({type(found).__name__}) of its own kind"
+            what = (
+                "no module of its own for the MLP"
+                if found is None
+                else f"an MLP ({type(found).__name__}) of its own kind"
+            )
             raise ConfigError(
                 f"the layers of {name} have {what}, which cannot be computed in slices.",
                 place="--long_rows",
