@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
 from accel_scale.errors import ConfigError
-from accel_scale.modeling.tiling.tiles import run_in_tiles
+from accel_scale.modeling.tiling.tiles import Forward, run_in_tiles
 
 # What transformers calls the MLP of a layer.
 _MLP_NAMES = ("mlp", "feed_forward", "ffn", "ff", "block_sparse_moe", "moe")
@@ -70,7 +69,7 @@ def _is_tiled(module: nn.Module) -> bool:
     return isinstance(forward, functools.partial) and forward.func is _tiled_forward
 
 
-def _tiled_forward(module: nn.Module, forward: Any, rows: int | None, x: torch.Tensor) -> torch.Tensor:
+def _tiled_forward(module: nn.Module, forward: Forward, rows: int | None, x: torch.Tensor) -> torch.Tensor:
     return run_in_tiles(module, forward, x, rows or x.shape[-1])
 
 

@@ -1,15 +1,15 @@
 """A module that treats each token alone, run over slices of the rows: only one slice's intermediates live at a time.
 
 The forward pass keeps the module's input and nothing else. The backward pass runs each slice once more with autograd,
-takes its gradients, and sums those of the weights. The gradients of the weights leave one autograd function, once each,
-so DDP's, FSDP2's and ZeRO's hooks see an ordinary module.
+takes its gradients, and sums those of the weights. Each of these leaves one autograd function, once, so DDP's, FSDP2's
+and ZeRO's hooks see an ordinary module.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -41,8 +41,8 @@ def run_in_tiles(module: nn.Module, forward: Forward, x: torch.Tensor, rows: int
     if not torch.is_grad_enabled() or not (x.requires_grad or parameters):
         return _forward_in_tiles(forward, x, rows)
     call = _Call(module, forward, rows, x.device)
-    # Two functions: the first saves the input, which is the last that activation checkpointing waits for, so that its
-    # recomputation ends there and the second, which computes, runs again only where a later operation needs its result.
+    # Two functions: the first saves the input, which is the last that activation checkpointing waits for. Its
+    # recomputation ends there, and the second, which computes, runs again only where a later operation needs its result.
     return _Compute.apply(_Keep.apply(x, call, *parameters), x.detach(), call)  # type: ignore[no-any-return]
 
 
@@ -52,10 +52,8 @@ class _Call:
     def __init__(self, module: nn.Module, forward: Forward, rows: int, device: torch.device) -> None:
         self.module, self.forward, self.rows = module, forward, rows
         self.device_type = device.type
-        self.autocast: dict[str, Any] = {
-            "dtype": torch.get_autocast_dtype(device.type),
-            "enabled": torch.is_autocast_enabled(device.type),
-        }
+        self.is_autocast = torch.is_autocast_enabled(device.type)
+        self.autocast_dtype = torch.get_autocast_dtype(device.type)
         self.random_state = torch.get_rng_state()
         self.device_states: tuple[list[int], list[torch.Tensor]] = ([], [])
         self.grad: torch.Tensor | None = None
@@ -74,15 +72,28 @@ class _Call:
 
     def tile(self, x: torch.Tensor) -> torch.Tensor:
         # Without the cache: it would keep 16-bit copies of the weights, without a graph, for the layers to come.
-        with torch.autocast(self.device_type, cache_enabled=False, **self.autocast):
+        with torch.autocast(self.device_type, self.autocast_dtype, self.is_autocast, cache_enabled=False):
             return self.forward(x)
+
+
+class _Context(Protocol):
+    """What torch hands to an autograd function, and the call that this one belongs to."""
+
+    call: _Call
+    link_dtype: torch.dtype
+    saved_tensors: tuple[torch.Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+
+    def save_for_backward(self, *tensors: torch.Tensor) -> None: ...
+
+    def set_materialize_grads(self, value: bool) -> None: ...
 
 
 class _Keep(torch.autograd.Function):
     """Saves the input; backward runs the slices again. The result only links it to `_Compute`."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, call: _Call, *parameters: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: _Context, x: torch.Tensor, call: _Call, *parameters: torch.Tensor) -> torch.Tensor:
         call.remember_device(x)
         ctx.call = call
         ctx.save_for_backward(x)
@@ -90,7 +101,7 @@ class _Keep(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: _Context, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,), call = ctx.saved_tensors, ctx.call
         grad, call.grad = call.grad, None
         needs = ctx.needs_input_grad
@@ -104,14 +115,14 @@ class _Compute(torch.autograd.Function):
     """The slices' results; hands the incoming gradient to `_Keep`."""
 
     @staticmethod
-    def forward(ctx: Any, link: torch.Tensor, x: torch.Tensor, call: _Call) -> torch.Tensor:
+    def forward(ctx: _Context, link: torch.Tensor, x: torch.Tensor, call: _Call) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.call, ctx.link_dtype = call, link.dtype
         return _forward_in_tiles(call.tile, x, call.rows)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: _Context, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if grad is None:
             return None, None, None
         ctx.call.grad = grad
@@ -143,7 +154,7 @@ def _forward_in_tiles(forward: Forward, x: torch.Tensor, rows: int) -> torch.Ten
     return out.view(*x.shape[:-1], out.shape[-1])
 
 
-def _check_result(result: Any, tile: torch.Tensor) -> None:
+def _check_result(result: object, tile: torch.Tensor) -> None:
     if isinstance(result, torch.Tensor) and result.shape[:-1] == tile.shape[:-1]:
         return
     raise ConfigError(
