@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
 from accel_scale.modeling.activation_offload import checkpoint_with_offload
@@ -115,7 +115,7 @@ def apply_checkpointing(
     untile_layers(model)
     hf_model = _hf_model(model)
     if hf_model is not None and blocks is None:
-        layers = _apply_to_hf(hf_model, policy, use_reentrant)
+        layers: Sequence[nn.Module] = _apply_to_hf(hf_model, policy, use_reentrant)
     else:
         layers = _apply_to_plain(model, policy, use_reentrant, blocks)
     if policy.in_tiles:
@@ -141,7 +141,7 @@ def _checkpoint_kwargs(policy: CheckpointingPolicy, use_reentrant: bool) -> dict
     return {"use_reentrant": False, "context_fn": context_fn}
 
 
-def _apply_to_hf(model: Any, policy: CheckpointingPolicy, use_reentrant: bool) -> list[nn.Module]:
+def _apply_to_hf(model: Any, policy: CheckpointingPolicy, use_reentrant: bool) -> Sequence[nn.Module]:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
@@ -168,13 +168,13 @@ def _apply_to_hf(model: Any, policy: CheckpointingPolicy, use_reentrant: bool) -
         # the function each layer calls is replaced. Checked on transformers 5.23; a test counts moved bytes.
         run = functools.partial(checkpoint_with_offload, use_reentrant=use_reentrant)
         for layer in layers:
-            layer._gradient_checkpointing_func = cast(Any, run)
+            layer._gradient_checkpointing_func = run  # type: ignore[assignment]
     return layers
 
 
 def _apply_to_plain(
     model: nn.Module, policy: CheckpointingPolicy, use_reentrant: bool, blocks: str | None
-) -> list[nn.Module]:
+) -> Sequence[nn.Module]:
     stack: Any = find_blocks(model, blocks)
     for index, block in enumerate(stack):
         forward = block.__dict__.get("forward")

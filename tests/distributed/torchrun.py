@@ -30,9 +30,10 @@ def torchrun(
     return done.stdout
 
 
-def cases(script: str, num_processes: int, *arguments: str) -> dict[str, dict[str, Any]]:
+def cases(
+    script: str, num_processes: int, *arguments: str, env: Mapping[str, str] | None = None
+) -> dict[str, dict[str, Any]]:
     """The lines of JSON that `script` printed, by their ``case``."""
-    lines = [
-        json.loads(line) for line in torchrun(script, num_processes, *arguments).splitlines() if line.startswith('{"')
-    ]
+    output = torchrun(script, num_processes, *arguments, env=env)
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith('{"')]
     return {line.pop("case"): line for line in lines}

@@ -42,7 +42,7 @@ def run_in_tiles(module: nn.Module, forward: Forward, x: torch.Tensor, rows: int
         return _forward_in_tiles(forward, x, rows)
     call = _Call(module, forward, rows, x.device)
     # Two functions: the first saves the input, which is the last that activation checkpointing waits for. Its
-    # recomputation ends there, and the second, which computes, runs again only where a later operation needs its result.
+    # recomputation ends there; the second, which computes, runs again only where a later operation needs its result.
     return _Compute.apply(_Keep.apply(x, call, *parameters), x.detach(), call)  # type: ignore[no-any-return]
 
 
