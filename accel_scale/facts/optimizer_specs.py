@@ -39,6 +39,7 @@ class OptimizerSpec:
         in_torch: Whether it needs nothing but torch, on any device.
         shares_weights: Whether it is known to step weights that model-parallel ranks share.
         steps_in_backward: Whether it changes weights in the backward pass, before the step can be inspected.
+        compiles: Whether its step is compiled by torch, which no dispatch mode may watch.
         whole_checkpoints: Whether a whole-model checkpoint of FSDP can be resumed with its states.
         compilers: Programs that its first use needs.
         zero_offload: What runs in its place when ZeRO keeps optimizer states in host memory; None: nothing can.
@@ -59,6 +60,7 @@ class OptimizerSpec:
     in_torch: bool = False
     shares_weights: bool = False
     steps_in_backward: bool = False
+    compiles: bool = False
     whole_checkpoints: bool = True
     compilers: tuple[str, ...] = ()
     zero_offload: str | None = None
@@ -172,6 +174,7 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
         *_TORCHAO,
         _TORCHAO_OPTIONS,
         state_bits=8,
+        compiles=True,
         # Gathered states hold AsyncCollectiveTensors, which `torch.load` refuses (torch 2.13, torchao 0.18).
         whole_checkpoints=False,
         refused={"zero": _FLATTENED},
@@ -182,6 +185,7 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
         *_TORCHAO,
         _TORCHAO_OPTIONS,
         state_bits=4,
+        compiles=True,
         refused={
             "fsdp": Refusal(
                 "torchao 0.18 cannot compile its 4-bit step for the sharded tensors of FSDP2", _SHARDED_8BIT

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 from transformers import TrainerCallback
 
+from accel_scale.facts.optimizer_specs import optimizer_spec
 from accel_scale.planning.cost.memory import predict_memory
 from accel_scale.settings.planned import RunPlan, with_interval
 from accel_scale.units import format_bytes
@@ -113,6 +114,7 @@ class MemoryWatch(TrainerCallback):
         is_traced = is_traced and not plan.setup.compile and not plan.setup.parallel.shards_states
         self._tracker = StorageTracker() if is_traced else None
         self._is_tracing = is_traced
+        self._traces_update = is_traced and not optimizer_spec(plan.setup.optimizer).compiles
         self._training_step, trainer.training_step = trainer.training_step, self._watched_step
 
     def _watched_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -132,11 +134,15 @@ class MemoryWatch(TrainerCallback):
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._tracker is not None and self._is_tracing:
             self._pass_peak, self._before_update = self._tracker.peak_bytes, self._tracker.live_bytes
-            self._tracker.__enter__()
+            if self._traces_update:
+                self._tracker.__enter__()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._tracker is not None and self._is_tracing:
-            self._tracker.__exit__(None, None, None)
+            if self._traces_update:
+                self._tracker.__exit__(None, None, None)
+            else:
+                self._tracker.adopt(resident_tensors(self._trainer.model, self._trainer.optimizer))
             # The first step makes the optimizer's states after its passes; every later step has them before.
             made = self._tracker.live_bytes - self._before_update
             self._peaks = (max(self._tracker.peak_bytes, self._pass_peak + made), 0)

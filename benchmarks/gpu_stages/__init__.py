@@ -34,6 +34,12 @@ class Stage:
 
 STAGES = (
     Stage("kernels", "What is chosen here", "machine:kernels", 60.0),
+    Stage("numerics", "Attention and loss beside fp32 and each document alone", "numerics:numerics", 60.0),
     Stage("main_job", "The main job beside the CPU's", "training:main_job", 150.0),
     Stage("methods", "Methods × checkpointing, predicted and measured", "training:methods", 180.0),
+    Stage("precisions", "Precisions beside fp32", "variants:precisions", 90.0),
+    Stage("optimizers", "Optimizers beside AdamW", "variants:optimizers", 120.0),
+    Stage("out_of_memory", "Memory that runs out", "recovery:out_of_memory", 90.0),
+    Stage("resume", "Saved, killed, resumed", "recovery:resume", 120.0),
+    Stage("merge", "Adapters merged", "merging:merge", 60.0),
 )

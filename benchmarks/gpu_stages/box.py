@@ -13,7 +13,7 @@ OK, WRONG, NEEDS = "ok", "FAILED", "needs"
 
 
 class Needs(Exception):
-    """What this machine lacks for a case, such as ``a GPU``: said in the table, neither passed nor failed."""
+    """What a case cannot have here, such as ``needs a GPU``: said in the table, neither passed nor failed."""
 
 
 class Wrong(Exception):
@@ -70,7 +70,7 @@ class Cases:
         try:
             found, verdict = run(), OK
         except Needs as lacking:
-            found, verdict = f"needs {lacking}", NEEDS
+            found, verdict = str(lacking), NEEDS
         except Wrong as why:
             found, verdict = str(why), WRONG
         except (Exception, SystemExit) as error:
@@ -87,6 +87,11 @@ def expect(holds: bool, found: str) -> str:
     if not holds:
         raise Wrong(found)
     return found
+
+
+def lacks(what: str) -> str:
+    """A case that this machine cannot have."""
+    raise Needs(what)
 
 
 def one_line(error: BaseException) -> str:

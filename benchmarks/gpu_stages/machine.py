@@ -106,7 +106,7 @@ def short(name: str) -> str:
 def waits(cases: Cases) -> str:
     """Counted by CUDA's own debugging mode, over forward and backward of one micro-batch."""
     if not cases.on_gpu:
-        raise Needs("a GPU: a CPU does what it is told before the call returns")
+        raise Needs("needs a GPU: a CPU does what it is told before the call returns")
     run = step(cases)
     torch.cuda.set_sync_debug_mode("warn")
     try:

@@ -71,7 +71,7 @@ def methods(cases: Cases) -> None:
 def measured(cases: Cases, method: str, policy: str, reference: dict[str, Any]) -> str:
     """One run, its losses beside those without checkpointing, and its memory and time beside the prediction."""
     if policy == "offload" and not cases.on_gpu:
-        raise Needs("a GPU: on a CPU the inputs are in host memory already")
+        raise Needs("needs a GPU: on a CPU the inputs are in host memory already")
     if not reference and policy != "none":  # an earlier start has that row
         reference.update(run_method(cases, method, "none"))
     summary = run_method(cases, method, policy)

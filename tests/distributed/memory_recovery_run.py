@@ -2,7 +2,7 @@
 
     accelerate launch --config_file F memory_recovery_run.py PLACE RANK MAX_TOKENS [recipe flags]
 
-PLACE is where: forward or backward of the second layer, or none.
+PLACE is where: forward or backward of the second layer, the optimizer's step, or none.
 """
 
 from __future__ import annotations
@@ -23,8 +23,12 @@ def plant(place: str, rank: int, max_tokens: int) -> None:
         return
     forward = LlamaMLP.forward
 
-    def fail(*unused: torch.Tensor) -> None:
+    def fail(*unused: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has a total capacity of")
+
+    if place == "step":
+        torch.optim.AdamW.step = fail
+        return
 
     def failing(self: LlamaMLP, hidden: torch.Tensor) -> torch.Tensor:
         is_too_large = torch.is_grad_enabled() and hidden.shape[0] * hidden.shape[1] > max_tokens

@@ -23,7 +23,7 @@ def cases_in(folder: Path) -> Cases:
 
 
 def lacking() -> str:
-    raise Needs("a GPU")
+    raise Needs("needs a GPU")
 
 
 def test_a_case_that_fails_ends_only_itself_and_is_the_only_one_run_again(tmp_path: Path) -> None:
