@@ -1,5 +1,7 @@
 """Run a training script as it is and record when each step ended (wall and CPU seconds), its tokens, and its memory.
 
+On a GPU the wall is its own clock: a step ends when the device comes by an event, not when the host has launched it.
+
     python benchmarks/measured_run.py report.json path/to/script.py --flags of --the script
 
 A callback is added to the ones every transformers `Trainer` starts with; the script is not touched. Tokens without
@@ -29,7 +31,12 @@ def reset_peak_resident_bytes() -> None:
 
 def add_recorder(report: dict[str, Any]) -> None:
     """Make every `Trainer` of this process write its steps, logs and memory into `report`."""
+    import torch
     from transformers import TrainerCallback, trainer
+
+    from accel_scale.measuring.meters import clock_of, peak_device_bytes
+
+    clock, marks = clock_of("cuda" if torch.cuda.is_available() else "cpu"), []
 
     class Recorder(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -37,14 +44,19 @@ def add_recorder(report: dict[str, Any]) -> None:
             report.update(steps=[], logs=[], resident_bytes_before=peak_resident_bytes())
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            report["steps"].append([state.global_step, time.perf_counter(), time.process_time()])
+            marks.append(clock.mark())
+            report["steps"].append([state.global_step, 0.0, time.process_time()])
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
             if logs and "loss" in logs:
                 report["logs"].append([state.global_step, logs["num_tokens"], logs["loss"]])
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            clock.now()  # all marks have been reached
+            for step, mark in zip(report["steps"], marks, strict=True):
+                step[1] = clock.between(marks[0], mark)
             report["peak_resident_bytes"] = peak_resident_bytes()
+            report["peak_device_bytes"] = (peak_device_bytes() or {}).get("allocated_bytes")
 
     # A list that `Trainer.__init__` copies (checked on transformers 5.23); an empty report tells if it moves.
     trainer.DEFAULT_CALLBACKS.append(Recorder)

@@ -42,4 +42,6 @@ STAGES = (
     Stage("out_of_memory", "Memory that runs out", "recovery:out_of_memory", 90.0),
     Stage("resume", "Saved, killed, resumed", "recovery:resume", 120.0),
     Stage("merge", "Adapters merged", "merging:merge", 60.0),
+    Stage("speed", "Speed beside TRL's script", "speed:speed", 150.0),
+    Stage("planner", "Planner beside whole steps", "planner:planner", 180.0),
 )

@@ -61,6 +61,7 @@ def written_model(folder: Path, size: str, device: str) -> Path:
 
 def written_documents(folder: Path, num_rows: int) -> Path:
     """JSON lines of documents of 20 to 400 words, the spread of instruction data."""
+    folder.mkdir(parents=True, exist_ok=True)
     path, rng = folder / "documents.jsonl", random.Random(0)
     words = ("the", "of", "and", "to", "in", "a", "is", "that", "for", "it", "was", "with", "by", "not", "this")
     lines = []

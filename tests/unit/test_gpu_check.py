@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import gpu_check
 from gpu_stages import STAGES, Stage
 from gpu_stages.box import Cases, Needs, Row, expect, read_rows
+from gpu_stages.inputs import SHAPES, llama_config
 from gpu_stages.page import read_ending, write_ending, write_page
 
 STAGE = Stage("methods", "Methods", "training:methods", 60.0)
@@ -111,3 +112,50 @@ def test_every_stage_is_where_it_says() -> None:
     for stage in STAGES:
         assert callable(stage.load()), stage.name
     assert Row("a", "b", "ok", 1.0).verdict == "ok"
+
+
+def test_the_largest_model_comes_first_and_nothing_twice() -> None:
+    from gpu_stages.planner import LARGE, chosen
+
+    found = chosen(on_gpu=True, default_precision="bf16")
+    assert [(case.model, case.method) for case in found[:2]] == [(LARGE, "qlora"), (LARGE, "qlora")]
+    assert len({case.label for case in found}) == len(found)
+    for case in found:  # each can be planned, so that none fails on the day for its own sake
+        assert case.setup.sequence_length == case.length
+        assert case.config.hidden_size > 0
+
+
+def test_utilisation_is_of_the_cards_peak(monkeypatch, tmp_path: Path) -> None:
+    from gpu_stages import speed
+
+    from accel_scale.facts import hardware
+    from accel_scale.facts.device import Device
+    from accel_scale.launching import machine
+
+    h100 = hardware.Machine(hardware.find_gpu("NVIDIA H100 80GB HBM3"))
+    monkeypatch.setattr(hardware, "detect_local", lambda: h100)
+    monkeypatch.setattr(machine, "detect_device", lambda device_type: Device("cuda", "H100", (9, 0)))
+    assert speed.utilisation("8B", 10_000.0, cases_in(tmp_path)) == pytest.approx(0.485, abs=0.005)
+    monkeypatch.setattr(hardware, "detect_local", lambda: None)
+    assert speed.utilisation("8B", 10_000.0, cases_in(tmp_path)) is None
+
+
+def test_the_size_of_the_run_that_must_not_fit_is_the_models() -> None:
+    from gpu_stages.recovery import num_parameters
+
+    from accel_scale.planning.models.model_config import facts_from_config
+
+    for size in SHAPES:
+        if SHAPES[size][-1]:
+            facts = facts_from_config(llama_config(size).to_dict(), name=size)
+            assert num_parameters(size) == pytest.approx(facts.num_params, rel=0.01)
+
+
+def test_a_rate_leaves_the_first_steps_out() -> None:
+    from gpu_stages.speed import rate
+
+    report = {
+        "steps": [[step, 10.0 * step if step > 3 else 30.0, 0.0] for step in range(1, 6)],
+        "logs": [[step, 100 * step, 2.0 - step / 10] for step in range(1, 6)],
+    }
+    assert rate(report) == {"tokens_per_second": 10.0, "peak_device_bytes": None, "loss": 1.5}
