@@ -265,7 +265,7 @@ def differences(alone: dict[str, Any], run: dict[str, Any]) -> dict[str, float]:
 
 def about(options: argparse.Namespace, load: float) -> str:
     """Hardware, versions, date and commit."""
-    from sft_side_by_side import machine
+    from machine import machine
 
     info = machine()
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=REPOSITORY)

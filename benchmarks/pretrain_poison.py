@@ -99,7 +99,7 @@ def named(run: dict[str, Any], inputs: Path) -> dict[str, int]:
 
 def table(clean: dict[str, Any], runs: list[dict[str, Any]], options: argparse.Namespace) -> str:
     """The result in Markdown."""
-    from sft_side_by_side import machine
+    from machine import machine
 
     info = machine()
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=REPOSITORY)

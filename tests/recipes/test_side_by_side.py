@@ -28,7 +28,7 @@ def benchmark(repository):
 
 @pytest.mark.soak
 def test_the_recipe_is_faster_than_trls_defaults(benchmark, tmp_path):
-    workload = benchmark.embedded_workload(tmp_path, 240)
+    workload = benchmark.WORKLOADS["embedded"](tmp_path, 240)
     groups = benchmark.contestants(workload)
     pair = {"trl": groups["trl_defaults"][0], "ours": groups["accel_scale"][0]}
     with ThreadPoolExecutor(2) as pool:
