@@ -46,6 +46,7 @@ COLD_MODULES = ("accel_scale.tuning.process_guard",)
 PRELOADED = (
     "accelerate.commands.launch",
     "bitsandbytes",
+    "deepspeed",  # Accelerate imports it in every run where it is installed
     "peft",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
@@ -304,11 +305,15 @@ def _written(number: int, unbuffered: bool, **options: Any) -> io.TextIOWrapper:
 
 def preload() -> None:
     """Import, and start no thread."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     for name in PRELOADED:
         importlib.import_module(name)
     from datasets import Dataset  # noqa: F401
     from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer  # noqa: F401
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
     from trl import SFTTrainer  # noqa: F401
+
+    get_checkpoint_conversion_mapping("llama")  # compiles a thousand expressions once
 
 
 def main() -> None:

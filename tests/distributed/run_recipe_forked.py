@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 # How long the other ranks have to fail by themselves once one has.
-GRACE_SECONDS = 20.0
+GRACE_SECONDS = 90.0
 
 
 def main() -> int:
@@ -88,10 +88,15 @@ def preload() -> None:
     import peft  # noqa: F401
     import trl.trainer.sft_trainer  # noqa: F401
     from transformers import LlamaForCausalLM  # noqa: F401
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        import deepspeed  # noqa: F401
+    get_checkpoint_conversion_mapping("llama")  # compiles a thousand expressions once
+    asked = os.environ.get("DS_ACCELERATOR")
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed  # noqa: F401  (Accelerate imports it in every run)
+
+    if asked is None:
+        del os.environ["DS_ACCELERATOR"]
 
 
 def run_once(run: dict) -> int:
