@@ -44,4 +44,6 @@ STAGES = (
     Stage("merge", "Adapters merged", "merging:merge", 60.0),
     Stage("speed", "Speed beside TRL's script", "speed:speed", 150.0),
     Stage("planner", "Planner beside whole steps", "planner:planner", 180.0),
+    Stage("hang", "A rank that hangs or dies", "many:hang", 240.0, num_gpus=2),
+    Stage("parity", "Every launch file trains the same model", "many:parity", 540.0, num_gpus=2),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -42,7 +43,7 @@ class Cases:
     def __init__(self, folder: Path, *, on_gpu: bool, num_gpus: int, seconds: float) -> None:
         self.folder, self.on_gpu, self.num_gpus = folder, on_gpu, num_gpus
         self._deadline = time.monotonic() + seconds
-        self._rows = rows_file(folder)
+        self._rows, self._writing = rows_file(folder), threading.Lock()
         kept = [row for row in read_rows(folder) if row.verdict != WRONG]
         self._done = {row.case for row in kept}
         self._rows.write_text("".join(_line(row) for row in kept))
@@ -58,7 +59,7 @@ class Cases:
         return self._deadline - time.monotonic()
 
     def case(self, name: str, run: Callable[[], str]) -> None:
-        """Run one case, unless an earlier start did; what it raises ends only itself.
+        """Run one case, unless an earlier start did; what it raises ends only itself. Threads may call it.
 
         Args:
             name: Says what is compared; the row's first cell.
@@ -77,7 +78,7 @@ class Cases:
             traceback.print_exc()  # into the stage's log
             found, verdict = one_line(error), WRONG
         row = Row(name, found, verdict, time.monotonic() - started)
-        with self._rows.open("a") as rows:
+        with self._writing, self._rows.open("a") as rows:
             rows.write(_line(row))
         print(f"{row.verdict}: {row.case}: {row.found} ({row.seconds:.1f} s)", flush=True)
 

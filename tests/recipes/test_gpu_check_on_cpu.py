@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 def check(repository: Path, out: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -27,3 +27,18 @@ def test_some_stages_on_a_cpu(repository: Path, tmp_path: Path) -> None:
     assert again.returncode == 0
     assert "──" not in again.stdout  # nothing was run
     assert (tmp_path / "gpu_check.md").read_text() == page
+
+
+@pytest.mark.soak
+def test_all_of_it_on_a_cpu(repository: Path, tmp_path: Path) -> None:
+    done = check(repository, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    page = (tmp_path / "gpu_check.md").read_text()
+    assert "FAILED" not in page
+    assert "not finished" not in page
+    for found in (
+        r"12 steps and all weights the same, bit for bit",
+        r"rank 1 has not reached all_reduce",
+        "taken again",
+    ):
+        assert found in page

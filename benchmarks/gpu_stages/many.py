@@ -1,0 +1,232 @@
+"""Stages `parity` and `hang`: every launch file trains the same model, and a rank that stops is named."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from gpu_stages.box import Cases, Needs, Wrong, expect
+from gpu_stages.inputs import written_documents, written_model
+from gpu_stages.recipe import REPOSITORY, words
+
+sys.path.insert(0, str(REPOSITORY / "tests" / "distributed"))
+
+import parity as launches
+
+from accel_scale.launching.launch_file import read_launch_file
+
+# Losses and weights, relative. NCCL's rings and the GPU's kernels add in other orders; Adam makes whole steps of
+# gradients that are almost nothing. A wrong batch moves losses by more than 1e-3.
+TOLERANCE = {"cuda": (2e-4, 2e-2), "cpu": (1e-5, 1e-3)}
+LAUNCH_SECONDS = 150.0
+# Layouts that the launch file alone does not give.
+EXTRA_FLAGS = {"pp": {"pp_size": 2}, "3d": {"pp_size": 2}}
+HANG_SECONDS = 8
+
+
+class Gpus:
+    """The GPUs that are free; a launch takes as many as it needs, and waits for them."""
+
+    def __init__(self, count: int) -> None:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        self._free = visible.split(",") if visible else [str(index) for index in range(count)]
+        self.count, self._changed = len(self._free), threading.Condition()
+
+    @contextmanager
+    def taken(self, count: int) -> Iterator[list[str]]:
+        """`count` of them, until the end of the block."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._free) >= count)
+            mine, self._free = self._free[:count], self._free[count:]
+        try:
+            yield mine
+        finally:
+            with self._changed:
+                self._free += mine
+                self._changed.notify_all()
+
+
+def parity(cases: Cases) -> None:
+    """Full fine-tuning under each file first, then adapters; pretraining under those that cut the model."""
+    gpus = Gpus(cases.num_gpus)
+    written_model(cases.folder, "tiny", "cpu")
+    written_documents(cases.folder, 60)
+    names = sorted(path.stem for path in launches.CONFIGS.glob("*.yaml"))
+    names = [name for name in names if name not in launches.SINGLE_PROCESS_FILES and name != launches.REFERENCE]
+    runs = [("full", name) for name in names]
+    adapters = names if cases.on_gpu else ["fsdp2", "zero3"]  # `make test` has every file with every method
+    runs += [
+        (method, name)
+        for method in ("qlora", "lora")
+        for name in adapters
+        if name not in launches.MODEL_PARALLEL_FILES
+    ]
+    reference = functools.cache(functools.partial(result_of, cases, gpus))
+    # References first: two threads that ask for the same one would run it twice.
+    cases.case("ddp, full, against one process", lambda: beside(cases, reference, ("full", "ddp"), ("full", "cpu")))
+    cases.case("ddp at half the batch differs", lambda: must_differ(cases, gpus, reference))
+    for method in adapting:
+        cases.case(f"ddp, {method}", lambda m=method: ran(reference(m, "ddp")))
+    cases.case("one process, pretraining", lambda: ran(reference("pretrain", "cpu")))
+    with ThreadPoolExecutor(max(1, gpus.count // 2 if cases.on_gpu else 1)) as pool:
+        for method, name in runs:
+            is_cut = name in launches.MODEL_PARALLEL_FILES
+            against = ("pretrain", "cpu") if is_cut else (method, "ddp")
+            what = ("pretrain" if is_cut else method, name)
+            label = f"{name}, {what[0]}, against {'one process' if is_cut else 'ddp'}"
+            pool.submit(cases.case, label, functools.partial(beside, cases, reference, what, against))
+
+
+def beside(cases: Cases, result: Any, what: tuple[str, str], against: tuple[str, str]) -> str:
+    """Losses and weights of two launches."""
+    difference = launches.compare(result(*what), result(*against))
+    loss, weight = TOLERANCE[cases.device]
+    found = f"losses {difference.loss:.1e}, weights {difference.weight:.1e} apart"
+    return expect(difference.loss <= loss and difference.weight <= weight, found)
+
+
+def must_differ(cases: Cases, gpus: Gpus, result: Any) -> str:
+    """What a wrong accumulation would look like: the comparison sees it."""
+    wrong = result_of(cases, gpus, "full", "ddp", global_batch_size=launches.GLOBAL_BATCH_SIZE // 2)
+    difference = launches.compare(wrong, result("full", "ddp"))
+    return expect(difference.loss > 5 * TOLERANCE[cases.device][0], f"losses {difference.loss:.1e} apart")
+
+
+def ran(result: launches.Result) -> str:
+    """A reference for others."""
+    return f"{len(result.losses)} steps, loss {result.losses[0]:.3f} → {result.losses[-1]:.3f}"
+
+
+def result_of(
+    cases: Cases, gpus: Gpus, method: str, name: str, *, global_batch_size: int = launches.GLOBAL_BATCH_SIZE
+) -> launches.Result:
+    """One launch of the unmodified file; several nodes are as many launches on this machine, each with its GPUs."""
+    file = read_launch_file(launches.CONFIGS / f"{name}.yaml")
+    nodes = int(file.values.get("num_machines") or 1)
+    processes = nodes if nodes > 1 else int(file.values.get("num_processes") or 1)
+    if cases.on_gpu and processes > gpus.count:
+        raise Needs(f"needs {processes} GPUs")
+    folder = cases.folder / f"{name}_{method}_{global_batch_size}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    flags = run_flags(cases, method, global_batch_size) | EXTRA_FLAGS.get(name, {}) | {"output_dir": folder / "out"}
+    recipe = REPOSITORY / "recipes" / ("pretrain.py" if method == "pretrain" else "sft.py")
+    with gpus.taken(processes if cases.on_gpu else 0) as mine:
+        commands = [[*start, str(recipe), *words(flags)] for start in launches.launch_commands(name, folder)]
+        run_together(commands, folder, mine)
+    return launches._read_result(folder / "out")
+
+
+def run_flags(cases: Cases, method: str, global_batch_size: int) -> dict[str, object]:
+    """fp32, no dropout, a learning rate that moves the weights by percents."""
+    flags: dict[str, object] = {
+        "model_name_or_path": cases.folder / "model_tiny", "precision": "fp32", "max_steps": launches.NUM_STEPS,
+        "learning_rate": 1e-3, "max_length": 64, "logging_steps": 1, "global_batch_size": global_batch_size,
+        "per_device_train_batch_size": 1,
+    }  # fmt: skip
+    documents = cases.folder / "documents.jsonl"
+    if method == "pretrain":
+        return flags | {"data": documents, "save_steps": 0, "sample_tokens": 0, "dataloader_num_workers": 0}
+    return flags | {
+        "dataset_name": documents, "method": method, "lora_dropout": 0, "packing": False, "save_strategy": "no",
+        "exact_match_samples": 0, "plan": "off",
+    }  # fmt: skip
+
+
+def environment(gpus: list[str]) -> dict[str, str]:
+    """Of a launch on `gpus`."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+
+
+def run_together(commands: list[list[str]], folder: Path, gpus: list[str]) -> None:
+    """All at once, until all have ended well; one that takes too long is killed with its ranks."""
+    share = len(gpus) // len(commands)
+    started = []
+    for index, command in enumerate(commands):
+        with (folder / f"launch_{index}.log").open("wb") as log:
+            own = environment(gpus[index * share : (index + 1) * share])
+            started.append(
+                subprocess.Popen(
+                    command, cwd=REPOSITORY, env=own, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+            )  # fmt: skip
+    deadline = time.monotonic() + LAUNCH_SECONDS
+    try:
+        statuses = [process.wait(max(0.1, deadline - time.monotonic())) for process in started]
+    except subprocess.TimeoutExpired as error:
+        raise Wrong(f"not finished in {LAUNCH_SECONDS:.0f} s") from error
+    finally:
+        for process in started:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    if any(statuses):
+        from accel_scale.rehearsing.rehearse import error_lines
+
+        said = [
+            line for path in sorted(folder.glob("*.log")) for line in error_lines(path.read_text(errors="replace"))
+        ]
+        raise Wrong(f"status {max(statuses, key=abs)}: {said[0][:240] if said else 'no output'}")
+
+
+def hang(cases: Cases) -> None:
+    """Two ranks under DDP, of which one stops after some steps."""
+    written_model(cases.folder, "tiny", "cpu")
+    written_documents(cases.folder, 60)
+    hung, dead = r"rank 1 has not reached \w+ of step \d+ \([a-z]+\)", r"rank\s*: 1 |rank 1\b|local_rank: 1"
+    cases.case("a rank that hangs", lambda: stopped(cases, "hung", signal.SIGALRM, hung))
+    cases.case("a rank that dies", lambda: stopped(cases, "dead", signal.SIGKILL, dead))
+
+
+def stopped(cases: Cases, name: str, how: signal.Signals, pattern: str) -> str:
+    """Launch, send the signal to rank 1 once it trains, and read what the others and the launcher say."""
+    folder = cases.folder / name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    flags = run_flags(cases, "full", launches.GLOBAL_BATCH_SIZE)
+    flags |= {"max_steps": 100_000, "collective_timeout": f"{HANG_SECONDS}s", "output_dir": folder / "out"}
+    [start] = launches.launch_commands("ddp", folder)
+    script = Path(__file__).with_name("rank_run.py")
+    gpus = Gpus(cases.num_gpus)
+    with gpus.taken(2 if cases.on_gpu else 0) as mine, (folder / "launch.log").open("wb") as log:
+        process = subprocess.Popen(
+            [*start, str(script), str(folder), *words(flags)], cwd=REPOSITORY, env=environment(mine),
+            stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        try:
+            wait_for_steps(process, folder)
+            os.kill(int((folder / "rank_1").read_text()), how)
+            began = time.monotonic()
+            status = process.wait(90)
+        except subprocess.TimeoutExpired as error:
+            raise Wrong("the launch had not ended 90 s later") from error
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    said = re.search(pattern, (folder / "launch.log").read_text(errors="replace"))
+    found = f"status {status} after {time.monotonic() - began:.0f} s: {said.group().strip() if said else 'not named'}"
+    return expect(status != 0 and said is not None, found)
+
+
+def wait_for_steps(process: subprocess.Popen[bytes], folder: Path) -> None:
+    """Until some steps are in the log of metrics."""
+    path, deadline = folder / "out" / "metrics.jsonl", time.monotonic() + 90
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise Wrong(f"ended with {process.returncode} before training")
+        if path.is_file() and len(path.read_text().splitlines()) >= 3:
+            return
+        time.sleep(0.05)
+    raise Wrong("did not come to its third step in 90 s")

@@ -1,0 +1,28 @@
+"""recipes/sft.py in a rank that writes down its process id and hangs at SIGALRM, as a loader that never returns.
+
+accelerate launch --config_file F benchmarks/gpu_stages/rank_run.py FOLDER [recipe flags]
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import sys
+import time
+from pathlib import Path
+
+
+def main() -> None:
+    """Leave ``FOLDER/rank_N``, then be the recipe."""
+    folder = Path(sys.argv[1])
+    signal.signal(signal.SIGALRM, lambda number, frame: time.sleep(3600))
+    (folder / f"rank_{os.environ.get('RANK', '0')}").write_text(str(os.getpid()))
+    recipe = Path(__file__).resolve().parents[2] / "recipes" / "sft.py"
+    sys.argv = [str(recipe), *sys.argv[2:]]
+    sys.path[0] = str(recipe.parent)
+    runpy.run_path(str(recipe), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
