@@ -66,13 +66,10 @@ def parity(cases: Cases) -> None:
     names = sorted(path.stem for path in launches.CONFIGS.glob("*.yaml"))
     names = [name for name in names if name not in launches.SINGLE_PROCESS_FILES and name != launches.REFERENCE]
     runs = [("full", name) for name in names]
-    adapters = names if cases.on_gpu else ["fsdp2", "zero3"]  # `make test` has every file with every method
-    runs += [
-        (method, name)
-        for method in ("qlora", "lora")
-        for name in adapters
-        if name not in launches.MODEL_PARALLEL_FILES
-    ]
+    # On a CPU `make test` has every file with every method.
+    adapting, adapters = (("qlora", "lora"), names) if cases.on_gpu else (("qlora",), ["fsdp2", "zero3"])
+    adapters = [name for name in adapters if name not in launches.MODEL_PARALLEL_FILES]
+    runs += [(method, name) for method in adapting for name in adapters]
     reference = functools.cache(functools.partial(result_of, cases, gpus))
     # References first: two threads that ask for the same one would run it twice.
     cases.case("ddp, full, against one process", lambda: beside(cases, reference, ("full", "ddp"), ("full", "cpu")))
