@@ -146,16 +146,23 @@ def draw_setup(architecture: str, rng: Random) -> TrainingSetup:
 
 
 def build_model(config: Any, setup: TrainingSetup) -> Any:
-    """The model as the recipe would train it: quantised, adapted, with its loss and checkpointing policy."""
-    import peft
+    """The model as the recipe would train it, from random weights."""
     from transformers import AutoModelForCausalLM
 
     compute = torch.float32 if setup.precision == "fp32" else torch.bfloat16
     if setup.method == "qlora":
-        model = prepare_quantized_base(_quantised(config, setup, compute))
-    else:
-        is_16_bit = setup.precision == "bf16_true" or (setup.method == "lora" and setup.precision == "bf16")
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if is_16_bit else torch.float32)
+        return as_trained(_quantised(config, setup, compute), setup)
+    is_16_bit = setup.precision == "bf16_true" or (setup.method == "lora" and setup.precision == "bf16")
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if is_16_bit else torch.float32)
+    return as_trained(model, setup)
+
+
+def as_trained(model: Any, setup: TrainingSetup) -> Any:
+    """`model`, loaded in its dtype, with its adapters, loss and checkpointing policy."""
+    import peft
+
+    if setup.method == "qlora":
+        model = prepare_quantized_base(model)
     if setup.method != "full":
         adapters = peft.LoraConfig(
             r=setup.lora.rank,

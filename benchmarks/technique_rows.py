@@ -113,11 +113,15 @@ PARALLEL_RUNGS: tuple[tuple[str, str, Callable[[int], ParallelSetup]], ...] = (
 )
 
 
-def ladder(first: TrainingSetup) -> dict[str, TrainingSetup]:
-    """Every rung's settings, by name; `first` says model sizes and batch, its micro-batch is divisible by four."""
-    setups = {}
+def ladder(first: TrainingSetup, middle: str = "bf16") -> dict[str, TrainingSetup]:
+    """Every rung's settings, by name; `first` says sizes and batch, and its micro-batch is divisible by four.
+
+    Rungs that stand on mixed precision stand on `middle` instead, where that is slow.
+    """
+    setups: dict[str, TrainingSetup] = {}
     for rung in RUNGS:
-        below = setups[rung.on] if rung.on else replace(first, precision="fp32", attention="eager", loss="full")
+        on = rung_below(rung, middle)
+        below = setups[on] if on else replace(first, precision="fp32", attention="eager", loss="full")
         changes = dict(rung.changes)
         if "accumulation" in changes:
             changes["micro_batch_size"] = below.micro_batch_size // changes["accumulation"]
@@ -125,23 +129,33 @@ def ladder(first: TrainingSetup) -> dict[str, TrainingSetup]:
     return setups
 
 
-def with_ratios(figures: Mapping[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+def rung_below(rung: Rung, middle: str = "bf16") -> str | None:
+    """The name of the rung that `rung` is added to."""
+    return middle if rung.on == "bf16" else rung.on
+
+
+def with_ratios(figures: Mapping[str, dict[str, float]], middle: str = "bf16") -> dict[str, dict[str, float | str]]:
     """Ladder figures with how each rung compares with the one that it stands on, and with the first.
 
-    A row has at least ``bytes`` and ``seconds`` (or ``speed``, × the first, where a run measured ratios itself).
+    A row has at least ``bytes``, ``activation_bytes``, and ``seconds`` or, where a run measured ratios itself,
+    ``speed``: × the first.
     """
+    first = figures[RUNGS[0].name]
+    found: dict[str, dict[str, float | str]] = {}
     for rung in RUNGS:
-        if rung.name not in figures:
-            continue
-        own, first = figures[rung.name], figures[RUNGS[0].name]
-        below = figures[rung.on] if rung.on else own
-        own.setdefault("speed", first["seconds"] / own["seconds"])
-        own["speed_step"] = own["speed"] / below["speed"]
-        own["slower_step"] = below["speed"] / own["speed"] - 1
-        own["bytes_step"] = own["bytes"] / below["bytes"]
-        own["bytes_total"] = own["bytes"] / first["bytes"]
-        own["saved_step"] = 1 - own["bytes_step"]
-        if "activation_bytes" in own and below["activation_bytes"]:
-            own["activation_step"] = own["activation_bytes"] / below["activation_bytes"]
-            own["activation_saved_step"] = 1 - own["activation_step"]
-    return dict(figures)
+        own, on = figures[rung.name], rung_below(rung, middle)
+        below = figures[on] if on else own
+        own.setdefault("speed", first["seconds"] / own["seconds"] if "seconds" in own else 1.0)
+        step, kept = own["speed"] / below["speed"], own["activation_bytes"] / below["activation_bytes"]
+        found[rung.name] = {
+            **own,
+            "on": on or "",
+            "speed_step": step,
+            "slower_step": 1 / step - 1,
+            "bytes_step": own["bytes"] / below["bytes"],
+            "bytes_total": own["bytes"] / first["bytes"],
+            "saved_step": 1 - own["bytes"] / below["bytes"],
+            "activation_step": kept,
+            "activation_saved_step": 1 - kept,
+        }
+    return found

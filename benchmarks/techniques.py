@@ -1,7 +1,7 @@
 """Claims about training at scale beside this project's figures, and what each technique costs and saves.
 
     python benchmarks/techniques.py                          # every row that is missing, stage by stage
-    python benchmarks/techniques.py --stages predicted cpu   # these stages, rows that exist measured again
+    python benchmarks/techniques.py --stages cpu --again     # these stages, rows that exist too
     python benchmarks/techniques.py --page                   # only writes docs/techniques.md from the committed rows
 
 Rows go into benchmarks/results/techniques.json as soon as they exist: an interrupted run goes on where it was, and a
@@ -18,7 +18,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from accel_scale.reporting.summary import installed_versions  # noqa: E402
 
 RESULTS = BENCHMARKS / "results" / "techniques.json"
 PAGE = BENCHMARKS.parent / "docs" / "techniques.md"
-STAGES = ("arithmetic", "predicted")
+STAGES = ("arithmetic", "predicted", "exact", "search", "cpu", "quality", "ranks")
 
 
 def stages(names: Iterable[str] = STAGES) -> dict[str, Stage]:
@@ -45,22 +45,27 @@ def read_rows(path: Path = RESULTS) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
-def run(stage: Stage, rows: dict[str, Any], *, again: bool, save: Any) -> None:
-    """Do the work of `stage` whose rows are missing, or all of it, and call `save` after each piece."""
+def run(stage: Stage, rows: Mapping[str, Any], *, again: bool, save: Callable[[dict[str, Any]], None]) -> list[str]:
+    """Do the work of `stage` whose rows are missing, or all of it, and give `save` the rows of each piece.
+
+    Returns:
+        What failed, a line each; its rows stay as they were.
+    """
+    failed = []
     for work in stage.works:
         if not again and all(name in rows for name in work.rows):
             continue
         print(f"{stage.name}: {', '.join(work.rows)}", flush=True)
-        found = work.run()
+        try:
+            found = work.run()
+        except RuntimeError as error:  # a launch that ended; the others may not
+            failed.append(f"{', '.join(work.rows)}: {error}")
+            continue
         if set(found) - set(work.rows):
             raise ValueError(f"{stage.name} gave rows that it does not name: {set(found) - set(work.rows)}")
-        for name, values in found.items():
-            rows[name] = {
-                "kind": stage.kind,
-                "values": _rounded(values),
-                **(_where() if stage.kind == "measured" else {}),
-            }
-        save()
+        where = _where() if stage.kind == "measured" else {}
+        save({name: {"kind": stage.kind, "values": _rounded(values), **where} for name, values in found.items()})
+    return failed
 
 
 def _rounded(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,19 +88,22 @@ def main() -> int:
     """Fill in, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", nargs="+", choices=STAGES, metavar="STAGE", help=", ".join(STAGES))
+    parser.add_argument("--again", action="store_true", help="rows that exist too")
     parser.add_argument("--page", action="store_true", help="only write the page")
     options = parser.parse_args()
-    rows = read_rows()
 
-    def save() -> None:
+    def save(found: dict[str, Any]) -> None:
+        rows = read_rows() | found  # read again: another run may fill in other rows
         RESULTS.write_text(json.dumps(dict(sorted(rows.items())), indent=1) + "\n", encoding="utf-8")
         PAGE.write_text(page(stages(), rows), encoding="utf-8")
 
+    failed = []
     if not options.page:
         for stage in stages(options.stages or STAGES).values():
-            run(stage, rows, again=bool(options.stages), save=save)
-    save()
-    return 0
+            failed += run(stage, read_rows(), again=options.again, save=save)
+    save({})
+    print("\n".join(failed))
+    return int(bool(failed))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeAlias, TypedDict
+from typing import Any, NotRequired, TypeAlias, TypedDict
 
 # Written by `python -m accel_scale.flags.sft`.
 SHIPPED = Path(__file__).parents[1] / "assets" / "library_flags.json"
@@ -48,6 +48,11 @@ class LaterClass:
     library: str
     own: tuple[type, ...] = field(default=())
 
+    @property
+    def __name__(self) -> str:
+        """The class's own."""
+        return self.name.partition(":")[2]
+
     def load(self) -> type:
         """The class itself."""
         return _load(self.name)
@@ -66,6 +71,7 @@ class Flag(TypedDict):
     const: str | int | float | bool | None
     choices: list[str] | None
     default: str | int | float | bool | list[str] | None
+    help: NotRequired[str | None]  # tables kept by earlier versions have none
 
 
 class ClassFlags(TypedDict):
@@ -135,7 +141,13 @@ def add_known(parser: argparse._ArgumentGroup, known: ClassFlags, *, replaced: C
         if flag["dest"] in replaced:
             continue
         if flag["nargs"] == "0":  # --no_flag
-            parser.add_argument(*flag["names"], dest=flag["dest"], action="store_false", default=flag["default"])
+            parser.add_argument(
+                *flag["names"],
+                dest=flag["dest"],
+                action="store_false",
+                default=flag["default"],
+                help=flag.get("help"),
+            )
             continue
         parser.add_argument(
             *flag["names"],
@@ -145,6 +157,7 @@ def add_known(parser: argparse._ArgumentGroup, known: ClassFlags, *, replaced: C
             const=flag["const"],
             choices=flag["choices"],
             default=flag["default"],
+            help=flag.get("help"),
         )
     return set(known["nullable"]) - set(replaced)
 
@@ -208,6 +221,7 @@ def _flag(action: argparse.Action) -> Flag:
         "const": action.const,
         "choices": None if action.choices is None else [str(choice) for choice in action.choices],
         "default": getattr(default, "value", default),
+        "help": action.help,
     }
 
 

@@ -81,7 +81,7 @@ def build_parser(
     """An argument parser with one flag per dataclass field, as transformers' `HfArgumentParser` lays them out.
 
     Args:
-        table: Flags of libraries, in place of importing their classes; it holds no help.
+        table: Flags of libraries, in place of importing their classes.
     """
     parser = _Parser(
         prog=program,
@@ -139,10 +139,10 @@ def parse_flags(
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     later = any(isinstance(cls, LaterClass) for cls in flag_classes)
-    table = known_table(flag_classes) if later and not {"-h", "--help"} & set(argv) else None
+    table = known_table(flag_classes) if later else None
     if table:
         with contextlib.suppress(NeedsLibraryError):
-            return _parse(build_parser(flag_classes, program=program, table=table), argv)
+            return _parse(build_parser(flag_classes, program=program, description=description, table=table), argv)
     parser = build_parser(flag_classes, program=program, description=description)
     if later and not table and not known_table(flag_classes):
         remember(make_table(flag_classes, lambda classes: build_parser(classes, program="")))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,7 @@ def as_told(parser: argparse.ArgumentParser) -> dict[str, tuple]:
             action.const,
             action.choices and [str(choice) for choice in action.choices],
             str(getattr(action.default, "value", action.default)),
+            action.help,
         )
         for action in parser._actions
     }
@@ -62,6 +65,23 @@ def test_the_recipes_parser_has_the_flags_of_its_classes() -> None:
     assert as_told(known) == as_told(real)
     assert known.get_default("_nullable") == real.get_default("_nullable")
     assert len(as_told(real)) >= 200
+
+
+def test_help_says_what_every_flag_is_for_without_importing_a_library() -> None:
+    code = (
+        "import runpy, sys; sys.argv = ['sft.py', '--help']\n"
+        "try: runpy.run_path('recipes/sft.py', run_name='__main__')\n"
+        "except SystemExit: pass\n"
+        "sys.stdout.flush(); print('IMPORTED', *({'torch', 'transformers', 'trl'} & set(sys.modules)))"
+    )
+    root = Path(library_flags.__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True)
+    text, _, imported = done.stdout.rpartition("IMPORTED")
+    assert imported.split() == []
+    assert "--global_batch_size" in text
+    assert "The initial learning rate" in text
+    assert "SFTConfig" in text
+    assert "Fine-tune a causal language model" in text
 
 
 @pytest.mark.parametrize(

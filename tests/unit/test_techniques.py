@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -12,8 +11,12 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import technique_page  # noqa: E402
+import technique_rows  # noqa: E402
 import techniques  # noqa: E402
 from technique_claims import read_claims  # noqa: E402
+
+# Quality after the same steps: measured by recipes/sft.py, half an hour on two cores.
+NOT_YET = set()
 
 
 @pytest.fixture(scope="module")
@@ -51,21 +54,33 @@ def test_formulas_and_predictions_are_todays(stages):
                 assert found == pytest.approx(numbers, rel=tolerance, abs=0.02 if tolerance > 0.01 else 1e-9), row
 
 
-def test_a_run_that_was_interrupted_goes_on_where_it_was(stages, tmp_path):
-    stage, rows, saved = stages["arithmetic"], {}, []
+def test_a_run_that_was_interrupted_goes_on_where_it_was(stages):
+    stage, rows = stages["arithmetic"], {}
     first, *others = stage.works
 
-    def interrupt():
-        saved.append(len(rows))
-        if len(saved) == 1:
-            raise KeyboardInterrupt
+    def interrupted(found):
+        rows.update(found)
+        raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        techniques.run(stage, rows, again=False, save=interrupt)
+        techniques.run(stage, rows, again=False, save=interrupted)
     assert set(rows) == set(first.rows)
     page = technique_page.page(stages, rows)
     assert "| fp32 with Adam: 4 + 4 + 8 = 16 B | 16 B |" in page
     assert technique_page.MISSING in page
-    techniques.run(stage, rows, again=False, save=interrupt)
-    assert len(saved) == 1 + len(others)
-    assert json.loads(json.dumps(rows)) == rows
+    saved = []
+    techniques.run(stage, rows, again=False, save=saved.append)
+    assert [set(found) for found in saved] == [set(work.rows) for work in others]
+
+
+def test_what_fails_is_said_and_the_rest_is_measured():
+    def fail():
+        raise RuntimeError("no answer")
+
+    works = (technique_rows.Work(("a",), fail), technique_rows.Work(("b",), lambda: {"b": {"x": 1 / 3}}))
+    saved = []
+    stage = technique_rows.Stage("s", "measured", "", works)
+    assert techniques.run(stage, {}, again=False, save=saved.append) == ["a: no answer"]
+    assert saved[0]["b"]["values"] == {"x": 0.333333}
+    assert saved[0]["b"]["kind"] == "measured"
+    assert "torch" in saved[0]["b"]["versions"]

@@ -1,0 +1,231 @@
+"""`techniques.py`, what a technique does to numbers: gradients with and without it, and bytes that it keeps."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+from technique_arithmetic import OPTIMIZERS
+from technique_cpu import SETUP, embedded_rows, start
+from technique_rows import Stage, Values, Work, ladder
+
+NUM_ROWS, LENGTH = 16, 128
+SCALE = 65536.0
+ATTENTION_LENGTHS = (512, 2048)
+HEADS, HEAD_SIZE = 4, 64
+
+
+def gradients(model: Any) -> Any:
+    """All of a model's gradients as one vector, which are gone afterwards."""
+    import torch
+
+    parts = [weight.grad.flatten().double() for weight in model.parameters() if weight.grad is not None]
+    model.zero_grad()
+    return torch.cat(parts)
+
+
+def difference(a: Any, b: Any) -> float:
+    """‖A − B‖ ÷ ‖B‖."""
+    return float((a - b).norm() / b.norm())
+
+
+def underflow() -> dict[str, Values]:
+    """Which of a pretrained model's gradients 16 bits make zero."""
+    import torch
+
+    loop = start("loss", ladder(SETUP)["loss"])
+    loop.loss(embedded_rows(4, LENGTH)).backward()
+    found = gradients(loop.model).float()
+    found = found[found != 0]
+
+    def lost(dtype: torch.dtype, scale: float = 1.0) -> float:
+        return float(((found * scale).to(dtype) == 0).float().mean())
+
+    halves = {"fp16": lost(torch.float16), "fp16_scaled": lost(torch.float16, SCALE)}
+    return {"exact/underflow": {**halves, "bf16": lost(torch.bfloat16)}}
+
+
+def accumulation() -> dict[str, Values]:
+    """Sixteen rows of different lengths at once and as 4 × 4."""
+    import torch
+
+    from accel_scale.optimization.fast_loss import language_model_loss
+
+    model = start("loss", ladder(SETUP)["loss"]).model
+    rows = embedded_rows(NUM_ROWS, LENGTH)
+    lengths = torch.linspace(8, LENGTH, NUM_ROWS).long()
+    labels = rows.masked_fill(torch.arange(LENGTH)[None] >= lengths[:, None], -100)
+
+    def gradient(size: int, items: Callable[[Any], float]) -> Any:
+        for ids, wanted in zip(rows.split(size), labels.split(size), strict=True):
+            language_model_loss(model, {"input_ids": ids, "labels": wanted}, items(wanted)).backward()
+        return gradients(model)
+
+    def predicted(wanted: Any) -> int:
+        return int((wanted[:, 1:] != -100).sum())
+
+    whole = gradient(NUM_ROWS, predicted)
+    by_tokens = gradient(4, lambda wanted: predicted(labels))
+    by_batches = gradient(4, lambda wanted: 4 * predicted(wanted))
+    figures = {"tokens": difference(by_tokens, whole), "batches": difference(by_batches, whole)}
+    return {"exact/accumulation": figures}
+
+
+def batch_norm() -> dict[str, Values]:
+    """A small convolutional network on 256 random images, at once and as 4 × 64."""
+    import torch
+    from torch import nn
+
+    def off(norm: Callable[[], nn.Module]) -> float:
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Conv2d(3, 8, 3), norm(), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(128, 10)
+        )
+        images, labels = torch.randn(256, 3, 12, 12), torch.randint(10, (256,))
+        nn.functional.cross_entropy(model(images), labels).backward()
+        whole = gradients(model)
+        for part, wanted in zip(images.split(64), labels.split(64), strict=True):
+            (nn.functional.cross_entropy(model(part), wanted) / 4).backward()
+        return difference(gradients(model), whole)
+
+    return {
+        "exact/batch_norm": {
+            "batch_norm": off(lambda: nn.BatchNorm2d(8)),
+            "group_norm": off(lambda: nn.GroupNorm(4, 8)),
+        }
+    }
+
+
+def checkpointing() -> dict[str, Values]:
+    """Gradients under every policy against those without one."""
+    import torch
+
+    from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy, apply_checkpointing
+
+    loop = start("loss", ladder(SETUP)["loss"])
+    rows = embedded_rows(4, LENGTH)
+    loop.loss(rows).backward()
+    plain = gradients(loop.model)
+    worst = 0.0
+    for policy in ("full", "every_2", "every_3", "selective", "offload"):
+        apply_checkpointing(loop.model, CheckpointingPolicy.parse(policy))
+        loop.loss(rows).backward()
+        worst = max(worst, float((gradients(loop.model) - plain).abs().max()))
+    return {"exact/checkpointing": {"difference": worst, "largest": float(torch.as_tensor(plain).abs().max())}}
+
+
+def optimizer_states() -> dict[str, Values]:
+    """Bytes per parameter of real optimizers' states after a step, for a matrix of a million weights."""
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    from accel_scale.optimization.optimizers import create_optimizer
+
+    figures = {}
+    for name, optim in OPTIMIZERS.items():
+        if name == "paged":  # unified memory of CUDA
+            continue
+        weight = torch.nn.Parameter(torch.randn(1024, 1024))
+        weight.grad = torch.randn_like(weight)
+        optimizer = create_optimizer(optim, [weight], lr=1e-3)
+        optimizer.step()
+        states = [leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, torch.Tensor)]
+        # Code books of quantised states are the optimizer's, not the parameter's: left out as what is small.
+        figures[name] = sum(_stored_bytes(leaf) for leaf in states if leaf.numel() > 256) / weight.numel()
+    return {"exact/optimizer_states": figures}
+
+
+def _stored_bytes(tensor: Any) -> int:
+    """Of what a tensor, quantised ones too, is made of."""
+    parts = getattr(tensor, "__tensor_flatten__", None)
+    if parts is None:
+        return tensor.numel() * tensor.element_size()
+    return sum(_stored_bytes(getattr(tensor, name)) for name in parts()[0])
+
+
+def epochs() -> dict[str, Values]:
+    """Rows of two epochs of a loader that Accelerate has prepared."""
+    import torch
+    from accelerate import Accelerator
+
+    loader = Accelerator(cpu=True).prepare_data_loader(
+        torch.utils.data.DataLoader(torch.arange(1000), batch_size=10, shuffle=True)
+    )
+    orders = []
+    for epoch in range(2):
+        loader.set_epoch(epoch)
+        orders.append(torch.cat([part.cpu() for part in loader]))
+    first, second = orders
+    return {
+        "exact/epochs": {
+            "same": float((first == second).float().mean()),
+            "seen": len(set(second.tolist()) & set(first.tolist())) / 1000,
+        }
+    }
+
+
+def attention() -> dict[str, Values]:
+    """transformers' unfused attention beside the fused one: outputs, what is kept, CPU time forward and backward."""
+    import torch
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.models.llama.modeling_llama import eager_attention_forward
+
+    from accel_scale.verifying.measured_memory import StorageTracker
+
+    class Module(torch.nn.Module):
+        num_key_value_groups, is_causal = 1, True
+
+    module = Module().train()
+    rows: dict[str, Values] = {}
+    worst = 0.0
+    for length in ATTENTION_LENGTHS:
+        torch.manual_seed(0)
+        query, key, value = (torch.randn(1, HEADS, length, HEAD_SIZE).requires_grad_() for _ in range(3))
+        mask = torch.full((length, length), torch.finfo(torch.float32).min).triu(1)[None, None]
+        kept, seconds, outputs = {}, {}, {}
+        for name, forward, given in (
+            ("eager", eager_attention_forward, mask),
+            ("fused", sdpa_attention_forward, None),
+        ):
+
+            def run(forward: Any = forward, given: Any = given, inputs: Any = (query, key, value)) -> Any:
+                return forward(module, *inputs, given, scaling=HEAD_SIZE**-0.5, dropout=0.0)[0]
+
+            tracker = StorageTracker()
+            with tracker:
+                output = run()
+                kept[name] = float(tracker.live_bytes)
+            outputs[name] = output.detach()
+            seconds[name] = _cpu_seconds(lambda run=run: run().sum().backward())
+        worst = max(worst, float((outputs["eager"] - outputs["fused"]).abs().max()))
+        rows[f"attention/{length}"] = {**kept, "speed": seconds["eager"] / seconds["fused"]}
+    return {**rows, "attention/exact": {"difference": worst}}
+
+
+def _cpu_seconds(run: Callable[[], object]) -> float:
+    run()
+    found = []
+    for _ in range(5):
+        started = time.process_time()
+        run()
+        found.append(time.process_time() - started)
+    return statistics.median(found)
+
+
+STAGE = Stage(
+    "exact",
+    "measured",
+    f"The embedded model on {NUM_ROWS} rows of {LENGTH} tokens in fp32, a small convolutional network on random "
+    f"images, attention with {HEADS} heads of {HEAD_SIZE}; one process.",
+    (
+        Work(("exact/underflow",), underflow),
+        Work(("exact/accumulation",), accumulation),
+        Work(("exact/batch_norm",), batch_norm),
+        Work(("exact/checkpointing",), checkpointing),
+        Work(("exact/epochs",), epochs),
+        Work((*(f"attention/{length}" for length in ATTENTION_LENGTHS), "attention/exact"), attention),
+        Work(("exact/optimizer_states",), optimizer_states),
+    ),
+)
