@@ -7,11 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
-from gpu_stages.box import Cases, Needs
+from gpu_stages.box import Cases
 from gpu_stages.inputs import llama_config
 
 _SHOWN = 6
+# Operations whose result the host must have before it goes on.
+_READ_BACK = ("aten::_local_scalar_dense", "aten::nonzero", "aten::unique_consecutive")
 # Names of attention kernels, as the profiler has them: torch's own, cuDNN's, FlashAttention's, Triton's.
 _ATTENTION = ("flash", "fmha", "attention", "cudnn_sdpa", "efficient", "flex")
 
@@ -23,7 +26,7 @@ def kernels(cases: Cases) -> None:
     cases.case("attention: padded rows", lambda: chosen_attention(cases, packing=False))
     cases.case("attention: packed rows", lambda: chosen_attention(cases, packing=True))
     cases.case("operations of a step, by time", lambda: operations(cases))
-    cases.case("points where the host waits for the device, per pass", lambda: waits(cases))
+    cases.case("points where the host waits, per packed micro-batch", lambda: waits(cases))
 
 
 def device() -> str:
@@ -54,10 +57,8 @@ def chosen_attention(cases: Cases, *, packing: bool) -> str:
     """The name that the recipe would pass to transformers, in the precision it would train in."""
     from accel_scale.launching.machine import detect_device
     from accel_scale.modeling.attention import resolve_attention
-    from accel_scale.modeling.precision import precision_named
 
-    found = detect_device(cases.device)
-    dtype = precision_named(found.default_precision).compute_dtype
+    found, dtype = detect_device(cases.device), precision(cases).compute_dtype
     config = llama_config("0.5B" if cases.on_gpu else "tiny")
     return resolve_attention(None, device=found, dtype=dtype, packing=packing, model_config=config)
 
@@ -80,8 +81,6 @@ def step(cases: Cases) -> Callable[[], Any]:
 
 def operations(cases: Cases) -> str:
     """Of a profiled pass: those that take longest, and the kernels of attention."""
-    from torch.profiler import ProfilerActivity, profile
-
     run = step(cases)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cases.on_gpu else [])]
     with profile(activities=activities) as profiler:
@@ -104,10 +103,26 @@ def short(name: str) -> str:
 
 
 def waits(cases: Cases) -> str:
-    """Counted by CUDA's own debugging mode, over forward and backward of one micro-batch."""
+    """Over forward and backward of a packed micro-batch: by CUDA's own debugging mode, on a CPU by what would wait."""
+    from accel_scale.optimization.fast_loss import add_fast_lm_head
+    from accel_scale.start_check.twin_check import recipe_loss
+    from gpu_stages.numerics import batch, build, config_with, to_device
+
+    model = build(config_with(None, cases.device), chosen_attention(cases, packing=True), cases.device)
+    add_fast_lm_head(model)
+    inputs, half = to_device(batch(), cases.device), precision(cases)
+
+    def run() -> None:
+        with half.autocast(cases.device):
+            loss = recipe_loss(model, inputs)
+        loss.backward()
+
+    run()  # kernels are chosen, compiled and loaded by now
     if not cases.on_gpu:
-        raise Needs("needs a GPU: a CPU does what it is told before the call returns")
-    run = step(cases)
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            run()
+        counted = {e.key: e.count for e in profiler.key_averages() if e.key in _READ_BACK}
+        return f"{sum(counted.values())} on this CPU, whose tensors a GPU would be waited for: {counted or 'none'}"
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as caught:
@@ -117,3 +132,11 @@ def waits(cases: Cases) -> str:
         torch.cuda.set_sync_debug_mode("default")
     places = [f"{w.filename.rpartition('/')[2]}:{w.lineno}" for w in caught if "synchronizing" in str(w.message)]
     return f"{len(places)}" + (f" ({', '.join(dict.fromkeys(places))})" if places else "")
+
+
+def precision(cases: Cases) -> Any:
+    """The one that the recipes would use here."""
+    from accel_scale.launching.machine import detect_device
+    from accel_scale.modeling.precision import precision_named
+
+    return precision_named(detect_device(cases.device).default_precision)

@@ -72,15 +72,18 @@ def parity(cases: Cases) -> None:
     runs += [(method, name) for method in adapting for name in adapters]
     reference = functools.cache(functools.partial(result_of, cases, gpus))
     # References first: two threads that ask for the same one would run it twice.
-    cases.case("ddp, full, against one process", lambda: beside(cases, reference, ("full", "ddp"), ("full", "cpu")))
+    single = "single_gpu" if cases.on_gpu else launches.SINGLE
+    cases.case("ddp, full, against one process", lambda: beside(cases, reference, ("full", "ddp"), ("full", single)))
     cases.case("ddp at half the batch differs", lambda: must_differ(cases, gpus, reference))
     for method in adapting:
         cases.case(f"ddp, {method}", lambda m=method: ran(reference(m, "ddp")))
-    cases.case("one process, pretraining", lambda: ran(reference("pretrain", "cpu")))
-    with ThreadPoolExecutor(max(1, gpus.count // 2 if cases.on_gpu else 1)) as pool:
+    cases.case("one process, pretraining", lambda: ran(reference("pretrain", single)))
+    # One more than can run at once: the compiler needs no GPU.
+    with ThreadPoolExecutor(1 + gpus.count // 2 if cases.on_gpu else 1) as pool:
+        pool.submit(cases.case, "DeepSpeed's operations for the host are compiled", compiled)
         for method, name in runs:
             is_cut = name in launches.MODEL_PARALLEL_FILES
-            against = ("pretrain", "cpu") if is_cut else (method, "ddp")
+            against = ("pretrain", single) if is_cut else (method, "ddp")
             what = ("pretrain" if is_cut else method, name)
             label = f"{name}, {what[0]}, against {'one process' if is_cut else 'ddp'}"
             pool.submit(cases.case, label, functools.partial(beside, cases, reference, what, against))
@@ -99,6 +102,18 @@ def must_differ(cases: Cases, gpus: Gpus, result: Any) -> str:
     wrong = result_of(cases, gpus, "full", "ddp", global_batch_size=launches.GLOBAL_BATCH_SIZE // 2)
     difference = launches.compare(wrong, result("full", "ddp"))
     return expect(difference.loss > 5 * TOLERANCE[cases.device][0], f"losses {difference.loss:.1e} apart")
+
+
+def compiled() -> str:
+    """Minutes the first time: launches that offload would wait for one another's compilers."""
+    code = "from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder\n"
+    code += "CPUAdamBuilder().load(verbose=False)\nAsyncIOBuilder().load(verbose=False)"
+    began, own = time.monotonic(), {} if os.environ.get("CUDA_VISIBLE_DEVICES") != "" else {"DS_ACCELERATOR": "cpu"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **own})
+    if done.returncode:
+        raise Wrong((done.stderr.strip().splitlines() or ["no output"])[-1][:240])
+    return f"{time.monotonic() - began:.0f} s"
 
 
 def ran(result: launches.Result) -> str:
