@@ -122,7 +122,8 @@ def waits(cases: Cases) -> str:
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
             run()
         counted = {e.key: e.count for e in profiler.key_averages() if e.key in _READ_BACK}
-        return f"{sum(counted.values())} on this CPU, whose tensors a GPU would be waited for: {counted or 'none'}"
+        listed = ", ".join(f"{count} {name.removeprefix('aten::')}" for name, count in counted.items())
+        return f"{sum(counted.values())} operations that would wait for a GPU ({listed or 'none'})"
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as caught:

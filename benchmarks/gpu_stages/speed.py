@@ -88,14 +88,8 @@ def measured_run(cases: Cases, name: str, model: Path, **extra: object) -> dict[
         flags["dataset_name"] = cases.folder / "data" / "documents.jsonl"
     report = cases.folder / f"report_{name}.json"
     command = [sys.executable, str(REPOSITORY / "benchmarks" / "measured_run.py"), str(report), str(script)]
-    done = subprocess.run(
-        [*command, *words(flags | extra)],
-        cwd=cases.folder,
-        capture_output=True,
-        text=True,
-        check=False,
-        env=dict(os.environ),
-    )
+    command += words(flags | extra)
+    done = subprocess.run(command, cwd=cases.folder, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         raise Wrong(f"status {done.returncode}: {lines[-1][:240] if lines else 'no output'}")
