@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from accel_scale.planning.cost.overheads import gpu_overhead
+from accel_scale.planning.search.branches import branch_of
 from accel_scale.planning.search.search import Candidate, Plan, Rejection
 from accel_scale.planning.search.writing import WrittenPlan
 from accel_scale.reporting.plan_tables import Budgeted, nothing_fits, time_notes
@@ -27,7 +28,9 @@ def as_dict(plan: Plan, budget: Budgeted, notes: Sequence[str], written: Written
         "rejections": [_rejection(rejection) for rejection in plan.rejections],
         "notes": [*notes, *time_notes(plan)],
     }
-    if plan.best is None:
+    if plan.best is not None:
+        document["branch"] = branch_of(plan.best.setup).name
+    else:
         document["remedies"] = nothing_fits(plan)
     if written is not None:
         files = [str(path) for path in written.files]

@@ -11,6 +11,7 @@ from accel_scale.errors import ConfigError
 from accel_scale.planning.cost.overheads import gpu_overhead
 from accel_scale.planning.cost.timing import predict_time
 from accel_scale.planning.models.training_setup import TrainingSetup
+from accel_scale.planning.search.branches import branch_of
 from accel_scale.planning.search.changes import as_flag, cheapest_changes, launch_label
 from accel_scale.planning.search.recipe_choices import PRETRAIN_PLAN, SFT_PLAN
 from accel_scale.planning.search.search import Candidate, Plan, Rejection, Request, search
@@ -39,6 +40,7 @@ def print_plan(plan: Plan, budget: Budgeted, notes: Sequence[str], *, top: int, 
         console.print(_ranked(plan.candidates[:top], budget))
         if len(plan.candidates) > top:
             console.print(f"{len(plan.candidates) - top} more fit: --top {len(plan.candidates)}", style="dim")
+        console.print(branch_of(plan.best.setup).line, soft_wrap=True, markup=False)
         notes = [*notes, *time_notes(plan)]
     for note in notes:
         console.print(f"note: {note}", soft_wrap=True)
