@@ -45,6 +45,7 @@ class ScalePlugin(ScaleSettings):
         micro_batch_size: Sequences per rank and step; None takes the data loader's.
         device_memory: Cap on the CUDA allocator, e.g. ``24GiB``.
         fp8_emulate: Emulate fp8 products where there are none.
+        sync_batch_norm: Take BatchNorm's statistics over all ranks (torch's `SyncBatchNorm`, on GPUs).
         verify_first_checkpoint: Read the first checkpoint of a trainer back and compare it with memory.
         guard: ``skip``, ``lower_lr`` or ``stop``: what a trainer does about steps whose loss or gradient norm is not
             finite or spikes. A plain loop uses `GuardedStep`.

@@ -19,6 +19,7 @@ from accel_scale.errors import ConfigError
 from accel_scale.modeling.precision import enable_fp16_on_cpu
 from accel_scale.optimization.batch_splitting import LossKind
 from accel_scale.parallel.engine import strategy_of
+from accel_scale.plugin.batch_norm import settle_batch_norm
 from accel_scale.plugin.field_words import in_words_of_fields
 from accel_scale.plugin.loop_settings import (
     ScheduleLength,
@@ -249,6 +250,15 @@ def _of(kind: type[_Part], parts: tuple[Any, ...]) -> list[_Part]:
 
 def _prepare_model(scale: ScaleSettings, accelerator: Any, model: nn.Module, *, is_trained: bool) -> nn.Module:
     device_type = accelerator.device.type
+    if is_trained:
+        model = settle_batch_norm(
+            model,
+            sync=bool(scale.sync_batch_norm),
+            device_type=device_type,
+            num_processes=accelerator.num_processes,
+            accumulation=accelerator.gradient_accumulation_steps,
+            say=accelerator.print,
+        )
     return prepare_model(
         model,
         strategy=strategy_of(accelerator),

@@ -57,6 +57,7 @@ class ScaleSettings:
     micro_batch_size: int | None = None
     device_memory: str | None = None
     fp8_emulate: bool | None = None
+    sync_batch_norm: bool | None = None
     verify_first_checkpoint: bool | None = None
     guard: str | None = None
     guard_threshold: float | None = None

@@ -10,6 +10,7 @@ from transformers import Trainer
 from accel_scale.errors import ConfigError
 from accel_scale.modeling.precision import enable_fp16_on_cpu
 from accel_scale.parallel.engine import strategy_of
+from accel_scale.plugin.batch_norm import settle_batch_norm
 from accel_scale.plugin.field_words import in_words_of_fields
 from accel_scale.plugin.preparing import adapt_optimizer, prepare_model
 from accel_scale.plugin.replacing import schedules_of
@@ -92,6 +93,14 @@ class ScaleTrainerMixin(LearningMixin, GuardMixin, MemoryRecoveryMixin, OutputFo
 
     def _prepare(self, model: Any) -> Any:
         with self.scale.in_words_of_fields():
+            model = settle_batch_norm(
+                model,
+                sync=bool(self.scale.sync_batch_norm),
+                device_type=self.accelerator.device.type,
+                num_processes=self.accelerator.num_processes,
+                accumulation=self.args.gradient_accumulation_steps,
+                say=self.accelerator.print,
+            )
             return prepare_model(
                 model,
                 strategy=strategy_of(self.accelerator),
