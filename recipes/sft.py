@@ -306,7 +306,7 @@ def make_trainer(run: Run) -> ScaleSFTTrainer:
         questions=run.questions,
         sp_size=run.sp_size,
         loss_from_logits=run.checked.loss_from_logits,
-        watched=settings.scale,
+        flags=settings.scale,
     )
     apply_checkpointing(trainer.model, settings.checkpointing, use_reentrant=run.checked.use_reentrant)
     add_stop_token(trainer.model, run.tokenizer, stop_token)

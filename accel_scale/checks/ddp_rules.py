@@ -54,6 +54,26 @@ def needs_fsdp2(case: Case) -> Finding | None:
     return error(run.place("sync_each_batch"), f"{why}.", "remove it, or launch with accelerate_configs/fsdp2.yaml.")
 
 
+def reduction_has_a_dtype(case: Case) -> Finding | None:
+    """One process reduces nothing, ranks that share a model reduce in fp32, and DDP in what gradients are."""
+    run, parallel = case.run, case.parallel
+    if run.reduce_dtype is None:
+        return None
+    place = run.place("reduce_dtype")
+    if parallel.kind.is_single:
+        return error(place, "one process adds up no gradients.", "remove it, or launch on several.")
+    degrees = (run.tp_size, run.pp_size, parallel.tensor_parallel_size)
+    if any((size or 1) > 1 for size in degrees) or (run.shares_model and (run.sp_size or 1) > 1):
+        if run.reduce_dtype == "fp32":
+            return None
+        return error(place, "ranks that share a model add up gradients in fp32.", "remove it.")
+    if parallel.is_fsdp and not parallel.kind.is_fsdp2:
+        return error(place, f"{parallel.label} reduces as its own mixed precision says.", "use fsdp_version: 2.")
+    if parallel.kind.is_ddp and run.reduce_dtype == "fp32" and case.precision == "bf16_true":
+        return error(place, "DDP adds up the bf16 gradients of bf16_true as they are.", "remove it, or use FSDP2.")
+    return None
+
+
 def bucket_size(case: Case) -> Finding | None:
     """A bucket of no size."""
     size = case.run.ddp_bucket_cap_mb
@@ -109,6 +129,7 @@ def cast_saves_nothing(case: Case) -> Finding | None:
 DDP_RULES: tuple[Rule, ...] = (
     needs_ddp,
     needs_fsdp2,
+    reduction_has_a_dtype,
     bucket_size,
     powersgd_flags,
     powersgd_never_begins,

@@ -60,6 +60,7 @@ class RunSettings:
     ddp_timeout: int = 1800
     ddp_bucket_cap_mb: int | None = None
     ddp_comm_hook: str = "none"
+    reduce_dtype: str | None = None
     powersgd_rank: int | None = None
     powersgd_start_step: int | None = None
     output_dir: str = "outputs/sft"

@@ -42,4 +42,13 @@ PRECISION_FACTS: dict[str, PrecisionFacts] = {
     "bf16_true": PrecisionFacts("bfloat16", None, "no"),
     "fp8": PrecisionFacts("float32", "bfloat16", "fp8", is_fp8=True),
 }
+# What other programs have and this one refuses, with the reason.
+REFUSED_PRECISIONS = {
+    "fp16_true": "weights in fp16 lose updates below 1/2048 of them and overflow at 65,504, and loss scaling cannot "
+    "unscale their gradients. Use fp16 (mixed), or bf16_true for 16-bit weights",
+    "transformer_engine": "fp8 is computed by torchao, whose products go through torch.compile, FSDP2 and every "
+    "checkpoint here. Use fp8",
+}
+# Dtypes that gradients can be reduced in, by the names of ``--reduce_dtype``.
+REDUCE_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}

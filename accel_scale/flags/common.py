@@ -7,6 +7,7 @@ from typing import Any
 
 from accel_scale.facts.names import DECAY_SHAPES, METHODS, PRECISIONS, SCHEDULE_NAMES
 from accel_scale.facts.optimizer_specs import OPTIMIZER_NAMES
+from accel_scale.facts.precisions import REDUCE_DTYPES
 
 PLANS = ("off", "check", "auto")
 
@@ -90,6 +91,15 @@ class SharedArguments:
         None,
         "Dropout in training, with this probability, wherever the model has one: in Llama and its kin in attention "
         "alone, in GPT-2 and its kin also after embeddings and layers. Default: the model's own.",
+    )
+    loss_scale: float | None = _flag(
+        None, "fp16: what the loss is multiplied by at first; it is adapted from there on. Default: 65536."
+    )
+    reduce_dtype: str | None = _flag(
+        None,
+        "Dtype in which ranks add up gradients, under DDP, FSDP2 and DeepSpeed. Default: DDP fp32, or what "
+        "--ddp_comm_hook says; FSDP2 and DeepSpeed that of the products.",
+        choices=tuple(REDUCE_DTYPES),
     )
     fp8_emulate: bool = _flag(False, "Emulate fp8 matrix products on devices without them (for tests; slow).")
     allow_changed_settings: bool = _flag(

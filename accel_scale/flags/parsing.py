@@ -16,6 +16,7 @@ from typing import Any, NoReturn, get_args, get_type_hints
 import yaml
 
 from accel_scale.errors import ConfigError
+from accel_scale.facts.precisions import REFUSED_PRECISIONS
 from accel_scale.flags.library import (
     FlagClass,
     FlagTable,
@@ -72,6 +73,9 @@ class _Parser(argparse.ArgumentParser):
     """argparse that raises instead of exiting, so that the caller can name file and line."""
 
     def error(self, message: str) -> NoReturn:
+        for name, reason in REFUSED_PRECISIONS.items():
+            if f"invalid choice: '{name}'" in message:
+                message = f"--precision has no {name}: {reason}"
         raise ConfigError(message[:1].upper() + message[1:] + ".")
 
 

@@ -90,6 +90,7 @@ RANGES: Mapping[str, FlagRange] = {
     "lora_r": _COUNT,
     "lora_alpha": _COUNT,
     "lora_dropout": _DECAY,
+    "loss_scale": _POSITIVE,
     "model_dropout": _DECAY,
     "vocab_size": _COUNT,
     # logging, evaluation, saving

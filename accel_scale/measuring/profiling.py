@@ -48,5 +48,11 @@ def step_profiler(num_steps: int, output_dir: str, *, is_main: bool) -> Iterator
         (folder / "operations.txt").write_text(table + "\n", encoding="utf-8")
 
     plan = schedule(wait=max(0, _WARM_UP_STEPS - 1), warmup=1, active=num_steps, repeat=1)
-    with profile(activities=activities, schedule=plan, on_trace_ready=write, profile_memory=True) as profiler:
+    with profile(
+        activities=activities,
+        schedule=plan,
+        on_trace_ready=write,
+        profile_memory=True,
+        record_shapes=True,  # and the dtypes of what is sent
+    ) as profiler:
         yield profiler

@@ -39,6 +39,7 @@ def plain_accelerator(
     from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs, TorchDynamoPlugin
 
     from accel_scale.modeling.precision import enable_fp16_on_cpu
+    from accel_scale.training.ddp.gradient_numbers import use_gradient_numbers
     from accel_scale.training.ddp.hooks import DdpSettings, use_ddp_settings
     from accel_scale.training.resilience.collective_timeout import backend_timeout, watch_accelerator
 
@@ -76,6 +77,7 @@ def plain_accelerator(
     if plugin is not None:
         _tell_deepspeed(plugin.deepspeed_config, args, settings.accumulation)
     enable_fp16_on_cpu(accelerator)
+    use_gradient_numbers(accelerator, args)
     use_ddp_settings(accelerator, DdpSettings.of(args))
     watch_accelerator(accelerator, args.collective_timeout, program)
     return accelerator

@@ -16,6 +16,7 @@ from accel_scale.measuring.meters import (
     peak_memory_bytes,
 )
 from accel_scale.reporting.step_lines import StepFigures, StepLines
+from accel_scale.training.ddp.gradient_numbers import loss_scale_of
 from accel_scale.training.ddp.hooks import hook_figures
 from accel_scale.units import format_bytes
 
@@ -162,6 +163,9 @@ class PretrainReport:
         }
         if run.router is not None:
             values["aux_loss"] = run.router.mean()
+        scale = loss_scale_of(run.accelerator)
+        if scale is not None:
+            values["loss_scale"] = scale
         if run.args.log_rows:
             values["rows"] = rows_checksum(row_ids)
         if speed:

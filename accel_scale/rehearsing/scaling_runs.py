@@ -25,7 +25,7 @@ KINDS = ("weak", "strong")
 _DROPPED = ("global_batch_size", "max_tokens", "num_train_epochs", "resume", "resume_from_checkpoint", "report_to")
 # Of how gradients are sent: refused where one rank sends none.
 _OF_SEVERAL_RANKS = (
-    "sync_each_batch", "ddp_bucket_cap_mb", "ddp_comm_hook", "powersgd_rank", "powersgd_start_step",
+    "sync_each_batch", "reduce_dtype", "ddp_bucket_cap_mb", "ddp_comm_hook", "powersgd_rank", "powersgd_start_step",
 )  # fmt: skip
 
 

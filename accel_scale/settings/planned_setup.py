@@ -106,6 +106,7 @@ def setup_of(
         packing=bool(recipe_value(settings, "packing")),
         accumulation=int(recipe_value(settings, "gradient_accumulation_steps")),
         sync_each_batch=bool(recipe_value(settings, "sync_each_batch")),
+        reduce_dtype=settings.scale.reduce_dtype,
         lora=_lora_of(model_args),
         double_quantisation=bool(model_args.use_bnb_nested_quant),
         compile=bool(recipe_value(settings, "torch_compile")),

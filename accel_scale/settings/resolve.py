@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
 from accel_scale.facts.methods import METHOD_FACTS
+from accel_scale.facts.strategies import strategy_named
 from accel_scale.flags.common import OptimizerArguments, ScaleArguments
 from accel_scale.flags.parsing import ParsedFlags
 from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy
@@ -76,6 +77,7 @@ def resolve(parsed: ParsedFlags, launch: LaunchFacts, *, preset: Mapping[str, An
     )
     _set_method(resolved)
     _set_precision(resolved)
+    _set_reduction(resolved, parsed)
     _set_checkpointing(resolved, parsed)
     _refuse_whole_rows(resolved, parsed)
     _set_batch(resolved, parsed)
@@ -103,6 +105,25 @@ def _set_method(resolved: Resolved) -> None:
 def _set_precision(resolved: Resolved) -> None:
     for flag, value in resolved.precision.trainer_flags.items():
         resolved.set(flag, value, f"derived from precision {resolved.precision.name}")
+
+
+def _set_reduction(resolved: Resolved, parsed: ParsedFlags) -> None:
+    """Under DDP the dtype of reductions is that of a hook, which has a flag of its own."""
+    wanted, hook = resolved.scale.reduce_dtype, resolved.values.get("ddp_comm_hook", "none")
+    if resolved.scale.loss_scale is not None and not resolved.precision.grad_scaler:
+        raise ConfigError(
+            f"in {resolved.precision.name} the loss is not scaled.", place=parsed.place("loss_scale"), fix="remove it."
+        )
+    if wanted is None or not strategy_named(resolved.launch.strategy).is_ddp:
+        return
+    if hook not in ("none", wanted):
+        raise ConfigError(
+            f"--reduce_dtype {wanted} and --ddp_comm_hook {hook} both say how gradients travel.",
+            place=parsed.place("reduce_dtype"),
+            fix="keep one of them.",
+        )
+    if wanted == "bf16":
+        resolved.set("ddp_comm_hook", "bf16", "derived from reduce_dtype bf16")
 
 
 def _set_checkpointing(resolved: Resolved, parsed: ParsedFlags) -> None:

@@ -28,6 +28,7 @@ from accel_scale.trainers.output_mixin import OutputFolderMixin
 from accel_scale.trainers.recovery_mixin import MemoryRecoveryMixin
 from accel_scale.trainers.saving_mixin import AtomicSavingMixin
 from accel_scale.trainers.sequence_mixin import SequenceParallelMixin
+from accel_scale.training.ddp.gradient_numbers import loss_scale_of, use_gradient_numbers
 from accel_scale.training.ddp.hooks import hook_figures
 from accel_scale.training.evaluation.exact_match import ExactMatch, exact_match
 from accel_scale.training.evaluation.progress import MeterCallback, MetricsCallback, show_progress
@@ -62,7 +63,7 @@ class ScaleSFTTrainer(_Base, SFTTrainer):
         questions: Held-out rows answered before the first and after the last step.
         max_new_tokens: Length limit of those answers.
         loss_from_logits: Compute the loss from the model's own logits, as the start check may ask for.
-        watched: Flags that ask for a profile or a summary of memory; None asks for neither.
+        flags: Those of both recipes that act on the trainer: a profile, a summary of memory, dtypes of gradients.
         **kwargs: As `SFTTrainer`, and `sp_size` of `SequenceParallelMixin`.
     """
 
@@ -79,11 +80,11 @@ class ScaleSFTTrainer(_Base, SFTTrainer):
         questions: Sequence[dict[str, Any]] = (),
         max_new_tokens: int = 32,
         loss_from_logits: bool = False,
-        watched: SharedArguments | None = None,
+        flags: SharedArguments | None = None,
         **kwargs: Any,
     ) -> None:
         self.loss_from_logits = loss_from_logits
-        self._schedule, self._watched = schedule or {}, watched or SharedArguments()
+        self._schedule, self._flags = schedule or {}, flags or SharedArguments()
         self.answered: dict[str, dict[str, Any]] = {}
         self.started, self._counted_before = time.perf_counter(), Counted()
         super().__init__(**kwargs)
@@ -91,6 +92,7 @@ class ScaleSFTTrainer(_Base, SFTTrainer):
         for what, rows in (("training", self.train_dataset), ("evaluation", self.eval_dataset)):
             refuse_unlabelled(rows, what=what, max_length=self.args.max_length)
         enable_fp16_on_cpu(self.accelerator)
+        use_gradient_numbers(self.accelerator, self._flags)
         mend_fsdp2_preparation()
         self.verify_first_checkpoint = verify_first_checkpoint
         self.recover_from_oom = recover_from_oom
@@ -107,10 +109,16 @@ class ScaleSFTTrainer(_Base, SFTTrainer):
         show_progress(self, self._tokens_per_second)
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        with watched_steps(self._watched, str(self.args.output_dir), self.memory_summary) as profiler:
+        with watched_steps(self._flags, str(self.args.output_dir), self.memory_summary) as profiler:
             self.add_callback(_ProfiledSteps(profiler))
             output: TrainOutput = super().train(*args, **kwargs)
             return output
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        scale = loss_scale_of(self.accelerator) if "loss" in logs else None
+        if scale is not None:
+            logs["loss_scale"] = scale
+        super().log(logs, start_time)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """The schedule by ratios of the steps that will really be taken."""

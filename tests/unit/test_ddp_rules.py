@@ -37,7 +37,7 @@ class Launch:
 
 def found(strategy: str, machine: LocalMachine, **flags: Any) -> list[str]:
     run = RunSettings.from_flags(flags)
-    names = ("ddp_", "powersgd_", "sync_")
+    names = ("ddp_", "powersgd_", "sync_", "reduce_")
     findings = check_run(run, Launch(LaunchStrategy(strategy)), machine)
     return [f"{f.level}: {f.one_line()}" for f in findings if f.place.startswith(tuple(f"--{n}" for n in names))]
 
@@ -123,3 +123,23 @@ def test_both_recipes_have_the_flags() -> None:
         args = cls(**parse_flags((cls,), words, program="recipe.py").explicit)
         assert DdpSettings.of(args) == DdpSettings(50, "powersgd", 8, 100)
         assert DdpSettings.of(cls()) == DdpSettings()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "flags", "says"),
+    [
+        ("single", {"reduce_dtype": "bf16"}, "one process adds up no gradients"),
+        ("ddp", {"reduce_dtype": "bf16"}, None),
+        ("fsdp2", {"reduce_dtype": "fp32"}, None),
+        ("zero3", {"reduce_dtype": "fp32"}, None),
+        ("fsdp2", {"reduce_dtype": "bf16", "tp_size": 2, "pp_size": 1}, "add up gradients in fp32"),
+        ("fsdp2", {"reduce_dtype": "fp32", "tp_size": 2, "pp_size": 1}, None),
+        ("ddp", {"reduce_dtype": "fp32", "precision": "bf16_true"}, "as they are"),
+        ("fsdp2", {"reduce_dtype": "fp32", "precision": "bf16_true"}, None),
+    ],
+)
+def test_the_dtype_of_reductions_where_it_cannot_be_chosen(
+    strategy: str, flags: dict[str, Any], says: str | None, machine: LocalMachine
+) -> None:
+    lines = found(strategy, machine, **flags)
+    assert [says in line for line in lines] == ([True] if says else [])

@@ -137,6 +137,7 @@ def test_what_fsdp_gathers_and_keeps_whole() -> None:
     assert found.unreduced_bytes == 2 * outside
     assert found.unreduced_share == pytest.approx(outside / N)
     assert found.waiting_gradient_bytes == 2 * N
+    assert transfers(LLAMA, replace(sharing("fsdp2", 8), reduce_dtype="fp32")).waiting_gradient_bytes == 4 * N
     assert transfers(LLAMA, replace(sharing("fsdp2", 8), sync_each_batch=True)).waiting_gradient_bytes == 0
     kept = transfers(LLAMA, sharing("fsdp2", 8, reshard_after_forward=False))
     assert kept.gathered_bytes == 2 * (LLAMA.layer_params + outside)

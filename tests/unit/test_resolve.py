@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,9 @@ def test_qlora_by_one_flag_and_by_trls_own() -> None:
         ("--load_in_4bit --load_in_8bit", "4 and in 8 bits"),
         ("--precision fp32 --bf16", "bf16"),
         ("--fp16 --bf16", "bf16"),
+        ("--precision bf16 --loss_scale 1024", "in bf16 the loss is not scaled"),
+        ("--precision fp16_true", "loss scaling cannot unscale"),
+        ("--precision transformer_engine", "Use fp8"),
         ("--checkpointing_policy none --gradient_checkpointing", "contradict"),
         ("--checkpointing_policy evry_2", "every_2"),
         ("--global_batch_size 7 --per_device_train_batch_size 2", "6 or 8"),
@@ -141,6 +145,15 @@ def test_fine_tuning_warms_up_and_its_cosine_ends_above_zero(
             schedule.step()
         assert rates[:4] == pytest.approx([1 / 3, 2 / 3, 1, 1])
         assert rates[-1] == pytest.approx(0.1, abs=1e-3)
+
+
+def test_under_ddp_the_dtype_of_reductions_is_that_of_the_hook() -> None:
+    ddp = LaunchFacts(world_size=2, strategy="ddp")
+    assert settle("--reduce_dtype bf16", launch=ddp).values["ddp_comm_hook"] == "bf16"
+    assert "ddp_comm_hook" not in settle("--reduce_dtype fp32", launch=ddp).values
+    assert "ddp_comm_hook" not in settle("--reduce_dtype bf16", launch=replace(ddp, strategy="fsdp2")).values
+    with pytest.raises(ConfigError, match="both say how gradients travel"):
+        settle("--reduce_dtype bf16 --ddp_comm_hook powersgd", launch=ddp)
 
 
 def test_the_preset_gives_way_by_groups() -> None:

@@ -141,7 +141,7 @@ def quantised_params(facts: ModelFacts) -> int:
 def _sharded(facts: ModelFacts, setup: TrainingSetup, model_ranks: int) -> list[Collective]:
     parallel = setup.parallel
     weights = gathered_weight_bytes(facts, setup) / model_ranks
-    gradients = trained_params(facts, setup) * setup.compute_bytes / model_ranks
+    gradients = trained_params(facts, setup) * (setup.reduce_bytes or setup.compute_bytes) / model_ranks
     times, shards = setup.accumulation, parallel.num_shards
     # FSDP2 reduces gradients after a step's last micro-batch unless it is told otherwise, DeepSpeed after each; stages
     # gather weights once as well.
@@ -165,11 +165,13 @@ def _replicated(facts: ModelFacts, setup: TrainingSetup, model_ranks: int) -> li
     params = trained_params(facts, setup) / model_ranks
     spread = parallel.tensor_parallel
     if not parallel.shards_states:
-        return [Collective("gradients", "all_reduce", params * setup.trained_bytes, ranks, 1, spread)]
+        sent = params * (setup.reduce_bytes or setup.trained_bytes)
+        return [Collective("gradients", "all_reduce", sent, ranks, 1, spread)]
     num_bytes = params * setup.compute_bytes
     reductions = setup.accumulation if parallel.shards_gradients else 1
+    reduced = setup.reduce_bytes or setup.compute_bytes
     return [
-        Collective("gradients", "reduce_scatter", num_bytes, ranks, reductions, spread),
+        Collective("gradients", "reduce_scatter", params * reduced, ranks, reductions, spread),
         Collective("updated weights", "all_gather", num_bytes, ranks, 1, spread, overlaps=False),
     ]
 

@@ -75,12 +75,13 @@ def _fsdp(model: ModelFacts, setup: TrainingSetup, groups: ParameterGroups) -> T
         return _fsdp_pipeline(setup, groups, gathered + outside * width)
     whole = (outside if setup.trains_all else 0.0) * width
     # Where ranks share the model gradients are reduced in fp32, and so kept in it.
-    kept = setup.trained_bytes if setup.parallel.is_divided else width
+    kept = setup.trained_bytes if setup.parallel.is_divided else setup.reduce_bytes or width
+    copied = setup.reduce_bytes or width
     return Transfers(
         gathered_bytes=gathered + outside * width,
         first_gathered_bytes=first + outside * width,
-        bucket_bytes=layer * width if setup.trains_all else 0.0,
-        last_bucket_bytes=max(layer, outside) * width if setup.trains_all else 0.0,
+        bucket_bytes=layer * copied if setup.trains_all else 0.0,
+        last_bucket_bytes=max(layer, outside) * copied if setup.trains_all else 0.0,
         unreduced_bytes=whole,
         unreduced_share=outside / groups.base if whole else 0.0,
         # Accelerate accumulates without synchronising unless told otherwise: until the last micro-batch gradients

@@ -10,7 +10,7 @@ from accel_scale.errors import ConfigError
 from accel_scale.facts.device import ATTENTION_NAMES, PACKED_ATTENTION
 from accel_scale.facts.methods import METHOD_FACTS
 from accel_scale.facts.names import METHODS, PIPELINE_SCHEDULES, PRECISIONS
-from accel_scale.facts.precisions import DTYPE_BYTES, PRECISION_FACTS
+from accel_scale.facts.precisions import DTYPE_BYTES, PRECISION_FACTS, REDUCE_DTYPES
 from accel_scale.facts.strategies import STRATEGIES, Strategy, strategy_named
 
 _EVERY_LAYERS = re.compile(r"every_([0-9]+)")
@@ -150,6 +150,7 @@ class TrainingSetup:
         accumulation: Micro-batches per optimizer step.
         sync_each_batch: Whether FSDP2 reduces and shards the gradients of every micro-batch. Else those of all but a
             step's last wait whole on every rank, and are reduced once.
+        reduce_dtype: Of ``--reduce_dtype``; None: the engine's own.
         lora: The adapters, for ``lora`` and ``qlora``.
         double_quantisation: Whether QLoRA quantises its constants too.
         compile: Whether layers go through torch.compile.
@@ -171,6 +172,7 @@ class TrainingSetup:
     mean_length: float | None = None
     accumulation: int = 1
     sync_each_batch: bool = False
+    reduce_dtype: str | None = None
     lora: LoraSetup = LoraSetup()
     double_quantisation: bool = True
     compile: bool = False
@@ -235,6 +237,11 @@ class TrainingSetup:
     def compute_bytes(self) -> int:
         """Bytes per value of matrix products' inputs."""
         return DTYPE_BYTES[PRECISION_FACTS[self.precision].compute]
+
+    @property
+    def reduce_bytes(self) -> int | None:
+        """Bytes per value of a gradient that is reduced; None: as the engine has it."""
+        return DTYPE_BYTES[REDUCE_DTYPES[self.reduce_dtype]] if self.reduce_dtype is not None else None
 
     @property
     def autocast(self) -> bool:
