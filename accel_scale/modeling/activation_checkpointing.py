@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
 from accel_scale.modeling.activation_offload import checkpoint_with_offload
-from accel_scale.modeling.tiling.layers import tile_layers, untile_layers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -112,6 +111,8 @@ def apply_checkpointing(
             place="--checkpointing_policy",
             fix="use full, every_n or offload, or another strategy than ZeRO-3.",
         )
+    from accel_scale.modeling.tiling.layers import tile_layers, untile_layers  # which imports torch
+
     untile_layers(model)
     hf_model = _hf_model(model)
     if hf_model is not None and blocks is None:
