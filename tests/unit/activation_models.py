@@ -97,8 +97,9 @@ def real_bytes(architecture: str, setup: TrainingSetup, **fields) -> tuple[float
         model = get_peft_model(model, LoraConfig(r=setup.lora.rank, target_modules=targets, use_dora=setup.lora.dora))
     if setup.loss == "chunked":
         add_fast_lm_head(base)
-    if setup.checkpointing != "none":
-        apply_checkpointing(model, CheckpointingPolicy.parse(setup.checkpointing))
+    policy = replace(CheckpointingPolicy.parse(setup.checkpointing), in_tiles=setup.long_rows)
+    if policy != CheckpointingPolicy("none"):
+        apply_checkpointing(model, policy)
     inputs = real_inputs(setup)
     tracker = StorageTracker()
     gc.collect()

@@ -9,7 +9,7 @@ from accel_scale.facts.optimizer_specs import modelled_optimizer
 from accel_scale.facts.strategies import HYBRID, ONE_GPU, VARIANTS
 from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.models.training_setup import ParallelSetup, TrainingSetup
-from accel_scale.planning.tape.families import changes_products
+from accel_scale.planning.tape.families import changes_products, tiles_conflict
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,8 @@ def conflict(setup: TrainingSetup, model: ModelFacts | None = None) -> str | Non
     """Why the libraries cannot run this combination; None where they can."""
     if model is not None and setup.checkpointing == "selective" and changes_products(model):
         return "the model changes results in place that selective checkpointing keeps"
+    if model is not None and (reason := tiles_conflict(model, setup)):
+        return reason
     parallel, optimizer = setup.parallel, setup.optimizer
     if setup.sync_each_batch and not parallel.can_sync_each_batch:
         return "gradients of every micro-batch are reduced under FSDP2 only, where ranks do not share the model"

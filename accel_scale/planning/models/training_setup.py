@@ -141,6 +141,7 @@ class TrainingSetup:
             ``bf16_true``; ``fp8`` (torchao on bf16 mixed).
         optimizer: A name of ``--optim``.
         checkpointing: A name of ``--checkpointing_policy``.
+        long_rows: Whether MLPs and norms run over slices of the rows.
         attention: A name of ``--attn_implementation``.
         loss: ``full`` logits, ``chunked`` (this project's head and loss) or ``liger``.
         micro_batch_size: Rows per rank and forward pass.
@@ -164,6 +165,7 @@ class TrainingSetup:
     precision: str = "bf16"
     optimizer: str = "adamw_torch_fused"
     checkpointing: str = "full"
+    long_rows: bool = False
     attention: str = "sdpa"
     loss: str = "chunked"
     micro_batch_size: int = 1

@@ -44,6 +44,7 @@ class Family:
         kernels: The implementations of attention that it has.
         packs: Those of them that keep packed documents apart.
         changes_products: Whether it changes results of matrix products in place, which selective checkpointing keeps.
+        has_mlp: Whether its layers have a module of one input for the MLP, which can be computed in tiles.
         makes_both_masks: Whether a mask with and one without a window are made, whatever the layers use.
     """
 
@@ -70,6 +71,7 @@ class Family:
     packs: tuple[str, ...] = ATTENTIONS
     changes_products: bool = False
     makes_both_masks: bool = False
+    has_mlp: bool = True
     passes_mask: bool = False
 
 
@@ -112,7 +114,7 @@ FAMILIES: dict[str, Family] = {
     "gpt2": Family(passes_mask=True, projections="split", keeps_names=True, rotation="none", eager_fp32=False),
     "gpt_neox": Family(block="joined", projections="split", keeps_names=True, rotation="partial"),
     "stablelm": Family(block="joined", joined_order="residual", keeps_names=True, rotation="partial"),
-    "opt": Family(rotation="none", scales_query=True),
+    "opt": Family(rotation="none", scales_query=True, has_mlp=False),
     "falcon": Family(
         block="falcon",
         attention="falcon",
@@ -136,6 +138,7 @@ FAMILIES: dict[str, Family] = {
         returns_weights=True,
         kernels=("eager",),
         packs=(),
+        has_mlp=False,
     ),
 }
 
@@ -179,6 +182,17 @@ def changes_products(model: ModelFacts) -> bool:
     return (_family(model.model_type) or _LLAMA).changes_products
 
 
+def tiles_conflict(model: ModelFacts, setup: TrainingSetup) -> str | None:
+    """Why the model's MLPs cannot be computed in tiles, where they should be; None if they can."""
+    if not setup.long_rows:
+        return None
+    if not (_family(model.model_type) or _LLAMA).has_mlp:
+        return f"the layers of {model.name} have no MLP that can be computed in tiles"
+    if setup.checkpointing == "selective":
+        return "selective checkpointing keeps the products that tiles are there to drop"
+    return "fp8 scales a product by all of its tokens" if setup.precision == "fp8" else None
+
+
 def check_setup(model: ModelFacts, setup: TrainingSetup) -> None:
     """Refuse what the model's own code does not have.
 
@@ -202,6 +216,8 @@ def check_setup(model: ModelFacts, setup: TrainingSetup) -> None:
             place="packing",
             fix="switch packing off with --no_packing.",
         )
+    if conflict := tiles_conflict(model, setup):
+        raise ConfigError(f"{conflict}.", place="long_rows", fix="leave it out, and use offload checkpointing.")
     if setup.checkpointing == "selective" and changes_products(model):
         raise ConfigError(
             f"{model.name} changes results in place that selective checkpointing keeps.",

@@ -15,6 +15,7 @@ from accel_scale.planning.tape.norms import norm
 from accel_scale.planning.tape.ops import Ops
 from accel_scale.planning.tape.tables import Tables
 from accel_scale.planning.tape.tensors import Tensor
+from accel_scale.planning.tape.tiles import tiled
 
 _ATTENTIONS: dict[str, type[Attention]] = {
     "interface": Attention,
@@ -134,7 +135,18 @@ class Layer:
         """The MLP, or the experts in its place."""
         if self.facts.mixture is not None:
             return mixture(self, x)
-        return self.dense_mlp(x, [linear.name for linear in self.facts.mlp])
+        names = [linear.name for linear in self.facts.mlp]
+        if not self.setup.long_rows:
+            return self.dense_mlp(x, names)
+        width = self.model.hidden_size
+        return tiled(self.ops, self.weights, "mlp", x, width, width, lambda tile, own: self._with(own, tile, names))
+
+    def _with(self, weights: Weights, x: Tensor, names: list[str]) -> Tensor:
+        before, self.weights = self.weights, weights
+        try:
+            return self.dense_mlp(x, names)
+        finally:
+            self.weights = before
 
     def linear(self, name: str, x: Tensor) -> Tensor:
         """The MLP's matrix product called `name`."""

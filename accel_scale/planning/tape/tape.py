@@ -7,7 +7,8 @@ torch's order, adds up gradients in place where torch does, and recomputes check
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from accel_scale.planning.tape.tensors import Backward, Meter, Node, Parameter, Recompute, Storage, Tensor
 
@@ -25,6 +26,7 @@ class Tape:
         adds_in_place: Whether two gradients of one tensor are summed in place. Torch does, except while a dispatch
             mode (a memory tracker, for instance) is active.
         is_cuda: Whether kernels are CUDA's rather than the CPU's, which need a copy in places.
+        caches_casts: Whether weights cast for autocast are kept for the next product that takes them.
     """
 
     def __init__(self, *, autocast_bytes: int | None = None, adds_in_place: bool = True, is_cuda: bool = True) -> None:
@@ -32,6 +34,8 @@ class Tape:
         self.autocast_bytes = autocast_bytes
         self.adds_in_place, self.is_cuda = adds_in_place, is_cuda
         self.weight_casts: dict[int, Tensor] = {}
+        self.caches_casts = True
+        self._is_muted = False
         self._order = 0
         self._recompute: Recompute | None = None
         self._dropping: Recompute | None = None
@@ -41,8 +45,24 @@ class Tape:
         """A tensor with memory of its own."""
         return Tensor(Storage(self.meter, numel * itemsize), numel, itemsize)
 
+    @property
+    def is_recomputing(self) -> bool:
+        """Whether a checkpointed block is run for the second time."""
+        return self._recompute is not None
+
+    @contextmanager
+    def muted(self) -> Iterator[None]:
+        """Nothing is recorded inside: a forward pass without gradients."""
+        self._is_muted, before = True, self._is_muted
+        try:
+            yield
+        finally:
+            self._is_muted = before
+
     def product(self, numel: float, itemsize: int) -> Tensor:
         """The result of a matrix product or of attention, which selective checkpointing keeps."""
+        if self._is_muted:
+            return self.new(numel, itemsize)
         if self._dropping is not None and self._dropping.keeps_products:
             result = self.new(numel, itemsize)
             self._dropping.products.append(result.view())
@@ -68,7 +88,7 @@ class Tape:
         casts them once the operation's own backward is through.
         """
         nodes = [None if value is None else value.node for value in inputs]
-        if not any(node is not None for node in nodes):
+        if self._is_muted or not any(node is not None for node in nodes):
             return output
         self._order += 1
         kept = [tensor.view() for tensor in saved if tensor is not None]
@@ -136,12 +156,13 @@ class Tape:
 
         return self.record(x.view(), [x], [], backward)
 
-    def backward(self, loss: Tensor) -> None:
-        """Run the graph of `loss` backwards; parameters' gradients stay in them."""
+    def backward(self, loss: Tensor, grad: Tensor | None = None) -> None:
+        """Run the graph of `loss` backwards, from `grad` or one number; parameters' gradients stay in them."""
         if loss.node is None:
             return
         waiting = _count_uses(loss.node)
-        buffers: dict[int, Tensor] = {id(loss.node): self.new(1, loss.itemsize)}
+        buffers: dict[int, Tensor] = {id(loss.node): self.new(1, loss.itemsize) if grad is None else grad.view()}
+        del grad
         ready = [(-loss.node.order, id(loss.node), loss.node)]
         loss.node = None
         while ready:
