@@ -120,7 +120,9 @@ def apply_checkpointing(
     else:
         layers = _apply_to_plain(model, policy, use_reentrant, blocks)
     if policy.in_tiles:
-        tile_layers(layers, name=type(hf_model or model).__name__, rows=tile_rows)
+        tile_layers(model, layers, name=type(hf_model or model).__name__, rows=tile_rows)
+    if hf_model is not None:
+        hf_model._has_long_rows = policy.in_tiles  # `head_loss` then takes smaller chunks
 
 
 def _hf_model(model: nn.Module) -> Any:

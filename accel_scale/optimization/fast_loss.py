@@ -18,7 +18,13 @@ from transformers.utils import ModelOutput
 
 from accel_scale.errors import ConfigError
 from accel_scale.modeling.attention import with_document_lengths
-from accel_scale.optimization.loss import IGNORED_LABEL, chunked_cross_entropy, count_loss_tokens, gathered_head
+from accel_scale.optimization.loss import (
+    IGNORED_LABEL,
+    chunked_cross_entropy,
+    count_loss_tokens,
+    default_chunk_size,
+    gathered_head,
+)
 from accel_scale.optimization.router_loss import forward_with_router
 from accel_scale.optimization.vocabulary_parallel import held_head
 
@@ -100,7 +106,9 @@ def head_loss(model: Any, hidden: torch.Tensor, labels: torch.Tensor, **options:
     transform = {"bias": bias, "softcap": softcap, "logit_scale": logit_scale, "vocabulary": vocabulary}
     with gathered_head(weight, bias):
         hidden, labels = hidden.to(weight.device), labels.to(weight.device)
-        return chunked_cross_entropy(hidden, weight, labels, **transform, **options)
+        is_long = getattr(model, "_has_long_rows", False)
+        size = default_chunk_size(weight.shape[0], weight.device.type, long_rows=is_long)
+        return chunked_cross_entropy(hidden, weight, labels, chunk_size=size, **transform, **options)
 
 
 def logits_loss(

@@ -16,14 +16,17 @@ if TYPE_CHECKING:
 IGNORED_LABEL = -100
 # Logits of one chunk: small enough for a CPU's caches, large enough to keep a GPU's matrix units busy.
 _CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**28}
+# Of a model whose layers run in tiles: as much memory as a tile takes.
+_LONG_ROWS_LOGITS = 2**26
 # Above this size the head's gradient is computed in the backward pass, where the activations are already being
 # freed, at the price of computing the logits a second time.
 _HEAD_GRAD_IN_FORWARD_BYTES = 256 * 2**20
 
 
-def default_chunk_size(vocab_size: int, device_type: str) -> int:
-    """Tokens per chunk whose logits stay within a fixed size; at least 64."""
-    return max(64, _CHUNK_LOGITS.get(device_type, _CHUNK_LOGITS["cuda"]) // vocab_size)
+def default_chunk_size(vocab_size: int, device_type: str, *, long_rows: bool = False) -> int:
+    """Tokens per chunk whose logits stay within a fixed size, a smaller one for `long_rows`; at least 64."""
+    most = _CHUNK_LOGITS.get(device_type, _CHUNK_LOGITS["cuda"])
+    return max(64, (min(most, _LONG_ROWS_LOGITS) if long_rows else most) // vocab_size)
 
 
 def chunked_cross_entropy(

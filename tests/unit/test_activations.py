@@ -126,6 +126,7 @@ def test_a_few_walked_layers_say_what_all_would(architecture, checkpointing):
 
 def test_figures_of_the_chunked_loss_are_the_real_ones():
     assert head.CHUNK_LOGITS == real_loss._CHUNK_LOGITS
+    assert head.LONG_ROWS_LOGITS == real_loss._LONG_ROWS_LOGITS
     assert head.HEAD_GRAD_IN_FORWARD_BYTES == real_loss._HEAD_GRAD_IN_FORWARD_BYTES
 
 

@@ -17,12 +17,14 @@ _MLP_NAMES = ("mlp", "feed_forward", "ffn", "ff", "block_sparse_moe", "moe")
 _EXPERT_NAMES = ("experts", "router")
 
 
-def tile_layers(layers: Sequence[nn.Module], *, name: str, rows: int | None = None) -> None:
-    """Let the MLPs of `layers` run over slices of the rows; gradients stay.
+def tile_layers(model: nn.Module, layers: Sequence[nn.Module], *, name: str, rows: int | None = None) -> None:
+    """Let the MLPs and norms of `layers`, and the norm after them, run over slices of the rows; gradients stay.
 
-    MLPs with experts are left alone: their slices are the tokens that each expert gets.
+    MLPs with experts are left alone: their slices are the tokens that each expert gets. So are norms that are one
+    kernel, which keeps no more than its input.
 
     Args:
+        model: What the layers are part of.
         name: Of the model, for messages.
         rows: Tokens per slice; None: as many as a hidden state has values.
 
@@ -31,25 +33,43 @@ def tile_layers(layers: Sequence[nn.Module], *, name: str, rows: int | None = No
     """
     for layer in layers:
         found = _mlp_of(layer)
-        if found is not None and _has_experts(found):
-            continue
-        if found is None or not _takes_one_tensor(found):
-            what = (
-                "no module of its own for the MLP"
-                if found is None
-                else f"an MLP ({type(found).__name__}) of its own kind"
-            )
+        if found is None or not (_has_experts(found) or _takes_one_tensor(found)):
+            own = "no module of its own for the MLP"
+            what = own if found is None else f"an MLP ({type(found).__name__}) that takes more than hidden states"
             raise ConfigError(
                 f"the layers of {name} have {what}, which cannot be computed in slices.",
                 place="--long_rows",
                 fix="use --checkpointing_policy offload, which keeps the layers' inputs in host memory.",
             )
-        _tile(found, rows)
+    for layer in layers:
+        found = _mlp_of(layer)
+        if found is not None and not _has_experts(found):
+            _tile(found, rows)
+    for parent in (*layers, *_parents(model, layers)):
+        for child in parent.children():
+            if _is_norm(child):
+                _tile(child, rows)
 
 
-def _mlp_of(layer: nn.Module) -> nn.Module | None:
-    children = dict(layer.named_children())
-    return next((children[name] for name in _MLP_NAMES if name in children), None)
+def _parents(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules that hold the stacks of `layers`, and the norm after them."""
+    known = {id(layer) for layer in layers}
+    return [
+        module
+        for module in model.modules()
+        if any(isinstance(child, nn.ModuleList) and any(id(i) in known for i in child) for child in module.children())
+    ]
+
+
+def _is_norm(module: nn.Module) -> bool:
+    kind = type(module)
+    is_fused = kind.__module__.startswith("liger_kernel") or "forward" in module.__dict__
+    return kind.__name__.endswith("Norm") and not is_fused and not list(module.children())
+
+
+def num_with_experts(layers: Sequence[nn.Module]) -> int:
+    """How many of `layers` have an MLP of experts, which is left alone."""
+    return sum(found is not None and _has_experts(found) for found in map(_mlp_of, layers))
 
 
 def untile_layers(model: nn.Module) -> None:
@@ -57,6 +77,11 @@ def untile_layers(model: nn.Module) -> None:
     for module in model.modules():
         if _is_tiled(module):
             del module.forward
+
+
+def _mlp_of(layer: nn.Module) -> nn.Module | None:
+    children = dict(layer.named_children())
+    return next((children[name] for name in _MLP_NAMES if name in children), None)
 
 
 def _tile(module: nn.Module, rows: int | None) -> None:
@@ -88,7 +113,7 @@ def _tell_zero3(module: nn.Module) -> None:
     """Let ZeRO-3 gather the module's weights once around its call, not for each linear layer in each slice."""
     from transformers.integrations import is_deepspeed_zero3_enabled
 
-    if is_deepspeed_zero3_enabled():
+    if is_deepspeed_zero3_enabled() and list(module.children()):
         from deepspeed.utils import set_z3_leaf_module
 
         set_z3_leaf_module(module, True)

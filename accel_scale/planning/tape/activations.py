@@ -11,12 +11,12 @@ from accel_scale.planning.tape.families import check_setup, family_of
 from accel_scale.planning.tape.head import Head
 from accel_scale.planning.tape.layers import Layer
 from accel_scale.planning.tape.linears import Weights, adapter_key
-from accel_scale.planning.tape.norms import norm
 from accel_scale.planning.tape.ops import Ops
 from accel_scale.planning.tape.parallel import tensor_parallel_share
 from accel_scale.planning.tape.tables import Tables, make_mask, make_tables
 from accel_scale.planning.tape.tape import Tape
 from accel_scale.planning.tape.tensors import Parameter, Tensor
+from accel_scale.planning.tape.tiles import tiled_norm
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ class _Model:
             x = ops.scale(x)
         self.frame.append(x.view())
         if self.family.embedding_norm:
-            x = norm(ops, model, self.family, self.outside, "embed_norm", x, self.rows, model.hidden_size)
+            x = tiled_norm(ops, model, self.family, self.outside, "embed_norm", x)
         if model.position_params:
             looked_up = self._positions(self.outside.base("positions", model.position_params))
             self.frame.append(looked_up.view())
@@ -271,7 +271,7 @@ class _Model:
     def finish(self, x: Tensor) -> Tensor:
         """The final norm; the model's forward returns, and what only its frame held is gone."""
         if self.model.has_head:
-            x = norm(self.ops, self.model, self.family, self.outside, "norm", x, self.rows, self.model.hidden_size)
+            x = tiled_norm(self.ops, self.model, self.family, self.outside, "norm", x)
         self.tables = self.returned = None
         self.frame.clear()
         return x

@@ -13,6 +13,7 @@ from accel_scale.planning.tape.tensors import Parameter, Tensor
 
 # The figures of accel_scale.optimization.loss; a test compares them.
 CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**28}
+LONG_ROWS_LOGITS = 2**26
 HEAD_GRAD_IN_FORWARD_BYTES = 256 * 2**20
 
 
@@ -114,7 +115,9 @@ class Head:
         if self.setup.loss == "liger":
             size = 2.0 ** math.ceil(math.log2(max(tokens / math.ceil(self.vocab / self.model.hidden_size), 1)))
         else:
-            size = max(64, CHUNK_LOGITS["cuda" if self.ops.tape.is_cuda else "cpu"] // self.model.vocab_size)
+            most = CHUNK_LOGITS["cuda" if self.ops.tape.is_cuda else "cpu"]
+            most = min(most, LONG_ROWS_LOGITS) if self.setup.long_rows else most
+            size = max(64, most // self.model.vocab_size)
         full, rest = divmod(tokens, size)
         return [size] * min(int(full), 3) + ([rest] if rest else [])
 

@@ -11,11 +11,10 @@ from accel_scale.planning.tape.families import Family
 from accel_scale.planning.tape.gpt_attention import BloomAttention, FalconAttention, GptjAttention
 from accel_scale.planning.tape.latent import LatentAttention
 from accel_scale.planning.tape.linears import Weights, linear
-from accel_scale.planning.tape.norms import norm
 from accel_scale.planning.tape.ops import Ops
 from accel_scale.planning.tape.tables import Tables
 from accel_scale.planning.tape.tensors import Tensor
-from accel_scale.planning.tape.tiles import tiled
+from accel_scale.planning.tape.tiles import tiled, tiled_norm
 
 _ATTENTIONS: dict[str, type[Attention]] = {
     "interface": Attention,
@@ -126,7 +125,7 @@ class Layer:
         return self.ops.dropout(x) if self.model.residual_dropout else x
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
-        return norm(self.ops, self.model, self.family, self.weights, name, x, self.rows, self.model.hidden_size)
+        return tiled_norm(self.ops, self.model, self.family, self.weights, name, x)
 
     def _add(self, residual: Tensor, x: Tensor) -> Tensor:
         return self.ops.add(residual, self.ops.scale(x) if self.family.scales_residual else x)

@@ -6,7 +6,10 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
+from accel_scale.planning.models.model_facts import ModelFacts
+from accel_scale.planning.tape.families import Family
 from accel_scale.planning.tape.linears import Weights
+from accel_scale.planning.tape.norms import norm
 from accel_scale.planning.tape.ops import FP32, Ops
 from accel_scale.planning.tape.tensors import Parameter, Tensor
 
@@ -34,9 +37,21 @@ def tiled(ops: Ops, weights: Weights, prefix: str, x: Tensor, width: float, rows
     return ops.tape.record(out, [link], [], backward)
 
 
+def tiled_norm(ops: Ops, model: ModelFacts, family: Family, weights: Weights, name: str, x: Tensor) -> Tensor:
+    """A norm of hidden states."""
+    width = model.hidden_size
+
+    def run(tile: Tensor, own: Weights) -> Tensor:
+        return norm(ops, model, family, own, name, tile, tile.numel / width, width)
+
+    return tiled(ops, weights, name, x, width, width if weights.setup.long_rows else math.inf, run)
+
+
 def tile_sizes(tokens: float, rows: float) -> list[float]:
     """Tokens of the tiles; of many, three stand for all."""
     count = max(1, math.ceil(tokens / rows))
+    if count == 1:
+        return [tokens]
     size = math.ceil(tokens / count)
     full = int(tokens // size)
     rest = tokens - full * size
