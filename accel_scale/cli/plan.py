@@ -64,6 +64,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         const="true",
         help="FSDP2 reduces gradients after every micro-batch: true or false (default: whichever is faster)",
     )
+    training.add_argument(
+        "--long_rows",
+        nargs="?",
+        const="true",
+        help="MLPs and norms in tiles, layer inputs in host memory: true or false (default: false)",
+    )
     training.add_argument("--packing", nargs="?", const="true", default="true", help="true or false (default: true)")
     training.add_argument("--no_packing", action="store_true", help="rows hold one document each and are padded")
     training.add_argument("--lora_r", metavar="RANK", default="16", help="rank of the adapters (default: 16)")
@@ -97,6 +103,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     answer.add_argument(
         "--explain", action="store_true", help="print the memory terms of the best setting, phase by phase"
     )
+    answer.add_argument(
+        "--longest", action="store_true", help="plan for the longest rows that fit, one on each GPU at a time"
+    )
     answer.add_argument("--verify", action="store_true", help="run one step of the best setting and compare")
     answer.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     answer.add_argument("--write", metavar="DIR", help="write launch file and recipe flags of the best setting")
@@ -115,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("there is nothing to price.", place="--price_per_gpu_hour", fix="add --tokens, like 1B.")
     request, notes = _request(args)
     with flag_places():
-        plan = search(request)
+        plan = _longest(args, request, notes) if args.longest else search(request)
         written = _write(args, plan, tokens) if args.write and plan.best else None
         budget = plan_tables.Budgeted(tokens, price)
         if args.json:
@@ -126,6 +135,21 @@ def run(args: argparse.Namespace) -> int:
         if args.verify and plan.best:
             _verify(args, plan)
     return 0 if plan.best else 1
+
+
+def _longest(args: argparse.Namespace, request: Request, notes: list[str]) -> Plan:
+    from accel_scale.planning.search.longest import longest_rows
+
+    for name in ("max_length", "mean_length", "dataset_name", "per_device_train_batch_size"):
+        if getattr(args, name) is not None:
+            raise ConfigError("--longest finds the length of one full row.", place=f"--{name}", fix="remove it.")
+    model = request.model
+    plan = longest_rows(request, at_most=model.max_positions if model.position_params else None)
+    length = plan.request.sequence_length
+    notes.append(f"the longest row that fits: {length:,} tokens.")
+    if model.max_positions and length > model.max_positions:
+        notes.append(f"{model.name} was made for {model.max_positions} tokens.")
+    return plan
 
 
 def _request(args: argparse.Namespace) -> tuple[Request, list[str]]:

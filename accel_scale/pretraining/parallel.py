@@ -54,6 +54,10 @@ def check_layout(
     wants_sample = values.get("sample_tokens") and sources.get("sample_tokens", "default") != "default"
     if wants_sample and not layout.can_generate:
         raise refuse("sample_tokens", "no text is generated while training", "generate from the saved model.")
+    splits_backward = layout.pp > 1 and pipeline_settings(parallel_args).splits_backward
+    if settings.checkpointing.in_tiles and (layout.tp > 1 or splits_backward):
+        why = "layers are not computed in tiles with --pp_schedule zero_bubble or"
+        raise refuse("long_rows", f"{why} tensor parallelism", "leave it out, or share rows with --sp_size.")
     if layout.tp > 1:
         from accel_scale.parallel.tensor import check_tensor_parallel
 

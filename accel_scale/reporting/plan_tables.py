@@ -98,7 +98,8 @@ def _ranked(candidates: Sequence[Candidate], budget: Budgeted) -> Any:
 def _cells(candidate: Candidate, budget: Budgeted) -> list[str]:
     setup, time = candidate.setup, candidate.time
     batch = f"{setup.micro_batch_size} × {setup.accumulation}{', sync' * setup.sync_each_batch}"
-    cells = [candidate.choice.label, setup.method, batch, setup.checkpointing, setup.optimizer, interval(candidate)]
+    policy = f"{setup.checkpointing}{', tiles' * setup.long_rows}"
+    cells = [candidate.choice.label, setup.method, batch, policy, setup.optimizer, interval(candidate)]
     if time is None:
         return [*cells, *["?"] * 5]
     cells += [f"{time.step_seconds:.3g} s", f"{time.tokens_per_second:,.0f}", f"{time.mfu:.0%}"]
@@ -132,6 +133,8 @@ def time_notes(plan: Plan) -> list[str]:
         said.append(f"a rank of each server builds the whole model: {size} of its memory, and as much disk in TMPDIR.")
     if any(candidate.setup.sync_each_batch for candidate in plan.candidates):
         said.append("sync: with --sync_each_batch true, which reduces the gradients of every micro-batch.")
+    if best is not None and best.setup.checkpointing == "offload":
+        said.append(f"{format_bytes(best.memory.host_bytes)} of host memory for each GPU, for the layers' inputs.")
     for reason in reasons:
         labels = [note.partition(": ")[0].removeprefix("no time for ") for note in notes if note.endswith(reason)]
         who = "" if len(set(labels)) == len({c.choice.label for c in plan.candidates}) else " for "

@@ -82,13 +82,14 @@ class RunPlan:
     def remedies(self) -> str:
         """The cheapest changes that fit, each with its upper end: single ones, else on top of the smallest passes."""
         rows = self.setup.micro_batch_size
+        policy = self.setup.checkpointing if self.setup.long_rows else "full"
         smallest = replace(
-            self.setup, micro_batch_size=1, accumulation=self.setup.accumulation * rows, checkpointing="full"
+            self.setup, micro_batch_size=1, accumulation=self.setup.accumulation * rows, checkpointing=policy
         )
         texts = self._changes(self.setup)
         if texts:
             return f"{', or '.join(texts)}."
-        first = _change_text(_BATCH_FLAG, smallest, self.target.machine) + " --checkpointing_policy full"
+        first = _change_text(_BATCH_FLAG, smallest, self.target.machine) + f" --checkpointing_policy {policy}"
         high = predict_memory(self.facts, smallest, is_cuda=self.target.is_cuda).high_bytes
         if high <= self.limit_bytes:
             return f"{first} ({format_bytes(high)})."

@@ -118,7 +118,7 @@ def _choose(plan: RunPlan, parsed: ParsedFlags, launch: LaunchEnvironment, facts
         fixed["micro_batch_size"] = setup.micro_batch_size
     if parsed.explicit.get("sync_each_batch") is not None:
         fixed["sync_each_batch"] = setup.sync_each_batch
-    if _sets(parsed, _CHECKPOINTING):
+    if _sets(parsed, _CHECKPOINTING) or setup.long_rows:
         fixed["checkpointing"] = setup.checkpointing
     reason = "nothing is left to choose"
     for method, optimizer in _dearest_first(setup, parsed, launch, facts):
@@ -148,7 +148,7 @@ def _choose(plan: RunPlan, parsed: ParsedFlags, launch: LaunchEnvironment, facts
     )
 
 
-_KEPT = ("precision", "attention", "loss", "packing", "mean_length", "lora", "double_quantisation", "compile")
+_KEPT = ("precision", "attention", "long_rows", "loss", "packing", "mean_length", "lora", "double_quantisation", "compile")
 
 
 def _dearest_first(

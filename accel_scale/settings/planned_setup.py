@@ -99,6 +99,7 @@ def setup_of(
         precision=settings.precision.name,
         optimizer=str(getattr(recipe_value(settings, "optim"), "value", recipe_value(settings, "optim"))),
         checkpointing=str(settings.checkpointing),
+        long_rows=settings.checkpointing.in_tiles,
         attention=_counted_as(attention),
         loss=_loss_of(settings),
         micro_batch_size=int(recipe_value(settings, "per_device_train_batch_size")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -110,7 +111,19 @@ def _of_rank(share: RankShare, setup: TrainingSetup, *, is_cuda: bool, is_tracke
     overhead = gpu_overhead(setup, is_cuda=is_cuda)
     peak = max(phase.total_bytes for phase in phases)
     reserved, device, low, high = _interval(peak, step, overhead)
-    return MemoryEstimate(phases, states, step, reserved, device, states.host_bytes, low, high)
+    inputs, stays = _offloaded_bytes(share.facts, seen, is_cuda=is_cuda), setup.parallel.offloads
+    host = max(states.host_bytes, inputs + states.host_bytes * stays)
+    return MemoryEstimate(phases, states, step, reserved, device, host, low, high)
+
+
+def _offloaded_bytes(model: ModelFacts, setup: TrainingSetup, *, is_cuda: bool) -> float:
+    """Layer inputs in host memory under offload checkpointing; torch rounds pinned blocks up to powers of two."""
+    if setup.checkpointing != "offload":
+        return 0.0
+    rows = setup.micro_batch_size * setup.sequence_length / setup.parallel.sequence_parallel
+    itemsize = setup.trained_bytes if setup.trains_all else setup.frozen_bytes
+    size = rows * model.hidden_size * itemsize
+    return model.num_layers * (2.0 ** math.ceil(math.log2(size)) if is_cuda else size)
 
 
 def _forward_setup(setup: TrainingSetup) -> TrainingSetup:

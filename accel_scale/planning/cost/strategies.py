@@ -56,6 +56,8 @@ def conflict(setup: TrainingSetup, model: ModelFacts | None = None) -> str | Non
     if model is not None and (reason := tiles_conflict(model, setup)):
         return reason
     parallel, optimizer = setup.parallel, setup.optimizer
+    if setup.long_rows and (parallel.tensor_parallel > 1 or parallel.pipeline_schedule == "zero_bubble"):
+        return "MLPs are not computed in tiles under tensor parallelism or the schedule zero_bubble"
     if setup.sync_each_batch and not parallel.can_sync_each_batch:
         return "gradients of every micro-batch are reduced under FSDP2 only, where ranks do not share the model"
     if setup.precision in parallel.kind.refused_precisions:

@@ -106,6 +106,11 @@ class ParallelSetup:
         return strategy_named(self.strategy)
 
     @property
+    def offloads(self) -> bool:
+        """Whether states or weights live in host memory while training."""
+        return self.offload_optimizer != "none" or self.offload_params != "none"
+
+    @property
     def can_sync_each_batch(self) -> bool:
         """Whether gradients of every micro-batch can be reduced and sharded, which saves memory."""
         return self.kind.reduces_each_batch and not self.is_divided

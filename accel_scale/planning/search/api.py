@@ -9,7 +9,7 @@ from dataclasses import fields
 from accel_scale.errors import ConfigError
 from accel_scale.planning.cost.memory import MemoryEstimate
 from accel_scale.planning.search.plan import Plan
-from accel_scale.planning.search.requests import Wish, build_request, flag_places
+from accel_scale.planning.search.requests import SWITCHES, Wish, build_request, flag_places
 from accel_scale.planning.search.search import search
 
 Setting = str | int | float | bool | Sequence[str] | None
@@ -77,5 +77,5 @@ def _as_typed(name: str, value: Setting) -> str | bool | tuple[str, ...]:
     if name in _LISTS:
         return (value,) if isinstance(value, str) else tuple(str(item) for item in value)  # type: ignore[union-attr]
     if isinstance(value, bool):
-        return str(value).lower() if name == "sync_each_batch" else value
+        return str(value).lower() if name in SWITCHES else value
     return str(value)

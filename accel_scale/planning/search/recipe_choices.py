@@ -10,7 +10,7 @@ from accel_scale.planning.models.training_setup import TrainingSetup
 # Flags that a plan sets in both recipes of the project.
 _COMMON_FLAGS = (
     "attn_implementation", "checkpointing_policy", "global_batch_size", "learning_rate", "logging_steps", "lora_alpha",
-    "lora_dropout", "lora_r", "lora_target_modules", "lr_scheduler_type", "max_length", "max_steps", "method",
+    "long_rows", "lora_dropout", "lora_r", "lora_target_modules", "lr_scheduler_type", "max_length", "max_steps", "method",
     "model_name_or_path", "optim", "output_dir", "per_device_train_batch_size", "precision", "seed", "sp_size",
     "sync_each_batch", "warmup_ratio",
 )  # fmt: skip
@@ -66,6 +66,8 @@ class PlannedRecipe:
             return f"{self.script} has no --optim for {setup.optimizer}"
         if setup.sync_each_batch and "sync_each_batch" not in flags:
             return f"{self.script} has no --sync_each_batch"
+        if setup.long_rows and "long_rows" not in flags:
+            return f"{self.script} has no --long_rows"
         if setup.precision in ("bf16_true", "fp8") and "precision" not in flags:
             return f"{self.script} has no --precision for {setup.precision}"
         if setup.accumulation > 1 and not flags & {"global_batch_size", "gradient_accumulation_steps"}:

@@ -100,6 +100,7 @@ def _of_the_batch(request: Request, setup: TrainingSetup, choices: RecipeChoices
     if "global_batch_size" not in recipe.flags:
         lines.append(f"gradient_accumulation_steps: {setup.accumulation}")
     lines += ["sync_each_batch: true  # FSDP2 keeps no whole gradients between micro-batches"] * setup.sync_each_batch
+    lines += ["long_rows: true  # MLPs and norms in tiles"] * setup.long_rows
     lines += [f"checkpointing_policy: {setup.checkpointing}"]
     if "checkpointing_policy" not in recipe.flags:
         lines.append(f"gradient_checkpointing: {str(setup.checkpointing == 'full').lower()}")

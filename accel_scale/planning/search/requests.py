@@ -29,6 +29,8 @@ from accel_scale.units import parse_bytes
 __all__ = ["Wish", "amount", "build_request", "flag_places", "model_for_recipe", "one_of", "whole", "with_lengths"]
 
 DEFAULT_LENGTH = 2048
+# Settings that are true or false, and open where they are not given.
+SWITCHES = ("sync_each_batch", "long_rows")
 # The planner's own names of what the user sets by a flag.
 _FLAGS = {
     "model": "MODEL",
@@ -37,6 +39,7 @@ _FLAGS = {
     "lora targets": "--lora_target_modules",
     "lora rank": "--lora_r",
     "sequence_length": "--max_length",
+    "long_rows": "--long_rows",
     "mean_length": "--mean_length",
     "nvme": "--nvme",
 }
@@ -62,6 +65,7 @@ class Wish:
     attn_implementation: str | None = None
     per_device_train_batch_size: str | None = None
     sync_each_batch: str | None = None
+    long_rows: str | None = None
     global_batch_size: str = "64"
     max_length: str | None = None
     mean_length: str | None = None
@@ -220,9 +224,11 @@ def _fixed(wish: Wish, recipe: PlannedRecipe, model: ModelFacts, gpu: hardware.G
     if wish.per_device_train_batch_size is not None:
         examples = whole(wish.per_device_train_batch_size, "--per_device_train_batch_size")
         fixed["micro_batch_size"] = examples * recipe.rows_per_example
-    if wish.sync_each_batch is not None:
-        word = one_of(wish.sync_each_batch.lower(), ("true", "false"), "--sync_each_batch")
-        fixed["sync_each_batch"] = word == "true"
+    for name in SWITCHES:
+        if (text := getattr(wish, name)) is not None:
+            fixed[name] = one_of(text.lower(), ("true", "false"), f"--{name}") == "true"
+    if fixed.get("long_rows"):
+        fixed.setdefault("checkpointing", "offload")
     return fixed
 
 

@@ -234,14 +234,11 @@ def problem_of(machine: Machine, setup: TrainingSetup, memory: MemoryEstimate) -
     ranks = min(machine.num_gpus, machine.gpus_per_node)
     # Ranks that share the model map what one of them has built.
     one_loads = setup.parallel.kind.is_fsdp or setup.parallel.is_divided
-    host = memory.host_bytes * (1 if one_loads and not _offloads(setup) else ranks)
+    stays = setup.parallel.offloads or setup.checkpointing == "offload"
+    host = memory.host_bytes * (1 if one_loads and not stays else ranks)
     if machine.host_memory_bytes is not None and host > machine.host_memory_bytes:
         return f"{format_bytes(host)} of host memory > {format_bytes(machine.host_memory_bytes)}"
     return None
-
-
-def _offloads(setup: TrainingSetup) -> bool:
-    return setup.parallel.offload_optimizer != "none" or setup.parallel.offload_params != "none"
 
 
 def time_of(request: Request, setup: TrainingSetup) -> TimeEstimate | None:
