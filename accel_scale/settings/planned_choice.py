@@ -148,7 +148,17 @@ def _choose(plan: RunPlan, parsed: ParsedFlags, launch: LaunchEnvironment, facts
     )
 
 
-_KEPT = ("precision", "attention", "long_rows", "loss", "packing", "mean_length", "lora", "double_quantisation", "compile")
+_KEPT = (
+    "precision",
+    "attention",
+    "long_rows",
+    "loss",
+    "packing",
+    "mean_length",
+    "lora",
+    "double_quantisation",
+    "compile",
+)
 
 
 def _dearest_first(

@@ -25,6 +25,12 @@ FAMILY_SETUPS = {
     "bf16, checkpointed": replace(PLAIN, precision="bf16", checkpointing="full"),
     "eager, whole logits": replace(PLAIN, attention="eager", loss="full"),
 }
+TILED = replace(PLAIN, long_rows=True, sequence_length=256)
+LONG_SETUPS = {
+    "kept": TILED,
+    "recomputed": replace(TILED, checkpointing="full", precision="bf16"),
+    "adapters, offloaded": replace(LORA, long_rows=True, sequence_length=256, checkpointing="offload"),
+}
 LLAMA_SETUPS = {
     "bf16": replace(PLAIN, precision="bf16"),
     "true bf16": replace(PLAIN, precision="bf16_true", loss="full"),
@@ -100,6 +106,19 @@ def test_setups_keep_and_reach_what_is_predicted(setup_name):
     said = predicted("llama", setup)
     assert said.saved_bytes == pytest.approx(saved, rel=0.015)
     assert said.peak_bytes == pytest.approx(peak, rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setup_name", LONG_SETUPS)
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3_text", "phi3", "gpt_neox", "falcon", "qwen3_moe"])
+def test_tiles_keep_and_reach_what_is_predicted(architecture, setup_name):
+    setup = LONG_SETUPS[setup_name]
+    saved, peak = real_bytes(architecture, setup, intermediate_size=512)
+    said = predicted(architecture, setup, intermediate_size=512)
+    assert said.saved_bytes == pytest.approx(saved, rel=0.015)
+    assert said.peak_bytes == pytest.approx(peak, rel=0.03)
+    plain = predicted(architecture, replace(setup, long_rows=False), intermediate_size=512)
+    assert said.peak_bytes < (0.8 if architecture == "llama" else 1.01) * plain.peak_bytes
 
 
 @pytest.mark.slow

@@ -147,11 +147,11 @@ def _forward_in_tiles(forward: Forward, x: torch.Tensor, rows: int) -> torch.Ten
         result = forward(tokens[:, part])
         if out is None:
             _check_result(result, tokens[:, part])
-            out = result.new_empty((1, tokens.shape[1], result.shape[-1]))
-        out[:, part] = result
+            out = result.new_empty((*x.shape[:-1], result.shape[-1]))  # no view: layers may add to it in place
+        _as_rows(out)[:, part] = result
         del result
     assert out is not None
-    return out.view(*x.shape[:-1], out.shape[-1])
+    return out
 
 
 def _check_result(result: object, tile: torch.Tensor) -> None:
@@ -169,7 +169,7 @@ def _backward_in_tiles(
 ) -> tuple[torch.Tensor | None, Sequence[torch.Tensor | None]]:
     parameters = [parameter for parameter in call.module.parameters() if parameter.requires_grad]
     tokens, grads_out = _as_rows(x), _as_rows(grad)
-    grad_x = torch.empty_like(tokens) if needs_x else None
+    grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_x else None
     sums = [_Sum() for _ in parameters]
     with call.again():
         for part in _slices(tokens.shape[1], call.rows):
@@ -181,12 +181,11 @@ def _backward_in_tiles(
             del result
             if grad_x is not None:
                 first = found.pop(0)
-                grad_x[:, part] = 0 if first is None else first
+                _as_rows(grad_x)[:, part] = 0 if first is None else first
                 del first
             for total in sums[::-1]:
                 total.add(found.pop())
-    shaped = None if grad_x is None else grad_x.view(x.shape)
-    return shaped, [total.result() for total in sums]
+    return grad_x, [total.result() for total in sums]
 
 
 class _Sum:

@@ -18,7 +18,7 @@ def cheapest_changes(request: Request, setup: TrainingSetup, count: int = 3) -> 
         ("--per_device_train_batch_size", _smaller_batches(setup)),
         ("--sync_each_batch", [replace(setup, sync_each_batch=True)] if setup.accumulation > 1 else []),
         ("--checkpointing_policy", [replace(setup, checkpointing=p) for p in ("selective", "full", "offload")]),
-        ("--long_rows", [replace(setup, long_rows=True, checkpointing="offload")]),
+        ("--long_rows", [replace(setup, long_rows=True, checkpointing=p) for p in (setup.checkpointing, "offload")]),
         ("--optim", [replace(setup, optimizer=o) for o in reversed(LEAN_OPTIMIZERS[1:])]),
         ("--method", [replace(setup, method=m) for m in ("lora", "qlora") if m != setup.method]),
     ]
@@ -47,7 +47,7 @@ def as_flag(flag: str, setup: TrainingSetup) -> str | None:
         "--optim": setup.optimizer,
         "--method": setup.method,
         "--sync_each_batch": "true",
-        "--long_rows": "true",
+        "--long_rows": "true" + " --checkpointing_policy offload" * (setup.checkpointing == "offload"),
     }
     return f"{flag} {values[flag]}" if flag in values else None
 
