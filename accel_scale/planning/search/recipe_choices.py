@@ -10,9 +10,9 @@ from accel_scale.planning.models.training_setup import TrainingSetup
 # Flags that a plan sets in both recipes of the project.
 _COMMON_FLAGS = (
     "attn_implementation", "checkpointing_policy", "global_batch_size", "learning_rate", "logging_steps", "long_rows",
-    "lora_alpha", "lora_dropout", "lora_r", "lora_target_modules", "lr_scheduler_type", "max_length", "max_steps", "method",
-    "model_name_or_path", "optim", "output_dir", "per_device_train_batch_size", "precision", "seed", "sp_size",
-    "sync_each_batch", "warmup_ratio",
+    "lora_alpha", "lora_dropout", "lora_r", "lora_target_modules", "lr_scheduler_type", "max_length", "max_steps",
+    "method", "model_name_or_path", "optim", "output_dir", "per_device_train_batch_size", "precision", "seed",
+    "sp_size", "sync_each_batch", "warmup_ratio",
 )  # fmt: skip
 
 
