@@ -11,8 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,26 @@ class Gpus:
                 self._changed.notify_all()
 
 
+class Once:
+    """A function whose result, or failure, is found once for each of its arguments, whatever thread asks."""
+
+    def __init__(self, run: Callable[[str, str], launches.Result]) -> None:
+        self._run, self._lock = run, threading.Lock()
+        self._found: dict[tuple[str, str], Future[launches.Result]] = {}
+
+    def __call__(self, method: str, name: str) -> launches.Result:
+        """The result of `run`."""
+        with self._lock:
+            is_first = (method, name) not in self._found
+            found = self._found.setdefault((method, name), Future())
+        if is_first:
+            try:
+                found.set_result(self._run(method, name))
+            except BaseException as error:
+                found.set_exception(error)
+        return found.result()
+
+
 def parity(cases: Cases) -> None:
     """Full fine-tuning under each file first, then adapters; pretraining under those that cut the model."""
     gpus = Gpus(cases.num_gpus)
@@ -70,8 +90,7 @@ def parity(cases: Cases) -> None:
     adapting, adapters = (("qlora", "lora"), names) if cases.on_gpu else (("qlora",), ["fsdp2", "zero3"])
     adapters = [name for name in adapters if name not in launches.MODEL_PARALLEL_FILES]
     runs += [(method, name) for method in adapting for name in adapters]
-    reference = functools.cache(functools.partial(result_of, cases, gpus))
-    # References first: two threads that ask for the same one would run it twice.
+    reference = Once(functools.partial(result_of, cases, gpus))
     single = "single_gpu" if cases.on_gpu else launches.SINGLE
     cases.case("ddp, full, against one process", lambda: beside(cases, reference, ("full", "ddp"), ("full", single)))
     cases.case("ddp at half the batch differs", lambda: must_differ(cases, gpus, reference))

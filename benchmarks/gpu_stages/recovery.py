@@ -134,10 +134,11 @@ def resume(cases: Cases) -> None:
     cases.case(f"killed {_KILLS} times and resumed", functools.partial(killed, make))
 
 
-def make_job(cases: Cases, inputs: Path, extra: list[str], name: str) -> DirectJob:
-    """A run in its own folder, begun anew."""
+def make_job(cases: Cases, inputs: Path, extra: list[str], name: str, *, anew: bool = True) -> DirectJob:
+    """A run in its own folder, which is emptied first unless its result is wanted."""
     job = DirectJob("single", cases.folder / name, inputs, _STEPS, sys.executable, family, extra=extra)
-    shutil.rmtree(job.folder, ignore_errors=True)
+    if anew:
+        shutil.rmtree(job.folder, ignore_errors=True)
     return job
 
 
@@ -156,9 +157,8 @@ def twice(make: Any) -> str:
 
 
 def killed(make: Any) -> str:
-    """`kill -9` at moments of which every second is while a checkpoint is written."""
-    whole, cut = make("whole"), make("cut")
-    whole.finish()
+    """`kill -9` at moments of which every second is while a checkpoint is written, beside the first run."""
+    whole, cut = make("first", anew=False), make("cut")
     moments = []
     for number in range(_KILLS):
         moment = sft_soak.kill_at_random(cut, random.Random(number), 1.0, in_save=number % 2 == 1)

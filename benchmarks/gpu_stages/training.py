@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import subprocess
+import sys
 from typing import Any
 
-import torch
-
-from gpu_stages.box import Cases, Needs, expect
+from gpu_stages.box import Cases, Needs, Wrong, expect
 from gpu_stages.inputs import written_documents, written_model
-from gpu_stages.recipe import furthest, train
+from gpu_stages.recipe import REPOSITORY, furthest, train, words
 
 # `make sft` on a CPU ends at 92 to 99 % with three seeds and 95 % with the default one (docs/measured.md).
 CPU_EXACT_MATCH = 0.90
@@ -30,18 +33,20 @@ def main_job(cases: Cases) -> None:
 
 
 def first_losses(cases: Cases) -> str:
-    """Of the embedded job on both devices; on the CPU with one thread beside all, which add in another order."""
-    steps = _FIRST_STEPS if cases.on_gpu else 3
-    flags = {"max_steps": steps, "exact_match_samples": 0, "precision": "fp32", "plan": "off"}
+    """Of the embedded job here and in another process that sees no GPU and, on a CPU, has one thread."""
+    flags: dict[str, object] = {
+        "max_steps": _FIRST_STEPS if cases.on_gpu else 3, "logging_steps": 1, "exact_match_samples": 0,
+        "precision": "fp32", "plan": "off",
+    }  # fmt: skip
     mine = train(cases.folder / "device", **flags)["losses"]
-    threads = torch.get_num_threads()
-    if cases.on_gpu:
-        theirs = train(cases.folder / "cpu", **flags, use_cpu=True)["losses"]
-    else:
-        torch.set_num_threads(1)
-        theirs = train(cases.folder / "cpu", **flags)["losses"]
-        torch.set_num_threads(threads)
-    gap = furthest(mine, theirs)
+    out = cases.folder / "cpu"
+    shutil.rmtree(out, ignore_errors=True)
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""} | ({} if cases.on_gpu else {"OMP_NUM_THREADS": "1"})
+    command = [sys.executable, str(REPOSITORY / "recipes" / "sft.py"), *words(flags | {"output_dir": out})]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode:
+        raise Wrong(f"on the CPU: {(done.stderr.strip().splitlines() or ['no output'])[-1][:240]}")
+    gap = furthest(mine, json.loads((out / "run_summary.json").read_text())["losses"])
     return expect(gap <= FP32_TOLERANCE, f"largest relative difference {gap:.1e} (allowed {FP32_TOLERANCE:g})")
 
 

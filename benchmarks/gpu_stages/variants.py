@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 from typing import Any
 
 import torch
@@ -85,8 +86,11 @@ def optimizer(cases: Cases, name: str, reference: Any) -> str:
 
     if name in ON_GPU_ONLY and not cases.on_gpu:
         raise Needs("needs a GPU: on a CPU the states are in host memory already")
+    spec = optimizer_spec(name)
+    if spec.package and importlib.util.find_spec(spec.package) is None:
+        raise Needs(f"needs {spec.package}: {spec.install}")
     summary = run(cases, name, optim=name)
-    bits = optimizer_spec(name).state_bits or 32
+    bits = spec.state_bits or 32
     gap, allowed = furthest(summary["losses"], reference()), OPTIMIZER_TOLERANCE[bits]
     memory, is_near = beside_prediction(summary["plan"])
     # Managed memory is not torch's: its allocator does not see paged states, and the planner counts them.

@@ -159,3 +159,25 @@ def test_a_rate_leaves_the_first_steps_out() -> None:
         "logs": [[step, 100 * step, 2.0 - step / 10] for step in range(1, 6)],
     }
     assert rate(report) == {"tokens_per_second": 10.0, "peak_device_bytes": None, "loss": 1.5}
+
+
+def test_two_threads_run_a_launch_once_and_share_the_gpus(monkeypatch) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    from gpu_stages.many import Gpus, Once
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5,7")
+    gpus, ran = Gpus(8), []
+
+    def fail(method: str, name: str) -> None:
+        with gpus.taken(2) as mine:
+            ran.append((method, name, mine))
+            raise RuntimeError("no such launch file")
+
+    once = Once(fail)
+    with ThreadPoolExecutor(4) as pool:
+        failures = [pool.submit(once, "full", name).exception() for name in ("ddp", "ddp", "fsdp2", "ddp")]
+    assert [str(failure) for failure in failures] == ["no such launch file"] * 4
+    assert [(method, name) for method, name, _ in ran] == [("full", "ddp"), ("full", "fsdp2")]
+    with gpus.taken(3) as mine:  # all have come back
+        assert sorted(mine) == ["2", "5", "7"]
