@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -38,7 +39,7 @@ _CPU_PATIENCE = 3.0  # limits are a GPU's of its own; cores are shared with othe
 
 def main() -> int:
     """Run what is asked for and not done yet."""
-    options = parse()
+    options, started = parse(), time.monotonic()
     if options.stage:
         return run_stage(options)
     prepare_environment(options.cpu)
@@ -50,7 +51,9 @@ def main() -> int:
     check_same_device(out, device)
     page = options.page or out / "gpu_check.md"
     patience = _CPU_PATIENCE if options.cpu else 1.0
-    with warm_processes(options.cpu) as servers:
+    endings = [read_ending(out / name) for name in options.stages]
+    is_all_done = all(ending is not None and ending.is_done for ending in endings)
+    with warm_processes(options.cpu and not is_all_done) as servers:
         for is_many in (False, True):
             box_ends = time.monotonic() + options.seconds * patience
             for stage in STAGES:
@@ -61,8 +64,9 @@ def main() -> int:
                     seconds = min(stage.seconds * patience, box_ends - time.monotonic())
                     write_ending(out / stage.name, end_of(stage, out, options.cpu, num_gpus, seconds, servers))
                 write_page(page, STAGES, out, device=device)
-    text = write_page(page, STAGES, out, device=device)
-    print(text)
+    print(write_page(page, STAGES, out, device=device))
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)  # whatever else the machine did meanwhile
+    print(f"{time.monotonic() - started:.0f} s, {used.ru_utime + used.ru_stime:.0f} s of processors")
     endings = [read_ending(out / name) for name in options.stages]
     return int(not all(ending is not None and ending.is_fine for ending in endings))
 
