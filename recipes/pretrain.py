@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from accel_scale.ending.user_errors import user_errors
 from accel_scale.flags.guard import GuardArguments
@@ -293,10 +293,12 @@ def train(run: Run, started: float) -> dict[str, object]:
     return summary
 
 
-def on_device(run: Run, batch: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+def on_device(run: Run, batch: Mapping[str, torch.Tensor]) -> Mapping[str, Any]:
     """A micro-batch where the model is; this rank's part of it where ranks share rows."""
+    from accel_scale.modeling.packing.row_facts import ROW_FACTS, RowFacts
+
     moved = {name: tensor.to(run.accelerator.device, non_blocking=True) for name, tensor in batch.items()}
-    return run.parallel.local(moved) if run.parallel else moved
+    return run.parallel.local(moved) if run.parallel else {**moved, ROW_FACTS: RowFacts(batch)}
 
 
 def is_due(step: int, every: int, is_end: bool) -> bool:

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 from accel_scale.errors import ConfigError
 from accel_scale.facts.device import PACKED_ATTENTION, check_attention_name
 from accel_scale.modeling.packed_attention import register_packed_attention
+from accel_scale.modeling.packed_mask import with_known_mask
 
 if TYPE_CHECKING:
     import torch
 
     from accel_scale.facts.device import Device
+    from accel_scale.modeling.packing.row_facts import RowFacts
 
 _FLASH_INSTALL = {
     "flash_attention_2": "pip install --no-build-isolation 'accel-scale[flash]' on a machine with CUDA",
@@ -110,14 +112,21 @@ def choose_kernels(device: Device, *, lengths_vary: bool) -> bool:
     return ruled_out
 
 
-def with_document_lengths(inputs: dict[str, Any], attention: str) -> dict[str, Any]:
-    """`inputs` of several packed rows with the lengths of all their documents, which flash attention needs.
+def with_document_lengths(inputs: dict[str, Any], attention: str, facts: RowFacts | None = None) -> dict[str, Any]:
+    """`inputs` with what `attention` needs to know of the documents in their rows, from the host where it has `facts`.
 
-    transformers finds them in the positions of a single row only; with more rows it would attend over whole rows.
-    Every row begins with position 0.
+    FlashAttention takes the lengths of all documents. transformers finds them in the positions of a single row only;
+    with more rows it would attend over whole rows. Every row begins with position 0.
     """
-    positions = inputs.get("position_ids")
-    if positions is None or positions.shape[0] == 1 or "flash" not in attention or "cu_seq_lens_q" in inputs:
+    positions, tokens = inputs.get("position_ids"), inputs.get("input_ids")
+    is_known = facts is not None and facts.document_lengths is not None and tokens is not None
+    if is_known and attention == PACKED_ATTENTION:
+        return with_known_mask(inputs, facts)
+    if "flash" not in attention or "cu_seq_lens_q" in inputs or inputs.get("attention_mask") is not None:
+        return inputs
+    if is_known:
+        return {**inputs, **facts.flash_arguments(tokens.device)}
+    if positions is None or positions.shape[0] == 1:
         return inputs
     import torch
 

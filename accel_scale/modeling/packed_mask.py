@@ -2,36 +2,92 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+
+from accel_scale.modeling.packing.row_facts import RowFacts, cumulative, uploaded
 
 # Documents whose lengths round up to within this ratio of the longest one share a bucket.
 _BUCKET_RATIO = 0.7
 _LENGTH_MULTIPLE = 16
 
 
-@dataclass(frozen=True)
 class PackedLayout:
-    """Where each token of a (batch, length) block of packed rows goes in the padded buckets.
+    """Where each token of a (batch, length) block of packed rows goes.
+
+    What a kernel needs is made when it is first asked for: the bounds of documents for one of variable length, or
+    padded buckets.
 
     Args:
-        buckets: (number of documents, padded length) of each bucket.
-        token_of_slot: For each bucket slot, in bucket order, the flat index of its token; 0 for padding. (slots,)
-        slot_of_token: For each token, the flat index of its slot. (batch · length,)
-        padding_slots: Slots without a token.
+        starts: On the host, true where a document begins; the first token of every row does. (batch, length)
         window: Number of latest tokens a query sees, itself included; None: its whole document.
-        segment_ids: Document index of each token within its row. (batch, length)
+        device: Where the rows are.
+
+    Attributes:
+        lengths: Of the documents, in the order of the flattened rows.
+        window: As given; None where no document is longer.
     """
 
-    buckets: tuple[tuple[int, int], ...]
-    token_of_slot: torch.Tensor
-    slot_of_token: torch.Tensor
-    padding_slots: torch.Tensor
-    window: int | None
-    segment_ids: torch.Tensor
+    def __init__(self, starts: torch.Tensor, window: int | None, device: torch.device) -> None:
+        self.starts, self.device = starts, device
+        first = starts.flatten().nonzero().flatten()
+        self.lengths: tuple[int, ...] = tuple(torch.diff(first, append=first.new_tensor([starts.numel()])).tolist())
+        self.longest = max(self.lengths)
+        self.window = None if window is None or window >= self.longest else window
+
+    @functools.cached_property
+    def bounds(self) -> torch.Tensor:
+        """Flat index of each document's first token, and of the end, in 32 bits. (documents + 1,)"""
+        return cumulative(self.lengths, self.device)
+
+    @functools.cached_property
+    def segment_ids(self) -> torch.Tensor:
+        """Document index of each token within its row. (batch, length)"""
+        return uploaded(self.starts.cumsum(-1) - 1, self.device)
+
+    @functools.cached_property
+    def buckets(self) -> tuple[tuple[int, int], ...]:
+        """(number of documents, padded length) of each bucket."""
+        return tuple(bucket_lengths(sorted(self.lengths, reverse=True)))
+
+    @property
+    def token_of_slot(self) -> torch.Tensor:
+        """For each bucket slot, in bucket order, the flat index of its token; 0 for padding. (slots,)"""
+        return self._slots[0]
+
+    @property
+    def slot_of_token(self) -> torch.Tensor:
+        """For each token, the flat index of its slot. (batch · length,)"""
+        return self._slots[1]
+
+    @property
+    def padding_slots(self) -> torch.Tensor:
+        """Slots without a token."""
+        return self._slots[2]
+
+    @functools.cached_property
+    def _slots(self) -> tuple[torch.Tensor, ...]:
+        lengths = torch.tensor(self.lengths)
+        first = lengths.cumsum(0) - lengths
+        order = torch.argsort(lengths, descending=True, stable=True)
+        token_of_slot, padding = [], []
+        done = 0
+        for num_documents, padded in self.buckets:
+            chosen = order[done : done + num_documents, None]
+            offsets = torch.arange(padded)[None]
+            is_padding = offsets >= lengths[chosen]
+            token_of_slot.append((first[chosen] + offsets).masked_fill(is_padding, 0).flatten())
+            padding.append(is_padding.flatten())
+            done += num_documents
+        tokens, is_padding = torch.cat(token_of_slot), torch.cat(padding)
+        slot_of_token = torch.empty(self.starts.numel(), dtype=torch.long)
+        filled = (~is_padding).nonzero().flatten()
+        slot_of_token[tokens[filled]] = filled
+        parts = (tokens, slot_of_token, is_padding.nonzero().flatten())
+        return uploaded(torch.cat(parts), self.device).split([part.numel() for part in parts])  # one upload
 
 
 def packed_layout(starts: torch.Tensor, window: int | None, device: torch.device) -> PackedLayout:
@@ -39,41 +95,7 @@ def packed_layout(starts: torch.Tensor, window: int | None, device: torch.device
 
     The first token of every row begins a document. Lengths are read on the host.
     """
-    starts = starts.cpu()
-    first = starts.flatten().nonzero().flatten()
-    num_tokens = starts.numel()
-    lengths = torch.diff(first, append=torch.tensor([num_tokens]))
-    order = torch.argsort(lengths, descending=True, stable=True)
-    sorted_lengths = lengths[order].tolist()
-    buckets = bucket_lengths(sorted_lengths)
-
-    token_of_slot, padding = [], []
-    start_of = first[order]
-    done = 0
-    for num_documents, padded in buckets:
-        begins = start_of[done : done + num_documents, None]
-        offsets = torch.arange(padded)[None]
-        is_padding = offsets >= lengths[order[done : done + num_documents], None]
-        token_of_slot.append((begins + offsets).masked_fill(is_padding, 0).flatten())
-        padding.append(is_padding.flatten())
-        done += num_documents
-    tokens, is_padding = torch.cat(token_of_slot), torch.cat(padding)
-    slot_of_token = torch.empty(num_tokens, dtype=torch.long)
-    filled = (~is_padding).nonzero().flatten()
-    slot_of_token[tokens[filled]] = filled
-    if window is not None and window >= sorted_lengths[0]:
-        window = None
-    segment_ids = starts.cumsum(-1) - 1
-    parts = (tokens, slot_of_token, is_padding.nonzero().flatten(), segment_ids.flatten())
-    on_device = torch.cat(parts).to(device).split([part.numel() for part in parts])  # one upload
-    return PackedLayout(
-        buckets=tuple(buckets),
-        token_of_slot=on_device[0],
-        slot_of_token=on_device[1],
-        padding_slots=on_device[2],
-        window=window,
-        segment_ids=on_device[3].view_as(segment_ids),
-    )
+    return PackedLayout(starts.cpu(), window, device)
 
 
 def bucket_lengths(descending: list[int]) -> list[tuple[int, int]]:
@@ -126,6 +148,9 @@ def packed_mask(
             **kwargs,
         )
 
+    facts: RowFacts | None = getattr(attention_mask, "row_facts", None)
+    if facts is not None:
+        return _known_mask(facts, mask_function, dense, torch.device(device))
     is_prefill = q_length == kv_length and isinstance(q_offset, int) and q_offset == kv_offset == 0
     if use_vmap or not is_prefill or q_length < 2 or torch.compiler.is_compiling():
         return dense()
@@ -142,10 +167,37 @@ def packed_mask(
 
 
 def attach_layout(layout: PackedLayout) -> torch.Tensor:
-    """A 2-D integer tensor that carries `layout` through a model as its attention mask."""
-    carrier = layout.segment_ids
+    """A 2-D tensor without content that carries `layout` through a model as its attention mask."""
+    carrier = torch.empty(layout.starts.shape, dtype=torch.bool, device=layout.device)
     carrier.packed_layout = layout  # type: ignore[attr-defined]
     return carrier
+
+
+def with_known_mask(inputs: Mapping[str, Any], facts: RowFacts) -> dict[str, Any]:
+    """`inputs` with a 2-D attention mask that carries `facts` to `packed_mask`, which then asks the device nothing.
+
+    To a model it says which tokens are there, and transformers does not look for documents by itself beside it.
+    """
+    given, rows = inputs.get("attention_mask"), inputs["input_ids"]
+    mask = torch.ones(facts.shape, dtype=torch.bool, device=rows.device) if given is None else given.bool()
+    mask.row_facts = facts
+    return {**inputs, "attention_mask": mask}
+
+
+def _known_mask(
+    facts: RowFacts, mask_function: Callable[..., Any], dense: Callable[[], torch.Tensor | None], device: torch.device
+) -> torch.Tensor | None:
+    """As `packed_mask`. The documents are known, and the mask function tells of nothing but the window."""
+    starts = facts.starts()
+    try:
+        pattern = _causal_pattern(mask_function, 1, facts.shape[1], torch.device("cpu"))
+    except (RuntimeError, IndexError, TypeError):  # it holds tensors of the device, or of the rows
+        pattern = None
+    if pattern is not None and int(pattern[0].sum()) == 1:
+        layout = PackedLayout(starts, pattern[1], device)
+        return None if layout.window is None and not facts.is_packed else attach_layout(layout)
+    mask, own = dense(), dense_mask(PackedLayout(starts, None, device))
+    return own if mask is None else mask & own
 
 
 def _is_right_padded(attention_mask: torch.Tensor, kv_length: int) -> bool:

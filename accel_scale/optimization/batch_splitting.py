@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 import torch
 
+from accel_scale.modeling.packing.row_facts import ROW_FACTS
+
 IGNORED_LABEL = -100
 # What a mean loss was averaged over; "sum": the loss is a sum over tokens or rows ÷ a number the split leaves alone.
 LossKind = Literal["sum", "token_mean", "row_mean"]
@@ -57,6 +59,8 @@ def halve(inputs: Any) -> tuple[dict[str, Any], dict[str, Any]] | None:
     middle, where `position_ids` restart and the first token of a document has no label.
     """
     rows = num_rows(inputs)
+    if rows:  # what was counted is no longer true of a half
+        inputs = {name: value for name, value in inputs.items() if name != ROW_FACTS}
     if rows > 1:
         return _halve_rows(inputs, rows)
     return _halve_documents(inputs) if rows == 1 else None

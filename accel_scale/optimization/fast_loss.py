@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +18,15 @@ from transformers.utils import ModelOutput
 
 from accel_scale.errors import ConfigError
 from accel_scale.modeling.attention import with_document_lengths
+from accel_scale.modeling.packing.row_facts import ROW_FACTS, with_row_facts
 from accel_scale.optimization.loss import (
     IGNORED_LABEL,
+    at_least_one,
     chunked_cross_entropy,
     count_loss_tokens,
     default_chunk_size,
     gathered_head,
+    on_device,
 )
 from accel_scale.optimization.router_loss import forward_with_router
 from accel_scale.optimization.vocabulary_parallel import held_head
@@ -66,8 +69,9 @@ def add_fast_lm_head(model: Any, *, from_logits: bool = False) -> None:
         if not fast_lm_head:
             return previous(*args, **kwargs)
         shift = "shift_labels" not in kwargs
-        if shift:  # parts of rows have an attention of their own
-            kwargs = with_document_lengths(kwargs, self.config._attn_implementation or "")
+        facts = kwargs.pop(ROW_FACTS, None) if shift else None  # parts of rows have an attention of their own
+        if shift:
+            kwargs = with_document_lengths(kwargs, self.config._attn_implementation or "", facts)
         labels = kwargs.pop("labels" if shift else "shift_labels")
         num_items = kwargs.pop("num_items_in_batch", None)
         with_accuracy = kwargs.pop("with_accuracy", False)
@@ -75,6 +79,7 @@ def add_fast_lm_head(model: Any, *, from_logits: bool = False) -> None:
         options = {"num_items": num_items, "shift": shift, "return_num_correct": with_accuracy}
         router_loss, aux_loss = kwargs.pop("router_loss", False), None
         # Llama 4 names its backbone otherwise than its class says.
+        known = {} if facts is None else {"num_labels": facts.num_labels}
         backbone = self.base_model if self.base_model is not self else self.model
         if self._loss_from_logits:
             outputs = previous(*args, **kwargs, **({"output_router_logits": True} if router_loss else {}))
@@ -82,9 +87,9 @@ def add_fast_lm_head(model: Any, *, from_logits: bool = False) -> None:
             result = logits_loss(outputs.logits, labels, **options)
         elif router_loss:
             hidden, aux_loss = forward_with_router(previous, backbone, *args, **kwargs)
-            result = head_loss(self, hidden, labels, **options)
+            result = head_loss(self, hidden, labels, **known, **options)
         else:
-            result = head_loss(self, backbone(*args, **kwargs).last_hidden_state, labels, **options)
+            result = head_loss(self, backbone(*args, **kwargs).last_hidden_state, labels, **known, **options)
         loss, num_correct = result if with_accuracy else (result, None)
         return FastLossOutput(loss=loss, num_correct=num_correct, aux_loss=aux_loss)
 
@@ -121,8 +126,7 @@ def logits_loss(
     logits, labels = logits.flatten(0, -2).float(), labels.flatten()
     total = F.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
     is_labelled = labels.ne(IGNORED_LABEL)
-    divisor = torch.as_tensor(is_labelled.sum() if num_items is None else num_items, device=total.device)
-    loss = total / divisor.clamp(min=1)
+    loss = total / at_least_one(is_labelled.sum() if num_items is None else num_items, total.device)
     return (loss, (logits.argmax(-1).eq(labels) & is_labelled).sum()) if return_num_correct else loss
 
 
@@ -159,6 +163,16 @@ def tell_zero3(model: Any) -> None:
         deepspeed.zero.register_external_parameter(model, parameter)
 
 
+@dataclass
+class _Counting:
+    """A collator whose batches hold `RowFacts`."""
+
+    collate: Callable[[Any], Mapping[str, Any]]
+
+    def __call__(self, rows: Any) -> dict[str, Any]:
+        return with_row_facts(self.collate(rows))
+
+
 class FastLossMixin:
     """Put before `trl.SFTTrainer`: ``class Trainer(FastLossMixin, SFTTrainer)``. Training and evaluation use it.
 
@@ -187,6 +201,8 @@ class FastLossMixin:
                 fix="use the default loss, and --router_aux_loss_coef 0 for a mixture of experts.",
             )
         self._new_tokens: Any = 0
+        if self._fast_loss_covers_run and not self.args.torch_compile:  # type: ignore[attr-defined]
+            self.data_collator = _Counting(self.data_collator)  # type: ignore[has-type]
 
     def _covers_run(self) -> bool:
         trainer: Any = self
@@ -207,8 +223,9 @@ class FastLossMixin:
     ) -> Any:
         trainer: Any = self
         if return_outputs or not self._fast_loss_covers_run or "shift_labels" in inputs:
+            plain = {name: value for name, value in inputs.items() if name != ROW_FACTS}
             return super().compute_loss(  # type: ignore[misc]
-                model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
+                model, plain, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
             )
         is_training = trainer.model.training
         part = self.held_part(inputs)
@@ -254,8 +271,9 @@ class FastLossMixin:
 
     def _count_new_tokens(self) -> None:
         trainer: Any = self
-        count = torch.as_tensor(self._new_tokens, device=trainer.accelerator.device)
+        count = self._new_tokens
         if trainer.accelerator.num_processes > 1:
+            count = on_device(count, trainer.accelerator.device)
             count = trainer.accelerator.reduce(count, reduction="sum")
         readers = trainer._tp_size * self.sp_size  # ranks that read the same rows
         trainer._total_train_tokens = trainer._total_train_tokens + count // readers
@@ -284,7 +302,7 @@ def language_model_loss(
         router: Adds the router's auxiliary loss; None leaves it out, as in validation.
         num_micro_batches: Of the optimizer step, over which that is a mean.
     """
-    names = ("input_ids", "labels", "shift_labels", "position_ids")
+    names = ("input_ids", "labels", "shift_labels", "position_ids", ROW_FACTS)
     inputs = {name: batch[name] for name in names if name in batch}
     options = {"num_items_in_batch": num_items, "fast_lm_head": True, "router_loss": router is not None}
     outputs = model(**inputs, **options)

@@ -42,6 +42,7 @@ def chunked_cross_entropy(
     shift: bool = True,
     return_num_correct: bool = False,
     vocabulary: VocabularyShard | None = None,
+    num_labels: int | None = None,
 ) -> Any:
     """Token-weighted cross-entropy: the sum over labelled tokens ÷ `num_items`.
 
@@ -63,6 +64,7 @@ def chunked_cross_entropy(
         return_num_correct: Also return how many labels are their distribution's most likely token.
         vocabulary: Under tensor parallelism, which rows of the head `lm_head_weight` and `bias` hold; the loss and
             the hidden states' gradient are then the same on all its ranks. None: all of them.
+        num_labels: How many of `labels` are counted, where the host knows it; None asks the device and waits.
 
     Returns:
         The loss, an fp32 scalar; with `return_num_correct`, a pair of it and an integer scalar.
@@ -74,20 +76,34 @@ def chunked_cross_entropy(
         raise ConfigError(f"chunk_size={chunk_size} is not positive.", place="chunk_size", fix="use 1 or more.")
     if shift:
         hidden, labels = hidden[..., :-1, :], labels[..., 1:]
-    # One synchronisation on an accelerator: how many tokens have a label decides the shapes.
-    kept = (labels.reshape(-1) != IGNORED_LABEL).nonzero().squeeze(-1)
-    targets = labels.reshape(-1)[kept]
-    tokens = hidden.reshape(-1, hidden.shape[-1])
-    if kept.numel() < tokens.shape[0]:
-        tokens = tokens.index_select(0, kept)
+    tokens, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    if num_labels != targets.numel():
+        is_labelled = targets != IGNORED_LABEL
+        # How many tokens have a label decides the shapes: a synchronisation where nobody has counted them.
+        found = is_labelled.nonzero() if num_labels is None else is_labelled.nonzero_static(size=num_labels)
+        if found.shape[0] < targets.numel():
+            kept = found.squeeze(-1)
+            tokens, targets = tokens.index_select(0, kept), targets[kept]
     size = chunk_size or default_chunk_size(lm_head_weight.shape[0], hidden.device.type)
     # Not `needs_input_grad` alone: that is true for the head's weight even where no gradient is wanted.
     with_grad = torch.is_grad_enabled()
     options = (size, softcap, logit_scale, return_num_correct, with_grad, vocabulary)
     total, num_correct = _ChunkedCrossEntropy.apply(tokens, lm_head_weight, bias, targets, options)
-    divisor = torch.as_tensor(kept.numel() if num_items is None else num_items, device=total.device)
-    loss = total / divisor.clamp(min=1)  # no labelled token at all is a finite, differentiable zero
+    # No labelled token at all is a finite, differentiable zero.
+    loss = total / at_least_one(targets.numel() if num_items is None else num_items, total.device)
     return (loss, num_correct) if return_num_correct else loss
+
+
+def at_least_one(count: torch.Tensor | int | float, device: torch.device) -> torch.Tensor | int | float:
+    """`count` for a division on `device`; a number of the host stays there, because copying it would wait."""
+    return count.to(device).clamp(min=1) if isinstance(count, torch.Tensor) else max(count, 1)
+
+
+def on_device(count: torch.Tensor | int, device: torch.device) -> torch.Tensor:
+    """`count` as a tensor on `device`; a number of the host is written there, because copying it would wait."""
+    if isinstance(count, torch.Tensor):
+        return count.to(device)
+    return torch.full((), count, dtype=torch.long, device=device)
 
 
 def count_loss_tokens(labels: torch.Tensor, *, shift: bool = True) -> torch.Tensor:

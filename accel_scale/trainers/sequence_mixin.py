@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from accel_scale.errors import ConfigError
+from accel_scale.modeling.packing.row_facts import ROW_FACTS
 from accel_scale.optimization.loss import count_loss_tokens
 from accel_scale.parallel.layout import ParallelLayout, build_mesh
 from accel_scale.parallel.sequence import check_ulysses, cut_batch, enable_ulysses, pad_rows
@@ -17,8 +18,8 @@ from accel_scale.parallel.sequence import check_ulysses, cut_batch, enable_ulyss
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-# Of a collator without padding: where documents begin, which attention here derives from position ids of whole rows.
-_DERIVED_KEYS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
+# Of whole rows: where documents begin, which attention here derives from position ids of whole rows.
+_DERIVED_KEYS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", ROW_FACTS}
 
 
 class SequenceParallelMixin:

@@ -87,6 +87,7 @@ class ScaleSFTTrainer(_Base, SFTTrainer):
         self._schedule, self._flags = schedule or {}, flags or SharedArguments()
         self.answered: dict[str, dict[str, Any]] = {}
         self.started, self._counted_before = time.perf_counter(), Counted()
+        _overlap_uploads(kwargs["args"])
         super().__init__(**kwargs)
         self.meter = ThroughputMeter(clock_of(self.accelerator.device.type))
         for what, rows in (("training", self.train_dataset), ("evaluation", self.eval_dataset)):
@@ -232,6 +233,12 @@ class _AnswerCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._trainer.stopped_by is None:  # else little time is left
             self._trainer.answer_questions("after")
+
+
+def _overlap_uploads(args: RecipeSFTConfig) -> None:
+    """Let batches go to the device while it computes; only pinned memory can be fetched without the host's help."""
+    if args.dataloader_pin_memory and args.device.type in ("cuda", "xpu"):
+        args.accelerator_config.non_blocking = True
 
 
 def cast_trainable(model: Any, dtype: torch.dtype) -> None:

@@ -64,11 +64,10 @@ def evaluate_loss(accelerator: Any, model: Any, batches: Iterable[Mapping[str, A
 
 def total_over_ranks(accelerator: Any, count: int) -> torch.Tensor:
     """`count`, of a rank's rows, summed over the ranks with rows of their own; an integer scalar on the device."""
-    import torch
-
+    from accel_scale.optimization.loss import on_device
     from accel_scale.parallel.model_parallel import model_parallel_of
 
-    total = torch.tensor(count, device=accelerator.device)
+    total = on_device(count, accelerator.device)
     if accelerator.num_processes > 1:
         total = accelerator.reduce(total, "sum")
     shared = model_parallel_of(accelerator)

@@ -1,0 +1,90 @@
+"""What the host knows of a micro-batch before it goes to the device: asked of the device, the host would wait."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+# In a batch, beside its tensors. Loaders and wrappers of models hand on what is no tensor.
+ROW_FACTS = "row_facts"
+_IGNORED_LABEL = -100
+_PINNING = ("cuda", "xpu")
+
+
+class RowFacts:
+    """Of one micro-batch, (batch, length).
+
+    Attributes:
+        shape: (batch, length).
+        num_labels: Labels that a loss over shifted labels counts.
+        document_lengths: Of every document, in the order of the flattened rows; a row that is padded on the right is
+            one document, whose tokens never see what follows them. None: the rows are padded elsewhere.
+    """
+
+    def __init__(self, batch: Mapping[str, Any]) -> None:
+        labels, positions, mask = (batch.get(name) for name in ("labels", "position_ids", "attention_mask"))
+        rows = batch["input_ids"]
+        self.shape: tuple[int, int] = (rows.shape[0], rows.shape[1])
+        self.num_labels = None if labels is None else int(labels[:, 1:].ne(_IGNORED_LABEL).sum())
+        self.document_lengths: tuple[int, ...] | None = None
+        if mask is None and positions is not None and positions.shape == rows.shape:
+            self.document_lengths = _lengths(positions)
+        elif positions is None and (mask is None or _is_right_padded(mask)):
+            self.document_lengths = (self.shape[1],) * self.shape[0]
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a row holds several documents."""
+        return self.document_lengths is not None and len(self.document_lengths) > self.shape[0]
+
+    def starts(self) -> torch.Tensor:
+        """On the host, true where a document begins. (batch, length)"""
+        assert self.document_lengths is not None
+        begins = torch.zeros(self.shape[0] * self.shape[1], dtype=torch.bool)
+        begins[list(accumulate(self.document_lengths[:-1], initial=0))] = True
+        return begins.view(self.shape)
+
+    def flash_arguments(self, device: torch.device) -> dict[str, Any]:
+        """Where documents begin and end, by the names that transformers gives them for kernels of variable length."""
+        assert self.document_lengths is not None
+        bounds = cumulative(self.document_lengths, device)
+        longest = max(self.document_lengths)
+        return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+
+
+def with_row_facts(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """`batch`, still on the host, with its `RowFacts` where it has rows of tokens."""
+    rows = batch.get("input_ids")
+    if not isinstance(rows, torch.Tensor) or rows.ndim != 2 or rows.device.type != "cpu":
+        return dict(batch)
+    return {**batch, ROW_FACTS: RowFacts(batch)}
+
+
+def cumulative(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Where documents of `lengths` begin, and where the last one ends, as kernels take it."""
+    return uploaded(torch.tensor([*accumulate(lengths, initial=0)], dtype=torch.int32), device)
+
+
+def uploaded(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`values` of the host on `device`, without waiting where its driver can fetch them by itself."""
+    if device.type not in _PINNING:
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
+
+
+def _lengths(positions: torch.Tensor) -> tuple[int, ...]:
+    """As transformers finds documents: one begins wherever a position does not follow the one before."""
+    begins = torch.ones(positions.shape, dtype=torch.bool)
+    begins[:, 1:] = positions.diff(dim=1) != 1
+    first = begins.flatten().nonzero().flatten()
+    return tuple(first.diff(append=first.new_tensor([positions.numel()])).tolist())
+
+
+def _is_right_padded(mask: torch.Tensor) -> bool:
+    if mask.ndim != 2:
+        return False
+    seen = mask.bool()
+    return bool((seen[:, :-1] | ~seen[:, 1:]).all() & seen[:, 0].all())
