@@ -18,11 +18,14 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from accel_scale.facts.device import Device
+from accel_scale.modeling import packed_attention
+from benchmarks.varlen_reference import VARLEN_KERNELS
 
 DEVICE = torch.device("cuda", 0)
 H100 = Device("cuda", "NVIDIA H100 80GB HBM3", capability=(9, 0), memory_bytes=80 * 2**30)
@@ -87,6 +90,7 @@ class PretendGpu:
         self.device = replace(device, built_for=())
         self.waits: list[Wait] = []
         self.uploads = 0  # that do not block
+        self.operators: Counter[str] = Counter()  # that ran on the device
         self._pinned: set[int] = set()
         self._kept: list[torch.Tensor] = []  # pinned memory stays, so that its address stays its own
 
@@ -97,6 +101,7 @@ class PretendGpu:
     def clear(self) -> None:
         """Forget what was counted."""
         self.waits.clear()
+        self.operators.clear()
         self.uploads = 0
 
     def __enter__(self) -> PretendGpu:
@@ -108,6 +113,8 @@ class PretendGpu:
         before = torch.__future__.get_swap_module_params_on_conversion()
         torch.__future__.set_swap_module_params_on_conversion(True)  # tied weights stay tied
         self._stack.callback(torch.__future__.set_swap_module_params_on_conversion, before)
+        packed_attention._device.cache_clear()  # what the device is, is asked once in a process
+        self._stack.callback(packed_attention._device.cache_clear)
         self._stack.enter_context(_Kernels(self))
         self._stack.enter_context(_Names(self))
         return self
@@ -116,7 +123,9 @@ class PretendGpu:
         self._stack.close()
 
     def _patches(self) -> Iterator[tuple[str, Any]]:
-        properties = mock.Mock(total_memory=self.device.memory_bytes, major=9, minor=0, multi_processor_count=132)
+        major, minor = self.device.capability or (9, 0)
+        memory = self.device.memory_bytes
+        properties = mock.Mock(total_memory=memory, major=major, minor=minor, multi_processor_count=132)
         properties.name = self.device.name
         yield "torch.accelerator.current_accelerator", lambda check_available=False: torch.device("cuda")
         yield "torch.accelerator.is_available", lambda: True
@@ -200,6 +209,8 @@ class _Names(TorchFunctionMode):
         if name in ("tolist", "numpy") and isinstance(args[0], PretendTensor):
             self._gpu.record("readback", name)
             return func(args[0].held)
+        if func is torch.Tensor.backward:
+            return self._backward(args[0], **(kwargs or {}))
         if name in ("__get__", "__set__"):
             return func(*args, **(kwargs or {}))
         if name in _AUTOCAST and torch.is_autocast_enabled("cuda"):
@@ -209,6 +220,22 @@ class _Names(TorchFunctionMode):
             device = named.pop("device")
             return torch.Tensor.to(func(*args, **named), device)
         return func(*(tree_map(_renamed, args) if name == "to" else args), **named)
+
+    def _backward(
+        self,
+        loss: torch.Tensor,
+        gradient: Any = None,
+        retain_graph: Any = None,
+        create_graph: bool = False,
+        **named: Any,
+    ) -> None:
+        """torch's own would come here again; layers that are computed again name the device too."""
+        first = torch.ones_like(loss) if gradient is None else gradient
+        keep, inputs = create_graph if retain_graph is None else retain_graph, tuple(named.get("inputs") or ())
+        with self:
+            _engine_run_backward(
+                (loss,), (first,), keep, create_graph, inputs, allow_unreachable=True, accumulate_grad=True
+            )
 
 
 def _in_autocast_type(value: Any) -> Any:
@@ -238,11 +265,13 @@ class _Kernels(TorchDispatchMode):
         if not held and is_there and torch.get_default_device().type == "meta":
             return func(*args, **kwargs)  # a model that is laid out before its weights are read
         if held or is_there:
+            self._gpu.operators[name] += 1
             self._count(name, args, kwargs, tensors, held, is_there)
         if asked is not None:
             kwargs["device"] = torch.device("cpu")
         kwargs.pop("pin_memory", None)
-        result = func(*tree_map(_value, args), **tree_map(_value, kwargs))
+        kernel = VARLEN_KERNELS.get(name, func)
+        result = kernel(*tree_map(_value, args), **tree_map(_value, kwargs))
         if not is_there or name == "aten::_local_scalar_dense":
             return result
         known = {id(tensor.held): tensor for tensor in held}

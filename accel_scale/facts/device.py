@@ -114,8 +114,14 @@ class Device:
         """
         if self.type == "cpu":
             return True
-        fits = key_size == value_size <= _FLASH_KERNEL_HEAD_SIZE
+        fits = self.flash_head_refusal(key_size, value_size) is None
         return self.has_flash_kernel and half and not masked and fits
+
+    def flash_head_refusal(self, key_size: int, value_size: int) -> str | None:
+        """Why torch's flash kernel does not take heads of these sizes; None where it does."""
+        if key_size != value_size:
+            return f"values have heads of {value_size} and keys of {key_size}"
+        return None if key_size <= _FLASH_KERNEL_HEAD_SIZE else f"heads of {key_size} exceed {_FLASH_KERNEL_HEAD_SIZE}"
 
     def flash_refusal(self, name: str) -> str | None:
         """Why FlashAttention's `name` does not run on it; None where it does."""

@@ -1,9 +1,10 @@
 """Attention over packed documents that computes only the blocks of the mask that are not empty.
 
 A packed row of 2048 tokens with documents of 60 has a mask of which 97% is zero; masked SDPA computes all of it.
-Here the documents are gathered into a few buckets of similar length, each bucket is an ordinary causal batch, and
-the outputs are scattered back: the same numbers, without the empty blocks. Registered with transformers as
-`PACKED_ATTENTION`, it serves every model that goes through its attention interface.
+Where torch has a kernel of variable length for the device, it computes the documents as they lie. Elsewhere they are
+gathered into a few buckets of similar length, each bucket is an ordinary causal batch, and the outputs are scattered
+back: the same numbers, without the empty blocks. Registered with transformers as `PACKED_ATTENTION`, it serves every
+model that goes through its attention interface.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 from accel_scale.facts.device import PACKED_ATTENTION, Device
 from accel_scale.launching.machine import detect_device
 from accel_scale.modeling.packed_mask import PackedLayout, dense_mask, packed_mask
+from accel_scale.modeling.packing.varlen import varlen_attention, varlen_refusal
 
 # The CPU's flash kernel is built for long rows: below this length two matrix products and a softmax are 1.3 to 6
 # times as fast in bf16 (measured for head sizes 16 to 64 on an AVX512-BF16 machine); in fp32 the kernel wins.
@@ -95,6 +97,10 @@ def _attend_packed(
     scaling: float | None,
 ) -> torch.Tensor:
     batch_size, num_heads, length, _ = query.shape
+    if _is_varlen(query, value, dropout):
+        flat = (_tokens_first(tensor) for tensor in (query, key, value))
+        tokens = varlen_attention(*flat, layout.bounds, layout.longest, window=layout.window, scaling=scaling)
+        return tokens.view(batch_size, length, num_heads, value.shape[-1])
     sizes = [num_documents * padded for num_documents, padded in layout.buckets]
     # One node for all buckets of a tensor: slices would each give a gradient as long as the whole, to be added up.
     slots = [_ToSlots.apply(_tokens_first(tensor), layout).split(sizes) for tensor in (query, key, value)]
@@ -106,6 +112,11 @@ def _attend_packed(
         outputs.append(attend(q, k, v, window, dropout, scaling).flatten(0, 1))
     tokens = _FromSlots.apply(torch.cat(outputs) if len(outputs) > 1 else outputs[0], layout)
     return tokens.view(batch_size, length, num_heads, value.shape[-1])
+
+
+def _is_varlen(query: torch.Tensor, value: torch.Tensor, dropout: float) -> bool:
+    sizes = {"key_size": query.shape[-1], "value_size": value.shape[-1]}
+    return varlen_refusal(_device(query.device.type), dtype=query.dtype, dropout=dropout, **sizes) is None
 
 
 def _tokens_first(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.modeling.evaluation_mode import evaluating
+from accel_scale.modeling.packing.row_facts import ROW_FACTS, RowFacts
 from accel_scale.optimization.fast_loss import language_model_loss
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def evaluate_loss(accelerator: Any, model: Any, batches: Iterable[Mapping[str, A
     with evaluating(model):
         for batch in batches:
             moved = {name: t.to(accelerator.device) for name, t in batch.items() if isinstance(t, torch.Tensor)}
-            moved = dict(shared.local(moved)) if shared else moved
+            moved = dict(shared.local(moved)) if shared else {**moved, ROW_FACTS: RowFacts(batch)}
             shift = "shift_labels" not in moved
             count = count_loss_tokens(moved["labels" if shift else "shift_labels"], shift=shift)
             with accelerator.autocast():
