@@ -114,7 +114,7 @@ def _table(known: dict[str, dict[str, dict[str, int]]]) -> str:
     lines = [
         "# Waits for the device",
         "",
-        "How often the host stops and waits for a GPU: it reads a value back, or copies from memory that is not pinned.",
+        "How often the host stops and waits for a GPU: it reads a value, or copies from memory that is not pinned.",
         "Counted by `benchmarks/device_waits.py` on a GPU that is pretended (an H100; packed rows, one process, guard",
         "on). Logging, validation, saving, the beginning and the end of a run are not counted.",
         "",

@@ -141,7 +141,7 @@ class PretendGpu:
         yield "torch.cuda.get_device_properties", lambda *args: properties
         yield "torch.cuda.get_device_capability", lambda *args: self.device.capability
         yield "torch.cuda.get_device_name", lambda *args: self.device.name
-        yield "torch.cuda.get_arch_list", lambda: []
+        yield "torch.cuda.get_arch_list", list
         for name in ("set_device", "empty_cache", "reset_peak_memory_stats", "_lazy_init", "manual_seed_all"):
             yield f"torch.cuda.{name}", lambda *args: None
         for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"):
@@ -287,9 +287,8 @@ class _Kernels(TorchDispatchMode):
 
     def _count(self, name: str, args: Any, kwargs: Any, tensors: list[Any], held: list[Any], is_there: bool) -> None:
         gpu, operator = self._gpu, name.removeprefix("aten::")
-        if name == "aten::_local_scalar_dense" or name in _SIZED_BY_VALUES:
-            gpu.record("readback", operator)
-        elif name == "aten::repeat_interleave" and kwargs.get("output_size") is None:
+        is_sized = name == "aten::repeat_interleave" and kwargs.get("output_size") is None
+        if is_sized or name == "aten::_local_scalar_dense" or name in _SIZED_BY_VALUES:
             gpu.record("readback", operator)
         elif name in _COPIES:
             target, source = (is_there, args[0]) if name == "aten::_to_copy" else (_is_held(args[0]), args[1])

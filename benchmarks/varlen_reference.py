@@ -1,7 +1,7 @@
 """torch's kernels of variable length in plain fp32 operators, by the kernels' own arguments and with their demands.
 
-`torch.nn.attention.varlen` (2.13) has no kernel for a CPU. What its operators are given is checked here as FlashAttention
-checks it, and the values are those of masked attention.
+`torch.nn.attention.varlen` (2.13) has no kernel for a CPU. What its operators are given is checked here as
+FlashAttention checks it, and the values are those of masked attention.
 """
 
 from __future__ import annotations

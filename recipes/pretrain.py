@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from accel_scale.ending.user_errors import user_errors
 from accel_scale.flags.guard import GuardArguments
@@ -27,8 +27,6 @@ from accel_scale.recipe_specs.pretrain import PRETRAIN
 from accel_scale.starting.begin import begin
 
 if TYPE_CHECKING:  # torch is slow to import: not before the command line has been checked
-    import torch
-
     from accel_scale.pretraining.report import PretrainReport
     from accel_scale.training.checkpoints.manager import CheckpointManager
     from accel_scale.training.guard.guard import Guard
@@ -244,16 +242,21 @@ def train(run: Run, started: float) -> dict[str, object]:
             num_tokens = total_over_ranks(accelerator, drawn.num_predicted)
             num_micro_batches = len(drawn.micro_batches)
             if run.parallel is not None and run.parallel.pipeline is not None:
-                batches = [on_device(run, rows) for rows in drawn.micro_batches]
+                batches = [run.on_device(rows) for rows in drawn.micro_batches]
                 losses = run.parallel.pipeline.forward_backward(batches, num_tokens, step.loss_factor)
                 step.record(losses, drawn.row_ids)
             else:
                 for number, (rows, row_ids) in enumerate(zip(drawn.micro_batches, drawn.row_ids, strict=True), 1):
-                    batch, is_last = on_device(run, rows), number == num_micro_batches
+                    batch, is_last = run.on_device(rows), number == num_micro_batches
                     with step.micro_batch(is_last=is_last, row_ids=row_ids), watch.micro_batch(batch):
                         with accelerator.autocast():
                             loss = language_model_loss(
-                                model, batch, num_tokens, router=run.router, num_micro_batches=num_micro_batches
+                                model,
+                                batch,
+                                num_tokens,
+                                router=run.router,
+                                num_micro_batches=num_micro_batches,
+                                facts=run.facts(rows),
                             )
                         step.backward(loss * step.loss_factor)
             grad_norm = step.clip()  # to --max_grad_norm; the norm before
@@ -291,14 +294,6 @@ def train(run: Run, started: float) -> dict[str, object]:
         )
         raise SystemExit(EXIT_STOPPED)
     return summary
-
-
-def on_device(run: Run, batch: Mapping[str, torch.Tensor]) -> Mapping[str, Any]:
-    """A micro-batch where the model is; this rank's part of it where ranks share rows."""
-    from accel_scale.modeling.packing.row_facts import ROW_FACTS, RowFacts
-
-    moved = {name: tensor.to(run.accelerator.device, non_blocking=True) for name, tensor in batch.items()}
-    return run.parallel.local(moved) if run.parallel else {**moved, ROW_FACTS: RowFacts(batch)}
 
 
 def is_due(step: int, every: int, is_end: bool) -> bool:

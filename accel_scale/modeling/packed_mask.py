@@ -173,19 +173,24 @@ def attach_layout(layout: PackedLayout) -> torch.Tensor:
     return carrier
 
 
-def with_known_mask(inputs: Mapping[str, Any], facts: RowFacts) -> dict[str, Any]:
+def with_known_mask(inputs: Mapping[str, object], facts: RowFacts) -> dict[str, object]:
     """`inputs` with a 2-D attention mask that carries `facts` to `packed_mask`, which then asks the device nothing.
 
     To a model it says which tokens are there, and transformers does not look for documents by itself beside it.
     """
     given, rows = inputs.get("attention_mask"), inputs["input_ids"]
-    mask = torch.ones(facts.shape, dtype=torch.bool, device=rows.device) if given is None else given.bool()
-    mask.row_facts = facts
+    assert isinstance(rows, torch.Tensor)
+    is_given = isinstance(given, torch.Tensor)
+    mask = given.bool() if is_given else torch.ones(facts.shape, dtype=torch.bool, device=rows.device)
+    mask.row_facts = facts  # type: ignore[attr-defined]
     return {**inputs, "attention_mask": mask}
 
 
 def _known_mask(
-    facts: RowFacts, mask_function: Callable[..., Any], dense: Callable[[], torch.Tensor | None], device: torch.device
+    facts: RowFacts,
+    mask_function: Callable[..., torch.Tensor],
+    dense: Callable[[], torch.Tensor | None],
+    device: torch.device,
 ) -> torch.Tensor | None:
     """As `packed_mask`. The documents are known, and the mask function tells of nothing but the window."""
     starts = facts.starts()

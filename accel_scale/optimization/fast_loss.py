@@ -18,7 +18,7 @@ from transformers.utils import ModelOutput
 
 from accel_scale.errors import ConfigError
 from accel_scale.modeling.attention import with_document_lengths
-from accel_scale.modeling.packing.row_facts import ROW_FACTS, with_row_facts
+from accel_scale.modeling.packing.row_facts import ROW_FACTS, RowFacts, with_row_facts
 from accel_scale.optimization.loss import (
     IGNORED_LABEL,
     at_least_one,
@@ -167,9 +167,9 @@ def tell_zero3(model: Any) -> None:
 class _Counting:
     """A collator whose batches hold `RowFacts`."""
 
-    collate: Callable[[Any], Mapping[str, Any]]
+    collate: Callable[[object], Mapping[str, object]]
 
-    def __call__(self, rows: Any) -> dict[str, Any]:
+    def __call__(self, rows: object) -> dict[str, object]:
         return with_row_facts(self.collate(rows))
 
 
@@ -295,16 +295,19 @@ def language_model_loss(
     *,
     router: RouterLoss | None = None,
     num_micro_batches: int = 1,
+    facts: RowFacts | None = None,
 ) -> torch.Tensor:
     """Sum of the labelled tokens' cross-entropies ÷ `num_items`, by the head that `add_fast_lm_head` has added.
 
     Args:
         router: Adds the router's auxiliary loss; None leaves it out, as in validation.
         num_micro_batches: Of the optimizer step, over which that is a mean.
+        facts: Of the micro-batch; None: the device is asked.
     """
-    names = ("input_ids", "labels", "shift_labels", "position_ids", ROW_FACTS)
+    names = ("input_ids", "labels", "shift_labels", "position_ids")
     inputs = {name: batch[name] for name in names if name in batch}
     options = {"num_items_in_batch": num_items, "fast_lm_head": True, "router_loss": router is not None}
+    options |= {} if facts is None else {ROW_FACTS: facts}  # type: ignore[dict-item]
     outputs = model(**inputs, **options)
     loss: torch.Tensor = outputs.loss
     return loss if router is None else loss + router.weighted(outputs.aux_loss, num_micro_batches)

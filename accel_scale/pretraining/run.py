@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from accel_scale.pretraining.trunk import ScheduleRecord
 from accel_scale.starting.recipe_start import RecipeRun
 
 if TYPE_CHECKING:
+    import torch
     from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.scheduler import AcceleratedScheduler
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from accel_scale.data.pretraining.loader import TrainLoader
     from accel_scale.data.pretraining.opened import PretrainingData
     from accel_scale.data.pretraining.validation import ValidationLoader
+    from accel_scale.modeling.packing.row_facts import RowFacts
     from accel_scale.optimization.router_loss import RouterLoss
     from accel_scale.parallel.layout import ParallelLayout
     from accel_scale.parallel.model_parallel import ModelParallel
@@ -87,6 +90,17 @@ class Run(RecipeRun):
     def learning_rate(self) -> float:
         """Of the next step, unless the guard lowers it."""
         return float(self.schedule.get_last_lr()[0])
+
+    def on_device(self, rows: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """A micro-batch where the model is; this rank's part of it where ranks share rows."""
+        moved = {name: tensor.to(self.accelerator.device, non_blocking=True) for name, tensor in rows.items()}
+        return self.parallel.local(moved) if self.parallel else moved
+
+    def facts(self, rows: Mapping[str, torch.Tensor]) -> RowFacts | None:
+        """What the host knows of a micro-batch; of parts of rows nothing."""
+        from accel_scale.modeling.packing.row_facts import RowFacts
+
+        return None if self.parallel else RowFacts(rows)
 
     def say_stopped(self, line: str) -> None:
         """Print one line on one process, and again after the launcher's own report."""

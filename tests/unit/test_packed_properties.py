@@ -85,7 +85,7 @@ def test_values_and_gradients_are_those_of_a_mask(length, num_rows, window, head
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
 def test_grouped_heads_with_and_without_a_kernel_for_them(shares, heads, monkeypatch) -> None:
     device, seen, attention = (
-        SimpleNamespace(has_flash_kernel=False, shares_key_heads=lambda **_: shares),
+        SimpleNamespace(name="card", has_flash_kernel=False, shares_key_heads=lambda **_: shares),
         set(),
         F.scaled_dot_product_attention,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import accumulate
-from typing import Any
 
 import torch
 
@@ -24,9 +23,11 @@ class RowFacts:
             one document, whose tokens never see what follows them. None: the rows are padded elsewhere.
     """
 
-    def __init__(self, batch: Mapping[str, Any]) -> None:
-        labels, positions, mask = (batch.get(name) for name in ("labels", "position_ids", "attention_mask"))
-        rows = batch["input_ids"]
+    def __init__(self, batch: Mapping[str, object]) -> None:
+        names = ("labels", "position_ids", "attention_mask")
+        labels, positions, mask = (_tensor(batch.get(name)) for name in names)
+        rows = _tensor(batch["input_ids"])
+        assert rows is not None
         self.shape: tuple[int, int] = (rows.shape[0], rows.shape[1])
         self.num_labels = None if labels is None else int(labels[:, 1:].ne(_IGNORED_LABEL).sum())
         self.document_lengths: tuple[int, ...] | None = None
@@ -47,7 +48,7 @@ class RowFacts:
         begins[list(accumulate(self.document_lengths[:-1], initial=0))] = True
         return begins.view(self.shape)
 
-    def flash_arguments(self, device: torch.device) -> dict[str, Any]:
+    def flash_arguments(self, device: torch.device) -> dict[str, object]:
         """Where documents begin and end, by the names that transformers gives them for kernels of variable length."""
         assert self.document_lengths is not None
         bounds = cumulative(self.document_lengths, device)
@@ -55,10 +56,10 @@ class RowFacts:
         return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
 
 
-def with_row_facts(batch: Mapping[str, Any]) -> dict[str, Any]:
+def with_row_facts(batch: Mapping[str, object]) -> dict[str, object]:
     """`batch`, still on the host, with its `RowFacts` where it has rows of tokens."""
-    rows = batch.get("input_ids")
-    if not isinstance(rows, torch.Tensor) or rows.ndim != 2 or rows.device.type != "cpu":
+    rows = _tensor(batch.get("input_ids"))
+    if rows is None or rows.ndim != 2 or rows.device.type != "cpu":
         return dict(batch)
     return {**batch, ROW_FACTS: RowFacts(batch)}
 
@@ -73,6 +74,10 @@ def uploaded(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type not in _PINNING:
         return values.to(device)
     return values.pin_memory().to(device, non_blocking=True)
+
+
+def _tensor(value: object) -> torch.Tensor | None:
+    return value if isinstance(value, torch.Tensor) else None
 
 
 def _lengths(positions: torch.Tensor) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """Attention of variable length: all documents of all rows in one kernel, without padding, buckets or a mask.
 
-torch has it since 2.10 in `torch.nn.attention.varlen`, on the flash kernels that SDPA uses: half precision, no dropout,
-head sizes up to 256, any window, groups of query heads. It plans nothing per shape, so lengths may change as they like.
+torch has it in `torch.nn.attention.varlen`, on the flash kernels that SDPA uses: half precision, no dropout, head
+sizes up to 256, any window, groups of query heads. It plans nothing per shape, so lengths may change as they like.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.modeling.evaluation_mode import evaluating
-from accel_scale.modeling.packing.row_facts import ROW_FACTS, RowFacts
+from accel_scale.modeling.packing.row_facts import RowFacts
 from accel_scale.optimization.fast_loss import language_model_loss
 
 if TYPE_CHECKING:
@@ -49,11 +49,12 @@ def evaluate_loss(accelerator: Any, model: Any, batches: Iterable[Mapping[str, A
     with evaluating(model):
         for batch in batches:
             moved = {name: t.to(accelerator.device) for name, t in batch.items() if isinstance(t, torch.Tensor)}
-            moved = dict(shared.local(moved)) if shared else {**moved, ROW_FACTS: RowFacts(batch)}
+            moved = dict(shared.local(moved)) if shared else moved
+            facts = RowFacts(batch)
             shift = "shift_labels" not in moved
             count = count_loss_tokens(moved["labels" if shift else "shift_labels"], shift=shift)
             with accelerator.autocast():
-                summed = shared.evaluate(model, moved) if shared else language_model_loss(model, moved, 1)
+                summed = shared.evaluate(model, moved) if shared else language_model_loss(model, moved, 1, facts=facts)
             # No label at all is a sum of nothing; a pipeline's loss is in its last stage.
             if summed is not None:
                 total += torch.tensor([summed.item() if count else 0.0, count.item()], dtype=torch.float64)
