@@ -119,13 +119,13 @@ def with_document_lengths(inputs: dict[str, Any], attention: str, facts: RowFact
     with more rows it would attend over whole rows. Every row begins with position 0.
     """
     positions, tokens = inputs.get("position_ids"), inputs.get("input_ids")
-    is_known = facts is not None and facts.document_lengths is not None and tokens is not None
-    if is_known and attention == PACKED_ATTENTION:
-        return with_known_mask(inputs, facts)
+    known = facts if facts is not None and facts.document_lengths is not None and tokens is not None else None
+    if known is not None and attention == PACKED_ATTENTION:
+        return with_known_mask(inputs, known)
     if "flash" not in attention or "cu_seq_lens_q" in inputs or inputs.get("attention_mask") is not None:
         return inputs
-    if is_known:
-        return {**inputs, **facts.flash_arguments(tokens.device)}
+    if known is not None:
+        return {**inputs, **known.flash_arguments(inputs["input_ids"].device)}
     if positions is None or positions.shape[0] == 1:
         return inputs
     import torch

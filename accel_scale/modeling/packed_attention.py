@@ -98,8 +98,8 @@ def _attend_packed(
 ) -> torch.Tensor:
     batch_size, num_heads, length, _ = query.shape
     if _is_varlen(query, value, dropout):
-        flat = (_tokens_first(tensor) for tensor in (query, key, value))
-        tokens = varlen_attention(*flat, layout.bounds, layout.longest, window=layout.window, scaling=scaling)
+        q, k, v = (_tokens_first(tensor) for tensor in (query, key, value))
+        tokens = varlen_attention(q, k, v, layout.bounds, layout.longest, window=layout.window, scaling=scaling)
         return tokens.view(batch_size, length, num_heads, value.shape[-1])
     sizes = [num_documents * padded for num_documents, padded in layout.buckets]
     # One node for all buckets of a tensor: slices would each give a gradient as long as the whole, to be added up.

@@ -180,15 +180,17 @@ def with_known_mask(inputs: Mapping[str, object], facts: RowFacts) -> dict[str, 
     """
     given, rows = inputs.get("attention_mask"), inputs["input_ids"]
     assert isinstance(rows, torch.Tensor)
-    is_given = isinstance(given, torch.Tensor)
-    mask = given.bool() if is_given else torch.ones(facts.shape, dtype=torch.bool, device=rows.device)
+    if isinstance(given, torch.Tensor):
+        mask = given.bool()
+    else:
+        mask = torch.ones(facts.shape, dtype=torch.bool, device=rows.device)
     mask.row_facts = facts  # type: ignore[attr-defined]
     return {**inputs, "attention_mask": mask}
 
 
 def _known_mask(
     facts: RowFacts,
-    mask_function: Callable[..., torch.Tensor],
+    mask_function: Callable[..., object],
     dense: Callable[[], torch.Tensor | None],
     device: torch.device,
 ) -> torch.Tensor | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from transformers.utils import ModelOutput
 
 from accel_scale.errors import ConfigError
 from accel_scale.modeling.attention import with_document_lengths
-from accel_scale.modeling.packing.row_facts import ROW_FACTS, RowFacts, with_row_facts
+from accel_scale.modeling.packing.row_facts import ROW_FACTS, Counting, RowFacts
 from accel_scale.optimization.loss import (
     IGNORED_LABEL,
     at_least_one,
@@ -163,16 +163,6 @@ def tell_zero3(model: Any) -> None:
         deepspeed.zero.register_external_parameter(model, parameter)
 
 
-@dataclass
-class _Counting:
-    """A collator whose batches hold `RowFacts`."""
-
-    collate: Callable[[object], Mapping[str, object]]
-
-    def __call__(self, rows: object) -> dict[str, object]:
-        return with_row_facts(self.collate(rows))
-
-
 class FastLossMixin:
     """Put before `trl.SFTTrainer`: ``class Trainer(FastLossMixin, SFTTrainer)``. Training and evaluation use it.
 
@@ -188,7 +178,8 @@ class FastLossMixin:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        model: Any = self.model  # type: ignore[attr-defined]
+        trainer: Any = self
+        model = trainer.model
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         add_fast_lm_head(base, from_logits=self.loss_from_logits)
         if not self.loss_from_logits:
@@ -201,8 +192,8 @@ class FastLossMixin:
                 fix="use the default loss, and --router_aux_loss_coef 0 for a mixture of experts.",
             )
         self._new_tokens: Any = 0
-        if self._fast_loss_covers_run and not self.args.torch_compile:  # type: ignore[attr-defined]
-            self.data_collator = _Counting(self.data_collator)  # type: ignore[has-type]
+        if self._fast_loss_covers_run and not trainer.args.torch_compile:
+            trainer.data_collator = Counting(trainer.data_collator)
 
     def _covers_run(self) -> bool:
         trainer: Any = self

@@ -238,7 +238,7 @@ class _AnswerCallback(TrainerCallback):
 def _overlap_uploads(args: RecipeSFTConfig) -> None:
     """Let batches go to the device while it computes; only pinned memory can be fetched without the host's help."""
     if args.dataloader_pin_memory and args.device.type in ("cuda", "xpu"):
-        args.accelerator_config.non_blocking = True
+        args.accelerator_config.non_blocking = True  # type: ignore[union-attr]  # transformers has parsed it
 
 
 def cast_trainable(model: Any, dtype: torch.dtype) -> None:

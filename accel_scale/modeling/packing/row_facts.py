@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -56,12 +57,17 @@ class RowFacts:
         return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
 
 
-def with_row_facts(batch: Mapping[str, object]) -> dict[str, object]:
-    """`batch`, still on the host, with its `RowFacts` where it has rows of tokens."""
-    rows = _tensor(batch.get("input_ids"))
-    if rows is None or rows.ndim != 2 or rows.device.type != "cpu":
-        return dict(batch)
-    return {**batch, ROW_FACTS: RowFacts(batch)}
+@dataclass
+class Counting:
+    """A collator whose batches of rows hold their `RowFacts`; a class, so that it can be sent to a loader's workers."""
+
+    collate: Callable[[object], Mapping[str, object]]
+
+    def __call__(self, rows: object) -> dict[str, object]:
+        batch = self.collate(rows)
+        tokens = _tensor(batch.get("input_ids"))
+        known = {} if tokens is None or tokens.ndim != 2 else {ROW_FACTS: RowFacts(batch)}
+        return {**batch, **known}
 
 
 def cumulative(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
