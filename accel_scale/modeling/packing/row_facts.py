@@ -59,7 +59,7 @@ class RowFacts:
 
 @dataclass
 class Counting:
-    """A collator whose batches of rows hold their `RowFacts`; a class, so that it can be sent to a loader's workers."""
+    """A collator whose batches of rows hold their `RowFacts`; a loader's workers can be sent it."""
 
     collate: Callable[[object], Mapping[str, object]]
 
