@@ -152,7 +152,8 @@ def build_trial(config: Any, setup: TrainingSetup, device: str) -> nn.Module:
     if setup.loss != "full":
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         add_fast_lm_head(base, from_logits=_takes_own_logits(config, setup))
-    apply_checkpointing(model, CheckpointingPolicy.parse(setup.checkpointing))
+    policy = CheckpointingPolicy.parse(setup.checkpointing)
+    apply_checkpointing(model, replace(policy, in_tiles=setup.long_rows))
     return model.train()
 
 
