@@ -64,7 +64,8 @@ def chunked_cross_entropy(
         return_num_correct: Also return how many labels are their distribution's most likely token.
         vocabulary: Under tensor parallelism, which rows of the head `lm_head_weight` and `bias` hold; the loss and
             the hidden states' gradient are then the same on all its ranks. None: all of them.
-        num_labels: How many of `labels` are counted, where the host knows it; None asks the device and waits.
+        num_labels: How many of `labels` are counted, where the host knows it; None asks the device and waits. A
+            number that is not theirs makes the loss NaN: tokens would be lost or counted twice.
 
     Returns:
         The loss, an fp32 scalar; with `return_num_correct`, a pair of it and an integer scalar.
@@ -77,13 +78,15 @@ def chunked_cross_entropy(
     if shift:
         hidden, labels = hidden[..., :-1, :], labels[..., 1:]
     tokens, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    is_labelled = targets != IGNORED_LABEL
     if num_labels != targets.numel():
-        is_labelled = targets != IGNORED_LABEL
         # How many tokens have a label decides the shapes: a synchronisation where nobody has counted them.
         found = is_labelled.nonzero() if num_labels is None else is_labelled.nonzero_static(size=num_labels)
         if found.shape[0] < targets.numel():
-            kept = found.squeeze(-1)
+            kept = found.squeeze(-1).clamp(min=0)
             tokens, targets = tokens.index_select(0, kept), targets[kept]
+    if num_labels is not None:
+        targets = targets.clamp(min=0)  # a wrong number is answered below
     size = chunk_size or default_chunk_size(lm_head_weight.shape[0], hidden.device.type)
     # Not `needs_input_grad` alone: that is true for the head's weight even where no gradient is wanted.
     with_grad = torch.is_grad_enabled()
@@ -91,6 +94,8 @@ def chunked_cross_entropy(
     total, num_correct = _ChunkedCrossEntropy.apply(tokens, lm_head_weight, bias, targets, options)
     # No labelled token at all is a finite, differentiable zero.
     loss = total / at_least_one(targets.numel() if num_items is None else num_items, total.device)
+    if num_labels is not None:  # compared on the device, so nothing waits
+        loss = loss.masked_fill(is_labelled.sum() != num_labels, torch.nan)
     return (loss, num_correct) if return_num_correct else loss
 
 

@@ -71,6 +71,15 @@ def test_divisor_shift_and_accuracy():
         chunked_cross_entropy(hidden, weight, labels, chunk_size=0)
 
 
+def test_a_number_of_labels_that_is_not_theirs_is_never_a_loss():
+    hidden, weight, _, labels = head_inputs()
+    counted = int((labels[:, 1:] != -100).sum())
+    expected = chunked_cross_entropy(hidden, weight, labels)
+    assert torch.equal(chunked_cross_entropy(hidden, weight, labels, num_labels=counted), expected)
+    for wrong in (0, counted - 1, counted + 1, labels[:, 1:].numel()):
+        assert chunked_cross_entropy(hidden, weight, labels, num_labels=wrong).isnan(), wrong
+
+
 def test_no_labelled_token_is_a_differentiable_zero():
     hidden, weight, _, labels = head_inputs(torch.float32)
     loss = chunked_cross_entropy(hidden, weight, torch.full_like(labels, -100))
