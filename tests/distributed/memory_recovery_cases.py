@@ -109,7 +109,7 @@ def raise_out_of_memory(*unused) -> None:
 
 def train(accelerator, options, rows_of, *, fault: tuple[str, int, int] | None = None):
     """Final trained weights by name, the losses of the steps, and the lines that were said."""
-    import accel_scale.optimization.loss as loss_module
+    import accel_scale.optimization.fast_loss as loss_module
 
     model = build(**options)
     rank, world_size = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
@@ -122,10 +122,10 @@ def train(accelerator, options, rows_of, *, fault: tuple[str, int, int] | None =
         recovery = MemoryRecovery(accelerator, model, say=lines.append)
     default_chunk_size = loss_module.default_chunk_size
 
-    def in_head(*args):
+    def in_head(*args, **options):
         if planted and planted.is_armed and planted.place == "head":
             raise_out_of_memory()
-        return default_chunk_size(*args)
+        return default_chunk_size(*args, **options)
 
     loss_module.default_chunk_size = in_head
     losses = []
