@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from gpu_stages.box import Cases, Needs, Wrong, expect
+from gpu_stages.box import Cases, Needs, Wrong, expect, lacks
 from gpu_stages.inputs import written_documents, written_model
 from gpu_stages.recipe import REPOSITORY, words
 
@@ -34,6 +34,8 @@ LAUNCH_SECONDS = 150.0
 # Layouts that the launch file alone does not give.
 EXTRA_FLAGS = {"pp": {"pp_size": 2}, "3d": {"pp_size": 2}}
 HANG_SECONDS = 8
+# One of each kind: on a CPU `make test` has every file with every method.
+FILES_ON_CPU = ("fsdp2", "zero3", "tp")
 
 
 class Gpus:
@@ -85,10 +87,10 @@ def parity(cases: Cases) -> None:
     written_documents(cases.folder, 60)
     names = sorted(path.stem for path in launches.CONFIGS.glob("*.yaml"))
     names = [name for name in names if name not in launches.SINGLE_PROCESS_FILES and name != launches.REFERENCE]
+    adapting, left_out = (("qlora", "lora"), []) if cases.on_gpu else (("qlora",), sorted({*names} - {*FILES_ON_CPU}))
+    names = [name for name in names if name not in left_out]
     runs = [("full", name) for name in names]
-    # On a CPU `make test` has every file with every method.
-    adapting, adapters = (("qlora", "lora"), names) if cases.on_gpu else (("qlora",), ["fsdp2", "zero3"])
-    adapters = [name for name in adapters if name not in launches.MODEL_PARALLEL_FILES]
+    adapters = [name for name in names if name not in launches.MODEL_PARALLEL_FILES]
     runs += [(method, name) for method in adapting for name in adapters]
     reference = Once(functools.partial(result_of, cases, gpus))
     single = "single_gpu" if cases.on_gpu else launches.SINGLE
@@ -106,6 +108,8 @@ def parity(cases: Cases) -> None:
             what = ("pretrain" if is_cut else method, name)
             label = f"{name}, {what[0]}, against {'one process' if is_cut else 'ddp'}"
             pool.submit(cases.case, label, functools.partial(beside, cases, reference, what, against))
+    if left_out:
+        cases.case(", ".join(left_out), functools.partial(lacks, "on a CPU: make test, docs/parity.md"))
 
 
 def beside(cases: Cases, result: Any, what: tuple[str, str], against: tuple[str, str]) -> str:

@@ -66,7 +66,7 @@ def several(runs: list[dict]) -> int:
                 os._exit(run_once({**run, "recipe": __file__}))
             children.append(child)
         for child in children:
-            worst = worst or status_of(child, Path(run["log"]))
+            worst = status_of(child, Path(run["log"])) or worst
     return worst
 
 

@@ -33,7 +33,7 @@ def main() -> int:
         child = os.fork()
         if child == 0:
             os._exit(run_once(run))
-        worst = worst or status_of(child, Path(run["log"]))
+        worst = status_of(child, Path(run["log"])) or worst
     return worst
 
 
