@@ -66,7 +66,8 @@ def several(runs: list[dict]) -> int:
                 os._exit(run_once({**run, "recipe": __file__}))
             children.append(child)
         for child in children:
-            worst = status_of(child, Path(run["log"])) or worst
+            status = status_of(child, Path(run["log"]))
+            worst = worst or status
     return worst
 
 

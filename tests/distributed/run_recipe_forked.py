@@ -33,7 +33,8 @@ def main() -> int:
         child = os.fork()
         if child == 0:
             os._exit(run_once(run))
-        worst = status_of(child, Path(run["log"])) or worst
+        status = status_of(child, Path(run["log"]))
+        worst = worst or status
     return worst
 
 
