@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-import pytest
+import json
+import subprocess
+import sys
+from pathlib import Path
 
-from benchmarks.device_waits import per_micro_batch_and_step, write_inputs
+import pytest
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["sft", "pretrain"])
-def test_no_micro_batch_waits(recipe, tmp_path):
-    write_inputs(tmp_path)
-    micro_batch, step = per_micro_batch_and_step(recipe, tmp_path)
-    assert micro_batch == {}, "asked of the device, or copied from memory that is not pinned"
-    assert {kind for kind, _ in step} <= {"readback"}
-    assert sum(step.values()) <= 2, "the gradient norm, and the verdict of all ranks"
+def test_no_micro_batch_waits(repository: Path, tmp_path: Path) -> None:
+    # In a process of its own: what a library has already asked about the device stays asked.
+    script = repository / "benchmarks" / "device_waits.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "--results", str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads((tmp_path / "device_waits.json").read_text())["now"]
+    assert len(found) == 8
+    for where, entry in found.items():
+        # Of a step: the gradient norm, and the verdict of all ranks.
+        allowed = 2 if "each step, readbacks" in where else 0
+        assert entry["count"] <= allowed, (where, entry)
