@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import time
+from pathlib import Path
 
-# A thread that can run is given a processor within a small part of this.
+# Gloo's threads must be seen asleep so often, one after the other: on a busy machine one that can run waits for long.
+_TIMES_ASLEEP, _LOOK_SECONDS = 5, 0.02
+_LONGEST_SECONDS = 10.0
+# Where the system does not say what a thread does: one that can run is given a processor within a part of this.
 _LETTING_GO_SECONDS = 0.25
 
 
@@ -17,8 +22,28 @@ def let_go_of_collectives() -> None:
     """
     import torch.distributed as dist
 
-    if dist.is_available() and dist.is_initialized():
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    tasks = Path("/proc/self/task")
+    if not tasks.is_dir():
         time.sleep(_LETTING_GO_SECONDS)
+        return
+    deadline, times_asleep = time.monotonic() + _LONGEST_SECONDS, 0
+    while times_asleep < _TIMES_ASLEEP and time.monotonic() < deadline:
+        time.sleep(_LOOK_SECONDS)  # the interpreter is free meanwhile
+        times_asleep = times_asleep + 1 if _gloo_is_asleep(tasks) else 0
+
+
+def _gloo_is_asleep(tasks: Path) -> bool:
+    """Whether none of gloo's threads runs or waits for a processor; ``stat`` is described in proc(5)."""
+    for task in tasks.iterdir():
+        try:
+            name, _, fields = (task / "stat").read_text().partition("(")[2].rpartition(")")
+        except OSError:  # it has ended
+            continue
+        if name.startswith("pt_gloo") and fields.split()[0] != "S":
+            return False
+    return True
 
 
 def leave_process_group() -> None:
@@ -28,3 +53,20 @@ def leave_process_group() -> None:
     let_go_of_collectives()
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
+
+
+def leave_groups_safely() -> None:
+    """Make every later `torch.distributed.destroy_process_group` of this process a safe one; twice is fine."""
+    import torch.distributed as dist
+
+    destroy = dist.destroy_process_group
+    if getattr(destroy, "is_safe", False):
+        return
+
+    @functools.wraps(destroy)
+    def destroy_safely(group: dist.ProcessGroup | None = None) -> None:
+        let_go_of_collectives()
+        destroy(group)
+
+    destroy_safely.is_safe = True  # type: ignore[attr-defined]
+    dist.destroy_process_group = destroy_safely

@@ -12,14 +12,19 @@ from pathlib import Path
 
 def main() -> None:
     """Make the launch a process group on the CPU, then run the script as `python script.py` would."""
+    from accel_scale.ending.leaving import leave_groups_safely, let_go_of_collectives
     from accel_scale.launching.rehearsal import enable_rehearsal_if_needed, let_trainers_run_on_cpu
 
     enable_rehearsal_if_needed()
     let_trainers_run_on_cpu()
+    leave_groups_safely()
     script = sys.argv[1]
     sys.argv = sys.argv[1:]
     sys.path[0] = str(Path(script).resolve().parent)
-    runpy.run_path(script, run_name="__main__")
+    try:
+        runpy.run_path(script, run_name="__main__")
+    finally:
+        let_go_of_collectives()
 
 
 if __name__ == "__main__":
