@@ -45,7 +45,9 @@ def dtypes_reduced(folder: Path, operation: str) -> set[str]:
     return kinds
 
 
-@pytest.mark.parametrize(("dtype", "sent"), [("fp32", "float"), ("bf16", "c10::BFloat16")])
+@pytest.mark.parametrize(
+    ("dtype", "sent"), [pytest.param("fp32", "float", marks=pytest.mark.soak), ("bf16", "c10::BFloat16")]
+)
 def test_fsdp2_reduces_in_the_dtype_that_was_asked_for(
     repository: Path, tmp_path: Path, dtype: str, sent: str
 ) -> None:
