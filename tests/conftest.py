@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -90,3 +91,9 @@ def _launches_start_warm(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(sys, "executable", str(request.getfixturevalue("warm_python").executable))
         yield
+
+
+def pytest_collection_finish() -> None:
+    """Garbage is looked for among what tests make, not among the hundred thousands of objects of the libraries."""
+    gc.collect()
+    gc.freeze()
