@@ -7,6 +7,8 @@ PYTEST := $(BIN)/python -m pytest
 
 # DeepSpeed looks for ninja on the PATH.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
+# Where it is set, every process of every launch compiles the package anew.
+unexport PYTHONDONTWRITEBYTECODE
 CORES := $(shell nproc 2>/dev/null || echo 1)
 
 # Launches of two processes wait for each other and for imports most of the time: two files of tests at once.

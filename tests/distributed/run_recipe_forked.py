@@ -10,6 +10,7 @@ not leave the others waiting for it: they are ended.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import runpy
@@ -28,6 +29,8 @@ def main() -> int:
     """Import, then fork and wait, run by run."""
     runs = json.loads(Path(sys.argv[1]).read_text())
     preload()
+    gc.collect()
+    gc.freeze()  # else every child looks at, and copies, what the libraries allocated
     worst = 0
     for run in runs:
         child = os.fork()
