@@ -142,6 +142,7 @@ def load_model(run: Run) -> None:
     from accel_scale.pretraining.resolve import make_optimizer, run_length, schedule_settings
     from accel_scale.pretraining.trunk import schedule_record, trunk_step
     from accel_scale.settings.planned import plan_run
+    from accel_scale.settings.planned_checkpointing import settle_checkpointing
     from accel_scale.start_check import check_pretrain_start
 
     settings, launch, layout, config = run.settings, run.launch, run.layout, run.model_config
@@ -154,12 +155,14 @@ def load_model(run: Run) -> None:
         model_config=config,
     )
     choose_kernels(settings.launch.device, lengths_vary=isolates)
+    sharing = planned_sharing(layout, run.parallel_args)
+    settle_checkpointing(settings, launch, config, attention, run.say, shared=sharing)
     check_layout(layout, settings, run.parallel_args, config, attention)
     checked = check_pretrain_start(
         settings, run.model_args, config, attention, isolate_documents=isolates, layout=layout, say=run.say
     )
     run.attention = checked.attention
-    sharing = planned_sharing(layout, run.parallel_args)
+    run.course.keep("checkpointing_policy", str(settings.checkpointing))
     run.plan = plan_run(settings, launch, config, run.attention, run.say, shared=sharing)
     base = build_model(
         run.model_args, config, settings.precision, run.attention, seed=run.args.seed, launch=launch, layout=layout

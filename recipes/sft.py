@@ -132,6 +132,7 @@ def check(run: Run) -> None:
     from accel_scale.parallel.sequence_checks import check_sequence_parallel
     from accel_scale.settings.model_settings import check_model
     from accel_scale.settings.planned import plan_run
+    from accel_scale.settings.planned_checkpointing import settle_checkpointing
     from accel_scale.settings.trl_config import RecipeSFTConfig
     from accel_scale.start_check import check_sft_start
     from accel_scale.starting.recipe_start import check_settings
@@ -166,6 +167,7 @@ def check(run: Run) -> None:
     )
     choose_kernels(settings.launch.device, lengths_vary=True)
     check_sequence_parallel(run.model_config, run.sp_size, run.sp_size, attention)
+    settle_checkpointing(settings, run.launch, run.model_config, attention, run.say)
     run.checked = check_sft_start(settings, run.model_args, run.model_config, attention, say=run.say)
     run.plan = plan_run(settings, run.launch, run.model_config, run.checked.attention, run.say)
 
@@ -255,6 +257,7 @@ def make_trainer(run: Run) -> ScaleSFTTrainer:
     from accel_scale.modeling.activation_checkpointing import apply_checkpointing
     from accel_scale.modeling.loading import add_stop_token, count_parameters
     from accel_scale.optimization.optimizers import optimizer_cls_and_kwargs
+    from accel_scale.settings.planned_checkpointing import full_checkpointing
     from accel_scale.settings.trl_config import RecipeSFTConfig
     from accel_scale.trainers.sft_trainer import ScaleSFTTrainer
     from accel_scale.verifying import measured_memory
@@ -308,7 +311,9 @@ def make_trainer(run: Run) -> ScaleSFTTrainer:
         loss_from_logits=run.checked.loss_from_logits,
         flags=settings.scale,
     )
-    apply_checkpointing(trainer.model, settings.checkpointing, use_reentrant=run.checked.use_reentrant)
+    reentrant, record = run.checked.use_reentrant, run.course.settings
+    apply_checkpointing(trainer.model, settings.checkpointing, use_reentrant=reentrant)
+    trainer.recompute_more = full_checkpointing(trainer.model, settings, record, use_reentrant=reentrant)
     add_stop_token(trainer.model, run.tokenizer, stop_token)
     run.parameters, run.watch = count_parameters(trainer.model), measured_memory.watch(trainer, run.plan)
     return trainer

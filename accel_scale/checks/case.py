@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from accel_scale.errors import ConfigError
 from accel_scale.facts.device import CPU
+from accel_scale.facts.names import AUTO_POLICY
 
 if TYPE_CHECKING:
     from accel_scale.checks.run_settings import RunSettings
@@ -102,8 +103,8 @@ class Case:
 
     @property
     def checkpoints(self) -> bool:
-        """Whether the recipe recomputes activations; its default is to do so on an accelerator."""
-        if self.run.checkpointing_policy is not None:
+        """Whether the recipe recomputes activations; where it is left to the plan, it may on an accelerator."""
+        if self.run.checkpointing_policy not in (None, AUTO_POLICY):
             return self.run.checkpointing_policy != "none"
         if self.run.activation_checkpointing is not None:
             return self.run.activation_checkpointing

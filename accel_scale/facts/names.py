@@ -29,5 +29,9 @@ SCHEDULE_NAMES = (
 
 
 METHODS = tuple(METHOD_FACTS)
+# What activation checkpointing is where it is left to the plan: the first of `AUTO_POLICIES`, which go from the least
+# recomputation to the most, that fits.
+AUTO_POLICY = "auto"
+AUTO_POLICIES = ("none", "selective", "every_2", "full")
 PRECISIONS = tuple(PRECISION_FACTS)
 DECAY_SHAPES = ("1-sqrt", "linear", "cosine")

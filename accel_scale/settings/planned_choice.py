@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
 from accel_scale.facts.device import device_named
-from accel_scale.facts.names import METHODS
+from accel_scale.facts.names import AUTO_POLICY, METHODS
 from accel_scale.facts.optimizer_specs import LEAN_OPTIMIZERS, OPTIMIZERS
 from accel_scale.flags.parsing import ParsedFlags
 from accel_scale.planning.cost.strategies import ParallelChoice
@@ -51,6 +51,8 @@ def resolve_planned(
     """
     if parsed.explicit.get("plan") != "auto":
         return _resolve_for_both(parsed, facts, preset)
+    if parsed.explicit.get("checkpointing_policy") == AUTO_POLICY:
+        parsed = replace(parsed, explicit={k: v for k, v in parsed.explicit.items() if k != "checkpointing_policy"})
     seeded = parsed
     if _sets(parsed, ("global_batch_size",)) and not _sets(parsed, _BATCH):
         # Any micro-batch that divides it will do until one is chosen.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
 from accel_scale.facts.methods import METHOD_FACTS
+from accel_scale.facts.names import AUTO_POLICY
 from accel_scale.facts.strategies import strategy_named
 from accel_scale.flags.common import OptimizerArguments, ScaleArguments
 from accel_scale.flags.parsing import ParsedFlags
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     pass
 
 
+_LEFT_TO_PLAN = "derived: left to the plan"
 _USUAL_WARMUP_RATIO, _USUAL_FLOOR = 0.03, 0.1
 # Of each group the preset of the embedded data set gives way as a whole once the user has set one.
 _PRESET_GROUPS = (
@@ -127,22 +129,27 @@ def _set_reduction(resolved: Resolved, parsed: ParsedFlags) -> None:
 
 
 def _set_checkpointing(resolved: Resolved, parsed: ParsedFlags) -> None:
-    """One policy from ``--checkpointing_policy`` or transformers' own switches, never both."""
+    """One policy from ``--checkpointing_policy`` or transformers' own switches, never both.
+
+    On an accelerator it is left to the plan (`settle_checkpointing`) where nobody has set one, and full until then.
+    """
     values, scale = resolved.values, resolved.scale
     switches = ("activation_checkpointing", "gradient_checkpointing")
     given = [name for name in switches if values.get(name) is not None]
     options_name = next((n for n in (f"{s}_kwargs" for s in switches) if values.get(n) is not None), None)
     options = _as_dict(values.get(options_name)) if options_name else {}
     resolved.use_reentrant = bool(options.pop("use_reentrant", False))
-    if scale.checkpointing_policy is not None:
-        if options or (given and values[given[0]] != (scale.checkpointing_policy != "none")):
-            other = given[0] if given else str(options_name)
-            raise ConfigError(
-                f"--checkpointing_policy {scale.checkpointing_policy} and {other} contradict each other.",
-                place=parsed.place(other),
-                fix=f"keep --checkpointing_policy and remove {other}.",
-            )
-        text, source = scale.checkpointing_policy, parsed.place("checkpointing_policy")
+    wanted, is_open = scale.checkpointing_policy, False
+    contradicted = options or (given and (wanted == AUTO_POLICY or values[given[0]] != (wanted != "none")))
+    if wanted is not None and contradicted:
+        other = given[0] if given else str(options_name)
+        raise ConfigError(
+            f"--checkpointing_policy {wanted} and {other} contradict each other.",
+            place=parsed.place(other),
+            fix=f"keep --checkpointing_policy and remove {other}.",
+        )
+    if wanted not in (None, AUTO_POLICY):
+        text, source = wanted, parsed.place("checkpointing_policy")
     elif given or options:
         on = values[given[0]] if given else True
         text = _policy_of_options(options, parsed.place(str(options_name))) if on else "none"
@@ -154,14 +161,14 @@ def _set_checkpointing(resolved: Resolved, parsed: ParsedFlags) -> None:
     elif resolved.launch.device_type == "cpu":
         text, source = "none", "derived: on a CPU recomputing costs time and saves nothing scarce"
     else:
-        text, source = "full", "derived: default on an accelerator"
+        text, source, is_open = "full", parsed.origins.get("checkpointing_policy", _LEFT_TO_PLAN), True
     resolved.checkpointing = replace(CheckpointingPolicy.parse(text, place=source), in_tiles=scale.long_rows)
-    resolved.set("checkpointing_policy", str(resolved.checkpointing), source)
+    resolved.set("checkpointing_policy", AUTO_POLICY if is_open else str(resolved.checkpointing), source)
     # transformers and TRL must not switch it on a second time.
     for name in (*switches, *(f"{s}_kwargs" for s in switches)):
         resolved.values.pop(name, None)
         resolved.sources.pop(name, None)
-    resolved.scale = replace(scale, checkpointing_policy=text)
+    resolved.scale = replace(scale, checkpointing_policy=resolved.values["checkpointing_policy"])
 
 
 def _refuse_whole_rows(resolved: Resolved, parsed: ParsedFlags) -> None:

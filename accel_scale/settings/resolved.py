@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from accel_scale.facts.device import CPU, Device
+from accel_scale.facts.names import AUTO_POLICY
 from accel_scale.flags.common import ScaleArguments
 from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy
 from accel_scale.modeling.precision import Precision
@@ -51,7 +52,8 @@ class Resolved:
     `values` are keyword arguments for the configuration classes; `sources` says for each where it came from:
     ``--flag``, ``file.yaml:12``, ``default``, or a sentence beginning with ``derived``. `on_card` is what the same
     flags come to on the card of ``--plan_gpu``, where that is not a device like the one here. `model_config` is the
-    model's, where ``--plan auto`` has read it.
+    model's, where ``--plan auto`` has read it. `heavier_policies` are those of activation checkpointing that fit as
+    well as the one that was planned.
     """
 
     values: dict[str, Any]
@@ -65,6 +67,18 @@ class Resolved:
     notes: list[str] = field(default_factory=list)
     on_card: Resolved | None = None
     model_config: PreTrainedConfig | None = None
+    heavier_policies: tuple[str, ...] = ()
+
+    @property
+    def checkpointing_is_open(self) -> bool:
+        """Whether the policy is left to the plan; `checkpointing` is the default without one until then."""
+        return bool(self.values.get("checkpointing_policy") == AUTO_POLICY)
+
+    def set_checkpointing(self, policy: str, source: str) -> None:
+        """Decide what was open."""
+        self.checkpointing = replace(CheckpointingPolicy.parse(policy), in_tiles=self.checkpointing.in_tiles)
+        self.scale = replace(self.scale, checkpointing_policy=policy)
+        self.set("checkpointing_policy", policy, source)
 
     def set(self, name: str, value: Any, source: str) -> None:
         """Decide `name`; the source is kept for ``--print_config``."""

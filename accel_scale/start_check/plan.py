@@ -74,6 +74,10 @@ class Verdict:
     adapter: PeftConfig | None = None
 
 
+class PolicyRefused(ConfigError):
+    """Activation checkpointing by this policy changes the model's gradients."""
+
+
 class AttentionRefused(ConfigError):
     """The model cannot be trained with this attention; another one may do. `fix` is for where none does."""
 

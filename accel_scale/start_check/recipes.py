@@ -11,7 +11,7 @@ from accel_scale.facts.strategies import strategy_named
 from accel_scale.modeling.attention import score_matrix_note
 from accel_scale.optimization.router_loss import refuse_shared_model
 from accel_scale.start_check.check import check_start
-from accel_scale.start_check.plan import PlannedRun, Verdict
+from accel_scale.start_check.plan import PlannedRun, PolicyRefused, Verdict
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -111,7 +111,16 @@ def _said(planned: PlannedRun, settings: Resolved, say: Callable[[str], None]) -
 
     from accel_scale.modeling.adapters import leave_out
 
-    verdict = check_start(planned)
+    try:
+        verdict = check_start(planned)
+    except PolicyRefused:
+        if not settings.heavier_policies:
+            raise
+        refused, (policy, *heavier) = settings.checkpointing, settings.heavier_policies
+        settings.set_checkpointing(policy, f"planned, and {refused} does not leave the model's gradients as they are")
+        settings.heavier_policies = tuple(heavier)
+        say(f"checkpointing: {policy}, because {refused} does not leave the model's gradients as they are")
+        return _said(dataclasses.replace(planned, policy=settings.checkpointing), settings, say)
     device, dtype = settings.launch.device, settings.precision.compute_dtype
     scores = score_matrix_note(verdict.attention, device=device, dtype=dtype, model_config=planned.config)
     for note in [*verdict.notes, *filter(None, [scores])]:

@@ -11,7 +11,7 @@ from accel_scale.errors import ConfigError, first_line
 from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy, apply_checkpointing
 from accel_scale.optimization.fast_loss import add_fast_lm_head
 from accel_scale.optimization.router_loss import router_coefficient
-from accel_scale.start_check.plan import AttentionRefused, Crashed, PlannedRun, Verdict
+from accel_scale.start_check.plan import AttentionRefused, Crashed, PlannedRun, PolicyRefused, Verdict
 
 if TYPE_CHECKING:
     import torch
@@ -168,7 +168,7 @@ class TwinCheck:
             if self.compared(own)[0] is not None:
                 works = kind
                 break
-        return ConfigError(
+        return PolicyRefused(
             f"checkpointing policy {policy} does not leave {self.name}'s gradients as they are: {what}.",
             place="--checkpointing_policy",
             fix=f"use {works}.",

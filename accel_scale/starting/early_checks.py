@@ -10,6 +10,7 @@ from pathlib import Path
 from accel_scale.data.sources import find_source, looks_local
 from accel_scale.errors import ConfigError
 from accel_scale.facts.device import check_attention_name
+from accel_scale.facts.names import AUTO_POLICY
 from accel_scale.flags.command_line import RecipeCommand
 from accel_scale.flags.guard import GuardArguments
 from accel_scale.flags.library import FlagClass
@@ -82,7 +83,7 @@ def refuse_unreadable(parsed: ParsedFlags, *, world_size: int | None = None) -> 
         ConfigError: naming the flag, or file and line of the flag.
     """
     given, place = parsed.explicit, parsed.place
-    if given.get("checkpointing_policy"):
+    if given.get("checkpointing_policy") not in (None, AUTO_POLICY):
         CheckpointingPolicy.parse(given["checkpointing_policy"], place=place("checkpointing_policy"))
     if given.get("attn_implementation"):
         check_attention_name(given["attn_implementation"], place=place("attn_implementation"))

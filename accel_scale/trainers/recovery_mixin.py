@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,12 @@ class MemoryRecoveryMixin:
 
     Attributes:
         recover_from_oom: False leaves the training step as it is.
+        recompute_more: Switches to checkpointing of every layer; None where there is no more of it.
         memory_recovery: None until the first step.
     """
 
     recover_from_oom: bool = True
+    recompute_more: Callable[[], None] | None = None
     memory_recovery: MemoryRecovery | None = None
     _loss_factor: float = 1.0
     _token_count_is_due: bool = False
@@ -112,6 +115,7 @@ class MemoryRecoveryMixin:
             loss_kind="sum" if num_items_in_batch is not None else "token_mean",
             obstacle=_obstacle(trainer),
             advice=advice,
+            recompute_more=self.recompute_more,
             on_discard=forget_tokens,
             on_out_of_memory=lambda step: self.memory_summary.write(f"out-of-memory-step-{step}"),
             first_step=trainer.state.global_step + 1,

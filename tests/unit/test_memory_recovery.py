@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from types import SimpleNamespace
+from unittest.mock import Mock
+
 import pytest
 import torch
 from accelerate import Accelerator
@@ -10,9 +14,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from accel_scale.ending.out_of_memory import is_out_of_memory, reason_in
 from accel_scale.ending.user_errors import user_errors
 from accel_scale.facts.exit_statuses import OUT_OF_MEMORY_STATUS
+from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy, apply_checkpointing
 from accel_scale.modeling.packed_attention import register_packed_attention
 from accel_scale.optimization.batch_splitting import halve, num_rows, split
 from accel_scale.optimization.fast_loss import add_fast_lm_head
+from accel_scale.settings.planned_checkpointing import full_checkpointing
 from accel_scale.trainers.recovery_mixin import MemoryRecoveryMixin
 from accel_scale.training.resilience.memory_recovery import MemoryRecovery, smaller_batch_advice
 
@@ -117,6 +123,46 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
     assert largest > 1e-2
     for name, grad in expected.items():
         assert float((found[name] - grad).abs().max()) <= 1e-6 * max(largest, 1), name
+
+
+class CardForFullCheckpointing(Card):
+    """Memory for a whole pass only where every layer is recomputed."""
+
+    def loss(self, part: dict) -> torch.Tensor:
+        self.limit = 4 if self.model.is_gradient_checkpointing else 0
+        return super().loss(part)
+
+
+def test_layers_are_recomputed_before_passes_are_halved() -> None:
+    batches = [padded(4, seed=1), padded(4, seed=2)]
+    expected, loss, _, _, _ = take_step(batches, limit=4)
+    model, lines = tiny_model(), []
+    num_items = sum(int(batch["labels"][:, 1:].ne(-100).sum()) for batch in batches)
+    card = CardForFullCheckpointing(model, num_items, limit=0)
+    settings = SimpleNamespace(heavier_policies=("every_2", "full"), checkpointing="none", set_checkpointing=Mock())
+    record: dict[str, str] = {}
+    switch = full_checkpointing(model, settings, record, use_reentrant=False)
+    recovery = MemoryRecovery(Accelerator(cpu=True), model, say=lines.append, recompute_more=switch)
+    assert float(recovery.step(batches, card.loss)) == pytest.approx(loss)
+    assert_same(gradients(model), expected)
+    assert (recovery.level, recovery.recovered_steps) == (0, [1])
+    assert lines == [
+        "warning: memory ran out in step 1 on rank 0; the step is taken again, from here on with "
+        "--checkpointing_policy full."
+    ]
+    assert record == {"checkpointing_policy": "full"}  # for the run that goes on from here
+    settings.set_checkpointing.assert_called_once_with("full", "memory ran out with none")
+    assert full_checkpointing(model, SimpleNamespace(heavier_policies=()), {}, use_reentrant=False) is None
+
+
+def test_what_cannot_be_halved_is_recomputed_first() -> None:
+    batch, model = padded(1, seed=1), tiny_model()
+    card = CardForFullCheckpointing(model, 8, limit=0)
+    more = functools.partial(apply_checkpointing, model, CheckpointingPolicy("full"))
+    recovery = MemoryRecovery(Accelerator(cpu=True), model, say=lambda line: None, recompute_more=more)
+    recovery.step([batch], card.loss)
+    assert recovery.recovered_steps == [1]
+    assert model.is_gradient_checkpointing
 
 
 @pytest.mark.parametrize("in_backward", [False, True])

@@ -100,7 +100,7 @@ def test_learning_rate_follows_the_global_batch() -> None:
     ("args", "launch", "policy"),
     [
         ("", LaunchFacts(), "none"),
-        ("", GPU, "full"),
+        ("", GPU, "full"),  # until the plan says that less will do
         ("--checkpointing_policy none", GPU, "none"),
         ("--gradient_checkpointing false", GPU, "none"),
         ("--activation_checkpointing true", LaunchFacts(), "full"),

@@ -10,7 +10,7 @@ from typing import Any
 
 from accel_scale.errors import ConfigError
 from accel_scale.facts import hardware
-from accel_scale.facts.names import PRECISIONS
+from accel_scale.facts.names import AUTO_POLICY, PRECISIONS
 from accel_scale.facts.optimizer_specs import modelled_optimizer
 from accel_scale.facts.precisions import PRECISION_FACTS
 from accel_scale.network.link_fit import load_links
@@ -213,7 +213,7 @@ def _fixed(wish: Wish, recipe: PlannedRecipe, model: ModelFacts, gpu: hardware.G
     if wish.optim is not None:
         modelled_optimizer(wish.optim)
         fixed["optimizer"] = wish.optim
-    if wish.checkpointing_policy is not None:
+    if wish.checkpointing_policy not in (None, AUTO_POLICY):
         fixed["checkpointing"] = wish.checkpointing_policy
     if wish.attn_implementation is not None:
         fixed["attention"] = one_of(wish.attn_implementation, ATTENTIONS, "--attn_implementation")

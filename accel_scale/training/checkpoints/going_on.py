@@ -17,6 +17,7 @@ from accel_scale.training.checkpoints.folders import (
     read_checkpoint,
     refuse_foreign,
 )
+from accel_scale.training.checkpoints.manifest import Damaged, read_manifest
 from accel_scale.training.checkpoints.settings import (
     ALLOW_FLAG,
     differences,
@@ -75,6 +76,10 @@ class Course:
         trainer.resume_words = (self.place, ALLOW_FLAG, "the same command continues from there")
         trainer.started = started
 
+    def keep(self, name: str, value: str) -> None:
+        """Record what the run has chosen since, for `chosen_before`."""
+        self.settings[name] = value
+
     def record(self) -> dict[str, Any]:
         """For the summary of a run that has come to its end."""
         return {"settings": self.settings, "goal": self.goal}
@@ -132,6 +137,20 @@ class Course:
                 flush=True,
             )
         return summary
+
+
+def chosen_before(name: str, output_dir: object, resume: object) -> object:
+    """What the run that goes on has chosen for one of `KEPT`; None where none does, or it did not say."""
+    how = resume_choice("auto" if resume is None else resume)
+    if output_dir is None or how == "no":
+        return None
+    if how == "auto":
+        good, _ = list_checkpoints(Path(str(output_dir)))
+        return good[0].manifest.settings.get(name) if good else None
+    try:
+        return read_manifest(Path(how)).settings.get(name)
+    except Damaged:
+        return None  # refused where the run looks ahead, or another program's
 
 
 def course_of_sft(

@@ -34,6 +34,8 @@ MEANING = (
     "loss_type", "label_smoothing_factor", "neftune_noise_alpha", "average_tokens_across_devices", "beta",
     "num_generations", "temperature", "desirable_weight", "undesirable_weight",
 )  # fmt: skip
+# What a run may have chosen by itself and keeps when it goes on; if the user sets it otherwise, it is no other run.
+KEPT = ("checkpointing_policy",)
 ALLOW_FLAG = "--allow_changed_settings"
 _HASHED_BYTES = 256 * 2**20
 _SAMPLED_ROWS, _STREAMED_ROWS, _ENDS_BYTES = 256, 8, 2**16
@@ -46,11 +48,11 @@ _SHAPE = (
 
 
 def meaning_of(*sources: Any, **more: Any) -> dict[str, Any]:
-    """What `sources` (flags by name, or objects that have them) say of `MEANING`; `more` wins."""
+    """What `sources` (flags by name, or objects that have them) say of `MEANING` and `KEPT`; `more` wins."""
     found: dict[str, Any] = {}
     for source in sources:
         values = source if isinstance(source, Mapping) else vars(source)
-        found |= {name: _plain(values[name]) for name in MEANING if name in values and name not in found}
+        found |= {name: _plain(values[name]) for name in (*MEANING, *KEPT) if name in values and name not in found}
     if more.get("method") == "full":
         found = {
             name: value for name, value in found.items() if not name.startswith(("lora_", "use_rslora", "use_dora"))
@@ -80,7 +82,7 @@ def schedule_length(schedule: str, steps: int, epochs: float, *, limited_by_time
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """One text for each setting that both know and that differs: ``learning_rate 0.0002 → 0.0001``."""
     one, other = _flat(before), _flat(json.loads(json.dumps(now)))
-    changed = [name for name in one if name in other and one[name] != other[name]]
+    changed = [name for name in one if name in other and one[name] != other[name] and name not in KEPT]
     return [f"{name} {_shown(one[name])} → {_shown(other[name])}" for name in changed]
 
 

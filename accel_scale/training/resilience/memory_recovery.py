@@ -62,6 +62,7 @@ class MemoryRecovery:
             it is a mean over its labelled tokens or its rows.
         obstacle: Why a step cannot be taken again in parts, if it cannot; all processes then stop instead.
         advice: The flags that the last line names when the run has to stop, by `level`.
+        recompute_more: Makes the backward pass recompute every layer; what is tried first, once, on every process.
         on_discard: Called on every process before a step is taken again.
         on_out_of_memory: Called with the step's number where memory ran out, before anything is freed.
         first_step: Number of the first step, as a resumed run counts.
@@ -81,6 +82,7 @@ class MemoryRecovery:
         loss_kind: LossKind = "sum",
         obstacle: str | None = None,
         advice: Callable[[int], str] | None = None,
+        recompute_more: Callable[[], None] | None = None,
         on_discard: Callable[[], None] | None = None,
         on_out_of_memory: Callable[[int], object] | None = None,
         first_step: int = 1,
@@ -91,7 +93,7 @@ class MemoryRecovery:
         self.recovered_steps: list[int] = []
         self._accelerator, self._model, self._loss_kind = accelerator, model, loss_kind
         self._obstacle, self._advice, self._on_discard, self._say = obstacle, advice, on_discard, say
-        self._on_out_of_memory = on_out_of_memory
+        self._on_out_of_memory, self._recompute_more = on_out_of_memory, recompute_more
         self._strategy = strategy_of(accelerator)
         self._collectives: Collectives = collectives_of(model, strategy=self._strategy)
         self._is_alone = accelerator.num_processes == 1
@@ -190,7 +192,8 @@ class MemoryRecovery:
         problem = _LOST_GROUP if group_is_lost else self._finish_collectives()
         if problem is not None:
             self._stop.stop(self._stop_line(text, problem))
-        self._verdict = max(self._verdict, _FAILED if halve(part.inputs) else _CANNOT_SPLIT)
+        can_go_on = self._recompute_more is not None or halve(part.inputs)
+        self._verdict = max(self._verdict, _FAILED if can_go_on else _CANNOT_SPLIT)
         return None
 
     def _tell(self, step: int) -> None:
@@ -228,16 +231,23 @@ class MemoryRecovery:
         _free_memory()
         if self._on_discard is not None:
             self._on_discard()
-        self.level += 1
         if not self.recovered_steps or self.recovered_steps[-1] != self._step_number:
             self.recovered_steps.append(self._step_number)
+        failure = f"warning: memory ran out in step {self._step_number} on rank {self._failed_rank}; the step is taken"
+        if self._recompute_more is not None:
+            self._recompute_more()
+            self._recompute_more = None
+            if self._accelerator.is_main_process:
+                self._say(f"{failure} again, from here on with --checkpointing_policy full.")
+            return
+        self.level += 1
         if self._accelerator.is_main_process:
             pieces = 2**self.level
             rows = num_rows(self._seen[0])
             size = f"{-(-rows // pieces)} of its {rows} rows" if rows > 1 else f"1/{pieces} of its packed documents"
             self._say(
-                f"warning: memory ran out in step {self._step_number} on rank {self._failed_rank}; the step is taken "
-                f"again, from here on each pass has {size}: {pieces} passes per micro-batch, the same global batch."
+                f"{failure} again, from here on each pass has {size}: {pieces} passes per micro-batch, the same "
+                "global batch."
             )
 
     def stop_run(self, error: BaseException) -> None:

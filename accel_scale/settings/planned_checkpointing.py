@@ -1,0 +1,125 @@
+"""``--checkpointing_policy auto``, the default on a GPU: recompute no more than the plan says is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from accel_scale.errors import ConfigError
+from accel_scale.facts.names import AUTO_POLICIES
+from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy, apply_checkpointing
+from accel_scale.planning.cost.memory import predict_memory
+from accel_scale.planning.cost.strategies import conflict
+from accel_scale.planning.search.model_parallel import sharing_conflict
+from accel_scale.planning.search.search import problem_of
+from accel_scale.settings.planned import RunPlan, mode_of, planned_as
+from accel_scale.settings.planned_setup import SharedModel, recipe_value, target_of
+from accel_scale.training.checkpoints.going_on import chosen_before
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedConfig
+
+    from accel_scale.launching.environment import LaunchEnvironment
+    from accel_scale.settings.resolved import Resolved
+
+_FLAG = "checkpointing_policy"
+
+
+def settle_checkpointing(
+    settings: Resolved,
+    launch: LaunchEnvironment,
+    model_config: PreTrainedConfig,
+    attention: str,
+    say: Callable[[str], None],
+    *,
+    shared: SharedModel | None = None,
+) -> None:
+    """Decide the policy of a run where it is left to the plan, here and for the card of ``--plan_gpu``.
+
+    A run that goes on keeps the policy that it had. Without a plan it is ``full``.
+
+    Args:
+        settings: Flags, resolved; the policy is set in them.
+        launch: How the process was launched.
+        model_config: The model's `PreTrainedConfig`.
+        attention: The implementation that will run.
+        say: Prints one line: the policy, and why.
+        shared: How ranks share the model, where the launch alone does not say it.
+
+    Raises:
+        ConfigError: where the user asked for ``auto`` and for no plan.
+    """
+    for one in filter(None, (settings, settings.on_card)):
+        if one.checkpointing_is_open:
+            line = _settled(one, settings, launch, model_config, attention, shared)
+            if line is not None:
+                say(line)
+
+
+def full_checkpointing(
+    model: nn.Module, settings: Resolved, record: MutableMapping[str, object], *, use_reentrant: bool
+) -> Callable[[], None] | None:
+    """What switches `model` to ``full`` when memory runs out; None where the user chose, or it is so already.
+
+    Args:
+        record: Of the run's settings, for checkpoints: a run that goes on starts with what it ended with.
+    """
+    if "full" not in settings.heavier_policies:
+        return None
+
+    def switch() -> None:
+        apply_checkpointing(model, CheckpointingPolicy("full"), use_reentrant=use_reentrant)
+        settings.set_checkpointing("full", f"memory ran out with {settings.checkpointing}")
+        record[_FLAG] = "full"
+
+    return switch
+
+
+def _settled(
+    one: Resolved,
+    settings: Resolved,
+    launch: LaunchEnvironment,
+    model_config: PreTrainedConfig,
+    attention: str,
+    shared: SharedModel | None,
+) -> str | None:
+    """Set the policy of `one`, which is `settings` or its like on another card; the line to print, if any."""
+    resume = settings.values.get("resume", recipe_value(settings, "resume_from_checkpoint"))
+    kept = chosen_before(_FLAG, recipe_value(settings, "output_dir"), resume) if one is settings else None
+    if kept in AUTO_POLICIES:
+        one.heavier_policies = AUTO_POLICIES[AUTO_POLICIES.index(str(kept)) + 1 :]
+        one.set_checkpointing(str(kept), "derived: as the run that goes on has it")
+        return f"checkpointing: {kept}, as the run that goes on has it"
+    if mode_of(settings) == "off":
+        if not one.sources[_FLAG].startswith("derived"):
+            raise ConfigError(
+                "--checkpointing_policy auto chooses by the plan, and --plan off makes none.",
+                place=one.sources[_FLAG],
+                fix="remove --plan off, or name a policy.",
+            )
+        one.set_checkpointing("full", "derived: default on an accelerator without a plan")
+        return "checkpointing: full, because nothing is planned"
+    try:
+        plan = planned_as(one, launch, model_config, attention, target_of(settings, launch), shared)
+        fitting = [found for policy in AUTO_POLICIES if (found := _with_policy(plan, policy)) is not None]
+    except ConfigError as error:
+        one.set_checkpointing("full", "derived: default on an accelerator without a plan")
+        return f"checkpointing: full, because this run cannot be planned: {error.problem}"
+    if not fitting:
+        one.set_checkpointing("full", "derived: default on an accelerator")
+        return None  # the plan refuses it, or padded rows turn out short enough
+    first, *rest = fitting
+    one.set_checkpointing(first.setup.checkpointing, f"planned: the least that fits, {first.text}")
+    one.heavier_policies = tuple(found.setup.checkpointing for found in rest)
+    return f"checkpointing: {one.checkpointing}, the least that fits: {first.text}"
+
+
+def _with_policy(plan: RunPlan, policy: str) -> RunPlan | None:
+    """`plan` with another policy; None where that does not fit, or the libraries cannot run it."""
+    setup, machine = replace(plan.setup, checkpointing=policy), plan.target.machine
+    if conflict(setup, plan.facts) or sharing_conflict(setup, plan.facts):
+        return None
+    memory = predict_memory(plan.facts, setup, is_cuda=plan.target.is_cuda)
+    return replace(plan, setup=setup, memory=memory) if problem_of(machine, setup, memory) is None else None
