@@ -66,14 +66,16 @@ class StorageTracker(TorchDispatchMode):
 
 def storages(tree: Any) -> Iterator[torch.UntypedStorage]:
     """What the tensors of `tree` lie in; of quantised or sharded ones, the tensors they are made of."""
-    for leaf in tree_leaves(tree):
-        if not isinstance(leaf, torch.Tensor):
-            continue
-        if is_traceable_wrapper_subclass(leaf):
-            names, _ = leaf.__tensor_flatten__()
-            yield from storages([getattr(leaf, name) for name in names])
+    # Operations take and give tensors, lists and dictionaries; pytree's general walk takes as long as a small one.
+    if isinstance(tree, torch.Tensor):
+        if is_traceable_wrapper_subclass(tree):
+            names, _ = tree.__tensor_flatten__()
+            yield from storages([getattr(tree, name) for name in names])
         else:
-            yield leaf.untyped_storage()
+            yield tree.untyped_storage()
+    elif isinstance(tree, (list, tuple, dict)):
+        for part in tree.values() if isinstance(tree, dict) else tree:
+            yield from storages(part)
 
 
 def resident_tensors(model: torch.nn.Module, optimizer: Any = None) -> list[torch.Tensor]:

@@ -112,12 +112,12 @@ def test_setups_keep_and_reach_what_is_predicted(setup_name):
 @pytest.mark.parametrize("setup_name", LONG_SETUPS)
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3_text", "phi3", "gpt_neox", "falcon", "qwen3_moe"])
 def test_tiles_keep_and_reach_what_is_predicted(architecture, setup_name):
-    setup = LONG_SETUPS[setup_name]
-    saved, peak = real_bytes(architecture, setup, intermediate_size=512)
-    said = predicted(architecture, setup, intermediate_size=512)
+    setup, fields = LONG_SETUPS[setup_name], {"intermediate_size": 512, "num_hidden_layers": 4}
+    saved, peak = real_bytes(architecture, setup, **fields)
+    said = predicted(architecture, setup, **fields)
     assert said.saved_bytes == pytest.approx(saved, rel=0.015)
     assert said.peak_bytes == pytest.approx(peak, rel=0.03)
-    plain = predicted(architecture, replace(setup, long_rows=False), intermediate_size=512)
+    plain = predicted(architecture, replace(setup, long_rows=False), **fields)
     assert said.peak_bytes < (0.8 if architecture == "llama" else 1.01) * plain.peak_bytes
 
 
