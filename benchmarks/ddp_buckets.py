@@ -106,8 +106,8 @@ def sweep_buckets(place: Any, settings: SweepSettings) -> dict[str, Any]:
 
     Returns:
         ``rows`` with ``bucket_cap_mb``, ``num_buckets``, ``seconds`` (a low quantile, the slowest rank of each step),
-        ``median_seconds`` and ``exposed_seconds`` (what a step takes longer than without communication), and
-        ``compute_seconds``, ``model``, ``backend``.
+        ``median_seconds``, ``exposed_seconds`` (what a step takes longer than without communication) and ``noise``
+        (how far the same size's rounds are apart, relative), and ``compute_seconds``, ``model``, ``backend``.
     """
     import torch
 
@@ -136,6 +136,7 @@ def sweep_buckets(place: Any, settings: SweepSettings) -> dict[str, Any]:
             "seconds": _low(found),
             "median_seconds": sorted(found)[len(found) // 2],
             "exposed_seconds": max(0.0, _low(found) - compute),
+            "noise": _noise(found, steps),
         }
         for cap, found in times.items()
     ]
@@ -145,13 +146,39 @@ def sweep_buckets(place: Any, settings: SweepSettings) -> dict[str, Any]:
     return {"rows": rows, "compute_seconds": compute, "model": about, "backend": place.backend}
 
 
+def noise_of(rows: Sequence[dict[str, Any]]) -> float:
+    """How far apart the rounds of one size were, relative: a smaller difference between two sizes says nothing."""
+    return max(row["noise"] for row in rows)
+
+
 def best_cap(rows: Sequence[dict[str, Any]]) -> float:
-    """The fastest size; torch's own where it is among them and hardly slower."""
+    """The fastest size; torch's own where it is among them and slower by no more than is worth a flag, or noise."""
     fastest = min(rows, key=lambda row: row["seconds"])
     default = next((row for row in rows if row["bucket_cap_mb"] == DEFAULT_CAP_MB), None)
-    if default is not None and default["seconds"] <= fastest["seconds"] * (1 + WORTH):
+    if default is not None and default["seconds"] <= fastest["seconds"] * (1 + max(WORTH, noise_of(rows))):
         return DEFAULT_CAP_MB
     return float(fastest["bucket_cap_mb"])
+
+
+def conclusion(rows: Sequence[dict[str, Any]]) -> str:
+    """One line: the flag to use, if any, and whether the differences are more than noise."""
+    seconds = {row["bucket_cap_mb"]: row["seconds"] for row in rows}
+    best, fastest, noise = best_cap(rows), min(seconds, key=lambda cap: seconds[cap]), noise_of(rows)
+    apart = max(seconds.values()) / seconds[fastest] - 1
+    if len(seconds) > 1 and apart <= noise:
+        return (
+            f"noise: the sizes differ by {apart:.1%} at most, rounds of one size by up to {noise:.1%}. Leave the flag out, "
+            "or measure on a quiet machine with more --repeats."
+        )
+    default = seconds.get(DEFAULT_CAP_MB)
+    if best == DEFAULT_CAP_MB and len(seconds) > 1 and default is not None:
+        gain = default / seconds[fastest] - 1
+        if gain > WORTH:
+            within = f"within the noise of {noise:.1%}: leave the flag out."
+            return f"{fastest:g} MB is {gain:.1%} faster than torch's own 25, {within}"
+        return f"no other size is faster than torch's own 25 MB by more than {WORTH:.0%}: leave the flag out."
+    faster = f", {default / seconds[best] - 1:.0%} faster than torch's own 25 (noise {noise:.1%})" if default else ""
+    return f"use --ddp_bucket_cap_mb {best:g}{faster}"
 
 
 def _model(settings: SweepSettings) -> Any:
@@ -216,6 +243,12 @@ def _step_times(model: Any, batch: Any, steps: int, device: Any) -> list[float]:
     return slowest.tolist()
 
 
+def _noise(seconds: Sequence[float], steps_per_round: int) -> float:
+    """By how much a round of the same work took longer than another one."""
+    rounds = [_low(seconds[at : at + steps_per_round]) for at in range(0, len(seconds), steps_per_round)]
+    return max(rounds) / min(rounds) - 1
+
+
 def _low(seconds: Sequence[float]) -> float:
     """The lowest fifth's largest: what else the machine does only ever adds time."""
     ordered = sorted(seconds)
@@ -267,13 +300,7 @@ def run(args: argparse.Namespace) -> None:
     for row in rows:
         times = (format_short(row[f"{name}seconds"]) for name in ("", "median_", "exposed_"))
         print(f"{row['bucket_cap_mb']:>19g} {row['num_buckets']:>8} {' '.join(f'{text:>10}' for text in times)}")
-    seconds = {row["bucket_cap_mb"]: row["seconds"] for row in rows}
-    if best == DEFAULT_CAP_MB and len(seconds) > 1:
-        print("no other size is faster than torch's own 25 MB by more than 3 %: leave the flag out.")
-        return
-    default = seconds.get(DEFAULT_CAP_MB)
-    gain = f", {default / seconds[best] - 1:.0%} faster than torch's own 25" if default else ""
-    print(f"use --ddp_bucket_cap_mb {best:g}{gain}")
+    print(conclusion(rows))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,8 @@ from accel_scale.reporting.summary import installed_versions  # noqa: E402
 
 TABLE = REPOSITORY / "docs" / "parity.md"
 WRONG = "half_batch"
+RESULTS = REPOSITORY / "benchmarks" / "results" / "model_parallel_parity.md"
+LINK = f"../{RESULTS.relative_to(REPOSITORY)}"
 HEADER = f"""# Parity: every launch file trains the same model
 
 The same recipe, seed and data under every launch file in `accelerate_configs/`, on CPU processes over gloo, against
@@ -49,8 +51,24 @@ def main() -> int:
         rows[name] = measured_row(name)
         print(rows[name], flush=True)
         ordered = [rows[name] for name in names if name in rows]
-        TABLE.write_text(HEADER + "\n".join(ordered) + "\n" + footer(), encoding="utf-8")
+        TABLE.write_text(HEADER + "\n".join(ordered) + "\n" + elsewhere() + footer(), encoding="utf-8")
     return 0
+
+
+def elsewhere() -> str:
+    """The launch files that have no row, and where their parity is shown."""
+    shown = {name: f"{why}." for name, why in parity.SINGLE_PROCESS_FILES.items()}
+    for name, layout in parity.MODEL_PARALLEL_FILES.items():
+        row = layout.replace(" x ", " × ")
+        shown[name] = (
+            f"`recipes/pretrain.py` beside one process, four architectures: rows {row} of [{RESULTS.name}]({LINK})."
+        )
+    lines = [f"- `{name}`: {text}" for name, text in shown.items()]
+    return (
+        "\nShown elsewhere, because `recipes/sft.py` does not run them on several processes:\n\n"
+        + "\n".join(lines)
+        + "\n"
+    )
 
 
 def kept_rows() -> dict[str, str]:

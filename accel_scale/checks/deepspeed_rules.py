@@ -60,12 +60,21 @@ def compilers(case: Case) -> Finding | None:
 
 
 def killed_build(case: Case) -> Finding | None:
-    """The lock of a build that was killed: the next run waits for it without end."""
-    if not case.parallel.is_deepspeed or not case.machine.stale_locks:
+    """The lock of a build that was killed: the next run that compiles waits for it without end."""
+    if not (case.parallel.is_deepspeed or optimizer_of(case).compilers):
         return None
-    lock = case.machine.stale_locks[0]
-    return error(
-        lock, "a build that was killed left this lock, and DeepSpeed would wait for it forever.", f"rm {lock}"
+    if case.machine.stale_locks:
+        lock = case.machine.stale_locks[0]
+        return error(
+            lock, "a build that was killed left this lock, and DeepSpeed would wait for it forever.", f"rm {lock}"
+        )
+    if not case.machine.unheld_locks:
+        return None
+    lock = case.machine.unheld_locks[0]
+    return warning(
+        lock,
+        "no process of this machine holds this lock of a build, and DeepSpeed waits for as long as it is there.",
+        f"rm {lock}, unless another machine that shares this folder is compiling now.",
     )
 
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["build_locks", "remove_abandoned_locks", "stale_build_locks", "use_own_ninja"]
+__all__ = ["build_locks", "remove_abandoned_locks", "stale_build_locks", "unheld_build_locks", "use_own_ninja"]
 
 
 def use_own_ninja() -> None:
@@ -35,26 +35,31 @@ def build_locks() -> tuple[Path, ...]:
     return tuple(sorted([*root.glob("*/lock"), *root.glob("*/*/lock")]))
 
 
+def unheld_build_locks() -> tuple[str, ...]:
+    """Locks that no process of this machine holds; none where that cannot be seen.
+
+    With a home directory on a network the build may run on another machine.
+    """
+    if not Path("/proc/self/fd").is_dir():
+        return ()
+    return tuple(str(lock) for lock in build_locks() if not _is_open(lock))
+
+
 def stale_build_locks(older_than_seconds: float = 900) -> tuple[str, ...]:
     """Locks that no process of this machine holds and beside which nothing was written for that long.
 
-    The time is longer than one file compiles: with a home directory on a network the build may run on another machine.
+    The time is longer than one file compiles, so no other machine builds there either.
     """
     limit = time.time() - older_than_seconds
     return tuple(str(lock) for lock in build_locks() if _last_change(lock.parent) < limit and not _is_open(lock))
 
 
 def remove_abandoned_locks() -> tuple[str, ...]:
-    """Remove the locks that no process of this machine holds, and return them; nothing where that cannot be seen.
-
-    For machines that share their extension folder with no other.
-    """
-    if not Path("/proc/self/fd").is_dir():
-        return ()
-    abandoned = [lock for lock in build_locks() if not _is_open(lock)]
+    """Remove `unheld_build_locks` and return them: for machines that share their extension folder with no other."""
+    abandoned = unheld_build_locks()
     for lock in abandoned:
-        lock.unlink(missing_ok=True)
-    return tuple(map(str, abandoned))
+        Path(lock).unlink(missing_ok=True)
+    return abandoned
 
 
 def _is_open(file: Path) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_scale.errors import ConfigError
-from accel_scale.launching.launch_file import LaunchFile, read_launch_file, read_source_file
+from accel_scale.launching.launch_file import LaunchFile, read_deepspeed_file, read_launch_file
 from accel_scale.launching.launch_keys import MIXED_PRECISIONS, SWITCHES, TOP_KEYS, SourceFile
 from accel_scale.launching.strategy import LaunchStrategy, deepspeed_config_of, is_true, launch_strategy, relative_to
 
@@ -91,7 +91,7 @@ def current_launch(environment: Mapping[str, str] | None = None) -> LaunchEnviro
     command = find_launch_command() if _was_launched(env) else None
     path = _launch_file_path(command)
     launch_file = read_launch_file(path) if path is not None else None
-    deepspeed_file = _deepspeed_file(env, command)
+    deepspeed_file = _deepspeed_file(env, command, path)
     values = values_from_environment(env)
     deepspeed = deepspeed_config_of(values.get("deepspeed_config") or {}, deepspeed_file)
     world_size = int(env.get("WORLD_SIZE", "1"))
@@ -280,20 +280,20 @@ def _shown(path: Path) -> Path:
         return path
 
 
-def _deepspeed_file(env: Mapping[str, str], command: LaunchCommand | None) -> SourceFile | None:
+def _deepspeed_file(
+    env: Mapping[str, str], command: LaunchCommand | None, launch_file: Path | None
+) -> SourceFile | None:
     name = env.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
     if not name or name == "none" or not is_true(env.get("ACCELERATE_USE_DEEPSPEED", "false")):
         return None
-    path = Path(name)
-    if not path.is_file() and command is not None:
-        path = relative_to(command.folder, name)
-    if not path.is_file():
-        raise ConfigError(
-            f"the DeepSpeed configuration {name!r} does not exist, seen from {Path.cwd()}.",
-            place="ACCELERATE_DEEPSPEED_CONFIG_FILE",
-            fix="write an absolute path in the launch file.",
-        )
-    return read_source_file(path)
+    folders = [Path.cwd(), *([command.folder] if command else [])]
+    return read_deepspeed_file(name, folders, launch_file, place="ACCELERATE_DEEPSPEED_CONFIG_FILE")
+
+
+def tell_deepspeed_file(launch: LaunchEnvironment) -> None:
+    """Accelerate opens the name that the launch file gives, from this process's folder; it is told the file found."""
+    if launch.deepspeed_file is not None:
+        os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(launch.deepspeed_file.path.resolve())
 
 
 def _mixed_precision(env: Mapping[str, str], command: LaunchCommand | None, file: LaunchFile | None) -> str | None:

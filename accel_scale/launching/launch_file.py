@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -233,11 +233,20 @@ def _deepspeed_file(source: SourceFile) -> SourceFile | None:
     name = (source.values.get("deepspeed_config") or {}).get("deepspeed_config_file")
     if not name:
         return None
-    path = Path(str(name))
-    if not path.is_file():
+    return read_deepspeed_file(
+        str(name), [Path.cwd()], source.path, place=source.place("deepspeed_config.deepspeed_config_file")
+    )
+
+
+def read_deepspeed_file(name: str, folders: Sequence[Path], launch_file: Path | None, *, place: str) -> SourceFile:
+    """DeepSpeed's configuration, seen from one of `folders` or from a folder above the launch file, nearest first."""
+    above = launch_file.resolve().parents if launch_file is not None else ()
+    path = next((path for folder in (*folders, *above) if (path := folder / name).is_file()), None)
+    if path is None:
         raise ConfigError(
-            f"deepspeed_config_file {name!r} does not exist, seen from {Path.cwd()}.",
-            place=source.place("deepspeed_config.deepspeed_config_file"),
-            fix="start the command in the folder that the path is relative to, or write an absolute path.",
+            f"the DeepSpeed configuration {name!r} does not exist, seen from {Path.cwd()} or a folder above the "
+            "launch file.",
+            place=place,
+            fix="write its absolute path in the launch file.",
         )
-    return read_source_file(path)
+    return read_source_file(Path(name) if Path(name).is_file() else path)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_scale.facts.device import CPU, Device
-from accel_scale.launching.build_locks import stale_build_locks
+from accel_scale.launching.build_locks import stale_build_locks, unheld_build_locks
 
 # Distribution names; versions come from their metadata, nothing is imported.
 PACKAGES = (
@@ -50,6 +50,7 @@ class LocalMachine:
         has_compiler, has_ninja, has_libaio: What DeepSpeed needs to compile its CPU Adam and asynchronous I/O.
         folders: Facts on the folders asked about, by the name they were asked with.
         stale_locks: Locks of extension builds that were killed.
+        unheld_locks: These, and locks of builds that were killed a moment ago or run on another machine.
     """
 
     accelerator: Device = CPU
@@ -64,6 +65,7 @@ class LocalMachine:
     system: str = ""
     folders: Mapping[str, Folder] = field(default_factory=dict)
     stale_locks: tuple[str, ...] = ()
+    unheld_locks: tuple[str, ...] = ()
 
     @property
     def device(self) -> str:
@@ -97,6 +99,7 @@ def detect_machine(folders: Iterable[str | Path] = ()) -> LocalMachine:
         system=f"{platform.system()} {platform.release()}",
         folders={str(name): describe_folder(Path(name)) for name in folders},
         stale_locks=stale_build_locks(),
+        unheld_locks=unheld_build_locks(),
     )
 
 

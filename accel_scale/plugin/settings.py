@@ -136,10 +136,11 @@ class ScaleSettings:
             raise ConfigError(f"{value!r} is unknown.", place=self._place(name), fix=f"use {', '.join(choices)}.")
 
     def _rehearse(self) -> None:
-        from accel_scale.launching.environment import current_launch
+        from accel_scale.launching.environment import current_launch, tell_deepspeed_file
         from accel_scale.launching.rehearsal import enable_rehearsal_if_needed, let_trainers_run_on_cpu
 
         self.launch: LaunchEnvironment = current_launch()
+        tell_deepspeed_file(self.launch)
         announcement = enable_rehearsal_if_needed()
         let_trainers_run_on_cpu()
         if announcement and self.launch.rank == 0:

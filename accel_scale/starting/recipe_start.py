@@ -72,7 +72,7 @@ def start_recipe(parsed: ParsedFlags, *, output_dir: str) -> Start:
     """Call before anything asks torch.distributed or Accelerate for a device; sets up the console too."""
     from accel_scale.launching.build_locks import use_own_ninja
     from accel_scale.launching.cpu_process import tune_cpu_process, use_cores_of_host
-    from accel_scale.launching.environment import check_launch_variables, current_launch
+    from accel_scale.launching.environment import check_launch_variables, current_launch, tell_deepspeed_file
     from accel_scale.launching.machine import detect_device, detect_machine
     from accel_scale.launching.rehearsal import enable_rehearsal_if_needed
     from accel_scale.reporting.console import set_up_console
@@ -80,7 +80,8 @@ def start_recipe(parsed: ParsedFlags, *, output_dir: str) -> Start:
     check_launch_variables(os.environ)
     announcement = enable_rehearsal_if_needed()
     launch = current_launch()
-    if launch.parallel.is_deepspeed:
+    tell_deepspeed_file(launch)
+    if launch.parallel.is_deepspeed or _compiles_step(parsed.explicit.get("optim")):
         use_own_ninja()
     machine = detect_machine([output_dir, *launch.parallel.nvme_paths])
     set_up_console(is_main=launch.rank == 0, verbose="log_level" in parsed.explicit)
@@ -121,6 +122,14 @@ def steps_on_host(launch: LaunchEnvironment, optimizer: str | None) -> bool:
     parallel = launch.parallel
     spec = OPTIMIZERS.get(str(optimizer))
     return parallel.offload_optimizer != "none" or parallel.offload_params != "none" or bool(spec and spec.on_host)
+
+
+def _compiles_step(optimizer: str | None) -> bool:
+    """Whether a C++ compiler builds the optimizer's step at its first use."""
+    from accel_scale.facts.optimizer_specs import OPTIMIZERS
+
+    spec = OPTIMIZERS.get(str(optimizer))
+    return bool(spec and spec.compilers)
 
 
 def check_settings(settings: Resolved, start: Start, *, optim: str, max_grad_norm: float) -> list[str]:

@@ -35,10 +35,19 @@ TOLERANCE = 1e-4
 NUM_STEPS, GLOBAL_BATCH_SIZE = 4, 4
 # More than four steps take, so that no run comes to the end of the data, where ranks repeat rows to stay in step.
 NUM_ROWS = 48
-# Files that run as one process on a CPU and so have nothing to compare: cpu is the single process itself.
-SINGLE_PROCESS_FILES = {"cpu", "single_gpu"}
-# For recipes/pretrain.py, which test_model_parallel_recipe.py holds to one process; the SFT recipe refuses them.
-MODEL_PARALLEL_FILES = {"tp", "pp", "3d", "fsdp2_tp"}
+# Files that run as one process on a CPU and so have nothing to compare.
+SINGLE_PROCESS_FILES = {
+    "cpu": "the single process that DDP is compared with",
+    "single_gpu": "that process on a GPU, held to the CPU's losses there by `benchmarks/gpu_check.py`",
+}
+# Files of recipes/pretrain.py, which the SFT recipe refuses → their layout in benchmarks/model_parallel_parity.py.
+# test_model_parallel_recipe.py runs that.
+MODEL_PARALLEL_FILES = {
+    "tp": "tp2",
+    "pp": "pp2",
+    "3d": "pp2 x tp2 x fsdp2",
+    "fsdp2_tp": "fsdp2 x tp2",
+}
 
 
 @dataclass(frozen=True)
@@ -68,7 +77,7 @@ class RunFailed(RuntimeError):
 
 def launch_names() -> list[str]:
     """Every launch file that starts more than one process of the SFT recipe, by name."""
-    others = SINGLE_PROCESS_FILES | MODEL_PARALLEL_FILES
+    others = SINGLE_PROCESS_FILES.keys() | MODEL_PARALLEL_FILES.keys()
     return sorted(path.stem for path in CONFIGS.glob("*.yaml") if path.stem not in others)
 
 

@@ -21,7 +21,7 @@ from accel_scale.checks.registry import check_run
 from accel_scale.checks.run_settings import RunSettings, deepspeed_ranks_in_checkpoint
 from accel_scale.errors import ConfigError
 from accel_scale.facts.device import Device, device_named
-from accel_scale.launching.build_locks import remove_abandoned_locks, stale_build_locks
+from accel_scale.launching.build_locks import remove_abandoned_locks, stale_build_locks, unheld_build_locks
 from accel_scale.launching.environment import LaunchEnvironment, current_launch
 from accel_scale.launching.launch_file import LaunchFile, read_launch_file
 from accel_scale.launching.machine import PACKAGES, Folder, LocalMachine, describe_folder
@@ -595,7 +595,7 @@ def test_killed_build(tmp_path, monkeypatch):
     os.utime(lock, (old, old))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     with lock.open():
-        assert stale_build_locks() == (), "a process holds it"
+        assert stale_build_locks() == unheld_build_locks() == (), "a process holds it"
         assert remove_abandoned_locks() == ()
     assert stale_build_locks() == (str(lock),)
     (lock.parent / "cpu_adam.o").touch()
@@ -604,6 +604,10 @@ def test_killed_build(tmp_path, monkeypatch):
     fires("killed_build", RunSettings(), shipped("zero2"), machine, place=str(lock), fix=f"rm {lock}")
     silent("killed_build", RunSettings(), shipped("fsdp2"), machine)
     silent("killed_build", RunSettings(), shipped("zero2"), LAPTOP)
+    # An optimizer may compile without DeepSpeed's launch.
+    fires("killed_build", RunSettings(optim="deepspeed_cpu_adam"), shipped("ddp"), machine, place=str(lock), fix="rm")
+    killed_now = dataclasses.replace(LAPTOP, unheld_locks=unheld_build_locks())
+    fires("killed_build", RunSettings(), shipped("zero2"), killed_now, level="warning", place=str(lock), fix="rm")
     assert remove_abandoned_locks() == (str(lock),)
     assert not lock.exists()
 

@@ -11,19 +11,23 @@ from accel_scale.errors import ConfigError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-from ddp_buckets import SweepSettings, best_cap, parse, run
+from ddp_buckets import SweepSettings, best_cap, conclusion, parse, run
 
 
 @pytest.mark.parametrize(
-    ("seconds", "expected"),
+    ("seconds", "noise", "expected", "says"),
     [
-        ({1: 1.0, 25: 1.02, 100: 1.5}, 25),  # torch's own is hardly slower: no flag is worth it
-        ({1: 1.0, 25: 1.05, 100: 1.5}, 1),
-        ({5: 1.3, 100: 1.2}, 100),
+        ({1: 1.0, 25: 1.02, 100: 1.5}, 0.0, 25, "no other size"),  # hardly slower: no flag is worth it
+        ({1: 1.0, 25: 1.05, 100: 1.5}, 0.01, 1, "use --ddp_bucket_cap_mb 1, 5% faster"),
+        ({1: 1.0, 25: 1.05, 100: 1.5}, 0.08, 25, "within the noise of 8.0%"),
+        ({1: 1.0, 25: 1.05, 100: 1.06}, 0.08, 25, "noise: the sizes differ by 6.0% at most"),
+        ({5: 1.3, 100: 1.2}, 0.02, 100, "use --ddp_bucket_cap_mb 100"),
     ],
 )
-def test_the_suggestion(seconds: dict[float, float], expected: float) -> None:
-    assert best_cap([{"bucket_cap_mb": cap, "seconds": time} for cap, time in seconds.items()]) == expected
+def test_the_suggestion(seconds: dict[float, float], noise: float, expected: float, says: str) -> None:
+    rows = [{"bucket_cap_mb": cap, "seconds": time, "noise": noise} for cap, time in seconds.items()]
+    assert best_cap(rows) == expected
+    assert says in conclusion(rows)
 
 
 def test_models_that_cannot_be_are_refused_at_once() -> None:

@@ -44,6 +44,29 @@ def test_links_lead_somewhere(page):
         assert not fragment or fragment in anchors(linked), target
 
 
+def test_the_parity_page_names_every_launch_file():
+    text = (ROOT / "docs" / "parity.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"^(?:\| (\w+) \||- `(\w+)`: .*)", text, re.MULTILINE))
+    files = {path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml")}
+    assert {a or b for a, b in named} - {"half_batch"} == files
+    results = (ROOT / "benchmarks" / "results" / "model_parallel_parity.md").read_text(encoding="utf-8")
+    layouts = re.findall(r"^- .*: rows ([^[]+) of \[", text, re.MULTILINE)
+    assert len(layouts) == 4
+    for layout in layouts:
+        assert f"| llama | {layout} |" in results
+
+
+def test_commands_before_a_launch_can_be_typed_as_they_are():
+    """The embedded model and data stand in where none are named, so nothing is left open."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8") + (ROOT / "docs" / "rehearsal.md").read_text(
+        encoding="utf-8"
+    )
+    blocks = [block for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) if "accel-scale doctor" in block]
+    assert len(blocks) == 2
+    for block in blocks:
+        assert "…" not in block
+
+
 def test_the_index_lists_every_page():
     text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     listed = re.findall(r"^- \[[^\]]+\]\((\S+\.md)\): \S", text, re.MULTILINE)

@@ -20,8 +20,9 @@ from accel_scale.launching.launch_keys import SWITCHES
 ROOT = Path(__file__).parents[2]
 REPORT = """
 import json, os, sys
-from accel_scale.launching.environment import current_launch
+from accel_scale.launching.environment import current_launch, tell_deepspeed_file
 launch = current_launch()
+tell_deepspeed_file(launch)
 if launch.rank == 0:
     print("REPORT" + json.dumps({
         "label": launch.parallel.label, "strategy": launch.strategy, "precision": launch.mixed_precision,
@@ -30,6 +31,7 @@ if launch.rank == 0:
         "nvme": launch.place("zero_optimization.offload_param.nvme_path"),
         "file": str(launch.launch_file.path) if launch.launch_file else None,
         "address": launch.file_values.get("main_process_ip"),
+        "deepspeed": os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"),
     }))
 """
 
@@ -95,6 +97,10 @@ def test_command_line_overrides_the_file(tmp_path):
 def test_relative_path_is_relative_to_the_launcher(tmp_path):
     report = launch(tmp_path, "--config_file", "ddp.yaml", cwd=ROOT / "accelerate_configs")
     assert (report["strategy"], report["file"]) == ("ddp", "ddp.yaml")
+    # DeepSpeed's file is named as seen from the repository, two folders above this launch file's.
+    report = launch(tmp_path, "--config_file", str(ROOT / "accelerate_configs" / "zero_infinity.yaml"), cwd=tmp_path)
+    assert report["label"] == "ZeRO-3, NVMe offload"
+    assert report["deepspeed"] == str(ROOT / "accelerate_configs" / "deepspeed" / "zero_infinity.json")
 
 
 def test_unlaunched_process_is_single():

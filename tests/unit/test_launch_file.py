@@ -267,3 +267,19 @@ def test_bytes_that_are_no_text_and_lines_that_are_no_yaml_are_told_apart(tmp_pa
     with pytest.raises(ConfigError, match=r"not valid YAML: expected") as refused:
         read_launch_file(str(path))
     assert refused.value.place.startswith(f"{path}:")
+
+
+def test_a_deepspeed_file_is_found_from_any_folder(tmp_path, monkeypatch):
+    shipped = ROOT / "accelerate_configs"
+    expected = read_launch_file(shipped / "zero_infinity.yaml").deepspeed_file.values
+    monkeypatch.chdir(tmp_path)
+    found = read_launch_file(shipped / "zero_infinity.yaml").deepspeed_file
+    assert found.path == shipped / "deepspeed" / "zero_infinity.json"
+    assert found.values == expected
+    # A file of that name below the folder of the command comes first.
+    own = tmp_path / "accelerate_configs" / "deepspeed" / "zero_infinity.json"
+    own.parent.mkdir(parents=True)
+    own.write_text('{"zero_optimization": {"stage": 3}}')
+    assert read_launch_file(shipped / "zero_infinity.yaml").deepspeed_file.values == {
+        "zero_optimization": {"stage": 3}
+    }

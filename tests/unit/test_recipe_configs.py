@@ -9,13 +9,13 @@ import pytest
 from transformers import LlamaConfig
 from trl import ScriptArguments
 
+from accel_scale import predict_memory
 from accel_scale.facts.device import Device
 from accel_scale.flags.common import ScaleArguments
 from accel_scale.flags.parsing import parse_flags
 from accel_scale.modeling.adapters import lora_config, quantization_config
 from accel_scale.modeling.loading import skeleton_of
 from accel_scale.optimization.optimizers import check_optimizer
-from accel_scale.planning.cost.communication import NF4_BYTES_PER_PARAM
 from accel_scale.quiet import quiet_imports
 from accel_scale.settings.resolve import resolve
 from accel_scale.settings.resolved import LaunchFacts
@@ -133,56 +133,23 @@ def test_the_two_defaults_differ_in_the_method_only():
     assert lora.keys() == qlora.keys()
 
 
-# hidden, intermediate, layers, vocabulary, key and value width, tied embeddings: from each model's config.json.
-SHAPES = {
-    "qlora_guanaco_7b": (4096, 11008, 32, 32000, 4096, False),
-    "qlora_guanaco_13b": (5120, 13824, 40, 32000, 5120, False),
-    "qlora_guanaco_33b": (6656, 17920, 60, 32000, 6656, False),
-    "qlora_guanaco_65b": (8192, 22016, 80, 32000, 8192, False),
-    "lora_llama3_8b": (4096, 14336, 32, 128256, 1024, False),
-    "full_smollm2_135m": (576, 1536, 30, 49152, 192, True),
-}
-# Published sizes, in billions of weights.
-PUBLISHED = {"7b": 6.74, "13b": 13.02, "33b": 32.53, "65b": 65.29, "8b": 8.03, "135m": 0.1345}
+PLANNED = [path for path in FILES if not path.stem.startswith("sft_default")]
+# What `accel-scale plan` asks for too, by the same names.
+PLAN_FLAGS = (
+    "method", "optim", "max_length", "packing", "per_device_train_batch_size", "global_batch_size",
+    "checkpointing_policy", "lora_r", "lora_dropout", "lora_target_modules",
+)  # fmt: skip
 
 
-def shapes_of(stem: str) -> tuple[dict[str, tuple[int, int]], int]:
-    hidden, intermediate, _, vocabulary, kv, tied = SHAPES[stem]
-    layer = {
-        "q_proj": (hidden, hidden),
-        "k_proj": (hidden, kv),
-        "v_proj": (hidden, kv),
-        "o_proj": (hidden, hidden),
-        "gate_proj": (hidden, intermediate),
-        "up_proj": (hidden, intermediate),
-        "down_proj": (intermediate, hidden),
-    }
-    return layer, (1 if tied else 2) * vocabulary * hidden
-
-
-def predicted_peak_bytes(stem: str) -> float:
-    """The sum that the file's comment states, from its own flags."""
-    values = parse(FOLDER / f"{stem}.yaml").explicit
-    hidden, intermediate, num_layers, *_ = SHAPES[stem]
-    layer, embeddings = shapes_of(stem)
-    linear = num_layers * sum(a * b for a, b in layer.values())
-    tokens = values["per_device_train_batch_size"] * values["max_length"]
-    activations = 2 * tokens * (num_layers * hidden + 16 * hidden + 5 * intermediate)
-    if values["method"] == "full":
-        return 18 * (linear + embeddings) + activations
-    targets = values["lora_target_modules"]
-    adapted = [shape for name, shape in layer.items() if targets == ["all-linear"] or name in targets]
-    adapters = 16 * num_layers * values["lora_r"] * sum(a + b for a, b in adapted)
-    if values["method"] == "lora":
-        return 2 * (linear + embeddings) + adapters + activations
-    weights = linear * NF4_BYTES_PER_PARAM + 2 * embeddings
-    return weights + adapters + activations + 2 * hidden * intermediate
-
-
-@pytest.mark.parametrize("stem", SHAPES)
-def test_predicted_memory_is_what_its_formula_gives(stem):
-    stated = re.search(r"Predicted peak memory: ([\d.]+) GiB.*\(?estimate", (FOLDER / f"{stem}.yaml").read_text())
-    assert float(stated.group(1)) == pytest.approx(predicted_peak_bytes(stem) / GIB, abs=0.051)
-    layer, embeddings = shapes_of(stem)
-    num_weights = SHAPES[stem][2] * sum(a * b for a, b in layer.values()) + embeddings
-    assert num_weights / 1e9 == pytest.approx(PUBLISHED[stem.split("_")[-1]], rel=2e-3)
+@pytest.mark.parametrize("path", PLANNED, ids=lambda path: path.stem)
+def test_stated_memory_is_what_plan_predicts(path):
+    values = parse(path).explicit
+    stated = re.search(
+        r"^# Predicted peak memory: ([\d.]+) GiB( per GPU)?.*batches of (\d+) × (\d+)", path.read_text(), re.M
+    )
+    assert stated is not None, "every ready recipe of a real model says what it needs"
+    assert (int(stated[3]), int(stated[4])) == (values["per_device_train_batch_size"], values["max_length"])
+    settings = {name: values[name] for name in PLAN_FLAGS if name in values}
+    ranks = {"num_gpus": 8, "strategy": "DDP"} if stated[2] else {}
+    memory = predict_memory(values["model_name_or_path"], gpu="80GiB", **ranks, **settings)
+    assert float(stated[1]) == pytest.approx(memory.device_bytes / GIB, abs=0.051)
