@@ -167,8 +167,8 @@ def conclusion(rows: Sequence[dict[str, Any]]) -> str:
     apart = max(seconds.values()) / seconds[fastest] - 1
     if len(seconds) > 1 and apart <= noise:
         return (
-            f"noise: the sizes differ by {apart:.1%} at most, rounds of one size by up to {noise:.1%}. Leave the flag out, "
-            "or measure on a quiet machine with more --repeats."
+            f"noise: the sizes differ by {apart:.1%} at most, rounds of one size by up to {noise:.1%}. "
+            "Leave the flag out, or measure on a quiet machine with more --repeats."
         )
     default = seconds.get(DEFAULT_CAP_MB)
     if best == DEFAULT_CAP_MB and len(seconds) > 1 and default is not None:
