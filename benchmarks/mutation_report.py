@@ -14,13 +14,14 @@ KILLED, SURVIVED, INVALID = "killed", "survived", "invalid"
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a mutant: by the fast tests, and by all of `make test` where that was asked for."""
+    """What became of a mutant: by the fast tests, and by all of `make test` where that was asked for; and by which."""
 
     group: str
     mutant: Mutant
     fast: str
     all: str | None
     seconds: float
+    by: str = ""
 
     @property
     def name(self) -> str:
@@ -68,6 +69,13 @@ def table(results: Sequence[Result], seed: int) -> str:
 def load(path: Path) -> list[Result]:
     """A run's results as `write` left them."""
     return [
-        Result(entry["group"], Mutant(**entry["mutant"]), entry["fast"], entry["all"], entry["seconds"])
+        Result(
+            entry["group"],
+            Mutant(**entry["mutant"]),
+            entry["fast"],
+            entry["all"],
+            entry["seconds"],
+            entry.get("by", ""),
+        )
         for entry in json.loads(path.read_text(encoding="utf-8"))
     ]

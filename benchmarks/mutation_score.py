@@ -1,12 +1,14 @@
 """How many mutants of the modules in benchmarks/mutation.yaml the tests notice.
 
-    python benchmarks/mutation_score.py --per-module 8 --write
+    python -m pytest tests/unit -m "not slow and not soak" --cov --cov-context=test --cov-report=
+    python benchmarks/mutation_score.py --per-module 2 --all --write --covered .coverage
     python benchmarks/mutation_score.py --module accel_scale/optimization/loss.py --per-module 40
     python benchmarks/mutation_score.py --survivors /tmp/mutation.json  # those of an earlier run, after a new test
 
 A mutant is written into a copy of the checkout, and the tests of its module run there, in a process forked from one
-that has imported the libraries. First the fast ones; with --all what survives meets the slow ones of the same files
-and those under `more`, too. A test that fails, or does not end, kills it; a module that cannot be imported is no
+that has imported the libraries. First the fast ones: with --covered those that run the changed line, by a record of
+the first command, else the files of the module. With --all what survives meets the slow ones of the same files and
+those under `more`, too. A test that fails kills it, and passes without it; a module that cannot be imported is no
 mutant. Beside those drawn at random stand the known ones, each of which was missed once: they are always run.
 """
 
@@ -17,6 +19,7 @@ import functools
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -31,6 +34,7 @@ from typing import Any
 
 import yaml
 from mutants import Mutant, described, mutated, sites
+from mutation_coverage import Covered
 from mutation_report import INVALID, KILLED, SURVIVED, Result, load, table
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -40,11 +44,13 @@ import warm_python  # noqa: E402
 CONFIG = REPOSITORY / "benchmarks" / "mutation.yaml"
 RESULTS = REPOSITORY / "benchmarks" / "results" / "mutation.md"
 COPIED = ("accel_scale", "accelerate_configs", "benchmarks", "docs", "recipes", "tests", "README.md", "pyproject.toml")
-FAST = "not slow and not soak"
-SLOW = "not soak"
+FAST, SLOW, MORE = "not slow and not soak", "slow and not soak", "not soak"
 KNOWN = "known"
+# For one test and for all of them, seconds; a mutant that loops is killed by them.
+_LIMITS = {FAST: (60, 400), SLOW: (300, 1200), MORE: (300, 1200)}
 # pytest's exit status: 1 a test failed, 2 a file could not be imported, 5 no test was chosen.
 _OF_STATUS = {0: SURVIVED, 5: SURVIVED, 2: INVALID}
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/\S+::.+?)(?: - .*)?$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,7 @@ def configuration() -> dict[str, Any]:
 def watched_modules() -> list[Watched]:
     """The modules of all groups."""
     return [
-        Watched(group, path, tuple(tests["fast"]), tuple(tests.get("more", ())))
+        Watched(group, path, tuple(tests.get("fast", ())), tuple(tests.get("more", ())))
         for group, modules in configuration()["groups"].items()
         for path, tests in modules.items()
     ]
@@ -148,24 +154,25 @@ class Copy:
         os.utime(path, (self._changes, self._changes))
         shutil.rmtree(self.folder / ".hypothesis", ignore_errors=True)  # no example is handed on
 
-    def run(self, python: Path, tests: Sequence[str], chosen: str, timeout: float) -> tuple[str, str]:
-        """What the tests say of what is written here, and their last lines."""
+    def run(self, python: Path, tests: Sequence[str], chosen: str) -> tuple[str, list[str]]:
+        """What the tests say of what is written here, and those that failed."""
         there = [test for test in tests if (self.folder / test.partition("::")[0]).exists()]
         if not there:
-            return SURVIVED, "no test"
-        options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", "--tb=line", "-m", chosen]
+            return SURVIVED, []
+        per_test, limit = _LIMITS[chosen]
+        options = ["-x", "-q", "-rfE", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", "--tb=no"]
         environment = {**os.environ, "PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": "1", "HYPOTHESIS_SEED": "0"}
-        command = [str(python), "-m", "pytest", *options, *there]
+        command = [str(python), "-m", "pytest", *options, "--timeout", str(per_test), "-m", chosen, *there]
         with subprocess.Popen(
             command, cwd=self.folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         ) as process:
             try:
-                output, _ = process.communicate(timeout=timeout)
+                output, _ = process.communicate(timeout=limit)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.communicate()
-                return KILLED, "no end"
-        return _OF_STATUS.get(process.returncode, KILLED), output
+                return KILLED, []
+        return _OF_STATUS.get(process.returncode, KILLED), _FAILED.findall(output)
 
     def close(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -174,7 +181,7 @@ class Copy:
 class Runner:
     """Runs mutants, several at a time."""
 
-    def __init__(self, workers: int, *, all_tests: bool) -> None:
+    def __init__(self, workers: int, *, all_tests: bool, covered: Covered | None) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         warm_python.SERVERS = 1  # ranks of one launch have two, so that hashes differ; here speed counts
         self._warm = warm_python.WarmPython()
@@ -183,31 +190,28 @@ class Runner:
         for copy in self._copies:
             self._free.put(copy)
         self._all_tests = all_tests
-        self._seconds: dict[tuple[str, tuple[str, ...]], float | None] = {}
+        self._covered = covered
+        self._passes: dict[str, bool] = {}
 
-    def _seconds_of(self, copy: Copy, chosen: str, tests: tuple[str, ...]) -> float | None:
-        """How long the tests take on the modules as they are, where they must pass; None: they do not."""
-        if (chosen, tests) not in self._seconds:
-            started = time.perf_counter()
-            outcome, output = copy.run(self._warm.executable, tests, chosen, 900)
-            if outcome != SURVIVED:
-                print(f"{' '.join(tests)} fails as it is:\n{output[-2000:]}", flush=True)
-            self._seconds[chosen, tests] = time.perf_counter() - started if outcome == SURVIVED else None
-        return self._seconds[chosen, tests]
+    def _passes_as_it_is(self, copy: Copy, test: str, chosen: str) -> bool:
+        if test not in self._passes:
+            self._passes[test] = copy.run(self._warm.executable, [test], chosen)[0] == SURVIVED
+            if not self._passes[test]:
+                print(f"{test} fails as it is", flush=True)
+        return self._passes[test]
 
     def result(self, watched: Watched, mutant: Mutant) -> Result:
         """Write one mutant, run its tests, put the module back."""
-        copy, started, outcomes = self._free.get(), time.perf_counter(), []
+        copy, started, outcomes, failed = self._free.get(), time.perf_counter(), [SURVIVED], []
         try:
-            for chosen, tests in self._rounds(watched):
-                copy.write(mutant.module, read(mutant.module))
-                usual = self._seconds_of(copy, chosen, tests)
-                if usual is None:
-                    outcomes.append(INVALID)
-                    break
+            for chosen, tests in self._rounds(watched, mutant):
                 copy.write(mutant.module, changed(mutant))
-                outcomes.append(copy.run(self._warm.executable, tests, chosen, 30 + 5 * usual)[0])
-                if outcomes[-1] != SURVIVED:
+                outcome, failed = copy.run(self._warm.executable, tests, chosen)
+                copy.write(mutant.module, read(mutant.module))
+                if not all(self._passes_as_it_is(copy, test, chosen) for test in failed):
+                    outcome = INVALID
+                outcomes = [outcome] if chosen == FAST else [*outcomes, outcome]
+                if outcome != SURVIVED:
                     break
         finally:
             copy.write(mutant.module, read(mutant.module))
@@ -218,12 +222,16 @@ class Runner:
             outcomes[0],
             outcomes[-1] if self._all_tests else None,
             time.perf_counter() - started,
+            failed[0] if failed else "",
         )
 
-    def _rounds(self, watched: Watched) -> list[tuple[str, tuple[str, ...]]]:
-        rounds = [(FAST, watched.tests)]
+    def _rounds(self, watched: Watched, mutant: Mutant) -> list[tuple[str, Sequence[str]]]:
+        fast: Sequence[str] = watched.tests
+        if self._covered is not None and watched.group != KNOWN:
+            fast = self._covered.tests(mutant.module, mutant.line, watched.tests)
+        rounds = [(FAST, fast)]
         if self._all_tests:
-            rounds.append((SLOW, (*watched.tests, *watched.more)))
+            rounds += [(SLOW, watched.tests), (MORE, watched.more)]
         return rounds
 
     def close(self) -> None:
@@ -232,9 +240,8 @@ class Runner:
             copy.close()
 
 
-def run(pairs: list[tuple[Watched, Mutant]], *, workers: int, all_tests: bool, keep: Path) -> list[Result]:
+def run(pairs: list[tuple[Watched, Mutant]], runner: Runner, *, workers: int, keep: Path) -> list[Result]:
     """What becomes of each mutant, printed and kept as it is known."""
-    runner = Runner(workers, all_tests=all_tests)
     try:
         results: list[Result] = []
         with ThreadPoolExecutor(workers) as pool:
@@ -242,7 +249,10 @@ def run(pairs: list[tuple[Watched, Mutant]], *, workers: int, all_tests: bool, k
                 results.append(result)
                 keep.write_text(json.dumps([asdict(one) for one in results], indent=1), encoding="utf-8")
                 outcome = result.fast if result.all in (None, result.fast) else f"{result.fast}, then {result.all}"
-                print(f"{outcome:10} {result.seconds:5.1f} s  {result.name}  {result.mutant.after[:110]}", flush=True)
+                print(
+                    f"{outcome:10} {result.seconds:5.1f} s  {result.name}  {result.mutant.before[:110]}  ==>  {result.mutant.after[:110]}",
+                    flush=True,
+                )
         return results
     finally:
         runner.close()
@@ -255,6 +265,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--all", action="store_true", help="what survives the fast tests meets the others, too")
+    parser.add_argument("--covered", type=Path, help="coverage's record of which test runs which line")
     parser.add_argument("--survivors", type=Path, help="only those that survive in this file of an earlier run")
     parser.add_argument("--keep", type=Path, default=Path(tempfile.gettempdir()) / "mutation.json")
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/mutation.md")
@@ -275,7 +286,9 @@ def main() -> None:
         drawn = [(w, mutant) for w in modules for mutant in sample(w, options.per_module, options.seed)]
         random.Random(options.seed).shuffle(drawn)  # a run that is cut off is a smaller sample of all modules
         pairs = drawn + known
-    results = run(pairs, workers=options.workers, all_tests=options.all, keep=options.keep)
+    covered = Covered(options.covered, REPOSITORY) if options.covered else None
+    runner = Runner(options.workers, all_tests=options.all, covered=covered)
+    results = run(pairs, runner, workers=options.workers, keep=options.keep)
     report = table(results, options.seed)
     print(report)
     if options.write:
