@@ -231,16 +231,14 @@ def test_unequal_micro_batches_weigh_as_one_batch(trainer_class, micro_batch, tm
     assert (weights(one) - weights(train(trainer_class, tmp_path, learning_rate=0.0))).abs().max() > 1e-4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
-        {"packing": True, "max_length": 64},
-        {"bf16": True},
-        {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2},
+        pytest.param({}, marks=pytest.mark.slow, id="padded"),
+        pytest.param({"packing": True, "max_length": 64}, marks=pytest.mark.slow, id="packed"),
+        pytest.param({"bf16": True}, marks=pytest.mark.slow, id="bf16"),
+        pytest.param({"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}, id="accumulated"),
     ],
-    ids=["padded", "packed", "bf16", "accumulated"],
 )
 def test_the_lean_loss_equals_trls(settings, tmp_path):
     settings = {"max_steps": 4, "optim": "adamw_torch_fused", "learning_rate": 1e-3, **settings}

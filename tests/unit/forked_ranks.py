@@ -1,0 +1,61 @@
+"""A function on several ranks that talk by gloo: children forked from the test's process, which has the imports."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# The scripts that tests/distributed launches hold the models and comparisons.
+sys.path.append(str(Path(__file__).resolve().parents[1] / "distributed"))
+
+
+def on_ranks(num_ranks: int, function: Callable[[], Any], folder: Path, *, seconds: float = 60.0) -> list[Any]:
+    """What each rank's call returns, through JSON; fails with what a rank raised, or when they do not end."""
+    children = []
+    for rank in range(num_ranks):
+        child = os.fork()
+        if child == 0:
+            _be(rank, num_ranks, function, folder)
+        children.append(child)
+    end = time.monotonic() + seconds
+    waiting, failed = list(children), False
+    while waiting and not failed and time.monotonic() < end:
+        for child in list(waiting):
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                waiting.remove(child)
+                failed |= status != 0
+        time.sleep(0.01)
+    for child in waiting:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    said = "\n".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob("error*")))
+    assert not failed and not waiting, said or "the ranks did not end"
+    return [json.loads((folder / f"result{rank}").read_text(encoding="utf-8")) for rank in range(num_ranks)]
+
+
+def _be(rank: int, num_ranks: int, function: Callable[[], Any], folder: Path) -> None:
+    status = 1
+    try:
+        torch.set_num_threads(1)  # OpenMP's threads are the parent's
+        places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
+        os.environ.update({name: str(value) for name, value in places.items()})
+        store = dist.FileStore(str(folder / "store"), num_ranks)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+        (folder / f"result{rank}").write_text(json.dumps(function()), encoding="utf-8")
+        dist.barrier()
+        status = 0
+    except BaseException:
+        (folder / f"error{rank}").write_text(traceback.format_exc(), encoding="utf-8")
+    finally:
+        os._exit(status)
