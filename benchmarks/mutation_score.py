@@ -135,7 +135,11 @@ class Copy:
     """A copy of the checkout in which one module at a time is another one."""
 
     def __init__(self) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="mutation-"))
+        self._made = Path(tempfile.mkdtemp(prefix="mutation-"))
+        self.folder = self._made / REPOSITORY.name
+        self.folder.mkdir()
+        if (REPOSITORY.parent / "shared").is_dir():  # real inputs, without which tests are skipped
+            (self._made / "shared").symlink_to((REPOSITORY.parent / "shared").resolve())
         for name in COPIED:
             source = REPOSITORY / name
             if source.is_dir():
@@ -175,7 +179,7 @@ class Copy:
         return _OF_STATUS.get(process.returncode, KILLED), _FAILED.findall(output)
 
     def close(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.rmtree(self._made, ignore_errors=True)
 
 
 class Runner:

@@ -1,10 +1,13 @@
-"""Two ranks that share a model or its rows, forked from here: losses, gradients and weights are those of one process.
+"""Two ranks, forked from here: losses, gradients and weights are those of one process, and go on from a checkpoint.
 
 One case of each kind; tests/distributed launches all of them.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +57,7 @@ def test_rows_that_are_cut(case: str, tmp_path: Path) -> None:
         assert line["weights"] < 1e-4
 
 
-@pytest.mark.parametrize("case", ["gpipe", "interleaved"])
+@pytest.mark.parametrize("case", ["gpipe"])
 def test_pipeline_stages(case: str, tmp_path: Path) -> None:
     import pipeline_run as script
 
@@ -72,3 +75,50 @@ def test_pipeline_stages(case: str, tmp_path: Path) -> None:
     assert line["evaluation_error"] < 1e-5
     assert line["weight_error"] < 1e-4, line["worst_weight"]
     assert line["logits_error"] < 1e-4
+
+
+def test_errors_of_powersgd_go_on_from_three_ranks_to_two(tmp_path: Path) -> None:
+    import ddp_hooks_run as script
+
+    script.START = 3
+    script.POWERSGD = script.DdpSettings(1, "powersgd", script.RANK, script.START)
+    assert on_ranks(2, lambda: script.from_three_ranks(script.Accelerator(cpu=True)), tmp_path) == [0.0, 0.0]
+
+
+FSDP2 = {
+    "ACCELERATE_USE_CPU": "true",
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+}
+
+
+@pytest.mark.parametrize("layout", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+def test_a_checkpoint_of_shards(layout: str, tmp_path: Path) -> None:
+    """What is written while training goes on is what the weights were, and the run goes on bit for bit."""
+    import checkpoint_run as script
+
+    def trained(name: str, *flags: str) -> dict[str, Any]:
+        folder = tmp_path / name
+        folder.mkdir()
+        report = folder / "report.json"
+
+        def ranks() -> None:
+            os.environ.update(FSDP2)
+            usual = ["--output_dir", str(tmp_path / "run"), "--report", str(report), "--layout", layout]
+            sys.argv = ["checkpoint_run.py", *usual, "--asynchronous", *flags]
+            assert not script.main()
+
+        on_ranks(2, ranks, folder)
+        return json.loads(report.read_text())
+
+    whole = trained("whole", "--num_steps", "4", "--save_at", "2")
+    again = trained("again", "--num_steps", "4")
+    assert (whole["resumed"], again["resumed"]) == (None, 2)
+    assert again["state"] == {"rows": 8}
+    assert again["counter"] == [1, 2, 3, 4]
+    for step in ("3", "4"):
+        assert again["losses"][step] == whole["losses"][step]
+        assert again["draws"][step] == whole["draws"][step]
+    assert again["learning_rate"] == whole["learning_rate"]
