@@ -30,8 +30,8 @@ class Covered:
     def tests(self, module: str, line: int, named: Sequence[str]) -> list[str]:
         """Tests that run the statement at a line, those of the files in `named` first, at most `MOST_TESTS`.
 
-        A statement that runs while the module is imported is for the files in `named`, and so is every statement for
-        those of them that run the module in processes of their own, where nothing is recorded.
+        A statement that runs while the module is imported is for the files in `named`, and so is one that no test is
+        recorded for: some run it in processes of their own. A file that runs the module only there meets them all.
         """
         lines = self._lines(module)
         around = _statement((self._repository / module).read_text(encoding="utf-8"), line)
@@ -40,9 +40,8 @@ class Covered:
         found = sorted({test for one in around for test in lines.get(one, ())})
         random.Random(0).shuffle(found)
         found.sort(key=lambda test: test.partition("::")[0] not in named)
-        files = {test.partition("::")[0] for tests in lines.values() for test in tests}
-        unseen = [name for name in named if name.partition("::")[0] not in files]
-        return [*found[:MOST_TESTS], *unseen]
+        files = {test.partition("::")[0] for tests in lines.values() for test in tests} if found else set()
+        return [*found[:MOST_TESTS], *(name for name in named if name.partition("::")[0] not in files)]
 
     @functools.cache  # noqa: B019 - one object in a run
     def _lines(self, module: str) -> dict[int, set[str]]:

@@ -253,10 +253,8 @@ def run(pairs: list[tuple[Watched, Mutant]], runner: Runner, *, workers: int, ke
                 results.append(result)
                 keep.write_text(json.dumps([asdict(one) for one in results], indent=1), encoding="utf-8")
                 outcome = result.fast if result.all in (None, result.fast) else f"{result.fast}, then {result.all}"
-                print(
-                    f"{outcome:10} {result.seconds:5.1f} s  {result.name}  {result.mutant.before[:110]}  ==>  {result.mutant.after[:110]}",
-                    flush=True,
-                )
+                change = f"{result.mutant.before[:110]}  ==>  {result.mutant.after[:110]}"
+                print(f"{outcome:10} {result.seconds:5.1f} s  {result.name}  {change}", flush=True)
         return results
     finally:
         runner.close()

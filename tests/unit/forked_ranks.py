@@ -40,7 +40,8 @@ def on_ranks(num_ranks: int, function: Callable[[], Any], folder: Path, *, secon
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     said = "\n".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob("error*")))
-    assert not failed and not waiting, said or "the ranks did not end"
+    assert not failed, said
+    assert not waiting, said or "the ranks did not end"
     return [json.loads((folder / f"result{rank}").read_text(encoding="utf-8")) for rank in range(num_ranks)]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -366,6 +367,8 @@ def test_random_states_of_an_accelerator_are_this_ranks(monkeypatch: Any) -> Non
 def test_what_is_written_has_the_layout_that_was_asked_for_whatever_lay_in_memory() -> None:
     turned = torch.arange(6.0).view(2, 3).t()
     for copy in (True, False):
+        pair = namedtuple("pair", "a b")(1, 2)
+        assert host_copy({"pair": pair, "list": [pair]}, copy=copy) == {"pair": (1, 2), "list": [(1, 2)]}
         found = host_copy(turned, copy=copy)
         assert found.is_contiguous()
         assert torch.equal(found, turned)

@@ -420,6 +420,13 @@ def test_pickled_code_is_not_run(start, tmp_path):
     metadata = tmp_path / "other" / "shards" / ".metadata"
     metadata.parent.mkdir(parents=True)
     metadata.write_bytes(pickle.dumps(Evil()))
+    # A class can run code when it is called, too, and so can what a module has imported.
+    for place, name in (("subprocess", "Popen"), ("torch.distributed.checkpoint.metadata", "os.system")):
+        opcodes = pickle.dumps([0], protocol=2)[:2] + f"c{place}\n{name}\n.".encode()
+        metadata.write_bytes(opcodes)
+        with pytest.raises(ConfigError, match=r"shards/.metadata holds "):
+            refuse_unsafe_folder(tmp_path / "other")
+    metadata.write_bytes(pickle.dumps(Evil()))
     with pytest.raises(ConfigError, match=r"shards/.metadata holds posix.system"):
         refuse_unsafe_folder(tmp_path / "other")
     assert not Path("/tmp/accel-scale-was-here").exists()

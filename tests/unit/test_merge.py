@@ -260,6 +260,13 @@ def test_no_check_where_memory_is_short(bases, tmp_path, monkeypatch):
     result = merge_adapter(tmp_path / "a", tmp_path / "merged")
     assert result.max_logit_diff is None
     assert result.check.startswith("logits not compared: one model in float32 needs")
+    # A model in float32 and a third more: at 4 bytes for each number that was merged.
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    needed = 4 * sum(tensor.numel() for tensor in merged.values())
+    for share, is_compared in ((1.2, False), (1.45, True)):
+        free = free._replace(available=int(share * needed))
+        other = merge_adapter(tmp_path / "a", tmp_path / f"merged with {share}")
+        assert (other.max_logit_diff is not None) == is_compared, share
 
 
 @pytest.mark.slow

@@ -168,3 +168,11 @@ def test_an_architecture_like_llama_is_one_entry(monkeypatch: pytest.MonkeyPatch
     assert divides_tensors("alpaca2")
     monkeypatch.setitem(STYLES, "alpaca3", replace(entry, layers="gemma2", tensor_parallel=False))
     assert not divides_tensors("alpaca3")
+
+
+def test_smollm_3_leaves_every_fourth_layer_without_rotation() -> None:
+    from accel_scale.planning.models.attention_windows import has_rope
+
+    assert [has_rope(layer, {}) for layer in range(8)] == [True, True, True, False] * 2
+    assert [has_rope(layer, {"no_rope_layer_interval": 2}) for layer in range(4)] == [True, False] * 2
+    assert [has_rope(layer, {"no_rope_layers": [0, 1, 1]}) for layer in range(3)] == [False, True, True]

@@ -238,6 +238,11 @@ def test_optim_args_reach_the_optimizer_with_their_types(name, options, attribut
     assert tuple(optimizer.param_groups[0][key] for key in attribute) == expected
 
 
+def test_options_of_another_packages_optimizer_are_left_to_transformers():
+    assert parse_optim_args("galore_adamw", "rank=64,scale=0.25") == {"rank": "64", "scale": "0.25"}
+    assert parse_optim_args("galore_adamw", None) == {}
+
+
 def test_torchao_block_size_and_stochastic_rounding():
     model = mlp(torch.bfloat16)
     optimizer = make("adamw_torch_8bit", model, optim_args="block_size=128,bf16_stochastic_round=true")

@@ -60,6 +60,7 @@ def test_offloaded_weights_leave_the_card_and_lie_on_the_host() -> None:
     assert kept.host_bytes == pytest.approx((16 + 2) * N / 4)
     on_drives = states("zero3", 4, offload_optimizer="cpu", offload_params="nvme")
     assert on_drives.host_bytes == pytest.approx(16 * N / 4)
+    assert on_drives.weight_bytes == 0
     fsdp = states("fsdp2", 2, offload_params="cpu")
     assert fsdp.host_bytes == 16 * N / 2  # fp32 weights, gradients and two moments of a rank
     card = fsdp.weight_bytes + fsdp.master_bytes + fsdp.gradient_bytes + fsdp.optimizer_bytes + fsdp.update_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -465,6 +466,21 @@ def test_a_trained_weight_that_the_adapter_leaves_out_is_caught(tmp_path):
 
 
 @pytest.mark.slow
+def test_names_that_share_a_tensor_and_how_far_two_are_apart():
+    from accel_scale.training.saving.tensor_difference import difference, tied_names
+
+    shared, other = torch.ones(2), torch.ones(2)
+    assert tied_names({"a": shared, "b": other, "c": shared}) == {"a": ["a", "c"], "c": ["a", "c"]}
+    assert difference("a", torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.5])) == ("a differs by up to 0.5", 0.5)
+    assert difference("a", torch.tensor([1.0, math.nan]), torch.tensor([1.0, math.nan])) == (None, 0.0)
+    assert difference("a", torch.tensor([math.nan]), torch.tensor([1.0]))[1] == math.inf
+    assert difference("a", torch.tensor([math.inf]), torch.tensor([math.inf])) == (None, 0.0)
+    assert difference("a", torch.tensor([1, 2]), torch.tensor([1, 3])) == ("a differs", math.inf)
+    assert difference("a", torch.tensor([1, 2]), torch.tensor([1, 2])) == (None, 0.0)
+    assert difference("a", torch.ones(3), torch.ones(2))[0] == "a has shape [2] instead of [3]"
+    assert difference("a", torch.ones(0), torch.ones(0))[0] == "a is empty"
+
+
 def test_mismatch_stops_the_run_and_is_not_published(tmp_path, monkeypatch):
     trainer = make_trainer(tmp_path)
     honest = trainer._save

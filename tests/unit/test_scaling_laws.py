@@ -104,6 +104,9 @@ def test_other_numbers_are_refused(text: str) -> None:
 
 
 def test_contradictions_are_refused() -> None:
+    for value in (0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(ConfigError, match="params is"):
+            plan_scaling(params=value)
     with pytest.raises(ConfigError, match="none of them"):
         plan_scaling("refit")
     with pytest.raises(ConfigError, match="all three"):

@@ -122,3 +122,19 @@ def test_a_checkpoint_of_shards(layout: str, tmp_path: Path) -> None:
         assert again["losses"][step] == whole["losses"][step]
         assert again["draws"][step] == whole["draws"][step]
     assert again["learning_rate"] == whole["learning_rate"]
+
+
+def test_what_ranks_tell_each_other(tmp_path: Path) -> None:
+    from accel_scale.training.checkpoints.ranks import Ranks
+
+    def ranks() -> list[Any]:
+        found = []
+        for group in (Ranks(), Ranks(separate=True)):
+            mine = group.rank + 5
+            told = [group.rank, group.world_size, group.gather(mine), group.from_main(mine), group.largest(mine)]
+            found.append(told)
+        return found
+
+    first, second = on_ranks(2, ranks, tmp_path)
+    assert first == [[0, 2, [5, 6], 5, 6]] * 2
+    assert second == [[1, 2, [5, 6], 5, 6]] * 2

@@ -60,6 +60,20 @@ def test_packing_as_trl_packs() -> None:
     assert packed_fill(lengths, 16) == pytest.approx(sum(lengths) / (len(packed) * 16))
 
 
+def test_a_prompt_counts_with_its_completion() -> None:
+    from datasets import Dataset
+
+    class Letters:
+        def __call__(self, text: str, **options: object) -> dict[str, list[int]]:
+            return {"input_ids": [ord(letter) for letter in text]}
+
+    pairs = Dataset.from_dict({"prompt": ["ab", "abc"], "completion": ["cdef", "d"]})
+    got = length_distribution(pairs, tokenizer=Letters(), max_length=64, batch_size=1, num_sampled=2)
+    assert (got.max_tokens, got.mean_tokens) == (7, 6.0)  # and the token that ends a row
+    with pytest.raises(ConfigError, match="not tokenised"):
+        length_distribution(pairs, max_length=64, batch_size=1, num_sampled=2)
+
+
 def test_rows_and_samples(shared_data) -> None:
     from datasets import Dataset
     from transformers import AutoTokenizer

@@ -1,0 +1,149 @@
+"""What the recipes prepare before training: the tokenizer of a run, and the numbers that gradients are in."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate.utils import DistributedType
+from torch import nn
+
+from accel_scale.data.default import default_model_path
+from accel_scale.errors import ConfigError
+from accel_scale.flags.pretraining import PretrainDataArguments, PretrainModelArguments
+from accel_scale.parallel.data_parallel import _policy, blocks_of
+from accel_scale.parallel.model_parallel import model_parallel_of
+from accel_scale.pretraining.model import TOKENIZER_FOLDER, run_tokenizer
+from accel_scale.training.ddp.gradient_numbers import loss_scale_of, use_gradient_numbers
+from accel_scale.training.ddp.hooks import DdpSettings, use_ddp_settings
+
+EMBEDDED = str(default_model_path())
+
+
+def tokenizer_of(folder: Path, data: str = "", **flags: Any) -> Any:
+    model_args, data_args = PretrainModelArguments(**flags), PretrainDataArguments(data=[data] if data else [])
+    return run_tokenizer(model_args, data_args, str(folder), default=EMBEDDED)
+
+
+def test_the_tokenizer_of_a_run(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("abba cab " * 200)
+    embedded = tokenizer_of(tmp_path)
+    other = tmp_path / "other"
+    shutil.copytree(EMBEDDED, other)
+    for flags in ({"tokenizer": str(other)}, {"model_name_or_path": str(other)}, {"model_config": str(other)}):
+        found = tokenizer_of(tmp_path, **flags)
+        assert (found.name_or_path, found.get_vocab()) == (str(other), embedded.get_vocab()), flags
+    config = {"model_config": str(other / "config.json"), "model_name_or_path": None}
+    assert tokenizer_of(tmp_path, **config).name_or_path == str(other)
+    both = tokenizer_of(tmp_path, tokenizer=EMBEDDED, model_name_or_path=str(other), model_config=str(other))
+    assert both.name_or_path == EMBEDDED, "what is named as the tokenizer comes first"
+    assert tokenizer_of(tmp_path, tokenizer="byte")("é", add_special_tokens=False)["input_ids"] == list("é".encode())
+    assert not (tmp_path / TOKENIZER_FOLDER).exists(), "only what was made from the data is kept"
+
+
+@pytest.mark.parametrize("flags", [{"tokenizer": "char"}, {"train_tokenizer": True, "vocab_size": 260}], ids=str)
+def test_a_tokenizer_of_the_data_is_found_again(flags: dict[str, Any], tmp_path: Path) -> None:
+    text, other = tmp_path / "text.txt", tmp_path / "other.txt"
+    text.write_text("abba cab " * 200)
+    other.write_text("xyz " * 200)
+    made = tokenizer_of(tmp_path / "run", str(text), **flags)
+    again = tokenizer_of(tmp_path / "run", str(other), **flags)  # of the same folder, whatever the data are now
+    assert made.get_vocab() == again.get_vocab()
+    assert again.decode(again("abba", add_special_tokens=False)["input_ids"]) == "abba"
+    assert tokenizer_of(tmp_path / "else", str(other), **flags).get_vocab() != made.get_vocab()
+    if "vocab_size" in flags:
+        with pytest.raises(ConfigError, match="from an earlier run") as caught:
+            tokenizer_of(tmp_path / "run", str(text), **{**flags, "vocab_size": len(made) - 1})
+        assert caught.value.place == "--vocab_size"
+        assert len(tokenizer_of(tmp_path / "run", str(text), **{**flags, "vocab_size": len(made)})) == len(made)
+
+
+def launched(kind: DistributedType, **plugins: Any) -> Any:
+    """What `Accelerator` says of a launch."""
+    names = {"deepspeed_plugin": None, "fsdp_plugin": None, **plugins}
+    return SimpleNamespace(
+        distributed_type=kind, is_fsdp2=kind == DistributedType.FSDP, num_processes=2, scaler=None, ddp_handler=None,
+        device=torch.device("cpu"), state=SimpleNamespace(**names), deepspeed_engine_wrapped=None,
+    )  # fmt: skip
+
+
+def asked(loss_scale: float | None = None, reduce_dtype: str | None = None) -> Any:
+    return SimpleNamespace(loss_scale=loss_scale, reduce_dtype=reduce_dtype)
+
+
+def test_gradients_travel_in_the_dtype_asked_for() -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    given = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    for policy in (given, None):
+        plugin = SimpleNamespace(mixed_precision_policy=policy)
+        accelerator = launched(DistributedType.FSDP, fsdp_plugin=plugin)
+        assert model_parallel_of(accelerator) is None
+        use_gradient_numbers(accelerator, asked(reduce_dtype="fp32"))
+        changed = plugin.mixed_precision_policy
+        assert changed.reduce_dtype == torch.float32
+        assert (changed.param_dtype, changed.output_dtype) == (
+            (torch.bfloat16, torch.float32) if policy else (None, None)
+        )
+        use_gradient_numbers(accelerator, asked())
+        assert plugin.mixed_precision_policy is changed, "unasked nothing is touched"
+    zero = SimpleNamespace(zero_stage=2, deepspeed_config={})
+    use_gradient_numbers(launched(DistributedType.DEEPSPEED, deepspeed_plugin=zero), asked(reduce_dtype="bf16"))
+    assert zero.deepspeed_config == {"communication_data_type": "bf16"}
+    ddp = launched(DistributedType.MULTI_CPU)
+    use_gradient_numbers(ddp, asked(reduce_dtype="bf16"))  # its communication hook says it
+    assert ddp.ddp_handler is None
+
+
+def test_the_loss_scale_starts_where_it_is_asked_to() -> None:
+    zero = SimpleNamespace(zero_stage=2, deepspeed_config={"fp16": {"enabled": True, "hysteresis": 2}})
+    accelerator = launched(DistributedType.DEEPSPEED, deepspeed_plugin=zero)
+    use_gradient_numbers(accelerator, asked(loss_scale=1024.0))
+    assert zero.deepspeed_config["fp16"] == {"enabled": True, "hysteresis": 2, "initial_scale_power": 10}
+    with pytest.raises(ConfigError, match="a power of two, which 1000 is not") as caught:
+        use_gradient_numbers(accelerator, asked(loss_scale=1000.0))
+    assert (caught.value.place, caught.value.fix) == ("--loss_scale", "use 1024.")
+    plain = launched(DistributedType.NO)
+    plain.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    assert loss_scale_of(plain) == 8.0
+    use_gradient_numbers(plain, asked(loss_scale=512.0))
+    assert loss_scale_of(plain) == 512.0
+    plain.scaler = torch.amp.GradScaler("cpu", enabled=False)
+    assert loss_scale_of(plain) is None
+    use_gradient_numbers(launched(DistributedType.NO), asked(loss_scale=512.0))
+    for scaled in (True, False):
+        engine = SimpleNamespace(fp16_enabled=lambda scaled=scaled: scaled, optimizer=SimpleNamespace(loss_scale=64))
+        accelerator.deepspeed_engine_wrapped = SimpleNamespace(engine=engine)
+        assert loss_scale_of(accelerator) == (64.0 if scaled else None)
+
+
+def test_ddp_gets_buckets_and_keeps_what_it_was_given() -> None:
+    from accelerate.utils import DistributedDataParallelKwargs
+
+    accelerator = launched(DistributedType.MULTI_CPU)
+    accelerator.ddp_handler = given = DistributedDataParallelKwargs(static_graph=True, bucket_cap_mb=7)
+    use_ddp_settings(accelerator, DdpSettings())
+    assert accelerator.ddp_handler is given, "nothing was asked for"
+    use_ddp_settings(accelerator, DdpSettings(comm_hook="bf16"))
+    assert (accelerator.ddp_handler.static_graph, accelerator.ddp_handler.bucket_cap_mb) == (True, 7)
+    use_ddp_settings(accelerator, DdpSettings(bucket_cap_mb=3))
+    assert (accelerator.ddp_handler.static_graph, accelerator.ddp_handler.bucket_cap_mb) == (True, 3)
+    flags = SimpleNamespace(ddp_comm_hook=None, ddp_bucket_cap_mb=5, powersgd_rank=None, powersgd_start_step=20)
+    assert DdpSettings.of(flags) == DdpSettings(bucket_cap_mb=5, powersgd_start_step=20)
+    hooks = [DdpSettings(comm_hook=name).make_hook(None) for name in ("bf16", "fp16")]
+    assert [hook._hook.__name__ for hook in hooks] == ["bf16_compress_hook", "fp16_compress_hook"]
+    assert DdpSettings().make_hook(None) is None
+
+
+def test_weights_are_gathered_in_the_computes_dtype_and_reduced_in_fp32() -> None:
+    policy = _policy(torch.bfloat16)["mp_policy"]
+    assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
+    assert _policy(None) == {}
+    model = nn.Sequential(nn.Linear(2, 2), nn.GELU(), nn.Linear(2, 2))
+    model._no_split_modules = ["Linear"]
+    assert blocks_of(model) == [model[0], model[2]]
