@@ -125,11 +125,11 @@ def test_a_checkpoint_of_shards(layout: str, tmp_path: Path) -> None:
 
 
 def test_what_ranks_tell_each_other(tmp_path: Path) -> None:
-    from accel_scale.training.checkpoints.ranks import Ranks
+    from accel_scale.training.checkpoints.ranks import Meeting
 
     def ranks() -> list[Any]:
         found = []
-        for group in (Ranks(), Ranks(separate=True)):
+        for group in (Meeting(), Meeting(separate=True)):
             mine = group.rank + 5
             told = [group.rank, group.world_size, group.gather(mine), group.from_main(mine), group.largest(mine)]
             found.append(told)
