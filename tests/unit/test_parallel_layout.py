@@ -101,3 +101,22 @@ def test_shipped_launch_files_come_to_the_layouts_they_describe() -> None:
         file = read_launch_file(Path("accelerate_configs") / f"{name}.yaml")
         found = layout_of(parsed(**flags), launch(file.parallel, file.num_processes or 1))
         assert found == layout, name
+
+
+@pytest.mark.parametrize(
+    ("sizes", "is_plain", "can_generate", "shards_weights", "label"),
+    [
+        ({}, True, True, False, "one rank"),
+        ({"dp_replicate": 2}, True, True, False, "DP 2"),
+        ({"dp_shard": 2}, True, True, True, "FSDP2 2"),
+        ({"tp": 2}, False, True, False, "TP 2"),
+        ({"pp": 2}, False, False, False, "PP 2"),
+        ({"sp": 2}, False, False, False, "SP 2"),
+        ({"sp": 2, "fsdp": True}, False, False, True, "SP 2"),
+        ({"pp": 2, "sp": 2, "dp_replicate": 3}, False, False, False, "PP 2 × DP 3 × SP 2"),
+    ],
+)
+def test_what_a_layout_means(sizes, is_plain, can_generate, shards_weights, label) -> None:
+    layout = ParallelLayout(**sizes)
+    assert (layout.is_plain, layout.can_generate, layout.shards_weights) == (is_plain, can_generate, shards_weights)
+    assert layout.label == label

@@ -283,3 +283,10 @@ class TestFp8:
     def test_a_model_without_inner_layers_is_refused_not_trained_in_bf16(self):
         with pytest.raises(ConfigError, match="no layer of this model"):
             convert_to_fp8(torch.nn.Sequential(torch.nn.Linear(16, 16)), emulate=True)
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
+def test_only_fp16_scales_its_loss(name) -> None:
+    from accel_scale.modeling.precision import precision_named
+
+    assert precision_named(name).scaler("cpu").is_enabled() == (name == "fp16")

@@ -147,3 +147,43 @@ def test_weights_are_gathered_in_the_computes_dtype_and_reduced_in_fp32() -> Non
     model = nn.Sequential(nn.Linear(2, 2), nn.GELU(), nn.Linear(2, 2))
     model._no_split_modules = ["Linear"]
     assert blocks_of(model) == [model[0], model[2]]
+
+
+class KeptHook:
+    """A hook that remembers what it is given."""
+
+    def __init__(self, *, is_stateful: bool = True) -> None:
+        self.is_stateful, self.given = is_stateful, None
+
+    def load_state_dict(self, states: list[Any], rank: int) -> None:
+        self.given = ([state["number"] for state in states], rank)
+
+
+def test_every_models_hook_gets_the_states_of_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from accel_scale.training.checkpoints import hook_states
+    from accel_scale.training.checkpoints.contents import numbered, write_tensors
+
+    hooks = [KeptHook(), None, KeptHook(is_stateful=False), KeptHook(), KeptHook()]
+    monkeypatch.setattr(hook_states, "hook_of", lambda index: hooks[index])
+    for index, ranks in ((0, 3), (2, 1), (3, 1)):
+        for rank in range(ranks):
+            state = {"number": torch.tensor(10 * index + rank)}
+            write_tensors(state, tmp_path / numbered(hook_states.STATE_FILE.format(rank=rank), index))
+    hook_states.load_hook_states(SimpleNamespace(_models=range(5), process_index=1), tmp_path)
+    assert [hook and hook.given for hook in hooks] == [([0, 1, 2], 1), None, None, ([30], 1), None]
+
+
+def test_a_schedule_that_counts_ranks_is_refused_on_others() -> None:
+    from accel_scale.training.checkpoints.strategies import check_schedules
+
+    found = SimpleNamespace(manifest=SimpleNamespace(world_size=2), folder=Path("checkpoint-3"))
+    for ranks, with_optimizer, split, is_refused in (
+        (4, True, False, True), (2, True, False, False), (4, False, False, False), (4, True, True, False),
+    ):  # fmt: skip
+        schedule = SimpleNamespace(step_with_optimizer=with_optimizer, split_batches=split)
+        accelerator = SimpleNamespace(num_processes=ranks, _schedulers=[SimpleNamespace(), schedule])
+        if is_refused:
+            with pytest.raises(ConfigError, match="counts 2 at every step of checkpoint-3 and would now count 4"):
+                check_schedules(accelerator, found)
+        else:
+            check_schedules(accelerator, found)
