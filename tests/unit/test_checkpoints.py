@@ -25,6 +25,7 @@ from accel_scale import CheckpointManager, ConfigError
 from accel_scale.ending.launcher import is_launcher
 from accel_scale.ending.user_errors import CheckpointNotSaved
 from accel_scale.facts.exit_statuses import EXIT_STOPPED
+from accel_scale.training.checkpoints import pickles
 from accel_scale.training.checkpoints.atomic import checkpoint_problems
 from accel_scale.training.checkpoints.contents import host_copy
 from accel_scale.training.checkpoints.manifest import Damaged, read_manifest
@@ -409,7 +410,7 @@ class Evil:
         return os.system, ("touch /tmp/accel-scale-was-here",)
 
 
-def test_pickled_code_is_not_run(start, tmp_path):
+def test_pickled_code_is_not_run(start, tmp_path, monkeypatch):
     saved(start)
     path = tmp_path / "run" / "checkpoint-6" / "optimizer.bin"
     torch.save({"state": Evil()}, path)
@@ -417,6 +418,10 @@ def test_pickled_code_is_not_run(start, tmp_path):
         load_safely(path)
     with pytest.raises(ConfigError, match=r"optimizer\.bin holds posix\.system"):
         refuse_unsafe_folder(path.parent)
+    with monkeypatch.context() as patch:  # torch's own guard stands behind the project's
+        patch.setattr(pickles, "refuse_unsafe", lambda *unused, **more: None)
+        with pytest.raises(pickle.UnpicklingError):
+            load_safely(path)
     metadata = tmp_path / "other" / "shards" / ".metadata"
     metadata.parent.mkdir(parents=True)
     metadata.write_bytes(pickle.dumps(Evil()))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from activation_memory import peak_tensor_bytes
@@ -254,6 +256,39 @@ def test_the_lean_loss_equals_trls(settings, tmp_path):
         assert ours_eval[key] == pytest.approx(theirs_eval[key], rel=5 * tolerance), key
     assert not logged(ours, "mean_token_accuracy")
     assert not logged(ours, "entropy")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {},
+        {"args.loss_type": "dft"},
+        {"label_smoother": "set"},
+        {"compute_loss_func": print},
+        {"_is_vision_dataset": True},
+        {"accelerator.parallelism_config": SimpleNamespace(sp_enabled=True, cp_enabled=False)},
+        {"accelerator.parallelism_config": SimpleNamespace(sp_enabled=False, cp_enabled=True)},
+        {"accelerator.parallelism_config": SimpleNamespace(sp_enabled=False, cp_enabled=False), "is_covered": True},
+        {"model.active_peft_config": SimpleNamespace(is_prompt_learning=True)},
+        {"model.active_peft_config": SimpleNamespace(is_prompt_learning=False), "is_covered": True},
+        {"aux_loss_enabled": True, "is_covered": True},
+        {"aux_loss_enabled": True, "sp_size": 2},
+        {"sp_size": 2, "is_covered": True},
+    ],
+    ids=str,
+)
+def test_what_the_lean_loss_covers(other):
+    other = dict(other)
+    is_covered = other.pop("is_covered", not other)
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(loss_type="nll"), accelerator=SimpleNamespace(parallelism_config=None),
+        model=SimpleNamespace(), label_smoother=None, compute_loss_func=None, aux_loss_enabled=False, sp_size=1,
+        _is_vision_dataset=False,
+    )  # fmt: skip
+    for name, value in other.items():
+        *owners, last = name.split(".")
+        setattr(getattr(trainer, owners[0]) if owners else trainer, last, value)
+    assert FastLossMixin._covers_run(trainer) == is_covered
 
 
 def test_adapters_train_with_the_lean_loss(tmp_path):
