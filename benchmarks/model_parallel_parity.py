@@ -46,7 +46,10 @@ RESUMED = {
     "pp2, then pp2": ("pp2", "pp2"),
     "pp2, then tp2": ("pp2", "tp2"),
     "fsdp2 x tp2, then pp2": ("fsdp2 x tp2", "pp2"),
+    "tp2, then ddp2": ("tp2", "ddp2"),
 }
+# Nothing shared, to go on in.
+PLAIN: dict[str, tuple[int, list[str], bool]] = {"ddp2": (2, [], False)}
 FOLDER_PREFIX = "model-parallel-"
 FAMILIES = ("llama", "qwen3", "gemma", "gpt2")
 FSDP = {
@@ -189,7 +192,7 @@ def train_in_two(model: Path, out: Path, layouts: tuple[str, str], steps: int) -
         return first
     half = f"checkpoint-{steps // 2}"
     shutil.copytree(first["folder"] / half, out / "second" / "run" / half)
-    second = train(model, out / "second", *LAYOUTS[layouts[1]], steps)
+    second = train(model, out / "second", *(LAYOUTS | PLAIN)[layouts[1]], steps)
     if not second["error"]:
         second["losses"] = first["losses"][: steps // 2] + second["losses"]
     return second

@@ -12,7 +12,7 @@ them from YAML, `--print_config` shows what was decided and why.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 from accel_scale.ending.user_errors import user_errors
@@ -27,9 +27,14 @@ from accel_scale.recipe_specs.pretrain import PRETRAIN
 from accel_scale.starting.begin import begin
 
 if TYPE_CHECKING:  # torch is slow to import: not before the command line has been checked
+    import torch
+
+    from accel_scale.optimization.batch_splitting import Part
+    from accel_scale.plugin.loop_watch import LoopWatch
     from accel_scale.pretraining.report import PretrainReport
     from accel_scale.training.checkpoints.manager import CheckpointManager
     from accel_scale.training.guard.guard import Guard
+    from accel_scale.training.guard.guarded_step import GuardedStep
     from accel_scale.training.saving.verification import VerifyResult
 
 RECIPE = PRETRAIN  # what doctor, plan, rehearse, scaling-test, launch-script and tune.py know about this file
@@ -197,8 +202,8 @@ def train(run: Run, started: float) -> dict[str, object]:
     from accel_scale.facts.exit_statuses import EXIT_STOPPED
     from accel_scale.flags.guard_settings import settings_from
     from accel_scale.measuring.meters import ThroughputMeter, clock_of
-    from accel_scale.optimization.fast_loss import language_model_loss
     from accel_scale.plugin.loop_watch import LoopWatch
+    from accel_scale.pretraining.recovery import memory_recovery
     from accel_scale.pretraining.report import PretrainReport
     from accel_scale.reporting.metrics_log import MetricsLog
     from accel_scale.training.checkpoints.manager import CheckpointManager
@@ -233,7 +238,8 @@ def train(run: Run, started: float) -> dict[str, object]:
     tokens_per_step = run.settings.global_batch_size * run.data_args.max_length
     model.train()
     why_stopped = None
-    with report.watched_steps() as profiler:
+    recovery = memory_recovery(run, step, report, program=PROGRAM)
+    with report.watched_steps() as profiler, recovery:
         while run.step < length.num_steps and why_stopped is None:
             report.meter.start_step()
             drawn = next(run.batches)
@@ -241,7 +247,7 @@ def train(run: Run, started: float) -> dict[str, object]:
             run.drawn += 1
             if run.drawn in run.avoided:
                 continue
-            step.step_number = run.step + 1  # a skipped step does not count
+            step.step_number = recovery.step_number = run.step + 1  # a skipped step does not count
             num_tokens = total_over_ranks(accelerator, drawn.num_predicted)
             num_micro_batches = len(drawn.micro_batches)
             if run.parallel is not None and run.parallel.pipeline is not None:
@@ -249,19 +255,10 @@ def train(run: Run, started: float) -> dict[str, object]:
                 losses = run.parallel.pipeline.forward_backward(batches, num_tokens, step.loss_factor)
                 step.record(losses, drawn.row_ids)
             else:
+                one_pass = partial(forward_backward, run, step, watch, num_tokens, num_micro_batches)
                 for number, (rows, row_ids) in enumerate(zip(drawn.micro_batches, drawn.row_ids, strict=True), 1):
-                    batch, is_last = run.on_device(rows), number == num_micro_batches
-                    with step.micro_batch(is_last=is_last, row_ids=row_ids), watch.micro_batch(batch):
-                        with accelerator.autocast():
-                            loss = language_model_loss(
-                                model,
-                                batch,
-                                num_tokens,
-                                router=run.router,
-                                num_micro_batches=num_micro_batches,
-                                facts=run.facts(rows),
-                            )
-                        step.backward(loss * step.loss_factor)
+                    # In one pass; in several smaller ones, with the same gradients, once memory has run out.
+                    recovery.micro_batch({**rows, "row_ids": row_ids}, one_pass, is_last=number == num_micro_batches)
             grad_norm = step.clip()  # to --max_grad_norm; the norm before
             outcome = step.judge(grad_norm)  # what --guard says of loss and norm
             learning_rate = run.learning_rate
@@ -276,7 +273,7 @@ def train(run: Run, started: float) -> dict[str, object]:
             run.step += outcome.taken
             report.stepped(outcome, learning_rate, tokens=tokens_per_step, row_ids=drawn.row_ids)
             profiler.step()
-            why_stopped = reason_to_stop(run, manager, started)
+            why_stopped = length.reason_to_stop(manager, started)
             is_end = run.step == length.num_steps or why_stopped is not None
             is_evaluated = outcome.taken and is_due(run.step, length.eval_steps, is_end)
             if run.held_out is not None and is_evaluated and why_stopped != "a signal":
@@ -299,20 +296,31 @@ def train(run: Run, started: float) -> dict[str, object]:
     return summary
 
 
+def forward_backward(
+    run: Run, step: GuardedStep, watch: LoopWatch, num_tokens: int, num_micro_batches: int, part: Part
+) -> torch.Tensor:
+    """One pass over a micro-batch, or over a part of it; its share of the global batch's mean loss."""
+    from accel_scale.optimization.fast_loss import language_model_loss
+
+    rows, is_last = part.inputs, run.accelerator.sync_gradients
+    batch = run.on_device(rows)
+    with step.micro_batch(is_last=is_last, row_ids=rows["row_ids"]), watch.micro_batch(batch):
+        with run.accelerator.autocast():
+            loss = part.factor * language_model_loss(
+                run.model,
+                batch,
+                num_tokens,
+                router=run.router,
+                num_micro_batches=num_micro_batches,
+                facts=run.facts(rows),
+            )
+        step.backward(loss * step.loss_factor)
+    return loss.detach()
+
+
 def is_due(step: int, every: int, is_end: bool) -> bool:
     """Whether something happens after `step`: at multiples of `every`, and at the end."""
     return is_end or (every > 0 and step % every == 0)
-
-
-def reason_to_stop(run: Run, manager: CheckpointManager, started: float) -> str | None:
-    """A signal on any rank, or the time limit by rank 0's clock; the same answer on all of them."""
-    from accel_scale.modeling.gathering import broadcast_from_main
-
-    if manager.should_stop():
-        return "a signal"
-    if run.length.seconds is None:
-        return None
-    return "--max_train_time" if broadcast_from_main(time.perf_counter() - started > run.length.seconds) else None
 
 
 # ── Save and resume ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -336,6 +344,8 @@ def run_state(run: Run, report: PretrainReport) -> dict[str, object]:
 
 def resume(run: Run, manager: CheckpointManager, how: str) -> None:
     """Take up a checkpoint where there is one; the data goes on from its position, without a replay."""
+    from accel_scale.pretraining.model import open_batches
+
     resumed = manager.resume(how)
     if resumed is None and run.args.decay_from:
         resumed = manager.resume(run.args.decay_from, compare=False)  # a branch begins; its own checkpoints come first
@@ -344,24 +354,6 @@ def resume(run: Run, manager: CheckpointManager, how: str) -> None:
     run.avoided = sorted({*run.avoided, *state.get("avoided", [])})
     run.counted = state.get("counted", {})
     open_batches(run, state.get("data"))
-
-
-def open_batches(run: Run, position: Mapping[str, object] | None) -> None:
-    """The endless batches from a position on, and the held-out rows."""
-    from accel_scale.pretraining.model import num_workers
-
-    rank = {"rank": run.layout.data_rank(run.launch.rank), "world_size": run.layout.data_ranks}
-    device_type, micro = run.accelerator.device.type, run.args.per_device_train_batch_size
-    run.batches = run.data.train_loader(
-        global_batch_size=run.settings.global_batch_size,
-        micro_batch_size=micro,
-        num_workers=num_workers(run.data_args, run.launch, device_type=device_type, embedded=run.embedded),
-        state=position,
-        pin_memory=device_type == "cuda",
-        **rank,
-    )
-    if run.data.has_validation:
-        run.held_out = run.data.validation_loader(micro_batch_size=micro, max_rows=run.args.eval_rows, **rank)
 
 
 def roll_back(run: Run, manager: CheckpointManager, guard: Guard, report: PretrainReport) -> None:

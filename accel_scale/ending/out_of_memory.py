@@ -51,3 +51,14 @@ def reason_in(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = next((line for line in lines if _OUT_OF_MEMORY.search(line)), lines[0] if lines else type(error).__name__)
     return said.rstrip(".")
+
+
+def smaller_batch_advice(micro_batch_size: int, accumulation: int) -> str:
+    """The flags that halve the micro-batch at the same global batch, or what else saves memory."""
+    divisor = next((d for d in range(2, micro_batch_size + 1) if micro_batch_size % d == 0), None)
+    if divisor is None:
+        return REMEDIES
+    return (
+        f"run again with --per_device_train_batch_size {micro_batch_size // divisor} "
+        f"--gradient_accumulation_steps {accumulation * divisor} (the same global batch)"
+    )

@@ -109,7 +109,9 @@ class Strategy:
     def loads_checkpoints_of(self, name: str) -> bool:
         """Whether weights and states that were saved under the strategy `name` load under this one."""
         other = STRATEGIES.get(name)
-        return name == self.name or (self.is_replicated and other is not None and other.is_replicated)
+        # Ranks that share a model store every tensor whole, under its name in the plain model.
+        stores_whole = other is not None and (other.is_replicated or other.is_model_parallel)
+        return name == self.name or (self.is_replicated and stores_whole)
 
 
 _OTHER_PRECISION = "use --precision bf16, or a DDP or FSDP2 launch file."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from accel_scale.launching.environment import LaunchEnvironment
     from accel_scale.modeling.precision import Precision
     from accel_scale.parallel.layout import ParallelLayout
+    from accel_scale.pretraining.run import Run
 
 _BUILT_IN = ("byte", "char")
 _ALL_BYTES = 2**62
@@ -229,3 +231,19 @@ def num_workers(
     rows = 1 if embedded else None
     settings = loader_settings(device_type=device_type, num_rows=rows, processes_on_node=launch.local_world_size)
     return int(settings["dataloader_num_workers"])
+
+
+def open_batches(run: Run, position: Mapping[str, object] | None) -> None:
+    """The endless batches from a position on, and the held-out rows."""
+    rank = {"rank": run.layout.data_rank(run.launch.rank), "world_size": run.layout.data_ranks}
+    device_type, micro = run.accelerator.device.type, run.args.per_device_train_batch_size
+    run.batches = run.data.train_loader(
+        global_batch_size=run.settings.global_batch_size,
+        micro_batch_size=micro,
+        num_workers=num_workers(run.data_args, run.launch, device_type=device_type, embedded=run.embedded),
+        state=position,
+        pin_memory=device_type == "cuda",
+        **rank,
+    )
+    if run.data.has_validation:
+        run.held_out = run.data.validation_loader(micro_batch_size=micro, max_rows=run.args.eval_rows, **rank)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from accel_scale.reporting.metrics_log import MetricsLog
     from accel_scale.training.evaluation.validation import Evaluation
     from accel_scale.training.guard.verdict import StepOutcome
+    from accel_scale.training.resilience.memory_recovery import MemoryRecovery
     from accel_scale.training.saving.verification import VerifyResult
 
 
@@ -41,6 +42,7 @@ class PretrainReport:
 
     def __init__(self, run: Run, metrics: MetricsLog, meter: ThroughputMeter, started: float) -> None:
         self.run, self.metrics, self.meter, self.started = run, metrics, meter, started
+        self.recovery: MemoryRecovery | None = None
         self.losses: list[float] = []
         self.eval_losses: list[float] = []
         kept = run.counted
@@ -129,13 +131,9 @@ class PretrainReport:
 
     def watched_steps(self) -> AbstractContextManager[StepProfiler]:
         """Around all steps: what ``--profile_steps`` and ``--memory_summary`` ask for."""
-        from accel_scale.verifying.memory_summary import MemorySummary, watched_steps
+        from accel_scale.verifying.memory_summary import watched_steps
 
-        run, folder = self.run, self.run.args.output_dir
-        summary = MemorySummary(
-            folder, rank=run.launch.rank, device=run.accelerator.device, parts=lambda: (run.model, run.optimizer)
-        )
-        return watched_steps(run.args, folder, summary)
+        return watched_steps(self.run.args, self.run.args.output_dir, self.run.memory_summary)
 
     def stepped(self, outcome: StepOutcome, learning_rate: float, *, tokens: int, row_ids: list[list[str]]) -> None:
         """Count one step that was judged; log it when it is time, or when it was not simply taken."""
@@ -252,6 +250,7 @@ class PretrainReport:
             "mfu_basis": self._mfu_basis,
             "data_wait_ratio": counted.data_wait_ratio,
             "skipped_steps": self.num_skipped,
+            "memory_recovery": self.recovery.summary(*run.micro_batches) if self.recovery else None,
             "stopped_by": why_stopped,
             "seconds": counted.seconds,
             "peak_host_bytes": peak_host_bytes(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypedDict, cast
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from accel_scale.launching.environment import LaunchEnvironment
     from accel_scale.parallel.model_parallel import ModelParallel
+    from accel_scale.training.checkpoints.manager import CheckpointManager
 
 _SOURCES = ("model_name_or_path", "model_config", "num_params")
 _DEFAULT_WARMUP_RATIO = 0.02
@@ -41,6 +43,16 @@ class RunLength:
     eval_steps: int
     save_steps: int
     seconds: float | None
+
+    def reason_to_stop(self, manager: CheckpointManager, started: float) -> str | None:
+        """A signal on any rank, or the time limit by rank 0's clock; the same answer on all of them."""
+        from accel_scale.modeling.gathering import broadcast_from_main
+
+        if manager.should_stop():
+            return "a signal"
+        if self.seconds is None:
+            return None
+        return "--max_train_time" if broadcast_from_main(time.perf_counter() - started > self.seconds) else None
 
 
 def refuse_contradictions(parsed: ParsedFlags) -> None:

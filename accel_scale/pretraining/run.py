@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from accel_scale.pretraining.resolve import RunLength
     from accel_scale.settings.planned import RunPlan
     from accel_scale.training.checkpoints.going_on import Course
+    from accel_scale.verifying.memory_summary import MemorySummary
 
 
 @dataclass
@@ -91,9 +92,28 @@ class Run(RecipeRun):
         """Of the next step, unless the guard lowers it."""
         return float(self.schedule.get_last_lr()[0])
 
+    @property
+    def memory_summary(self) -> MemorySummary:
+        """Writes what lies in this rank's memory into the output folder."""
+        from accel_scale.verifying.memory_summary import MemorySummary
+
+        return MemorySummary(
+            self.args.output_dir,
+            rank=self.launch.rank,
+            device=self.accelerator.device,
+            parts=lambda: (self.model, self.optimizer),
+        )
+
+    @property
+    def micro_batches(self) -> tuple[int, int]:
+        """Rows of one, and how many of them this rank takes per optimizer step."""
+        rows = self.args.per_device_train_batch_size
+        return rows, self.settings.global_batch_size // (rows * self.layout.data_ranks)
+
     def on_device(self, rows: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """A micro-batch where the model is; this rank's part of it where ranks share rows."""
-        moved = {name: tensor.to(self.accelerator.device, non_blocking=True) for name, tensor in rows.items()}
+        """The tensors of a micro-batch where the model is; this rank's part of them where ranks share rows."""
+        device = self.accelerator.device
+        moved = {name: held.to(device, non_blocking=True) for name, held in rows.items() if hasattr(held, "to")}
         return self.parallel.local(moved) if self.parallel else moved
 
     def facts(self, rows: Mapping[str, torch.Tensor]) -> RowFacts | None:

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from accel_scale.ending.out_of_memory import is_out_of_memory
+from accel_scale.ending.out_of_memory import is_out_of_memory, smaller_batch_advice
 from accel_scale.facts.optimizer_specs import steps_in_backward
 from accel_scale.optimization.batch_splitting import Part
 from accel_scale.optimization.fast_loss import FastLossMixin
-from accel_scale.training.resilience.memory_recovery import MemoryRecovery, smaller_batch_advice
+from accel_scale.training.resilience.memory_recovery import MemoryRecovery
 from accel_scale.verifying.memory_summary import MemorySummary
 
 
@@ -137,18 +137,12 @@ class MemoryRecoveryMixin:
         """`advice`, which names flags, as the user writes them."""
         return advice
 
-    def recovery_summary(self) -> dict[str, Any] | None:
+    def recovery_summary(self) -> dict[str, object] | None:
         """For the run's summary: which steps were taken again and how small passes became; None if none was."""
         recovery, args = self.memory_recovery, self.args  # type: ignore[attr-defined]
-        if recovery is None or not recovery.recovered_steps:
+        if recovery is None:
             return None
-        passes = 2**recovery.level
-        return {
-            "recovered_steps": recovery.recovered_steps,
-            "passes_per_micro_batch": passes,
-            "rows_per_pass": -(-args.per_device_train_batch_size // passes),
-            "passes_per_step": args.gradient_accumulation_steps * passes,
-        }
+        return recovery.summary(args.per_device_train_batch_size, args.gradient_accumulation_steps)
 
 
 def _obstacle(trainer: Any) -> str | None:

@@ -1,6 +1,6 @@
-"""The SFT recipe on a card that is too small for one rank: it runs out of memory in passes of too many tokens.
+"""A recipe on a card that is too small for one rank: it runs out of memory in passes of too many tokens.
 
-    accelerate launch --config_file F memory_recovery_run.py PLACE RANK MAX_TOKENS [recipe flags]
+    accelerate launch --config_file F memory_recovery_run.py PLACE RANK MAX_TOKENS RECIPE [its flags]
 
 PLACE is where: forward or backward of the second layer, the optimizer's step, or none.
 """
@@ -45,8 +45,8 @@ def plant(place: str, rank: int, max_tokens: int) -> None:
 def main() -> None:
     place, rank, max_tokens = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     plant(place, rank, max_tokens)
-    recipe = Path(__file__).resolve().parents[2] / "recipes" / "sft.py"
-    sys.argv = [str(recipe), *sys.argv[4:]]
+    recipe = Path(__file__).resolve().parents[2] / "recipes" / sys.argv[4]
+    sys.argv = [str(recipe), *sys.argv[5:]]
     sys.path[0] = str(recipe.parent)
     runpy.run_path(str(recipe), run_name="__main__")
 

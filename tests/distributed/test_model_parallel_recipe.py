@@ -24,9 +24,9 @@ def compared(repository: Path, folder: Path, *flags: str) -> list[dict[str, Any]
 
 
 def test_losses_weights_and_the_saved_model_are_those_of_one_process(repository: Path, tmp_path: Path) -> None:
-    layouts = ["--layouts", "tp2", "sp2", "pp2 x tp2 x fsdp2", "--resumed", "pp2, then tp2"]
+    layouts = ["--layouts", "tp2", "sp2", "pp2 x tp2 x fsdp2", "--resumed", "pp2, then tp2", "tp2, then ddp2"]
     rows = compared(repository, tmp_path, *layouts, "--families", "gemma", "--steps", "4")  # tied embeddings
-    assert len(rows) == 4
+    assert len(rows) == 5
     for row in rows:
         assert row["loss"] < 2e-6, row
         assert row["validation"] < 2e-6, row
@@ -36,4 +36,4 @@ def test_losses_weights_and_the_saved_model_are_those_of_one_process(repository:
 
 @pytest.mark.soak
 def test_every_layout_and_family(repository: Path, tmp_path: Path) -> None:
-    assert len(compared(repository, tmp_path)) == 4 * 11 + 3 * 3
+    assert len(compared(repository, tmp_path)) == 4 * 11 + 3 * 4

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from accel_scale.errors import ConfigError
-from accel_scale.facts.exit_statuses import EXIT_STOPPED
+from accel_scale.facts.exit_statuses import EXIT_STOPPED, OUT_OF_MEMORY_STATUS
 from accel_scale.training.guard.events import read_events
 
 pytestmark = pytest.mark.slow
@@ -243,9 +243,10 @@ def test_memory_that_runs_out_leaves_a_summary(pretrain: Pretrain, tmp_path: Pat
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     monkeypatch.setattr(LlamaMLP, "forward", fail)
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(SystemExit) as stopped:
         pretrain("--max_steps 2")
-    held = memory_by_kind(tmp_path / "out" / "memory" / "out-of-memory-rank-0.txt")
+    assert stopped.value.code == OUT_OF_MEMORY_STATUS
+    held = memory_by_kind(tmp_path / "out" / "memory" / "out-of-memory-step-1-rank-0.txt")
     assert held["weights"] > 100_000
     assert "optimizer states" not in held  # it was the first step
 

@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from accel_scale.ending.out_of_memory import is_out_of_memory, reason_in
+from accel_scale.ending.out_of_memory import is_out_of_memory, reason_in, smaller_batch_advice
 from accel_scale.ending.user_errors import user_errors
 from accel_scale.facts.exit_statuses import OUT_OF_MEMORY_STATUS
 from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy, apply_checkpointing
@@ -20,7 +20,7 @@ from accel_scale.optimization.batch_splitting import halve, num_rows, split
 from accel_scale.optimization.fast_loss import add_fast_lm_head
 from accel_scale.settings.planned_checkpointing import full_checkpointing
 from accel_scale.trainers.recovery_mixin import MemoryRecoveryMixin
-from accel_scale.training.resilience.memory_recovery import MemoryRecovery, smaller_batch_advice
+from accel_scale.training.resilience.memory_recovery import MemoryRecovery
 
 VOCAB = 64
 

@@ -17,11 +17,11 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from trl import DPOConfig, DPOTrainer, GRPOConfig, RLOOConfig, SFTConfig, SFTTrainer
 
+from accel_scale.ending.out_of_memory import smaller_batch_advice
 from accel_scale.errors import ConfigError
 from accel_scale.plugin.field_words import in_words_of_fields
 from accel_scale.plugin.plugin import ScalePlugin
 from accel_scale.plugin.trainer_arguments import adapt_arguments
-from accel_scale.training.resilience.memory_recovery import smaller_batch_advice
 
 
 @pytest.fixture(autouse=True)

@@ -43,9 +43,14 @@ def test_zero_stages_shard_one_thing_more_each() -> None:
     assert [s.name for s in STRATEGIES.values() if s.partitions_weights] == ["zero3"]
 
 
-def test_checkpoints_load_between_replicas_only() -> None:
+def test_checkpoints_load_between_replicas_and_from_ranks_that_shared_the_model() -> None:
     loads = {(a, b) for a in STRATEGIES for b in STRATEGIES if STRATEGIES[a].loads_checkpoints_of(b)}
-    assert loads - {(a, a) for a in STRATEGIES} == {("single", "ddp"), ("ddp", "single")}
+    assert loads - {(a, a) for a in STRATEGIES} == {
+        ("single", "ddp"),
+        ("ddp", "single"),
+        ("single", "model_parallel"),
+        ("ddp", "model_parallel"),
+    }
     assert not STRATEGIES["single"].loads_checkpoints_of("of a later version")
 
 

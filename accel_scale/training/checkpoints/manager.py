@@ -42,7 +42,13 @@ from accel_scale.training.checkpoints.ranks import Meeting
 from accel_scale.training.checkpoints.settings import refuse_changes
 from accel_scale.training.checkpoints.signals import StopSignals
 from accel_scale.training.checkpoints.staging import prepare_output_dir
-from accel_scale.training.checkpoints.strategies import check_fit, check_schedules, contents_of, refuse_other_savers
+from accel_scale.training.checkpoints.strategies import (
+    check_fit,
+    check_schedules,
+    contents_of,
+    contents_written_by,
+    refuse_other_savers,
+)
 from accel_scale.training.checkpoints.writing import Job, Writer, clean_up_after
 
 
@@ -172,7 +178,8 @@ class CheckpointManager:
         refuse_other_savers(self._accelerator)
         accelerator, scratch = self._accelerator, staging_root(self._output_dir) / "converted"
         load_scaler(accelerator, content)
-        self._contents.load(found.folder, found.manifest, scratch)
+        contents = contents_written_by(found, accelerator, self._contents)
+        contents.load(found.folder, found.manifest, scratch)
         load_hook_states(accelerator, found.folder)
         load_common(accelerator, found.folder, content, self._registered)
         self._meeting.gather(None)  # all have read it

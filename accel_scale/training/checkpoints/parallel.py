@@ -1,7 +1,7 @@
 """Weights and optimizer where ranks share the model, by torch.distributed.checkpoint under the plain model's names.
 
 Every tensor is stored once, under its name in the plain model, however it was split: a run with other sizes of tensor,
-pipeline, sequence and data parallelism loads the same folder.
+pipeline, sequence and data parallelism loads the same folder, and so does one whose ranks hold the whole model each.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ class ParallelContents:
     layout = "SHARDED_STATE_DICT"
 
     def __init__(self, accelerator: Any) -> None:
-        shared = model_parallel_of(accelerator)
-        assert shared is not None
-        self._accelerator, self._shared = accelerator, shared
+        self._accelerator, self._shared = accelerator, model_parallel_of(accelerator)
 
     def refuse_asynchronous(self) -> str | None:
         return None
@@ -93,7 +91,7 @@ class ParallelContents:
 
     def _named(self, optimizer: Any, *, stored: bool) -> Iterator[tuple[str, torch.Tensor]]:
         """Live tensors by name. A copy of another stage's weight is loaded as that one, and not stored."""
-        for name, tensor, is_copy in self._shared.tensors():
+        for name, tensor, is_copy in self._shared.tensors() if self._shared is not None else self._whole():
             if is_copy and stored:
                 continue
             yield f"model.{name}", tensor.detach()
@@ -105,6 +103,16 @@ class ParallelContents:
                         fix="use adamw_torch_fused.",
                     )
                 yield f"optimizer.{name}.{key}", value
+
+    def _whole(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
+        """As `ModelParallel.tensors`, of a model that this process has alone or that DDP repeats."""
+        [model] = self._accelerator._models
+        seen: set[int] = set()
+        base = self._accelerator.unwrap_model(model, keep_torch_compile=False)
+        for name, tensor in base.state_dict(keep_vars=True).items():
+            if hasattr(tensor, "shape") and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield name, tensor, False
 
 
 def _make_states(optimizer: Any) -> None:

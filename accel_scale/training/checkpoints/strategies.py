@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from accel_scale.errors import ConfigError
-from accel_scale.facts.strategies import Strategy
+from accel_scale.facts.strategies import STRATEGIES, Strategy
 from accel_scale.training.checkpoints.contents import Contents, ReplicatedContents, schedules
 from accel_scale.training.checkpoints.folders import Found
 
 
 def contents_of(accelerator: Any, strategy: Strategy) -> Contents:
-    """How `strategy` writes and loads weights and optimizers.
+    """How `strategy` writes weights and optimizers, and loads what it has written.
 
     Raises:
         ConfigError: if it cannot, in this configuration.
@@ -29,6 +29,15 @@ def contents_of(accelerator: Any, strategy: Strategy) -> Contents:
     from accel_scale.training.checkpoints.zero import ZeroContents
 
     return ZeroContents(accelerator)
+
+
+def contents_written_by(found: Found, accelerator: Any, own: Contents) -> Contents:
+    """What loads `found` into this run, whose own contents are `own`: ranks that shared a model stored it whole."""
+    if not STRATEGIES[found.manifest.strategy].is_model_parallel:
+        return own
+    from accel_scale.training.checkpoints.parallel import ParallelContents
+
+    return own if isinstance(own, ParallelContents) else ParallelContents(accelerator)
 
 
 def check_fit(found: Found, strategy: Strategy, stored: set[str], registered: set[str]) -> None:

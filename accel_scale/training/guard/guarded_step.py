@@ -117,6 +117,10 @@ class GuardedStep:
             self._parts.append(MicroBatch([losses[index].detach() * self.loss_factor] if losses else [], ids))
         self._is_complete = True
 
+    def discard(self) -> None:
+        """Forget the micro-batches so far: the step is taken again from its first one."""
+        self._parts, self._is_complete = [], False
+
     def stop(self, outcome: StepOutcome) -> None:
         """Say why in one line, once, and end every process with status 65; call it on all of them."""
         stop_run(self._accelerator, outcome)

@@ -72,6 +72,7 @@ class MemoryRecovery:
     Attributes:
         level: Micro-batches are halved so many times by now.
         recovered_steps: Numbers of the optimizer steps, from 1, that were taken again.
+        step_number: Of the step that is being taken; a loop in which not every step counts assigns its own.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class MemoryRecovery:
         self._group = dist.new_group(backend="gloo") if agrees else None
         self._stop = CleanStop(program)
         self._stop.watch()
-        self._step_number = first_step
+        self.step_number = first_step
         self._failed_rank = accelerator.process_index
         self._seen: list[Any] = []
         self._verdict = _FINE
@@ -111,6 +112,29 @@ class MemoryRecovery:
     def close(self) -> None:
         """End the watching thread; call after the last step, before the process group is destroyed."""
         self._stop.close()
+
+    def __enter__(self) -> MemoryRecovery:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Around a whole loop: memory that runs out anywhere else in it stops every process with one line."""
+        try:
+            if isinstance(error, Exception) and is_out_of_memory(error):
+                self.stop_run(error)
+        finally:
+            self.close()
+
+    def summary(self, micro_batch_size: int, accumulation: int) -> dict[str, object] | None:
+        """For the run's summary: which steps were taken again and how small passes became; None if none was."""
+        if not self.recovered_steps:
+            return None
+        passes = 2**self.level
+        return {
+            "recovered_steps": self.recovered_steps,
+            "passes_per_micro_batch": passes,
+            "rows_per_pass": -(-micro_batch_size // passes),
+            "passes_per_step": accumulation * passes,
+        }
 
     def step(self, batches: Sequence[Mapping[str, Any]], loss_of: Callable[[dict[str, Any]], torch.Tensor]) -> Any:
         """Forward and backward of one optimizer step's micro-batches; gradients are reduced at the end.
@@ -154,7 +178,7 @@ class MemoryRecovery:
                 losses = [self._run_parts(x, run, is_last=i == last) for i, x in enumerate(self._seen)]
                 loss = sum(losses) - self._returned
             self._seen, self._returned = [], 0.0
-            self._step_number += 1
+            self.step_number += 1
         else:
             self._returned = self._returned + loss
         return loss
@@ -174,7 +198,7 @@ class MemoryRecovery:
     def _reduction(self, is_last_pass: bool) -> AbstractContextManager[Any]:
         """Gradients are reduced in the step's last pass."""
         self._accelerator.sync_gradients = is_last_pass
-        if self._strategy.is_deepspeed:  # its engine decides by itself
+        if self._strategy.is_deepspeed or self._strategy.is_model_parallel:  # which decide by themselves
             return nullcontext()
         every_batch = self._accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
         return nullcontext() if is_last_pass or every_batch else self._accelerator.no_sync(self._model)
@@ -186,7 +210,7 @@ class MemoryRecovery:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            self._tell(self._step_number)
+            self._tell(self.step_number)
             text, group_is_lost = reason_in(error), is_in_collective(error)
         # Only out here nothing refers to the pass's activations any more.
         problem = _LOST_GROUP if group_is_lost else self._finish_collectives()
@@ -231,9 +255,9 @@ class MemoryRecovery:
         _free_memory()
         if self._on_discard is not None:
             self._on_discard()
-        if not self.recovered_steps or self.recovered_steps[-1] != self._step_number:
-            self.recovered_steps.append(self._step_number)
-        failure = f"warning: memory ran out in step {self._step_number} on rank {self._failed_rank}; the step is taken"
+        if not self.recovered_steps or self.recovered_steps[-1] != self.step_number:
+            self.recovered_steps.append(self.step_number)
+        failure = f"warning: memory ran out in step {self.step_number} on rank {self._failed_rank}; the step is taken"
         if self._recompute_more is not None:
             self._recompute_more()
             self._recompute_more = None
@@ -256,8 +280,12 @@ class MemoryRecovery:
         The optimizer's first step allocates its states; halfway through, some weights are new and some are not.
         """
         in_step = any(_OPTIMIZER_SOURCE.search(frame.filename) for frame in extract_tb(error.__traceback__))
-        where = f"in the optimizer's step {self._step_number - 1}" if in_step else "outside of the training passes"
-        self._tell(self._step_number - in_step)
+        where = (
+            f"in the optimizer's step {self.step_number - 1}"
+            if in_step
+            else "outside of the passes that can be taken again"
+        )
+        self._tell(self.step_number - in_step)
         rank, fix = self._accelerator.process_index, STATE_REMEDIES if in_step else REMEDIES
         self._stop.stop(f"memory ran out {where} on rank {rank} ({reason_in(error)}). Fix: {fix}.")
 
@@ -265,20 +293,9 @@ class MemoryRecovery:
         rank = self._failed_rank if text is None else self._accelerator.process_index
         said = f" ({text})" if text else ""
         return (
-            f"memory ran out in step {self._step_number} on rank {rank}{said} and training cannot continue in place: "
+            f"memory ran out in step {self.step_number} on rank {rank}{said} and training cannot continue in place: "
             f"{reason}. Fix: {self._advice(self.level) if self._advice else REMEDIES}."
         )
-
-
-def smaller_batch_advice(micro_batch_size: int, accumulation: int) -> str:
-    """The flags that halve the micro-batch at the same global batch, or what else saves memory."""
-    divisor = next((d for d in range(2, micro_batch_size + 1) if micro_batch_size % d == 0), None)
-    if divisor is None:
-        return REMEDIES
-    return (
-        f"run again with --per_device_train_batch_size {micro_batch_size // divisor} "
-        f"--gradient_accumulation_steps {accumulation * divisor} (the same global batch)"
-    )
 
 
 def _free_memory() -> None:

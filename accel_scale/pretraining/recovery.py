@@ -1,0 +1,53 @@
+"""Out of memory in a pretraining step: what `MemoryRecovery` needs to know of the run."""
+
+from __future__ import annotations
+
+from accel_scale.ending.out_of_memory import smaller_batch_advice
+from accel_scale.facts.optimizer_specs import steps_in_backward
+from accel_scale.pretraining.report import PretrainReport
+from accel_scale.pretraining.run import Run
+from accel_scale.settings.planned_checkpointing import full_checkpointing
+from accel_scale.training.guard.guarded_step import GuardedStep
+from accel_scale.training.resilience.memory_recovery import MemoryRecovery
+
+
+def memory_recovery(run: Run, step: GuardedStep, report: PretrainReport, *, program: str) -> MemoryRecovery:
+    """A step that runs out of memory is taken again in smaller passes; where that cannot be, all ranks stop."""
+    rows, accumulation = run.micro_batches
+
+    def advice(level: int) -> str:
+        pieces = min(2**level, rows)
+        text = smaller_batch_advice(rows // pieces, accumulation * pieces)
+        # This recipe's flag is the global batch; what is accumulated follows from it.
+        text = text.replace(f" --gradient_accumulation_steps {2 * accumulation * pieces}", "")
+        return f"{text}; the same command continues from the last checkpoint"
+
+    report.recovery = MemoryRecovery(
+        run.accelerator,
+        run.model,
+        obstacle=_obstacle(run),
+        advice=advice,
+        recompute_more=full_checkpointing(
+            run.accelerator.unwrap_model(run.model, keep_torch_compile=False),
+            run.settings,
+            run.course.settings,
+            use_reentrant=False,  # which ZeRO-3 needs under adapters, where no step is taken again
+        ),
+        on_discard=step.discard,
+        on_out_of_memory=lambda number: run.memory_summary.write(f"out-of-memory-step-{number}"),
+        first_step=run.step + 1,
+        program=program,
+        say=run.say,
+    )
+    return report.recovery
+
+
+def _obstacle(run: Run) -> str | None:
+    """Why a step of `run` cannot be taken again in parts; None if it can."""
+    if steps_in_backward(run.args.optim):
+        return f"{run.args.optim} has already changed weights in the backward pass"
+    if run.parallel is not None:
+        return "ranks share the model, or rows"
+    if run.router is not None:
+        return "the router's balancing loss depends on the whole micro-batch"
+    return None
