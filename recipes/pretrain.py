@@ -297,7 +297,7 @@ def train(run: Run, started: float) -> dict[str, object]:
 
 
 def forward_backward(
-    run: Run, step: GuardedStep, watch: LoopWatch, num_tokens: int, num_micro_batches: int, part: Part
+    run: Run, step: GuardedStep, watch: LoopWatch, num_tokens: torch.Tensor, num_micro_batches: int, part: Part
 ) -> torch.Tensor:
     """One pass over a micro-batch, or over a part of it; its share of the global batch's mean loss."""
     from accel_scale.optimization.fast_loss import language_model_loss
