@@ -371,3 +371,34 @@ def test_what_has_no_rows_to_cut_is_handed_on_as_it_is():
     (part,) = split(rows, 0, loss_kind="token_mean")
     assert part.inputs is rows
     assert [(each.inputs is rows, each.factor) for each in split(rows, 1)] == [(True, 1.0), (True, 0.0)]
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        ({}, None),
+        ({"optim": "lomo"}, "lomo has already changed weights in the backward pass"),
+        ({"tp_enabled": True}, "rows or sequences are spread over devices"),
+        ({"cp_enabled": True}, "rows or sequences are spread over devices"),
+        ({"sp_enabled": True}, "rows or sequences are spread over devices"),
+        ({"sp_size": 2}, "rows or sequences are spread over devices"),
+        ({"n_gpu": 2}, "rows or sequences are spread over devices"),
+        ({"output_router_logits": True}, "the router's balancing loss depends on the whole micro-batch"),
+    ],
+    ids=str,
+)
+def test_steps_that_cannot_be_taken_again_in_parts(other: dict[str, object], says: str | None) -> None:
+    from accel_scale.optimization.fast_loss import FastLossMixin
+    from accel_scale.trainers.recovery_mixin import _obstacle
+
+    class Trainer(MemoryRecoveryMixin, FastLossMixin):
+        def __init__(self) -> None:
+            names = ("tp_enabled", "cp_enabled", "sp_enabled")
+            parallelism = SimpleNamespace(**{name: name in other for name in names})
+            self.accelerator = SimpleNamespace(parallelism_config=parallelism)
+            self.args = SimpleNamespace(optim=other.get("optim", "adamw_torch"), n_gpu=other.get("n_gpu", 1))
+            config = SimpleNamespace(output_router_logits="output_router_logits" in other)
+            self.model, self.sp_size = SimpleNamespace(config=config), other.get("sp_size", 1)
+            self._fast_loss_covers_run, self.log_token_accuracy = True, False
+
+    assert _obstacle(Trainer()) == says

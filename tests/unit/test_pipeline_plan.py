@@ -44,6 +44,13 @@ def test_no_split_has_a_cheaper_most_expensive_stage(costs, data):
     assert squares(costs, split) <= min(squares(costs, other) for other in as_good) * (1 + 1e-6) + 1e-9
 
 
+def test_the_most_expensive_stage_comes_before_evenness():
+    """The split of the smallest sum of squares has a more expensive stage here."""
+    costs = [3.0, 2.0, 5.0, 1.0]
+    assert largest(costs, stage_boundaries(costs, 3)) == 5
+    assert largest(costs, min(every_split(costs, 3), key=lambda split: squares(costs, split))) == 6
+
+
 def test_the_head_takes_layers_from_the_last_stage():
     config = LlamaConfig(
         vocab_size=32000, hidden_size=256, intermediate_size=512, num_hidden_layers=12, num_attention_heads=4
