@@ -220,10 +220,10 @@ def reentrant_needed(case: Case) -> Finding | None:
     run = case.run
     if not case.parallel.kind.partitions_weights or not run.trains_adapters or not case.checkpoints:
         return None
-    if run.checkpointing_policy == "selective":
+    if run.checkpointing_policy in ("selective", "attention", "mlp"):
         return error(
             run.place("checkpointing_policy"),
-            "selective checkpointing cannot recompute under ZeRO-3 with adapters.",
+            f"{run.checkpointing_policy} checkpointing cannot recompute under ZeRO-3 with adapters.",
             "use --checkpointing_policy full, or accelerate_configs/fsdp2.yaml.",
         )
     if run.use_reentrant is False:

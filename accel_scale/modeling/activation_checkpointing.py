@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import re
 from collections.abc import Callable, Sequence
@@ -14,8 +15,9 @@ from accel_scale.modeling.activation_offload import checkpoint_with_offload
 if TYPE_CHECKING:
     from torch import nn
 
-POLICY_KINDS = ("none", "full", "every_n", "selective", "offload")
-_SUGGESTIONS = ("none", "full", "every_2", "every_3", "every_4", "selective", "offload")
+POLICY_KINDS = ("none", "full", "every_n", "selective", "attention", "mlp", "offload")
+_SUGGESTIONS = ("none", "full", "every_2", "every_3", "every_4", "selective", "attention", "mlp", "offload")
+_SUBLAYERS = ("attention", "mlp")  # policies of one part of each layer
 _EVERY_N = re.compile(r"every_([0-9]+)")
 
 
@@ -26,6 +28,7 @@ class CheckpointingPolicy:
     Args:
         kind: ``none``; ``full``: every layer keeps its input only; ``every_n``: layers 0, n, 2n, … do so;
             ``selective``: every layer, except that attention and matrix product outputs are kept;
+            ``attention``, ``mlp``: that part of every layer keeps its input only, the rest all it needs;
             ``offload``: like full, with the layer inputs kept in host memory.
         every_n: Distance between checkpointed layers; 1 unless `kind` is ``every_n``.
         in_tiles: Whether MLPs and norms run over slices of the rows, each of which is recomputed by itself.
@@ -36,9 +39,9 @@ class CheckpointingPolicy:
     in_tiles: bool = False
 
     def __post_init__(self) -> None:
-        if self.in_tiles and self.kind == "selective":
+        if self.in_tiles and self.kind in ("selective", *_SUBLAYERS):
             raise ConfigError(
-                "selective checkpointing keeps the products of whole rows, which tiles are there to drop.",
+                f"{self.kind} checkpointing keeps the products of whole rows, which tiles are there to drop.",
                 place="--long_rows",
                 fix="use --checkpointing_policy offload or full.",
             )
@@ -50,7 +53,7 @@ class CheckpointingPolicy:
 
     @classmethod
     def parse(cls, text: str, *, place: str = "--checkpointing_policy") -> CheckpointingPolicy:
-        """The policy called `text`: ``none|full|every_2|every_3|…|selective|offload``.
+        """The policy called `text`: ``none|full|every_2|every_3|…|selective|attention|mlp|offload``.
 
         Raises:
             ConfigError: naming the nearest policy.
@@ -62,14 +65,12 @@ class CheckpointingPolicy:
             return cls("full") if every_n == 1 else cls("every_n", every_n)
         if name in POLICY_KINDS and name != "every_n":
             return cls(name)
-        import difflib
-
         nearest = difflib.get_close_matches(name, _SUGGESTIONS, n=1, cutoff=0.4)
         hint = f"did you mean {nearest[0]}? " if nearest else ""
         raise ConfigError(
             f"{text!r} is not a checkpointing policy.",
             place=place,
-            fix=f"{hint}use none, full, every_2 (or any every_n), selective or offload.",
+            fix=f"{hint}use none, full, every_2 (or any every_n), selective, attention, mlp or offload.",
         )
 
     def __str__(self) -> str:
@@ -94,17 +95,16 @@ def apply_checkpointing(
     Replaces whatever policy the model had. Layers are recomputed in training mode only.
 
     Args:
-        model: An HF `PreTrainedModel` or `PeftModel` (its own layers are used, and the embeddings' output
-            requires gradients, so adapters on a frozen or 4-bit base learn), or any module with a stack of
-            blocks.
-        use_reentrant: DeepSpeed ZeRO-3 with PEFT needs True; ``selective`` does not work with it.
+        model: An HF `PreTrainedModel` or `PeftModel` (its own layers are used, and adapters on a frozen or 4-bit base
+            learn), or any module with a stack of blocks.
+        use_reentrant: DeepSpeed ZeRO-3 with PEFT needs True; ``selective`` and parts of layers do not work with it.
         blocks: Dotted name of the `ModuleList`/`Sequential` of blocks in a plain module; None finds it.
         tile_rows: Tokens per tile of an MLP, for a policy in tiles; None: as many as a hidden state has values.
 
     Raises:
         ConfigError: if the model or the combination cannot be checkpointed this way.
     """
-    if use_reentrant and policy.kind == "selective":
+    if use_reentrant and policy.kind in ("selective", *_SUBLAYERS):
         raise ConfigError(
             f"checkpointing policy {policy} does not work with reentrant checkpointing, which DeepSpeed "
             "ZeRO-3 with PEFT requires.",
@@ -148,9 +148,11 @@ def _apply_to_hf(model: Any, policy: CheckpointingPolicy, use_reentrant: bool) -
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for module in model.modules():
+        _release(module)
+    if policy.kind in ("none", *_SUBLAYERS) and model.is_activation_checkpointing:
+        model.activation_checkpointing_disable()
     if policy.kind == "none":
-        if model.is_activation_checkpointing:
-            model.activation_checkpointing_disable()
         return layers
     name = type(model).__name__
     if not model.supports_gradient_checkpointing or not layers:
@@ -165,31 +167,49 @@ def _apply_to_hf(model: Any, policy: CheckpointingPolicy, use_reentrant: bool) -
             place="--checkpointing_policy",
             fix=f"use every_{len(layers)} at most, or none.",
         )
+    if policy.kind in _SUBLAYERS:
+        from accel_scale.modeling.tiling.layers import part_of
+
+        for layer in layers:
+            _recompute(part_of(layer, policy.kind), functools.partial(_checkpoint, use_reentrant=False))
+        return layers
     model.activation_checkpointing_enable(_checkpoint_kwargs(policy, use_reentrant), every_n_layers=policy.every_n)
     if policy.kind == "offload":
-        # transformers' own `offload=True` asks for pinned memory and fails without an accelerator; so only
-        # the function each layer calls is replaced. Checked on transformers 5.23; a test counts moved bytes.
+        # transformers' own `offload=True` fails without an accelerator: only the function that each layer calls is
+        # replaced. Checked on transformers 5.23; a test counts moved bytes.
         run = functools.partial(checkpoint_with_offload, use_reentrant=use_reentrant)
         for layer in layers:
             layer._gradient_checkpointing_func = run  # type: ignore[assignment]
     return layers
 
 
+def _recompute(module: nn.Module, run: Callable[..., object]) -> None:
+    # A partial of a bound method, not a closure: it survives deepcopy, and hooks (FSDP2's) stay outside of it.
+    module.forward = functools.partial(_checkpointed_forward, module.forward, run)
+
+
+def _release(module: nn.Module) -> None:
+    forward = module.__dict__.get("forward")
+    if isinstance(forward, functools.partial) and forward.func is _checkpointed_forward:
+        del module.forward
+
+
 def _apply_to_plain(
     model: nn.Module, policy: CheckpointingPolicy, use_reentrant: bool, blocks: str | None
 ) -> Sequence[nn.Module]:
+    if policy.kind in _SUBLAYERS:
+        raise ConfigError(
+            f"only transformers' models say which part of a block is its {policy.kind}.",
+            place="--checkpointing_policy",
+            fix="use full, every_2 or selective.",
+        )
     stack: Any = find_blocks(model, blocks)
     for index, block in enumerate(stack):
-        forward = block.__dict__.get("forward")
-        if isinstance(forward, functools.partial) and forward.func is _checkpointed_forward:
-            del block.forward
+        _release(block)
         if policy.kind == "none" or index % policy.every_n:
             continue
         run = checkpoint_with_offload if policy.kind == "offload" else _checkpoint
-        run = functools.partial(run, **_checkpoint_kwargs(policy, use_reentrant))
-        # A partial of a bound method, not a closure: it survives deepcopy, and module hooks (FSDP2's among
-        # them) stay outside of what is recomputed.
-        block.forward = functools.partial(_checkpointed_forward, block.forward, run)
+        _recompute(block, functools.partial(run, **_checkpoint_kwargs(policy, use_reentrant)))
     return list(stack)
 
 
@@ -208,8 +228,7 @@ def _checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def find_blocks(model: nn.Module, name: str | None = None) -> nn.Module:
-    """The stack of blocks of `model`: the `ModuleList`/`Sequential` called `name`, or the one that holds the
-    most parameters among those of two or more modules of one class.
+    """The stack of blocks called `name`, or the one with most parameters of those of two or more modules of a class.
 
     Raises:
         ConfigError: if there is no such stack.

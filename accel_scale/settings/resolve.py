@@ -200,7 +200,7 @@ def _policy_of_options(options: dict[str, Any], place: str) -> str:
         raise ConfigError(
             f"these checkpointing options cannot be combined: {options}.",
             place=place,
-            fix="use --checkpointing_policy none, full, every_2, selective or offload.",
+            fix="use --checkpointing_policy none, full, every_2, selective, attention, mlp or offload.",
         )
     if "every_n_layers" in known:
         return f"every_{known['every_n_layers']}"

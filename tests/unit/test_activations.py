@@ -36,6 +36,8 @@ LLAMA_SETUPS = {
     "true bf16": replace(PLAIN, precision="bf16_true", loss="full"),
     "every second layer": replace(PLAIN, checkpointing="every_2"),
     "selective": replace(PLAIN, checkpointing="selective", precision="bf16"),
+    "attention recomputed": replace(PLAIN, checkpointing="attention"),
+    "mlp recomputed": replace(PLAIN, checkpointing="mlp", precision="bf16"),
     "offload": replace(PLAIN, checkpointing="offload"),
     "lora": LORA,
     "lora, checkpointed": replace(LORA, checkpointing="full"),

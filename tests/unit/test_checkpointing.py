@@ -25,7 +25,7 @@ from accel_scale.modeling.activation_checkpointing import (
 )
 from accel_scale.modeling.activation_offload import offload_stats
 
-POLICIES = ["full", "every_2", "every_3", "selective", "offload"]
+POLICIES = ["full", "every_2", "every_3", "selective", "attention", "mlp", "offload"]
 NUM_LAYERS, HIDDEN, BATCH, LENGTH = 4, 64, 2, 128
 
 
@@ -105,13 +105,29 @@ def test_gradients_are_those_without_checkpointing(family):
     assert len(expected) == len(list(model.parameters()))
     for text in [*POLICIES, "none"]:
         apply_checkpointing(model, CheckpointingPolicy.parse(text))
-        assert model.is_activation_checkpointing == (text != "none")
+        assert model.is_activation_checkpointing == (text not in ("none", "attention", "mlp"))
         actual = gradients(model)
         assert all(torch.equal(actual[name], grad) for name, grad in expected.items()), text
     for text in ("full", "every_2", "offload"):
         apply_checkpointing(model, CheckpointingPolicy.parse(text), use_reentrant=True)
         actual = gradients(model)
         assert all(torch.equal(actual[name], grad) for name, grad in expected.items()), f"{text}, reentrant"
+
+
+def test_one_part_of_each_layer_is_recomputed_where_it_has_a_module_of_its_own():
+    model, ids = tiny_model("llama"), batch()
+
+    def saved(text: str) -> int:
+        apply_checkpointing(model, CheckpointingPolicy.parse(text))
+        return saved_activation_bytes(lambda: model.model(input_ids=ids).last_hidden_state)
+
+    none, attention, mlp, full = (saved(text) for text in ("none", "attention", "mlp", "full"))
+    assert full < mlp < none
+    assert full < attention < none
+    # What one of them drops the other one keeps; both keep the layer's norms and sums.
+    assert (none - attention) + (none - mlp) < none - full
+    with pytest.raises(ConfigError, match="only transformers' models"):
+        apply_checkpointing(PlainStack(), CheckpointingPolicy("mlp"))
 
 
 @pytest.mark.slow
@@ -192,7 +208,7 @@ def test_adapters_learn_on_a_frozen_base(text, in_4bit, tmp_path):
     for name, grad in expected.items():
         assert grad.abs().max() > 0
         assert torch.allclose(actual[name], grad, rtol=0, atol=1e-6), name
-    if text != "selective":
+    if text not in ("selective", "attention", "mlp"):
         apply_checkpointing(peft_model, CheckpointingPolicy.parse(text), use_reentrant=True)
         reentrant = gradients(peft_model)
         assert all(torch.allclose(reentrant[name], grad, rtol=0, atol=1e-6) for name, grad in expected.items())
@@ -239,7 +255,7 @@ def plain_gradients(model: nn.Module) -> list[torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", POLICIES)
+@pytest.mark.parametrize("text", [policy for policy in POLICIES if policy not in ("attention", "mlp")])
 def test_plain_module(text):
     torch.manual_seed(0)
     model = PlainStack().train()

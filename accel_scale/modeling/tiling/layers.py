@@ -1,4 +1,4 @@
-"""Which modules of a model's layers are computed in slices of the rows."""
+"""The parts of a model's layers by their names, and which of them are computed in slices of the rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch import nn
 from accel_scale.errors import ConfigError
 from accel_scale.modeling.tiling.tiles import Forward, run_in_tiles
 
-# What transformers calls the MLP of a layer.
+# What transformers calls the parts of a layer.
+_ATTENTION_NAMES = ("self_attn", "attn", "attention", "self_attention")
 _MLP_NAMES = ("mlp", "feed_forward", "ffn", "ff", "block_sparse_moe", "moe")
 _EXPERT_NAMES = ("experts", "router")
 
@@ -70,6 +71,23 @@ def _is_norm(module: nn.Module) -> bool:
 def num_with_experts(layers: Sequence[nn.Module]) -> int:
     """How many of `layers` have an MLP of experts, which is left alone."""
     return sum(found is not None and _has_experts(found) for found in map(_mlp_of, layers))
+
+
+def part_of(layer: nn.Module, kind: str) -> nn.Module:
+    """The layer's ``attention`` or ``mlp``.
+
+    Raises:
+        ConfigError: where it has no module of its own.
+    """
+    children = dict(layer.named_children())
+    found = _mlp_of(layer) if kind == "mlp" else next((children[n] for n in _ATTENTION_NAMES if n in children), None)
+    if found is None:
+        raise ConfigError(
+            f"{type(layer).__name__} has no module of its own that is its {kind}.",
+            place="--checkpointing_policy",
+            fix="use full, every_2 or selective.",
+        )
+    return found
 
 
 def untile_layers(model: nn.Module) -> None:

@@ -111,6 +111,10 @@ def mean_context(length: float, window: int | None = None) -> float:
     return window - window * (window - 1) / (2 * length)
 
 
+# Of a layer's products: four square matrices of attention, eight of the MLP, in the usual shape.
+_SUBLAYER_SHARES = {"attention": 1 / 3, "mlp": 2 / 3}
+
+
 def recomputed_fraction(checkpointing: str) -> float:
     """Share of the layers' forward products that the backward pass repeats under a checkpointing policy.
 
@@ -123,13 +127,15 @@ def recomputed_fraction(checkpointing: str) -> float:
         return 0.0
     if checkpointing in ("full", "offload"):
         return 1.0
+    if checkpointing in _SUBLAYER_SHARES:
+        return _SUBLAYER_SHARES[checkpointing]
     match = _EVERY_N.fullmatch(checkpointing)
     if match:
         return 1 / int(match.group(1))
     raise ConfigError(
         f"{checkpointing!r} is not a checkpointing policy.",
         place="checkpointing",
-        fix="use none, full, selective, offload or every_2, every_3 ….",
+        fix="use none, full, selective, attention, mlp, offload or every_2, every_3 ….",
     )
 
 

@@ -11,6 +11,9 @@ from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.models.training_setup import ParallelSetup, TrainingSetup
 from accel_scale.planning.tape.families import changes_products, tiles_conflict
 
+# What reentrant checkpointing, which ZeRO-3 needs under adapters, cannot do.
+_NOT_REENTRANT = ("selective", "attention", "mlp")
+
 
 @dataclass(frozen=True)
 class ParallelChoice:
@@ -73,6 +76,6 @@ def conflict(setup: TrainingSetup, model: ModelFacts | None = None) -> str | Non
     )
     if refusal is not None:
         return f"{optimizer} does not work there: {refusal[1].reason}"
-    if parallel.kind.partitions_weights and setup.trains_adapters and setup.checkpointing == "selective":
-        return "ZeRO-3 with adapters cannot recompute under selective checkpointing"
+    if parallel.kind.partitions_weights and setup.trains_adapters and setup.checkpointing in _NOT_REENTRANT:
+        return f"ZeRO-3 with adapters cannot recompute under {setup.checkpointing} checkpointing"
     return None

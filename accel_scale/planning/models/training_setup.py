@@ -14,7 +14,7 @@ from accel_scale.facts.precisions import DTYPE_BYTES, PRECISION_FACTS, REDUCE_DT
 from accel_scale.facts.strategies import STRATEGIES, Strategy, strategy_named
 
 _EVERY_LAYERS = re.compile(r"every_([0-9]+)")
-_CHECKPOINTING = ("none", "full", "selective", "offload")
+_CHECKPOINTING = ("none", "full", "selective", "attention", "mlp", "offload")
 
 ATTENTIONS = tuple(name for name in ATTENTION_NAMES if name != PACKED_ATTENTION)  # that one counts as sdpa
 LOSSES = ("full", "chunked", "liger")
@@ -293,5 +293,5 @@ def check_policy(setup: TrainingSetup) -> None:
         raise ConfigError(
             f"{policy!r} is not a checkpointing policy.",
             place="checkpointing",
-            fix="use none, full, every_2 (or any every_n), selective or offload.",
+            fix="use none, full, every_2 (or any every_n), selective, attention, mlp or offload.",
         )

@@ -189,7 +189,7 @@ class _Model:
         ops.tape.record(x, [table], [], lambda grad: [ops.new(numel, itemsize)])
         if self.family.embedding_scale == "tensor":
             x = ops.scale(x)
-        if self.setup.trains_adapters and self.setup.checkpointing != "none":
+        if self.setup.trains_adapters and self.setup.checkpointing not in ("none", "attention", "mlp"):
             # The embedding's result becomes a leaf, which keeps its gradient for as long as the graph.
             self.entry = Parameter(x.numel, itemsize)
             assert self.entry.node is not None
@@ -243,7 +243,7 @@ class _Model:
         return x
 
     def _run(self, layer: Layer, x: Tensor, index: int, policy: str) -> Tensor:
-        if policy == "none" or index % period_of(self.setup):
+        if policy in ("none", "attention", "mlp") or index % period_of(self.setup):
             return layer(x)
         if policy == "offload":
             return self._offloaded(layer, x, index)

@@ -218,6 +218,12 @@ def check_setup(model: ModelFacts, setup: TrainingSetup) -> None:
         )
     if conflict := tiles_conflict(model, setup):
         raise ConfigError(f"{conflict}.", place="long_rows", fix="leave it out, and use offload checkpointing.")
+    if setup.checkpointing in ("attention", "mlp") and family_of(model).block not in ("sequential", "both", "after"):
+        raise ConfigError(
+            f"{setup.checkpointing} checkpointing of {model.name} is not modelled.",
+            place="checkpointing",
+            fix="use full, every_2 or selective.",
+        )
     if setup.checkpointing == "selective" and changes_products(model):
         raise ConfigError(
             f"{model.name} changes results in place that selective checkpointing keeps.",

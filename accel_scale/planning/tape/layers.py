@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from accel_scale.planning.models.model_facts import LayerFacts, ModelFacts
 from accel_scale.planning.models.training_setup import TrainingSetup
 from accel_scale.planning.tape.activation_functions import WRITTEN_OUT, bloom_gelu, written_out_gelu
@@ -59,27 +61,33 @@ class Layer:
         residual = x
         if self.family.block != "after":
             x = self._norm("input_norm", x)
-        x = self._dropped(self.attention(x))
+        x = self._dropped(self._part("attention", self.attention, x))
         if self.family.block != "sequential":
             x = self._norm("post_attention_norm", x)
         x = self._add(residual, x)
         residual = x
         if self.family.block != "after":
             x = self._norm("mlp_norm", x)
-        x = self._dropped(self.mlp(x))
+        x = self._dropped(self._part("mlp", self.mlp, x))
         if self.family.block != "sequential":
             x = self._norm("post_mlp_norm", x)
         return self._add(residual, x)
+
+    def _part(self, name: str, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Attention or MLP, run again in the backward pass where the policy is called so."""
+        if self.setup.checkpointing != name:
+            return function(x)
+        return self.ops.tape.checkpoint(lambda: function(x), [x])
 
     def _sequential_keeping_names(self, x: Tensor) -> Tensor:
         """The branches' results have names of their own, which keep them until the layer returns."""
         residual = x
         x = self._norm("input_norm", x)
-        attention = self._dropped(self.attention(x))
+        attention = self._dropped(self._part("attention", self.attention, x))
         x = self.ops.add(attention, residual)
         residual = x
         x = self._norm("mlp_norm", x)
-        mlp = self._dropped(self.mlp(x))
+        mlp = self._dropped(self._part("mlp", self.mlp, x))
         return self.ops.add(residual, mlp)
 
     def _joined(self, x: Tensor) -> Tensor:
