@@ -119,7 +119,7 @@ def load_data(run: Run) -> None:
 
     args, data_args, settings = run.args, run.data_args, run.settings
     run.accelerator = plain_accelerator(
-        args, settings, compile_layers=run.model_args.torch_compile, ranks_share_model=not run.layout.is_plain
+        args, settings, compile_layers=bool(run.model_args.torch_compile), ranks_share_model=not run.layout.is_plain
     )
     with run.accelerator.main_process_first():
         if run.embedded:
@@ -203,6 +203,7 @@ def train(run: Run, started: float) -> dict[str, object]:
     from accel_scale.flags.guard_settings import settings_from
     from accel_scale.measuring.meters import ThroughputMeter, clock_of
     from accel_scale.plugin.loop_watch import LoopWatch
+    from accel_scale.pretraining.compile_trial import CompileTrial
     from accel_scale.pretraining.recovery import memory_recovery
     from accel_scale.pretraining.report import PretrainReport
     from accel_scale.reporting.metrics_log import MetricsLog
@@ -233,6 +234,7 @@ def train(run: Run, started: float) -> dict[str, object]:
     if run.guard_args.guard == "rollback" and run.step == 0:
         manager.save(0, run_state(run, report))  # there must be something to roll back to
     watch = LoopWatch(accelerator, model, run.optimizer, report.meter, run.plan)
+    compiling = CompileTrial.of(run)
     report.start()
     before, first_step = WeightsBefore.of(model), run.step
     tokens_per_step = run.settings.global_batch_size * run.data_args.max_length
@@ -272,6 +274,7 @@ def train(run: Run, started: float) -> dict[str, object]:
                 continue
             run.step += outcome.taken
             report.stepped(outcome, learning_rate, tokens=tokens_per_step, row_ids=drawn.row_ids)
+            compiling.stepped(report.meter.since_start(), length.num_steps - run.step, taken=outcome.taken)
             profiler.step()
             why_stopped = length.reason_to_stop(manager, started)
             is_end = run.step == length.num_steps or why_stopped is not None
@@ -281,11 +284,11 @@ def train(run: Run, started: float) -> dict[str, object]:
             if why_stopped or (outcome.taken and length.save_steps and is_due(run.step, length.save_steps, is_end)):
                 manager.save(run.step, run_state(run, report), final=is_end)
             watch.resume_watch()
+    compiling.close()
     manager.finish()
     if run.step > first_step and why_stopped != "a signal":
         refuse_unlearnt(model, before=before, num_steps=run.step - first_step, last_loss=report.last_loss)
-    verified = save_model(run, report, why_stopped)
-    summary = report.end(verified, why_stopped, watch.report())
+    summary = report.end(save_model(run, report, why_stopped), why_stopped, watch.report())
     manager.close()
     accelerator.end_training()
     if why_stopped == "a signal":
@@ -337,6 +340,7 @@ def run_state(run: Run, report: PretrainReport) -> dict[str, object]:
         "avoided": run.avoided,
         "tokens": run.tokens,
         "counted": report.counters(),
+        "compiling": run.compiling,
         "data": merge_states(gather_object([run.batches.state_dict()])),
         "schedule": run.schedule_record,
     }
@@ -352,7 +356,7 @@ def resume(run: Run, manager: CheckpointManager, how: str) -> None:
     state = resumed.state if resumed else {}
     run.step, run.drawn, run.tokens = resumed.step if resumed else 0, state.get("drawn", 0), state.get("tokens", 0)
     run.avoided = sorted({*run.avoided, *state.get("avoided", [])})
-    run.counted = state.get("counted", {})
+    run.counted, run.compiling = state.get("counted", {}), run.compiling or state.get("compiling", {})
     open_batches(run, state.get("data"))
 
 
@@ -372,14 +376,11 @@ def roll_back(run: Run, manager: CheckpointManager, guard: Guard, report: Pretra
 def save_model(run: Run, report: PretrainReport, why_stopped: str | None) -> VerifyResult | None:
     """The final folder, which plain `from_pretrained` loads, and a sample of what the model writes."""
     from accel_scale.pretraining.parallel import save_model_of
-    from accel_scale.training.evaluation.validation import beginning_of, sample_text
 
     if why_stopped == "a signal":
         return None  # little time is left, and the checkpoint is there
     if run.args.sample_tokens and run.layout.can_generate:
-        prompt = run.args.sample_prompt or beginning_of(run.held_out, run.tokenizer)
-        options = {"max_new_tokens": run.args.sample_tokens, "seed": run.args.seed}
-        report.sample = f"{prompt}▸{sample_text(run.accelerator, run.model, run.tokenizer, prompt, **options)}"
+        report.sample = run.sample()
     return save_model_of(
         run.accelerator, run.model, run.parallel, run.tokenizer, run.args.output_dir, method=run.settings.method
     )

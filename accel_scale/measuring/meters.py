@@ -89,6 +89,10 @@ class ThroughputMeter:
             self._began, self._tokens_before, self._steps_before = started, self.num_tokens, self.num_steps
         self._asked = started, self.clock.mark()
 
+    def since_start(self) -> float:
+        """Seconds of the host since the step began."""
+        return time.perf_counter() - self._asked[0]
+
     def fetched(self) -> None:
         """Call when the step's micro-batches have arrived."""
         started, mark = self._asked

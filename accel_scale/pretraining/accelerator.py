@@ -51,6 +51,8 @@ def plain_accelerator(
         num_steps=settings.accumulation, sync_with_dataloader=False, sync_each_batch=args.sync_each_batch
     )
     handler = InitProcessGroupKwargs(timeout=backend_timeout(args.collective_timeout))
+    # Functions that say the same whenever they are called, in layers that are compiled.
+    warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`")
     # Said below, as an error.
     warnings.filterwarnings("ignore", message=".*no supported trackers are currently installed.*")
     try:

@@ -52,6 +52,7 @@ class Run(RecipeRun):
         avoided: Batches to go around after a rollback.
         tokens: Trained on.
         counted: What earlier starts have counted, for the report.
+        compiling: What was decided about compiled layers.
     """
 
     model_args: PretrainModelArguments
@@ -86,6 +87,7 @@ class Run(RecipeRun):
     avoided: list[int] = field(default_factory=list)
     tokens: int = 0
     counted: dict[str, float] = field(default_factory=dict)
+    compiling: dict[str, object] = field(default_factory=dict)
 
     @property
     def learning_rate(self) -> float:
@@ -121,6 +123,14 @@ class Run(RecipeRun):
         from accel_scale.modeling.packing.row_facts import RowFacts
 
         return None if self.parallel else RowFacts(rows)
+
+    def sample(self) -> str:
+        """What the model writes after ``--sample_prompt`` or the beginning of the held-out text."""
+        from accel_scale.training.evaluation.validation import beginning_of, sample_text
+
+        prompt = self.args.sample_prompt or beginning_of(self.held_out, self.tokenizer)
+        options = {"max_new_tokens": self.args.sample_tokens, "seed": self.args.seed}
+        return f"{prompt}▸{sample_text(self.accelerator, self.model, self.tokenizer, prompt, **options)}"
 
     def say_stopped(self, line: str) -> None:
         """Print one line on one process, and again after the launcher's own report."""

@@ -1,0 +1,128 @@
+"""Compiled layers where they pay: a long run on a CPU tries them after its first steps, and keeps them if faster."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, MutableMapping
+from typing import TYPE_CHECKING
+
+from accel_scale.modeling.gathering import broadcast_from_main, gather_values
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from accel_scale.pretraining.run import Run
+
+# Compiling takes about a minute of two cores: what is over sooner does not get it back.
+LONG_RUN_SECONDS = 900.0
+# A tenth is more than the noise of a few steps on a machine that is shared.
+WORTH = 0.9
+_TIMED = 5
+_SETTLING = {"eager": 1, "trial": 3}  # steps that pay for allocation or compilation
+
+OPEN, TRIAL, KEPT, LEFT = "open", "trial", "kept", "left"
+
+
+class CompileTrial:
+    """Decides for one run. Tell it of every step that was taken; all processes decide alike, by rank 0's clock.
+
+    A run that goes on keeps what was decided before: its figures are those of the run that nobody disturbed.
+
+    Args:
+        model: Prepared; its layers are compiled in place.
+        say: Prints one line on one process.
+        can_try: False leaves the layers as they are.
+        state: Kept with every checkpoint: what was decided. Empty for a run that begins.
+        long_run_seconds: The time that must be left for a trial.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        say: Callable[[str], None],
+        *,
+        can_try: bool,
+        state: MutableMapping[str, object],
+        long_run_seconds: float = LONG_RUN_SECONDS,
+    ) -> None:
+        self._model, self._say, self._long_run_seconds = model, say, long_run_seconds
+        self._state, self._seconds = state, list[float]()
+        self._eager_seconds = float(str(state.setdefault("eager_seconds", 0.0)))
+        state.setdefault("phase", OPEN)
+        if not can_try or (self.phase in (TRIAL, KEPT) and not self._compiler_works()):
+            self._enter(LEFT)
+        if self.phase in (TRIAL, KEPT):
+            self._compile()
+
+    @classmethod
+    def of(cls, run: Run) -> CompileTrial:
+        """For a run of the recipe. It may try where nobody has decided, on a CPU whose rank holds the whole model."""
+        is_whole = run.parallel is None and not run.launch.parallel.kind.shards_states
+        can_try = run.model_args.torch_compile is None and run.accelerator.device.type == "cpu" and is_whole
+        return cls(run.model, run.say, can_try=can_try, state=run.compiling)
+
+    @property
+    def phase(self) -> str:
+        """Undecided, on trial, kept or left."""
+        return str(self._state["phase"])
+
+    def _enter(self, phase: str) -> None:
+        self._state["phase"] = phase
+
+    def close(self) -> None:
+        """Call after the last step: text of growing length would be compiled for every length."""
+        if self.phase in (TRIAL, KEPT):
+            import torch
+
+            torch.compiler.set_stance("force_eager")
+
+    def stepped(self, seconds: float, steps_left: int, *, taken: bool) -> None:
+        """Call after a step that took `seconds`, waiting for data included; one that was not taken does not count."""
+        if not taken or self.phase not in (OPEN, TRIAL):
+            return
+        self._seconds.append(seconds)
+        timed = self._seconds[_SETTLING["eager" if self.phase == OPEN else "trial"] :]
+        if len(timed) < _TIMED:
+            return
+        usual, self._seconds = broadcast_from_main(statistics.median(timed)), []
+        if self.phase == OPEN:
+            self._eager_seconds = self._state["eager_seconds"] = usual
+            self._begin(steps_left)
+        else:
+            self._judge(usual)
+
+    def _begin(self, steps_left: int) -> None:
+        if self._eager_seconds * steps_left < self._long_run_seconds or not self._compiler_works():
+            self._enter(LEFT)
+            return
+        self._enter(TRIAL)
+        self._say("layers are compiled for a trial: the next step takes up to minutes (--torch_compile false: never)")
+        self._compile()
+
+    def _judge(self, compiled_seconds: float) -> None:
+        gain = self._eager_seconds / compiled_seconds
+        if compiled_seconds <= WORTH * self._eager_seconds:
+            self._enter(KEPT)
+            self._say(f"layers stay compiled: steps are {gain:.2f} x as fast")
+            return
+        self.close()
+        self._enter(LEFT)
+        self._say(f"layers are not compiled: steps would be {gain:.2f} x as fast")
+
+    def _compile(self) -> None:
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        for module in self._model.modules():
+            if isinstance(module, GradientCheckpointingLayer):
+                module.compile()
+
+    @staticmethod
+    def _compiler_works() -> bool:
+        """Whether every process can compile: it takes a C++ compiler, which not every machine has."""
+        import torch
+
+        try:
+            torch.compile(lambda x: x * 2 + 1)(torch.ones(64))
+        except Exception:  # whatever is missing, the run goes on without
+            return all(gather_values(False))
+        return all(gather_values(True))
