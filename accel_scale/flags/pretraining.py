@@ -28,7 +28,9 @@ class PretrainModelArguments:
     trust_remote_code: bool = _flag(False, "Run the model's own code from the hub.")
     attn_implementation: str | None = _flag(None, "Attention; default: the fastest that keeps documents apart.")
     torch_compile: bool | None = _flag(
-        None, "Compile each layer with torch.compile. Default: long runs on a CPU try it and keep what is faster."
+        None,
+        "Compile each layer with torch.compile. Default: a long run on a CPU whose documents are not "
+        "isolated tries it, and keeps it if its steps get faster.",
     )
     method: str | None = _flag(
         None, "Train every weight, or LoRA adapters on --model_name_or_path. Default: full.", choices=("full", "lora")

@@ -18,7 +18,7 @@ LONG_RUN_SECONDS = 900.0
 # A tenth is more than the noise of a few steps on a machine that is shared.
 WORTH = 0.9
 _TIMED = 5
-_SETTLING = {"eager": 1, "trial": 3}  # steps that pay for allocation or compilation
+_SETTLING = {"eager": 1, "trial": 5}  # steps that pay for allocation, or for compiling
 
 OPEN, TRIAL, KEPT, LEFT = "open", "trial", "kept", "left"
 
@@ -56,9 +56,13 @@ class CompileTrial:
 
     @classmethod
     def of(cls, run: Run) -> CompileTrial:
-        """For a run of the recipe. It may try where nobody has decided, on a CPU whose rank holds the whole model."""
+        """For a run of the recipe. It may try where nobody has decided, on a CPU whose rank holds the whole model.
+
+        Isolated documents give every row another mask, for which layers would be compiled again and again.
+        """
         is_whole = run.parallel is None and not run.launch.parallel.kind.shards_states
-        can_try = run.model_args.torch_compile is None and run.accelerator.device.type == "cpu" and is_whole
+        is_open = run.model_args.torch_compile is None and not run.data_args.isolate_documents
+        can_try = is_open and is_whole and run.accelerator.device.type == "cpu"
         return cls(run.model, run.say, can_try=can_try, state=run.compiling)
 
     @property

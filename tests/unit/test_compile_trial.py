@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from accel_scale.pretraining.compile_trial import KEPT, LEFT, LONG_RUN_SECONDS, OPEN, TRIAL, CompileTrial
 
-EAGER_STEPS, TRIAL_STEPS = 6, 8  # the first of each are not timed: they allocate, or compile
+EAGER_STEPS, TRIAL_STEPS = 6, 10  # the first of each are not timed: they allocate, or compile
 
 
 @pytest.fixture(autouse=True)
