@@ -137,6 +137,7 @@ def load_data(run: Run) -> None:
 def load_model(run: Run) -> None:
     """Model, optimizer and schedule, prepared for the launch's strategy."""
     from accel_scale.modeling.attention import choose_kernels, resolve_attention
+    from accel_scale.modeling.fused.liger import fuse_agreed
     from accel_scale.modeling.loading import count_parameters
     from accel_scale.optimization.fast_loss import add_fast_lm_head, tell_zero3
     from accel_scale.optimization.router_loss import RouterLoss
@@ -147,8 +148,7 @@ def load_model(run: Run) -> None:
     from accel_scale.pretraining.resolve import make_optimizer, run_length, schedule_settings
     from accel_scale.pretraining.trunk import schedule_record, trunk_step
     from accel_scale.settings.planned import plan_run
-    from accel_scale.settings.planned_checkpointing import settle_checkpointing
-    from accel_scale.start_check import check_pretrain_start
+    from accel_scale.start_check import check_pretrain_start, settle_open
 
     settings, launch, layout, config = run.settings, run.launch, run.layout, run.model_config
     isolates = run.data_args.isolate_documents
@@ -161,17 +161,18 @@ def load_model(run: Run) -> None:
     )
     choose_kernels(settings.launch.device, lengths_vary=isolates)
     sharing = planned_sharing(layout, run.parallel_args)
-    settle_checkpointing(settings, launch, config, attention, run.say, shared=sharing)
+    settle_open(settings, launch, config, attention, run.say, shared=sharing)
     check_layout(layout, settings, run.parallel_args, config, attention)
     checked = check_pretrain_start(
         settings, run.model_args, config, attention, isolate_documents=isolates, layout=layout, say=run.say
     )
     run.attention = checked.attention
-    run.course.keep("checkpointing_policy", str(settings.checkpointing))
+    run.course.keep(settings.values, "checkpointing_policy", "fused_kernels")
     run.plan = plan_run(settings, launch, config, run.attention, run.say, shared=sharing)
     base = build_model(
         run.model_args, config, settings.precision, run.attention, seed=run.args.seed, launch=launch, layout=layout
     )
+    fuse_agreed(settings.fused, base, settings.checkpointing)
     add_fast_lm_head(base, from_logits=checked.loss_from_logits)
     if not checked.loss_from_logits:
         tell_zero3(base)

@@ -132,9 +132,8 @@ def check(run: Run) -> None:
     from accel_scale.parallel.sequence_checks import check_sequence_parallel
     from accel_scale.settings.model_settings import check_model
     from accel_scale.settings.planned import plan_run
-    from accel_scale.settings.planned_checkpointing import settle_checkpointing
     from accel_scale.settings.trl_config import RecipeSFTConfig
-    from accel_scale.start_check import check_sft_start
+    from accel_scale.start_check import check_sft_start, settle_open
     from accel_scale.starting.recipe_start import check_settings
 
     if run.start.announcement:
@@ -167,7 +166,7 @@ def check(run: Run) -> None:
     )
     choose_kernels(settings.launch.device, lengths_vary=True)
     check_sequence_parallel(run.model_config, run.sp_size, run.sp_size, attention)
-    settle_checkpointing(settings, run.launch, run.model_config, attention, run.say)
+    settle_open(settings, run.launch, run.model_config, attention, run.say)
     run.checked = check_sft_start(settings, run.model_args, run.model_config, attention, say=run.say)
     run.plan = plan_run(settings, run.launch, run.model_config, run.checked.attention, run.say)
 
@@ -227,6 +226,7 @@ def course_of(run: Run) -> Course:
 def load_model(run: Run, args: RecipeSFTConfig) -> PreTrainedModel:
     """The model in the dtype it is trained in, quantised where its base is frozen; sharded at load by ZeRO-3."""
     from accel_scale.modeling import adapters, loading, model_class, precision
+    from accel_scale.modeling.fused.liger import fuse_agreed
 
     settings = run.settings
     options = args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {}  # TRL has read text by now
@@ -242,6 +242,7 @@ def load_model(run: Run, args: RecipeSFTConfig) -> PreTrainedModel:
         trust_remote_code=args.trust_remote_code,
         **{**model_class.dropouts_of(run.model_config), **options},
     )
+    fuse_agreed(settings.fused, model, settings.checkpointing)
     args.model_init_kwargs = None  # TRL's trainer has no use for them once the model is there
     if quantization is not None:
         adapters.prepare_quantized_base(model, use_reentrant=settings.use_reentrant)
@@ -311,9 +312,8 @@ def make_trainer(run: Run) -> ScaleSFTTrainer:
         loss_from_logits=run.checked.loss_from_logits,
         flags=settings.scale,
     )
-    reentrant, record = run.checked.use_reentrant, run.course.settings
-    apply_checkpointing(trainer.model, settings.checkpointing, use_reentrant=reentrant)
-    trainer.recompute_more = full_checkpointing(trainer.model, settings, record, use_reentrant=reentrant)
+    apply_checkpointing(trainer.model, settings.checkpointing, use_reentrant=(again := run.checked.use_reentrant))
+    trainer.recompute_more = full_checkpointing(trainer.model, settings, run.course.settings, use_reentrant=again)
     add_stop_token(trainer.model, run.tokenizer, stop_token)
     run.parameters, run.watch = count_parameters(trainer.model), measured_memory.watch(trainer, run.plan)
     return trainer
@@ -344,11 +344,11 @@ def report_start(run: Run, trainer: ScaleSFTTrainer) -> None:
             "precision": settings.precision.name,
             "strategy": f"{run.launch.parallel.label}, {run.launch.world_size} × {run.start.machine.device_name}",
             "data": data_text(run.data.num_rows, run.data.format, run.data.sources),
-            "skipped rows": ", ".join(f"{count} {reason}" for reason, count in run.data.skipped_reasons.items())
-            or None,
+            "skipped rows": ", ".join(f"{count} {why}" for why, count in run.data.skipped_reasons.items()) or None,
             "batch": f"{per_step}, {packed}",
             "attention": run.checked.attention,
             "memory": run.plan and run.plan.text,
+            "fused kernels": settings.fused_label,
             "checkpointing": settings.checkpointing.label,
             "optimizer": f"{args.optimizer_name}, {args.schedule_name} from {args.learning_rate:g}, {length}",
             "output": args.output_dir,

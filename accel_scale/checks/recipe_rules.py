@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from accel_scale.checks.case import Case, Finding, Rule, error, warning
 from accel_scale.facts.device import ATTENTION_NAMES
 from accel_scale.launching.machine import FLASH_PACKAGES, PACKAGES
+from accel_scale.modeling.fused.liger import why_no_kernels
 
 if TYPE_CHECKING:
     from accel_scale.facts.optimizer_specs import OptimizerSpec
@@ -25,6 +26,24 @@ def optimizer_package(case: Case) -> Finding | None:
         return None
     fix = optimizer_of(case).install or f"pip install {package}"
     return error(case.run.place("optim"), f"{case.run.optim} needs {package}.", f"{fix}.")
+
+
+def fused_kernels(case: Case) -> Finding | None:
+    """Fused kernels that are asked for and cannot run here."""
+    flag = "use_liger_kernel" if case.run.use_liger_kernel else "fused_kernels"
+    if case.run.fused_kernels != "on" and not case.run.use_liger_kernel:
+        return None
+    reason = why_no_kernels(
+        device_type=case.device.type,
+        is_installed=case.machine.has("liger-kernel"),
+        compiles=case.run.torch_compile,
+        in_tiles=case.run.long_rows,
+        divides_tensors=case.parallel.tensor_parallel_size > 1 or (case.run.tp_size or 1) > 1,
+    )
+    if reason is None:
+        return None
+    fix = "pip install liger-kernel." if "not installed" in reason else "use --fused_kernels auto."
+    return error(case.run.place(flag), f"fused kernels cannot be used: {reason}.", fix)
 
 
 def optimizer_and_launch(case: Case) -> Finding | None:
@@ -213,6 +232,7 @@ def output_folder(case: Case) -> Finding | None:
 
 RECIPE_RULES: tuple[Rule, ...] = (
     optimizer_package,
+    fused_kernels,
     optimizer_and_launch,
     paged_without_cuda,
     flash_attention,

@@ -40,6 +40,9 @@ class RunSettings:
     padding_free: bool = False
     max_length: int | None = 1024
     torch_compile: bool = False
+    long_rows: bool = False
+    fused_kernels: str = "auto"
+    use_liger_kernel: bool | None = None
     checkpointing_policy: str | None = None
     activation_checkpointing: bool | None = None
     use_reentrant: bool | None = None

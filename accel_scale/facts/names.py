@@ -29,6 +29,10 @@ SCHEDULE_NAMES = (
 
 
 METHODS = tuple(METHOD_FACTS)
+FUSED_KERNELS = ("auto", "on", "off")
+# What Liger may compute in the place of a model's own layers, and what that is called.
+FUSED_PARTS = ("RMSNorm", "LayerNorm", "RoPE", "SwiGLU", "GEGLU")
+FUSED_LABEL = "Liger's"
 # What activation checkpointing is where it is left to the plan: the first of `AUTO_POLICIES`, which go from the least
 # recomputation to the most, that fits.
 AUTO_POLICY = "auto"

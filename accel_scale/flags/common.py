@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from accel_scale.facts.names import DECAY_SHAPES, METHODS, PRECISIONS, SCHEDULE_NAMES
+from accel_scale.facts.names import DECAY_SHAPES, FUSED_KERNELS, METHODS, PRECISIONS, SCHEDULE_NAMES
 from accel_scale.facts.optimizer_specs import OPTIMIZER_NAMES
 from accel_scale.facts.precisions import REDUCE_DTYPES
 
@@ -59,6 +59,13 @@ class SharedArguments:
         "Rows as long as the card takes: MLPs and norms run over slices of the rows, one at a time, forward and "
         "backward, and layer inputs wait in host memory (--checkpointing_policy offload, unless you set another). "
         "Gradients stay as they are.",
+    )
+    fused_kernels: str = _flag(
+        "auto",
+        "Liger's Triton kernels for norms, gated MLPs and rotary embeddings. auto: on CUDA, where liger-kernel is "
+        "installed, has a patch for the model, and a tiny model of the same configuration gives the same gradients "
+        "with it; on: or refuse to start; off: the model's own layers.",
+        choices=FUSED_KERNELS,
     )
     global_batch_size: int | None = _flag(
         None,

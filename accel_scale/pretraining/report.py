@@ -107,6 +107,7 @@ class PretrainReport:
                 + (f", from step {run.step:,} on" if run.step else ""),
                 "attention": run.attention + (", documents isolated" if run.data_args.isolate_documents else ""),
                 "memory": run.plan and run.plan.text,
+                "fused kernels": settings.fused_label,
                 "checkpointing": settings.checkpointing.label,
                 "optimizer": f"{args.optim}, {run.settings.values['lr_scheduler_type']} from "
                 f"{settings.values['learning_rate']:g}",

@@ -154,6 +154,7 @@ _KEPT = (
     "precision",
     "attention",
     "long_rows",
+    "fused",
     "loss",
     "packing",
     "mean_length",

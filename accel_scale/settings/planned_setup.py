@@ -100,6 +100,7 @@ def setup_of(
         optimizer=str(getattr(recipe_value(settings, "optim"), "value", recipe_value(settings, "optim"))),
         checkpointing=str(settings.checkpointing),
         long_rows=settings.checkpointing.in_tiles,
+        fused=settings.fused,
         attention=_counted_as(attention),
         loss=_loss_of(settings),
         micro_batch_size=int(recipe_value(settings, "per_device_train_batch_size")),
@@ -180,8 +181,6 @@ def _counted_as(attention: str) -> str:
 
 
 def _loss_of(settings: Resolved) -> str:
-    if settings.values.get("use_liger_kernel"):
-        return "liger"
     return "chunked" if flag_of_whole_logits(settings.values) is None else "full"
 
 

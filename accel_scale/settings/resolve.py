@@ -82,6 +82,7 @@ def resolve(parsed: ParsedFlags, launch: LaunchFacts, *, preset: Mapping[str, An
     _set_reduction(resolved, parsed)
     _set_checkpointing(resolved, parsed)
     _refuse_whole_rows(resolved, parsed)
+    _set_fused(resolved, parsed)
     _set_batch(resolved, parsed)
     _set_schedule(resolved, parsed)
     refuse_trl_flags(values, parsed.place, device_type=launch.device_type)
@@ -169,6 +170,23 @@ def _set_checkpointing(resolved: Resolved, parsed: ParsedFlags) -> None:
         resolved.values.pop(name, None)
         resolved.sources.pop(name, None)
     resolved.scale = replace(scale, checkpointing_policy=resolved.values["checkpointing_policy"])
+
+
+def _set_fused(resolved: Resolved, parsed: ParsedFlags) -> None:
+    """TRL's own switch says the same as ``--fused_kernels``; TRL itself must not patch the model again."""
+    values, switch = resolved.values, "use_liger_kernel"
+    said = None if values.get(switch) is None else "on" if values[switch] else "off"
+    if said and values.get("fused_kernels", said) != said:
+        raise ConfigError(
+            f"--fused_kernels {values['fused_kernels']} and {switch} {values[switch]} contradict each other.",
+            place=parsed.place(switch),
+            fix=f"remove {switch}.",
+        )
+    if said:
+        resolved.set("fused_kernels", said, parsed.place(switch))
+        resolved.scale = replace(resolved.scale, fused_kernels=said)
+    values.pop(switch, None)
+    resolved.sources.pop(switch, None)
 
 
 def _refuse_whole_rows(resolved: Resolved, parsed: ParsedFlags) -> None:

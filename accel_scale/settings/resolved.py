@@ -8,7 +8,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from accel_scale.facts.device import CPU, Device
-from accel_scale.facts.names import AUTO_POLICY
+from accel_scale.facts.names import AUTO_POLICY, FUSED_LABEL
 from accel_scale.flags.common import ScaleArguments
 from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy
 from accel_scale.modeling.precision import Precision
@@ -53,7 +53,8 @@ class Resolved:
     ``--flag``, ``file.yaml:12``, ``default``, or a sentence beginning with ``derived``. `on_card` is what the same
     flags come to on the card of ``--plan_gpu``, where that is not a device like the one here. `model_config` is the
     model's, where ``--plan auto`` has read it. `heavier_policies` are those of activation checkpointing that fit as
-    well as the one that was planned.
+    well as the one that was planned. `agreed_kernels` are the parts of
+    the model that may run in fused kernels.
     """
 
     values: dict[str, Any]
@@ -68,6 +69,7 @@ class Resolved:
     on_card: Resolved | None = None
     model_config: PreTrainedConfig | None = None
     heavier_policies: tuple[str, ...] = ()
+    agreed_kernels: tuple[str, ...] = ()
 
     @property
     def checkpointing_is_open(self) -> bool:
@@ -89,6 +91,17 @@ class Resolved:
         """An instance of dataclass `cls` from the values that belong to it."""
         names = {f.name for f in fields(cls) if f.init}  # type: ignore[arg-type]
         return cls(**{name: value for name, value in self.values.items() if name in names})
+
+    @property
+    def fused(self) -> tuple[str, ...]:
+        """Parts of the model that run in fused kernels; see `fuse_layers` on rotary embeddings."""
+        is_selective = self.checkpointing.kind == "selective"
+        return tuple(part for part in self.agreed_kernels if not (part == "RoPE" and is_selective))
+
+    @property
+    def fused_label(self) -> str | None:
+        """For tables: the parts in fused kernels; None where there are none."""
+        return f"{FUSED_LABEL} {', '.join(self.fused)}" if self.fused else None
 
     @property
     def outcome(self) -> dict[str, str | int]:

@@ -2,6 +2,6 @@
 
 from accel_scale.start_check.check import check_start
 from accel_scale.start_check.plan import PlannedRun, Verdict
-from accel_scale.start_check.recipes import check_pretrain_start, check_sft_start
+from accel_scale.start_check.recipes import check_pretrain_start, check_sft_start, settle_open
 
-__all__ = ["PlannedRun", "Verdict", "check_pretrain_start", "check_sft_start", "check_start"]
+__all__ = ["PlannedRun", "Verdict", "check_pretrain_start", "check_sft_start", "check_start", "settle_open"]

@@ -17,9 +17,39 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from accel_scale.flags.pretraining import PretrainModelArguments
+    from accel_scale.launching.environment import LaunchEnvironment
     from accel_scale.parallel.layout import ParallelLayout
+    from accel_scale.settings.planned_setup import SharedModel
     from accel_scale.settings.resolved import Resolved
     from accel_scale.settings.trl_config import RecipeModelConfig
+
+
+def settle_open(
+    settings: Resolved,
+    launch: LaunchEnvironment,
+    config: PreTrainedConfig,
+    attention: str,
+    say: Callable[[str], None],
+    *,
+    shared: SharedModel | None = None,
+) -> None:
+    """Decide what is left to the machine: fused kernels, and then how much must be recomputed beside them.
+
+    Raises:
+        ConfigError: as `settle_fused_kernels` and `settle_checkpointing`.
+    """
+    import torch
+
+    from accel_scale.settings.planned_checkpointing import settle_checkpointing
+    from accel_scale.start_check.fused import settle_fused_kernels
+
+    kind = settings.launch.device_type
+    device = torch.device(kind, launch.local_rank) if kind == "cuda" else torch.device(kind)
+    divides = launch.parallel.tensor_parallel_size > 1 or (shared is not None and shared.layout.tp > 1)
+    settle_fused_kernels(settings, config, say, device=device, divides_tensors=divides)
+    settle_checkpointing(settings, launch, config, attention, say, shared=shared)
+    if settings.fused_label:
+        say(f"fused kernels: {settings.fused_label}, which agree with the model's own layers")
 
 
 def check_sft_start(

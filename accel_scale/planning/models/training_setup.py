@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from accel_scale.errors import ConfigError
 from accel_scale.facts.device import ATTENTION_NAMES, PACKED_ATTENTION
 from accel_scale.facts.methods import METHOD_FACTS
-from accel_scale.facts.names import METHODS, PIPELINE_SCHEDULES, PRECISIONS
+from accel_scale.facts.names import FUSED_PARTS, METHODS, PIPELINE_SCHEDULES, PRECISIONS
 from accel_scale.facts.precisions import DTYPE_BYTES, PRECISION_FACTS, REDUCE_DTYPES
 from accel_scale.facts.strategies import STRATEGIES, Strategy, strategy_named
 
@@ -147,6 +147,7 @@ class TrainingSetup:
         optimizer: A name of ``--optim``.
         checkpointing: A name of ``--checkpointing_policy``.
         long_rows: Whether MLPs and norms run over slices of the rows.
+        fused: Parts of the model that run in Liger's kernels, of `FUSED_PARTS`.
         attention: A name of ``--attn_implementation``.
         loss: ``full`` logits, ``chunked`` (this project's head and loss) or ``liger``.
         micro_batch_size: Rows per rank and forward pass.
@@ -171,6 +172,7 @@ class TrainingSetup:
     optimizer: str = "adamw_torch_fused"
     checkpointing: str = "full"
     long_rows: bool = False
+    fused: tuple[str, ...] = ()
     attention: str = "sdpa"
     loss: str = "chunked"
     micro_batch_size: int = 1
@@ -193,6 +195,8 @@ class TrainingSetup:
         _choice("precision", self.precision, PRECISIONS)
         _choice("attention", self.attention, ATTENTIONS)
         _choice("loss", self.loss, LOSSES)
+        for part in self.fused:
+            _choice("fused", part, FUSED_PARTS)
         for name in ("micro_batch_size", "sequence_length", "accumulation"):
             _positive(name, getattr(self, name))
         _positive("lora rank", self.lora.rank)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 
 from accel_scale.planning.models.model_facts import LayerFacts, ModelFacts
 from accel_scale.planning.models.training_setup import TrainingSetup, check_policy, period_of
-from accel_scale.planning.tape.families import check_setup, family_of
+from accel_scale.planning.tape.families import Family, check_setup, family_of
 from accel_scale.planning.tape.head import Head
 from accel_scale.planning.tape.layers import Layer
 from accel_scale.planning.tape.linears import Weights, adapter_key
@@ -95,6 +95,11 @@ def step_bytes(
     return total
 
 
+def _family(model: ModelFacts, setup: TrainingSetup) -> Family:
+    family = family_of(model)
+    return replace(family, rms="fused") if "RMSNorm" in setup.fused else family
+
+
 def _walked_layers(
     model: ModelFacts, setup: TrainingSetup
 ) -> tuple[tuple[LayerFacts, ...], list[tuple[LayerFacts, float]]]:
@@ -163,7 +168,7 @@ class _Model:
     """A whole model in shadow."""
 
     def __init__(self, ops: Ops, model: ModelFacts, setup: TrainingSetup) -> None:
-        self.ops, self.model, self.setup, self.family = ops, model, setup, family_of(model)
+        self.ops, self.model, self.setup, self.family = ops, model, setup, _family(model, setup)
         self.rows = setup.micro_batch_size * setup.sequence_length / setup.parallel.sequence_parallel
         self.outside = Weights(setup, frozenset())
         self.adapted = _adapted_modules(model, setup)

@@ -20,7 +20,7 @@ class Family:
         joined_order: For joined blocks, what is added first: ``branches`` or ``residual``.
         keeps_names: Whether the branches' inputs and results have names of their own, which keep them in memory.
         rms: ``llama`` (weight in the input's type), ``gemma`` (one plus the weight in fp32) or ``olmo`` (weight in
-            fp32, the product cast).
+            fp32, the product cast); ``fused`` where the setup says so.
         layer_norm: ``torch`` (its own), ``bare`` (its own in fp32, without weights) or ``spelt`` (in single
             operations, without a bias, and for queries and keys with weights for every head).
         projections: Of fused queries, keys and values: ``split`` (one operation), ``slices`` (three) or ``separate``.

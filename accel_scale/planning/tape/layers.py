@@ -169,7 +169,18 @@ class Layer:
         if len(names) == 2:
             return self.linear(names[1], self.fused_gate(self.linear(names[0], x)))
         gate, up, down = names
+        if {"SwiGLU", "GEGLU"}.intersection(self.setup.fused):
+            return self.linear(down, self._fused_product(self.linear(gate, x), self.linear(up, x)))
         return self.linear(down, self.ops.mul(self.activate(self.linear(gate, x)), self.linear(up, x)))
+
+    def _fused_product(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Liger's ``activation(gate) * up``: one kernel, which keeps its inputs."""
+        ops, numel, itemsize = self.ops, gate.numel, gate.itemsize
+
+        def backward(grad: Tensor) -> list[Tensor | None]:
+            return [ops.new(numel, itemsize), ops.new(numel, itemsize)]
+
+        return ops.custom([gate, up], numel, itemsize, [gate, up], backward)
 
     def fused_gate(self, fused: Tensor) -> Tensor:
         """``up * activation(gate)`` of two halves of one product."""

@@ -25,6 +25,8 @@ def norm(
 def rms_norm(ops: Ops, x: Tensor, weight: Parameter, rows: float, kind: str) -> Tensor:
     """RMSNorm in fp32; `kind` as in `Family`."""
     itemsize = x.itemsize
+    if kind == "fused":
+        return _fused_rms_norm(ops, x, weight, rows)
     normed = _normalised(ops, ops.cast(x, FP32), rows)
     if kind == "gemma":
         factor = ops.scale(ops.cast(Tensor(None, weight.numel, weight.itemsize, weight.node), FP32))
@@ -32,6 +34,16 @@ def rms_norm(ops: Ops, x: Tensor, weight: Parameter, rows: float, kind: str) -> 
     if kind == "olmo":
         return ops.cast(ops.weighted(weight, normed), itemsize)
     return ops.weighted(weight, ops.cast(normed, itemsize))
+
+
+def _fused_rms_norm(ops: Ops, x: Tensor, weight: Parameter, rows: float) -> Tensor:
+    """Liger's: one kernel, which keeps its input and one value per row."""
+    numel, itemsize = x.numel, x.itemsize
+
+    def backward(grad: Tensor) -> list[Tensor | None]:
+        return [ops.new(numel, itemsize), ops.new(weight.numel, weight.itemsize) if weight.trained else None]
+
+    return ops.custom([x, weight], numel, itemsize, [x, ops.new(rows, FP32)], backward)
 
 
 def spelt_layer_norm(ops: Ops, x: Tensor, weight: Parameter, rows: float) -> Tensor:

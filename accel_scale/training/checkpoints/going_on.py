@@ -76,9 +76,9 @@ class Course:
         trainer.resume_words = (self.place, ALLOW_FLAG, "the same command continues from there")
         trainer.started = started
 
-    def keep(self, name: str, value: str) -> None:
-        """Record what the run has chosen since, for `chosen_before`."""
-        self.settings[name] = value
+    def keep(self, values: Mapping[str, object], *names: str) -> None:
+        """Record what the run has chosen since for `names`, for `chosen_before`."""
+        self.settings.update({name: values[name] for name in names})
 
     def record(self) -> dict[str, Any]:
         """For the summary of a run that has come to its end."""

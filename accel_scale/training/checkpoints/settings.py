@@ -35,7 +35,7 @@ MEANING = (
     "num_generations", "temperature", "desirable_weight", "undesirable_weight",
 )  # fmt: skip
 # What a run may have chosen by itself and keeps when it goes on; if the user sets it otherwise, it is no other run.
-KEPT = ("checkpointing_policy",)
+KEPT = ("checkpointing_policy", "fused_kernels")
 ALLOW_FLAG = "--allow_changed_settings"
 _HASHED_BYTES = 256 * 2**20
 _SAMPLED_ROWS, _STREAMED_ROWS, _ENDS_BYTES = 256, 8, 2**16

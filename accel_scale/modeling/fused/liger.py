@@ -1,0 +1,117 @@
+"""Liger's Triton kernels for norms, gated MLPs and rotary embeddings. The loss stays this project's own."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from accel_scale.facts.names import FUSED_PARTS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy
+
+# What a patch must not replace: `fast_loss` computes the loss in chunks, with its own count of tokens.
+_LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
+
+
+@dataclass(frozen=True)
+class Fused:
+    """What was replaced in a model.
+
+    Attributes:
+        parts: Names of `FUSED_PARTS`.
+        undo: Gives transformers' modules their own functions back; the model itself stays as it is.
+    """
+
+    parts: tuple[str, ...]
+    undo: Callable[[], object]
+
+
+def why_no_kernels(
+    *, device_type: str, is_installed: bool, compiles: bool, in_tiles: bool, divides_tensors: bool
+) -> str | None:
+    """Why no model can be trained with Liger's kernels there; None where some can."""
+    if device_type != "cuda":
+        return "they are Triton's and need a CUDA device"
+    if not is_installed:
+        return "liger-kernel is not installed"
+    if compiles:
+        return "torch.compile fuses these layers itself"
+    if in_tiles:
+        return "--long_rows runs these layers over slices of the rows"
+    if divides_tensors:
+        return "they do not run on weights that tensor parallelism divides"
+    return None
+
+
+def is_installed() -> bool:
+    """Whether Liger and Triton are; imports neither."""
+    return all(importlib.util.find_spec(name) is not None for name in ("liger_kernel", "triton"))
+
+
+def fuse_layers(model: PreTrainedModel, *, keeps_products: bool) -> Fused:
+    """Give `model` Liger's layers where it has a patch for the family; no part is replaced where it has none.
+
+    The patch replaces functions in transformers' modules too (rotary embeddings), for all models of the family.
+    Checked on liger-kernel 0.8.5.
+
+    Args:
+        keeps_products: Whether selective checkpointing keeps results of matrix products: Liger's rotary kernel writes
+            over queries and keys, which would be rotated twice, so it is left out there.
+    """
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    patch = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model.config.model_type)
+    if patch is None:
+        return Fused((), lambda: None)
+    known = inspect.signature(patch).parameters
+    wanted = {**dict.fromkeys(_LOSSES, False), "rope": not keeps_products}
+    before = _module_globals()
+    patch(model=model, **{name: value for name, value in wanted.items() if name in known})
+    functions = _restore(before, classes_only=True)
+    names = [*functions, *(_class_of_forward(module) for module in model.modules())]
+    parts = tuple(part for part in FUSED_PARTS if any(part.lower() in name.lower() for name in names))
+    return Fused(parts, functools.partial(_restore, before, classes_only=False))
+
+
+def fuse_agreed(parts: tuple[str, ...], model: PreTrainedModel, policy: CheckpointingPolicy) -> None:
+    """The patch for the run's own model, where the check has agreed with `parts` of it."""
+    if parts:
+        fuse_layers(model, keeps_products=policy.kind == "selective")
+
+
+def _module_globals() -> dict[str, dict[str, object]]:
+    """What transformers' modules of models hold."""
+    names = [name for name in sys.modules if name.startswith("transformers.models.") and ".modeling_" in name]
+    return {name: dict(vars(sys.modules[name])) for name in names}
+
+
+def _restore(before: Mapping[str, Mapping[str, object]], *, classes_only: bool) -> list[str]:
+    """Undo what a patch replaced there; names of the functions that it put in their place, as Liger calls them."""
+    functions = []
+    for name, values in before.items():
+        module = sys.modules[name]
+        for key, value in values.items():
+            now = getattr(module, key, None)
+            if now is value:
+                continue
+            if not isinstance(value, type):
+                functions.append(str(getattr(now, "__name__", key)).replace("rotary", "rope"))
+            if isinstance(value, type) or not classes_only:
+                setattr(module, key, value)
+    return functions
+
+
+def _class_of_forward(module: object) -> str:
+    """The class whose forward a module was given, of Liger's; empty where it has its own."""
+    forward = vars(module).get("forward")
+    function = getattr(forward, "__func__", forward)
+    is_ligers = getattr(function, "__module__", "").startswith("liger_kernel")
+    return str(function.__qualname__).partition(".")[0] if is_ligers else ""  # type: ignore[union-attr]
