@@ -175,10 +175,11 @@ def _set_checkpointing(resolved: Resolved, parsed: ParsedFlags) -> None:
 def _set_fused(resolved: Resolved, parsed: ParsedFlags) -> None:
     """TRL's own switch says the same as ``--fused_kernels``; TRL itself must not patch the model again."""
     values, switch = resolved.values, "use_liger_kernel"
-    said = None if values.get(switch) is None else "on" if values[switch] else "off"
-    if said and values.get("fused_kernels", said) != said:
+    wanted = values.get("fused_kernels")
+    said = "on" if values.get(switch) else "off" if values.get(switch) is False and wanted is None else None
+    if said and wanted == "off":
         raise ConfigError(
-            f"--fused_kernels {values['fused_kernels']} and {switch} {values[switch]} contradict each other.",
+            f"--fused_kernels {wanted} and {switch} contradict each other.",
             place=parsed.place(switch),
             fix=f"remove {switch}.",
         )

@@ -87,8 +87,8 @@ def fused_parts(
     with undisturbed():
         try:
             own = build_twin(config, attention="eager", trust_remote_code=trusts)
-        except NoTwin as reason:
-            return (), f"{config.model_type} cannot be shrunk ({reason}), so they cannot be checked"
+        except NoTwin as obstacle:
+            return (), f"{config.model_type} cannot be shrunk ({obstacle}), so they cannot be checked"
         expected = {policy: _step(own, policy, device) for policy in policies}
         if isinstance(expected["none"], str):
             return (), f"the model's own layers do not run in the check: {expected['none']}"

@@ -507,6 +507,12 @@ def test_whole_checkpoint_of_quantised_states(edited):
     silent(rule, RunSettings(), shipped("fsdp2"), AMPERE)
 
 
+def test_fused_kernels():
+    rule, asked = "fused_kernels", RunSettings(fused_kernels="on")
+    fires(rule, asked, shipped("fsdp2"), LAPTOP, place="--fused_kernels", fix="--fused_kernels auto")
+    silent(rule, RunSettings(), shipped("fsdp2"), LAPTOP)
+
+
 def test_checkpointing_twice(edited):
     rule = "checkpointing_twice"
     file = edited("fsdp2", "fsdp_activation_checkpointing: false", "fsdp_activation_checkpointing: true")
