@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError, first_line
 from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy, apply_checkpointing
+from accel_scale.modeling.tiling.layers import num_with_experts
 from accel_scale.optimization.fast_loss import add_fast_lm_head
 from accel_scale.optimization.router_loss import router_coefficient
 from accel_scale.start_check.plan import AttentionRefused, Crashed, PlannedRun, PolicyRefused, Verdict
@@ -57,6 +58,8 @@ class TwinCheck:
                 f"the loss is computed from {self.name}'s own logits, which takes more memory: its head is more than "
                 "one matrix product."
             )
+        if self.run.policy.in_tiles and num_with_experts(self.model):
+            notes.append("--long_rows computes experts whole: what they need still grows with the row.")
         return Verdict(self.run.attention, from_logits, tuple(untrained), tuple(excluded), tuple(notes))
 
     def own_step(self) -> Step:

@@ -128,6 +128,13 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(pretrain: Pretrai
         pretrain("--max_steps 15 --resume no", out="parts")
 
 
+def test_long_rows_change_no_loss(pretrain: Pretrain) -> None:
+    flags = "--max_steps 4 --save_steps 0 --eval_steps 0"
+    whole, cut = pretrain(flags, out="whole"), pretrain(f"{flags} --long_rows", out="cut")
+    assert cut["losses"] == pytest.approx(whole["losses"], rel=1e-5)
+    assert cut["settings"]["long_rows"] is True
+
+
 def test_two_branches_decay_from_one_trunk_and_leave_it_alone(pretrain: Pretrain, tmp_path: Path) -> None:
     pretrain("--max_steps 20 --lr_scheduler_type wsd --decay_ratio 0 --warmup_steps 4 --save_steps 10", out="trunk")
     before = {path: path.stat().st_mtime_ns for path in sorted((tmp_path / "trunk").rglob("*"))}

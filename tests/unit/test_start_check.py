@@ -19,6 +19,7 @@ from transformers import (
     JambaConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
     ModernBertDecoderConfig,
     PreTrainedConfig,
 )
@@ -29,6 +30,7 @@ from accel_scale.errors import ConfigError
 from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy
 from accel_scale.modeling.attention import check_can_isolate
 from accel_scale.modeling.packed_attention import PACKED_ATTENTION, register_packed_attention
+from accel_scale.modeling.tiling import tiles
 from accel_scale.optimization import fast_loss
 from accel_scale.start_check import PlannedRun, Verdict, check_start, twin_check
 from accel_scale.start_check import rows as start_check_rows
@@ -166,6 +168,27 @@ def test_recomputation_that_is_not_the_same_is_found(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", inexact)
     with pytest.raises(ConfigError, match=f"policy {policy} does not leave .* gradients .* Fix: use none"):
         check(LLAMA, policy)
+
+
+def test_tiles_whose_gradients_are_wrong_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, policy = LLAMA, CheckpointingPolicy("full", in_tiles=True)
+    run = PlannedRun(config=config, attention="eager", rows="padded", policy=policy)
+    assert check_start(run).notes == ()
+    whole = tiles._backward_in_tiles
+
+    def forgets_a_tile(call: Any, x: torch.Tensor, grad: torch.Tensor, needs_x: bool) -> Any:
+        return whole(call, x, grad * (torch.arange(grad.shape[-2]) >= 3).unsqueeze(-1), needs_x)
+
+    monkeypatch.setattr(tiles, "_backward_in_tiles", forgets_a_tile)
+    with pytest.raises(ConfigError, match="in tiles does not leave its gradients as they are"):
+        check_start(run)
+
+
+def test_experts_that_stay_whole_under_long_rows_are_named() -> None:
+    config = MixtralConfig()
+    policy = CheckpointingPolicy("full", in_tiles=True)
+    (note,) = check_start(PlannedRun(config=config, attention="eager", rows="padded", policy=policy)).notes
+    assert "computes experts whole" in note
 
 
 def test_weights_that_never_train_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

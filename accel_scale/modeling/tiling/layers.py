@@ -68,9 +68,10 @@ def _is_norm(module: nn.Module) -> bool:
     return kind.__name__.endswith("Norm") and not is_fused and not list(module.children())
 
 
-def num_with_experts(layers: Sequence[nn.Module]) -> int:
-    """How many of `layers` have an MLP of experts, which is left alone."""
-    return sum(found is not None and _has_experts(found) for found in map(_mlp_of, layers))
+def num_with_experts(model: nn.Module) -> int:
+    """How many layers of `model` have an MLP of experts, which `tile_layers` leaves alone."""
+    found = [part for module in model.modules() if (part := _mlp_of(module)) is not None]
+    return sum(map(_has_experts, found))
 
 
 def part_of(layer: nn.Module, kind: str) -> nn.Module:

@@ -1,0 +1,43 @@
+"""A recipe launched on two CPU processes for a few steps, and what it wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+STEPS = 5
+_REPOSITORY = Path(__file__).resolve().parents[2]
+_ALWAYS = ["--max_steps", str(STEPS), "--logging_steps", "1", "--seed", "7", "--per_device_train_batch_size", "2"]
+# One step is recorded; nothing is saved on the way, evaluated or sampled.
+OF_RECIPE = {
+    "pretrain": "--max_length 64 --save_steps 0 --eval_steps 0 --sample_tokens 0 --profile_steps 1",
+    "sft": "--method full --save_strategy no --exact_match_samples 0 --profile_steps 1",
+}
+
+
+def launched(name: str, precision: str, recipe: str, folder: Path, *flags: str) -> Path:
+    """Run `recipe` under the launch file `name` into `folder`."""
+    launcher = {"fp32": "no"}.get(precision, precision)
+    words = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--mixed_precision", launcher]
+    words += ["--config_file", f"accelerate_configs/{name}.yaml", f"recipes/{recipe}.py", "--output_dir", str(folder)]
+    words += ["--precision", precision, *_ALWAYS, *OF_RECIPE[recipe].split(), *flags]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, cwd=_REPOSITORY, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    return folder
+
+
+def logged(folder: Path) -> list[dict[str, Any]]:
+    """What was logged of every step."""
+    entries = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [entry for entry in entries if "loss" in entry]
+
+
+def recorded(folder: Path, operation: str) -> list[dict[str, Any]]:
+    """Calls of `operation` by rank 0 in the recorded step."""
+    events = json.loads((folder / "profile" / "trace.json").read_text())["traceEvents"]
+    return [event for event in events if event.get("name") == operation]
