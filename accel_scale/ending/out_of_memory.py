@@ -53,12 +53,15 @@ def reason_in(error: BaseException) -> str:
     return said.rstrip(".")
 
 
-def smaller_batch_advice(micro_batch_size: int, accumulation: int) -> str:
-    """The flags that halve the micro-batch at the same global batch, or what else saves memory."""
+def smaller_batch_advice(micro_batch_size: int, accumulation: int | None) -> str:
+    """The flags that divide the micro-batch at the same global batch, or what else saves memory.
+
+    Args:
+        accumulation: Micro-batches of a step; None where it follows from the flag of the global batch.
+    """
     divisor = next((d for d in range(2, micro_batch_size + 1) if micro_batch_size % d == 0), None)
     if divisor is None:
         return REMEDIES
-    return (
-        f"run again with --per_device_train_batch_size {micro_batch_size // divisor} "
-        f"--gradient_accumulation_steps {accumulation * divisor} (the same global batch)"
-    )
+    steps = "" if accumulation is None else f"--gradient_accumulation_steps {accumulation * divisor} "
+    smaller = micro_batch_size // divisor
+    return f"run again with --per_device_train_batch_size {smaller} {steps}(the same global batch)"

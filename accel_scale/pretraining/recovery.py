@@ -13,14 +13,10 @@ from accel_scale.training.resilience.memory_recovery import MemoryRecovery
 
 def memory_recovery(run: Run, step: GuardedStep, report: PretrainReport, *, program: str) -> MemoryRecovery:
     """A step that runs out of memory is taken again in smaller passes; where that cannot be, all ranks stop."""
-    rows, accumulation = run.micro_batches
+    rows = run.args.per_device_train_batch_size
 
     def advice(level: int) -> str:
-        pieces = min(2**level, rows)
-        text = smaller_batch_advice(rows // pieces, accumulation * pieces)
-        # This recipe's flag is the global batch; what is accumulated follows from it.
-        text = text.replace(f" --gradient_accumulation_steps {2 * accumulation * pieces}", "")
-        return f"{text}; the same command continues from the last checkpoint"
+        return f"{smaller_batch_advice(rows // min(2**level, rows), None)}; the same command continues from the last checkpoint"
 
     report.recovery = MemoryRecovery(
         run.accelerator,

@@ -255,6 +255,8 @@ def test_one_row_that_does_not_fit_stops_with_remedies(capsys: pytest.CaptureFix
     assert "--per_device_train_batch_size 2 --gradient_accumulation_steps 8" in line
     assert "--checkpointing_policy full" in smaller_batch_advice(1, 4)
     assert "--per_device_train_batch_size 3 --gradient_accumulation_steps 6" in smaller_batch_advice(9, 2)
+    # pretrain.py has no flag for the accumulation.
+    assert smaller_batch_advice(9, None) == "run again with --per_device_train_batch_size 3 (the same global batch)"
 
 
 def test_other_errors_are_left_alone() -> None:
