@@ -16,7 +16,8 @@ def memory_recovery(run: Run, step: GuardedStep, report: PretrainReport, *, prog
     rows = run.args.per_device_train_batch_size
 
     def advice(level: int) -> str:
-        return f"{smaller_batch_advice(rows // min(2**level, rows), None)}; the same command continues from the last checkpoint"
+        text = smaller_batch_advice(rows // min(2**level, rows), None)
+        return f"{text}; the same command continues from the last checkpoint"
 
     report.recovery = MemoryRecovery(
         run.accelerator,
