@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.state import AcceleratorState, GradientState, PartialState
 
 # The scripts that tests/distributed launches hold the models and comparisons.
 sys.path.append(str(Path(__file__).resolve().parents[1] / "distributed"))
@@ -51,6 +52,8 @@ def _be(rank: int, num_ranks: int, function: Callable[[], Any], folder: Path) ->
         torch.set_num_threads(1)  # OpenMP's threads are the parent's
         places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
         os.environ.update({name: str(value) for name, value in places.items()})
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()  # an earlier test of the parent may have been a run of one process
         store = dist.FileStore(str(folder / "store"), num_ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
         (folder / f"result{rank}").write_text(json.dumps(function()), encoding="utf-8")
