@@ -13,8 +13,9 @@ from accel_scale.ending.out_of_memory import is_out_of_memory
 from accel_scale.flags.common import SharedArguments
 from accel_scale.measuring.meters import peak_host_bytes
 from accel_scale.measuring.profiling import StepProfiler, step_profiler
+from accel_scale.measuring.storages import storages
 from accel_scale.units import format_bytes
-from accel_scale.verifying.measured_memory import quantisation_tensors, storages
+from accel_scale.verifying.measured_memory import quantisation_tensors
 
 FOLDER = "memory"
 

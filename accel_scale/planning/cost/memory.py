@@ -12,7 +12,8 @@ from accel_scale.planning.cost.sharding import StateBytes, state_bytes
 from accel_scale.planning.cost.transfers import replicates_by_unit, transfers
 from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.models.training_setup import ParallelSetup, TrainingSetup
-from accel_scale.planning.tape.activations import StepBytes, step_bytes
+from accel_scale.planning.tape.activations import StepBytes
+from accel_scale.planning.traced.steps import step_bytes
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from accel_scale.facts.strategies import HYBRID, ONE_GPU, VARIANTS
 from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.models.training_setup import ParallelSetup, TrainingSetup
 from accel_scale.planning.tape.families import changes_products, tiles_conflict
+from accel_scale.planning.traced.steps import division_conflict
 
 # What reentrant checkpointing, which ZeRO-3 needs under adapters, cannot do.
 _NOT_REENTRANT = ("selective", "attention", "mlp")
@@ -54,6 +55,8 @@ def choices(num_gpus: int, gpus_per_node: int) -> Iterator[ParallelChoice]:
 
 def conflict(setup: TrainingSetup, model: ModelFacts | None = None) -> str | None:
     """Why the libraries cannot run this combination; None where they can."""
+    if model is not None and (reason := division_conflict(model, setup)):
+        return reason
     if model is not None and setup.checkpointing == "selective" and changes_products(model):
         return "the model changes results in place that selective checkpointing keeps"
     if model is not None and (reason := tiles_conflict(model, setup)):

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from accel_scale.errors import ConfigError
-from accel_scale.planning.models.model_config import facts_from_config
 from accel_scale.planning.models.model_facts import ModelFacts
+from accel_scale.planning.models.traced import facts_of_any
 
 _DATA = Path(__file__).parent / "data" / "models.json"
 
@@ -61,7 +61,7 @@ def load_model_facts(model: str, *, allow_download: bool = True) -> ModelFacts:
         return _facts_from_file(path if path.is_file() else path / "config.json", name=model)
     entry = _names().get(model.lower())
     if entry is not None:
-        return facts_from_config(_catalogue()[entry]["config"], name=model, place=f"catalogue entry {entry}")
+        return facts_of_any(_catalogue()[entry]["config"], name=model, place=f"catalogue entry {entry}")
     if path.is_dir():
         raise ConfigError("the folder holds no config.json.", place=model, fix="give the folder of a saved model.")
     return _facts_from_file(_hub_config(model, allow_download), name=model)
@@ -82,7 +82,7 @@ def _facts_from_file(path: Path, *, name: str) -> ModelFacts:
         raise ConfigError(f"cannot read it: {reason}.", place=str(path), fix="give a config.json.") from None
     if not isinstance(config, Mapping):
         raise ConfigError("it is not a JSON object.", place=str(path), fix="give a model's config.json.")
-    return facts_from_config(config, name=name, place=str(path))
+    return facts_of_any(config, name=name, place=str(path))
 
 
 def full_names() -> tuple[str, ...]:

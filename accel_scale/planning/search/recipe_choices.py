@@ -29,6 +29,7 @@ class PlannedRecipe:
         has_reference_model: Whether full fine-tuning keeps a frozen copy of the model, as DPO does. With adapters the
             base without them is the reference.
         rows_per_example: Rows that an example comes to: DPO's pairs are two. Batch sizes count examples.
+        config_class: Of its training configuration, in `settings.trl_config`.
         data_flag: Names the data; several are written as a list where `data_is_list`.
         example_data: Written where no data are named.
         learning_rates: Usual ones by method, which are written; empty: the recipe's default.
@@ -41,6 +42,7 @@ class PlannedRecipe:
     always_packs: bool = False
     has_reference_model: bool = False
     rows_per_example: int = 1
+    config_class: str = "RecipeSFTConfig"
     data_flag: str = "dataset_name"
     data_is_list: bool = False
     example_data: str | None = None
@@ -88,6 +90,17 @@ SFT_PLAN = PlannedRecipe(
          "save_strategy", "use_bnb_nested_quant", "use_dora")
     ),
 )  # fmt: skip
+DPO_PLAN = PlannedRecipe(
+    "recipes/dpo.py",
+    ("full", "lora", "qlora"),
+    has_reference_model=True,
+    rows_per_example=2,
+    config_class="RecipeDPOConfig",
+    example_data="trl-lib/ultrafeedback_binarized",
+    # Zephyr's (Tunstall et al. 2023), and ten times that for adapters, as usual.
+    learning_rates={"full": 5e-7, "lora": 5e-6, "qlora": 5e-6},
+    flags=SFT_PLAN.flags - {"packing", "sp_size", "long_rows"},
+)
 PRETRAIN_PLAN = PlannedRecipe(
     "recipes/pretrain.py",
     ("full", "lora"),
@@ -103,7 +116,7 @@ PRETRAIN_PLAN = PlannedRecipe(
 
 
 # By the names that ``--recipe`` takes.
-PLANNED_RECIPES = {"sft": SFT_PLAN, "pretrain": PRETRAIN_PLAN}
+PLANNED_RECIPES = {"sft": SFT_PLAN, "dpo": DPO_PLAN, "pretrain": PRETRAIN_PLAN}
 
 
 @dataclass(frozen=True)

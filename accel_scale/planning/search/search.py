@@ -17,7 +17,7 @@ from accel_scale.planning.cost.timing import TimeEstimate, predict_time
 from accel_scale.planning.models.training_setup import TrainingSetup
 from accel_scale.planning.search.model_parallel import families, sharing_conflict
 from accel_scale.planning.search.plan import Candidate, Plan, Rejection, Request
-from accel_scale.planning.tape.activations import step_bytes
+from accel_scale.planning.traced.steps import step_bytes
 from accel_scale.units import format_bytes
 
 __all__ = ["Candidate", "Plan", "Rejection", "Request", "may_share", "problem_of", "search", "time_of", "why_not"]

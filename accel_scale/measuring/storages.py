@@ -1,0 +1,69 @@
+"""Counts the bytes that tensors lie in, while operations make and free them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+
+class StorageTracker(TorchDispatchMode):
+    """Counts the bytes of storages that operations create while it is active, now and at their highest.
+
+    It sees what goes through torch's dispatcher, on any device; not the scratch memory inside of kernels. Storages
+    that existed before count once they are given to `adopt`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
+        known = {id(storage) for storage in storages((args, kwargs or {}))}
+        result = func(*args, **(kwargs or {}))
+        for storage in storages(result):
+            if id(storage) not in known:
+                self._count(storage)
+        return result
+
+    def adopt(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Count what `tensors` lie in, as far as it is not counted yet; returns how many bytes that added."""
+        before = self.live_bytes
+        for storage in storages(list(tensors)):
+            self._count(storage)
+        return self.live_bytes - before
+
+    def reset_peak(self) -> None:
+        """Begin a new high-water mark at what is live."""
+        self.peak_bytes = self.live_bytes
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, num_bytes = id(storage), storage.nbytes()
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        self.live_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        weakref.finalize(storage, self._release, key, num_bytes).atexit = False
+
+    def _release(self, key: int, num_bytes: int) -> None:
+        self._seen.discard(key)
+        self.live_bytes -= num_bytes
+
+
+def storages(tree: object) -> Iterator[torch.UntypedStorage]:
+    """What the tensors of `tree` lie in; of quantised or sharded ones, the tensors they are made of."""
+    # Operations take and give tensors, lists and dictionaries; pytree's general walk takes as long as a small one.
+    if isinstance(tree, torch.Tensor):
+        if is_traceable_wrapper_subclass(tree):
+            names, _ = tree.__tensor_flatten__()
+            yield from storages([getattr(tree, name) for name in names])
+        else:
+            yield tree.untyped_storage()
+    elif isinstance(tree, (list, tuple, dict)):
+        for part in tree.values() if isinstance(tree, dict) else tree:
+            yield from storages(part)

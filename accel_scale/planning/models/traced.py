@@ -1,0 +1,141 @@
+"""Models that are not modelled by hand: their facts come from the real class, and are kept in a cache of files.
+
+What looks at real classes, `accel_scale.tracing`, trains with the rooms above this one; it is looked up by name when a
+model is not in the cache, and torch is imported then and not before.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from accel_scale.errors import ConfigError
+from accel_scale.planning.models.model_config import MODEL_TYPES, facts_from_config
+from accel_scale.planning.models.model_facts import LayerFacts, LinearFacts, MixtureFacts, ModelFacts
+from accel_scale.planning.models.training_setup import TrainingSetup
+
+_TRACER = "accel_scale.tracing.service"
+_VERSIONED = ("torch", "transformers", "peft", "accel-scale")
+# Counts up when what is written to the cache changes.
+_FORMAT = 1
+
+Document = dict[str, Any]
+
+
+class Tracer(Protocol):
+    """What `accel_scale.tracing.service` offers."""
+
+    def facts_of(self, values: Mapping[str, object], *, name: str, place: str) -> ModelFacts:
+        """Shapes and parameters of the real class."""
+
+    def traced_fit(self, facts: ModelFacts, setup: TrainingSetup, *, is_cuda: bool, is_tracked: bool) -> Document:
+        """Bytes of a step by segment, as polynomials of rows and length."""
+
+
+def tracer() -> Tracer:
+    """The module that traces real classes; imports torch and transformers.
+
+    Raises:
+        ConfigError: where they are not installed.
+    """
+    if sys.stderr.isatty():
+        print("tracing the model's layers; kept for the next time …", file=sys.stderr, flush=True)
+    try:
+        return cast(Tracer, importlib.import_module(_TRACER))
+    except ImportError as error:
+        raise ConfigError(
+            f"the model is not modelled by hand, and tracing it needs torch and transformers ({error}).",
+            place="model",
+            fix=f"install them, or use one of {', '.join(MODEL_TYPES)}.",
+        ) from None
+
+
+def facts_of_any(config: Mapping[str, object], *, name: str, place: str | None = None) -> ModelFacts:
+    """`facts_from_config` of what is modelled, facts of the real class of everything else.
+
+    Raises:
+        ConfigError: if the config can be read by neither.
+    """
+    model_type = config.get("model_type") if isinstance(config, Mapping) else None
+    modelled = model_type in MODEL_TYPES or model_type == "gemma3"
+    if modelled or not isinstance(model_type, str):
+        return facts_from_config(config, name=name, place=place)
+    values = {key: value for key, value in config.items() if key not in ("_name_or_path", "transformers_version")}
+    text = json.dumps(values, sort_keys=True, default=str)
+    document = read_trace(text)
+    if "facts" in document:
+        return _facts_from(document["facts"], name=name, text=text)
+    facts = tracer().facts_of(json.loads(text), name=name, place=place or name)
+    stored = asdict(facts)
+    del stored["traced_config"], stored["name"]
+    write_trace(text, {"facts": stored})
+    return facts
+
+
+def _facts_from(stored: Document, *, name: str, text: str) -> ModelFacts:
+    def linears(items: list[Document]) -> tuple[LinearFacts, ...]:
+        named = [
+            item | {"lora_names": None if item["lora_names"] is None else tuple(item["lora_names"])} for item in items
+        ]
+        return tuple(LinearFacts(**item) for item in named)
+
+    layers = tuple(
+        LayerFacts(
+            **{
+                **layer,
+                "attention": linears(layer["attention"]),
+                "mlp": linears(layer["mlp"]),
+                "mixture": MixtureFacts(**layer["mixture"]) if layer["mixture"] else None,
+            }
+        )
+        for layer in stored["layers"]
+    )
+    outside = linears(stored["outside_linears"])
+    return ModelFacts(**{**stored, "layers": layers, "outside_linears": outside, "name": name, "traced_config": text})
+
+
+@functools.cache
+def _versions() -> tuple[str, ...]:
+    found = []
+    for name in _VERSIONED:
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            found.append(f"{name} none")
+    return tuple(found)
+
+
+def _path(text: str) -> Path:
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "accel-scale" / "traces"
+    key = hashlib.sha256("\n".join((str(_FORMAT), *_versions(), text)).encode()).hexdigest()
+    return root / f"{key[:24]}.json"
+
+
+def read_trace(text: str) -> Document:
+    """What is known of the model of a config, by these versions; empty where nothing is."""
+    try:
+        document = json.loads(_path(text).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return document if isinstance(document, dict) else {}
+
+
+def write_trace(text: str, added: Document) -> None:
+    """Add to what is known. A folder that cannot be written costs time the next time and nothing else."""
+    path, document = _path(text), {**read_trace(text), **added}
+    new = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new.write_text(json.dumps(document), encoding="utf-8")
+        new.replace(path)
+    except OSError:
+        return

@@ -1,0 +1,1 @@
+"""Bytes of a step of models whose layers are traced."""

@@ -1,0 +1,83 @@
+"""Bytes as polynomials of rows and length: found exactly from a few sizes, and evaluated."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+# Coefficients of 1, L, L², B, B·L and B·L².
+Polynomial = list[float]
+Point = tuple[int, int]
+
+_ZERO: Polynomial = [0.0] * 6
+
+
+def value_of(polynomial: Sequence[float], rows: float, length: float) -> float:
+    """Bytes at a size."""
+    a, b, c, d, e, f = polynomial
+    return a + length * (b + length * c) + rows * (d + length * (e + length * f))
+
+
+def fitted(values: Sequence[float], points: Sequence[Point]) -> Polynomial | None:
+    """The polynomial of one tensor with these bytes at three `points`; None if none is.
+
+    Almost every tensor is a number times a power of the length, once or for every row: two sizes tell which, the third
+    verifies it. Others are sums of two such terms, of which the third size leaves one.
+    """
+    (a, b, c), powers = values, [_powers(*point) for point in points]
+    for k in range(6):
+        scale = a / powers[0][k]
+        if scale * powers[1][k] == b and scale * powers[2][k] == c:
+            return [scale if j == k else 0.0 for j in range(6)]
+    for j, k in itertools.combinations(range(6), 2):
+        (x1, y1), (x2, y2), (x3, y3) = ((p[j], p[k]) for p in powers)
+        divisor = x1 * y2 - x2 * y1
+        if not divisor:
+            continue
+        one, two = (a * y2 - b * y1) / divisor, (x1 * b - x2 * a) / divisor
+        if abs(one * x3 + two * y3 - c) <= 1e-9 * abs(c):
+            found = list(_ZERO)
+            found[j], found[k] = one, two
+            return found
+    return None
+
+
+def _powers(rows: int, length: int) -> tuple[int, ...]:
+    return (1, length, length**2, rows, rows * length, rows * length**2)
+
+
+def interpolated(values: Sequence[float], lengths: Sequence[int]) -> Polynomial:
+    """The polynomial through six values: one row at three lengths, then two rows at them."""
+    one, two = (_quadratic(values[k : k + 3], lengths) for k in (0, 3))
+    per_row = [b - a for a, b in zip(one, two, strict=True)]
+    return [a - b for a, b in zip(one, per_row, strict=True)] + per_row
+
+
+def _quadratic(values: Sequence[float], lengths: Sequence[int]) -> list[float]:
+    x0, x1, x2 = lengths
+    y0, y1, y2 = values
+    first, second = (y1 - y0) / (x1 - x0), (y2 - y1) / (x2 - x1)
+    square = (second - first) / (x2 - x0)
+    slope = first - square * (x0 + x1)
+    return [y0 - slope * x0 - square * x0**2, slope, square]
+
+
+def highest(events: Sequence[Polynomial], grid: Sequence[Point]) -> list[Polynomial]:
+    """Of the running sums of `events`, those that are the highest at some size of `grid`."""
+    found: dict[int, Polynomial] = {}
+    for rows, length in grid:
+        powers = _powers(rows, length)
+        total = best = 0.0
+        at = -1
+        for index, event in enumerate(events):
+            total += sum(c * p for c, p in zip(event, powers, strict=True) if c)
+            if total > best:
+                best, at = total, index
+        if at >= 0 and at not in found:
+            found[at] = summed(events[: at + 1])
+    return list(found.values()) or [list(_ZERO)]
+
+
+def summed(polynomials: Sequence[Polynomial]) -> Polynomial:
+    """Their sum."""
+    return [sum(column) for column in zip(*polynomials, strict=True)] if polynomials else list(_ZERO)

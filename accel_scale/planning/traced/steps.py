@@ -1,0 +1,159 @@
+"""Marks of a step for every model: on the tape where its layers are modelled, from a trace elsewhere."""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import replace
+
+from accel_scale.planning.models.model_facts import ModelFacts
+from accel_scale.planning.models.traced import Document, read_trace, tracer, write_trace
+from accel_scale.planning.models.training_setup import TrainingSetup, check_policy, period_of
+from accel_scale.planning.tape import activations
+from accel_scale.planning.tape.activations import StepBytes
+from accel_scale.planning.tape.families import FAMILIES
+from accel_scale.planning.tape.head import Head
+from accel_scale.planning.tape.linears import Weights
+from accel_scale.planning.tape.ops import Ops
+from accel_scale.planning.tape.tables import is_padded
+from accel_scale.planning.tape.tape import Tape
+from accel_scale.planning.tape.tensors import Parameter
+from accel_scale.planning.traced.polynomials import value_of
+
+_WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "local_attention", "index_topk")
+
+
+def step_bytes(
+    model: ModelFacts, setup: TrainingSetup, *, is_cuda: bool = True, is_tracked: bool = False
+) -> StepBytes:
+    """The marks of one forward and backward pass on one rank; see `activations.step_bytes`.
+
+    Raises:
+        ConfigError: as that, and where a traced model's class cannot take the step.
+    """
+    if not model.traced_config:
+        return activations.step_bytes(model, setup, is_cuda=is_cuda, is_tracked=is_tracked)
+    check_policy(setup)
+    return _traced(model, setup, is_cuda, is_tracked)
+
+
+@functools.lru_cache(maxsize=4096)
+def _traced(model: ModelFacts, setup: TrainingSetup, is_cuda: bool, is_tracked: bool) -> StepBytes:
+    fit = _fit(model, setup, is_cuda, is_tracked)
+    rows, length = setup.micro_batch_size, setup.sequence_length
+    peaks = {name: max(value_of(p, rows, length) for p in part["peaks"]) for name, part in fit["segments"].items()}
+    nets = {name: value_of(part["net"], rows, length) for name, part in fit["segments"].items()}
+    live = 0.0
+
+    def through(name: str) -> float:
+        """The highest point of a segment, after which what it leaves is live."""
+        nonlocal live
+        peak = live + max(0.0, peaks.get(name, 0.0))
+        live += nets.get(name, 0.0)
+        return peak
+
+    stands_for: list[int] = fit["stands_for"]
+    forward = max(through(name) for name in ["embed", *(f"forward {index}" for index in stands_for), "finish"])
+    hidden = rows * length * fit["hidden_size"] * fit["hidden_bytes"]
+    at_head, kept, left = _head(model, setup, hidden, fit["hidden_bytes"], is_cuda, is_tracked)
+    loss = live + at_head
+    through("leave")
+    saved = live + kept
+    if setup.checkpointing == "offload":
+        # Traced as full checkpointing; here the layers' inputs wait in host memory.
+        held = (len(stands_for) - 1) * hidden
+        live, saved = live - held, saved - held
+        loss -= held
+        forward = max(live, forward - held)
+    live += left
+    loss = max(loss, through("top"))
+    passes: list[float] = []
+    for index in reversed(stands_for):
+        if setup.checkpointing == "offload" and len(passes) < len(stands_for) - 1:
+            live += hidden
+        passes.append(through(f"backward {index}"))
+    passes.append(through("bottom"))
+    edge = _edge(fit["kinds"], period_of(setup))
+    top, bottom = max(passes[:edge]), max(passes[-edge - 1 :])
+    return StepBytes(saved, forward, loss, top, bottom, live)
+
+
+def _edge(kinds: list[int], period: int) -> int:
+    """Of how many layers from either end on every kind of layer has been met."""
+    everything = set(kinds)
+    counts = (n for n in range(1, len(kinds)) if set(kinds[:n]) == everything == set(kinds[-n:]))
+    return max(next(counts, len(kinds)), period)
+
+
+def _head(
+    model: ModelFacts, setup: TrainingSetup, hidden: float, itemsize: int, is_cuda: bool, is_tracked: bool
+) -> tuple[float, float, float]:
+    """Head and loss on the tape, relative to the last hidden states: the highest, what waits, what is left."""
+    autocast = setup.compute_bytes if setup.autocast else None
+    tape = Tape(autocast_bytes=autocast, adds_in_place=not is_tracked, is_cuda=is_cuda)
+    ops, weights = Ops(tape), Weights(setup, frozenset())
+    family = replace(FAMILIES["llama"], scales_logits="scaled" in model.layer_variant)
+    weight = weights.base("embed_tokens" if model.tied_embeddings else "lm_head", model.embedding_params)
+    bias = weights.base("lm_head.bias", model.vocab_size) if model.head_bias else None
+    entry = Parameter(hidden / itemsize, itemsize)
+    x = tape.record(ops.new(hidden / itemsize, itemsize), [entry], [], lambda grad: [grad.view()])
+    loss = Head(ops, model, family, setup, weight, bias)(x)
+    del x
+    tape.leave_autocast()
+    kept = tape.meter.live_bytes
+    tape.backward(loss)
+    return tape.meter.peak_bytes - hidden, kept - hidden, tape.meter.live_bytes - hidden
+
+
+def _fit(model: ModelFacts, setup: TrainingSetup, is_cuda: bool, is_tracked: bool) -> Document:
+    """From the cache of files, or by a trace."""
+    text, key = model.traced_config, _key(model, setup, is_cuda, is_tracked)
+    known = _known(text)
+    if key not in known:
+        exact = f"{key} {setup.micro_batch_size}x{setup.sequence_length}"
+        if exact in known:
+            return known[exact]
+        fit = tracer().traced_fit(model, setup, is_cuda=is_cuda, is_tracked=is_tracked)
+        key = exact if fit["exact"] else key
+        known[key] = fit
+        write_trace(text, {"fits": known})
+    return known[key]
+
+
+@functools.lru_cache(maxsize=16)
+def _known(text: str) -> Document:
+    """Fits of a model, read once."""
+    return dict(read_trace(text).get("fits", {}))
+
+
+def _key(model: ModelFacts, setup: TrainingSetup, is_cuda: bool, is_tracked: bool) -> str:
+    """What a trace depends on."""
+    parts: list[object] = [setup.checkpointing if setup.checkpointing != "offload" else "full", is_tracked]
+    parts += [setup.trained_bytes, setup.frozen_bytes if setup.trains_adapters else 0]
+    parts += [setup.compute_bytes if setup.autocast else 0, is_cuda and setup.autocast]
+    parts += [setup.attention == "eager", is_padded(setup)]
+    parts += [sum(setup.sequence_length > window for window in windows_of(model.traced_config))]
+    if setup.trains_adapters:
+        lora = setup.lora
+        parts += [setup.quantises_base, lora.rank, lora.targets, lora.dora, lora.full_modules, lora.dropout > 0]
+    return json.dumps(parts)
+
+
+@functools.lru_cache(maxsize=16)
+def windows_of(text: str) -> tuple[int, ...]:
+    """Lengths at which the model of a config begins to attend otherwise."""
+    config = json.loads(text)
+    parts = [config, *(value for value in config.values() if isinstance(value, dict))]
+    found = {part[name] for part in parts for name in _WINDOWS if isinstance(part.get(name), int)}
+    return tuple(sorted(found))
+
+
+def division_conflict(model: ModelFacts, setup: TrainingSetup) -> str | None:
+    """Why a traced model cannot be run so; None where it can."""
+    if not model.traced_config:
+        return None
+    if setup.parallel.model_parallel > 1:
+        return f"layers of {model.model_type} models are traced whole and are not divided"
+    if setup.long_rows or setup.fused:
+        return f"layers of {model.model_type} models are not traced in tiles or with Liger's kernels"
+    return None

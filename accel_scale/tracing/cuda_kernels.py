@@ -1,0 +1,70 @@
+"""CUDA's kernels for fake tensors of the CPU: what its attention keeps, and what its autocast runs in fp32."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import dropout, scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+
+# https://pytorch.org/docs/stable/amp.html#cuda-ops-that-can-autocast-to-float32; the losses are the head's.
+_IN_FP32 = {
+    "__pow__", "__rpow__", "__rdiv__", "cosh", "cumprod", "cumsum", "dist", "exp", "expm1", "group_norm", "layer_norm",
+    "log", "log10", "log_softmax", "log1p", "log2", "norm", "pow", "prod", "reciprocal", "rsqrt", "sinh", "softmax",
+    "softmin", "softplus", "sum", "tan",
+}  # fmt: skip
+
+
+class CudaKernels(TorchFunctionMode):
+    """Inside, attention is one kernel as on CUDA, and under autocast CUDA's fp32 functions get fp32 inputs."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        kwargs = kwargs or {}
+        if func is scaled_dot_product_attention:
+            return _attention(*args, **kwargs)
+        if func is dropout:
+            return _dropout(*args, **kwargs)
+        if getattr(func, "__name__", "") in _IN_FP32 and torch.is_autocast_enabled("cpu"):
+            args = tuple(_wide(value) for value in args)
+        return func(*args, **kwargs)
+
+
+def _attention(  # type: ignore[no-untyped-def]
+    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+):
+    """Dropout and values of another width, which the CPU's kernel does not take, cost CUDA's no memory."""
+    if torch.is_autocast_enabled("cpu"):
+        query, key, value = (tensor.to(torch.bfloat16) for tensor in (query, key, value))
+    if query.dim() != 4 or value.shape[-1] != query.shape[-1]:
+        return _Attention.apply(query, key, value)
+    if attn_mask is not None and attn_mask.dtype not in (torch.bool, query.dtype):
+        attn_mask = attn_mask.to(query.dtype)
+    if attn_mask is not None and attn_mask.dtype is torch.bool:
+        attn_mask = attn_mask.to(query.dtype)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return kernel(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
+
+
+def _dropout(input, p=0.5, training=True, inplace=False):  # type: ignore[no-untyped-def]
+    """CUDA's keeps a mask of one byte for each value."""
+    return torch.native_dropout(input, p, True)[0] if training and p else input
+
+
+class _Attention(torch.autograd.Function):
+    """Keeps its inputs, its result and a sum for each row."""
+
+    @staticmethod
+    def forward(ctx, query, key, value):  # type: ignore[no-untyped-def]
+        result = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        sums = torch.empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, result, sums)
+        return result
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3])
+
+
+def _wide(value: object) -> object:
+    if isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16):
+        return value.float()
+    return value

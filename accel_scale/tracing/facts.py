@@ -1,0 +1,238 @@
+"""Facts of a model from its real class: every parameter counted, every matrix product named."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from accel_scale.modeling.adapter_targets import exclusion, untrainable_linears
+from accel_scale.modeling.model_class import DROPOUTS
+from accel_scale.optimization.fast_loss import head_transform
+from accel_scale.planning.models.model_facts import LayerFacts, LinearFacts, MixtureFacts, ModelFacts
+from accel_scale.tracing.skeletons import build
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_EXPERTS_PER_TOKEN = (
+    "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k", "moe_topk", "top_k_experts"
+)  # fmt: skip
+_WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "chunk_size")
+
+
+def read_facts(values: Mapping[str, object], *, name: str, place: str) -> ModelFacts:
+    """Shapes and parameters of the model that transformers builds from a ``config.json``.
+
+    Raises:
+        ConfigError: if it cannot build it.
+    """
+    with torch.device("meta"):
+        skeleton = build(values, dtype=torch.bfloat16, attention=None, place=place)
+    model, config = skeleton.model, skeleton.model.config
+    stack = list(skeleton.layers or [])
+    adapted = Adapted(
+        {id(module) for module in bare_linears(model)}, adapted_parameters(values, place), _paths(stack, model)
+    )
+    by_kind: Counter[object] = Counter()
+    first: dict[object, nn.Module] = {}
+    for layer, kind in zip(stack, skeleton.kinds(), strict=True):
+        by_kind[kind] += 1
+        first.setdefault(kind, layer)
+    layers = tuple(_layer_facts(first[kind], count, config, adapted) for kind, count in by_kind.items())
+    if not layers:
+        layers = (LayerFacts(1, _linears(model, config, adapted), (), 0),)
+    return _whole(model, layers, name, json.dumps(values, sort_keys=True, default=str))
+
+
+def _whole(model: PreTrainedModel, layers: tuple[LayerFacts, ...], name: str, text: str) -> ModelFacts:
+    config = model.config
+    table: torch.Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
+    head = model.get_output_embeddings()
+    hidden = int(_first(config, ("hidden_size", "n_embd", "d_model", "emb_dim")) or table.shape[1])
+    heads = int(_first(config, ("num_attention_heads", "n_head", "n_heads", "attention_heads")) or 1)
+    kv_heads = int(_first(config, ("num_key_value_heads", "num_kv_heads", "n_kv_heads")) or heads)
+    tied = head is not None and head.weight is table
+    has_bias = head is not None and getattr(head, "bias", None) is not None
+    facts = ModelFacts(
+        name=name,
+        model_type=config.model_type,
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=int(_first(config, ("head_dim",)) or hidden // heads),
+        intermediate_size=int(_first(config, ("intermediate_size", "n_inner", "d_inner", "ffn_dim")) or 4 * hidden),
+        vocab_size=table.shape[0],
+        tied_embeddings=tied,
+        gated_mlp=True,
+        activation="silu",
+        norm="rms",
+        layers=layers,
+        final_norm_params=hidden,
+        head_bias=has_bias,
+        max_positions=int(_first(config, ("max_position_embeddings", "n_positions", "max_seq_len")) or 0),
+        attention_dropout=max([float(getattr(config, key, 0) or 0) for key in DROPOUTS], default=0.0),
+        logit_softcap=head_transform(config)[0] is not None,
+        attention_softcap=getattr(config, "attn_logit_softcapping", None) is not None,
+        layer_variant="traced, scaled logits" if head_transform(config)[1] != 1.0 else "traced",
+        embedding_size=0 if table.shape[1] == hidden else table.shape[1],
+        embedding_name=_name_of(model, model.get_input_embeddings()),
+        has_head=head is not None,
+        traced_config=text,
+    )
+    rest = sum(parameter.numel() for parameter in model.parameters()) - facts.num_params
+    # Learned positions, projections and norms beside the embedding.
+    return replace(facts, outside_other_params=rest)
+
+
+def _layer_facts(layer: nn.Module, count: int, config: PretrainedConfig, adapted: Adapted) -> LayerFacts:
+    linears = _linears(layer, config, adapted)
+    norms = [module for module in layer.modules() if "norm" in type(module).__name__.lower()]
+    norm_params = sum(value.numel() for norm in norms for value in norm.parameters(recurse=False))
+    everything = sum(value.numel() for value in layer.parameters())
+    products = sum(item.num_params for item in linears)
+    experts = [item for item in linears if item.copies > 1]
+    mixture = None
+    if experts:
+        width = min(min(item.in_features, item.out_features) for item in experts)
+        mixture = MixtureFacts(experts[0].copies, experts[0].active_copies, width)
+    return LayerFacts(
+        count=count,
+        attention=linears,
+        mlp=(),
+        norm_params=norm_params,
+        num_norms=len(norms),
+        sliding_window=_window(layer),
+        mixture=mixture,
+        other_params=everything - products - norm_params,
+    )
+
+
+def _linears(layer: nn.Module, config: PretrainedConfig, adapted: Adapted) -> tuple[LinearFacts, ...]:
+    """Matrix products of a layer; experts by name, each with how many a token passes through."""
+    from transformers.pytorch_utils import Conv1D
+
+    found: Counter[tuple[str, int, int, bool, bool, bool]] = Counter()
+    stacked: list[LinearFacts] = []
+    num_experts = expert_count(config)
+    active = int(_first(config, _EXPERTS_PER_TOKEN) or 1)
+    for path, module in layer.named_modules():
+        name, is_expert = path.rpartition(".")[2], ".experts." in f".{path}."
+        if isinstance(module, (nn.Linear, Conv1D)):
+            rows, columns = module.weight.shape
+            size = (rows, columns) if isinstance(module, Conv1D) else (columns, rows)
+            found[(name, *size, module.bias is not None, is_expert, id(module) in adapted.bare)] += 1
+            continue
+        for key, value in module.named_parameters(recurse=False):
+            if value.dim() == 3 and num_experts and value.shape[0] == num_experts:
+                _, rows, columns = value.shape
+                names = adapted.names(layer, path, key)
+                stacked.append(LinearFacts(key, rows, columns, False, num_experts, active, False, names))
+            elif (value.dim() == 2 and "router" in path) or (key == "weight" and name == "gate" and value.dim() == 2):
+                rows, columns = value.shape
+                names = adapted.names(layer, path, key)
+                stacked.append(LinearFacts(name or key, columns, rows, quantisable=False, lora_names=names))
+    single: list[LinearFacts] = []
+    for (name, columns, rows, bias, is_expert, is_bare), count in found.items():
+        lora_names = () if is_bare else None
+        if is_expert and count > 1:
+            single.append(LinearFacts(name, columns, rows, bias, count, min(active, count), lora_names=lora_names))
+        else:
+            single += [LinearFacts(name, columns, rows, bias, lora_names=lora_names)] * count
+    return (*single, *stacked)
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """What PEFT adapts where every linear is a target.
+
+    Attributes:
+        bare: Ids of linears without an adapter.
+        ranks: For parameters that are no linear, by their path in the model: how many ranks each gets.
+        paths: Of the layers, by their ids.
+    """
+
+    bare: set[int]
+    ranks: dict[str, int]
+    paths: dict[int, str]
+
+    def names(self, layer: nn.Module, path: str, key: str) -> tuple[str, ...]:
+        """`LinearFacts.lora_names` of the parameter `key` of a module of `layer`: as many as it gets ranks."""
+        full = ".".join(filter(None, (self.paths.get(id(layer), ""), path, key)))
+        count = self.ranks.get(full, 0)
+        name = path.rpartition(".")[2] if key == "weight" else key
+        if count == 2 and name == "gate_up_proj":
+            return ("gate_proj", "up_proj")
+        return (name,) if count == 1 else tuple(f"{name}.{number}" for number in range(count))
+
+
+def bare_linears(model: PreTrainedModel) -> list[nn.Module]:
+    """Linears that carry no adapter, and the head."""
+    head = model.get_output_embeddings()
+    return [*(model.get_submodule(name) for name in untrainable_linears(model)), *([head] if head is not None else [])]
+
+
+def adapted_parameters(values: Mapping[str, object], place: str) -> dict[str, int]:
+    """Parameters that are no linear and that PEFT adapts, such as stacked experts, each with its number of ranks."""
+    import peft
+    from peft.tuners.lora.layer import ParamWrapper
+
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = build(values, dtype=torch.bfloat16, attention=None, place=place).model
+        if not any(value.dim() == 3 for value in model.parameters()):
+            return {}
+        exclude = exclusion(untrainable_linears(model))
+        config = peft.LoraConfig(r=1, target_modules="all-linear", exclude_modules=exclude, task_type="CAUSAL_LM")
+        try:
+            adapted = peft.get_peft_model(model, config).get_base_model()
+        except ValueError:
+            return {}
+    found = {}
+    for path, module in adapted.named_modules():
+        if isinstance(module, ParamWrapper):
+            found[f"{path.replace('.base_layer', '')}.{module.parameter_name}"] = int(module.r["default"])
+    return found
+
+
+def _paths(stack: list[nn.Module], model: nn.Module) -> dict[int, str]:
+    wanted = {id(layer) for layer in stack}
+    return {id(module): path for path, module in model.named_modules() if id(module) in wanted}
+
+
+def _window(layer: nn.Module) -> int | None:
+    for module in layer.modules():
+        for name in _WINDOWS[:2]:
+            value = getattr(module, name, None)
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+    return None
+
+
+def _first(config: PretrainedConfig, names: tuple[str, ...]) -> int | None:
+    for name in names:
+        try:
+            value = getattr(config, name, None)
+        except Exception:  # configurations whose layers differ refuse what is not one number
+            continue
+        value = max(value, default=None) if isinstance(value, (list, tuple)) else value
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    return None
+
+
+def expert_count(config: PretrainedConfig) -> int:
+    """Routed experts of a layer; 0 without."""
+    part = getattr(config, "ffn_config", None)
+    return int(_first(config, _NUM_EXPERTS) or (_first(part, _NUM_EXPERTS) if part is not None else 0) or 0)
+
+
+def _name_of(model: nn.Module, wanted: nn.Module) -> str:
+    return next((path.rpartition(".")[2] for path, module in model.named_modules() if module is wanted), "embedding")

@@ -1,0 +1,178 @@
+"""Writes down which bytes a step allocates and frees, in which layer and direction."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from accel_scale.measuring.storages import storages
+
+# By segment: bytes, and the segment in which what is freed was allocated.
+Segments = dict[str, list[tuple[int, str]]]
+
+
+class Recorder(TorchDispatchMode):
+    """Bytes allocated (positive) and freed (negative), in order, by the segment that is running.
+
+    Segments: ``embed``, ``forward N`` of each layer, ``finish``, ``head`` (left to the planner's own head), ``leave``
+    (autocast ends), ``top``, ``backward N``, ``bottom``.
+
+    Args:
+        adds_in_place: Whether two gradients of one tensor are summed in place, as autograd does where no mode watches.
+        is_padded: What the model's own question whether rows are full is answered with.
+        num_experts: Where a model looks for the tokens of an expert, it finds its share of them.
+    """
+
+    def __init__(self, *, adds_in_place: bool, is_padded: bool, num_experts: int = 1) -> None:
+        super().__init__()
+        self.segments: Segments = defaultdict(list)
+        self.is_backward = False
+        self.recomputing = 0
+        self._segment = "embed"
+        self._adds_in_place, self._is_full = adds_in_place, not is_padded
+        self._num_experts = num_experts
+        self._sizes: dict[int, tuple[int, str]] = {}
+        # The last sum of gradients: segment, place among its events, the storage it took over, bytes.
+        self._sum: tuple[str, int, int, int] | None = None
+
+    def mark(self, segment: str) -> None:
+        """What follows belongs to `segment`."""
+        self._segment = segment
+        self.segments[segment]
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
+        if func is torch.ops.prim.device.default:
+            return func(*args)
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return _answer(args[0], self._is_full)
+        if func is torch.ops.aten.nonzero.default:
+            shape = [max(1, args[0].numel() // self._num_experts), args[0].dim()]
+            func, args, kwargs = torch.ops.aten.new_empty.default, (args[0], shape), {"dtype": torch.long}
+        if func is torch.ops.aten._grouped_mm.default:
+            # torch's shape function (2.13) refuses fp32, which its kernels take.
+            func, args, kwargs = torch.ops.aten.new_empty.default, (args[0], _grouped_shape(*args[:3])), {}
+        known = {id(storage) for storage in storages((args, kwargs or {}))}
+        result = func(*args, **(kwargs or {}))
+        heir = self._summed(func, args, result)
+        for storage in storages(result):
+            if id(storage) not in known and id(storage) not in self._sizes:
+                self._count(storage, heir)
+        return result
+
+    def _summed(self, func: object, args: Sequence[object], result: object) -> int | None:
+        """The storage whose memory a sum of gradients takes over."""
+        if not self._adds_in_place or not self.is_backward or self.recomputing or len(args) < 2:
+            return None
+        first, second = args[:2]
+        if func is not torch.ops.aten.add.Tensor or not isinstance(second, torch.Tensor):
+            return None
+        if not isinstance(first, torch.Tensor) or not isinstance(result, torch.Tensor):
+            return None
+        key = id(first.untyped_storage())
+        return key if self._sizes.get(key, (0, ""))[0] == result.untyped_storage().nbytes() else None
+
+    def _count(self, storage: torch.UntypedStorage, heir: int | None) -> None:
+        size = storage.nbytes()
+        self._check_sum()
+        origin = self._segment
+        if heir is None:
+            self.segments[self._segment].append((size, origin))
+        else:
+            origin = self._sizes[heir][1]
+            self._sizes[heir] = (0, origin)
+            self._sum = (self._segment, len(self.segments[self._segment]), heir, size)
+        key = id(storage)
+        self._sizes[key] = (size, origin)
+        weakref.finalize(storage, self._release, key).atexit = False
+
+    def _check_sum(self) -> None:
+        """A gradient that others still hold after it has been added to was not changed in place."""
+        if self._sum is None:
+            return
+        segment, place, heir, size = self._sum
+        self._sum = None
+        if heir in self._sizes:
+            origin = self._sizes[heir][1]
+            self._sizes[heir] = (size, origin)
+            self.segments[segment].insert(place, (size, origin))
+
+    def _release(self, key: int) -> None:
+        size, origin = self._sizes.pop(key, (0, ""))
+        if size:
+            self.segments[self._segment].append((-size, origin))
+
+
+def _answer(value: torch.Tensor, is_full: bool) -> bool | int | float:
+    """What a tensor without values holds, where the model asks: whether rows are full, how many, how long."""
+    if value.dtype is torch.bool:
+        return is_full
+    return 1.0 if value.is_floating_point() else 1
+
+
+def _grouped_shape(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor | None = None) -> list[int]:
+    """Of a product of groups of rows (or columns), each with its own matrix."""
+    if a.dim() == 2 and b.dim() == 2:
+        assert offsets is not None
+        return [offsets.shape[0], a.shape[0], b.shape[1]]
+    if a.dim() == 3 and b.dim() == 3:
+        return [a.shape[0], a.shape[1], b.shape[2]]
+    return [a.shape[-2], b.shape[-1]]
+
+
+@contextlib.contextmanager
+def watched(recorder: Recorder, layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside, the recorder is told when each layer begins, forward and backward."""
+    last = len(layers) - 1
+
+    def begin(index: int, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        if recorder.is_backward:
+            recorder.recomputing += 1
+            return
+        recorder.mark(f"forward {index}")
+        hidden = _hidden([args, kwargs.get("hidden_states")])
+        if index == 0 and hidden is not None and hidden.requires_grad:
+            hidden.register_hook(lambda grad: recorder.mark("bottom"))
+
+    def end(index: int, output: object) -> None:
+        if recorder.is_backward:
+            recorder.recomputing -= 1
+            return
+        hidden = _hidden(output)
+        if hidden is not None and hidden.requires_grad:
+            hidden.register_hook(lambda grad: recorder.mark(f"backward {index}"))
+        if index == last:
+            recorder.mark("finish")
+
+    handles = []
+    for index, layer in enumerate(layers):
+        handles.append(
+            layer.register_forward_pre_hook(
+                lambda module, args, kwargs, index=index: begin(index, args, kwargs), with_kwargs=True
+            )
+        )
+        handles.append(
+            layer.register_forward_hook(lambda module, args, output, index=index: end(index, output), always_call=True)
+        )
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        for handle in handles:
+            handle.remove()
+
+
+def _hidden(tree: object) -> torch.Tensor | None:
+    """The first tensor of floats: the hidden states."""
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+            return leaf
+    return None

@@ -1,0 +1,245 @@
+"""One fake forward and backward pass of a real model: bytes by segment, for a few sizes."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from accel_scale.errors import ConfigError
+from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy, apply_checkpointing
+from accel_scale.modeling.adapter_targets import exclusion, untrainable_linears
+from accel_scale.planning.models.model_facts import ModelFacts
+from accel_scale.planning.models.training_setup import TrainingSetup, period_of
+from accel_scale.planning.tape.tables import is_padded
+from accel_scale.tracing.cuda_kernels import CudaKernels
+from accel_scale.tracing.facts import expert_count
+from accel_scale.tracing.recording import Recorder, Segments, watched
+from accel_scale.tracing.skeletons import Skeleton, build, plain_masks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_DTYPES = {2: torch.bfloat16, 4: torch.float32}
+
+
+class FakeStep:
+    """A model set up for training as `setup` says, of the few layers that stand for all, or with all of them.
+
+    Attributes:
+        chosen: Places of its layers in the whole model.
+        stands_for: For every layer of the whole model, which of `chosen` stands for it.
+        kinds: For every layer of the whole model, the number of its kind.
+        hidden_bytes: Bytes per value of the last hidden states, known after a run.
+    """
+
+    def __init__(
+        self, facts: ModelFacts, setup: TrainingSetup, *, is_cuda: bool, is_tracked: bool, is_whole: bool = False
+    ) -> None:
+        self.setup, self.is_cuda, self.is_tracked = setup, is_cuda, is_tracked
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        dtype = _DTYPES[setup.trained_bytes if setup.trains_all else setup.frozen_bytes]
+        attention = "eager" if setup.attention == "eager" else None
+        with torch.device("meta"):
+            self.skeleton = build(json.loads(facts.traced_config), dtype=dtype, attention=attention, place=facts.name)
+        self.hidden_bytes = dtype.itemsize
+        self.is_tied = facts.tied_embeddings
+        self.num_experts = max(1, expert_count(self.skeleton.model.config))
+        self._prepare(setup)
+        self.chosen, self.stands_for, self.kinds = representatives(self.skeleton, period_of(setup))
+        if is_whole:
+            self.chosen = self.stands_for = list(range(len(self.kinds)))
+        elif self.skeleton.layers is not None:
+            self.skeleton.keep(self.chosen)
+        with self.mode:
+            _make_fake(self.skeleton.model)
+
+    def _prepare(self, setup: TrainingSetup) -> None:
+        model: nn.Module = self.skeleton.model
+        with torch.device("meta"):
+            if setup.trains_adapters:
+                model = _adapted(self.skeleton, setup, self.is_cuda)
+            policy = "full" if setup.checkpointing == "offload" else setup.checkpointing
+            if policy != "none":
+                apply_checkpointing(model, CheckpointingPolicy.parse(policy))
+                if setup.trains_adapters and policy not in ("attention", "mlp"):
+                    self.skeleton.model.enable_input_require_grads()
+
+    def run(self, rows: int, length: int) -> dict[str, list[int]]:
+        """Bytes allocated and freed by a pass over `rows` × `length` positions, by segment.
+
+        What a layer left in autocast's cache goes when that ends, for all layers that it stands for.
+        """
+        segments = self._record(rows, length)
+        copies = Counter(self.stands_for)
+
+        def counted(segment: str, size: int, origin: str) -> int:
+            _, _, number = origin.partition(" ")
+            return size * copies[int(number)] if number and segment == "leave" else size
+
+        return {name: [counted(name, *event) for event in events] for name, events in segments.items()}
+
+    def _record(self, rows: int, length: int) -> Segments:
+        setup, model = self.setup, self.skeleton.model
+        layers: Sequence[nn.Module] = list(self.skeleton.layers or [])
+        recorder = Recorder(
+            adds_in_place=not self.is_tracked, is_padded=is_padded(setup), num_experts=self.num_experts
+        )
+        with ExitStack() as stack:
+            stack.enter_context(plain_masks())
+            stack.enter_context(self.mode)
+            inputs = {"input_ids": torch.zeros(rows, length, dtype=torch.long)}
+            if is_padded(setup):
+                inputs["attention_mask"] = torch.ones(rows, length, dtype=torch.long)
+            stack.enter_context(watched(recorder, layers))
+            stack.enter_context(recorder)
+            with self._kernels():
+                hidden = _body(model)(**inputs, use_cache=False)[0]
+                recorder.mark("head")
+                self.hidden_bytes = hidden.dtype.itemsize
+                tied: torch.Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
+                if tied.requires_grad and self.is_tied:
+                    tied.grad = torch.zeros_like(tied)
+                loss = _Loss.apply(hidden, recorder)
+                del hidden
+                recorder.mark("leave")
+            recorder.mark("head")
+            recorder.is_backward = True
+            loss.backward()
+            del loss
+        segments = {name: list(events) for name, events in recorder.segments.items()}
+        for parameter in model.parameters():
+            parameter.grad = None
+        return segments
+
+    def _kernels(self):  # type: ignore[no-untyped-def]
+        stack = ExitStack()
+        if self.setup.autocast:
+            stack.enter_context(torch.autocast("cpu", dtype=torch.bfloat16))
+        if self.is_cuda:
+            stack.enter_context(CudaKernels())
+        return stack
+
+
+def representatives(skeleton: Skeleton, period: int) -> tuple[list[int], list[int], list[int]]:
+    """The first layer, the last, and between them one of every kind; which of these stands for each layer; kinds.
+
+    Under every-n checkpointing a layer's place in its period is part of its kind.
+    """
+    kinds = [(kind, index % period == 0) for index, kind in enumerate(skeleton.kinds())]
+    total = len(kinds)
+    inner = range(1, total - 1)
+    chosen = sorted({0, total - 1} | {next(j for j in inner if kinds[j] == kinds[i]) for i in inner}) if total else []
+    place = {index: number for number, index in enumerate(chosen)}
+    by_kind = {kinds[index]: place[index] for index in chosen if index in inner}
+    stands_for = [place[i] if i in (0, total - 1) else by_kind[kinds[i]] for i in range(total)]
+    numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
+    return chosen, stands_for, [numbers[kind] for kind in kinds]
+
+
+def _make_fake(model: nn.Module) -> None:
+    """Weights and buffers on the meta device become fake ones on the CPU; shared ones stay shared."""
+    made: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, value in held.items():
+                if value is None:
+                    continue
+                if id(value) not in made:
+                    fake = torch.empty(value.shape, dtype=value.dtype, device="cpu")
+                    is_weight = isinstance(value, nn.Parameter)
+                    made[id(value)] = nn.Parameter(fake, requires_grad=value.requires_grad) if is_weight else fake
+                held[name] = made[id(value)]  # type: ignore[assignment]
+
+
+def _body(model: PreTrainedModel) -> nn.Module:
+    """The model without its head, which the planner counts itself."""
+    body: nn.Module = model.base_model
+    if body is not model:
+        return body
+    model.set_output_embeddings(nn.Identity())
+    return model
+
+
+def _adapted(skeleton: Skeleton, setup: TrainingSetup, is_cuda: bool) -> nn.Module:
+    """With PEFT's adapters, in the dtype that training keeps them in."""
+    import peft
+
+    lora = setup.lora
+    targets = "all-linear" if lora.targets == ("all-linear",) else list(lora.targets)
+    adapters = peft.LoraConfig(
+        r=lora.rank,
+        use_dora=lora.dora,
+        lora_dropout=lora.dropout,
+        target_modules=targets,
+        exclude_modules=exclusion(untrainable_linears(skeleton.model)),
+        modules_to_save=list(lora.full_modules) or None,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        model = peft.get_peft_model(skeleton.model, adapters, autocast_adapter_dtype=False)
+    except ValueError as error:
+        reason = " ".join(str(error).split())[:160]
+        raise ConfigError(
+            f"PEFT cannot adapt the model: {reason}.", place="lora targets", fix="name others."
+        ) from None
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(_DTYPES[setup.trained_bytes])
+    if setup.quantises_base:
+        _quantise(model, _DTYPES[setup.compute_bytes], leaves_casts=setup.autocast and is_cuda)
+    return model.train()
+
+
+def _quantise(model: nn.Module, compute: torch.dtype, *, leaves_casts: bool) -> None:
+    """Adapted linears run as bitsandbytes runs them in 4 bits: their weights are made when they are needed."""
+    from peft.tuners.lora import LoraLayer
+
+    for module in model.modules():
+        base = module.get_base_layer() if isinstance(module, LoraLayer) else None
+        if isinstance(base, nn.Linear):
+            # PEFT's 4-bit layers leave casts to autocast where that is CUDA's.
+            vars(module)["cast_input_dtype_enabled"] = not leaves_casts
+            vars(base)["forward"] = functools.partial(_nf4_forward, base, compute)
+
+
+class _Loss(torch.autograd.Function):
+    """Stands for head and loss: the gradient of the hidden states is theirs, all that follows is the layers'."""
+
+    @staticmethod
+    def forward(ctx, hidden, recorder):  # type: ignore[no-untyped-def]
+        ctx.shape, ctx.dtype, ctx.recorder = hidden.shape, hidden.dtype, recorder
+        return hidden.new_empty(())
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        gradient = torch.empty(ctx.shape, dtype=ctx.dtype)
+        ctx.recorder.mark("top")
+        return gradient, None
+
+
+class _Nf4Product(torch.autograd.Function):
+    """A product with a weight that is dequantised for the forward pass and again for the backward pass."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):  # type: ignore[no-untyped-def]
+        ctx.weight = weight
+        return nn.functional.linear(x, torch.empty_like(weight, dtype=x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        return grad @ torch.empty_like(ctx.weight, dtype=grad.dtype), None, None
+
+
+def _nf4_forward(base: nn.Linear, compute: torch.dtype, x: torch.Tensor) -> torch.Tensor:
+    bias = None if base.bias is None else base.bias.to(compute)
+    result: torch.Tensor = _Nf4Product.apply(x.to(compute), base.weight, bias)
+    # PEFT copies what a 4-bit layer returns before it adds the adapter's part.
+    return result.to(x.dtype).clone()

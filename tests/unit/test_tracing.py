@@ -1,0 +1,87 @@
+"""Models that are not modelled by hand: planned from a fake step of their real class."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from accel_scale.errors import ConfigError
+from accel_scale.planning.models.model_config import facts_from_config
+from accel_scale.planning.models.traced import facts_of_any, read_trace
+from accel_scale.planning.models.training_setup import TrainingSetup
+from accel_scale.planning.tape import activations
+from accel_scale.planning.traced.steps import step_bytes
+
+SMALL = {
+    "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 5, "vocab_size": 512, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def small_config(model_type: str, **fields):
+    from transformers import AutoConfig
+
+    return json.loads(json.dumps(AutoConfig.for_model(model_type, **{**SMALL, **fields}).to_dict(), default=str))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["qwen3", "mixtral"])
+def test_a_traced_model_has_the_bytes_of_the_tape(model_type):
+    """Both count what transformers' class allocates: one from its source, one from its operations."""
+    from accel_scale.tracing.service import facts_of
+
+    config = small_config(model_type, **({"num_local_experts": 4} if model_type == "mixtral" else {}))
+    modelled, traced = facts_from_config(config, name="modelled"), facts_of(config, name="traced", place="here")
+    assert traced.num_params == modelled.num_params
+    assert traced.num_active_params == pytest.approx(modelled.num_active_params, rel=0.01)
+    for method, policy, is_cuda in (("full", "none", False), ("qlora", "full", True)):
+        setup = TrainingSetup(
+            method=method, checkpointing=policy, micro_batch_size=2, sequence_length=256, packing=False
+        )  # fmt: skip
+        expected = activations.step_bytes(modelled, setup, is_cuda=is_cuda)
+        found = step_bytes(traced, setup, is_cuda=is_cuda)
+        for name in ("peak_bytes", "saved_bytes", "gradient_bytes", "loss_bytes"):
+            assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=0.02), (method, policy, name)
+
+
+def test_an_unknown_model_is_planned_and_the_second_plan_needs_no_torch(tmp_path):
+    """The first plan traces the class; the same plan again reads a file."""
+    from accel_scale import plan
+
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(small_config("ernie4_5")), encoding="utf-8")
+    wish = {"gpu": "24GiB", "method": "full", "max_length": 256, "global_batch_size": 2, "strategy": ["one GPU"]}
+    wish |= {"optim": "adamw_torch_fused", "checkpointing_policy": "none"}
+    first = plan(str(folder), **wish).best
+    assert first is not None
+    script = (
+        "import json, sys; from accel_scale import plan; "
+        f"best = plan({str(folder)!r}, **json.loads({json.dumps(json.dumps(wish))})).best; "
+        "print(best.memory.peak_bytes); assert 'torch' not in sys.modules"
+    )
+    again = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert float(again.stdout) == first.memory.peak_bytes
+
+
+def test_a_config_that_builds_nothing_is_refused_in_one_line():
+    with pytest.raises(ConfigError, match="'no_such_model' is not modelled and cannot be built") as caught:
+        facts_of_any({"model_type": "no_such_model"}, name="it")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_cache_that_is_no_json_is_made_again(tmp_path):
+    config = small_config("ernie4_5")
+    facts = facts_of_any(config, name="it")
+    (path,) = (tmp_path / "cache" / "accel-scale" / "traces").iterdir()
+    path.write_text("{", encoding="utf-8")
+    assert read_trace(facts.traced_config) == {}
+    assert facts_of_any(config, name="it") == facts
