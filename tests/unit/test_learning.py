@@ -10,6 +10,7 @@ import torch
 from datasets import Dataset
 from torch import nn
 
+from accel_scale.trainers import learning_mixin
 from accel_scale.trainers.learning_mixin import LearningMixin
 from accel_scale.training.guard.learning import (
     NothingLearnt,
@@ -305,3 +306,14 @@ def test_weights_that_came_broken_may_stay_but_not_grow() -> None:
     assert before.newly_broken(model) is None
     model[1].weight.data[0, 2] = math.inf
     assert before.newly_broken(model) == "1.weight"
+
+
+@pytest.mark.parametrize(
+    ("counts", "nothing"), [([0, 0], True), ([0, 5], False), ([None, 0], True), ([None, None], False), ([3, 3], False)]
+)
+def test_labels_of_any_process_are_labels(counts: list[int | None], nothing: bool, monkeypatch) -> None:
+    given: list[int | None] = []
+    monkeypatch.setattr(learning_mixin, "gather_values", lambda mine: given.append(mine) or counts)
+    assert learning_mixin._is_zero_everywhere(torch.tensor(4)) is nothing
+    learning_mixin._is_zero_everywhere(None)
+    assert given == [4, None]

@@ -311,3 +311,40 @@ def test_label_smoothing_is_left_to_trl(tmp_path):
         theirs, ours = (train(cls, tmp_path, **settings) for cls in (SFTTrainer, FastTrainer))
     assert logged(ours, "loss") == logged(theirs, "loss")
     assert logged(ours, "entropy")
+
+
+def settings_of_a_run(**changes):
+    parallelism = {"sp_enabled": False, "cp_enabled": False, **changes.pop("parallelism", {})}
+    values = {"loss_type": "nll", "label_smoother": None, "compute_loss_func": None, "aux_loss_enabled": False}
+    values |= {"sp_size": 1, "is_vision": False, "is_prompt_learning": False, **changes}
+    return SimpleNamespace(
+        args=SimpleNamespace(loss_type=values["loss_type"]),
+        accelerator=SimpleNamespace(parallelism_config=SimpleNamespace(**parallelism)),
+        model=SimpleNamespace(active_peft_config=SimpleNamespace(is_prompt_learning=values["is_prompt_learning"])),
+        _is_vision_dataset=values["is_vision"],
+        **{name: values[name] for name in ("label_smoother", "compute_loss_func", "aux_loss_enabled", "sp_size")},
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "covers"),
+    [
+        ({}, True),
+        ({"loss_type": "dft"}, False),
+        ({"label_smoother": 0.1}, False),
+        ({"compute_loss_func": sum}, False),
+        ({"is_vision": True}, False),
+        ({"is_prompt_learning": True}, False),
+        ({"parallelism": {"sp_enabled": True}}, False),
+        ({"parallelism": {"cp_enabled": True}}, False),
+        ({"aux_loss_enabled": True}, True),
+        ({"sp_size": 2}, True),
+        ({"aux_loss_enabled": True, "sp_size": 2}, False),
+    ],
+    ids=str,
+)
+def test_what_the_lean_loss_does_not_compute_goes_to_trls_own(changes, covers):
+    assert FastLossMixin._covers_run(settings_of_a_run(**changes)) is covers
+    run = settings_of_a_run(**changes)
+    run.accelerator.parallelism_config, run.model = None, None
+    assert FastLossMixin._covers_run(run) is (covers or bool({"parallelism", "is_prompt_learning"} & changes.keys()))

@@ -55,13 +55,22 @@ def test_a_configuration_that_is_not_the_weights_is_refused(folder: Path, change
     assert str(caught.value.place) == str(folder / "config.json")
 
 
-@pytest.mark.parametrize("kept", [0, 4, 8, 40, -1])
-def test_cut_files_are_named_wherever_they_are_cut(tmp_path: Path, kept: int) -> None:
+@pytest.mark.parametrize(
+    ("kept", "said"),
+    [
+        (0, "no safetensors file"),
+        (4, "no safetensors file"),
+        (8, "cut off after 8 bytes: its header"),
+        (40, "cut off after 40 bytes: its header"),
+        (-1, "cut off: it has"),
+    ],
+)
+def test_cut_files_are_named_wherever_they_are_cut(tmp_path: Path, kept: int, said: str) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"a": torch.zeros(100), "b": torch.zeros(3, 4)}, path)
     assert set(read_header(path)) == {"a", "b"}
     path.write_bytes(path.read_bytes()[:kept])
-    with pytest.raises(ConfigError, match=r"cut off|no safetensors file") as caught:
+    with pytest.raises(ConfigError, match=said) as caught:
         stored_shapes(tmp_path)
     assert caught.value.place == str(path)
 
@@ -72,7 +81,10 @@ def test_pointers_missing_shards_and_other_files_are_told_apart(tmp_path: Path) 
     with pytest.raises(ConfigError, match="git lfs pull"):
         read_header(path)
     path.write_bytes(struct.pack("<Q", 10) + b"no header!" + bytes(90))
-    with pytest.raises(ConfigError, match="no safetensors file"):
+    with pytest.raises(ConfigError, match="no safetensors file: its header"):
+        read_header(path)
+    path.write_bytes(struct.pack("<Q", 100_000_001) + bytes(90))
+    with pytest.raises(ConfigError, match=r"no safetensors file\."):
         read_header(path)
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))

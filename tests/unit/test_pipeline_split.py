@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from accel_scale.errors import ConfigError
 from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy, apply_checkpointing
 from accel_scale.optimization.fast_loss import head_loss
+from accel_scale.parallel.pipelines.loss import repeatable
 from accel_scale.parallel.pipelines.split import costs_of, owned_parameters, split_model, stage_layers, stage_of
 
 BASE = {
@@ -146,3 +147,27 @@ def test_what_cannot_be_split_is_refused():
     )  # fmt: skip
     with pytest.raises(ConfigError, match="cannot be split into pipeline stages"):
         split_model(AutoModelForCausalLM.from_config(config), [range(2), range(2, 4)], [0])
+
+
+def test_a_loss_that_is_gone_back_through_twice_gives_the_same_gradients():
+    torch.manual_seed(0)
+    part = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **BASE))
+    head = part.get_output_embeddings().weight
+    hidden = torch.randn(2, 3, BASE["hidden_size"], requires_grad=True)
+
+    def loss(model, states, target, *, power):
+        return (model.get_output_embeddings()(states) - target).pow(power).mean()
+
+    target = torch.randn(2, 3, BASE["vocab_size"])
+    plain = 3 * loss(part, hidden, target, power=4)
+    expected = torch.autograd.grad(plain, (hidden, head))
+    value = 3 * repeatable(loss)(part, hidden, target, power=4)
+    assert value.equal(plain)
+    for _ in range(2):
+        for gradient, own in zip(torch.autograd.grad(value, (hidden, head), retain_graph=True), expected, strict=True):
+            torch.testing.assert_close(gradient, own)
+    with torch.no_grad():
+        assert (3 * repeatable(loss)(part, hidden, target, power=4)).equal(plain)
+    head.requires_grad_(False)
+    (3 * repeatable(loss)(part, hidden, target, power=4)).backward()
+    torch.testing.assert_close(hidden.grad, expected[0])

@@ -11,6 +11,7 @@ import torch
 from accel_scale.errors import ConfigError
 from accel_scale.facts.device import CPU, Device, device_named
 from accel_scale.facts.names import PRECISIONS
+from accel_scale.facts.precisions import DTYPE_BYTES, REDUCE_DTYPES
 from accel_scale.modeling.precision import convert_to_fp8, enable_fp16_on_cpu, precision_named, resolve_precision
 from accel_scale.quiet import quiet_imports
 
@@ -290,3 +291,11 @@ def test_only_fp16_scales_its_loss(name) -> None:
     from accel_scale.modeling.precision import precision_named
 
     assert precision_named(name).scaler("cpu").is_enabled() == (name == "fp16")
+
+
+def test_only_fp16_scales_the_loss_and_bytes_are_those_of_torch():
+    assert {name: precision_named(name).scaler("cpu").is_enabled() for name in PRECISIONS} == {
+        name: name == "fp16" for name in PRECISIONS
+    }
+    assert {name: getattr(torch, name).itemsize for name in DTYPE_BYTES} == DTYPE_BYTES
+    assert set(REDUCE_DTYPES.values()) <= set(DTYPE_BYTES)

@@ -15,7 +15,8 @@ from torch import nn
 from accel_scale.data.default import default_model_path
 from accel_scale.errors import ConfigError
 from accel_scale.flags.pretraining import PretrainDataArguments, PretrainModelArguments
-from accel_scale.parallel.data_parallel import _policy, blocks_of
+from accel_scale.parallel.data_parallel import _policy, apply_data_parallel, blocks_of
+from accel_scale.parallel.layout import ParallelLayout
 from accel_scale.parallel.model_parallel import model_parallel_of
 from accel_scale.pretraining.model import TOKENIZER_FOLDER, run_tokenizer
 from accel_scale.training.ddp.gradient_numbers import loss_scale_of, use_gradient_numbers
@@ -187,3 +188,50 @@ def test_a_schedule_that_counts_ranks_is_refused_on_others() -> None:
                 check_schedules(accelerator, found)
         else:
             check_schedules(accelerator, found)
+
+
+class CountingHook(KeptHook):
+    """One whose state moves on after it was captured."""
+
+    def __init__(self, number: int, *, is_stateful: bool = True) -> None:
+        super().__init__(is_stateful=is_stateful)
+        self.number = torch.tensor(number)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"number": self.number}
+
+
+@pytest.mark.parametrize("copy", [True, False])
+def test_states_of_hooks_are_those_of_the_moment_they_were_captured(
+    copy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accel_scale.training.checkpoints import hook_states
+
+    hooks = [CountingHook(5), None, CountingHook(6, is_stateful=False), CountingHook(7)]
+    monkeypatch.setattr(hook_states, "hook_of", lambda index: hooks[index])
+    for rank in range(2):
+        accelerator = SimpleNamespace(_models=range(4), process_index=rank)
+        write = hook_states.capture_hook_states(accelerator, copy=copy)
+        hooks[0].number += 10
+        write(tmp_path)
+    names = {hook_states.STATE_FILE.format(rank=rank) for rank in range(2)}
+    assert {path.name for path in tmp_path.iterdir()} == names | {
+        f"{name.rpartition('.')[0]}_3.{name.rpartition('.')[2]}" for name in names
+    }
+    hook_states.load_hook_states(accelerator, tmp_path)
+    assert hooks[0].given == ([5, 15] if copy else [15, 25], 1)
+    assert hooks[3].given == ([7, 7], 1)
+    assert hooks[2].given is None
+    for path in tmp_path.iterdir():
+        path.unlink()
+    hooks[0].given = None
+    hook_states.load_hook_states(accelerator, tmp_path)
+    assert hooks[0].given is None, "without a file it begins anew"
+
+
+def test_one_rank_of_gradients_needs_no_mesh() -> None:
+    part = nn.Sequential(nn.Linear(2, 2))
+    apply_data_parallel(part, None, ParallelLayout(tp=2))
+    assert type(part) is nn.Sequential
+    with pytest.raises(TypeError):
+        apply_data_parallel(part, None, ParallelLayout(dp_shard=2))

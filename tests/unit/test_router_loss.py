@@ -10,7 +10,12 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from accel_scale.errors import ConfigError
 from accel_scale.optimization.fast_loss import add_fast_lm_head, language_model_loss
-from accel_scale.optimization.router_loss import RouterLoss, refuse_shared_model, router_coefficient
+from accel_scale.optimization.router_loss import (
+    RouterLoss,
+    forward_with_router,
+    refuse_shared_model,
+    router_coefficient,
+)
 
 IDS = torch.randint(3, 100, (2, 12), generator=torch.Generator().manual_seed(0))
 SIZES = {
@@ -80,3 +85,13 @@ def test_refused_where_ranks_share_the_model():
     with pytest.raises(ConfigError, match="not divided among ranks") as error:
         refuse_shared_model(config, is_plain=False)
     assert "output_router_logits" in error.value.fix
+
+
+def test_a_forward_that_fails_leaves_no_hook_behind():
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["mixtral"](**{**SIZES, **FAMILIES["mixtral"]}))
+    hidden, aux_loss = forward_with_router(model.forward, model.model, input_ids=IDS)
+    assert hidden.shape == (*IDS.shape, SIZES["hidden_size"])
+    assert aux_loss.ndim == 0
+    with pytest.raises(ValueError, match="input_ids"):
+        forward_with_router(model.forward, model.model)
+    assert not model.model._forward_hooks

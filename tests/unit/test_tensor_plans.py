@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -93,3 +94,25 @@ def test_a_gradient_that_is_not_finite_shows_in_the_norm():
     parameter = torch.nn.Parameter(torch.zeros(3))
     parameter.grad = torch.tensor([1.0, math.nan, 2.0])
     assert math.isnan(float(clip_gradients([parameter], 1.0)))
+
+
+def test_what_needs_no_gradient_needs_no_ranks() -> None:
+    from accel_scale.parallel.tensor_collectives import SharedInput, sum_gradients
+
+    group: Any = None  # is not asked
+    fixed, trained = torch.ones(2), torch.ones(2, requires_grad=True)
+    shared = SharedInput(group)
+    assert shared(fixed) is sum_gradients(fixed, group) is fixed
+    with torch.no_grad():
+        assert shared(trained) is sum_gradients(trained, group) is trained
+    first = shared(trained)
+    assert first is not trained
+    assert shared(trained) is first, "one all-reduce for all layers that read it"
+    other = torch.ones(3, requires_grad=True)
+    assert shared(other) is not first
+    assert shared(trained) is not first
+    shared.forget()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert shared(trained).dtype == torch.bfloat16
+    shared.forget()
+    assert shared(trained).dtype == torch.float32
