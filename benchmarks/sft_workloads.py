@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,8 @@ def embedded_workload(folder: Path, num_rows: int | None) -> Workload:
         rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
         write_rows(data / f"{split}.jsonl", [{"messages": row["messages"]} for row in rows], num_rows or 600)
     preset = DEFAULT_TRAINING
-    micro, length = int(preset["per_device_train_batch_size"]), int(preset["max_length"])
+    batch = {name: int(preset[name]) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")}
+    length = int(preset["max_length"])
     shared = (
         f"--learning_rate={preset['learning_rate']}",
         f"--lr_scheduler_type={preset['lr_scheduler_type']}",
@@ -42,8 +44,8 @@ def embedded_workload(folder: Path, num_rows: int | None) -> Workload:
         "--warmup_steps=0.05",
         "--assistant_only_loss=True",
     )
-    # With --dataset_name the preset is no longer applied, so the two that make its batch are spelled out.
-    ours = (f"--per_device_train_batch_size={micro}", f"--max_length={length}")
+    # With --dataset_name the preset is no longer applied, so the flags that make its batch are spelled out.
+    ours = (*(f"--{name}={value}" for name, value in batch.items()), f"--max_length={length}")
     return Workload(
         name="embedded",
         description="the embedded base model (2.75 M parameters) and instruction data",
@@ -51,7 +53,7 @@ def embedded_workload(folder: Path, num_rows: int | None) -> Workload:
         data=data,
         shared_flags=shared,
         our_flags=ours,
-        tokens_per_step=micro * length,
+        tokens_per_step=math.prod(batch.values()) * length,
     )
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from datasets import Features
 
 # What `--columns` may map. `answer` is kept for exact match and `tools` for the chat template.
-ROLES = ("messages", "prompt", "completion", "text", "system", "answer", "tools")
+ROLES = ("messages", "prompt", "completion", "text", "system", "answer", "tools", "chosen", "rejected")
 SYSTEM_COLUMNS = ("system", "system_prompt")
 # Names by which data sets call these things; used in advice only, never to guess in silence.
 _LIKELY = {
@@ -56,7 +56,7 @@ class Layout:
         """The roles whose columns hold lists of turns."""
         if self.turn_keys is None:
             return ()
-        return ("messages",) if self.column("messages") else ("prompt", "completion")
+        return tuple(role for role in ("messages", "prompt", "completion", "chosen", "rejected") if self.column(role))
 
     @property
     def conversational(self) -> bool:
@@ -83,6 +83,7 @@ class Layout:
         if self.conversational:
             value = List(Json()) if self.rich else List({"role": text, "content": text})
         names = {"messages": ("messages",), "prompt_completion": ("prompt", "completion"), "text": ("text",)}
+        names["preference"] = ("prompt", "chosen", "rejected") if self.column("prompt") else ("chosen", "rejected")
         return Features({**dict.fromkeys(names[self.target], value), **dict.fromkeys(self.keeps, text)})
 
 
@@ -138,6 +139,7 @@ def detect_layout(
     mapping: Mapping[str, str] | None = None,
     columns: Sequence[str] | None = None,
     chat: bool = True,
+    preferences: bool = False,
 ) -> Layout:
     """Decide the layout of a source from a sample of its rows (plain Python values).
 
@@ -149,6 +151,7 @@ def detect_layout(
         mapping: role → column, from `parse_columns`.
         columns: All column names; by default those of `rows`.
         chat: See `Layout.chat`.
+        preferences: Read a better and a worse answer: chosen and rejected, with or without prompt.
 
     Raises:
         ConfigError: a mapped column that does not exist, or a table that is none of the formats.
@@ -156,7 +159,9 @@ def detect_layout(
     names = list(columns or dict.fromkeys(name for row in rows for name in row))
     mapping = dict(mapping or {})
     check_columns(mapping, names, source)
-    found = _main_columns(mapping, names, rows)
+    found = _preference_columns(mapping, names) if preferences else _main_columns(mapping, names, rows)
+    if found is None and preferences:
+        raise _no_pairs(source, names, rows)
     if found is None:
         raise _unrecognised(source, names, rows)
     name, main = found
@@ -166,20 +171,21 @@ def detect_layout(
         # A column already used for something else is kept a second time only when the user says so.
         if column in names and (role in mapping or column not in main.values()):
             main[role] = column
-    turn_roles = [role for role in ("messages", "prompt", "completion") if role in main]
+    turn_roles = [role for role in ("messages", "prompt", "completion", "chosen", "rejected") if role in main]
     keys = {role: turn_keys_of(rows, main[role]) for role in turn_roles}
     if len(set(keys.values())) > 1:
+        names_of_turns = " and ".join(repr(main[role]) for role in turn_roles)
         raise ConfigError(
-            f"{source} has turns in one of {main['prompt']!r} and {main['completion']!r} and none in the other.",
+            f"{source} has turns in one of {names_of_turns} and none in the other.",
             place="--columns",
-            fix="make both lists of turns, or both plain text.",
+            fix="make all of them lists of turns, or all plain text.",
         )
     turn_keys = keys.get(turn_roles[0]) if turn_roles else None
     if name == "messages" and turn_keys is None:
         raise _not_turns(source, main["messages"], rows)
     if turn_keys == ("from", "value") and name == "messages":
         name = "sharegpt"
-    targets = {"messages": "messages", "sharegpt": "messages", "text": "text"}
+    targets = {"messages": "messages", "sharegpt": "messages", "text": "text", "preference": "preference"}
     rich = turn_keys is not None and any(is_rich(row.get(main[role])) for row in rows for role in turn_roles)
     return Layout(
         name,
@@ -218,6 +224,22 @@ def _main_columns(
         return sum(all(row.get(column) for column in needed) for row in rows)
 
     return max(found, key=filled, default=None)
+
+
+def _preference_columns(mapping: dict[str, str], names: list[str]) -> tuple[str, dict[str, str]] | None:
+    """As `_main_columns`, of pairs."""
+    pair = {role: mapping.get(role, role) for role in ("prompt", "chosen", "rejected")}
+    if pair["prompt"] not in names:
+        pair.pop("prompt")
+    return ("preference", pair) if set(pair.values()) <= set(names) else None
+
+
+def _no_pairs(source: str, names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> ConfigError:
+    return ConfigError(
+        f"{source} holds no pairs of answers; its columns are {describe_columns(names, rows)}.",
+        place="--dataset_name",
+        fix="say which columns are what, e.g. --columns prompt=question chosen=better rejected=worse.",
+    )
 
 
 def describe_columns(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:

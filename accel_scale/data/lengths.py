@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
     from transformers import PreTrainedTokenizerBase
 
+_ANSWERS = ("chosen", "rejected")
 PERCENTILES = (5, 25, 50, 75, 90, 95, 99)
 
 
@@ -95,6 +96,9 @@ def _num_tokens(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) 
         return len(row["input_ids"])
     if tokenizer is None:
         raise ConfigError("rows that are not tokenised cannot be measured.", fix="pass the tokenizer.")
+    if "chosen" in row:
+        answers = [{"prompt": row.get("prompt", type(row[name])()), "completion": row[name]} for name in _ANSWERS]
+        return max(_num_tokens(answer, tokenizer) for answer in answers)
     turns = row["messages"] if "messages" in row else row.get("prompt")
     if isinstance(turns, list):
         rendered: Any = tokenizer.apply_chat_template(turns + row.get("completion", []), tokenize=False)

@@ -74,6 +74,7 @@ def load_training_data(
     mixture: Sequence[str] = (),
     seed: int = 42,
     chat: bool = True,
+    preferences: bool = False,
     shuffle_buffer_rows: int = SHUFFLE_BUFFER_ROWS,
 ) -> LoadedData:
     """Find, read, check and normalise training data.
@@ -93,6 +94,7 @@ def load_training_data(
         mixture: ``source=weight`` items instead of `source`; see `accel_scale.data.mixture.mix`.
         seed: For shuffles and draws; ranks that share it see the same order.
         chat: The model has a chat template: alpaca rows become turns, otherwise Alpaca's prompt text.
+        preferences: Rows are pairs of a better and a worse answer, for `chosen` and `rejected`.
 
     Raises:
         ConfigError: anything about the data that needs the user: the message says where and what to do.
@@ -110,7 +112,7 @@ def load_training_data(
     mapping = parse_columns(columns)
     names = _split_names(split)
     opened = [open_source(item.name, config=item.config, split=names[0], streaming=streaming) for item in items]
-    layouts = _layouts(opened, mapping, chat=chat)
+    layouts = _layouts(opened, mapping, chat=chat, preferences=preferences)
     try:
         return _load(opened, layouts, items, split, test_split, on_bad_row, streaming, seed, shuffle_buffer_rows)
     except RichTurnsFound:
@@ -119,14 +121,14 @@ def load_training_data(
         return _load(opened, layouts, items, split, test_split, on_bad_row, streaming, seed, shuffle_buffer_rows)
 
 
-def _layouts(opened: Sequence[Opened], mapping: dict[str, str], *, chat: bool) -> list[Layout]:
+def _layouts(opened: Sequence[Opened], mapping: dict[str, str], *, chat: bool, preferences: bool) -> list[Layout]:
     layouts = []
     mapped_any = False
     for source in opened:
         own = mapping if set(mapping.values()) <= set(source.column_names()) else {}
         mapped_any = mapped_any or bool(own)
         # Only one source of a mixture need have the mapped columns; a source on its own must.
-        layouts.append(source.layout(own if len(opened) > 1 else mapping, chat=chat))
+        layouts.append(source.layout(own if len(opened) > 1 else mapping, chat=chat, preferences=preferences))
     if mapping and not mapped_any:
         raise ConfigError(
             f"no source of the mixture has all the columns {', '.join(mapping.values())}.",

@@ -49,10 +49,10 @@ class Opened(ABC):
         """Columns of the first file or of the data set."""
         return self._samples[0][1][0]
 
-    def layout(self, mapping: Mapping[str, str], *, chat: bool) -> Layout:
+    def layout(self, mapping: Mapping[str, str], *, chat: bool, preferences: bool = False) -> Layout:
         """The layout of the rows; ConfigError if there is none or files differ in theirs."""
         found = [
-            (place, detect_layout(place, rows, mapping=mapping, columns=names, chat=chat))
+            (place, detect_layout(place, rows, mapping=mapping, columns=names, chat=chat, preferences=preferences))
             for place, (names, rows) in self._samples
         ]
         (first_place, first), *others = found

@@ -81,6 +81,8 @@ class RowConverter:
                 given[role] = _text(item, f"`{column}`")
         if self._layout.format == "text":
             row: dict[str, Any] = {"text": self._required(given, "text")}
+        elif self._layout.format == "preference" and not self._turn_roles:
+            row = self._pair(given)
         elif self._conversational:
             row = self._conversation(given)
         else:
@@ -106,6 +108,14 @@ class RowConverter:
         if self._layout.target == "messages":
             return {"messages": [turn for turns in parts.values() for turn in turns]}
         return parts
+
+    def _pair(self, given: dict[str, Any]) -> dict[str, str]:
+        """`prompt`, `chosen` and `rejected` as text."""
+        roles = ("prompt", "chosen", "rejected")
+        row: dict[str, str] = {role: self._required(given, role) for role in roles if role in given}
+        if "prompt" in row and not _is_blank(given.get("system")):
+            row["prompt"] = f"{given['system']}\n\n{row['prompt']}"
+        return row
 
     def _instruction(self, given: dict[str, Any]) -> str:
         instruction = self._required(given, "instruction")

@@ -1,4 +1,4 @@
-"""Our flags and defaults beside TRL's in the fine-tuning recipe; nothing here imports TRL.
+"""Our flags and defaults beside TRL's in the recipes that use its trainers; nothing here imports TRL.
 
 python -m accel_scale.flags.sft     # writes the table of TRL's flags that is shipped, as installed
 """
@@ -30,20 +30,15 @@ class ModelDefaults:
 
 
 @dataclass
-class SFTDefaults(OptimizerArguments):
-    """Over TRL's `SFTConfig`: packing on, every optimizer and schedule of accel-scale as a choice, quiet output."""
+class TrainerDefaults(OptimizerArguments):
+    """Over the configuration of any of TRL's trainers: every optimizer and schedule as a choice, quiet output."""
 
-    output_dir: str | None = field(default="outputs/sft", metadata={"help": "Where checkpoints and the result go."})
     resume_from_checkpoint: str | None = field(
         default="auto",
         metadata={
             "help": "auto: continue from the newest good checkpoint in --output_dir, if there is one; no: start over, "
             "and refuse a folder with leftovers; or the path of a checkpoint."
         },
-    )
-    packing: bool = field(
-        default=True,
-        metadata={"help": "Pack documents into rows of --max_length; attention never crosses documents."},
     )
     logging_nan_inf_filter: bool = field(
         default=False, metadata={"help": "Hide NaN losses from the log; off, so that they are seen."}
@@ -66,21 +61,43 @@ class SFTDefaults(OptimizerArguments):
     )
 
 
-# What the recipe reads of TRL's flags; the classes themselves are in `config`.
-LIBRARY_CLASSES = (
-    LaterClass("trl:ScriptArguments", library="trl:ScriptArguments"),
-    LaterClass(
-        "accel_scale.settings.trl_config:RecipeSFTConfig", library="trl:SFTConfig", own=(SFTDefaults, DdpHookArguments)
-    ),
-    LaterClass("accel_scale.settings.trl_config:RecipeModelConfig", library="trl:ModelConfig", own=(ModelDefaults,)),
-)
+@dataclass
+class SFTDefaults(TrainerDefaults):
+    """Over TRL's `SFTConfig`: packing on."""
+
+    output_dir: str | None = field(default="outputs/sft", metadata={"help": "Where checkpoints and the result go."})
+    packing: bool = field(
+        default=True,
+        metadata={"help": "Pack documents into rows of --max_length; attention never crosses documents."},
+    )
+
+
+@dataclass
+class DPODefaults(TrainerDefaults):
+    """Over TRL's `DPOConfig`."""
+
+    output_dir: str | None = field(default="outputs/dpo", metadata={"help": "Where checkpoints and the result go."})
+
+
+def _library_classes(config: str, library: str, defaults: type) -> tuple[LaterClass, ...]:
+    """What a recipe reads of TRL's flags; the classes themselves are in `settings.trl_config`."""
+    module = "accel_scale.settings.trl_config"
+    return (
+        LaterClass("trl:ScriptArguments", library="trl:ScriptArguments"),
+        LaterClass(f"{module}:{config}", library=library, own=(defaults, DdpHookArguments)),
+        LaterClass(f"{module}:RecipeModelConfig", library="trl:ModelConfig", own=(ModelDefaults,)),
+    )
+
+
+LIBRARY_CLASSES = _library_classes("RecipeSFTConfig", "trl:SFTConfig", SFTDefaults)
+DPO_LIBRARY_CLASSES = _library_classes("RecipeDPOConfig", "trl:DPOConfig", DPODefaults)
 
 
 def main() -> None:
     """Write the shipped table."""
     from accel_scale.flags.parsing import build_parser
 
-    table = make_table(LIBRARY_CLASSES, lambda classes: build_parser(classes, program=""))
+    table = make_table((*LIBRARY_CLASSES, *DPO_LIBRARY_CLASSES), lambda classes: build_parser(classes, program=""))
     SHIPPED.write_text(json.dumps(table).replace('{"names"', '\n{"names"') + "\n", encoding="utf-8")
 
 

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
-from accel_scale.facts import hardware
 from accel_scale.planning.cost.communication import step_collectives
 from accel_scale.planning.cost.memory import MemoryEstimate, predict_memory
 from accel_scale.planning.cost.timing import TimeEstimate, predict_time
@@ -40,6 +39,7 @@ class RunPlan:
         memory: On one rank.
         time: None where a speed is not known.
         here: How it is trained on this machine, where that differs from `setup`.
+        rows_per_example: Of the recipe; its batch sizes count examples.
     """
 
     facts: ModelFacts
@@ -49,6 +49,7 @@ class RunPlan:
     memory: MemoryEstimate
     time: TimeEstimate | None
     here: TrainingSetup | None = None
+    rows_per_example: int = 1
 
     @property
     def limit_bytes(self) -> int:
@@ -81,15 +82,18 @@ class RunPlan:
 
     def remedies(self) -> str:
         """The cheapest changes that fit, each with its upper end: single ones, else on top of the smallest passes."""
-        rows = self.setup.micro_batch_size
+        rows = self.setup.micro_batch_size // self.rows_per_example
         policy = self.setup.checkpointing if self.setup.long_rows else "full"
         smallest = replace(
-            self.setup, micro_batch_size=1, accumulation=self.setup.accumulation * rows, checkpointing=policy
+            self.setup,
+            micro_batch_size=self.rows_per_example,
+            accumulation=self.setup.accumulation * rows,
+            checkpointing=policy,
         )
         texts = self._changes(self.setup)
         if texts:
             return f"{', or '.join(texts)}."
-        first = _change_text(_BATCH_FLAG, smallest, self.target.machine) + f" --checkpointing_policy {policy}"
+        first = self._change_text(_BATCH_FLAG, smallest) + f" --checkpointing_policy {policy}"
         high = predict_memory(self.facts, smallest, is_cuda=self.target.is_cuda).high_bytes
         if high <= self.limit_bytes:
             return f"{first} ({format_bytes(high)})."
@@ -104,8 +108,14 @@ class RunPlan:
         texts = []
         for flag, changed in cheapest_changes(request, setup):
             memory = predict_memory(self.facts, changed, is_cuda=is_cuda)
-            texts.append(f"{_change_text(flag, changed, machine)} ({format_bytes(memory.high_bytes)})")
+            texts.append(f"{self._change_text(flag, changed)} ({format_bytes(memory.high_bytes)})")
         return texts
+
+    def _change_text(self, flag: str, setup: TrainingSetup) -> str:
+        if flag == _BATCH_FLAG:
+            rows = setup.micro_batch_size // self.rows_per_example
+            return f"{flag} {rows} --gradient_accumulation_steps {setup.accumulation}"
+        return as_flag(flag, setup) or f"a launch file with {launch_label(setup, self.target.machine)}"
 
     def for_data(self, rows: Any, tokenizer: Any) -> RunPlan:
         """The same for rows as long as those of the data set, where they are padded; refuses what does not fit.
@@ -126,7 +136,8 @@ class RunPlan:
                 "mean_length": min(limit, found.mean_tokens),
             }
             plan = predict(self.facts, replace(self.setup, **lengths), self.target, place=self.place)
-            plan = replace(plan, here=self.here and replace(self.here, **lengths))
+            here = self.here and replace(self.here, **lengths)
+            plan = replace(plan, here=here, rows_per_example=self.rows_per_example)
         plan.refuse()
         return plan
 
@@ -215,7 +226,8 @@ def planned_as(
     facts = facts_from_config(model_config.to_dict(), name=name)
     setup = setup_of(settings, launch, attention, shared)
     place = next((settings.sources[flag] for flag in ("plan_gpu", "plan") if settings.sources.get(flag)), "--plan")
-    return predict(facts, setup, target, place=place)
+    plan = predict(facts, setup, target, place=place)
+    return replace(plan, rows_per_example=settings.recipe.rows_per_example)
 
 
 def predict(facts: ModelFacts, setup: TrainingSetup, target: Target, *, place: str = "--plan") -> RunPlan:
@@ -247,9 +259,3 @@ def with_interval(value: float, half: float) -> str:
 
 
 _UNITS: Mapping[str, int] = {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
-
-
-def _change_text(flag: str, setup: TrainingSetup, machine: hardware.Machine) -> str:
-    if flag == _BATCH_FLAG:
-        return f"{flag} {setup.micro_batch_size} --gradient_accumulation_steps {setup.accumulation}"
-    return as_flag(flag, setup) or f"a launch file with {launch_label(setup, machine)}"

@@ -13,6 +13,7 @@ from accel_scale.facts.optimizer_specs import LEAN_OPTIMIZERS, OPTIMIZERS
 from accel_scale.flags.parsing import ParsedFlags
 from accel_scale.planning.cost.strategies import ParallelChoice
 from accel_scale.planning.models.training_setup import TrainingSetup
+from accel_scale.planning.search.recipe_choices import SFT_PLAN, PlannedRecipe
 from accel_scale.planning.search.search import Candidate, Request, search
 from accel_scale.settings.planned import RunPlan, planned_as, predict, with_interval
 from accel_scale.settings.planned_setup import recipe_value, target_of
@@ -40,6 +41,7 @@ def resolve_planned(
     launch: LaunchEnvironment,
     *,
     preset: Mapping[str, Any] | None = None,
+    recipe: PlannedRecipe = SFT_PLAN,
 ) -> Resolved:
     """As `resolve`; with ``--plan auto`` the settings that are open are chosen first, by what fits and is fastest.
 
@@ -50,34 +52,37 @@ def resolve_planned(
         ConfigError: as `resolve`; if nothing fits, or the model is not one that can be planned for.
     """
     if parsed.explicit.get("plan") != "auto":
-        return _resolve_for_both(parsed, facts, preset)
+        return _resolve_for_both(parsed, facts, preset, recipe)
     if parsed.explicit.get("checkpointing_policy") == AUTO_POLICY:
         parsed = replace(parsed, explicit={k: v for k, v in parsed.explicit.items() if k != "checkpointing_policy"})
     seeded = parsed
     if _sets(parsed, ("global_batch_size",)) and not _sets(parsed, _BATCH):
         # Any micro-batch that divides it will do until one is chosen.
         seeded = replace(parsed, explicit={**parsed.explicit, "per_device_train_batch_size": 1})
-    open_settings = _resolve_for_both(seeded, facts, preset)
+    open_settings = _resolve_for_both(seeded, facts, preset, recipe)
     config = _config_of(open_settings)
     plan = _open_plan(open_settings, launch, config)
     chosen = _choose(plan, parsed, launch, facts)
     values = _flags_of(chosen.setup, parsed)
     origin = f"planned: fits {format_bytes(plan.limit_bytes)} ({plan.target.machine.gpu.name})"
     explicit, origins = {**parsed.explicit, **values}, {**parsed.origins, **dict.fromkeys(values, origin)}
-    settings = _resolve_for_both(replace(parsed, explicit=explicit, origins=origins), facts, preset)
+    settings = _resolve_for_both(replace(parsed, explicit=explicit, origins=origins), facts, preset, recipe)
     settings.notes.append(_line(values, chosen, plan))
     settings.model_config = config
     return settings
 
 
-def _resolve_for_both(parsed: ParsedFlags, facts: LaunchFacts, preset: Mapping[str, Any] | None) -> Resolved:
+def _resolve_for_both(
+    parsed: ParsedFlags, facts: LaunchFacts, preset: Mapping[str, Any] | None, recipe: PlannedRecipe
+) -> Resolved:
     """The settings here and, where ``--plan_gpu`` names a card and this is none, those that the card would get."""
     settings = resolve(parsed, facts, preset=preset)
     set_usual_schedule(settings)
+    settings.recipe = recipe
     card = settings.scale.plan_gpu
     if card and facts.device_type != "cuda":
         there = replace(facts, device=device_named(card, place=parsed.place("plan_gpu")))
-        settings.on_card = resolve(parsed, there, preset=preset)
+        settings.on_card = replace(resolve(parsed, there, preset=preset), recipe=recipe)
     return settings
 
 

@@ -103,9 +103,12 @@ def setup_of(
         fused=settings.fused,
         attention=_counted_as(attention),
         loss=_loss_of(settings),
-        micro_batch_size=int(recipe_value(settings, "per_device_train_batch_size")),
+        micro_batch_size=int(recipe_value(settings, "per_device_train_batch_size")) * settings.recipe.rows_per_example,
         sequence_length=int(length),
         packing=bool(recipe_value(settings, "packing")),
+        reference_model=settings.recipe.has_reference_model
+        and settings.method == "full"
+        and not recipe_value(settings, "precompute_ref_log_probs"),
         accumulation=int(recipe_value(settings, "gradient_accumulation_steps")),
         sync_each_batch=bool(recipe_value(settings, "sync_each_batch")),
         reduce_dtype=settings.scale.reduce_dtype,
@@ -166,10 +169,11 @@ def _shared(strategy: LaunchStrategy, shared: SharedModel, gpus_per_node: int) -
 
 
 def recipe_value(settings: Resolved, name: str) -> Any:
-    """The value of a flag of the recipe's training configuration, its default where nobody set it."""
-    from accel_scale.settings.trl_config import RecipeSFTConfig
+    """The value of a flag of the recipe's training configuration, its default where nobody set it; None without it."""
+    from accel_scale.settings import trl_config
 
-    default = next(f.default for f in fields(RecipeSFTConfig) if f.name == name)
+    config_class = getattr(trl_config, settings.recipe.config_class)
+    default = next((f.default for f in fields(config_class) if f.name == name), None)
     return settings.values.get(name, default)
 
 

@@ -12,6 +12,7 @@ from accel_scale.facts.names import AUTO_POLICY, FUSED_LABEL
 from accel_scale.flags.common import ScaleArguments
 from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy
 from accel_scale.modeling.precision import Precision
+from accel_scale.planning.search.recipe_choices import SFT_PLAN, PlannedRecipe
 from accel_scale.secrets import mask
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class Resolved:
     flags come to on the card of ``--plan_gpu``, where that is not a device like the one here. `model_config` is the
     model's, where ``--plan auto`` has read it. `heavier_policies` are those of activation checkpointing that fit as
     well as the one that was planned. `agreed_kernels` are the parts of
-    the model that may run in fused kernels.
+    the model that may run in fused kernels. `recipe` is what the planner knows of the recipe.
     """
 
     values: dict[str, Any]
@@ -70,6 +71,7 @@ class Resolved:
     model_config: PreTrainedConfig | None = None
     heavier_policies: tuple[str, ...] = ()
     agreed_kernels: tuple[str, ...] = ()
+    recipe: PlannedRecipe = SFT_PLAN
 
     @property
     def checkpointing_is_open(self) -> bool:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from trl import ModelConfig, SFTConfig
+from trl import DPOConfig, ModelConfig, SFTConfig
 
 from accel_scale.flags.ddp import DdpHookArguments
-from accel_scale.flags.sft import ModelDefaults, SFTDefaults
+from accel_scale.flags.sft import DPODefaults, ModelDefaults, SFTDefaults
 from accel_scale.secrets import move_token_to_environment
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+    _TrainingArguments = TrainingArguments
+else:
+    _TrainingArguments = object
 
 
 @dataclass
@@ -17,13 +24,14 @@ class RecipeModelConfig(ModelDefaults, ModelConfig):
     """TRL's `ModelConfig` with the recipe's defaults."""
 
 
-@dataclass
-class RecipeSFTConfig(SFTDefaults, DdpHookArguments, SFTConfig):  # type: ignore[misc]  # one flag more may be None
-    """TRL's `SFTConfig` with the recipe's flags and defaults.
+class _TrainerSettings(_TrainingArguments):
+    """What the recipes change in any configuration of TRL's trainers; put before it.
 
     Attributes set after construction: `optimizer_name` and `schedule_name`, as the user wrote them; the base class
     sees the nearest name it knows.
     """
+
+    sync_each_batch: bool  # a flag of the recipe
 
     def __post_init__(self) -> None:
         from accel_scale.training.resilience.collective_timeout import settle_timeouts
@@ -61,3 +69,13 @@ class RecipeSFTConfig(SFTDefaults, DdpHookArguments, SFTConfig):  # type: ignore
     def to_dict(self) -> dict[str, Any]:
         """As the base class, with the names the user wrote."""
         return {**super().to_dict(), "optim": self.optimizer_name, "lr_scheduler_type": self.schedule_name}
+
+
+@dataclass
+class RecipeSFTConfig(_TrainerSettings, SFTDefaults, DdpHookArguments, SFTConfig):  # type: ignore[misc]  # one flag more may be None
+    """TRL's `SFTConfig` with the recipe's flags and defaults."""
+
+
+@dataclass
+class RecipeDPOConfig(_TrainerSettings, DPODefaults, DdpHookArguments, DPOConfig):  # type: ignore[misc]
+    """TRL's `DPOConfig` with the recipe's flags and defaults."""

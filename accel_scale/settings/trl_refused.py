@@ -77,16 +77,62 @@ def refuse_contradictions(parsed: ParsedFlags) -> None:
     Raises:
         ConfigError: for the first that is found.
     """
+    refuse_settings(parsed)
     given = parsed.explicit
-    refuse_trl_flags(given, parsed.place, device_type="not known yet")
-    precision, fp16, bf16, dtype = (given.get(name) for name in ("precision", "fp16", "bf16", "dtype"))
-    wanted_precision(precision, fp16, bf16, dtype, False, parsed.place)
     if given.get("model_name_or_path") and not (given.get("dataset_name") or given.get("dataset_mixture")):
         raise ConfigError(
             "a model is given but nothing to train it on.",
             place=parsed.place("model_name_or_path"),
             fix="add --dataset_name with a hub id, a file or a folder.",
         )
+
+
+def refuse_dpo(parsed: ParsedFlags) -> None:
+    """As `refuse_contradictions`, of recipes/dpo.py, with what TRL or the planner would not do for pairs.
+
+    Raises:
+        ConfigError: for the first that is found.
+    """
+    refuse_settings(parsed)
+    given = parsed.explicit
+    refused = {
+        "padding_free": "TRL pads pairs all the same",
+        "long_rows": "the log-probabilities of a pair are not computed in tiles",
+    }
+    for name, why in refused.items():
+        if given.get(name):
+            raise ConfigError(f"{why}.", place=parsed.place(name), fix="remove it.")
+    if given.get("plan") == "auto":
+        raise ConfigError(
+            "settings for pairs are not chosen by the recipe.",
+            place=parsed.place("plan"),
+            fix="use --plan check, or let accel-scale plan --recipe dpo choose.",
+        )
+    for name in ("sync_ref_model", "dataset_streaming"):
+        if given.get("precompute_ref_log_probs") and given.get(name):
+            raise ConfigError(
+                f"--precompute_ref_log_probs and --{name} exclude each other.",
+                place=parsed.place(name),
+                fix="keep one.",
+            )
+    if given.get("model_name_or_path") is None or not (given.get("dataset_name") or given.get("dataset_mixture")):
+        raise ConfigError(
+            "pairs need a model that answers already, and a data set of them.",
+            place="command line",
+            fix="name --model_name_or_path and --dataset_name, rows with prompt, chosen and rejected.",
+        )
+
+
+def refuse_settings(parsed: ParsedFlags) -> None:
+    """Flags of any recipe with TRL's trainers that cannot work together.
+
+    Raises:
+        ConfigError: for the first that is found.
+    """
+    given = parsed.explicit
+    refuse_trl_flags(given, parsed.place, device_type="not known yet")
+    precision, fp16, bf16, dtype = (given.get(name) for name in ("precision", "fp16", "bf16", "dtype"))
+    wanted_precision(precision, fp16, bf16, dtype, False, parsed.place)
 
 
 def keys_of(given: Any, place: str) -> list[str]:

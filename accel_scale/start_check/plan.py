@@ -30,6 +30,7 @@ class PlannedRun:
         trust_remote_code: Whether code of the model's own may run.
         router_loss: Weight of the router's auxiliary loss where the trainer sets it; None: as the configuration says.
         packing_flag: What switches packing off in this recipe.
+        log_probs: Whether the loss is made of log-probabilities by TRL's head, as that of pairs is.
         targets_given: Whether the user named the modules that get adapters.
     """
 
@@ -44,6 +45,7 @@ class PlannedRun:
     router_loss: float | None = None
     packing_flag: str = "--packing false"
     targets_given: bool = False
+    log_probs: bool = False
 
     @property
     def packs(self) -> bool:

@@ -60,15 +60,20 @@ def check_sft_start(
     *,
     say: Callable[[str], None],
 ) -> Verdict:
-    """The start check of a fine-tuning run; what the user should know is said, a line each.
+    """The start check of a run with one of TRL's trainers; what the user should know is said, a line each.
+
+    Of pairs it is their log-probabilities that are compared, by TRL's head. The reference model needs no check of its
+    own: it is the same model without gradients.
 
     Raises:
         ConfigError: as `check_start`.
     """
     from accel_scale.settings.model_settings import settle_adapters
+    from accel_scale.settings.planned_setup import recipe_value
 
     values, adapter = settings.values, settle_adapters(settings, model_args, config)
-    packs = bool(values.get("packing", True) or values.get("padding_free"))
+    of_pairs = settings.recipe.rows_per_example > 1
+    packs = bool(recipe_value(settings, "packing") or (values.get("padding_free") and not of_pairs))
     launched = strategy_named(settings.launch.strategy)
     planned = PlannedRun(
         config=config,
@@ -81,7 +86,9 @@ def check_sft_start(
         adapter=adapter,
         targets_given=bool(values.get("lora_target_modules")),
         trust_remote_code=bool(values.get("trust_remote_code")),
-        router_loss=_router_loss(config, values.get("router_aux_loss_coef")),
+        # A pair's routers are weighed beside its loss: what is compared with the model's own is its log-probabilities.
+        router_loss=0.0 if of_pairs else _router_loss(config, values.get("router_aux_loss_coef")),
+        log_probs=of_pairs,
         packing_flag="--packing false --padding_free false" if values.get("padding_free") else "--packing false",
     )
     return _said(planned, settings, say)

@@ -113,8 +113,8 @@ class TwinCheck:
         """
         policy = _for_few_layers(self.run.policy, self.base)
         seen = []
-        for from_logits in (False, True):
-            add_fast_lm_head(self.base, from_logits=from_logits)
+        for from_logits in (False,) if self.run.log_probs else (False, True):
+            self.add_head(from_logits)
             if policy != _NO_POLICY:
                 self.apply(policy)
                 step, why_policy = self.compared(own)
@@ -127,6 +127,12 @@ class TwinCheck:
             if step is not None:
                 return step, from_logits
             seen.append(why)
+        if self.run.log_probs:
+            raise ConfigError(
+                f"log-probabilities by TRL's head are not {self.name}'s own: {seen[-1]}.",
+                place="start check",
+                fix="train another model; this one's head is more than one matrix product.",
+            )
         if router_coefficient(self.base.config):
             raise ConfigError(
                 f"the recipe's loss with the router's auxiliary loss is not {self.name}'s own: {seen[-1]}.",
@@ -139,6 +145,15 @@ class TwinCheck:
             fix="train another model; this one's loss is more than cross-entropy of its logits.",
         )
 
+    def add_head(self, from_logits: bool) -> None:
+        """The head that the recipe's loss is computed by."""
+        if self.run.log_probs:
+            from trl.trainer.utils import add_fused_lm_head
+
+            add_fused_lm_head(self.base)
+        else:
+            add_fast_lm_head(self.base, from_logits=from_logits)
+
     def apply(self, policy: CheckpointingPolicy) -> None:
         apply_checkpointing(self.model, policy, use_reentrant=self.run.use_reentrant, tile_rows=_TILE_ROWS)
 
@@ -147,7 +162,8 @@ class TwinCheck:
         from accel_scale.start_check.steps import difference, take_step
 
         try:
-            step = take_step(self.model, self.batch.inputs, recipe_loss)
+            loss = log_prob_loss if self.run.log_probs else recipe_loss
+            step = take_step(self.model, self.batch.inputs, loss)
         except Exception as error:
             return None, f"{type(error).__name__}: {first_line(error)[:200]}"
         gap = difference(step, own)
@@ -190,6 +206,14 @@ def recipe_loss(model: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
     num_items, coefficient = count_loss_tokens(inputs["labels"]), router_coefficient(model.config)
     outputs = model(**inputs, num_items_in_batch=num_items, fast_lm_head=True, router_loss=bool(coefficient))
     return outputs.loss + coefficient * outputs.aux_loss if coefficient else outputs.loss  # type: ignore[no-any-return]
+
+
+def log_prob_loss(model: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
+    """What TRL's preference losses are made of, as a mean over labelled tokens."""
+    from accel_scale.optimization.loss import count_loss_tokens
+
+    outputs = model(**inputs, use_cache=False, fused_lm_head=True)
+    return -outputs.log_probs.sum() / count_loss_tokens(inputs["labels"])  # type: ignore[no-any-return]
 
 
 def _with_router_loss(config: PreTrainedConfig, weight: float | None) -> PreTrainedConfig:

@@ -1,0 +1,131 @@
+"""Tune a model to preferences: pairs of a better and a worse answer, by DPO and the losses that TRL has beside it.
+
+    accelerate launch --config_file accelerate_configs/fsdp2.yaml recipes/dpo.py \\
+        --model_name_or_path outputs/sft --dataset_name trl-lib/ultrafeedback_binarized --method lora --beta 0.1
+
+Rows have `prompt`, `chosen` and `rejected`, as text or turns; `--columns` maps other names. With adapters the
+reference is the model without them; full fine-tuning keeps a frozen copy, unless `--precompute_ref_log_probs`.
+Flags are TRL's `ScriptArguments`, `DPOConfig` and `ModelConfig` and our `ScaleArguments`: `--help` lists them.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from accel_scale.ending.user_errors import user_errors
+from accel_scale.flags.library import load_classes
+from accel_scale.flags.parsing import ParsedFlags, parse_flags
+from accel_scale.quiet import quiet_imports
+from accel_scale.recipe_specs.dpo import DPO
+from accel_scale.starting.begin import begin
+from accel_scale.trainers.trainer_run import (
+    TrainerRun,
+    check_run,
+    course_of_run,
+    load_run_model,
+    prepare_chat,
+    report_end,
+    report_start,
+    set_loaders,
+    settle_trainer,
+    trainer_options,
+)
+
+if TYPE_CHECKING:  # torch and TRL are slow to import: not before the command line has been checked
+    from accel_scale.trainers.sft_trainer import ScaleDPOTrainer
+
+RECIPE = DPO  # what doctor, plan, rehearse, scaling-test, launch-script and tune.py know about this file
+PROGRAM, FLAG_CLASSES = RECIPE.program, RECIPE.flags
+quiet_imports()  # before the libraries that would print at import
+
+
+def main(argv: list[str] | None = None) -> dict[str, object] | None:
+    """Run the recipe; returns what `run_summary.json` holds."""
+    from accel_scale.ending.user_errors import exit_if_not_saved
+
+    started = time.perf_counter()
+    parsed = parse_flags(FLAG_CLASSES, argv, program=PROGRAM, description=__doc__)
+    run = resolve_run(parsed)
+    if run.settings.scale.print_config:
+        run.say(run.settings.as_yaml(load_classes(FLAG_CLASSES)))
+        return None
+    check_run(run)
+    with run.start.folder.taken(is_main=run.is_main), exit_if_not_saved(PROGRAM):
+        load_data(run)
+        run.course = course_of_run(run, FLAG_CLASSES)
+        if finished := run.course.look_ahead():
+            return run.course.say_finished(finished, is_main=run.is_main)
+        trainer = make_trainer(run)
+        run.course.follow(trainer, started)
+        report_start(run, trainer, PROGRAM)
+        trainer.train(resume_from_checkpoint=run.course.choice)
+        trainer.save_model(trainer.args.output_dir)
+        summary = report_end(run, trainer, PROGRAM)
+    trainer.accelerator.end_training()  # torch warns of process groups that are left to the interpreter's end
+    return summary
+
+
+def resolve_run(parsed: ParsedFlags) -> TrainerRun:
+    """Flags, launch and machine brought together; contradictions are refused here."""
+    RECIPE.refuse(parsed)
+    from trl import ScriptArguments  # slow, as all of TRL is
+
+    from accel_scale.settings.planned_choice import resolve_planned
+    from accel_scale.settings.trl_config import RecipeDPOConfig, RecipeModelConfig
+    from accel_scale.starting.recipe_start import start_recipe
+
+    start = start_recipe(parsed, output_dir=str(parsed.explicit.get("output_dir") or RecipeDPOConfig.output_dir))
+    settings = resolve_planned(parsed, start.facts, start.launch, recipe=RECIPE.plan)
+    script, model_args = settings.build(ScriptArguments), settings.build(RecipeModelConfig)
+    return TrainerRun(settings=settings, start=start, script=script, model_args=model_args)
+
+
+def load_data(run: TrainerRun) -> None:
+    """Pairs to train on, pairs to evaluate where asked for, and the questions of the exact-match report."""
+    from itertools import islice
+
+    from accel_scale.data.loading import load_training_data
+
+    script, scale, values = run.script, run.settings.scale, run.settings.values
+    evaluates = str(values.get("eval_strategy", "no")) != "no"
+    run.data = load_training_data(
+        script.dataset_name,
+        config=script.dataset_config,
+        split=script.dataset_train_split,
+        test_split=script.dataset_test_split if evaluates or scale.exact_match_samples else None,
+        columns=scale.columns,
+        on_bad_row=scale.on_bad_row,
+        streaming=script.dataset_streaming,
+        mixture=scale.dataset_mixture,
+        seed=int(values.get("seed", 42) if values.get("data_seed") is None else values["data_seed"]),
+        preferences=True,
+    )
+    run.questions = list(islice(run.data.test or (), scale.exact_match_samples or 0))
+    run.plan = run.plan and run.plan.for_data(run.data.train, run.tokenizer)
+
+
+def make_trainer(run: TrainerRun) -> ScaleDPOTrainer:
+    """TRL's trainer with the model, its reference, the data, and what was decided about them."""
+    from accel_scale.settings.trl_config import RecipeDPOConfig
+    from accel_scale.trainers.sft_trainer import ScaleDPOTrainer
+
+    set_loaders(run)
+    args = run.settings.build(RecipeDPOConfig)
+    stop_token = prepare_chat(run)
+    options = args.model_init_kwargs
+    model, reference = load_run_model(run, args), None
+    # Adapters switched off are the reference. What is computed before training asks the model itself, but FSDP shards
+    # that later than it shards a reference.
+    if run.settings.method == "full" and not (args.precompute_ref_log_probs and not run.launch.parallel.is_fsdp):
+        args.model_init_kwargs = options
+        reference = load_run_model(run, args)
+    trainer = ScaleDPOTrainer(ref_model=reference, **trainer_options(run, args, model))
+    settle_trainer(run, trainer, stop_token)
+    return trainer
+
+
+if __name__ == "__main__":
+    begin(PROGRAM, FLAG_CLASSES, RECIPE.refuse)
+    with user_errors(PROGRAM):
+        main()

@@ -1,0 +1,21 @@
+"""Pairs of a right and a wrong answer, as recipes/dpo.py reads them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+
+def write_pairs(folder: Path, count: int = 40) -> Path:
+    """`train.jsonl` in the new `folder`: `count` sums as turns, the wrong answer one too high."""
+    folder.mkdir()
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"What is {n} plus {n % 7}?"}],
+            "chosen": [{"role": "assistant", "content": str(n + n % 7)}],
+            "rejected": [{"role": "assistant", "content": str(n + n % 7 + 1)}],
+        }
+        for n in range(count)
+    ]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder

@@ -1,0 +1,87 @@
+"""recipes/dpo.py takes the same steps under every strategy, and goes on after a kill as if there had been none."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launched_recipe import STEPS, launched, logged
+from pairs import write_pairs
+
+from accel_scale.data.default import default_model_path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+METHODS = ("full", "lora", "qlora")
+QUICK = {("fsdp2", "full"), ("zero3", "lora")}
+CASES = [
+    pytest.param(name, method, marks=[] if (name, method) in QUICK else pytest.mark.soak)
+    for name in ("ddp", "fsdp2", "zero2", "zero3")
+    for method in METHODS
+]
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_pairs(tmp_path_factory.mktemp("dpo") / "pairs")
+
+
+def given(data: Path, method: str) -> list[str]:
+    return ["--model_name_or_path", default_model_path(), "--dataset_name", str(data), "--method", method]
+
+
+@functools.cache
+def of_one_process(data: Path, method: str) -> list[float]:
+    batch = ["--per_device_train_batch_size", "4"]
+    folder = launched("cpu", "fp32", "dpo", data.parent / f"one-{method}", *given(data, method), *batch, processes=1)
+    return [entry["loss"] for entry in logged(folder)]
+
+
+@pytest.mark.parametrize(("name", "method"), CASES)
+def test_losses_are_those_of_one_process(name: str, method: str, data: Path, tmp_path: Path) -> None:
+    one = of_one_process(data, method)
+    folder = launched(name, "fp32", "dpo", tmp_path / "two", *given(data, method))
+    several = [entry["loss"] for entry in logged(folder)]
+    assert len(one) == STEPS
+    assert several == pytest.approx(one, abs=1e-4)
+    assert max(one) - min(one) > 1e-3, "the weights move"
+
+
+def test_a_killed_run_goes_on_bit_for_bit(data: Path, tmp_path: Path) -> None:
+    words = [sys.executable, "recipes/dpo.py", *given(data, "full"), "--precision", "fp32", "--max_length", "128"]
+    words += ["--max_steps", "6", "--save_steps", "2", "--logging_steps", "1", "--per_device_train_batch_size", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def start(folder: Path) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [*words, "--output_dir", str(folder)],
+            cwd=REPOSITORY,
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+
+    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
+    process = start(undisturbed)
+    process.communicate()
+    assert process.returncode == 0
+    process = start(killed)
+    while process.poll() is None and not (killed / "checkpoint-2").exists():
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    process = start(killed)
+    output = process.communicate()[0]
+    assert process.returncode == 0, output[-3000:]
+    assert "checkpoint-" in output
+    weights = "model.safetensors"
+    assert (killed / weights).read_bytes() == (undisturbed / weights).read_bytes()
