@@ -58,16 +58,17 @@ def test_folders_that_torch_writes_are_read_and_what_could_run_code_is_not(tmp_p
         (folder / "shards" / file).unlink()
 
 
-def test_signals_are_remembered_in_their_order_and_handlers_put_back() -> None:
+def test_signals_are_remembered_in_their_order_and_handlers_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A run that another test left unfinished in this process would go on protecting its workers.
+    monkeypatch.setattr(stop_signals, "_num_installed", 0)
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    installed = stop_signals._num_installed
     signals = StopSignals()
     signals.restore()  # before anything was installed: nothing
-    assert stop_signals._num_installed == installed
+    assert stop_signals._num_installed == 0
     signals.install()
     signals.install()  # the second changes nothing
     try:
-        assert stop_signals._num_installed == installed + 1
+        assert stop_signals._num_installed == 1
         assert signals.received == 0
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
             os.kill(os.getpid(), number)
@@ -79,7 +80,7 @@ def test_signals_are_remembered_in_their_order_and_handlers_put_back() -> None:
     finally:
         signals.restore()
     assert {number: signal.getsignal(number) for number in STOP_SIGNALS} == before
-    assert stop_signals._num_installed == installed
+    assert stop_signals._num_installed == 0
     child = os.fork()
     if child == 0:
         os._exit(int(signal.getsignal(signal.SIGUSR1) != before[signal.SIGUSR1]))
