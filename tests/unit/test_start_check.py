@@ -103,6 +103,20 @@ def test_a_head_that_the_recipe_does_not_know_is_found(broken_head: Any, change:
     assert "own logits" in verdict.notes[0]
 
 
+@pytest.mark.parametrize("adapter", [None, LORA], ids=["full", "lora"])
+def test_the_log_probabilities_of_pairs_are_compared_with_the_models_own(
+    broken_head: Any, adapter: LoraConfig | None
+) -> None:
+    """TRL's head computes them, which has no other way: what it does not know is refused."""
+    of_pairs: dict[str, Any] = {"rows": "padded", "log_probs": True, "adapter": adapter}
+    assert check(LLAMA, "full", **of_pairs) == Verdict("sdpa")
+    broken_head(lambda x: 0.98 * x)
+    with pytest.raises(
+        ConfigError, match=r"log-probabilities by TRL's head are not LlamaForCausalLM's own: .*2% apart.*train another"
+    ):
+        check(LLAMA, **of_pairs)
+
+
 @pytest.mark.parametrize("model_type", ["gemma2", "cohere", "granite", "falcon_h1", "muse", "minicpm3", "hyperclovax"])
 def test_every_name_of_a_factor_or_cap_is_the_models_own(model_type: str) -> None:
     """`head_transform` reads these; a name that moved in transformers would be found here."""
