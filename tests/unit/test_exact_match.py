@@ -140,6 +140,18 @@ def test_messages_need_a_chat_template(model, tokenizer, questions):
         exact_match(model, plain, questions[:1])
 
 
+def test_pairs_expect_the_better_answer(model, tokenizer):
+    turn, better = {"role": "user", "content": "12 + 7 ="}, {"role": "assistant", "content": "19"}
+    worse = {"role": "assistant", "content": "20"}
+    rows = [
+        {"prompt": "12 + 7 =", "chosen": " 19", "rejected": " 20"},
+        {"prompt": [turn], "chosen": [better], "rejected": [worse]},
+        {"chosen": [turn, better], "rejected": [turn, worse]},
+    ]
+    seen = [(example.question, example.expected) for example in exact_match(model, tokenizer, rows).examples]
+    assert seen == [("12 + 7 =", " 19"), ("12 + 7 =", "19"), ("12 + 7 =", "19")]
+
+
 def test_prompt_completion_rows(model, tokenizer):
     turn = [{"role": "user", "content": "12 + 7 ="}]
     rows = [

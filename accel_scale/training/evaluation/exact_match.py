@@ -69,7 +69,7 @@ def exact_match(
 
     A question is a row with ``messages`` (the last assistant turn, if any, is not shown to the model), or with a
     ``prompt`` that is a string or a list of messages. The expected answer is its ``answer``, else the last assistant
-    turn or the ``completion``. ``task`` groups the counts ("all" where absent).
+    turn, the ``completion``, or the ``chosen`` answer of a pair. ``task`` groups the counts ("all" where absent).
 
     Args:
         model: Causal language model with `generate`; `DistributedDataParallel` is unwrapped.
@@ -140,20 +140,21 @@ class _Row:
 
 def _prompt_and_answer(row: Mapping[str, Any], index: int) -> tuple[str | list[dict[str, Any]], str]:
     """The prompt, as text or as messages without the closing assistant turn, and the expected answer."""
-    prompt: Any = row.get("messages") or row.get("prompt")
+    prompt: Any = row.get("prompt")
     answer: Any = row.get("answer")
-    if row.get("messages"):
-        prompt = list(row["messages"])
+    turns = row.get("messages") or (None if prompt else row.get("chosen"))
+    if turns and not isinstance(turns, str):
+        prompt = list(turns)
         if prompt[-1]["role"] == "assistant":
             turn = prompt.pop()
             answer = turn["content"] if answer is None else answer
     elif answer is None:
-        completion = row.get("completion")
-        answer = completion[-1]["content"] if isinstance(completion, list) and completion else completion
+        better = row.get("completion") or row.get("chosen")
+        answer = better[-1]["content"] if isinstance(better, list) and better else better
     if not prompt or answer is None:
         raise ConfigError(
             f"Question {index} has no {'prompt' if not prompt else 'expected answer'}.",
-            fix="Give every row `messages` or `prompt`, and `answer`, an assistant turn or `completion`.",
+            fix="Give every row `messages` or `prompt`, and `answer`, an assistant turn, `completion` or `chosen`.",
         )
     return prompt, str(answer)
 
