@@ -36,7 +36,7 @@ def plain_accelerator(
         ConfigError: for a tracker that is not installed, or a DeepSpeed file that contradicts the flags.
     """
     from accelerate import Accelerator
-    from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs, TorchDynamoPlugin
+    from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs, LoggerType, TorchDynamoPlugin
 
     from accel_scale.modeling.precision import enable_fp16_on_cpu
     from accel_scale.training.ddp.gradient_numbers import use_gradient_numbers
@@ -55,23 +55,24 @@ def plain_accelerator(
     warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`")
     # Said below, as an error.
     warnings.filterwarnings("ignore", message=".*no supported trackers are currently installed.*")
-    try:
-        accelerator = Accelerator(
-            mixed_precision=settings.precision.mixed_precision,
-            gradient_accumulation_plugin=accumulating,
-            dynamo_plugin=dynamo,
-            kwargs_handlers=[handler],
-            log_with=args.report_to or None,
-            project_dir=args.output_dir,
-        )
-    except ValueError as error:
+    if unknown := sorted(set(args.report_to) - set(LoggerType.list())):
         raise ConfigError(
-            str(error).strip().splitlines()[0], place="--report_to", fix="pip install 'accel-scale[tracking]'."
-        ) from None
-    missing = set(args.report_to) - {str(getattr(tracker, "value", tracker)) for tracker in accelerator.log_with}
+            f"{', '.join(unknown)} is no tracker that Accelerate knows.",
+            place="--report_to",
+            fix=f"choose from {', '.join(LoggerType.list())}.",
+        )
+    accelerator = Accelerator(
+        mixed_precision=settings.precision.mixed_precision,
+        gradient_accumulation_plugin=accumulating,
+        dynamo_plugin=dynamo,
+        kwargs_handlers=[handler],
+        log_with=args.report_to or None,
+        project_dir=args.output_dir,
+    )
+    missing = set(args.report_to) - {"all"} - {str(getattr(tracker, "value", tracker)) for tracker in accelerator.log_with}
     if missing:
         raise ConfigError(
-            f"{', '.join(sorted(missing))} is not installed or no tracker.",
+            f"{', '.join(sorted(missing))} is not installed.",
             place="--report_to",
             fix="pip install 'accel-scale[tracking]', or remove it.",
         )

@@ -282,7 +282,7 @@ class PretrainReport:
     def _end_rows(self, summary: dict[str, Any]) -> dict[str, str | None]:
         from accel_scale.reporting.run_tables import end_rows
 
-        rows = end_rows({**summary, "exact_match": {}})
+        rows = end_rows(summary)
         if self.eval_losses:
             perplexity = math.exp(min(self.eval_losses[-1], 700.0))
             rows["evaluation loss"] = f"{self.eval_losses[-1]:.4f} nats per token, perplexity {perplexity:,.2f}"

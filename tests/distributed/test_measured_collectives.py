@@ -107,7 +107,7 @@ def test_servers_are_measured_on_both_levels_and_the_planner_reads_them(tmp_path
         words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node_rank", str(node)]
         words += ["--nproc_per_node", "2", "--master_addr", "127.0.0.1", "--master_port", port]
         words += ["-m", "accel_scale.cli.main", "comm", "--measure", "--op", "all_reduce", "--repeats", "10"]
-        words += ["--size", "64KiB..1MiB", "--step_factor", "4", "--save", str(file)]
+        words += ["--size", "64KiB..16MiB", "--step_factor", "4", "--save", str(file)]
         launches.append(
             subprocess.Popen(
                 words,

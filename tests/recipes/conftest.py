@@ -17,14 +17,17 @@ Recipe = Callable[..., dict[str, Any]]
 
 @pytest.fixture(autouse=True)
 def process_as_found() -> Iterator[None]:
-    """Undoes what a finished recipe leaves behind: quieter loggers, and bitsandbytes' table of 32-bit parameters.
+    """Undoes what a finished recipe leaves behind: quieter loggers, Accelerate's state, bitsandbytes' table.
 
-    That table goes by position and by ``id()``, so it would reach optimizers of models made later.
+    Accelerate refuses another precision in one process. The table of 32-bit parameters goes by position and by
+    ``id()``, so it would reach optimizers of models made later.
     """
     levels = {name: logging.getLogger(name).level for name in list(logging.root.manager.loggerDict)}
     yield
     for name in list(logging.root.manager.loggerDict):
         logging.getLogger(name).setLevel(levels.get(name, logging.NOTSET))
+    if "accelerate.state" in sys.modules:
+        sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)
     if "bitsandbytes" in sys.modules:
         sys.modules["bitsandbytes"].optim.GlobalOptimManager.get_instance().initialize()
 

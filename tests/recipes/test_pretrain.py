@@ -231,6 +231,25 @@ def test_a_time_limit_saves_and_the_next_run_goes_on(pretrain: Pretrain) -> None
     assert len(second["losses"]) == 3
 
 
+def test_a_finished_run_says_so_and_trains_no_step(pretrain: Pretrain, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--max_steps 3 --save_steps 0 --eval_steps 0"
+    first = pretrain(flags)
+    before = logged(first["out"])
+    capsys.readouterr()
+    assert pretrain(flags)["losses"] == first["losses"]
+    said = capsys.readouterr().out
+    assert f"{first['losses'][0]:.4f} → {first['losses'][-1]:.4f} in 3 steps" in said
+    assert "finished after 3 steps: nothing is left to do" in said
+    assert logged(first["out"]) == before
+
+
+def test_a_tracker_is_known_and_installed_or_named(pretrain: Pretrain) -> None:
+    with pytest.raises(ConfigError, match=r"--report_to: tensorbord is no tracker.*choose from .*tensorboard"):
+        pretrain("--max_steps 2 --report_to tensorbord")
+    with pytest.raises(ConfigError, match="--report_to: comet_ml is not installed"):
+        pretrain("--max_steps 2 --report_to comet_ml")
+
+
 def test_a_profile_and_a_prediction_are_written_where_asked_for(pretrain: Pretrain) -> None:
     run = pretrain("--max_steps 6 --profile_steps 2 --memory_summary --plan check")
     held = memory_by_kind(run["out"] / "memory" / "end-rank-0.txt")
