@@ -69,8 +69,8 @@ def plain_accelerator(
         log_with=args.report_to or None,
         project_dir=args.output_dir,
     )
-    missing = set(args.report_to) - {"all"} - {str(getattr(tracker, "value", tracker)) for tracker in accelerator.log_with}
-    if missing:
+    installed = {str(getattr(tracker, "value", tracker)) for tracker in accelerator.log_with}
+    if missing := set(args.report_to) - {"all"} - installed:
         raise ConfigError(
             f"{', '.join(sorted(missing))} is not installed.",
             place="--report_to",
