@@ -79,6 +79,13 @@ class DPODefaults(TrainerDefaults):
     output_dir: str | None = field(default="outputs/dpo", metadata={"help": "Where checkpoints and the result go."})
 
 
+@dataclass
+class GRPODefaults(TrainerDefaults):
+    """Over TRL's `GRPOConfig`."""
+
+    output_dir: str | None = field(default="outputs/grpo", metadata={"help": "Where checkpoints and the result go."})
+
+
 def _library_classes(config: str, library: str, defaults: type) -> tuple[LaterClass, ...]:
     """What a recipe reads of TRL's flags; the classes themselves are in `settings.trl_config`."""
     module = "accel_scale.settings.trl_config"
@@ -91,13 +98,15 @@ def _library_classes(config: str, library: str, defaults: type) -> tuple[LaterCl
 
 LIBRARY_CLASSES = _library_classes("RecipeSFTConfig", "trl:SFTConfig", SFTDefaults)
 DPO_LIBRARY_CLASSES = _library_classes("RecipeDPOConfig", "trl:DPOConfig", DPODefaults)
+GRPO_LIBRARY_CLASSES = _library_classes("RecipeGRPOConfig", "trl:GRPOConfig", GRPODefaults)
 
 
 def main() -> None:
     """Write the shipped table."""
     from accel_scale.flags.parsing import build_parser
 
-    table = make_table((*LIBRARY_CLASSES, *DPO_LIBRARY_CLASSES), lambda classes: build_parser(classes, program=""))
+    classes = (*LIBRARY_CLASSES, *DPO_LIBRARY_CLASSES, *GRPO_LIBRARY_CLASSES)
+    table = make_table(classes, lambda found: build_parser(found, program=""))
     SHIPPED.write_text(json.dumps(table).replace('{"names"', '\n{"names"') + "\n", encoding="utf-8")
 
 

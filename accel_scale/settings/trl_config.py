@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trl import DPOConfig, ModelConfig, SFTConfig
+from trl import DPOConfig, GRPOConfig, ModelConfig, SFTConfig
 
 from accel_scale.flags.ddp import DdpHookArguments
-from accel_scale.flags.sft import DPODefaults, ModelDefaults, SFTDefaults
+from accel_scale.flags.sft import DPODefaults, GRPODefaults, ModelDefaults, SFTDefaults
 from accel_scale.secrets import move_token_to_environment
 
 if TYPE_CHECKING:
@@ -79,3 +79,11 @@ class RecipeSFTConfig(_TrainerSettings, SFTDefaults, DdpHookArguments, SFTConfig
 @dataclass
 class RecipeDPOConfig(_TrainerSettings, DPODefaults, DdpHookArguments, DPOConfig):  # type: ignore[misc]
     """TRL's `DPOConfig` with the recipe's flags and defaults."""
+
+
+@dataclass
+class RecipeGRPOConfig(_TrainerSettings, GRPODefaults, DdpHookArguments, GRPOConfig):  # type: ignore[misc]
+    """TRL's `GRPOConfig` with the recipe's flags and defaults."""
+
+
+RecipeConfig = RecipeSFTConfig | RecipeDPOConfig | RecipeGRPOConfig

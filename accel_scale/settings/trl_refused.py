@@ -123,6 +123,37 @@ def refuse_dpo(parsed: ParsedFlags) -> None:
         )
 
 
+def refuse_grpo(parsed: ParsedFlags) -> None:
+    """As `refuse_contradictions`, of recipes/grpo.py, with what is not done where the model generates.
+
+    Raises:
+        ConfigError: for the first that is found.
+    """
+    refuse_settings(parsed)
+    given = parsed.explicit
+    if given.get("plan") not in (None, "off") or given.get("plan_gpu"):
+        raise ConfigError(
+            "generation and its cache are not planned.",
+            place=parsed.place("plan" if given.get("plan") else "plan_gpu"),
+            fix="remove it.",
+        )
+    refused = {
+        "long_rows": "the log-probabilities of completions are not computed in tiles",
+        "dataset_streaming": "prompts are repeated within a batch, by their numbers",
+        "log_completions": "completions are printed by one process among its lines of progress",
+        "auto_find_batch_size": "groups of completions must stay whole",
+    }
+    for name, why in refused.items():
+        if given.get(name):
+            raise ConfigError(f"{why}.", place=parsed.place(name), fix="remove it.")
+    if given.get("model_name_or_path") is None or not (given.get("dataset_name") or given.get("dataset_mixture")):
+        raise ConfigError(
+            "rewards need a model that answers already, and a data set of questions.",
+            place="command line",
+            fix="name --model_name_or_path and --dataset_name, rows with a prompt and an answer.",
+        )
+
+
 def refuse_settings(parsed: ParsedFlags) -> None:
     """Flags of any recipe with TRL's trainers that cannot work together.
 

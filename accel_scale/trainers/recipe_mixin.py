@@ -18,7 +18,7 @@ from accel_scale.measuring.profiling import StepProfiler
 from accel_scale.modeling.fsdp2_preparation import mend_fsdp2_preparation
 from accel_scale.modeling.precision import enable_fp16_on_cpu
 from accel_scale.optimization.schedules import create_schedule
-from accel_scale.settings.trl_config import RecipeDPOConfig, RecipeSFTConfig
+from accel_scale.settings.trl_config import RecipeConfig
 from accel_scale.training.ddp.gradient_numbers import loss_scale_of, use_gradient_numbers
 from accel_scale.training.ddp.hooks import hook_figures
 from accel_scale.training.evaluation.exact_match import ExactMatch, exact_match
@@ -56,7 +56,7 @@ class RecipeTrainerMixin(_TrainerBase):
         **kwargs: As TRL's trainer.
     """
 
-    args: RecipeSFTConfig | RecipeDPOConfig
+    args: RecipeConfig
     sp_size: int = 1
 
     def __init__(
@@ -135,10 +135,14 @@ class RecipeTrainerMixin(_TrainerBase):
         batches, num_items = super().get_batch_samples(*args, **kwargs)
         self.meter.fetched()
         for batch in batches:
-            mask = batch.get("attention_mask")
-            padded = mask is not None and mask.dim() == 2
-            self.meter.add_tokens(mask.sum() if padded else batch["input_ids"].numel())
+            self.meter.add_tokens(self.num_tokens_of(batch))
         return batches, num_items
+
+    def num_tokens_of(self, batch: Any) -> Any:
+        """Tokens of a micro-batch without padding."""
+        mask = batch.get("attention_mask")
+        padded = mask is not None and mask.dim() == 2
+        return mask.sum() if padded else batch["input_ids"].numel()
 
     def answer_questions(self, when: str) -> None:
         """Answer the held-out questions with the weights as they are, under any sharding; on every rank."""
@@ -226,7 +230,7 @@ class _AnswerCallback(TrainerCallback):
             self._trainer.answer_questions("after")
 
 
-def _overlap_uploads(args: RecipeSFTConfig | RecipeDPOConfig) -> None:
+def _overlap_uploads(args: RecipeConfig) -> None:
     """Let batches go to the device while it computes; only pinned memory can be fetched without the host's help."""
     if args.dataloader_pin_memory and args.device.type in ("cuda", "xpu"):
         args.accelerator_config.non_blocking = True  # type: ignore[union-attr]  # transformers has parsed it

@@ -52,7 +52,7 @@ class ScaleSFTTrainer(_SFTBase, SFTTrainer):
             refuse_unlabelled(rows, what=what, max_length=self.args.max_length)
 
 
-class _DPOBase(
+class OwnLossBase(
     RecipeTrainerMixin,
     LearningMixin,
     GuardMixin,
@@ -61,10 +61,10 @@ class _DPOBase(
     OutputFolderMixin,
     AtomicSavingMixin,
 ):
-    """As `_SFTBase`; pairs have a loss of TRL's own, and are not shared by several ranks."""
+    """As `_SFTBase`, for losses of TRL's own; rows are not shared by several ranks."""
 
 
-class ScaleDPOTrainer(_DPOBase, DPOTrainer):
+class ScaleDPOTrainer(OwnLossBase, DPOTrainer):
     """`DPOTrainer` that honours what `resolve` decided.
 
     Args:

@@ -17,9 +17,9 @@ if TYPE_CHECKING:  # torch and TRL are slow to import: not before the command li
     from accel_scale.data.loading import LoadedData
     from accel_scale.flags.guard_settings import GuardSettings
     from accel_scale.settings.planned import RunPlan
-    from accel_scale.settings.trl_config import RecipeDPOConfig, RecipeModelConfig, RecipeSFTConfig
+    from accel_scale.settings.trl_config import RecipeConfig, RecipeModelConfig
     from accel_scale.start_check import Verdict
-    from accel_scale.trainers.sft_trainer import ScaleDPOTrainer, ScaleSFTTrainer
+    from accel_scale.trainers.recipe_mixin import RecipeTrainerMixin
     from accel_scale.training.checkpoints.going_on import Course
     from accel_scale.verifying.measured_memory import MemoryWatch
 
@@ -114,7 +114,7 @@ def course_of_run(run: TrainerRun, flag_classes: Sequence[FlagClass]) -> Course:
     )
 
 
-def load_run_model(run: TrainerRun, args: RecipeSFTConfig | RecipeDPOConfig) -> PreTrainedModel:
+def load_run_model(run: TrainerRun, args: RecipeConfig) -> PreTrainedModel:
     """The model in the dtype it is trained in, quantised where its base is frozen; sharded at load by ZeRO-3."""
     from accel_scale.modeling import adapters, loading, model_class, precision
     from accel_scale.modeling.fused.liger import fuse_agreed
@@ -172,7 +172,7 @@ def prepare_chat(run: TrainerRun, *, assistant_only_loss: bool = False, chat_tem
 
 
 def trainer_options(
-    run: TrainerRun, args: RecipeSFTConfig | RecipeDPOConfig, model: PreTrainedModel
+    run: TrainerRun, args: RecipeConfig, model: PreTrainedModel
 ) -> dict[str, Any]:
     """What `RecipeTrainerMixin` and any of TRL's trainers are given."""
     from accel_scale.optimization.optimizers import optimizer_cls_and_kwargs
@@ -205,7 +205,7 @@ def trainer_options(
     }
 
 
-def settle_trainer(run: TrainerRun, trainer: ScaleSFTTrainer | ScaleDPOTrainer, stop_token: str) -> None:
+def settle_trainer(run: TrainerRun, trainer: RecipeTrainerMixin, stop_token: str) -> None:
     """What acts on the trainer's model: checkpointing, the token that ends an answer, what is measured."""
     from accel_scale.modeling.activation_checkpointing import apply_checkpointing
     from accel_scale.modeling.loading import add_stop_token, count_parameters
@@ -219,7 +219,7 @@ def settle_trainer(run: TrainerRun, trainer: ScaleSFTTrainer | ScaleDPOTrainer, 
     run.parameters, run.watch = count_parameters(trainer.model), measured_memory.watch(trainer, run.plan)
 
 
-def report_start(run: TrainerRun, trainer: ScaleSFTTrainer | ScaleDPOTrainer, program: str) -> None:
+def report_start(run: TrainerRun, trainer: RecipeTrainerMixin, program: str) -> None:
     """The table before the first step: what will be trained, on what, how."""
     from accel_scale.reporting.run_tables import data_text
     from accel_scale.reporting.tables import format_count, print_table
@@ -253,7 +253,7 @@ def report_start(run: TrainerRun, trainer: ScaleSFTTrainer | ScaleDPOTrainer, pr
     )
 
 
-def report_end(run: TrainerRun, trainer: ScaleSFTTrainer | ScaleDPOTrainer, program: str) -> dict[str, object]:
+def report_end(run: TrainerRun, trainer: RecipeTrainerMixin, program: str) -> dict[str, object]:
     """The table after the last step, and ``run_summary.json`` beside the model."""
     from accel_scale.measuring.meters import peak_device_bytes, peak_host_bytes
     from accel_scale.reporting.run_tables import data_bound_advice, end_rows

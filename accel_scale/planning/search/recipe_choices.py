@@ -101,6 +101,15 @@ DPO_PLAN = PlannedRecipe(
     learning_rates={"full": 5e-7, "lora": 5e-6, "qlora": 5e-6},
     flags=SFT_PLAN.flags - {"packing", "sp_size", "long_rows"},
 )
+# Not among those that are planned: what it generates is not counted.
+GRPO_PLAN = PlannedRecipe(
+    "recipes/grpo.py",
+    ("full", "lora", "qlora"),
+    config_class="RecipeGRPOConfig",
+    example_data="openai/gsm8k",
+    learning_rates={"full": 1e-6, "lora": 1e-5, "qlora": 1e-5},
+    flags=SFT_PLAN.flags - {"packing", "sp_size", "long_rows", "max_length"},
+)
 PRETRAIN_PLAN = PlannedRecipe(
     "recipes/pretrain.py",
     ("full", "lora"),

@@ -119,7 +119,7 @@ class _Row:
 
     @classmethod
     def read(cls, row: Mapping[str, Any], tokenizer: Any, index: int) -> _Row:
-        messages, expected = _prompt_and_answer(row, index)
+        messages, expected = prompt_and_answer(row, index)
         if isinstance(messages, str):
             question, prompt_ids = messages, tokenizer(messages)["input_ids"]
         else:
@@ -138,7 +138,7 @@ class _Row:
         return Example(self.task, self.question, self.expected, predicted, correct)
 
 
-def _prompt_and_answer(row: Mapping[str, Any], index: int) -> tuple[str | list[dict[str, Any]], str]:
+def prompt_and_answer(row: Mapping[str, Any], index: int) -> tuple[str | list[dict[str, Any]], str]:
     """The prompt, as text or as messages without the closing assistant turn, and the expected answer."""
     prompt: Any = row.get("prompt")
     answer: Any = row.get("answer")

@@ -79,7 +79,7 @@ class MetricsCallback(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         # The last entry sums the run up ("train_loss"); `run_summary.json` does that.
         if self._log is not None and logs and ("loss" in logs or any(name.startswith("eval_") for name in logs)):
-            self._log.write(state.global_step, **{name: float(value) for name, value in logs.items()})
+            self._log.write(state.global_step, **{k: float(v) for k, v in logs.items() if v is not None})
 
 
 def show_progress(trainer: Trainer, tokens_per_second: Callable[[], float | None]) -> None:

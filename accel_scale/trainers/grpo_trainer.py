@@ -1,0 +1,74 @@
+"""TRL's `GRPOTrainer` with what the recipes add."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import TrainerCallback, TrainerState
+from trl import GRPOTrainer
+
+from accel_scale.errors import ConfigError
+from accel_scale.settings.trl_config import RecipeGRPOConfig
+from accel_scale.trainers.sft_trainer import OwnLossBase
+
+
+class ScaleGRPOTrainer(OwnLossBase, GRPOTrainer):
+    """`GRPOTrainer` that honours what `resolve` decided.
+
+    Args:
+        optimizer_cls_and_kwargs: As transformers' `Trainer` takes it, and TRL's does not.
+        **kwargs: As `RecipeTrainerMixin` and `GRPOTrainer`.
+    """
+
+    args: RecipeGRPOConfig
+
+    def __init__(self, *, optimizer_cls_and_kwargs: Any = None, **kwargs: Any) -> None:
+        super().__init__(program="grpo.py", **kwargs)
+        self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
+        self.add_callback(_InStep(self))
+
+    def refuse_rows(self) -> None:
+        """A batch of generation takes that many different prompts, and TRL leaves out what does not fill one."""
+        needed = self.args.generation_batch_size // self.args.num_generations
+        if hasattr(self.train_dataset, "__len__") and len(self.train_dataset) < needed:
+            raise ConfigError(
+                f"{len(self.train_dataset)} prompts do not fill one batch of {needed}.",
+                place="--dataset_name",
+                fix="use more rows, a smaller batch, or a larger --num_generations.",
+            )
+
+    def num_tokens_of(self, batch: Any) -> Any:
+        """Nothing has been generated for a batch of prompts yet; `_prepare_inputs` counts."""
+        return 0
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        inputs = super()._prepare_inputs(generation_batch)
+        if self.model.training:
+            self.meter.add_tokens(inputs["prompt_mask"].sum() + inputs["completion_mask"].sum())
+        return inputs
+
+    def figures(self) -> dict[str, Any]:
+        return {**super().figures(), "rewards": [e["reward"] for e in self.state.log_history if "reward" in e]}
+
+    @property
+    def steps_per_cycle(self) -> int:
+        """Optimizer steps that share what was generated, at least 1."""
+        per_generation = int(self.args.steps_per_generation or 1) * int(self.args.num_iterations)
+        return max(1, per_generation // self.args.gradient_accumulation_steps)
+
+
+class _InStep(TrainerCallback):
+    """A run that goes on counts micro-batches from where it is, so that it generates when it would have."""
+
+    def __init__(self, trainer: ScaleGRPOTrainer) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
+        trainer = self._trainer
+        trainer._step = state.global_step * trainer.args.gradient_accumulation_steps
+        if state.global_step % trainer.steps_per_cycle and state.is_world_process_zero:
+            print(
+                f"note: {trainer.steps_per_cycle} steps share what is generated, and the run goes on within them: the "
+                "rest of them is generated anew.",
+                flush=True,
+            )

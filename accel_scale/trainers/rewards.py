@@ -1,0 +1,124 @@
+"""Rewards that can be verified: functions of completions and expected answers, by name or from a user's file."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from accel_scale.errors import ConfigError
+from accel_scale.training.evaluation.exact_match import normalize_answer
+
+# As TRL calls it: lists of equal length by name, one number (or None: not judged) for each completion.
+RewardFunction = Callable[..., Sequence[float | None]]
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+_FLAG = "--rewards"
+
+
+def text_of(completion: str | Sequence[dict[str, Any]]) -> str:
+    """What the model said, of a completion as text or as turns."""
+    return completion if isinstance(completion, str) else str(completion[-1]["content"])
+
+
+def exact_match(completions: Sequence[Any], answer: Sequence[str], **unused: object) -> list[float]:
+    """1 where a completion is the answer after `normalize_answer`, else 0."""
+    pairs = zip(completions, answer, strict=True)
+    return [float(normalize_answer(text_of(said)) == normalize_answer(expected)) for said, expected in pairs]
+
+
+def number(completions: Sequence[Any], answer: Sequence[str], **unused: object) -> list[float | None]:
+    """1 where the last number of a completion is the last of the answer, else 0; None where the answer has none."""
+    rewards: list[float | None] = []
+    for said, expected in zip(completions, answer, strict=True):
+        wanted, found = last_number(expected), last_number(text_of(said))
+        rewards.append(None if wanted is None else float(found == wanted))
+    return rewards
+
+
+def last_number(text: str) -> float | None:
+    """The last number in `text`, commas between digits left out; None without one."""
+    found = _NUMBER.findall(text)
+    return float(found[-1].replace(",", "")) if found else None
+
+
+def matches(pattern: str) -> RewardFunction:
+    """1 where the whole completion matches `pattern`, over lines; else 0."""
+    try:
+        compiled = re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise ConfigError(
+            f"{pattern!r} is not a regular expression: {error}.", place=_FLAG, fix="correct it, e.g. format=\\d+."
+        ) from None
+
+    def format_reward(completions: Sequence[Any], **unused: object) -> list[float]:
+        return [float(compiled.fullmatch(text_of(said).strip()) is not None) for said in completions]
+
+    return format_reward
+
+
+def reward_functions(names: Sequence[str], *, weights: Sequence[float] | None = None) -> list[RewardFunction]:
+    """The functions of ``--rewards``, in its order.
+
+    Args:
+        names: As the flag takes them.
+        weights: Of ``--reward_weights``, which must be as many.
+
+    Raises:
+        ConfigError: for a name that is none, a function that is not there, or another number of weights.
+    """
+    if not names:
+        raise ConfigError("nothing is rewarded.", place=_FLAG, fix="name one, e.g. exact_match.")
+    if weights is not None and len(weights) != len(names):
+        raise ConfigError(
+            f"there are {len(names)} rewards and {len(weights)} weights.",
+            place="--reward_weights",
+            fix="give one weight for each of --rewards, or none.",
+        )
+    if weights is not None and not all(math.isfinite(weight) for weight in weights):
+        raise ConfigError("a weight is not a finite number.", place="--reward_weights", fix="e.g. 1.0 0.5.")
+    return [_function(name) for name in names]
+
+
+def _function(name: str) -> RewardFunction:
+    own = {"exact_match": exact_match, "number": number}
+    if name in own:
+        return own[name]
+    if name.startswith("format="):
+        return matches(name.removeprefix("format="))
+    where, colon, function = name.rpartition(":")
+    if not colon:
+        raise ConfigError(
+            f"{name} is no reward.",
+            place=_FLAG,
+            fix=f"use {', '.join(own)}, format=REGEX, FILE.py:FUNCTION or MODULE:FUNCTION.",
+        )
+    found = getattr(_module(where), function, None)
+    if not callable(found):
+        raise ConfigError(f"{where} has no function {function}.", place=_FLAG, fix="check the name.")
+    return found  # type: ignore[no-any-return]
+
+
+def _module(where: str) -> object:
+    """A module by its name, or from a file, which the user has named to be run."""
+    path = Path(where)
+    try:
+        if path.suffix != ".py":
+            return importlib.import_module(where)
+        spec = importlib.util.spec_from_file_location(f"rewards_of_{path.stem}", path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module  # dataclasses and pickle look it up
+        spec.loader.exec_module(module)
+    except FileNotFoundError:
+        raise ConfigError(f"{where} does not exist.", place=_FLAG, fix="check the path.") from None
+    except Exception as error:
+        raise ConfigError(
+            f"{where} cannot be imported: {type(error).__name__}: {error}.", place=_FLAG, fix="correct the file."
+        ) from error
+    return module

@@ -1,0 +1,137 @@
+"""Train a model on rewards that can be verified, by GRPO and the losses that TRL has beside it.
+
+    accelerate launch --config_file accelerate_configs/zero2.yaml recipes/grpo.py \\
+        --model_name_or_path outputs/sft --dataset_name openai/gsm8k --dataset_config main \\
+        --columns prompt=question completion=answer --rewards number format='.*####.*' --reward_weights 1.0 0.2
+
+Rows have a prompt and an answer, as those of sft.py; the answer is what rewards compare with. `--rewards` also takes a
+function of your own. Each prompt is answered `--num_generations` times with the weights as they are.
+Flags are TRL's `ScriptArguments`, `GRPOConfig` and `ModelConfig` and our `ScaleArguments`: `--help` lists them.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from accel_scale.ending.user_errors import user_errors
+from accel_scale.flags.library import load_classes
+from accel_scale.flags.parsing import ParsedFlags, parse_flags
+from accel_scale.flags.rewards import RewardArguments
+from accel_scale.quiet import quiet_imports
+from accel_scale.recipe_specs.grpo import GRPO
+from accel_scale.starting.begin import begin
+from accel_scale.trainers.trainer_run import (
+    TrainerRun,
+    check_run,
+    course_of_run,
+    load_run_model,
+    prepare_chat,
+    report_end,
+    report_start,
+    set_loaders,
+    settle_trainer,
+    trainer_options,
+)
+
+if TYPE_CHECKING:  # torch and TRL are slow to import: not before the command line has been checked
+    from accel_scale.trainers.grpo_trainer import ScaleGRPOTrainer
+
+RECIPE = GRPO  # what doctor, plan, rehearse, scaling-test, launch-script and tune.py know about this file
+PROGRAM, FLAG_CLASSES = RECIPE.program, RECIPE.flags
+quiet_imports()  # before the libraries that would print at import
+
+
+def main(argv: list[str] | None = None) -> dict[str, object] | None:
+    """Run the recipe; returns what `run_summary.json` holds."""
+    from accel_scale.ending.user_errors import exit_if_not_saved
+
+    started = time.perf_counter()
+    parsed = parse_flags(FLAG_CLASSES, argv, program=PROGRAM, description=__doc__)
+    run = resolve_run(parsed)
+    if run.settings.scale.print_config:
+        run.say(run.settings.as_yaml(load_classes(FLAG_CLASSES)))
+        return None
+    check_run(run)
+    with run.start.folder.taken(is_main=run.is_main), exit_if_not_saved(PROGRAM):
+        load_data(run)
+        run.course = course_of_run(run, FLAG_CLASSES)
+        if finished := run.course.look_ahead():
+            return run.course.say_finished(finished, is_main=run.is_main)
+        trainer = make_trainer(run)
+        run.course.follow(trainer, started)
+        report_start(run, trainer, PROGRAM)
+        trainer.train(resume_from_checkpoint=run.course.choice)
+        trainer.save_model(trainer.args.output_dir)
+        summary = report_end(run, trainer, PROGRAM)
+    trainer.accelerator.end_training()  # torch warns of process groups that are left to the interpreter's end
+    return summary
+
+
+def resolve_run(parsed: ParsedFlags) -> TrainerRun:
+    """Flags, launch and machine brought together; contradictions are refused here."""
+    RECIPE.refuse(parsed)
+    from trl import ScriptArguments  # slow, as all of TRL is
+
+    from accel_scale.settings.planned_choice import resolve_planned
+    from accel_scale.settings.trl_config import RecipeGRPOConfig, RecipeModelConfig
+    from accel_scale.starting.recipe_start import start_recipe
+
+    unplanned = {"plan": "off"}
+    parsed = replace(
+        parsed,
+        explicit={**parsed.explicit, **unplanned},
+        origins={**dict.fromkeys(unplanned, "derived: what is generated is not planned"), **parsed.origins},
+    )
+    start = start_recipe(parsed, output_dir=str(parsed.explicit.get("output_dir") or RecipeGRPOConfig.output_dir))
+    settings = resolve_planned(parsed, start.facts, start.launch, recipe=RECIPE.plan)
+    script, model_args = settings.build(ScriptArguments), settings.build(RecipeModelConfig)
+    return TrainerRun(settings=settings, start=start, script=script, model_args=model_args)
+
+
+def load_data(run: TrainerRun) -> None:
+    """Prompts and answers to train on, others to evaluate where asked for, and the questions of exact match."""
+    from itertools import islice
+
+    from accel_scale.data.loading import load_training_data
+    from accel_scale.data.prompts import as_prompts
+
+    script, scale, values = run.script, run.settings.scale, run.settings.values
+    evaluates = str(values.get("eval_strategy", "no")) != "no"
+    data = load_training_data(
+        script.dataset_name,
+        config=script.dataset_config,
+        split=script.dataset_train_split,
+        test_split=script.dataset_test_split if evaluates or scale.exact_match_samples else None,
+        columns=scale.columns,
+        on_bad_row=scale.on_bad_row,
+        mixture=scale.dataset_mixture,
+        seed=int(values.get("seed", 42) if values.get("data_seed") is None else values["data_seed"]),
+        chat=run.tokenizer.chat_template is not None,
+    )
+    run.questions = list(islice(data.test or (), scale.exact_match_samples or 0))
+    run.data = as_prompts(data, place=run.settings.sources.get("dataset_name", "--dataset_mixture"))
+
+
+def make_trainer(run: TrainerRun) -> ScaleGRPOTrainer:
+    """TRL's trainer with the model, the rewards, the data, and what was decided about them."""
+    from accel_scale.settings.trl_config import RecipeGRPOConfig
+    from accel_scale.trainers.grpo_trainer import ScaleGRPOTrainer
+    from accel_scale.trainers.rewards import reward_functions
+
+    set_loaders(run)
+    rewards = run.settings.build(RewardArguments).rewards
+    functions = reward_functions(rewards, weights=run.settings.values.get("reward_weights"))
+    args = run.settings.build(RecipeGRPOConfig)
+    stop_token = prepare_chat(run)
+    model = load_run_model(run, args)
+    trainer = ScaleGRPOTrainer(reward_funcs=functions, **trainer_options(run, args, model))
+    settle_trainer(run, trainer, stop_token)
+    return trainer
+
+
+if __name__ == "__main__":
+    begin(PROGRAM, FLAG_CLASSES, RECIPE.refuse)
+    with user_errors(PROGRAM):
+        main()
