@@ -28,6 +28,8 @@ class GuardSettings:
         max_skips: Events tolerated within `skip_window` steps; one more stops the run.
         skip_window: See `max_skips`.
         lr_factor, lr_steps: `lower_lr` multiplies the learning rate by this for so many steps, the spike's included.
+        loss_spikes: Whether a high loss is one. That of a policy gradient hovers around 0 and says nothing; only that
+            it is finite is asked of it.
         max_overflows: fp16 overflows in a row that are left to the loss scaler; from then on each is an event.
 
     Raises:
@@ -43,6 +45,7 @@ class GuardSettings:
     lr_factor: float = 0.1
     lr_steps: int = 50
     max_overflows: int = 16
+    loss_spikes: bool = True
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:

@@ -10,6 +10,7 @@ from trl import GRPOTrainer
 from accel_scale.errors import ConfigError
 from accel_scale.settings.trl_config import RecipeGRPOConfig
 from accel_scale.trainers.sft_trainer import OwnLossBase
+from accel_scale.training.guard.learning import NothingLearnt
 
 
 class ScaleGRPOTrainer(OwnLossBase, GRPOTrainer):
@@ -46,6 +47,20 @@ class ScaleGRPOTrainer(OwnLossBase, GRPOTrainer):
         if self.model.training:
             self.meter.add_tokens(inputs["prompt_mask"].sum() + inputs["completion_mask"].sum())
         return inputs
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As the trainer's; where no two answers to a prompt were ever rewarded differently, that is an error."""
+        result = super().train(*args, **kwargs)
+        alike = [entry["frac_reward_zero_std"] for entry in self.state.log_history if "frac_reward_zero_std" in entry]
+        if alike and min(alike) == 1.0:
+            raise NothingLearnt(
+                f"all {self.args.num_generations} answers to each prompt had the same reward in every step, so "
+                "nothing was learnt.",
+                place="--rewards",
+                fix="start from a model that sometimes earns it, reward parts of it too, raise --temperature or "
+                "--num_generations.",
+            )
+        return result
 
     def figures(self) -> dict[str, Any]:
         return {**super().figures(), "rewards": [e["reward"] for e in self.state.log_history if "reward" in e]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,10 @@ class GuardMixin:
             return super().train(*args, **kwargs)  # type: ignore[misc]
         trainer: Any = self
         check_trainer(trainer, self.guard_settings)
-        self.guard = Guard(self.guard_settings)
+        assert self.guard_settings is not None
+        # TRL's trainers that generate and reward; `GRPOTrainer` and its kin have no cost that falls.
+        spikes = self.guard_settings.loss_spikes and not hasattr(trainer, "reward_funcs")
+        self.guard = Guard(replace(self.guard_settings, loss_spikes=spikes))
         self._judge = StepJudge(trainer.accelerator, self.guard, trainer.args.output_dir)
         self._parts: list[MicroBatch] = []
         self._row_ids: list[Any] = []

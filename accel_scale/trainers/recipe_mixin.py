@@ -162,7 +162,7 @@ class RecipeTrainerMixin(_TrainerBase):
     def counters(self) -> dict[str, Any]:
         return {
             **dataclasses.asdict(self._counted()),
-            "num_tokens": int(self._total_train_tokens),  # a tensor between two lines of the log
+            "num_tokens": int(getattr(self, "_total_train_tokens", 0)),  # a tensor between two lines of the log
             "answered": self.answered,
         }
 

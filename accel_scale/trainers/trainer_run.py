@@ -171,9 +171,7 @@ def prepare_chat(run: TrainerRun, *, assistant_only_loss: bool = False, chat_tem
     return ensure_stop_token(run.tokenizer, conversational=conversational, chat_template_path=chat_template_path)
 
 
-def trainer_options(
-    run: TrainerRun, args: RecipeConfig, model: PreTrainedModel
-) -> dict[str, Any]:
+def trainer_options(run: TrainerRun, args: RecipeConfig, model: PreTrainedModel) -> dict[str, Any]:
     """What `RecipeTrainerMixin` and any of TRL's trainers are given."""
     from accel_scale.optimization.optimizers import optimizer_cls_and_kwargs
 

@@ -90,7 +90,7 @@ class Guard:
         if settings.policy == "off":
             return Decision("stepped")
         finite_norm = grad_norm is None or math.isfinite(grad_norm)
-        loss_threshold = self._loss.threshold(settings.threshold)
+        loss_threshold = self._loss.threshold(settings.threshold) if settings.loss_spikes else None
         norm_threshold = self._grad_norm.threshold(settings.threshold)
         # An overflow is ordinary where gradients are scaled, but not that of a loss which is bad by itself.
         is_overflow = has_loss_scaler and not finite_norm and not _reasons(loss, None, loss_threshold, None)

@@ -1,0 +1,151 @@
+"""recipes/grpo.py trains as TRL's own script does, its rewards are what they say, and mistakes are named."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import trl.scripts
+
+from accel_scale.data.default import default_model_path
+from accel_scale.data.loading import load_training_data
+from accel_scale.data.prompts import as_prompts
+from accel_scale.errors import ConfigError
+from accel_scale.flags.parsing import parse_flags
+from accel_scale.recipe_specs.grpo import GRPO
+from accel_scale.trainers.rewards import exact_match, number, reward_functions
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+REWARDS = Path(__file__).with_name("rewards_of_tests.py")
+STEPS = 8
+
+
+def write_questions(folder: Path, *, answer: str) -> Path:
+    """`train.jsonl` in the new `folder`: 40 sums as turns, the answer in a column of that name, as turns or text."""
+    folder.mkdir()
+    rows = []
+    for n in range(40):
+        said = str(n + n % 7)
+        turn = [{"role": "assistant", "content": said}]
+        prompt = [{"role": "user", "content": f"What is {n} plus {n % 7}?"}]
+        rows.append({"prompt": prompt, answer: said if answer == "answer" else turn})
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def run(script: Path, data: Path, folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    words = [
+        *("--model_name_or_path", default_model_path(), "--dataset_name", str(data)),
+        *("--max_steps", str(STEPS), "--per_device_train_batch_size", "8", "--num_generations", "4"),
+        *("--max_completion_length", "12", "--temperature", "2", "--learning_rate", "1e-4", "--seed", "7"),
+        *("--lr_scheduler_type", "constant", "--warmup_steps", "0", "--logging_steps", "1"),
+        *("--save_strategy", "steps", "--save_steps", str(STEPS), "--output_dir", str(folder), *flags),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(REWARDS.parent)}
+    environment["PYTHONPATH"] += f":{REPOSITORY}"
+    command = [sys.executable, str(script), *words]
+    return subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+
+
+def logged(folder: Path, *names: str) -> list[float]:
+    state = json.loads((folder / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())
+    return [entry[name] for entry in state["log_history"] if "loss" in entry for name in names]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "adapters", [[], ["--use_peft", "true", "--lora_target_modules", "q_proj", "v_proj", "--beta", "0.1"]]
+)
+def test_losses_and_rewards_are_those_of_trls_script(tmp_path: Path, adapters: list[str]) -> None:
+    """Also what is drawn: with the same seed both generate the same."""
+    data = write_questions(tmp_path / "ours-data", answer="completion")
+    dropout = ["--lora_dropout", "0"] if adapters else []
+    wanted = ["--rewards", f"{REWARDS}:even_characters", "--precision", "fp32"]
+    done = run(REPOSITORY / "recipes/grpo.py", data, tmp_path / "ours", *wanted, *adapters, *dropout)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    script = Path(trl.scripts.__file__).with_name("grpo.py")
+    plain = ["--dtype", "float32", "--bf16", "false", "--use_cpu", "--report_to", "none"]
+    plain += ["--reward_funcs", "rewards_of_tests.even_characters"]
+    data = write_questions(tmp_path / "their-data", answer="answer")
+    theirs = run(script, data, tmp_path / "theirs", *plain, *adapters, *dropout)
+    assert theirs.returncode == 0, theirs.stderr[-3000:]
+    ours = logged(tmp_path / "ours", "loss", "reward")
+    assert len(ours) == 2 * STEPS
+    assert ours == pytest.approx(logged(tmp_path / "theirs", "loss", "reward"), abs=1e-6)
+    assert max(ours) - min(ours) > 0.1, "rewards differ"
+    summary = json.loads((tmp_path / "ours" / "run_summary.json").read_text())
+    assert summary["rewards"] == pytest.approx(ours[1::2])
+    assert summary["tokens"] > 8 * STEPS * 10, "prompts and completions are counted"
+
+
+@pytest.mark.slow
+def test_rewards_that_never_differ_are_an_error(tmp_path: Path) -> None:
+    data = write_questions(tmp_path / "data", answer="completion")
+    done = run(
+        REPOSITORY / "recipes/grpo.py", data, tmp_path / "out", "--rewards", "format=never", "--precision", "fp32"
+    )
+    assert done.returncode == 2
+    assert "nothing was learnt" in done.stderr.splitlines()[-1]
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_rewards_are_what_their_names_say() -> None:
+    turn = [{"role": "assistant", "content": " 12. "}]
+    assert exact_match([turn, "13", "twelve"], ["12", "12", "Twelve"]) == [1.0, 0.0, 1.0]
+    said = ["so 3 + 4 = 7", "1,024 eggs", "none", "-2.50"]
+    assert number(said, ["#### 7", "1024", "3", "-2.5"]) == [1.0, 1.0, 0.0, 1.0]
+    assert number(["5"], ["no number"]) == [None]
+    (form, own) = reward_functions([r"format=<think>.*</think>\d+", f"{REWARDS}:even_characters"], weights=[1.0, 0.5])
+    assert form(completions=["<think>a\nb</think>7", "7"], answer=["", ""]) == [1.0, 0.0]
+    assert own(completions=["bdfa"]) == [0.75]
+
+
+@pytest.mark.parametrize(
+    ("names", "weights", "message"),
+    [
+        (["exactmatch"], None, "exactmatch is no reward.*exact_match"),
+        (["format=("], None, "not a regular expression"),
+        (["nowhere.py:f"], None, "nowhere.py does not exist"),
+        ([f"{REWARDS}:missing"], None, "no function missing"),
+        (["no_such_module:f"], None, "cannot be imported.*no_such_module"),
+        (["exact_match", "number"], [1.0], "2 rewards and 1 weights"),
+        ([], None, "nothing is rewarded"),
+    ],
+)
+def test_rewards_that_are_not_there_are_named(names: list[str], weights: list[float] | None, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        reward_functions(names, weights=weights)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--plan", "check"], "plan"),
+        (["--plan_gpu", "h100"], "plan_gpu"),
+        (["--long_rows", "true"], "long_rows"),
+        (["--auto_find_batch_size", "true"], "auto_find_batch_size"),
+        (["--dataset_streaming", "true"], "dataset_streaming"),
+    ],
+)
+def test_what_is_not_done_where_the_model_generates_is_refused(flags: list[str], named: str) -> None:
+    given = ["--model_name_or_path", "m", "--dataset_name", "d", *flags]
+    with pytest.raises(ConfigError, match="remove") as refused:
+        GRPO.refuse(parse_flags(GRPO.flags, given, program="grpo.py"))
+    assert named in str(refused.value)
+
+
+def test_prompts_and_answers_come_from_any_layout_but_plain_text(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    rows.write_text(json.dumps({"messages": turns}) + "\n")
+    assert as_prompts(load_training_data(str(rows)), place="d").train[0] == {"prompt": turns[:1], "answer": "a"}
+    rows.write_text('{"question": "q", "solution": "a"}\n')
+    found = load_training_data(str(rows), columns=["prompt=question", "completion=solution"], chat=False)
+    assert as_prompts(found, place="d").train[0] == {"prompt": "q", "answer": "a"}
+    rows.write_text('{"text": "q"}\n')
+    with pytest.raises(ConfigError, match="--dataset_name: rows of plain text have no prompt"):
+        as_prompts(load_training_data(str(rows)), place="--dataset_name")
