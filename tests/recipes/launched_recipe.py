@@ -16,16 +16,21 @@ _ALWAYS = ["--max_steps", str(STEPS), "--logging_steps", "1", "--seed", "7", "--
 OF_RECIPE = {
     "pretrain": "--max_length 64 --save_steps 0 --eval_steps 0 --sample_tokens 0 --profile_steps 1",
     "sft": "--method full --save_strategy no --exact_match_samples 0 --profile_steps 1",
+    "grpo": "--num_generations 2 --max_completion_length 12 --temperature 2 --save_strategy no --lora_dropout 0 "
+    "--learning_rate 1e-4 --warmup_steps 0 --rewards tests/recipes/rewards_of_tests.py:even_characters",
     "dpo": "--max_length 128 --save_strategy no --lora_dropout 0 --learning_rate 1e-4 --warmup_steps 0",
 }
 
 
-def launched(name: str, precision: str, recipe: str, folder: Path, *flags: str, processes: int = 2) -> Path:
-    """Run `recipe` under the launch file `name` into `folder`."""
+def launched(
+    name: str, precision: str, recipe: str, folder: Path, *flags: str, processes: int = 2, script: str | None = None
+) -> Path:
+    """Run `recipe`, or a `script` that takes its flags, under the launch file `name` into `folder`."""
     launcher = {"fp32": "no"}.get(precision, precision)
     words = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(processes)]
     words += ["--mixed_precision", launcher]
-    words += ["--config_file", f"accelerate_configs/{name}.yaml", f"recipes/{recipe}.py", "--output_dir", str(folder)]
+    words += ["--config_file", f"accelerate_configs/{name}.yaml", script or f"recipes/{recipe}.py"]
+    words += ["--output_dir", str(folder)]
     words += ["--precision", precision, *_ALWAYS, *OF_RECIPE[recipe].split(), *flags]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, cwd=_REPOSITORY, capture_output=True, text=True, check=False, env=environment)

@@ -383,3 +383,14 @@ def test_estimates_by_hand() -> None:
     for value in (-2.0, -2.0):
         below.add(value)
     assert below.threshold(8) == -1.0
+
+
+def test_a_loss_around_zero_is_no_cost_that_spikes() -> None:
+    """A policy gradient's: most steps 0, some not. Only what is not finite is an event, of loss and norm."""
+    losses = [0.0 if step % 3 else 0.01 * (step % 7) for step in range(200)]
+    guard = Guard(GuardSettings(loss_spikes=False))
+    assert {guard.judge(loss, 1.0).action for loss in losses} == {"stepped"}
+    assert guard.judge(math.nan, 1.0).action == "skipped"
+    assert guard.judge(0.0, 1e6).action == "skipped"
+    judged = Guard(GuardSettings())
+    assert "skipped" in {judged.judge(loss, 1.0).action for loss in [1e-8 * loss for loss in losses] + [0.5]}

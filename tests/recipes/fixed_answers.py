@@ -1,0 +1,26 @@
+"""recipes/grpo.py with answers that depend on the prompt and their number alone, so that ranks draw alike."""
+
+from __future__ import annotations
+
+import random
+import runpy
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from trl import GRPOTrainer
+
+
+def answers(trainer: Any, prompt_ids: list[list[int]], *unused: Any, **more: Any) -> tuple[list[list[int]], None]:
+    seen: Counter[tuple[int, ...]] = Counter()
+    drawn = []
+    for prompt in map(tuple, prompt_ids):
+        seed = random.Random(f"{prompt} {seen[prompt]}")
+        seen[prompt] += 1
+        drawn.append([seed.randrange(40, 120) for _ in range(seed.randrange(7, 11))] + trainer.eos_token_ids[:1])
+    return drawn, None
+
+
+GRPOTrainer._generate_single_turn = answers  # type: ignore[method-assign]
+if __name__ == "__main__":
+    runpy.run_path(str(Path(__file__).parents[2] / "recipes" / "grpo.py"), run_name="__main__")
