@@ -22,6 +22,12 @@ sft: $(STAMP)  ## Fine-tune the embedded model on the embedded data and report e
 pretrain: $(STAMP)  ## Pretrain the embedded model's shape on the embedded text, from nothing
 	OMP_NUM_THREADS=$(CORES) $(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/pretrain.py
 
+grpo: $(STAMP)  ## Fine-tune the embedded model for a few steps, then reward its right answers
+	OMP_NUM_THREADS=$(CORES) $(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/sft.py \
+		--max_steps 19 --output_dir outputs/little-tuned
+	OMP_NUM_THREADS=$(CORES) $(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/grpo.py \
+		--model_name_or_path outputs/little-tuned
+
 test: $(STAMP) debian ops  ## Every test except the soaks
 	$(PYTEST) tests -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 

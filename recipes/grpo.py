@@ -4,6 +4,7 @@
         --model_name_or_path outputs/sft --dataset_name openai/gsm8k --dataset_config main \\
         --columns prompt=question completion=answer --rewards number format='.*####.*' --reward_weights 1.0 0.2
 
+Without data it trains on the embedded questions; `make grpo` fine-tunes the embedded model a little before that.
 Rows have a prompt and an answer, as those of sft.py; the answer is what rewards compare with. `--rewards` also takes a
 function of your own. Each prompt is answered `--num_generations` times with the weights as they are.
 Flags are TRL's `ScriptArguments`, `GRPOConfig` and `ModelConfig` and our `ScaleArguments`: `--help` lists them.
@@ -74,6 +75,7 @@ def resolve_run(parsed: ParsedFlags) -> TrainerRun:
     RECIPE.refuse(parsed)
     from trl import ScriptArguments  # slow, as all of TRL is
 
+    from accel_scale.data.default import DEFAULT_REWARDING
     from accel_scale.settings.planned_choice import resolve_planned
     from accel_scale.settings.trl_config import RecipeGRPOConfig, RecipeModelConfig
     from accel_scale.starting.recipe_start import start_recipe
@@ -85,7 +87,9 @@ def resolve_run(parsed: ParsedFlags) -> TrainerRun:
         origins={**dict.fromkeys(unplanned, "derived: what is generated is not planned"), **parsed.origins},
     )
     start = start_recipe(parsed, output_dir=str(parsed.explicit.get("output_dir") or RecipeGRPOConfig.output_dir))
-    settings = resolve_planned(parsed, start.facts, start.launch, recipe=RECIPE.plan)
+    embedded = not any(parsed.explicit.get(name) for name in ("dataset_name", "dataset_mixture"))
+    preset = DEFAULT_REWARDING if embedded else None
+    settings = resolve_planned(parsed, start.facts, start.launch, preset=preset, recipe=RECIPE.plan)
     script, model_args = settings.build(ScriptArguments), settings.build(RecipeModelConfig)
     return TrainerRun(settings=settings, start=start, script=script, model_args=model_args)
 
@@ -94,23 +98,29 @@ def load_data(run: TrainerRun) -> None:
     """Prompts and answers to train on, others to evaluate where asked for, and the questions of exact match."""
     from itertools import islice
 
+    from accel_scale.data.default import default_data_paths, default_dataset
     from accel_scale.data.loading import load_training_data
-    from accel_scale.data.prompts import as_prompts
+    from accel_scale.trainers.prompts import as_prompts
 
     script, scale, values = run.script, run.settings.scale, run.settings.values
     evaluates = str(values.get("eval_strategy", "no")) != "no"
+    embedded = not script.dataset_name and not scale.dataset_mixture
+    num_questions = scale.exact_match_samples if scale.exact_match_samples is not None else (200 if embedded else 0)
+    train_path, heldout_path = default_data_paths()
     data = load_training_data(
-        script.dataset_name,
+        train_path if embedded else script.dataset_name,
         config=script.dataset_config,
         split=script.dataset_train_split,
-        test_split=script.dataset_test_split if evaluates or scale.exact_match_samples else None,
+        test_split=script.dataset_test_split if (evaluates or num_questions) and not embedded else None,
         columns=scale.columns,
         on_bad_row=scale.on_bad_row,
         mixture=scale.dataset_mixture,
         seed=int(values.get("seed", 42) if values.get("data_seed") is None else values["data_seed"]),
         chat=run.tokenizer.chat_template is not None,
     )
-    run.questions = list(islice(data.test or (), scale.exact_match_samples or 0))
+    if embedded and evaluates:
+        data = data.with_test(load_training_data(heldout_path).train)
+    run.questions = list(islice(default_dataset()[1] if embedded else data.test or (), num_questions))
     run.data = as_prompts(data, place=run.settings.sources.get("dataset_name", "--dataset_mixture"))
 
 

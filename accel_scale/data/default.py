@@ -48,6 +48,24 @@ DEFAULT_PRETRAINING = MappingProxyType(
     }
 )
 
+# Flags of recipes/grpo.py on the embedded questions where the user sets none.
+DEFAULT_REWARDING = MappingProxyType(
+    {
+        "learning_rate": 5e-4,
+        "lr_scheduler_type": "linear",
+        "adam_beta2": 0.95,
+        "per_device_train_batch_size": 64,
+        "num_generations": 8,
+        "max_completion_length": 16,
+        "temperature": 0.5,
+        "max_steps": 200,
+        "precision": "bf16",
+        "checkpointing_policy": "none",
+        "logging_steps": 10,
+        "save_strategy": "no",
+    }
+)
+
 
 def default_model_path() -> str:
     """Folder of the embedded base model and tokenizer, for `from_pretrained`."""

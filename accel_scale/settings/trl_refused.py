@@ -146,11 +146,11 @@ def refuse_grpo(parsed: ParsedFlags) -> None:
     for name, why in refused.items():
         if given.get(name):
             raise ConfigError(f"{why}.", place=parsed.place(name), fix="remove it.")
-    if given.get("model_name_or_path") is None or not (given.get("dataset_name") or given.get("dataset_mixture")):
+    if given.get("model_name_or_path") is None:
         raise ConfigError(
-            "rewards need a model that answers already, and a data set of questions.",
+            "rewards need a model that answers already.",
             place="command line",
-            fix="name --model_name_or_path and --dataset_name, rows with a prompt and an answer.",
+            fix="name --model_name_or_path, e.g. the --output_dir of recipes/sft.py.",
         )
 
 

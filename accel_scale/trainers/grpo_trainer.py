@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from datasets import Dataset
 from transformers import TrainerCallback, TrainerState
+from transformers.trainer_utils import TrainOutput
 from trl import GRPOTrainer
 
 from accel_scale.errors import ConfigError
@@ -14,43 +17,38 @@ from accel_scale.training.guard.learning import NothingLearnt
 
 
 class ScaleGRPOTrainer(OwnLossBase, GRPOTrainer):
-    """`GRPOTrainer` that honours what `resolve` decided.
-
-    Args:
-        optimizer_cls_and_kwargs: As transformers' `Trainer` takes it, and TRL's does not.
-        **kwargs: As `RecipeTrainerMixin` and `GRPOTrainer`.
-    """
+    """`GRPOTrainer` that honours what `resolve` decided; arguments as `OwnLossBase`."""
 
     args: RecipeGRPOConfig
 
-    def __init__(self, *, optimizer_cls_and_kwargs: Any = None, **kwargs: Any) -> None:
+    def __init__(self, **kwargs: Any) -> None:
         super().__init__(program="grpo.py", **kwargs)
-        self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         self.add_callback(_InStep(self))
 
     def refuse_rows(self) -> None:
         """A batch of generation takes that many different prompts, and TRL leaves out what does not fill one."""
-        needed = self.args.generation_batch_size // self.args.num_generations
-        if hasattr(self.train_dataset, "__len__") and len(self.train_dataset) < needed:
+        needed = (self.args.generation_batch_size or 0) // (self.args.num_generations or 1)
+        num_rows = self.train_dataset.num_rows if isinstance(self.train_dataset, Dataset) else needed
+        if num_rows < needed:
             raise ConfigError(
-                f"{len(self.train_dataset)} prompts do not fill one batch of {needed}.",
+                f"{num_rows} prompts do not fill one batch of {needed}.",
                 place="--dataset_name",
                 fix="use more rows, a smaller batch, or a larger --num_generations.",
             )
 
-    def num_tokens_of(self, batch: Any) -> Any:
+    def num_tokens_of(self, batch: object) -> int:
         """Nothing has been generated for a batch of prompts yet; `_prepare_inputs` counts."""
         return 0
 
-    def _prepare_inputs(self, generation_batch: Any) -> Any:
-        inputs = super()._prepare_inputs(generation_batch)
+    def _prepare_inputs(self, generation_batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+        inputs: dict[str, torch.Tensor] = super()._prepare_inputs(generation_batch)
         if self.model.training:
             self.meter.add_tokens(inputs["prompt_mask"].sum() + inputs["completion_mask"].sum())
         return inputs
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    def train(self, *args: object, **kwargs: object) -> TrainOutput:
         """As the trainer's; where no two answers to a prompt were ever rewarded differently, that is an error."""
-        result = super().train(*args, **kwargs)
+        result: TrainOutput = super().train(*args, **kwargs)
         alike = [entry["frac_reward_zero_std"] for entry in self.state.log_history if "frac_reward_zero_std" in entry]
         if alike and min(alike) == 1.0:
             raise NothingLearnt(
@@ -62,7 +60,7 @@ class ScaleGRPOTrainer(OwnLossBase, GRPOTrainer):
             )
         return result
 
-    def figures(self) -> dict[str, Any]:
+    def figures(self) -> dict[str, object]:
         return {**super().figures(), "rewards": [e["reward"] for e in self.state.log_history if "reward" in e]}
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -74,7 +74,7 @@ class RecipeTrainerMixin(_TrainerBase):
         **kwargs: Any,
     ) -> None:
         self._schedule, self._flags = schedule or {}, flags or SharedArguments()
-        self.answered: dict[str, dict[str, Any]] = {}
+        self.answered: dict[str, dict[str, object]] = {}
         self.started, self._counted_before = time.perf_counter(), Counted()
         _overlap_uploads(kwargs["args"])
         super().__init__(**kwargs)
@@ -138,11 +138,10 @@ class RecipeTrainerMixin(_TrainerBase):
             self.meter.add_tokens(self.num_tokens_of(batch))
         return batches, num_items
 
-    def num_tokens_of(self, batch: Any) -> Any:
+    def num_tokens_of(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | int:
         """Tokens of a micro-batch without padding."""
         mask = batch.get("attention_mask")
-        padded = mask is not None and mask.dim() == 2
-        return mask.sum() if padded else batch["input_ids"].numel()
+        return mask.sum() if mask is not None and mask.dim() == 2 else batch["input_ids"].numel()
 
     def answer_questions(self, when: str) -> None:
         """Answer the held-out questions with the weights as they are, under any sharding; on every rank."""
@@ -236,14 +235,14 @@ def _overlap_uploads(args: RecipeConfig) -> None:
         args.accelerator_config.non_blocking = True  # type: ignore[union-attr]  # transformers has parsed it
 
 
-def cast_trainable(model: Any, dtype: torch.dtype) -> None:
+def cast_trainable(model: torch.nn.Module, dtype: torch.dtype) -> None:
     """Keep every trainable weight of `model` in `dtype`."""
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.dtype != dtype:
             parameter.data = parameter.data.to(dtype)
 
 
-def _as_dict(result: ExactMatch) -> dict[str, Any]:
+def _as_dict(result: ExactMatch) -> dict[str, object]:
     return {
         "accuracy": result.accuracy,
         "num_correct": result.num_correct,

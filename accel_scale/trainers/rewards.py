@@ -7,31 +7,31 @@ import importlib.util
 import math
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from accel_scale.errors import ConfigError
 from accel_scale.training.evaluation.exact_match import normalize_answer
 
+Completion = str | Sequence[Mapping[str, str]]  # text, or turns
 # As TRL calls it: lists of equal length by name, one number (or None: not judged) for each completion.
 RewardFunction = Callable[..., Sequence[float | None]]
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _FLAG = "--rewards"
 
 
-def text_of(completion: str | Sequence[dict[str, Any]]) -> str:
+def text_of(completion: Completion) -> str:
     """What the model said, of a completion as text or as turns."""
     return completion if isinstance(completion, str) else str(completion[-1]["content"])
 
 
-def exact_match(completions: Sequence[Any], answer: Sequence[str], **unused: object) -> list[float]:
+def exact_match(completions: Sequence[Completion], answer: Sequence[str], **unused: object) -> list[float]:
     """1 where a completion is the answer after `normalize_answer`, else 0."""
     pairs = zip(completions, answer, strict=True)
     return [float(normalize_answer(text_of(said)) == normalize_answer(expected)) for said, expected in pairs]
 
 
-def number(completions: Sequence[Any], answer: Sequence[str], **unused: object) -> list[float | None]:
+def number(completions: Sequence[Completion], answer: Sequence[str], **unused: object) -> list[float | None]:
     """1 where the last number of a completion is the last of the answer, else 0; None where the answer has none."""
     rewards: list[float | None] = []
     for said, expected in zip(completions, answer, strict=True):
@@ -55,7 +55,7 @@ def matches(pattern: str) -> RewardFunction:
             f"{pattern!r} is not a regular expression: {error}.", place=_FLAG, fix="correct it, e.g. format=\\d+."
         ) from None
 
-    def format_reward(completions: Sequence[Any], **unused: object) -> list[float]:
+    def format_reward(completions: Sequence[Completion], **unused: object) -> list[float]:
         return [float(compiled.fullmatch(text_of(said).strip()) is not None) for said in completions]
 
     return format_reward
@@ -85,7 +85,7 @@ def reward_functions(names: Sequence[str], *, weights: Sequence[float] | None = 
 
 
 def _function(name: str) -> RewardFunction:
-    own = {"exact_match": exact_match, "number": number}
+    own: dict[str, RewardFunction] = {"exact_match": exact_match, "number": number}
     if name in own:
         return own[name]
     if name.startswith("format="):

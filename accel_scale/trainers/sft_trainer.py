@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.optim import Optimizer
 from trl import DPOTrainer, SFTTrainer
 
 from accel_scale.optimization.fast_loss import FastLossMixin
@@ -61,22 +62,27 @@ class OwnLossBase(
     OutputFolderMixin,
     AtomicSavingMixin,
 ):
-    """As `_SFTBase`, for losses of TRL's own; rows are not shared by several ranks."""
+    """As `_SFTBase`, for losses of TRL's own; rows are not shared by several ranks.
+
+    Args:
+        optimizer_cls_and_kwargs: As transformers' `Trainer` takes it, and TRL's do not.
+        **kwargs: As `RecipeTrainerMixin` and TRL's trainer.
+    """
+
+    def __init__(
+        self, *, optimizer_cls_and_kwargs: tuple[type[Optimizer], dict[str, object]] | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(**kwargs)
+        self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
 
 
 class ScaleDPOTrainer(OwnLossBase, DPOTrainer):
-    """`DPOTrainer` that honours what `resolve` decided.
-
-    Args:
-        optimizer_cls_and_kwargs: As transformers' `Trainer` takes it, and TRL's does not.
-        **kwargs: As `RecipeTrainerMixin` and `DPOTrainer`.
-    """
+    """`DPOTrainer` that honours what `resolve` decided; arguments as `OwnLossBase`."""
 
     args: RecipeDPOConfig
 
-    def __init__(self, *, optimizer_cls_and_kwargs: Any = None, **kwargs: Any) -> None:
+    def __init__(self, **kwargs: Any) -> None:
         super().__init__(program="dpo.py", **kwargs)
-        self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         if self.args.precompute_ref_log_probs:
             self.ref_model = None  # what it says is in the rows by now
 

@@ -221,6 +221,7 @@ def report_start(run: TrainerRun, trainer: RecipeTrainerMixin, program: str) -> 
     """The table before the first step: what will be trained, on what, how."""
     from accel_scale.reporting.run_tables import data_text
     from accel_scale.reporting.tables import format_count, print_table
+    from accel_scale.settings.trl_config import RecipeSFTConfig
 
     if not run.is_main:
         return
@@ -229,7 +230,9 @@ def report_start(run: TrainerRun, trainer: RecipeTrainerMixin, program: str) -> 
     per_step = f"{settings.global_batch_size} = {args.per_device_train_batch_size} × "
     per_step += f"{args.gradient_accumulation_steps} accumulated × {settings.launch.world_size} "
     per_step += "ranks" if run.sp_size == 1 else f"groups of {run.sp_size} ranks that share rows"
-    packed = f"packed into rows of {args.max_length} tokens" if getattr(args, "packing", False) else "padded"
+    packed = "padded"
+    if isinstance(args, RecipeSFTConfig) and args.packing:
+        packed = f"packed into rows of {args.max_length} tokens"
     length = f"{args.max_steps} steps" if args.max_steps > 0 else f"{args.num_train_epochs:g} epochs"
     print_table(
         program.removesuffix(".py"),

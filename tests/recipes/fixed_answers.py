@@ -6,12 +6,13 @@ import random
 import runpy
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 from trl import GRPOTrainer
 
 
-def answers(trainer: Any, prompt_ids: list[list[int]], *unused: Any, **more: Any) -> tuple[list[list[int]], None]:
+def answers(
+    trainer: GRPOTrainer, prompt_ids: list[list[int]], *unused: object, **more: object
+) -> tuple[list[list[int]], None]:
     seen: Counter[tuple[int, ...]] = Counter()
     drawn = []
     for prompt in map(tuple, prompt_ids):

@@ -13,10 +13,10 @@ import trl.scripts
 
 from accel_scale.data.default import default_model_path
 from accel_scale.data.loading import load_training_data
-from accel_scale.data.prompts import as_prompts
 from accel_scale.errors import ConfigError
 from accel_scale.flags.parsing import parse_flags
 from accel_scale.recipe_specs.grpo import GRPO
+from accel_scale.trainers.prompts import as_prompts
 from accel_scale.trainers.rewards import exact_match, number, reward_functions
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -129,6 +129,7 @@ def test_rewards_that_are_not_there_are_named(names: list[str], weights: list[fl
         (["--long_rows", "true"], "long_rows"),
         (["--auto_find_batch_size", "true"], "auto_find_batch_size"),
         (["--dataset_streaming", "true"], "dataset_streaming"),
+        (["--log_completions", "true"], "log_completions"),
     ],
 )
 def test_what_is_not_done_where_the_model_generates_is_refused(flags: list[str], named: str) -> None:
@@ -149,3 +150,8 @@ def test_prompts_and_answers_come_from_any_layout_but_plain_text(tmp_path: Path)
     rows.write_text('{"text": "q"}\n')
     with pytest.raises(ConfigError, match="--dataset_name: rows of plain text have no prompt"):
         as_prompts(load_training_data(str(rows)), place="--dataset_name")
+
+
+def test_a_model_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"a model that answers already.*--model_name_or_path"):
+        GRPO.refuse(parse_flags(GRPO.flags, [], program="grpo.py"))

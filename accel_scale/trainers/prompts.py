@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from accel_scale.errors import ConfigError
 from accel_scale.training.evaluation.exact_match import prompt_and_answer
 
 if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+
     from accel_scale.data.loading import LoadedData
 
 
@@ -29,11 +31,11 @@ def as_prompts(data: LoadedData, *, place: str) -> LoadedData:
             fix="name the columns, e.g. --columns prompt=question completion=answer.",
         )
 
-    def convert(row: dict[str, Any], index: int) -> dict[str, Any]:
+    def convert(row: dict[str, object], index: int) -> dict[str, object]:
         prompt, answer = prompt_and_answer(row, index)
         return {"prompt": prompt, "answer": answer}
 
-    def converted(rows: Any) -> Any:
+    def converted(rows: Dataset | IterableDataset) -> Dataset | IterableDataset:
         gone = [name for name in rows.column_names if name not in ("prompt", "answer", "task")]
         return rows.map(convert, with_indices=True, remove_columns=gone)
 
