@@ -53,6 +53,7 @@ DEFAULT_REWARDING = MappingProxyType(
     {
         "learning_rate": 5e-4,
         "lr_scheduler_type": "linear",
+        "warmup_ratio": 0.1,
         "adam_beta2": 0.95,
         "per_device_train_batch_size": 64,
         "num_generations": 8,
