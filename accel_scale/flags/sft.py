@@ -99,14 +99,14 @@ def _library_classes(config: str, library: str, defaults: type) -> tuple[LaterCl
 LIBRARY_CLASSES = _library_classes("RecipeSFTConfig", "trl:SFTConfig", SFTDefaults)
 DPO_LIBRARY_CLASSES = _library_classes("RecipeDPOConfig", "trl:DPOConfig", DPODefaults)
 GRPO_LIBRARY_CLASSES = _library_classes("RecipeGRPOConfig", "trl:GRPOConfig", GRPODefaults)
+SHIPPED_CLASSES = (*LIBRARY_CLASSES, *DPO_LIBRARY_CLASSES, *GRPO_LIBRARY_CLASSES)
 
 
 def main() -> None:
     """Write the shipped table."""
     from accel_scale.flags.parsing import build_parser
 
-    classes = (*LIBRARY_CLASSES, *DPO_LIBRARY_CLASSES, *GRPO_LIBRARY_CLASSES)
-    table = make_table(classes, lambda found: build_parser(found, program=""))
+    table = make_table(SHIPPED_CLASSES, lambda found: build_parser(found, program=""))
     SHIPPED.write_text(json.dumps(table).replace('{"names"', '\n{"names"') + "\n", encoding="utf-8")
 
 
