@@ -14,13 +14,16 @@ CORES := $(shell nproc 2>/dev/null || echo 1)
 # Launches of two processes wait for each other and for imports most of the time: two files of tests at once.
 WORKERS ?= 2
 
-.PHONY: sft pretrain test test-fast coverage soak lint format clean debian ops
+.PHONY: sft pretrain dpo grpo test test-fast coverage soak lint format clean debian ops
 
 sft: $(STAMP)  ## Fine-tune the embedded model on the embedded data and report exact match before and after
 	OMP_NUM_THREADS=$(CORES) $(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/sft.py
 
 pretrain: $(STAMP)  ## Pretrain the embedded model's shape on the embedded text, from nothing
 	OMP_NUM_THREADS=$(CORES) $(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/pretrain.py
+
+dpo: $(STAMP)  ## Tune the embedded model to pairs of a right and a wrong answer
+	OMP_NUM_THREADS=$(CORES) $(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/dpo.py
 
 grpo: $(STAMP)  ## Fine-tune the embedded model for a few steps, then reward its right answers
 	OMP_NUM_THREADS=$(CORES) $(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/sft.py \

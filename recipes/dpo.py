@@ -5,6 +5,7 @@
 
 Rows have `prompt`, `chosen` and `rejected`, as text or turns; `--columns` maps other names. With adapters the
 reference is the model without them; full fine-tuning keeps a frozen copy, unless `--precompute_ref_log_probs`.
+Without a model and data it tunes the embedded model to pairs made of the embedded rows.
 Flags are TRL's `ScriptArguments`, `DPOConfig` and `ModelConfig` and our `ScaleArguments`: `--help` lists them.
 """
 
@@ -71,12 +72,17 @@ def resolve_run(parsed: ParsedFlags) -> TrainerRun:
     RECIPE.refuse(parsed)
     from trl import ScriptArguments  # slow, as all of TRL is
 
+    from accel_scale.data.default import DEFAULT_PREFERENCES, default_model_path
     from accel_scale.settings.planned_choice import resolve_planned
     from accel_scale.settings.trl_config import RecipeDPOConfig, RecipeModelConfig
     from accel_scale.starting.recipe_start import start_recipe
 
     start = start_recipe(parsed, output_dir=str(parsed.explicit.get("output_dir") or RecipeDPOConfig.output_dir))
-    settings = resolve_planned(parsed, start.facts, start.launch, recipe=RECIPE.plan)
+    embedded = not any(parsed.explicit.get(name) for name in ("dataset_name", "dataset_mixture"))
+    preset = DEFAULT_PREFERENCES if embedded else None
+    settings = resolve_planned(parsed, start.facts, start.launch, preset=preset, recipe=RECIPE.plan)
+    if not settings.values.get("model_name_or_path"):
+        settings.set("model_name_or_path", default_model_path(), "the embedded model")
     script, model_args = settings.build(ScriptArguments), settings.build(RecipeModelConfig)
     return TrainerRun(settings=settings, start=start, script=script, model_args=model_args)
 
@@ -85,15 +91,19 @@ def load_data(run: TrainerRun) -> None:
     """Pairs to train on, pairs to evaluate where asked for, and the questions of the exact-match report."""
     from itertools import islice
 
+    from accel_scale.data.default import default_dataset, default_pairs
     from accel_scale.data.loading import load_training_data
+    from accel_scale.settings.planned_setup import recipe_value
 
     script, scale, values = run.script, run.settings.scale, run.settings.values
     evaluates = str(values.get("eval_strategy", "no")) != "no"
+    embedded = not script.dataset_name and not scale.dataset_mixture
+    num_questions = scale.exact_match_samples if scale.exact_match_samples is not None else (200 if embedded else 0)
     run.data = load_training_data(
-        script.dataset_name,
+        default_pairs(f"{recipe_value(run.settings, 'output_dir')}/data") if embedded else script.dataset_name,
         config=script.dataset_config,
         split=script.dataset_train_split,
-        test_split=script.dataset_test_split if evaluates or scale.exact_match_samples else None,
+        test_split=script.dataset_test_split if (evaluates or num_questions) and not embedded else None,
         columns=scale.columns,
         on_bad_row=scale.on_bad_row,
         streaming=script.dataset_streaming,
@@ -101,7 +111,7 @@ def load_data(run: TrainerRun) -> None:
         seed=int(values.get("seed", 42) if values.get("data_seed") is None else values["data_seed"]),
         preferences=True,
     )
-    run.questions = list(islice(run.data.test or (), scale.exact_match_samples or 0))
+    run.questions = list(islice(default_dataset()[1] if embedded else run.data.test or (), num_questions))
     run.plan = run.plan and run.plan.for_data(run.data.train, run.tokenizer)
 
 

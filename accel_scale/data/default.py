@@ -48,6 +48,25 @@ DEFAULT_PRETRAINING = MappingProxyType(
     }
 )
 
+# Flags of recipes/dpo.py on the embedded pairs where the user sets none. The base model has not been tuned to answer
+# yet, so its likelihood of the better answer is raised beside the preference (RPO: Pang et al. 2024, section 2).
+DEFAULT_PREFERENCES = MappingProxyType(
+    {
+        "loss_type": ["sigmoid", "sft"],
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "linear",
+        "warmup_ratio": 0.05,
+        "adam_beta2": 0.95,
+        "per_device_train_batch_size": 16,
+        "max_length": 128,
+        "max_steps": 300,
+        "precision": "bf16",
+        "checkpointing_policy": "none",
+        "logging_steps": 20,
+        "save_strategy": "no",
+    }
+)
+
 # Flags of recipes/grpo.py on the embedded questions where the user sets none.
 DEFAULT_REWARDING = MappingProxyType(
     {
@@ -94,6 +113,34 @@ def default_dataset() -> tuple[Dataset, Dataset]:
 
     train_path, heldout_path = default_data_paths()
     return read(train_path), read(heldout_path)
+
+
+def default_pairs(folder: str) -> str:
+    """Path of the embedded training rows as pairs in `folder` (JSON lines), written there where they are missing.
+
+    The rejected answer of a question is the right one of the question before it of the same task: as well formed,
+    and wrong.
+    """
+    import json
+    import os
+    from pathlib import Path
+
+    path = Path(folder) / "pairs.jsonl"
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".partial-{os.getpid()}")  # ranks write the same, each for itself
+        last: dict[str, str] = {}
+        with open(default_data_paths()[0], encoding="utf-8") as rows, open(partial, "w", encoding="utf-8") as pairs:
+            for row in map(json.loads, rows):
+                *prompt, answer = row["messages"]
+                other = last.get(row["task"], answer["content"])
+                last[row["task"]] = answer["content"]
+                if other != answer["content"]:
+                    rejected = [{**answer, "content": other}]
+                    pair = {"prompt": prompt, "chosen": [answer], "rejected": rejected}
+                    pairs.write(json.dumps(pair) + "\n")
+        partial.replace(path)
+    return str(path)
 
 
 def default_pretraining_text(folder: str, *, num_documents: int = 40_000) -> str:

@@ -28,6 +28,7 @@ def end_rows(summary: Mapping[str, Any]) -> dict[str, str | None]:
     return {
         "loss": f"{losses[0]:.4f} → {losses[-1]:.4f} in {summary['steps']} steps" if losses else None,
         "evaluation loss": f"{summary['eval_loss']:.4f}" if summary["eval_loss"] is not None else None,
+        "preferred": f"{pairs[0]:.1%} → {pairs[-1]:.1%} of pairs" if (pairs := summary.get("preferred")) else None,
         "reward": f"{rewards[0]:.3f} → {rewards[-1]:.3f}" if (rewards := summary.get("rewards")) else None,
         "exact match": _match_text(summary.get("exact_match") or {}),
         "speed": f"{speed:,.0f} tokens/s without padding" if speed else None,

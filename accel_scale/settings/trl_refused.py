@@ -78,6 +78,10 @@ def refuse_contradictions(parsed: ParsedFlags) -> None:
         ConfigError: for the first that is found.
     """
     refuse_settings(parsed)
+    _refuse_model_alone(parsed)
+
+
+def _refuse_model_alone(parsed: ParsedFlags) -> None:
     given = parsed.explicit
     if given.get("model_name_or_path") and not (given.get("dataset_name") or given.get("dataset_mixture")):
         raise ConfigError(
@@ -115,12 +119,7 @@ def refuse_dpo(parsed: ParsedFlags) -> None:
                 place=parsed.place(name),
                 fix="keep one.",
             )
-    if given.get("model_name_or_path") is None or not (given.get("dataset_name") or given.get("dataset_mixture")):
-        raise ConfigError(
-            "pairs need a model that answers already, and a data set of them.",
-            place="command line",
-            fix="name --model_name_or_path and --dataset_name, rows with prompt, chosen and rejected.",
-        )
+    _refuse_model_alone(parsed)
 
 
 def refuse_grpo(parsed: ParsedFlags) -> None:

@@ -86,6 +86,11 @@ class ScaleDPOTrainer(OwnLossBase, DPOTrainer):
         if self.args.precompute_ref_log_probs:
             self.ref_model = None  # what it says is in the rows by now
 
+    def figures(self) -> dict[str, Any]:
+        """As every trainer's, with the share of pairs whose better answer is preferred to the reference's liking."""
+        preferred = [e["rewards/accuracies"] for e in self.state.log_history if "rewards/accuracies" in e]
+        return {**super().figures(), "preferred": preferred}
+
     def refuse_rows(self) -> None:
         """TRL has left out pairs whose prompts alone fill ``--max_length``."""
         for what, rows in (("training", self.train_dataset), ("evaluation", self.eval_dataset)):
