@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.resources import files
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -75,9 +76,9 @@ DEFAULT_REWARDING = MappingProxyType(
         "warmup_ratio": 0.1,
         "adam_beta2": 0.95,
         "per_device_train_batch_size": 64,
-        "num_generations": 8,
+        "num_generations": 16,
         "max_completion_length": 16,
-        "temperature": 0.5,
+        "temperature": 0.4,
         "max_steps": 200,
         "precision": "bf16",
         "checkpointing_policy": "none",
@@ -115,12 +116,23 @@ def default_dataset() -> tuple[Dataset, Dataset]:
     return read(train_path), read(heldout_path)
 
 
-def default_pairs(folder: str) -> str:
-    """Path of the embedded training rows as pairs in `folder` (JSON lines), written there where they are missing.
+def pairs_of(rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, object]]:
+    """Rows of ``messages`` as pairs: ``prompt``, ``chosen`` and ``rejected``, as turns.
 
-    The rejected answer of a question is the right one of the question before it of the same task: as well formed,
+    The rejected answer of a question is the right one of the question before it of the same ``task``: as well formed,
     and wrong.
     """
+    last: dict[str, str] = {}
+    for row in rows:
+        *prompt, answer = row["messages"]
+        other = last.get(row["task"], answer["content"])
+        last[row["task"]] = answer["content"]
+        if other != answer["content"]:
+            yield {"prompt": prompt, "chosen": [answer], "rejected": [{**answer, "content": other}]}
+
+
+def default_pairs(folder: str) -> str:
+    """Path of the embedded training rows as pairs in `folder` (JSON lines), written there where they are missing."""
     import json
     import os
     from pathlib import Path
@@ -129,16 +141,8 @@ def default_pairs(folder: str) -> str:
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".partial-{os.getpid()}")  # ranks write the same, each for itself
-        last: dict[str, str] = {}
         with open(default_data_paths()[0], encoding="utf-8") as rows, open(partial, "w", encoding="utf-8") as pairs:
-            for row in map(json.loads, rows):
-                *prompt, answer = row["messages"]
-                other = last.get(row["task"], answer["content"])
-                last[row["task"]] = answer["content"]
-                if other != answer["content"]:
-                    rejected = [{**answer, "content": other}]
-                    pair = {"prompt": prompt, "chosen": [answer], "rejected": rejected}
-                    pairs.write(json.dumps(pair) + "\n")
+            pairs.writelines(json.dumps(pair) + "\n" for pair in pairs_of(map(json.loads, rows)))
         partial.replace(path)
     return str(path)
 

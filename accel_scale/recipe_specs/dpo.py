@@ -16,6 +16,6 @@ DPO = replace(
     flags=(*DPO_LIBRARY_CLASSES, ScaleArguments, TrainerGuardArguments),
     program="dpo.py",
     refuse=refuse_dpo,
-    rehearsal=replace(SFT.rehearsal, data="own"),
+    rehearsal=replace(SFT.rehearsal, data="pairs"),
     plan=DPO_PLAN,
 )

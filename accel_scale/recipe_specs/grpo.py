@@ -10,6 +10,7 @@ from accel_scale.flags.rewards import RewardArguments
 from accel_scale.flags.sft import GRPO_LIBRARY_CLASSES
 from accel_scale.planning.search.recipe_choices import GRPO_PLAN
 from accel_scale.recipe_specs.sft import SFT
+from accel_scale.recipe_specs.spec import MICRO_BATCH_SIZE
 from accel_scale.settings.trl_refused import refuse_grpo
 
 GRPO = replace(
@@ -17,6 +18,12 @@ GRPO = replace(
     flags=(*GRPO_LIBRARY_CLASSES, ScaleArguments, TrainerGuardArguments, RewardArguments),
     program="grpo.py",
     refuse=refuse_grpo,
-    rehearsal=replace(SFT.rehearsal, data="own"),
+    rehearsal=replace(
+        SFT.rehearsal,
+        # Each of the two rows of a rank is an answer to the same prompt.
+        values={**SFT.rehearsal.values, "num_generations": MICRO_BATCH_SIZE},
+        at_most={**SFT.rehearsal.at_most, "max_completion_length": 16},
+        dropped=(*SFT.rehearsal.dropped, "steps_per_generation", "generation_batch_size"),
+    ),
     plan=GRPO_PLAN,
 )

@@ -16,7 +16,7 @@ from accel_scale.planning.search.recipe_choices import PlannedRecipe
 NUM_STEPS, CHECKPOINT_STEP = 4, 2
 MAX_LENGTH, MICRO_BATCH_SIZE = 256, 2
 
-DATA_KINDS = ("own", "rows", "text")
+DATA_KINDS = ("own", "pairs", "rows", "text")
 
 # Flags of transformers' `TrainingArguments` that keep a rehearsal short and make it save a checkpoint.
 TRAINER_STEPS: Mapping[str, object] = {
@@ -50,7 +50,8 @@ class RehearsalSpec:
         model_flag: Names the model, which is replaced by a shrunken one; None: the script's own model is trained.
         config_flag: Names a configuration that is trained from nothing, if the recipe has such a flag.
         size_flag: Says how large a model to train from nothing, if the recipe has such a flag.
-        data: ``own``: the data are what the flags say; ``rows``: questions and answers, ``text``: plain text; both are
+        data: ``own``: the data are what the flags say; ``rows``: questions and answers, ``pairs``: those with a
+            rejected answer each, ``text``: plain text; all three are
             replaced by embedded ones where they are not on this machine.
         data_flag: Names the data.
         data_flags: Flags that describe the data; they go when the data are replaced.
@@ -81,7 +82,9 @@ class RehearsalSpec:
 
     def __post_init__(self) -> None:
         if self.data not in DATA_KINDS:
-            raise ConfigError(f"{self.data!r} is no kind of data.", place="RECIPE", fix="use own, rows or text.")
+            raise ConfigError(
+                f"{self.data!r} is no kind of data.", place="RECIPE", fix=f"use {', '.join(DATA_KINDS)}."
+            )
 
 
 @dataclass(frozen=True)

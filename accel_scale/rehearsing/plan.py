@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_scale.checks.ddp_rules import FIRST_POWERSGD_STEP
+from accel_scale.data.default import pairs_of
 from accel_scale.flags.command_line import RecipeCommand
 from accel_scale.launching.launch_file import LaunchFile
 from accel_scale.launching.strategy import is_true
@@ -209,7 +210,7 @@ def choose_data(
     default, which `fallback` is.
 
     Args:
-        fallback: Rows of ``messages``: a question and its answer.
+        fallback: Rows of ``messages``: a question and its answer; a recipe for pairs gets pairs of them.
         has_chat_template: Whether the tokenizer can write turns; else the rows become prompt and completion.
     """
     flag = spec.rehearsal.data_flag
@@ -227,12 +228,18 @@ def choose_data(
     turns = has_chat_template or str(recipe.value("assistant_only_loss")).lower() == "true"
     path = work / "rehearsal_rows.jsonl"
     with path.open("w", encoding="utf-8") as file:
-        for row in islice(fallback, NUM_ROWS):
-            file.write(json.dumps({"messages": row["messages"]} if turns else _as_prompt(row)) + "\n")
+        rows = (
+            pairs_of(fallback) if spec.rehearsal.data == "pairs" else ({"messages": r["messages"]} for r in fallback)
+        )
+        for row in islice(rows, NUM_ROWS):
+            file.write(json.dumps(row if turns else _as_text(row)) + "\n")
     return DataChoice(path, replaced=", ".join(absent) or None)
 
 
-def _as_prompt(row: Mapping[str, Any]) -> dict[str, str]:
+def _as_text(row: Mapping[str, Any]) -> dict[str, str]:
+    if "messages" not in row:
+        answers = {name: row[name][-1]["content"] for name in ("chosen", "rejected")}
+        return {"prompt": row["prompt"][-1]["content"] + "\n", **answers}
     question, answer = row["messages"][-2:]
     return {"prompt": question["content"] + "\n", "completion": answer["content"]}
 

@@ -186,7 +186,7 @@ def _check_resume(rehearsal: Rehearsal, work: Path, *, timeout_seconds: float) -
     # A resumed run's history starts with the losses that the checkpoint remembers.
     expected = losses[CHECKPOINT_STEP:]
     resumed = _results(work, "resumed").losses[-len(expected) :]
-    worst = max(abs(a - b) / abs(b) for a, b in zip(resumed, expected, strict=True))
+    worst = max(abs(a - b) / (abs(b) or 1.0) for a, b in zip(resumed, expected, strict=True))
     steps = f"steps {CHECKPOINT_STEP + 1} to {NUM_STEPS}"
     if not worst <= RESUME_TOLERANCE:
         raise CheckFailed(f"{steps} gave {resumed} after resuming and {expected} without a break")

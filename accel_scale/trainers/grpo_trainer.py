@@ -15,6 +15,9 @@ from accel_scale.settings.trl_config import RecipeGRPOConfig
 from accel_scale.trainers.sft_trainer import OwnLossBase
 from accel_scale.training.guard.learning import NothingLearnt
 
+# Optimizer steps from which rewards that never differed say something; a rehearsal has fewer.
+_STEPS_WITHOUT_REWARD = 8
+
 
 class ScaleGRPOTrainer(OwnLossBase, GRPOTrainer):
     """`GRPOTrainer` that honours what `resolve` decided; arguments as `OwnLossBase`."""
@@ -50,7 +53,7 @@ class ScaleGRPOTrainer(OwnLossBase, GRPOTrainer):
         """As the trainer's; where no two answers to a prompt were ever rewarded differently, that is an error."""
         result: TrainOutput = super().train(*args, **kwargs)
         alike = [entry["frac_reward_zero_std"] for entry in self.state.log_history if "frac_reward_zero_std" in entry]
-        if alike and min(alike) == 1.0:
+        if self.state.global_step >= _STEPS_WITHOUT_REWARD and alike and min(alike) == 1.0:
             raise NothingLearnt(
                 f"all {self.args.num_generations} answers to each prompt had the same reward in every step, so "
                 "nothing was learnt.",

@@ -12,7 +12,7 @@ import pytest
 import trl.scripts
 from pairs import write_pairs
 
-from accel_scale.data.default import default_model_path
+from accel_scale.data.default import default_dataset, default_model_path, default_pairs
 from accel_scale.data.loading import load_training_data
 from accel_scale.errors import ConfigError
 from accel_scale.flags.parsing import parse_flags
@@ -79,3 +79,33 @@ def test_pairs_are_read_and_others_refused(tmp_path: Path) -> None:
     rows.write_text('{"question": "q", "answer": "a"}\n')
     with pytest.raises(ConfigError, match="no pairs of answers"):
         load_training_data(str(rows), preferences=True)
+
+
+def test_embedded_pairs_are_a_right_answer_and_another_rows(tmp_path: Path) -> None:
+    path = Path(default_pairs(str(tmp_path / "data")))
+    pairs = [json.loads(line) for line in path.read_text().splitlines()]
+    right = {row["messages"][0]["content"]: row["answer"] for row in default_dataset()[0]}
+    assert len(pairs) > 5900
+    for pair in pairs:
+        assert pair["chosen"][0]["content"] == right[pair["prompt"][0]["content"]] != pair["rejected"][0]["content"]
+    assert {pair["rejected"][0]["content"] for pair in pairs} <= set(right.values())
+    written = path.stat().st_mtime_ns
+    assert Path(default_pairs(str(tmp_path / "data"))).stat().st_mtime_ns == written, "made once"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("steps", [4, pytest.param(0, marks=pytest.mark.soak)])
+def test_no_flags_learn_to_prefer_and_to_answer(steps: int, tmp_path: Path) -> None:
+    """`make dpo`, whole in the soaks."""
+    given = ["--max_steps", str(steps), "--exact_match_samples", "5"] if steps else []
+    command = [sys.executable, str(REPOSITORY / "recipes/dpo.py"), "--output_dir", str(tmp_path), *given]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    summary = json.loads((tmp_path / "run_summary.json").read_text())
+    assert summary["steps"] == (steps or 300)
+    assert "% of pairs" in done.stdout
+    if not steps:
+        assert summary["preferred"][-1] >= 0.95
+        assert summary["exact_match"]["before"]["accuracy"] <= 0.1
+        assert summary["exact_match"]["after"]["accuracy"] >= 0.9

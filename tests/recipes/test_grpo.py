@@ -155,3 +155,15 @@ def test_prompts_and_answers_come_from_any_layout_but_plain_text(tmp_path: Path)
 def test_a_model_is_named() -> None:
     with pytest.raises(ConfigError, match=r"a model that answers already.*--model_name_or_path"):
         GRPO.refuse(parse_flags(GRPO.flags, [], program="grpo.py"))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_a_little_tuned_model_is_taught_by_rewards_alone(tmp_path: Path) -> None:
+    """`make grpo`: exact match of held-out questions rises by 20 points or more."""
+    recipes = [sys.executable, str(REPOSITORY / "recipes/sft.py"), "--max_steps", "19"]
+    subprocess.run([*recipes, "--output_dir", str(tmp_path / "tuned")], cwd=REPOSITORY, check=True)
+    recipes = [sys.executable, str(REPOSITORY / "recipes/grpo.py"), "--model_name_or_path", str(tmp_path / "tuned")]
+    subprocess.run([*recipes, "--output_dir", str(tmp_path / "out")], cwd=REPOSITORY, check=True)
+    found = json.loads((tmp_path / "out" / "run_summary.json").read_text())["exact_match"]
+    assert found["after"]["accuracy"] - found["before"]["accuracy"] >= 0.2
