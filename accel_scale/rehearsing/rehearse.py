@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -186,11 +186,16 @@ def _check_resume(rehearsal: Rehearsal, work: Path, *, timeout_seconds: float) -
     # A resumed run's history starts with the losses that the checkpoint remembers.
     expected = losses[CHECKPOINT_STEP:]
     resumed = _results(work, "resumed").losses[-len(expected) :]
-    worst = max(abs(a - b) / (abs(b) or 1.0) for a, b in zip(resumed, expected, strict=True))
+    worst = furthest(resumed, expected)
     steps = f"steps {CHECKPOINT_STEP + 1} to {NUM_STEPS}"
     if not worst <= RESUME_TOLERANCE:
         raise CheckFailed(f"{steps} gave {resumed} after resuming and {expected} without a break")
     return f"{steps}: same losses" + (f" to {worst:.0e}" if worst else ", to the last bit")
+
+
+def furthest(values: Sequence[float], expected: Sequence[float]) -> float:
+    """The largest relative difference; an absolute one where 0 is expected, as of a policy gradient's loss."""
+    return max(abs(a - b) / (abs(b) or 1.0) for a, b in zip(values, expected, strict=True))
 
 
 def _check_reload(rehearsal: Rehearsal, work: Path) -> str:

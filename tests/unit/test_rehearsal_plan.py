@@ -11,6 +11,7 @@ import pytest
 from accel_scale.errors import ConfigError
 from accel_scale.flags.command_line import RecipeCommand
 from accel_scale.launching.launch_file import read_launch_file
+from accel_scale.recipe_specs.dpo import DPO
 from accel_scale.rehearsing.plan import (
     DataChoice,
     choose_data,
@@ -18,7 +19,7 @@ from accel_scale.rehearsing.plan import (
     plan_rehearsal,
     rehearsed_processes,
 )
-from accel_scale.rehearsing.rehearse import Check, RehearsalReport, error_lines
+from accel_scale.rehearsing.rehearse import Check, RehearsalReport, error_lines, furthest
 
 CONFIGS = Path(__file__).resolve().parents[2] / "accelerate_configs"
 ROWS = [
@@ -150,6 +151,25 @@ def test_local_data_is_cut_and_remote_data_replaced(tmp_path: Path, script: str)
     assert choice.replaced == "nobody/has-this"
     assert choice.path is not None
     assert json.loads(choice.path.read_text().splitlines()[1]) == {"prompt": "1?\n", "completion": "1"}
+
+
+@pytest.mark.parametrize("turns", [True, False])
+def test_a_recipe_for_pairs_gets_pairs(tmp_path: Path, script: str, turns: bool) -> None:
+    rows = [{**row, "task": "sums"} for row in ROWS]
+    remote = RecipeCommand.parse(script, ["--dataset_name", "nobody/has-this"])
+    choice = choose_data(remote, tmp_path, fallback=rows, has_chat_template=turns, spec=DPO)
+    assert choice.path is not None
+    first = json.loads(choice.path.read_text().splitlines()[0])
+    question, better, worse = (first[name] for name in ("prompt", "chosen", "rejected"))
+    if turns:
+        question, better, worse = (turns[-1]["content"] for turns in (question, better, worse))
+    assert (question.strip(), better, worse) == ("1?", "1", "0")
+
+
+def test_what_goes_on_is_compared_where_the_loss_is_zero_too() -> None:
+    assert furthest([0.0, 2.0], [0.0, 2.0]) == 0
+    assert furthest([0.0, 2.2], [0.0, 2.0]) == pytest.approx(0.1)
+    assert furthest([0.5], [0.0]) == 0.5
 
 
 def test_what_a_cpu_has_not_is_left_out_and_noted(tmp_path: Path, script: str) -> None:
