@@ -13,7 +13,6 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accel_scale.checks.case import Finding, Launch
@@ -81,12 +80,13 @@ def _recipe_flags(words: Sequence[str], more: list[Finding]) -> tuple[RecipeSpec
     """What the script declares and its flags; sft.py's without a script. None where there are none, or wrong ones."""
     from accel_scale.recipe_specs.finding import HOW_TO_DECLARE, find_recipe
     from accel_scale.recipe_specs.sft import SFT
+    from accel_scale.shipped import named_script
 
     flags = [word for position, word in enumerate(words) if position or word != "--"]
     spec, program = SFT, SFT.program
     try:
         if flags and not flags[0].startswith("-"):
-            script = Path(flags.pop(0))
+            script = named_script(flags.pop(0))
             if not script.is_file():
                 more.append(Finding("error", str(script), "there is no such recipe.", "check the path."))
             elif (recipe := find_recipe(script)) is None:

@@ -31,7 +31,14 @@ class Command(NamedTuple):
     summary: str
 
 
+_RUN = "accel_scale.cli.run_recipe"
 COMMANDS: dict[str, Command] = {
+    "sft": Command(_RUN, "fine-tune: run the recipe that comes with the package"),
+    "dpo": Command(_RUN, "tune to pairs of answers, likewise"),
+    "grpo": Command(_RUN, "train on rewards that can be verified, likewise"),
+    "pretrain": Command(_RUN, "pretrain, likewise"),
+    "tune": Command(_RUN, "search hyperparameters of a recipe, likewise"),
+    "recipes": Command("accel_scale.cli.recipes", "list the recipes that come with the package, or copy one"),
     "plan": Command("accel_scale.cli.plan", "predict memory, speed and the best strategy before anything is loaded"),
     "doctor": Command("accel_scale.cli.doctor", "list versions, devices and contradictions before a launch"),
     "rehearse": Command("accel_scale.cli.rehearse", "run a launch file on CPU processes with a shrunken model"),

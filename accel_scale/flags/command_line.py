@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_scale.errors import ConfigError
+from accel_scale.shipped import named_script
 
 _CONFIG_FLAGS = {"config_file", "config"}
 
@@ -32,11 +33,13 @@ class RecipeCommand:
         """From the script and the words that follow it.
 
         Raises:
-            ConfigError: the script or its file of flags does not exist.
+            ConfigError: the script, which may be the name of one that comes with the package, or its file of flags
+                does not exist.
         """
-        if not Path(script).is_file():
+        path = named_script(script)
+        if not path.is_file():
             raise ConfigError(f"there is no recipe {script!r}.", place="command line", fix="check the path.")
-        command = cls(Path(script), tuple(words))
+        command = cls(path, tuple(words))
         config = next((values[-1] for name, values in command.flags() if name in _CONFIG_FLAGS and values), None)
         if config is not None and not Path(config).is_file():
             raise ConfigError("does not exist.", place=config, fix="check the path after --config_file.")

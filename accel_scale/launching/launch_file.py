@@ -22,6 +22,7 @@ from accel_scale.launching.launch_keys import (
     SourceFile,
 )
 from accel_scale.launching.strategy import LaunchStrategy, deepspeed_config_of, launch_strategy
+from accel_scale.shipped import named_launch_file
 
 
 @dataclass(frozen=True)
@@ -71,10 +72,13 @@ class LaunchFile(SourceFile):
 def read_launch_file(path: str | Path) -> LaunchFile:
     """The launch file at `path`, checked as `accelerate launch` does not: it ignores keys that it does not know.
 
+    Args:
+        path: Of a file, or the name of one that comes with the package, as ``fsdp2``.
+
     Raises:
         ConfigError: unreadable, not YAML, a recipe's file, an unknown or repeated key, a value of the wrong type.
     """
-    path = Path(path)
+    path = named_launch_file(path)
     source = read_source_file(path)
     _refuse_recipe(source)
     _check_keys(source)

@@ -14,6 +14,7 @@ from accel_scale.planning.search.launch_writing import DEEPSPEED, MARK, about, d
 from accel_scale.planning.search.recipe_choices import RecipeChoices
 from accel_scale.planning.search.recipe_writing import recipe_lines
 from accel_scale.planning.search.search import Candidate, Request
+from accel_scale.shipped import named_script
 from accel_scale.units import format_bytes
 
 __all__ = ["RecipeChoices", "WrittenPlan", "plan_files", "write_files"]
@@ -53,7 +54,7 @@ def plan_files(request: Request, candidate: Candidate, recipe: RecipeChoices, fo
             fix="plan with --recipe pretrain.",
         )
     launch_path, recipe_path = folder / LAUNCH, folder / RECIPE
-    command = _command(setup, launch_path, recipe_path, shlex.quote(plan.script))
+    command = _command(setup, launch_path, recipe_path, plan.script)
     head = [f"# {about(candidate)}", f"# {_fit(request, candidate.memory)}", "#"]
     files = {launch_path: "", recipe_path: "\n".join([*head, *recipe_lines(request, candidate, recipe)])}
     if "nvme" in (setup.parallel.offload_params, setup.parallel.offload_optimizer):
@@ -88,10 +89,16 @@ def _is_ours(path: Path) -> bool:
 
 
 def _command(setup: TrainingSetup, launch: Path, recipe: Path, script: str) -> str:
-    """The command line; `$SLURM_NODEID` and `$NODE_0` stay for the shell of each node."""
+    """The command line, from a checkout or not; `$SLURM_NODEID` and `$NODE_0` stay for the shell of each node."""
     nodes = " --machine_rank $SLURM_NODEID --main_process_ip $NODE_0" if num_nodes(setup.parallel) > 1 else ""
     files = shlex.quote(str(launch)), shlex.quote(str(recipe))
-    return f"accelerate launch --config_file {files[0]}{nodes} {script} --config_file {files[1]}"
+    name = Path(script).stem
+    quoted = shlex.quote(script)
+    if named_script(script) != Path(script):  # not in a checkout, but the package has it
+        if not nodes:
+            return f"accel-scale {name} --launch {files[0]} --config_file {files[1]}"
+        quoted = f'"$(accel-scale recipes path {name})"'
+    return f"accelerate launch --config_file {files[0]}{nodes} {quoted} --config_file {files[1]}"
 
 
 def _fit(request: Request, memory: MemoryEstimate) -> str:

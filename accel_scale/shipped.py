@@ -1,0 +1,54 @@
+"""Recipes and launch files that come with the package: of the checkout it is in, else of the wheel."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+from accel_scale.errors import ConfigError
+
+_PACKAGE = Path(__file__).resolve().parent
+RECIPES, LAUNCH_FILES = "recipes", "accelerate_configs"
+
+
+def shipped_folder(name: str) -> Path:
+    """`RECIPES` or `LAUNCH_FILES`; a wheel has both below ``accel_scale/assets``, see ``setup.py``."""
+    checkout = _PACKAGE.parent / name
+    return checkout if (_PACKAGE.parent / "pyproject.toml").is_file() else _PACKAGE / "assets" / name
+
+
+def shipped_recipes() -> dict[str, str]:
+    """Name → first line of its description."""
+    found = sorted(shipped_folder(RECIPES).glob("*.py"))
+    return {path.stem: (ast.get_docstring(ast.parse(path.read_bytes())) or "").splitlines()[0] for path in found}
+
+
+def recipe_script(name: str) -> Path:
+    """The recipe called `name`, as ``sft``.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    path = shipped_folder(RECIPES) / f"{name}.py"
+    if Path(name).name != name or not path.is_file():
+        known = ", ".join(shipped_recipes())
+        raise ConfigError(f"there is no recipe {name!r}.", place="command line", fix=f"use {known}.")
+    return path
+
+
+def named_script(text: str) -> Path:
+    """`text` as a path; a shipped recipe's, where it is ``sft`` or ``recipes/sft.py`` and no such file is here."""
+    path = Path(text)
+    is_shipped = text in (path.stem, f"{RECIPES}/{path.stem}.py") and path.stem in shipped_recipes()
+    return recipe_script(path.stem) if is_shipped and not path.is_file() else path
+
+
+def named_launch_file(text: str | Path) -> Path:
+    """`text` as a path; that of a shipped launch file, if it is the name of one, as ``fsdp2``, and of no file."""
+    path = shipped_folder(LAUNCH_FILES) / f"{text}.yaml"
+    return path if not Path(text).exists() and str(text) in launch_names() else Path(text)
+
+
+def launch_names() -> tuple[str, ...]:
+    """Names of the launch files that come with the package."""
+    return tuple(sorted(path.stem for path in shipped_folder(LAUNCH_FILES).glob("*.yaml")))
