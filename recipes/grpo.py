@@ -13,7 +13,7 @@ Flags are TRL's `ScriptArguments`, `GRPOConfig` and `ModelConfig` and our `Scale
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from accel_scale.ending.user_errors import user_errors
@@ -38,10 +38,18 @@ from accel_scale.trainers.trainer_run import (
 
 if TYPE_CHECKING:  # torch and TRL are slow to import: not before the command line has been checked
     from accel_scale.trainers.grpo_trainer import ScaleGRPOTrainer
+    from accel_scale.trainers.rewards import RewardFunction
 
 RECIPE = GRPO  # what doctor, plan, rehearse, scaling-test, launch-script and tune.py know about this file
 PROGRAM, FLAG_CLASSES = RECIPE.program, RECIPE.flags
 quiet_imports()  # before the libraries that would print at import
+
+
+@dataclass
+class GRPORun(TrainerRun):
+    """As every run with a trainer, with what it rewards."""
+
+    rewards: list[RewardFunction] = field(default_factory=list)
 
 
 def main(argv: list[str] | None = None) -> dict[str, object] | None:
@@ -70,7 +78,7 @@ def main(argv: list[str] | None = None) -> dict[str, object] | None:
     return summary
 
 
-def resolve_run(parsed: ParsedFlags) -> TrainerRun:
+def resolve_run(parsed: ParsedFlags) -> GRPORun:
     """Flags, launch and machine brought together; contradictions are refused here."""
     RECIPE.refuse(parsed)
     from trl import ScriptArguments  # slow, as all of TRL is
@@ -79,6 +87,7 @@ def resolve_run(parsed: ParsedFlags) -> TrainerRun:
     from accel_scale.settings.planned_choice import resolve_planned
     from accel_scale.settings.trl_config import RecipeGRPOConfig, RecipeModelConfig
     from accel_scale.starting.recipe_start import start_recipe
+    from accel_scale.trainers.rewards import reward_functions
 
     unplanned = {"plan": "off"}
     parsed = replace(
@@ -91,10 +100,11 @@ def resolve_run(parsed: ParsedFlags) -> TrainerRun:
     preset = DEFAULT_REWARDING if embedded else None
     settings = resolve_planned(parsed, start.facts, start.launch, preset=preset, recipe=RECIPE.plan)
     script, model_args = settings.build(ScriptArguments), settings.build(RecipeModelConfig)
-    return TrainerRun(settings=settings, start=start, script=script, model_args=model_args)
+    rewards = reward_functions(settings.build(RewardArguments).rewards, weights=settings.values.get("reward_weights"))
+    return GRPORun(settings=settings, start=start, script=script, model_args=model_args, rewards=rewards)
 
 
-def load_data(run: TrainerRun) -> None:
+def load_data(run: GRPORun) -> None:
     """Prompts and answers to train on, others to evaluate where asked for, and the questions of exact match."""
     from itertools import islice
 
@@ -124,19 +134,16 @@ def load_data(run: TrainerRun) -> None:
     run.data = as_prompts(data, place=run.settings.sources.get("dataset_name", "--dataset_mixture"))
 
 
-def make_trainer(run: TrainerRun) -> ScaleGRPOTrainer:
+def make_trainer(run: GRPORun) -> ScaleGRPOTrainer:
     """TRL's trainer with the model, the rewards, the data, and what was decided about them."""
     from accel_scale.settings.trl_config import RecipeGRPOConfig
     from accel_scale.trainers.grpo_trainer import ScaleGRPOTrainer
-    from accel_scale.trainers.rewards import reward_functions
 
     set_loaders(run)
-    rewards = run.settings.build(RewardArguments).rewards
-    functions = reward_functions(rewards, weights=run.settings.values.get("reward_weights"))
     args = run.settings.build(RecipeGRPOConfig)
     stop_token = prepare_chat(run)
     model = load_run_model(run, args)
-    trainer = ScaleGRPOTrainer(reward_funcs=functions, **trainer_options(run, args, model))
+    trainer = ScaleGRPOTrainer(reward_funcs=run.rewards, **trainer_options(run, args, model))
     settle_trainer(run, trainer, stop_token)
     return trainer
 

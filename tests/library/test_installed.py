@@ -67,7 +67,7 @@ def test_a_recipe_runs_under_a_launch_file_by_its_name(accel_scale: Installed) -
     flags = "--max_steps 2 --output_dir out --exact_match_samples 0"
     accel_scale(f"sft {flags} --launch fsdp2 --num_processes 2")
     summary = json.loads((accel_scale.work / "out" / "run_summary.json").read_text())
-    assert (summary["steps"], summary["world_size"], summary["strategy"]) == (2, 2, "FSDP2")
+    assert (summary["steps"], summary["world_size"], summary["strategy"]) == (2, 2, "fsdp2")
     wrong = accel_scale("sft --max_step 2", status=1).stderr
     assert "--max_step" in wrong
 
