@@ -99,8 +99,9 @@ def load_data(run: TrainerRun) -> None:
     evaluates = str(values.get("eval_strategy", "no")) != "no"
     embedded = not script.dataset_name and not scale.dataset_mixture
     num_questions = scale.exact_match_samples if scale.exact_match_samples is not None else (200 if embedded else 0)
+    folder = f"{recipe_value(run.settings, 'output_dir')}/data"
     run.data = load_training_data(
-        default_pairs(f"{recipe_value(run.settings, 'output_dir')}/data") if embedded else script.dataset_name,
+        default_pairs(folder) if embedded else script.dataset_name,
         config=script.dataset_config,
         split=script.dataset_train_split,
         test_split=script.dataset_test_split if (evaluates or num_questions) and not embedded else None,
@@ -111,6 +112,8 @@ def load_data(run: TrainerRun) -> None:
         seed=int(values.get("seed", 42) if values.get("data_seed") is None else values["data_seed"]),
         preferences=True,
     )
+    if embedded and evaluates:
+        run.data = run.data.with_test(load_training_data(default_pairs(folder, heldout=True), preferences=True).train)
     run.questions = list(islice(default_dataset()[1] if embedded else run.data.test or (), num_questions))
     run.plan = run.plan and run.plan.for_data(run.data.train, run.tokenizer)
 

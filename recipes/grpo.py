@@ -136,6 +136,7 @@ def load_data(run: GRPORun) -> None:
 
 def make_trainer(run: GRPORun) -> ScaleGRPOTrainer:
     """TRL's trainer with the model, the rewards, the data, and what was decided about them."""
+    from accel_scale.modeling.loading import add_stop_token
     from accel_scale.settings.trl_config import RecipeGRPOConfig
     from accel_scale.trainers.grpo_trainer import ScaleGRPOTrainer
 
@@ -143,6 +144,7 @@ def make_trainer(run: GRPORun) -> ScaleGRPOTrainer:
     args = run.settings.build(RecipeGRPOConfig)
     stop_token = prepare_chat(run)
     model = load_run_model(run, args)
+    add_stop_token(model, run.tokenizer, stop_token)  # TRL looks up what ends an answer when it makes the trainer
     trainer = ScaleGRPOTrainer(reward_funcs=run.rewards, **trainer_options(run, args, model))
     settle_trainer(run, trainer, stop_token)
     return trainer

@@ -131,17 +131,24 @@ def pairs_of(rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, object]]:
             yield {"prompt": prompt, "chosen": [answer], "rejected": [{**answer, "content": other}]}
 
 
-def default_pairs(folder: str) -> str:
-    """Path of the embedded training rows as pairs in `folder` (JSON lines), written there where they are missing."""
+def default_pairs(folder: str, *, heldout: bool = False) -> str:
+    """Path of the embedded rows as pairs in `folder` (JSON lines), written there where they are missing.
+
+    Args:
+        heldout: Those of the held-out questions, else of the training rows.
+    """
     import json
     import os
     from pathlib import Path
 
-    path = Path(folder) / "pairs.jsonl"
+    path = Path(folder) / ("heldout_pairs.jsonl" if heldout else "pairs.jsonl")
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".partial-{os.getpid()}")  # ranks write the same, each for itself
-        with open(default_data_paths()[0], encoding="utf-8") as rows, open(partial, "w", encoding="utf-8") as pairs:
+        with (
+            open(default_data_paths()[heldout], encoding="utf-8") as rows,
+            open(partial, "w", encoding="utf-8") as pairs,
+        ):
             pairs.writelines(json.dumps(pair) + "\n" for pair in pairs_of(map(json.loads, rows)))
         partial.replace(path)
     return str(path)

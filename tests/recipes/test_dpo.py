@@ -98,14 +98,17 @@ def test_embedded_pairs_are_a_right_answer_and_another_rows(tmp_path: Path) -> N
 @pytest.mark.parametrize("steps", [4, pytest.param(0, marks=pytest.mark.soak)])
 def test_no_flags_learn_to_prefer_and_to_answer(steps: int, tmp_path: Path) -> None:
     """`make dpo`, whole in the soaks."""
-    given = ["--max_steps", str(steps), "--exact_match_samples", "5"] if steps else []
+    given = ["--max_steps", str(steps), "--exact_match_samples", "5", "--logging_steps", "1"] if steps else []
+    given += ["--eval_strategy", "steps", "--eval_steps", str(steps)] if steps else []
     command = [sys.executable, str(REPOSITORY / "recipes/dpo.py"), "--output_dir", str(tmp_path), *given]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads((tmp_path / "run_summary.json").read_text())
     assert summary["steps"] == (steps or 300)
     assert "% of pairs" in done.stdout
-    if not steps:
+    if steps:
+        assert summary["eval_loss"] > 0
+    else:
         assert summary["preferred"][-1] >= 0.95
         assert summary["exact_match"]["before"]["accuracy"] <= 0.1
         assert summary["exact_match"]["after"]["accuracy"] >= 0.9

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -155,6 +156,26 @@ def test_prompts_and_answers_come_from_any_layout_but_plain_text(tmp_path: Path)
 def test_a_model_is_named() -> None:
     with pytest.raises(ConfigError, match=r"a model that answers already.*--model_name_or_path"):
         GRPO.refuse(parse_flags(GRPO.flags, [], program="grpo.py"))
+
+
+@pytest.mark.slow
+def test_answers_end_where_turns_do(tmp_path: Path) -> None:
+    """Also where neither tokenizer nor model says so, as those of base models with a chat template do not."""
+    model = tmp_path / "model"
+    shutil.copytree(default_model_path(), model)
+    for name, key, token in (
+        ("tokenizer_config", "eos_token", "<|endoftext|>"),
+        ("generation_config", "eos_token_id", 0),
+    ):
+        values = json.loads((model / f"{name}.json").read_text())
+        (model / f"{name}.json").write_text(json.dumps({**values, key: token}))
+    data = write_questions(tmp_path / "data", answer="completion")
+    flags = ["--model_name_or_path", str(model), "--max_steps", "1", "--temperature", "1", "--precision", "fp32"]
+    done = run(REPOSITORY / "recipes/grpo.py", data, tmp_path / "out", *flags)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (step,) = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert step["completions/mean_length"] < 4, "the model's answer is an end of turn"
+    assert step["completions/clipped_ratio"] == 0
 
 
 @pytest.mark.soak
