@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import trl.scripts
+from trl import GRPOTrainer
 
 from accel_scale.data.default import default_model_path
 from accel_scale.data.loading import load_training_data
@@ -21,6 +22,10 @@ from accel_scale.trainers.prompts import as_prompts
 from accel_scale.trainers.rewards import exact_match, number, reward_functions
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPOSITORY))
+
+from benchmarks.bad_inputs import load_recipe  # noqa: E402
+
 REWARDS = Path(__file__).with_name("rewards_of_tests.py")
 STEPS = 8
 
@@ -158,24 +163,24 @@ def test_a_model_is_named() -> None:
         GRPO.refuse(parse_flags(GRPO.flags, [], program="grpo.py"))
 
 
-@pytest.mark.slow
-def test_answers_end_where_turns_do(tmp_path: Path) -> None:
+def test_answers_end_where_turns_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where neither tokenizer nor model says so, as those of base models with a chat template do not."""
-    model = tmp_path / "model"
+    model, ends = tmp_path / "model", list[list[int]]()
     shutil.copytree(default_model_path(), model)
-    for name, key, token in (
-        ("tokenizer_config", "eos_token", "<|endoftext|>"),
-        ("generation_config", "eos_token_id", 0),
-    ):
+    changed = (("tokenizer_config", "eos_token", "<|endoftext|>"), ("generation_config", "eos_token_id", 0))
+    for name, key, token in changed:
         values = json.loads((model / f"{name}.json").read_text())
         (model / f"{name}.json").write_text(json.dumps({**values, key: token}))
+
+    def generate(trainer: GRPOTrainer, prompt_ids: list[list[int]], *unused: object) -> tuple[list[list[int]], None]:
+        ends.append(trainer.eos_token_ids)
+        return [[50 + n % 4, 0] for n, _ in enumerate(prompt_ids)], None
+
+    monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", generate)
     data = write_questions(tmp_path / "data", answer="completion")
-    flags = ["--model_name_or_path", str(model), "--max_steps", "1", "--temperature", "1", "--precision", "fp32"]
-    done = run(REPOSITORY / "recipes/grpo.py", data, tmp_path / "out", *flags)
-    assert done.returncode == 0, done.stderr[-3000:]
-    (step,) = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
-    assert step["completions/mean_length"] < 4, "the model's answer is an end of turn"
-    assert step["completions/clipped_ratio"] == 0
+    flags = f"--model_name_or_path {model} --dataset_name {data} --max_steps 1 --precision fp32 --save_strategy no"
+    load_recipe("grpo").main([*flags.split(), "--output_dir", str(tmp_path / "out")])
+    assert sorted(ends[0]) == [0, 2], "<|endoftext|> and <|im_end|>"
 
 
 @pytest.mark.soak
