@@ -223,12 +223,16 @@ def test_adapters_go_on_from_a_trained_model(pretrain_module: Any, pretrain: Pre
     assert run["parameters"]["trainable"] < run["parameters"]["total"] / 4
 
 
-def test_a_time_limit_saves_and_the_next_run_goes_on(pretrain: Pretrain) -> None:
+def test_a_time_limit_saves_and_the_next_run_goes_on(pretrain: Pretrain, capsys: pytest.CaptureFixture[str]) -> None:
     first = pretrain("--max_steps 100000 --max_train_time 3s --save_steps 0 --eval_steps 0", out="timed")
     assert first["stopped_by"] == "--max_train_time"
     second = pretrain(f"--max_steps {first['steps'] + 3} --save_steps 0 --eval_steps 0", out="timed")
     assert second["steps"] == first["steps"] + 3
     assert len(second["losses"]) == 3
+    capsys.readouterr()
+    third = pretrain(f"--max_steps {first['steps'] + 3} --save_steps 0 --eval_steps 0", out="timed")
+    assert third["losses"] == second["losses"]
+    assert "nothing is left to do" in capsys.readouterr().out, "though the newest checkpoint is that of the stop"
 
 
 def test_a_finished_run_says_so_and_trains_no_step(pretrain: Pretrain, capsys: pytest.CaptureFixture[str]) -> None:

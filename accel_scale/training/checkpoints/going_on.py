@@ -103,7 +103,8 @@ class Course:
             return None
         good, damaged = list_checkpoints(self.output_dir)
         summary = _finished(self.output_dir)
-        if summary is not None and not damaged and (not good or good[0].manifest.step >= summary["steps"]):
+        # Checkpoints may be older than the result: that of a stop, where none is saved at the end.
+        if summary is not None and not damaged:
             kept = summary["finished"]
             if kept["goal"] == self.goal and not differences(kept["settings"], self.settings):
                 return summary
