@@ -12,7 +12,7 @@ from accel_scale.data.bad_rows import SkipLog, check_on_bad_row
 from accel_scale.data.layout import Layout, parse_columns
 from accel_scale.data.mixture import MixtureItem, common_layouts, mix, parse_mixture, shares
 from accel_scale.data.rows import RichTurnsFound
-from accel_scale.data.sources import MissingSplit
+from accel_scale.data.sources import MissingSplit, find_source
 from accel_scale.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -99,26 +99,55 @@ def load_training_data(
     Raises:
         ConfigError: anything about the data that needs the user: the message says where and what to do.
     """
-    from accel_scale.data.opened import open_source
-
     check_on_bad_row(on_bad_row)
-    if bool(source) == bool(mixture):
-        raise ConfigError(
-            "a source and a mixture were both given." if source else "no data set was named.",
-            place="--dataset_name / --dataset_mixture",
-            fix="give one of the two.",
-        )
-    items = parse_mixture(mixture) if mixture else [MixtureItem(str(source), 1.0, config)]
-    mapping = parse_columns(columns)
-    names = _split_names(split)
-    opened = [open_source(item.name, config=item.config, split=names[0], streaming=streaming) for item in items]
-    layouts = _layouts(opened, mapping, chat=chat, preferences=preferences)
+    items = _items(source, config, mixture)
+    opened = _open(items, split, streaming=streaming)
+    layouts = _layouts(opened, parse_columns(columns), chat=chat, preferences=preferences)
     try:
         return _load(opened, layouts, items, split, test_split, on_bad_row, streaming, seed, shuffle_buffer_rows)
     except RichTurnsFound:
         # Tool calls past the rows that the layout was found from: read again, keeping whole turns as JSON.
         layouts = [replace(layout, rich=True) for layout in layouts]
         return _load(opened, layouts, items, split, test_split, on_bad_row, streaming, seed, shuffle_buffer_rows)
+
+
+def check_local_data(
+    source: str | None,
+    *,
+    split: str = "train",
+    columns: Sequence[str] | Mapping[str, str] = (),
+    mixture: Sequence[str] = (),
+    preferences: bool = False,
+) -> None:
+    """Refuse local files whose splits, columns or first rows cannot be trained on, as `load_training_data` would.
+
+    It reads at most the first 1000 rows of up to eight files and imports no library that is slow. Data on the hub and
+    folders of `save_to_disk` are left to `load_training_data`.
+
+    Raises:
+        ConfigError: as `load_training_data`.
+    """
+    items = _items(source, None, mixture)
+    if all(find_source(item.name).kind == "files" for item in items):
+        opened = _open(items, split, streaming=False)
+        _layouts(opened, parse_columns(columns), chat=True, preferences=preferences)
+
+
+def _items(source: str | None, config: str | None, mixture: Sequence[str]) -> list[MixtureItem]:
+    if bool(source) == bool(mixture):
+        raise ConfigError(
+            "a source and a mixture were both given." if source else "no data set was named.",
+            place="--dataset_name / --dataset_mixture",
+            fix="give one of the two.",
+        )
+    return parse_mixture(mixture) if mixture else [MixtureItem(str(source), 1.0, config)]
+
+
+def _open(items: Sequence[MixtureItem], split: str, *, streaming: bool) -> list[Opened]:
+    from accel_scale.data.opened import open_source
+
+    first = _split_names(split)[0]
+    return [open_source(item.name, config=item.config, split=first, streaming=streaming) for item in items]
 
 
 def _layouts(opened: Sequence[Opened], mapping: dict[str, str], *, chat: bool, preferences: bool) -> list[Layout]:

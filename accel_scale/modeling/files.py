@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -116,7 +117,27 @@ def check_row_length(config: PretrainedConfig, max_length: int | None, *, place:
     Raises:
         ConfigError: naming the longest that fits.
     """
-    longest = longest_rows(config)
+    _check_longest(longest_rows(config), max_length, place)
+
+
+def check_stored_row_length(folder: Path, max_length: int, *, place: str) -> None:
+    """As `check_row_length`, from the folder's config.json and without a library; stretched positions are left out.
+
+    Raises:
+        ConfigError: naming the longest that fits.
+    """
+    try:
+        stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        text = stored.get("text_config") or stored
+        positions = text.get("max_position_embeddings") or text.get("n_positions")
+    except (OSError, ValueError, AttributeError):
+        return  # loading it says what is wrong
+    stretched = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    if isinstance(positions, int) and not text.get("alibi") and set(stretched) <= {"rope_theta", "rope_type"}:
+        _check_longest(positions, max_length, place)
+
+
+def _check_longest(longest: int | None, max_length: int | None, place: str) -> None:
     if longest is not None and max_length is not None and max_length > longest:
         raise ConfigError(
             f"rows of {max_length:,} tokens are longer than the model's {longest:,} positions.",

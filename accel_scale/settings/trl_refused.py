@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accel_scale.data.loading import check_local_data
 from accel_scale.errors import ConfigError
+from accel_scale.flags.paths import as_list, named_inputs
+from accel_scale.flags.rewards import RewardArguments, check_rewards
 from accel_scale.modeling.model_class import DROPOUTS
 from accel_scale.modeling.precision import wanted_precision
 
@@ -79,6 +83,22 @@ def refuse_contradictions(parsed: ParsedFlags) -> None:
     """
     refuse_settings(parsed)
     _refuse_model_alone(parsed)
+    _refuse_rows(parsed)
+
+
+def _refuse_rows(parsed: ParsedFlags, *, preferences: bool = False) -> None:
+    """Refuse files of rows that are here and cannot be trained on; a rehearsal replaces those that are not."""
+    given = parsed.explicit
+    named = named_inputs(lambda flag: as_list(given.get(flag)))
+    names = [name for flag in ("dataset_name", "dataset_mixture") for name in named.get(flag, ())]
+    if names and all(Path(name).expanduser().exists() for name in names):
+        check_local_data(
+            given.get("dataset_name"),
+            split=given.get("dataset_train_split") or "train",
+            columns=given.get("columns") or (),
+            mixture=given.get("dataset_mixture") or (),
+            preferences=preferences,
+        )
 
 
 def _refuse_model_alone(parsed: ParsedFlags) -> None:
@@ -120,6 +140,7 @@ def refuse_dpo(parsed: ParsedFlags) -> None:
                 fix="keep one.",
             )
     _refuse_model_alone(parsed)
+    _refuse_rows(parsed, preferences=True)
 
 
 def refuse_grpo(parsed: ParsedFlags) -> None:
@@ -145,12 +166,14 @@ def refuse_grpo(parsed: ParsedFlags) -> None:
     for name, why in refused.items():
         if given.get(name):
             raise ConfigError(f"{why}.", place=parsed.place(name), fix="remove it.")
+    check_rewards(given.get("rewards") or RewardArguments().rewards, given.get("reward_weights"))
     if given.get("model_name_or_path") is None:
         raise ConfigError(
             "rewards need a model that answers already.",
             place="command line",
             fix="name --model_name_or_path, e.g. the --output_dir of recipes/sft.py.",
         )
+    _refuse_rows(parsed)
 
 
 def refuse_settings(parsed: ParsedFlags) -> None:

@@ -21,6 +21,7 @@ from accel_scale.launching.machine import is_surely_cpu
 from accel_scale.launching.run_folder import OutputFolder
 from accel_scale.launching.strategy import is_true
 from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy
+from accel_scale.modeling.files import check_stored_row_length
 from accel_scale.modeling.stored_weights import stored_shapes
 from accel_scale.optimization.batch import derive_accumulation
 from accel_scale.optimization.optimizers import parse_optim_args
@@ -67,6 +68,9 @@ def check_command_line(
             resumes_from=command.value("resume_from_checkpoint") or command.value("resume"),
             place=command.place("output_dir"),
         ).check_writable()
+    folder, longest = Path(str(command.value("model_name_or_path"))).expanduser(), parsed.explicit.get("max_length")
+    if longest is not None and folder.is_dir():
+        check_stored_row_length(folder, longest, place=parsed.place("max_length"))
     refuse_unreadable(parsed, world_size=int(os.environ.get("WORLD_SIZE", "1")))
     refuse(parsed)
     if is_surely_cpu(parsed.explicit.get("use_cpu") or is_true(os.environ.get("ACCELERATE_USE_CPU", "false"))):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import math
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from accel_scale.errors import ConfigError
+from accel_scale.flags.rewards import FORMAT_PREFIX, NAMED_REWARDS, check_rewards
 from accel_scale.training.evaluation.exact_match import normalize_answer
 
 Completion = str | Sequence[Mapping[str, str]]  # text, or turns
@@ -48,12 +48,7 @@ def last_number(text: str) -> float | None:
 
 def matches(pattern: str) -> RewardFunction:
     """1 where the whole completion matches `pattern`, over lines; else 0."""
-    try:
-        compiled = re.compile(pattern, re.DOTALL)
-    except re.error as error:
-        raise ConfigError(
-            f"{pattern!r} is not a regular expression: {error}.", place=_FLAG, fix="correct it, e.g. format=\\d+."
-        ) from None
+    compiled = re.compile(pattern, re.DOTALL)
 
     def format_reward(completions: Sequence[Completion], **unused: object) -> list[float]:
         return [float(compiled.fullmatch(text_of(said).strip()) is not None) for said in completions]
@@ -69,34 +64,19 @@ def reward_functions(names: Sequence[str], *, weights: Sequence[float] | None = 
         weights: Of ``--reward_weights``, which must be as many.
 
     Raises:
-        ConfigError: for a name that is none, a function that is not there, or another number of weights.
+        ConfigError: as `check_rewards`; for a function that is not there, or a file that cannot be imported.
     """
-    if not names:
-        raise ConfigError("nothing is rewarded.", place=_FLAG, fix="name one, e.g. exact_match.")
-    if weights is not None and len(weights) != len(names):
-        raise ConfigError(
-            f"there are {len(names)} rewards and {len(weights)} weights.",
-            place="--reward_weights",
-            fix="give one weight for each of --rewards, or none.",
-        )
-    if weights is not None and not all(math.isfinite(weight) for weight in weights):
-        raise ConfigError("a weight is not a finite number.", place="--reward_weights", fix="e.g. 1.0 0.5.")
+    check_rewards(names, weights)
     return [_function(name) for name in names]
 
 
 def _function(name: str) -> RewardFunction:
-    own: dict[str, RewardFunction] = {"exact_match": exact_match, "number": number}
+    own: dict[str, RewardFunction] = dict(zip(NAMED_REWARDS, (exact_match, number), strict=True))
     if name in own:
         return own[name]
-    if name.startswith("format="):
-        return matches(name.removeprefix("format="))
-    where, colon, function = name.rpartition(":")
-    if not colon:
-        raise ConfigError(
-            f"{name} is no reward.",
-            place=_FLAG,
-            fix=f"use {', '.join(own)}, format=REGEX, FILE.py:FUNCTION or MODULE:FUNCTION.",
-        )
+    if name.startswith(FORMAT_PREFIX):
+        return matches(name.removeprefix(FORMAT_PREFIX))
+    where, _, function = name.rpartition(":")
     found = getattr(_module(where), function, None)
     if not callable(found):
         raise ConfigError(f"{where} has no function {function}.", place=_FLAG, fix="check the name.")
@@ -115,8 +95,6 @@ def _module(where: str) -> object:
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module  # dataclasses and pickle look it up
         spec.loader.exec_module(module)
-    except FileNotFoundError:
-        raise ConfigError(f"{where} does not exist.", place=_FLAG, fix="check the path.") from None
     except Exception as error:
         raise ConfigError(
             f"{where} cannot be imported: {type(error).__name__}: {error}.", place=_FLAG, fix="correct the file."

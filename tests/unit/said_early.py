@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 
-def said_with_imports(repository: Path, words: list[str]) -> tuple[str, set[str]]:
-    """The one line of a command that ends with status 2, and the names of its imports."""
-    env = {**os.environ, "PYTHONPATH": str(repository), "PYTHONPROFILEIMPORTTIME": "1"}
+def said_with_imports(folder: Path, words: list[str]) -> tuple[str, set[str]]:
+    """The one line of a command that is run in `folder` and ends with status 2, and the names of its imports."""
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONPROFILEIMPORTTIME": "1"}
     done = subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, cwd=repository, env=env, timeout=60, check=False
+        [sys.executable, *words], capture_output=True, text=True, cwd=folder, env=env, timeout=60, check=False
     )
     lines = done.stderr.splitlines()
     (said,) = [line for line in lines if not line.startswith("import time:")]

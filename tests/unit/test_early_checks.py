@@ -12,6 +12,7 @@ from said_early import said_with_imports
 
 from accel_scale.errors import ConfigError
 from accel_scale.launching import hub_reach
+from accel_scale.modeling.files import check_stored_row_length
 from accel_scale.starting.early_checks import check_command_line
 
 
@@ -126,3 +127,64 @@ def test_commands_say_so_before_torch_is_imported(repository, words):
     assert "/absent" in said
     assert " Fix: " in said
     assert not imports & {"torch", "transformers", "datasets"}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "flags", "line"),
+    [
+        (
+            "sft",
+            "--columns prompt=qestion completion=answer",
+            "--columns prompt=qestion: rows.jsonl has no column 'qest",
+        ),
+        ("sft", "--dataset_train_split trian", "rows.jsonl has no split 'trian'; it has 'train'"),
+        ("sft", "--dataset_name empty.jsonl", "empty.jsonl: the file has no row that can be read"),
+        (
+            "sft",
+            "--dataset_name= --dataset_mixture rows.jsonl=1 empty.jsonl=1 --columns prompt=question completion=answer",
+            "empty.jsonl: the file has no row",
+        ),
+        (
+            "sft",
+            "--columns prompt=question completion=answer --max_length 65",
+            "rows of 65 tokens are longer than the mod",
+        ),
+        ("dpo", "", "rows.jsonl holds no pairs of answers; its columns are question (text), answer (text)"),
+        ("grpo", "--columns prompt=qestion completion=answer", "--columns prompt=qestion: rows.jsonl has no column"),
+        ("grpo", "--rewards exact", "--rewards: exact is no reward"),
+        ("grpo", "--rewards format=(", "--rewards: '(' is not a regular expression"),
+        ("grpo", "--rewards absent.py:score", "--rewards: absent.py does not exist"),
+        ("grpo", "--rewards number --reward_weights 1 2", "--reward_weights: there are 1 rewards and 2 weights"),
+    ],
+)
+def test_rows_lengths_and_rewards_are_checked_before_torch_is_imported(repository, recipe, flags, line):
+    Path("model/config.json").write_text('{"model_type": "gpt2", "n_positions": 64}')
+    Path("rows.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n' * 4)
+    Path("empty.jsonl").write_text("")
+    named = ["--model_name_or_path", "model", "--dataset_name", "rows.jsonl", "--output_dir", "out"]
+    said, imports = said_with_imports(Path.cwd(), [str(repository / f"recipes/{recipe}.py"), *named, *flags.split()])
+    assert line in said
+    assert " Fix: " in said
+    assert not imports & {"torch", "transformers", "datasets"}
+
+
+@pytest.mark.parametrize(
+    ("config", "is_refused"),
+    [
+        ('{"max_position_embeddings": 64}', True),
+        ('{"max_position_embeddings": 65}', False),
+        ('{"text_config": {"max_position_embeddings": 64}}', True),
+        ('{"max_position_embeddings": 64, "alibi": true}', False),
+        ('{"max_position_embeddings": 64, "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}}', True),
+        ('{"max_position_embeddings": 64, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}', False),
+        ('{"max_position_embeddings": null}', False),
+        ("not json", False),
+    ],
+)
+def test_only_positions_that_are_plain_are_judged_by_the_file_alone(config, is_refused):
+    Path("model/config.json").write_text(config)
+    if is_refused:
+        with pytest.raises(ConfigError, match="longer than the model's 64 positions"):
+            check_stored_row_length(Path("model"), 65, place="--max_length")
+    else:
+        check_stored_row_length(Path("model"), 65, place="--max_length")
