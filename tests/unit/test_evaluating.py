@@ -222,6 +222,62 @@ def test_a_sample_is_drawn_alike_each_time_and_in_step_where_weights_are_shared(
         delattr(parameter, mark)
 
 
+def test_an_empty_prompt_begins_with_a_token_that_there_is() -> None:
+    made = model()
+
+    class Endless(Words):
+        eos_token_id = None
+        pad_token_id = 3
+
+    seen: list[Any] = []
+    made.generate = lambda **settings: seen.append(settings["input_ids"].tolist()) or torch.tensor([[0, 9, 8]])
+    assert sample_text(Ranks(), made, Endless(), "", max_new_tokens=2) == "9 8", "the prompt is no part of it"
+    assert seen == [[[0]]]
+    made.generate = lambda **settings: torch.tensor([[7, 6, 5, 4], [1, 1, 1, 1]])
+    assert sample_text(Ranks(), made, Words(), "7 6", max_new_tokens=2) == "5 4"
+
+
+@pytest.mark.parametrize("is_sharded", [True, False])
+@pytest.mark.parametrize("has_adapter", [True, False])
+def test_weights_outside_of_blocks_are_gathered_where_generation_passes_their_hooks_by(
+    is_sharded: bool, has_adapter: bool
+) -> None:
+    from torch.distributed.fsdp import FSDPModule
+
+    calls: list[str] = []
+
+    class Whole(torch.nn.Linear):
+        training = True
+
+        def generate(self, **settings: Any) -> torch.Tensor:
+            calls.append("generate")
+            if self.fails:
+                raise KeyError
+            return torch.tensor([[7, 6]])
+
+        fails = False
+
+    class Sharded(Whole, FSDPModule):  # type: ignore[misc]
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            return object.__new__(cls)
+
+        def unshard(self, async_op: bool = False) -> None:
+            calls.append("unshard")
+
+        def reshard(self) -> None:
+            calls.append("reshard")
+
+    made = (Sharded if is_sharded else Whole)(1, 1)
+    if has_adapter:
+        made.peft_config = {}
+    around = (["unshard"], ["reshard"]) if is_sharded and has_adapter else ([], [])
+    sample_text(Ranks(), made, Words(), "7", max_new_tokens=1)
+    made.fails = True
+    with pytest.raises(KeyError):
+        sample_text(Ranks(), made, Words(), "7", max_new_tokens=1)
+    assert calls == [*around[0], "generate", *around[1]] * 2
+
+
 def test_evaluating_has_no_dropout_and_puts_the_mode_back() -> None:
     made = model()
     for training in (True, False):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from accel_scale.data.default import default_dataset, default_model_path
 from accel_scale.errors import ConfigError
@@ -165,3 +167,131 @@ def test_prompt_completion_rows(model, tokenizer):
     ) == 2
     assert result.examples[1].predicted == result.examples[2].predicted
     assert [e.expected.strip() for e in result.examples] == ["19"] * 3
+
+
+# ── What is asked of the model ───────────────────────────────────────────────────────────────────────────────────────
+
+
+class Letters:
+    """A tokenizer of letters: a is 10, b is 11; 0 fills up and 1 ends."""
+
+    pad_token_id: int | None = 0
+    eos_token_id: int | None = 1
+    chat_template = None
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) - 87 for letter in text]}
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        return "".join(chr(87 + one) for one in ids if one > 9 or not skip_special_tokens)
+
+
+class Echo(torch.nn.Module):
+    """Says the last letter of a prompt, ends, and goes on with noise, as in step with other ranks."""
+
+    def __init__(self, *, mark: str = "", ends: Any = None) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        if mark:
+            setattr(self.weight, mark, 3)
+        self.generation_config = SimpleNamespace(eos_token_id=ends)
+        self.asked: list[dict[str, Any]] = []
+
+    def generate(self, **given: Any) -> torch.Tensor:
+        self.asked.append({**given, "training": self.training})
+        ids = given["input_ids"]
+        end, noise = torch.full((len(ids), 1), 1), torch.full((len(ids), 1), 30)
+        return torch.cat([ids, ids[:, -1:], end, noise], 1)
+
+
+LETTERS = [{"prompt": prompt, "answer": answer} for prompt, answer in (("abc", "c"), ("a", "A."), ("ab", "x"))]
+
+
+def test_batches_are_filled_up_on_the_left_and_sorted_by_length():
+    model = Echo()
+    result = exact_match(model, Letters(), LETTERS, batch_size=2, max_new_tokens=5)
+    assert [one["input_ids"].tolist() for one in model.asked] == [[[0, 10], [10, 11]], [[10, 11, 12]]]
+    assert [one["attention_mask"].tolist() for one in model.asked] == [[[0, 1], [1, 1]], [[1, 1, 1]]]
+    assert [(e.question, e.expected, e.predicted, e.correct) for e in result.examples] == [
+        ("abc", "c", "c", True), ("a", "A.", "a", True), ("ab", "x", "b", False),
+    ]  # fmt: skip
+    assert (result.num_correct, result.num_questions, result.accuracy) == (2, 3, 2 / 3)
+    assert set(result.tasks) == {"all"}
+    assert 0 <= result.seconds < 10
+    assert not model.asked[0]["training"]
+    assert model.training
+    assert exact_match(model, Letters(), []).accuracy == 0.0
+
+
+def test_answers_are_decoded_greedily_whatever_the_model_would_do():
+    model = Echo(ends=[7, 1])
+    exact_match(model, Letters(), LETTERS)
+    (asked,) = model.asked
+    plain = GenerationConfig(max_new_tokens=32, do_sample=False, use_cache=True, eos_token_id=[1, 7], pad_token_id=0)
+    neutral = {"num_beams": 1, "temperature": 1.0, "top_p": 1.0, "top_k": 50, "repetition_penalty": 1.0}
+    found = asked["generation_config"].to_dict()
+    assert {name: found[name] for name in neutral} == neutral
+    assert {**found, **dict.fromkeys(neutral)} == {**plain.to_dict(), **dict.fromkeys(neutral)}
+
+
+@pytest.mark.parametrize(
+    ("tokenizer_end", "fills", "model_ends", "ends", "pad"),
+    [(1, 0, None, [1], 0), (1, None, 7, [1, 7], 1), (None, None, [9, 7], [7, 9], 7), (1, 5, (1, 3), [1, 3], 5)],
+)
+def test_an_answer_ends_with_the_tokenizers_and_the_models_tokens(tokenizer_end, fills, model_ends, ends, pad):
+    letters, model = Letters(), Echo(ends=model_ends)
+    letters.eos_token_id, letters.pad_token_id = tokenizer_end, fills
+    exact_match(model, letters, LETTERS)
+    config = model.asked[0]["generation_config"]
+    assert (config.eos_token_id, config.pad_token_id) == (ends, pad)
+    assert model.asked[0]["input_ids"][0, 0] == pad
+
+
+def test_no_end_token_is_refused():
+    letters = Letters()
+    letters.eos_token_id = None
+    with pytest.raises(ConfigError, match="names an end token"):
+        exact_match(Echo(), letters, LETTERS)
+
+
+@pytest.mark.parametrize(("mark", "world_size", "in_step"), [("", 2, False), ("ds_id", 2, True), ("ds_id", 1, False)])
+def test_ranks_keep_in_step_where_weights_are_shared(mark, world_size, in_step):
+    model = Echo(mark=mark)
+    exact_match(model, Letters(), LETTERS, rank=world_size - 1, world_size=world_size)
+    assert {one["synced_gpus"] for one in model.asked} == {in_step}
+
+
+def test_every_rank_answers_as_many_and_counts_its_own():
+    """Three questions on two ranks: the second one repeats the last, and counts one."""
+    models = [Echo(), Echo()]
+    found = [
+        exact_match(model, Letters(), LETTERS, batch_size=1, rank=rank, world_size=2)
+        for rank, model in enumerate(models)
+    ]
+    assert [len(model.asked) for model in models] == [2, 2]
+    assert [[e.question for e in one.examples] for one in found] == [["abc", "ab"], ["a"]]
+    assert [(one.num_correct, one.num_questions) for one in found] == [(1, 2), (1, 1)]
+    for rank in (-1, 2):
+        with pytest.raises(ValueError, match=f"rank {rank} is not below"):
+            exact_match(Echo(), Letters(), LETTERS, rank=rank, world_size=2)
+
+
+def test_wrapped_models_examples_and_messages():
+    wrapped = torch.nn.Module()
+    wrapped.module = Echo()
+    result = exact_match(wrapped, Letters(), LETTERS * 4)
+    assert len(result.examples) == 8
+    assert len(exact_match(wrapped, Letters(), LETTERS, num_examples=1).examples) == 1
+    letters = Letters()
+    letters.chat_template = "set"
+    letters.apply_chat_template = lambda messages, **options: (
+        {"input_ids": [10 + len(messages)]}
+        if options == {"add_generation_prompt": True, "return_dict": True}
+        else None
+    )
+    turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "b"}]
+    rows = [{"messages": turns}, {"messages": turns, "answer": "c"}, {"messages": turns[:1], "answer": 4, "task": ""}]
+    found = exact_match(wrapped, letters, rows).examples
+    assert [(e.question, e.expected, e.predicted, e.correct, e.task) for e in found] == [
+        ("hello", "b", "b", True, "all"), ("hello", "c", "b", False, "all"), ("hello", "4", "b", False, "all"),
+    ]  # fmt: skip

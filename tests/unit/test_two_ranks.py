@@ -45,7 +45,48 @@ def test_shared_matrix_products(case: str, tmp_path: Path) -> None:
     assert lines[0]["weights"] < 1e-4, lines[0]["worst"]
 
 
-@pytest.mark.parametrize("case", ["llama, packed", "phi3, long frequencies", "gemma3, one key head, packed"])
+def test_gradients_of_shared_products_for_every_way_to_divide_a_layer(tmp_path: Path) -> None:
+    """Norms on heads, one product for three matrices, biases added once, inputs that are split, outputs gathered."""
+    import tensor_parallel_run as script
+
+    kinds = ("qwen3", "phi", "olmo2", "phi3", "apertus", "gemma2")
+
+    def ranks() -> dict[str, float]:
+        mesh: Any = script.build_mesh(script.ParallelLayout(tp=2), "cpu")
+        return {kind: script.gradient_difference(kind, mesh) for kind in kinds}
+
+    for line in on_ranks(2, ranks, tmp_path):
+        assert line.keys() == set(kinds)
+        assert max(line.values()) < 1e-5, line
+
+
+def test_accuracy_generation_dropout_and_traffic_of_shared_products(tmp_path: Path) -> None:
+    import tensor_parallel_run as script
+
+    script.STEPS = 2
+
+    def ranks() -> dict[str, Any]:
+        mesh: Any = script.build_mesh(script.ParallelLayout(tp=2), "cpu")
+        traffic = {kind: script.traffic_per_layer(kind, mesh) for kind in ("llama", "gpt2", "qwen3")}
+        return {**script.evaluation(mesh), "alike": script.dropout_is_alike(mesh), "traffic": traffic}
+
+    for line in on_ranks(2, ranks, tmp_path):
+        assert line["correct"][0] == line["correct"][1] >= 22
+        assert line["head_gradient"] < 1e-5
+        assert line["generated"]
+        assert line["alike"], "ranks drop the same activations"
+        usual = {"calls": 4, "hidden_states": 4.0, "calls_beside_layers": 3}
+        assert line["traffic"]["llama"] == line["traffic"]["gpt2"] == usual
+        assert line["traffic"]["qwen3"] == pytest.approx({**usual, "calls": 6}, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "llama, packed", "llama, packed, eager", "phi3, long frequencies", "qwen3, dynamic frequencies",
+        "gemma3, one key head, packed",
+    ],
+)  # fmt: skip
 def test_rows_that_are_cut(case: str, tmp_path: Path) -> None:
     import sequence_parallel_run as script
 
@@ -55,6 +96,28 @@ def test_rows_that_are_cut(case: str, tmp_path: Path) -> None:
         assert line["forward"] < 1e-5
         assert line["loss"] < 1e-6
         assert line["weights"] < 1e-4
+
+
+def test_documents_stay_apart_where_rows_are_cut(tmp_path: Path) -> None:
+    import sequence_parallel_run as script
+
+    def ranks() -> dict[str, Any]:
+        group = dist.group.WORLD
+        sent = [script.exchanges(f"llama, packed{after}", group) for after in ("", ", bf16")]
+        return {**script.isolation(group), **script.refusal(group), **script.generation(group), "sent": sent}
+
+    for line in on_ranks(2, ranks, tmp_path):
+        assert line["cut"] == pytest.approx(line["whole"], rel=1e-6)
+        assert line["other_documents_changed"] == line["cut"]
+        for name in ("beginning_changed", "not_isolated", "shifted_after_the_cut"):
+            assert abs(line[name] - line["cut"]) > 1e-3 * line["cut"], name
+        assert line["refused"] == [True, True], "both, where one of them computes otherwise"
+        assert (line["same"], line["length"]) == (True, 18), "generating takes whole rows as before"
+        # Of 4 layers: queries, keys and values one way (4 + 2 + 2 heads of 16), outputs back (4), and their gradients.
+        there, back = 2 * 24 * 8 * 16, 2 * 24 * 4 * 16
+        assert line["sent"][0] == {"count": 4 * 4, "num_bytes": 4 * 2 * (there + back) * 4}
+        # In bf16, and recomputed under full checkpointing.
+        assert line["sent"][1] == {"count": 4 * 6, "num_bytes": 4 * 3 * (there + back) * 2}
 
 
 @pytest.mark.parametrize("case", ["gpipe"])

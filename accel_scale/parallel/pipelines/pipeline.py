@@ -6,7 +6,7 @@
     for part in parts: fully_shard(part, …)              # or replicate, or nothing
     pipeline = Pipeline(parts, …, group, device, settings, num_micro_batches)
     losses = pipeline.forward_backward(micro_batches, num_tokens, loss_factor)
-    clip_gradients([p for part in parts for p in owned_parameters(part).values()], …)
+    clip_gradients([p for part in parts for p in owned_parameters(part).values()], …)  # and the copies by that factor
     optimizer.step()
 
 All ranks of a pipeline read the same rows: token ids, positions and labels reach every stage from its own loader, and
