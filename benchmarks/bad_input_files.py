@@ -133,7 +133,7 @@ def _data(folder: Path, rows: list[dict[str, Any]]) -> dict[str, Path]:
 
 def _files(folder: Path) -> dict[str, Path]:
     texts = {
-        "datasets_yaml": ("datasets.yaml", "datasets:\n- path: a\n- path: b\n"),
+        "datasets_yaml": ("datasets.yaml", "datasets:\n- path: a\n  fractoin: 0.5\n"),
         "broken_yaml": ("broken.yaml", "learning_rate: 1e-4\nmax_steps: [1\n"),
         "launch_yaml": ("launch.yaml", "compute_environment: LOCAL_MACHINE\nnum_processes: 2\n"),
     }

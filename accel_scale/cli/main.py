@@ -39,10 +39,12 @@ COMMANDS: dict[str, Command] = {
     "pretrain": Command(_RUN, "pretrain, likewise"),
     "tune": Command(_RUN, "search hyperparameters of a recipe, likewise"),
     "recipes": Command("accel_scale.cli.recipes", "list the recipes that come with the package, or copy one"),
+    "import": Command("accel_scale.cli.import_config", "read a configuration of axolotl, LLaMA-Factory or TRL"),
     "plan": Command("accel_scale.cli.plan", "predict memory, speed and the best strategy before anything is loaded"),
     "doctor": Command("accel_scale.cli.doctor", "list versions, devices and contradictions before a launch"),
     "rehearse": Command("accel_scale.cli.rehearse", "run a launch file on CPU processes with a shrunken model"),
     "merge": Command("accel_scale.cli.merge", "merge LoRA or QLoRA adapters into their base"),
+    "chat": Command("accel_scale.cli.chat", "talk to a saved model in a terminal"),
     "prepare": Command("accel_scale.cli.prepare", "tokenise pretraining data once, into memory-mapped shards"),
     "launch-script": Command(
         "accel_scale.cli.launch_script", "write job scripts for several nodes: Slurm, Kubernetes, SSH"

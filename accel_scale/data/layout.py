@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from accel_scale.data.turns import is_rich, turn_keys_of
 from accel_scale.errors import ConfigError
+from accel_scale.facts.names import COLUMN_ROLES as ROLES
 
 if TYPE_CHECKING:
     from datasets import Features
 
-# What `--columns` may map. `answer` is kept for exact match and `tools` for the chat template.
-ROLES = ("messages", "prompt", "completion", "text", "system", "answer", "tools", "chosen", "rejected")
 SYSTEM_COLUMNS = ("system", "system_prompt")
 # Names by which data sets call these things; used in advice only, never to guess in silence.
 _LIKELY = {

@@ -1,4 +1,4 @@
-"""Mixtures: several sources, sampled row by row in proportion to their weights."""
+"""Mixtures: several sources, sampled row by row in proportion to their weights, or all of their rows."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MixtureItem:
-    """One source of a mixture; `weight` > 0 is its share of the rows drawn, before all are scaled to sum to 1."""
+    """One source; `weight` > 0 is its share of the rows drawn, before all are scaled to sum to 1.
+
+    None stands for all of its rows.
+    """
 
     name: str
-    weight: float
+    weight: float | None
     config: str | None = None
 
 
@@ -45,17 +48,18 @@ def parse_mixture(items: Sequence[str]) -> list[MixtureItem]:
     """``["a.jsonl=0.7", "openai/gsm8k:main=0.3"]`` → items; a hub id may carry its configuration after a colon.
 
     Raises:
-        ConfigError: no weight, one that is not a finite number above 0, or a source named twice.
+        ConfigError: weights for some only, one that is not a finite number above 0, or a source named twice.
     """
     parsed: list[MixtureItem] = []
+    weighed = any(_has_weight(item) for item in items)
     for item in items:
-        name, equals, text = item.rpartition("=")
-        if not equals or not name:
+        name, equals, text = item.rpartition("=") if weighed else (item, "", "")
+        if weighed and not (equals and name):
             raise ConfigError(
                 f"{item!r} has no weight.", place="--dataset_mixture", fix=f"write its share of the rows, {item}=0.5."
             )
         fix = f"write a share such as {name}=0.5, or leave {name} out."
-        weight = parse_weight(name, text, place="--dataset_mixture", fix=fix)
+        weight = parse_weight(name, text, place="--dataset_mixture", fix=fix) if weighed else None
         config = ""
         if not looks_local(name):
             name, _, config = name.partition(":")
@@ -65,10 +69,15 @@ def parse_mixture(items: Sequence[str]) -> list[MixtureItem]:
     return parsed
 
 
-def shares(items: Sequence[MixtureItem]) -> list[float]:
-    """Weights scaled to sum to 1."""
-    total = sum(item.weight for item in items)
-    return [item.weight / total for item in items]
+def _has_weight(item: str) -> bool:
+    _, equals, text = item.rpartition("=")
+    return bool(equals) and "/" not in text and not looks_local(text)
+
+
+def shares(items: Sequence[MixtureItem]) -> list[float] | None:
+    """Weights scaled to sum to 1; None where there are none."""
+    weights = [item.weight for item in items if item.weight is not None]
+    return [weight / sum(weights) for weight in weights] or None
 
 
 def common_layouts(names: Sequence[str], layouts: Sequence[Layout]) -> list[Layout]:
@@ -92,17 +101,21 @@ def common_layouts(names: Sequence[str], layouts: Sequence[Layout]) -> list[Layo
     return [layout.as_messages() for layout in aligned]
 
 
-def mix(datasets: Sequence[Rows], probabilities: Sequence[float], *, seed: int) -> Rows:
+def mix(datasets: Sequence[Rows], probabilities: Sequence[float] | None, *, seed: int) -> Rows:
     """Draw rows from `datasets` with `probabilities`; the same on every rank for the same `seed`.
+
+    Without probabilities all rows of all come, one data set after another.
 
     Each data set is shuffled first, so what is drawn is a random part of it. The mixture ends when one of its
     sources has no row left: none is repeated within an epoch, and the shares hold to the end. A source that is
     small for its weight therefore shortens the epoch; give it a smaller one to see more of the others.
     """
-    from datasets import Dataset, interleave_datasets
+    from datasets import Dataset, concatenate_datasets, interleave_datasets
 
     if len(datasets) == 1:
         return datasets[0]
+    if probabilities is None:
+        return concatenate_datasets(list(datasets))
     shuffled = [
         rows.shuffle(seed=seed + index) if isinstance(rows, Dataset) else rows for index, rows in enumerate(datasets)
     ]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 # Of every program that finds its flags or settings wrong, as argparse's.
 CONFIG_STATUS = 2
+# Of an import that has written what it could.
+INCOMPLETE_STATUS = 3
 # sysexits.h's EX_DATAERR: what was fed in was wrong, and the same command would come here again.
 GUARD_STATUS = 65
 # sysexits.h's EX_IOERR.
@@ -19,6 +21,7 @@ INTERRUPTED_STATUS = 130
 
 MEANINGS: dict[int, str] = {
     CONFIG_STATUS: "a setting cannot be honoured (`ConfigError`)",
+    INCOMPLETE_STATUS: "`accel-scale import`: keys that change training have no counterpart; the lines name them",
     GUARD_STATUS: "the guard stopped the run: the line says which step and what to change",
     FULL_DISK_STATUS: "the last checkpoint could not be written, or a disk is full: the line names folder and room",
     OUT_OF_MEMORY_STATUS: "memory ran out; the line says what to change",

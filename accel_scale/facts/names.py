@@ -28,6 +28,8 @@ SCHEDULE_NAMES = (
 )
 
 
+# What a column of the data can hold. `answer` is kept for exact match and `tools` for the chat template.
+COLUMN_ROLES = ("messages", "prompt", "completion", "text", "system", "answer", "tools", "chosen", "rejected")
 METHODS = tuple(METHOD_FACTS)
 FUSED_KERNELS = ("auto", "on", "off")
 # What Liger may compute in the place of a model's own layers, and what that is called.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_scale.errors import ConfigError
+from accel_scale.flags import datasets_key
 from accel_scale.shipped import named_script
 
 _CONFIG_FLAGS = {"config_file", "config"}
@@ -67,7 +69,8 @@ class RecipeCommand:
         from accel_scale.flags.parsing import read_mapping
 
         if self.config_path is not None and all(flag != name for flag, _ in self.flags()):
-            places = (place for key, place, _ in read_mapping(self.config_path) if key == name)
+            names = (name, datasets_key.KEY) if name in datasets_key.FLAGS else (name,)
+            places = (place for key, place, _ in read_mapping(self.config_path) if key in names)
             return next(places, f"--{name}")
         return f"--{name}"
 
@@ -76,8 +79,10 @@ class RecipeCommand:
 
         The copy keeps every other line where it was, so that messages name the right line.
         """
+        if set(names) & set(datasets_key.FLAGS):
+            names = {*names, datasets_key.KEY}
         words = [word for flag, kept in self._words_by_flag() if flag not in names for word in kept]
-        if self.config_path is None or not set(names) & self._yaml().keys():
+        if self.config_path is None or not set(names) & {*self._yaml(), *self._own_keys()}:
             return replace(self, words=tuple(words))
         copy = folder / self.config_path.name
         if copy != self.config_path:  # else it is a copy already
@@ -92,15 +97,31 @@ class RecipeCommand:
         return replace(self, words=(*self.words, *added))
 
     def _yaml(self) -> dict[str, Any]:
+        """Flags of the file; TRL's list of data sets as those that it stands for."""
         import yaml
 
         if self.config_path is None:
             return {}
+        text = self.config_path.read_text(encoding="utf-8")
         try:
-            values = yaml.safe_load(self.config_path.read_text(encoding="utf-8"))
+            values = yaml.safe_load(text)
         except yaml.YAMLError:
             return {}  # the recipe itself names the line
-        return values if isinstance(values, dict) else {}
+        if not isinstance(values, dict):
+            return {}
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        entries = root.value if isinstance(root, yaml.MappingNode) else []
+        node = next((value for key, value in entries if key.value == datasets_key.KEY), None)
+        if node is not None and datasets_key.is_list_of_datasets(node):
+            with contextlib.suppress(ConfigError):  # likewise
+                del values[datasets_key.KEY]
+                values |= datasets_key.flags_of_datasets(node, self.config_path)
+        return values
+
+    def _own_keys(self) -> list[str]:
+        from accel_scale.flags.parsing import read_mapping
+
+        return [] if self.config_path is None else [key for key, _, _ in read_mapping(self.config_path)]
 
     def flags(self) -> list[tuple[str, list[str]]]:
         """``(name, values)`` of every flag on the command line, in order."""

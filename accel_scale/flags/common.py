@@ -142,7 +142,9 @@ class ScaleArguments(SharedArguments):
         choices=PLANS,
     )
     dataset_mixture: list[str] = _flag(
-        [], "Several data sets with weights, e.g. --dataset_mixture a.jsonl=0.7 tatsu-lab/alpaca=0.3."
+        [],
+        "Several data sets by weight, e.g. --dataset_mixture a.jsonl=0.7 tatsu-lab/alpaca=0.3. If none has a weight, "
+        "all rows of all of them. In YAML also as TRL's list `datasets`.",
     )
     columns: list[str] = _flag([], "Map columns to roles, e.g. --columns prompt=question completion=answer.")
     on_bad_row: str = _flag(

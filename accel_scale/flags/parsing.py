@@ -17,6 +17,7 @@ import yaml
 
 from accel_scale.errors import ConfigError
 from accel_scale.facts.precisions import REFUSED_PRECISIONS
+from accel_scale.flags import datasets_key
 from accel_scale.flags.library import (
     FlagClass,
     FlagTable,
@@ -197,9 +198,6 @@ def _is_number(word: str) -> bool:
 
 def _unknown(parser: argparse.ArgumentParser, key: str, *, place: str, dashes: str = "") -> ConfigError:
     names = sorted({a.dest for a in parser._actions})
-    if key == "datasets" and "dataset_mixture" in names:  # of TRL's own scripts
-        fix = "list them with weights: --dataset_mixture a.jsonl=0.7 b.jsonl=0.3."
-        return ConfigError(f"{key!r} is not a flag of {parser.prog}.", place=place, fix=fix)
     near = difflib.get_close_matches(key.replace("-", "_"), names, n=1, cutoff=0.5)
     fix = f"did you mean {dashes}{near[0]}?" if near else f"see {parser.prog} --help for every flag."
     return ConfigError(f"{key!r} is not a flag of {parser.prog}.", place=place, fix=fix)
@@ -238,8 +236,19 @@ def read_mapping(path: Path) -> list[tuple[str, str, yaml.Node]]:
 def _read_yaml(parser: argparse.ArgumentParser, path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     explicit: dict[str, Any] = {}
     origins: dict[str, str] = {}
+    known = {action.dest for action in parser._actions}
     for key, place, value_node in read_mapping(path):
         refuse_launch_key(parser, key, place=place, path=path)
+        if key == datasets_key.KEY and key not in known and known.issuperset(datasets_key.FLAGS):
+            for flag, words in datasets_key.flags_of_datasets(value_node, path).items():
+                if flag in explicit:
+                    raise ConfigError(
+                        f"{flag!r} is given twice.", place=place, fix=f"keep one (the other: {origins[flag]})."
+                    )
+                explicit[flag], origins[flag] = words, place
+            continue
+        if key in explicit:
+            raise ConfigError(f"{key!r} is given twice.", place=place, fix=f"keep one (the other: {origins[key]}).")
         explicit[key] = parse_entry(parser, key, value_node, place)
         origins[key] = place
     return explicit, origins

@@ -62,9 +62,9 @@ def _dtype_of(folder: Path) -> Any:
 def _logits(folder: Path, adapter: Path | None, quantization: dict[str, Any] | None) -> Any:
     """Logits of seeded tokens, float32; the 4-bit base is loaded as it was in training."""
     import torch
-    from peft import PeftModel
     from transformers import AutoConfig, BitsAndBytesConfig
 
+    from accel_scale.inference.saved import with_adapter
     from accel_scale.modeling.model_class import language_model_class
 
     settings: dict[str, Any] = {"dtype": torch.float32}
@@ -76,7 +76,7 @@ def _logits(folder: Path, adapter: Path | None, quantization: dict[str, Any] | N
     if quantization is not None:
         model.dequantize()  # bitsandbytes' CPU kernel for 4-bit weights rounds activations to bf16
     if adapter is not None:
-        model = _with_adapter(model, adapter, PeftModel)
+        model = with_adapter(model, adapter)
     model.float().eval()
     generator = torch.Generator().manual_seed(0)
     vocab_size = model.get_input_embeddings().weight.shape[0]
@@ -86,14 +86,3 @@ def _logits(folder: Path, adapter: Path | None, quantization: dict[str, Any] | N
     del model
     gc.collect()
     return logits
-
-
-def _with_adapter(model: Any, adapter: Path, peft_model: Any) -> Any:
-    """Base + adapter; a base whose vocabulary grew in training grows the same way first."""
-    from accel_scale.modeling.stored_weights import SafetensorsReader
-
-    reader = SafetensorsReader(adapter, "adapter_model")
-    for name in reader.file_of:
-        if name.endswith("embed_tokens.weight") and reader.shape(name)[0] != model.config.get_text_config().vocab_size:
-            model.resize_token_embeddings(reader.shape(name)[0])
-    return peft_model.from_pretrained(model, str(adapter))

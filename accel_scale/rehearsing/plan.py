@@ -13,6 +13,7 @@ from typing import Any
 from accel_scale.checks.ddp_rules import FIRST_POWERSGD_STEP
 from accel_scale.data.default import pairs_of
 from accel_scale.flags.command_line import RecipeCommand
+from accel_scale.flags.paths import without_weight
 from accel_scale.launching.launch_file import LaunchFile
 from accel_scale.launching.strategy import is_true
 from accel_scale.recipe_specs.sft import SFT
@@ -215,7 +216,7 @@ def choose_data(
     """
     flag = spec.rehearsal.data_flag
     names = [] if flag is None else [str(name) for name in recipe.values(flag)]
-    names += [str(item).rpartition("=")[0] for item in recipe.values("dataset_mixture")]
+    names += [without_weight(str(item)) for item in recipe.values("dataset_mixture")]
     absent = [name for name in names if not Path(name).exists() and not is_cached(name)]
     if spec.rehearsal.data == "own" and (absent or not names):
         return DataChoice(None)  # nothing here can stand in for them

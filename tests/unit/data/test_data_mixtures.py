@@ -96,7 +96,7 @@ def test_parse_mixture_reads_what_it_is_given(pairs) -> None:
 @pytest.mark.parametrize(
     ("item", "problem"),
     [
-        ("a.jsonl", "has no weight"),
+        ("a.jsonl b.jsonl=0.5", "'a.jsonl' has no weight"),
         ("a.jsonl=0", "is not a number above 0"),
         ("a.jsonl=-1", "is not a number above 0"),
         ("a.jsonl=nan", "is not a number above 0"),
@@ -107,9 +107,20 @@ def test_parse_mixture_reads_what_it_is_given(pairs) -> None:
 )
 def test_bad_weights(item: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem) as caught:
-        parse_mixture([item])
+        parse_mixture(item.split())
     assert caught.value.place == "--dataset_mixture"
     assert caught.value.fix
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_without_weights_all_rows_come_once(write_jsonl, streaming) -> None:
+    sizes = {"a": 3, "b": 40, "c": 5}
+    rows = {name: [{"prompt": f"{name}{n}", "completion": "yes"} for n in range(size)] for name, size in sizes.items()}
+    paths = [str(write_jsonl(f"{name}.jsonl", content)) for name, content in rows.items()]
+    data = load_training_data(mixture=paths, streaming=streaming, shuffle_buffer_rows=1)
+    assert data.num_rows == (None if streaming else 48)
+    found, wanted = [row["prompt"] for row in data.train], [row["prompt"] for part in rows.values() for row in part]
+    assert (sorted(found) if streaming else found) == (sorted(wanted) if streaming else wanted)
 
 
 def test_names_configurations_and_repeats() -> None:
