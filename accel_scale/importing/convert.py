@@ -122,7 +122,7 @@ def _settle(draft: Draft) -> None:
             kind, text = LOST, f"{flag} is no flag of {spec.program}"
         else:
             try:
-                parse_entry(parser, flag, yaml.compose(as_yaml(value), Loader=yaml.SafeLoader), str(draft.path))
+                parse_entry(parser, flag, _node(value), str(draft.path))
                 continue
             except ConfigError as error:
                 del draft.flags[flag]
@@ -130,6 +130,12 @@ def _settle(draft: Draft) -> None:
         if source is not None:
             draft.notes.remove(source)
             draft.note(source.key, kind, text)
+
+
+def _node(value: object) -> yaml.Node:
+    node = yaml.compose(as_yaml(value), Loader=yaml.SafeLoader)
+    assert node is not None
+    return node
 
 
 def as_yaml(value: object) -> str:

@@ -106,7 +106,7 @@ def _columns(draft: Draft, name: str, entry: Mapping[str, object]) -> tuple[dict
     for key in _UNREAD:
         if key in columns:
             draft.note("dataset", LOST, f"{name}: {key} ({columns[key]}) are not read; rows of text and turns are")
-    roles = {role: columns[role] for role in ("system", "tools") if role in columns}
+    roles: dict[str, str] = {role: column for role, column in columns.items() if role in ("system", "tools")}
     if entry.get("ranking"):
         roles |= {role: columns.get(role, role) for role in ("chosen", "rejected")}
     if entry.get("formatting", "alpaca") == "sharegpt":

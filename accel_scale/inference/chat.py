@@ -20,16 +20,15 @@ _CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])
 
 
 class _Writer(TextStreamer):
-    """Hands finished words on and keeps them; control characters are left out."""
+    """Hands finished words on without control characters, and keeps them."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], object]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self._write, self.text = write, ""
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        plain = text.translate(_CONTROLS)
-        self.text += plain
-        self._write(plain)
+        self.text += text
+        self._write(text.translate(_CONTROLS))
 
 
 class Chat:
