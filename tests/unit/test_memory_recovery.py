@@ -404,3 +404,249 @@ def test_steps_that_cannot_be_taken_again_in_parts(other: dict[str, object], say
             self._fast_loss_covers_run, self.log_token_accuracy = True, False
 
     assert _obstacle(Trainer()) == says
+
+
+# ── What is said, told and counted ───────────────────────────────────────────────────────────────────────────────────
+
+
+class Never:
+    """A stop that is only written down."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def stop(self, line: str) -> None:
+        self.lines.append(line)
+        raise SystemExit(OUT_OF_MEMORY_STATUS)
+
+    def close(self) -> None:
+        self.lines.append("closed")
+
+
+def recovering(**options: object) -> tuple[MemoryRecovery, LlamaForCausalLM]:
+    model = tiny_model()
+    recovery = MemoryRecovery(Accelerator(cpu=True), model, **options)
+    recovery._stop.close()
+    recovery._stop = Never()
+    return recovery, model
+
+
+def test_a_run_that_goes_on_counts_its_steps_and_tells_where_memory_ran_out() -> None:
+    told, discarded, lines = [], [], []
+    recovery, model = recovering(
+        first_step=7, on_out_of_memory=told.append, on_discard=lambda: discarded.append(1), say=lines.append
+    )
+    assert recovery.summary(4, 3) is None
+    card = Card(model, 10, limit=2)
+    for seed in range(3):
+        recovery.step([padded(5, seed)], card.loss)
+    # Five rows do not fit, nor do three; two do.
+    assert (recovery.recovered_steps, recovery.level, recovery.step_number) == ([7], 2, 10)
+    assert told == [7, 7]
+    assert len(discarded) == 2
+    assert "each pass has 3 of its 5 rows: 2 passes per micro-batch" in lines[0]
+    assert "each pass has 2 of its 5 rows: 4 passes per micro-batch" in lines[1]
+    summary = {"recovered_steps": [7], "passes_per_micro_batch": 4, "rows_per_pass": 2, "passes_per_step": 12}
+    assert recovery.summary(5, 3) == summary
+    recovery, model = recovering(say=lines.append)
+    recovery.step([packed([7, 9, 4, 12])], Card(model, 10, limit=16, dimension=1).loss)
+    assert "each pass has 1/2 of its packed documents: 2 passes" in lines[2]
+
+
+def test_a_step_that_is_taken_again_leaves_no_gradient_of_the_first_try() -> None:
+    """Two micro-batches: the second one fails, when the first one's gradients are there."""
+    recovery, model = recovering(say=lambda line: None)
+    model.lm_head.weight.grad = torch.full_like(model.lm_head.weight, 5.0)
+    recovery.step([padded(1, 0), padded(4, 1)], Card(model, 10, limit=2).loss)
+    other = tiny_model()
+    for batch in (padded(1, 0), padded(4, 1)):
+        other(**batch, fast_lm_head=True, num_items_in_batch=10).loss.backward()
+    assert_same(gradients(model), gradients(other))
+
+
+@pytest.mark.parametrize(("every_batch", "expected"), [(False, [False, False, True]), (True, [False, False, True])])
+def test_gradients_are_reduced_in_a_steps_last_pass(every_batch: bool, expected: list[bool]) -> None:
+    recovery, model = recovering(say=lambda line: None)
+    quiet: list[bool] = []
+    seen: list[bool] = []
+    accelerator = recovery._accelerator
+    accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = every_batch
+    without = accelerator.no_sync
+
+    def no_sync(given: object) -> object:
+        assert given is model
+        quiet.append(True)
+        return without(given)
+
+    accelerator.no_sync = no_sync
+
+    def loss_of(part: dict) -> torch.Tensor:
+        seen.append(accelerator.sync_gradients)
+        return model(**part, fast_lm_head=True, num_items_in_batch=3).loss
+
+    try:
+        recovery.step([padded(2, 0), padded(2, 1), padded(2, 2)], loss_of)
+    finally:
+        accelerator.gradient_state.plugin_kwargs.pop("sync_each_batch", None)
+    assert seen == expected
+    assert len(quiet) == (0 if every_batch else 2)
+
+
+@pytest.mark.parametrize(
+    ("obstacle", "recompute", "says"),
+    [
+        (None, None, "a pass of one row, or one packed document, cannot be halved"),
+        ("the loss cannot be computed in parts", None, "the loss cannot be computed in parts"),
+    ],
+)
+def test_a_step_that_cannot_be_taken_again_names_the_way_out(obstacle, recompute, says) -> None:
+    recovery, model = recovering(obstacle=obstacle, advice=lambda level: f"level {level}")
+    with pytest.raises(SystemExit):
+        recovery.step([padded(4, 0)], Card(model, 10, limit=0).loss)
+    (line,) = recovery._stop.lines
+    level = 0 if obstacle else 2
+    assert line == (
+        f"memory ran out in step 1 on rank 0 and training cannot continue in place: {says}. Fix: level {level}."
+    )
+
+
+def test_memory_that_runs_out_around_a_whole_loop_is_one_line() -> None:
+    told: list[int] = []
+    recovery, _ = recovering(on_out_of_memory=told.append, first_step=4)
+    with pytest.raises(SystemExit), recovery:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    line, closed = recovery._stop.lines
+    assert line.startswith(
+        "memory ran out outside of the passes that can be taken again on rank 0 (CUDA out of memory"
+    )
+    assert "a shorter --max_length" in line
+    assert (closed, told) == ("closed", [4])
+    recovery, _ = recovering(on_out_of_memory=told.append, first_step=4)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    optimizer.register_step_pre_hook(fail_for_want_of_memory)
+    with pytest.raises(SystemExit), recovery:
+        optimizer.step()
+    assert recovery._stop.lines[0].startswith("memory ran out in the optimizer's step 3 on rank 0")
+    assert told == [4, 3]
+    for other in (KeyError("x"), KeyboardInterrupt()):
+        recovery, _ = recovering()
+        with pytest.raises(type(other)), recovery:
+            raise other
+        assert recovery._stop.lines == ["closed"]
+    with recovery:
+        pass
+
+
+def fail_for_want_of_memory(*_: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+# ── In a trainer ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Below:
+    """What the mixin asks of a trainer whose steps fit `limit` rows."""
+
+    def __init__(self, folder, *, limit: int = 2, **args: object) -> None:
+        usual = {
+            "auto_find_batch_size": False, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 3,
+            "output_dir": str(folder), "device": torch.device("cpu"), "process_index": 0, "optim": "adamw_torch",
+            "n_gpu": 1, "loss_type": "nll",
+        }  # fmt: skip
+        self.args, self.limit = SimpleNamespace(**{**usual, **args}), limit
+        self.accelerator, self.model, self.optimizer = Accelerator(cpu=True), tiny_model(), None
+        self.state, self._new_tokens, self.counted = SimpleNamespace(global_step=5), 0, []
+        self.seen: list[tuple[int, float]] = []
+
+    def compute_loss(self, model: object, inputs: dict, **options: object) -> object:
+        return torch.tensor(float(len(inputs["input_ids"])))
+
+    def training_step(self, model: object, inputs: dict, num_items: object = None) -> torch.Tensor:
+        if len(inputs["input_ids"]) > self.limit:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        loss = self.compute_loss(model, inputs)
+        self._new_tokens += inputs["input_ids"].numel()
+        self.seen.append((len(inputs["input_ids"]), float(loss)))
+        if self.accelerator.sync_gradients:
+            self._count_new_tokens()
+        return loss
+
+    def _count_new_tokens(self) -> None:
+        self.counted.append(self._new_tokens)
+        self._new_tokens = 0
+
+
+Below.__module__, Below.__qualname__ = "transformers.trainer", "Trainer"
+
+
+class WithRecovery(MemoryRecoveryMixin, Below):
+    pass
+
+
+def trainer_of(folder, **args: object) -> WithRecovery:
+    made = WithRecovery(folder, **args)
+    made.memory_summary_names = []
+    return made
+
+
+def test_a_trainers_step_in_parts_counts_each_token_once(tmp_path, capsys) -> None:
+    made = trainer_of(tmp_path)
+    loss = made.training_step(made.model, padded(3, 0), 10)
+    # Three rows fail, then two and one: their losses add up, and what was counted before the failure is forgotten.
+    assert (float(loss), loss.device.type) == (3.0, "cpu")
+    assert made.seen == [(2, 2.0), (1, 1.0)]
+    assert made.counted == [36]
+    assert made.memory_recovery.recovered_steps == [6], "the step after the five that were done"
+    assert made.recovery_summary() == {
+        "recovered_steps": [6], "passes_per_micro_batch": 2, "rows_per_pass": 2, "passes_per_step": 6,
+    }  # fmt: skip
+    assert (tmp_path / "out-of-memory-step-6").exists() or any("step-6" in str(p) for p in tmp_path.rglob("*"))
+    made.seen.clear()
+    made.training_step(made.model, padded(1, 0), 10)
+    assert made.seen == [(1, 1.0), (1, 0.0)], "a repetition weighs nothing"
+    assert made.counted == [36, 12], "and its tokens do not count"
+    made.memory_recovery.close()
+
+
+def test_means_of_a_trainer_weigh_by_their_labels(tmp_path) -> None:
+    made = trainer_of(tmp_path)
+    labels = torch.tensor([[1, 1, 1, 1], [-100, -100, -100, 1], [-100, 1, 1, 1]])
+    made.training_step(made.model, {"input_ids": labels.clamp(min=0), "labels": labels})
+    assert [factor for _, factor in made.seen] == [pytest.approx(2 * 4 / 7), pytest.approx(3 / 7)]
+    made.memory_recovery.close()
+    assert made.compute_loss(None, padded(2, 0)) == 2.0
+    made._loss_factor = 0.5
+    assert made.compute_loss(None, padded(2, 0)) == 1.0
+    Below.compute_loss, usual = lambda *_, **__: (torch.tensor(4.0), "outputs"), Below.compute_loss
+    try:
+        assert made.compute_loss(None, padded(2, 0)) == (2.0, "outputs")
+    finally:
+        Below.compute_loss = usual
+
+
+def test_recovery_that_is_switched_off_leaves_the_step(tmp_path) -> None:
+    made = trainer_of(tmp_path)
+    made.recover_from_oom = False
+    assert made.recovery_summary() is None
+    with pytest.raises(torch.OutOfMemoryError):
+        made.training_step(made.model, padded(3, 0), 10)
+    made.training_step(made.model, padded(2, 0), 10)
+    assert made.counted == [24]
+    searching = trainer_of(tmp_path, auto_find_batch_size=True)
+    with pytest.raises(torch.OutOfMemoryError):
+        searching.training_step(searching.model, padded(3, 0), 10)
+    assert made.memory_recovery is searching.memory_recovery is None
+
+
+@pytest.mark.parametrize("has_checkpoint", [True, False])
+def test_the_advice_is_the_largest_batch_that_fits(has_checkpoint: bool, tmp_path, capsys) -> None:
+    if has_checkpoint:
+        (tmp_path / "checkpoint-5").mkdir()
+    made = trainer_of(tmp_path, limit=0)
+    made.in_user_words = lambda advice: f"<{advice}>"
+    with pytest.raises(SystemExit):
+        made.training_step(made.model, packed([5, 6]), 10)  # halved once
+    [line] = [line for line in capsys.readouterr().err.splitlines() if "memory ran out in step 6" in line]
+    assert "--per_device_train_batch_size 1 --gradient_accumulation_steps 12" in line
+    assert ("; --resume_from_checkpoint true continues from the last checkpoint>" in line) == has_checkpoint
+    made.memory_recovery.close()

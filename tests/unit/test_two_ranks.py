@@ -148,6 +148,44 @@ def test_errors_of_powersgd_go_on_from_three_ranks_to_two(tmp_path: Path) -> Non
     assert on_ranks(2, lambda: script.from_three_ranks(script.Accelerator(cpu=True)), tmp_path) == [0.0, 0.0]
 
 
+def test_memory_that_runs_out_on_one_rank_is_recovered_on_both(tmp_path: Path) -> None:
+    import memory_recovery_cases as script
+
+    faults = [("untied", "backward", 0, 1)]
+    one_process = {
+        name: script.train(
+            None, script.MODELS[name], lambda step: script.batches_of(step, 0) + script.batches_of(step, 1)
+        )
+        for name in {name for name, *_ in faults}
+    }
+
+    def ranks() -> list[Any]:
+        accelerator = script.Accelerator(cpu=True)
+        found = []
+        for name, *fault in faults:
+            weights, mine, lines, recovery = script.train(
+                accelerator,
+                script.MODELS[name],
+                lambda step: script.batches_of(step, accelerator.process_index),
+                fault=tuple(fault),
+            )
+            expected = one_process[name][0]
+            assert weights.keys() == expected.keys()
+            difference = max(float((weights[key] - w).norm() / w.norm()) for key, w in expected.items())
+            found.append([difference, mine, lines, recovery.recovered_steps, recovery.level])
+        return found
+
+    for (name, *_, failed), first, second in zip(faults, *on_ranks(2, ranks, tmp_path), strict=True):
+        assert max(first[0], second[0]) < 1e-6
+        losses = [(a + b) / 2 for a, b in zip(first[1], second[1], strict=True)]
+        assert losses == pytest.approx(one_process[name][1], abs=1e-5)
+        assert first[3:] == second[3:] == [[2], 1]
+        assert second[2] == [], "the first rank says it"
+        (line,) = first[2]
+        assert line.startswith(f"warning: memory ran out in step 2 on rank {failed}; the step is taken again")
+        assert "2 of its 4 rows: 2 passes per micro-batch" in line
+
+
 FSDP2 = {
     "ACCELERATE_USE_CPU": "true",
     "ACCELERATE_USE_FSDP": "true",
