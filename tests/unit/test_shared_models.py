@@ -186,6 +186,77 @@ def test_ranks_train_what_one_process_does(sizes: dict[str, Any], tmp_path: Path
         assert first["held"] == second["held"] == whole
 
 
+def staged(autocast: Any = contextlib.nullcontext, *, is_frozen: bool = False) -> ModelParallel:
+    made, run = model(), accelerator()
+    run.autocast = autocast
+    made.get_input_embeddings().weight.requires_grad_(not is_frozen)
+    settings = PipelineSettings("gpipe")
+    return parallelize(run, made, ParallelLayout(pp=2), pipeline=settings, num_micro_batches=BATCHES)
+
+
+def tied_gradient(shared: ModelParallel) -> Any:
+    (part,) = shared.parts
+    name = stage_of(part).tied_weight
+    grad = part.get_parameter(name).grad
+    return None if grad is None else grad.clone()
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
+def test_tied_copies_stay_alike_and_evaluation_runs_ahead(tmp_path: Path) -> None:
+    def ranks() -> dict[str, Any]:
+        shared = staged()
+        step = rows(0)
+        shared.pipeline.forward_backward(step, count(step))
+        once = tied_gradient(shared)
+        shared.pipeline.forward_backward(step, count(step))
+        found: dict[str, Any] = {"twice": float((tied_gradient(shared) - 2 * once).abs().max() / once.abs().max())}
+        both: list[Any] = [None, None]
+        dist.all_gather_object(both, once)
+        found["alike"] = bool(torch.equal(*both)) and float(once.abs().max()) > 0
+        sums = [shared.pipeline.evaluate(step[index % 2]) for index in range(14)]
+        found["under way"] = len(shared.pipeline._sends)
+        found["same"] = {str(one) for one in sums if one is not None}.__len__()
+        found["training"] = shared.parts[0].training
+        rounded = staged(lambda: torch.autocast("cpu", torch.bfloat16))
+        found["bf16"] = [None if one is None else float(one) for one in (rounded.pipeline.evaluate(step[0]), sums[0])]
+        frozen = staged(is_frozen=True)
+        frozen.pipeline.forward_backward(step, count(step))
+        found["frozen"] = tied_gradient(frozen) is None
+        return found
+
+    first, second = on_ranks(2, ranks, tmp_path)
+    for line in (first, second):
+        assert line["twice"] < 1e-5, "gradients of earlier passes are not exchanged again"
+        assert line["alike"]
+        assert line["training"]
+        assert line["frozen"]
+    assert 0 < first["under way"] <= 2 * 2 + 2, "and not all that was ever sent"
+    assert (second["under way"], first["same"], second["same"]) == (0, 0, 2)
+    rounded, exact = second["bf16"]
+    assert rounded != exact
+    assert rounded == pytest.approx(exact, rel=2e-2)
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
+def test_a_head_that_is_sharded_by_itself_learns_from_all_rows(tmp_path: Path) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    plain = model(tied=False)
+    batches = rows(0)[:2]
+    sum(language_model_loss(plain, batch, 10) for batch in batches).backward()
+    expected = {name: p.grad.clone() for name, p in plain.named_parameters()}
+
+    def ranks() -> float:
+        made, mesh = model(tied=False), build_mesh(ParallelLayout(dp_shard=2), "cpu")
+        for unit in (made.lm_head, made):
+            fully_shard(unit, mesh=mesh["shard"])
+        (2 * language_model_loss(made, batches[dist.get_rank()], 10)).backward()
+        found = {name: p.grad.full_tensor() for name, p in made.named_parameters()}
+        return max(float((found[name] - grad).abs().max()) for name, grad in expected.items())
+
+    assert max(on_ranks(2, ranks, tmp_path)) < 1e-5
+
+
 # ── Which rank holds what, where the other ranks are only thought of ─────────────────────────────────────────────────
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_scale.data.loaders import available_cores, loader_settings
+from accel_scale.data.loaders import available_cores, loader_settings, outlive_signals
 
 NAMES = {
     "dataloader_num_workers",
@@ -113,3 +116,43 @@ def test_the_trainers_arguments_take_them(tmp_path) -> None:
 
 def test_cores_are_those_of_this_process() -> None:
     assert 1 <= available_cores() <= (os.cpu_count() or 1)
+
+
+@pytest.mark.skipif(not hasattr(signal, "sigwaitinfo"), reason="needs sigwaitinfo")
+def test_a_worker_ends_with_its_owner_and_with_nobody_else() -> None:
+    """Launchers and terminals signal a run's whole group, and the run saves first."""
+    told, tell = os.pipe()
+    done = (0, 0)
+    child = os.fork()
+    if child == 0:
+        try:
+            outlive_signals()
+            outlive_signals(3)  # of a second loader
+            os.write(tell, b".")
+            time.sleep(60)
+        finally:
+            os._exit(7)
+    try:
+        assert os.read(told, 1) == b"."
+        for name in ("INT", "USR1", "TERM", "TERM"):  # by another process
+            subprocess.run(["kill", f"-{name}", str(child)], check=True)
+        time.sleep(0.1)
+        assert os.waitpid(child, os.WNOHANG) == (0, 0)
+        os.kill(child, signal.SIGTERM)
+        end = time.monotonic() + 20
+        while (done := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < end:
+            time.sleep(0.01)
+        assert done == (child, 0)
+    finally:
+        if done == (0, 0):
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        os.close(told)
+        os.close(tell)
+
+
+def test_cores_where_the_system_does_not_say_which_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    for told, cores in ((6, 6), (None, 1)):
+        monkeypatch.setattr(os, "cpu_count", lambda told=told: told)
+        assert available_cores() == cores
