@@ -11,6 +11,9 @@ from collections.abc import Mapping
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_INT = 2**31 - 1
 _OLD_GLIBC_MOST = 2**25  # before 2.36, glibc refuses thresholds above half of an arena's heap
+# oneDNN and torch's layer above it each keep compiled code for the last 1,024 shapes that were multiplied, about
+# 0.5 MiB a shape. Rows of changing length bring new shapes at every step; one length needs about 20 in a transformer.
+_PRODUCT_CACHES, _KEPT_SHAPES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"), "64"
 
 
 def tune_cpu_process() -> None:
@@ -20,6 +23,8 @@ def tune_cpu_process() -> None:
     # Gradients and optimizer states of rare tokens are full of denormal numbers, which slow a CPU down.
     torch.set_flush_denormal(True)
     keep_freed_memory()
+    for name in _PRODUCT_CACHES:  # read at the first product
+        os.environ.setdefault(name, _KEPT_SHAPES)
 
 
 def use_cores_of_host(num_cores: int, ranks_on_node: int) -> int | None:

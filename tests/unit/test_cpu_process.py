@@ -42,6 +42,35 @@ def test_second_step_touches_no_new_page() -> None:
     assert page_faults(done=True) < page_faults(done=False, GLIBC_TUNABLES="glibc.malloc.check=0") / 20
 
 
+_SHAPES = """
+import resource
+import torch
+from accel_scale.launching.cpu_process import tune_cpu_process
+tune_cpu_process()
+def multiply(lengths):
+    for length in lengths:
+        torch.ones(length, 64, dtype=torch.bfloat16) @ torch.ones(64, 64, dtype=torch.bfloat16)
+multiply(range(1, 101))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+multiply(range(101, 301))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.slow
+def test_rows_of_many_lengths_do_not_pile_up_compiled_products() -> None:
+    def growth_kib(**environment: str) -> int:
+        kept = {k: v for k, v in os.environ.items() if not k.endswith("CACHE_CAPACITY")}
+        words = [sys.executable, "-c", _SHAPES]
+        return int(subprocess.run(words, env=kept | environment, capture_output=True, text=True, check=True).stdout)
+
+    # Torch's defaults, here as a user's own word, which wins.
+    without = growth_kib(ONEDNN_PRIMITIVE_CACHE_CAPACITY="1024", LRU_CACHE_CAPACITY="1024")
+    if without < 50_000:
+        pytest.skip("this processor's bf16 products are not compiled")
+    assert growth_kib() < without / 10
+
+
 @pytest.mark.parametrize("name", ["MALLOC_ARENA_MAX", "GLIBC_TUNABLES", "LD_PRELOAD"])
 def test_own_settings_are_left_alone(name: str) -> None:
     assert not keep_freed_memory({name: "4"})
