@@ -130,7 +130,7 @@ def make_trainer(run: TrainerRun) -> ScaleDPOTrainer:
     model, reference = load_run_model(run, args), None
     # Adapters switched off are the reference. What is computed before training asks the model itself, but FSDP shards
     # that later than it shards a reference.
-    if run.settings.method == "full" and not (args.precompute_ref_log_probs and not run.launch.parallel.is_fsdp):
+    if not run.settings.trains_adapters and not (args.precompute_ref_log_probs and not run.launch.parallel.is_fsdp):
         args.model_init_kwargs = options
         reference = load_run_model(run, args)
     trainer = ScaleDPOTrainer(ref_model=reference, **trainer_options(run, args, model))

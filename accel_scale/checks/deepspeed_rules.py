@@ -84,8 +84,8 @@ def offload_stage(case: Case) -> Finding | None:
     if not p.is_deepspeed:
         return None
     stage = p.kind.zero_stage or 0
-    too_early = (p.offload_params != "none" or _uses_nvme(case)) and stage < 3
-    if not too_early and (p.offload_optimizer == "none" or stage >= 1):
+    too_early = (p.offloads_params or _uses_nvme(case)) and stage < 3
+    if not too_early and (not p.offloads_optimizer or stage >= 1):
         return None
     return error(
         _offload_place(case),
@@ -128,7 +128,7 @@ def offload_replaces_optimizer(case: Case) -> Finding | None:
     """Accelerate replaces whatever optimizer it gets by DeepSpeed's CPU Adam when states are offloaded."""
     p, name = case.parallel, case.run.optim
     forced = p.deepspeed.get("zero_force_ds_cpu_optimizer", True)
-    if not p.is_deepspeed or p.offload_optimizer == "none" or not forced:
+    if not p.is_deepspeed or not p.offloads_optimizer or not forced:
         return None
     # The spec names what runs instead, for those that Accelerate's `map_pytorch_optim_to_deepspeed` maps rightly.
     if optimizer_of(case).zero_offload is not None:
@@ -250,7 +250,7 @@ def _nvme_section(case: Case) -> str:
 def _offload_place(case: Case) -> str:
     if not _offloads(case):
         return case.launch.place("distributed_type")
-    section = "offload_optimizer" if case.parallel.offload_optimizer != "none" else "offload_param"
+    section = "offload_optimizer" if case.parallel.offloads_optimizer else "offload_param"
     if "deepspeed_config_file" in (case.launch.file_values.get("deepspeed_config") or {}):
         return case.launch.place(f"zero_optimization.{section}.device")
     return case.launch.place(f"deepspeed_config.{section}_device")

@@ -52,7 +52,7 @@ def optimizer_and_launch(case: Case) -> Finding | None:
     refusal = optimizer_of(case).refusal(
         device_type=case.device.type,
         strategy=p.name,
-        zero_offload=p.is_deepspeed and p.offload_optimizer != "none",
+        zero_offload=p.is_deepspeed and p.offloads_optimizer,
         precision=case.precision,
     )
     if refusal is None:

@@ -154,7 +154,7 @@ def _refusals_of_the_recipe(
             parsed.explicit.get("optim", RunSettings.optim),
             device_type=device.type,
             strategy=facts.strategy,
-            offload_optimizer=launch.parallel.offload_optimizer != "none",
+            offload_optimizer=launch.parallel.offloads_optimizer,
             optim_args=parsed.explicit.get("optim_args"),
             place=parsed.place("optim"),
         )

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from accel_scale.errors import ConfigError
 
 Engine = Literal["none", "ddp", "fsdp", "deepspeed", "megatron", "model_parallel"]
 Offload = Literal["none", "cpu", "nvme"]
+OFFLOADS: tuple[Offload, ...] = get_args(Offload)
 
 
 class Refusal(NamedTuple):
@@ -180,6 +181,28 @@ def strategy_named(name: str) -> Strategy:
             f"{name!r} is not a strategy.", place="launch file", fix=f"use one of {', '.join(STRATEGIES)}."
         )
     return STRATEGIES[name]
+
+
+class Offloading:
+    """What follows from where weights and optimizer states live; for dataclasses that have these two fields."""
+
+    offload_params: str
+    offload_optimizer: str
+
+    @property
+    def offloads_params(self) -> bool:
+        """Whether weights live in host memory or on NVMe."""
+        return self.offload_params != "none"
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether optimizer states live in host memory or on NVMe."""
+        return self.offload_optimizer != "none"
+
+    @property
+    def offloads(self) -> bool:
+        """Whether either does."""
+        return self.offloads_params or self.offloads_optimizer
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_scale.facts.strategies import Strategy, strategy_named
+from accel_scale.facts.strategies import Offloading, Strategy, strategy_named
 
 if TYPE_CHECKING:
     from accel_scale.launching.launch_keys import SourceFile
@@ -16,7 +16,7 @@ _TRUE = {"1", "true", "yes", "on", "y", "t"}
 
 
 @dataclass(frozen=True)
-class LaunchStrategy:
+class LaunchStrategy(Offloading):
     """How weights, gradients and optimizer states are spread, and where they live.
 
     Attributes:

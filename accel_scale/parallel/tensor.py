@@ -11,6 +11,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
+from accel_scale.facts.methods import METHOD_FACTS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -72,7 +73,7 @@ def check_tensor_parallel(config: Any, tp_size: int, *, method: str) -> None:
             "experts, latent attention), which is not supported.",
             "use --tp_size 1, and FSDP2 to divide the weights.",
         )
-    if method != "full":
+    if METHOD_FACTS[method].trains_adapters:
         raise _refuse(
             f"--method {method} does not work with tensor parallelism: adapters would see a part of each layer.",
             "use --tp_size 1 with FSDP2, or --method full.",

@@ -133,7 +133,7 @@ def adapt_optimizer(
             optim_args=scale.optim_args,
             device_type=accelerator.device.type,
             strategy=strategy_of(accelerator).name,
-            offload_optimizer=scale.launch.parallel.offload_optimizer != "none",
+            offload_optimizer=scale.launch.parallel.offloads_optimizer,
             say=accelerator.print,
         )
     if scale.lr_schedule is not None:

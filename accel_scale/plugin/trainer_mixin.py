@@ -168,7 +168,7 @@ class ScaleTrainerMixin(LearningMixin, GuardMixin, MemoryRecoveryMixin, OutputFo
             model=self.model,
             device_type=self.accelerator.device.type,
             strategy=strategy_of(self.accelerator).name,
-            offload_optimizer=self.scale.launch.parallel.offload_optimizer != "none",
+            offload_optimizer=self.scale.launch.parallel.offloads_optimizer,
         )
 
     def _adapt(self, optimizer: Any, *, is_given: bool) -> Any:

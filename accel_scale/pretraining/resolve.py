@@ -254,5 +254,5 @@ def make_optimizer(
         optim_args=values["optim_args"],
         device_type=settings.launch.device_type,
         strategy="fsdp2" if is_shared else launch.strategy,  # both hold DTensors
-        offload_optimizer=launch.parallel.offload_optimizer != "none",
+        offload_optimizer=launch.parallel.offloads_optimizer,
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TextIO
 
 from accel_scale.errors import ConfigError
+from accel_scale.facts.methods import METHOD_FACTS
 from accel_scale.planning.cost.overheads import gpu_overhead
 from accel_scale.planning.cost.timing import predict_time
 from accel_scale.planning.models.training_setup import TrainingSetup
@@ -176,7 +177,7 @@ def _change(request: Request, flag: str, setup: TrainingSetup) -> str:
 
 def _other_recipe(request: Request) -> list[str]:
     """What would fit if ranks shared the model, which the recipe that was asked for cannot do."""
-    methods = tuple(method for method in request.methods if method != "qlora")
+    methods = tuple(method for method in request.methods if not METHOD_FACTS[method].quantises_base)
     if request.recipe.shared_by != SFT_PLAN.shared_by or not methods or request.strategies:
         return []
     best = search(replace(request, recipe=PRETRAIN_PLAN, methods=methods)).best

@@ -25,7 +25,7 @@ def settle_adapters(settings: Resolved, model_args: Any, model_config: Pretraine
     Raises:
         ConfigError: as `lora_config`.
     """
-    if settings.method == "full":
+    if not settings.trains_adapters:
         return None
     from accel_scale.modeling.loading import skeleton_of
 

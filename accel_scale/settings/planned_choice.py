@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
 from accel_scale.facts.device import device_named
+from accel_scale.facts.methods import METHOD_FACTS
 from accel_scale.facts.names import AUTO_POLICY, METHODS
 from accel_scale.facts.optimizer_specs import LEAN_OPTIMIZERS, OPTIMIZERS
 from accel_scale.flags.parsing import ParsedFlags
@@ -180,7 +181,7 @@ def _dearest_first(
             yield method, setup.optimizer
             continue
         yield method, LEAN_OPTIMIZERS[0]
-        if method != "full":
+        if METHOD_FACTS[method].trains_adapters:
             continue  # adapters' states are too small to matter
         for optimizer in LEAN_OPTIMIZERS[1:]:
             if not OPTIMIZERS[optimizer].whole_checkpoints and launch.parallel.saves_whole_checkpoints:
@@ -190,7 +191,7 @@ def _dearest_first(
                     optimizer,
                     device_type="cuda" if parsed.explicit.get("plan_gpu") else facts.device_type,
                     strategy=facts.strategy,
-                    offload_optimizer=launch.parallel.offload_optimizer != "none",
+                    offload_optimizer=launch.parallel.offloads_optimizer,
                     precision=setup.precision,
                 )
             except ConfigError:

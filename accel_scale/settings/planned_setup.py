@@ -107,7 +107,7 @@ def setup_of(
         sequence_length=int(length),
         packing=bool(recipe_value(settings, "packing")),
         reference_model=settings.recipe.has_reference_model
-        and settings.method == "full"
+        and not settings.trains_adapters
         and not recipe_value(settings, "precompute_ref_log_probs"),
         accumulation=int(recipe_value(settings, "gradient_accumulation_steps")),
         sync_each_batch=bool(recipe_value(settings, "sync_each_batch")),

@@ -64,7 +64,7 @@ def resolve(parsed: ParsedFlags, launch: LaunchFacts, *, preset: Mapping[str, An
         device=launch.device,
         fp8_emulate=scale.fp8_emulate,
         strategy=launch.strategy,
-        trains_adapters=method != "full",
+        trains_adapters=METHOD_FACTS[method].trains_adapters,
         place=parsed.place,
     )
     resolved = Resolved(

@@ -8,6 +8,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from accel_scale.facts.device import CPU, Device
+from accel_scale.facts.methods import METHOD_FACTS
 from accel_scale.facts.names import AUTO_POLICY, FUSED_LABEL
 from accel_scale.flags.common import ScaleArguments
 from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy
@@ -72,6 +73,11 @@ class Resolved:
     heavier_policies: tuple[str, ...] = ()
     agreed_kernels: tuple[str, ...] = ()
     recipe: PlannedRecipe = SFT_PLAN
+
+    @property
+    def trains_adapters(self) -> bool:
+        """Whether adapters learn on a frozen base, otherwise every weight does."""
+        return METHOD_FACTS[self.method].trains_adapters
 
     @property
     def checkpointing_is_open(self) -> bool:

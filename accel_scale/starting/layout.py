@@ -60,7 +60,7 @@ def layout_of(parsed: ParsedFlags, launch: Launch) -> ParallelLayout:
             place=place,
             fix="use accelerate_configs/ddp.yaml or accelerate_configs/fsdp2.yaml.",
         )
-    if launch.parallel.offload_params != "none":
+    if launch.parallel.offloads_params:
         raise ConfigError(
             f"CPU offload does not go with {asked}.",
             place=launch.place("fsdp_config.fsdp_offload_params"),

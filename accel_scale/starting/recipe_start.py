@@ -121,7 +121,7 @@ def steps_on_host(launch: LaunchEnvironment, optimizer: str | None) -> bool:
 
     parallel = launch.parallel
     spec = OPTIMIZERS.get(str(optimizer))
-    return parallel.offload_optimizer != "none" or parallel.offload_params != "none" or bool(spec and spec.on_host)
+    return parallel.offloads or bool(spec and spec.on_host)
 
 
 def _compiles_step(optimizer: str | None) -> bool:
@@ -156,7 +156,7 @@ def check_settings(settings: Resolved, start: Start, *, optim: str, max_grad_nor
         optim,
         device_type=device_type,
         strategy=start.launch.strategy,
-        offload_optimizer=parallel.offload_optimizer != "none",
+        offload_optimizer=parallel.offloads_optimizer,
         precision=settings.precision.name,
         max_grad_norm=max_grad_norm,
         gradient_accumulation_steps=settings.accumulation,

@@ -126,7 +126,7 @@ def load_run_model(run: TrainerRun, args: RecipeConfig) -> PreTrainedModel:
     )
     model = loading.load_model(
         run.model_name,
-        dtype=settings.precision.model_dtype if settings.method == "full" else settings.precision.frozen_dtype,
+        dtype=settings.precision.frozen_dtype if settings.trains_adapters else settings.precision.model_dtype,
         attn_implementation=run.checked.attention,
         quantization_config=quantization,
         revision=run.model_args.model_revision,
@@ -191,10 +191,10 @@ def trainer_options(run: TrainerRun, args: RecipeConfig, model: PreTrainedModel)
             model=model,
             device_type=run.device_type,
             strategy=run.launch.strategy,
-            offload_optimizer=run.launch.parallel.offload_optimizer != "none",
+            offload_optimizer=run.launch.parallel.offloads_optimizer,
         ),
         "schedule": settings.schedule,
-        "adapter_dtype": settings.precision.adapter_dtype if settings.method != "full" else None,
+        "adapter_dtype": settings.precision.adapter_dtype if settings.trains_adapters else None,
         "verify_first_checkpoint": settings.scale.verify_first_checkpoint,
         "recover_from_oom": settings.scale.recover_from_oom,
         "guard": run.guard,

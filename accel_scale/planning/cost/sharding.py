@@ -71,7 +71,7 @@ def _torch(model: ModelFacts, setup: TrainingSetup, groups: ParameterGroups, opt
     states = trained * optimizer.state_bytes(width)
     update = trained * width * optimizer.transient_copies
     host, whole = _load_bytes(model, setup, groups), _whole_on_card(setup, groups)
-    if parallel.offload_params != "none":
+    if parallel.offloads_params:
         # FSDP's offload keeps weights, gradients and states on the host and steps there.
         return StateBytes(0, 0, 0, 0, 0, whole, max(host, weights + gradients + states + update))
     extra = max(0.0, whole - weights)
@@ -113,12 +113,12 @@ def _deepspeed(
     update = 4 * (min(part, DEEPSPEED_SUB_GROUP) if parallel.shards_weights else part) if width < 4 else 0.0
     states = part * optimizer.state_bytes(4)
     host, whole = _load_bytes(model, setup, groups), _whole_on_card(setup, groups)
-    if parallel.offload_optimizer != "none":
+    if parallel.offloads_optimizer:
         pinned = part * (4 + 4) + states
         host = max(host, pinned if parallel.offload_optimizer == "cpu" else 3 * 12 * min(part, DEEPSPEED_SUB_GROUP))
         masters, states, update = 0.0, 0.0, 0.0
         gradients = 0.0 if parallel.shards_gradients else gradients
-    if parallel.offload_params != "none":
+    if parallel.offloads_params:
         host += weights if parallel.offload_params == "cpu" else 0.0
         weights = 0.0
     return StateBytes(weights, masters, gradients, states, update, max(0.0, whole - weights), host)

@@ -68,12 +68,12 @@ def conflict(setup: TrainingSetup, model: ModelFacts | None = None) -> str | Non
         return "gradients of every micro-batch are reduced under FSDP2 only, where ranks do not share the model"
     if setup.precision in parallel.kind.refused_precisions:
         return f"{parallel.kind.engine_label} does not run {setup.precision}"
-    facts, offloads = modelled_optimizer(optimizer), parallel.offload_optimizer != "none"
+    facts, offloads = modelled_optimizer(optimizer), parallel.offloads_optimizer
     zero_offload = parallel.is_deepspeed and offloads
     if zero_offload and facts.zero_offload is None:
         return f"ZeRO with optimizer offload would step by DeepSpeed CPU Adam in place of {optimizer}"
     # Parameters that FSDP keeps in host memory are stepped there; all others on the card.
-    device_type = "cpu" if parallel.offload_params != "none" else "cuda"
+    device_type = "cpu" if parallel.offloads_params else "cuda"
     refusal = facts.refusal(
         device_type=device_type, strategy=parallel.strategy, zero_offload=zero_offload, precision=setup.precision
     )

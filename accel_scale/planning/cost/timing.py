@@ -182,7 +182,7 @@ def optimizer_seconds(
 ) -> float:
     """Clipping and update on the GPU; 0 where the optimizer is offloaded. Memory traffic over bandwidth."""
     parallel = setup.parallel
-    if parallel.offload_optimizer != "none":
+    if parallel.offloads_optimizer:
         return 0.0
     shards = parallel.num_shards if parallel.shards_states else 1
     shards *= parallel.tensor_parallel * parallel.pipeline_parallel
@@ -225,7 +225,7 @@ def _offload(facts: ModelFacts, setup: TrainingSetup, machine: Machine) -> tuple
     assumptions: list[str] = []
     shards = max(1, parallel.num_shards if parallel.shards_states else 1)
     trained = trained_params(facts, setup) / shards
-    if parallel.offload_optimizer != "none":
+    if parallel.offloads_optimizer:
         bandwidth = machine.host_bandwidth
         if bandwidth is None:
             bandwidth = ASSUMED_HOST_BANDWIDTH
@@ -238,7 +238,7 @@ def _offload(facts: ModelFacts, setup: TrainingSetup, machine: Machine) -> tuple
         )
         if parallel.offload_optimizer == "nvme":
             seconds += 24 * trained * ranks / _nvme(machine)
-    if parallel.offload_params != "none":
+    if parallel.offloads_params:
         # Forward and backward each fetch a rank's shard; recomputation uses the backward pass's.
         moved = 2 * facts.num_params * setup.compute_bytes / shards * setup.accumulation
         seconds += moved / machine.gpu.pcie_bandwidth()

@@ -11,14 +11,13 @@ from accel_scale.facts.device import ATTENTION_NAMES, PACKED_ATTENTION
 from accel_scale.facts.methods import METHOD_FACTS
 from accel_scale.facts.names import FUSED_PARTS, METHODS, PIPELINE_SCHEDULES, PRECISIONS
 from accel_scale.facts.precisions import DTYPE_BYTES, PRECISION_FACTS, REDUCE_DTYPES
-from accel_scale.facts.strategies import STRATEGIES, Strategy, strategy_named
+from accel_scale.facts.strategies import OFFLOADS, STRATEGIES, Offloading, Strategy, strategy_named
 
 _EVERY_LAYERS = re.compile(r"every_([0-9]+)")
 _CHECKPOINTING = ("none", "full", "selective", "attention", "mlp", "offload")
 
 ATTENTIONS = tuple(name for name in ATTENTION_NAMES if name != PACKED_ATTENTION)  # that one counts as sdpa
 LOSSES = ("full", "chunked", "liger")
-OFFLOADS = ("none", "cpu", "nvme")
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class LoraSetup:
 
 
 @dataclass(frozen=True)
-class ParallelSetup:
+class ParallelSetup(Offloading):
     """How the ranks share the work.
 
     Attributes:
@@ -104,11 +103,6 @@ class ParallelSetup:
     def kind(self) -> Strategy:
         """The strategy's own properties."""
         return strategy_named(self.strategy)
-
-    @property
-    def offloads(self) -> bool:
-        """Whether states or weights live in host memory while training."""
-        return self.offload_optimizer != "none" or self.offload_params != "none"
 
     @property
     def can_sync_each_batch(self) -> bool:

@@ -47,7 +47,7 @@ def branch_of(setup: TrainingSetup) -> Branch:
     parallel = setup.parallel
     reached = {
         DIVIDE: parallel.tensor_parallel > 1 or parallel.pipeline_parallel > 1,
-        OFFLOAD: parallel.offload_optimizer != "none" or parallel.offload_params != "none",
+        OFFLOAD: parallel.offloads,
         LONG_ROWS: parallel.sequence_parallel > 1,
         SHARD_ALL: parallel.shards_weights and parallel.num_gpus > 1,
         SHARD_STATES: parallel.shards_states and parallel.num_gpus > 1,

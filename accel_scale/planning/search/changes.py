@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from accel_scale.facts import hardware
+from accel_scale.facts.methods import METHOD_FACTS
 from accel_scale.facts.optimizer_specs import LEAN_OPTIMIZERS
 from accel_scale.planning.cost.memory import predict_memory
 from accel_scale.planning.cost.strategies import choices
 from accel_scale.planning.models.training_setup import TrainingSetup
 from accel_scale.planning.search.search import Request, problem_of, time_of, why_not
+
+_ADAPTER_METHODS = tuple(name for name, facts in METHOD_FACTS.items() if facts.trains_adapters)
 
 
 def cheapest_changes(request: Request, setup: TrainingSetup, count: int = 3) -> list[tuple[str, TrainingSetup]]:
@@ -20,7 +23,7 @@ def cheapest_changes(request: Request, setup: TrainingSetup, count: int = 3) -> 
         ("--checkpointing_policy", [replace(setup, checkpointing=p) for p in ("selective", "full", "offload")]),
         ("--long_rows", [replace(setup, long_rows=True, checkpointing=p) for p in (setup.checkpointing, "offload")]),
         ("--optim", [replace(setup, optimizer=o) for o in reversed(LEAN_OPTIMIZERS[1:])]),
-        ("--method", [replace(setup, method=m) for m in ("lora", "qlora") if m != setup.method]),
+        ("--method", [replace(setup, method=m) for m in _ADAPTER_METHODS if m != setup.method]),
     ]
     options = choices(request.machine.num_gpus, request.machine.gpus_per_node)
     launch = [replace(setup, parallel=c.parallel) for c in options if c.parallel != setup.parallel]

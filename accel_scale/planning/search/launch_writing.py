@@ -76,7 +76,7 @@ def _fsdp(setup: TrainingSetup) -> list[str]:
             f"  parallelism_config_dp_shard_size: {parallel.num_gpus // parallel.num_replicas}",
         ]
     freed = "freed after its forward and gathered again" if parallel.reshard_after_forward else "kept until"
-    host = "live in host memory" if parallel.offload_params != "none" else "stay on the GPU"
+    host = "live in host memory" if parallel.offloads_params else "stay on the GPU"
     return [
         *lines,
         "fsdp_config:",
@@ -132,7 +132,7 @@ def _deepspeed(parallel: ParallelSetup, folder: Path) -> list[str]:
     for name, device in (("optimizer", parallel.offload_optimizer), ("param", parallel.offload_params)):
         if device != "none":
             lines.append(f"  offload_{name}_device: {device}")
-    if parallel.offload_optimizer != "none":
+    if parallel.offloads_optimizer:
         lines.append("  # DeepSpeed compiles its CPU Adam at the first run: it needs g++ and ninja.")
     if parallel.shards_weights:
         lines += [

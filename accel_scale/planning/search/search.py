@@ -196,7 +196,8 @@ def _settings(request: Request, choice: ParallelChoice, method: str) -> Iterator
                         sync_each_batch=sync_each_batch,
                         sequence_length=request.sequence_length,
                         parallel=choice.parallel,
-                        reference_model=request.recipe.has_reference_model and method == "full",
+                        reference_model=request.recipe.has_reference_model
+                        and not METHOD_FACTS[method].trains_adapters,
                         **fixed,
                     )
                     for size in sizes
