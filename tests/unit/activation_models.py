@@ -75,6 +75,18 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     "falcon, ALiBi": ("falcon", {"multi_query": False, "alibi": True, "parallel_attn": False, "bias": True}),
     "falcon, ALiBi and one head": ("falcon", {"alibi": True}),
 }
+# Models whose configurations drop values in training.
+DROPOUTS: tuple[tuple[str, dict], ...] = (
+    ("gpt2", {"resid_pdrop": 0.1}),
+    ("gpt2", {"resid_pdrop": 0.1, "attn_pdrop": 0.1, "embd_pdrop": 0.1}),
+    ("opt", {"dropout": 0.1}),
+    ("starcoder2", {"residual_dropout": 0.1, "embedding_dropout": 0.1}),
+    ("phi", {"resid_pdrop": 0.1}),
+    ("gpt_neox", {"hidden_dropout": 0.1, "attention_dropout": 0.1}),
+    ("falcon", {"hidden_dropout": 0.1, "attention_dropout": 0.1, "alibi": True, "parallel_attn": False}),
+    ("gptj", {"resid_pdrop": 0.1, "attn_pdrop": 0.1, "embd_pdrop": 0.1}),
+    ("bloom", {"hidden_dropout": 0.1, "attention_dropout": 0.1}),
+)
 PLAIN = TrainingSetup(
     precision="fp32", checkpointing="none", packing=False, micro_batch_size=2, sequence_length=96, loss="chunked"
 )

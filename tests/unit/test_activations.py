@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from activation_models import EAGER_ONLY, FIELDS, LORA, PLAIN, VARIANTS, predicted, real_bytes
+from activation_models import DROPOUTS, EAGER_ONLY, FIELDS, LORA, PLAIN, VARIANTS, predicted, real_bytes
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING
@@ -76,20 +76,7 @@ def test_variants_of_a_family_keep_and_reach_what_is_predicted(variant, checkpoi
 
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
-@pytest.mark.parametrize(
-    ("architecture", "fields"),
-    [
-        ("gpt2", {"resid_pdrop": 0.1}),
-        ("gpt2", {"resid_pdrop": 0.1, "attn_pdrop": 0.1, "embd_pdrop": 0.1}),
-        ("opt", {"dropout": 0.1}),
-        ("starcoder2", {"residual_dropout": 0.1, "embedding_dropout": 0.1}),
-        ("phi", {"resid_pdrop": 0.1}),
-        ("gpt_neox", {"hidden_dropout": 0.1, "attention_dropout": 0.1}),
-        ("falcon", {"hidden_dropout": 0.1, "attention_dropout": 0.1, "alibi": True, "parallel_attn": False}),
-        ("gptj", {"resid_pdrop": 0.1, "attn_pdrop": 0.1, "embd_pdrop": 0.1}),
-        ("bloom", {"hidden_dropout": 0.1, "attention_dropout": 0.1}),
-    ],
-)
+@pytest.mark.parametrize(("architecture", "fields"), DROPOUTS)
 def test_masks_of_dropout_are_counted(architecture, fields, checkpointing):
     setup = replace(PLAIN, attention="eager", checkpointing=checkpointing)
     saved, peak = real_bytes(architecture, setup, **fields)

@@ -14,6 +14,7 @@ from accel_scale.planning.cost.links import (
     INTRANODE_LATENCY_SECONDS,
 )
 from accel_scale.planning.models.model_facts import ModelFacts
+from accel_scale.planning.models.parameters import quantised_weights
 from accel_scale.planning.models.training_setup import TrainingSetup
 
 # NF4 with double quantisation: 4 bits + 0.127 bit of constants per weight.
@@ -123,19 +124,9 @@ def gathered_weight_bytes(facts: ModelFacts, setup: TrainingSetup) -> float:
     trained = trained_params(facts, setup)
     if setup.trains_all:
         return float(trained * setup.compute_bytes)
-    quantised = quantised_params(facts) if setup.quantises_base else 0
+    quantised = quantised_weights(facts) if setup.quantises_base else 0
     plain = facts.num_params - quantised
     return trained * setup.compute_bytes + quantised * NF4_BYTES_PER_PARAM + plain * setup.frozen_bytes
-
-
-def quantised_params(facts: ModelFacts) -> int:
-    """Weights that a 4-bit load stores in 4 bits: those of linear layers, not embeddings, head and norms."""
-    return sum(
-        layer.count * linear.copies * linear.in_features * linear.out_features
-        for layer in facts.layers
-        for linear in layer.linears
-        if linear.quantisable
-    )
 
 
 def _sharded(facts: ModelFacts, setup: TrainingSetup, model_ranks: int) -> list[Collective]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from accel_scale.facts.hardware import Gpu
-from accel_scale.planning.cost.communication import quantised_params
 from accel_scale.planning.cost.flops import (
     FlopsPerToken,
     adapted_linears,
@@ -14,6 +13,7 @@ from accel_scale.planning.cost.flops import (
     trained_params,
 )
 from accel_scale.planning.models.model_facts import LayerFacts, ModelFacts
+from accel_scale.planning.models.parameters import quantised_weights
 from accel_scale.planning.models.training_setup import TrainingSetup
 
 # Reading 4 bits and constants, writing 16-bit weights, reading them again in the product, in bytes per weight.
@@ -195,7 +195,7 @@ def _weight_traffic(facts: ModelFacts, setup: TrainingSetup) -> float:
     if setup.autocast and not setup.parallel.shards_weights:
         traffic += (setup.trained_bytes + setup.compute_bytes) * trained
     if setup.quantises_base:
-        traffic += NF4_DEQUANTISE_BYTES * quantised_params(facts) * (2 + recomputed_fraction(setup.checkpointing))
+        traffic += NF4_DEQUANTISE_BYTES * quantised_weights(facts) * (2 + recomputed_fraction(setup.checkpointing))
     return traffic
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from accel_scale.errors import ConfigError
 from accel_scale.planning.models.model_facts import LayerFacts, LinearFacts, ModelFacts
+from accel_scale.planning.models.parameters import adapter_rank, parameter_groups
 from accel_scale.planning.models.training_setup import TrainingSetup
 
 _EVERY_N = re.compile(r"every_([1-9][0-9]*)")
@@ -143,16 +144,17 @@ def adapted_linears(layer: LayerFacts, setup: TrainingSetup) -> tuple[LinearFact
     """The matrices of a layer that get an adapter."""
     if setup.trains_all:
         return ()
-    targets = setup.lora.targets
-    everything = "all-linear" in targets
-    return tuple(linear for linear in layer.linears if everything or linear.name in targets)
+    return tuple(linear for linear in layer.linears if adapter_rank(linear, setup.lora))
 
 
 def active_adapter_params(facts: ModelFacts, setup: TrainingSetup) -> float:
     """Adapter weights a token passes through: rank × (in + out) for each adapted matrix."""
     return float(
         sum(
-            layer.count * linear.active_copies * setup.lora.rank * (linear.in_features + linear.out_features)
+            layer.count
+            * linear.active_copies
+            * adapter_rank(linear, setup.lora)
+            * (linear.in_features + linear.out_features)
             for layer in facts.layers
             for linear in adapted_linears(layer, setup)
         )
@@ -161,15 +163,4 @@ def active_adapter_params(facts: ModelFacts, setup: TrainingSetup) -> float:
 
 def trained_params(facts: ModelFacts, setup: TrainingSetup) -> int:
     """Parameters with a gradient: all, or adapters (DoRA's magnitudes too) and the modules trained beside them."""
-    if setup.trains_all:
-        return facts.num_params
-    per_output = 1 if setup.lora.dora else 0
-    adapters = sum(
-        layer.count
-        * linear.copies
-        * (setup.lora.rank * (linear.in_features + linear.out_features) + per_output * linear.out_features)
-        for layer in facts.layers
-        for linear in adapted_linears(layer, setup)
-    )
-    whole = {"embed_tokens": facts.embedding_params, "lm_head": facts.head_params or facts.embedding_params}
-    return adapters + sum(whole.get(name, 0) for name in setup.lora.full_modules)
+    return parameter_groups(facts, setup).trainable

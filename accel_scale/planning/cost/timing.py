@@ -214,7 +214,7 @@ def _communication(facts: ModelFacts, setup: TrainingSetup, machine: Machine, hi
         else:
             waiting += seconds
     # The first layer's gather and the last bucket's reduction have nothing to hide behind.
-    edge = overlapping / max(1, facts.num_layers * setup.accumulation)
+    edge = overlapping / (facts.num_layers * setup.accumulation)
     return overlapping + waiting, waiting + max(edge, overlapping - hides)
 
 
@@ -223,7 +223,7 @@ def _offload(facts: ModelFacts, setup: TrainingSetup, machine: Machine) -> tuple
     parallel = setup.parallel
     seconds = 0.0
     assumptions: list[str] = []
-    shards = max(1, parallel.num_shards if parallel.shards_states else 1)
+    shards = parallel.num_shards if parallel.shards_states else 1
     trained = trained_params(facts, setup) / shards
     if parallel.offloads_optimizer:
         bandwidth = machine.host_bandwidth

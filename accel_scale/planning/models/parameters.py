@@ -102,6 +102,13 @@ def lora_params(facts: ModelFacts, lora: LoraSetup) -> int:
     return sum(count * _adapter_params(item, lora) for item, count in matched)
 
 
+def adapter_rank(item: LinearFacts, lora: LoraSetup) -> int:
+    """Columns of A of the adapters on one matrix product, r for each name that PEFT targets it by; 0 without one."""
+    targets = set(lora.targets)
+    is_adapted = targets == {"all-linear"} or _is_target(item, targets)
+    return lora.rank * len(_names(item)) if is_adapted else 0
+
+
 def quantised_linears(facts: ModelFacts) -> tuple[tuple[LinearFacts, int], ...]:
     """What a bitsandbytes 4-bit load replaces, each with how many of it the model has: every linear but the head."""
     return tuple((item, count) for item, count in _all_linears(facts) if item.quantisable)

@@ -6,6 +6,7 @@ import functools
 from dataclasses import dataclass, fields, replace
 
 from accel_scale.planning.models.model_facts import LayerFacts, ModelFacts
+from accel_scale.planning.models.parameters import adapter_rank
 from accel_scale.planning.models.training_setup import TrainingSetup, check_policy, period_of
 from accel_scale.planning.tape.families import Family, check_setup, family_of
 from accel_scale.planning.tape.head import Head
@@ -155,13 +156,8 @@ def _adapted_modules(model: ModelFacts, setup: TrainingSetup) -> frozenset[str]:
     """Names of the layers' linears that carry an adapter."""
     if setup.trains_all:
         return frozenset()
-    targets = set(setup.lora.targets)
-    adapted = set()
-    for linear in (linear for layer in model.layers for linear in layer.linears):
-        names = (linear.name,) if linear.lora_names is None else linear.lora_names
-        if names and (targets == {"all-linear"} or targets & set(names)):
-            adapted.add(adapter_key(linear))
-    return frozenset(adapted)
+    linears = (linear for layer in model.layers for linear in layer.linears)
+    return frozenset(adapter_key(linear) for linear in linears if adapter_rank(linear, setup.lora))
 
 
 class _Model:

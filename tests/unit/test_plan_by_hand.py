@@ -1,0 +1,333 @@
+"""Terms of a plan by hand where tables would only repeat them: experts' adapters, quantised bases, refusals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from accel_scale.errors import ConfigError
+from accel_scale.facts.hardware import Machine, find_gpu
+from accel_scale.planning.cost.communication import gathered_weight_bytes, step_collectives
+from accel_scale.planning.cost.efficiency import EFFICIENCY, micro_batch_time
+from accel_scale.planning.cost.flops import hardware_flops_per_token, recomputed_fraction, trained_params
+from accel_scale.planning.cost.memory import predict_memory
+from accel_scale.planning.cost.sharding import NF4_DOUBLE_BYTES, state_bytes
+from accel_scale.planning.cost.timing import predict_time
+from accel_scale.planning.cost.transfers import transfers
+from accel_scale.planning.models.catalogue import load_model_facts
+from accel_scale.planning.models.parameters import adapter_rank, parameter_groups, quantised_weights
+from accel_scale.planning.models.training_setup import LoraSetup, ParallelSetup, TrainingSetup
+
+LLAMA = load_model_facts("meta-llama/Llama-3.2-1B", allow_download=False)
+N = LLAMA.num_params
+# 16 layers: queries and result 2048², keys and values 2048 × 512, three products of the MLP 2048 × 8192.
+LINEARS = 16 * (2 * 2048**2 + 2 * 2048 * 512 + 3 * 2048 * 8192)
+MIXTRAL = load_model_facts("mixtral-8x7b", allow_download=False)
+GPT_OSS = load_model_facts("openai/gpt-oss-20b", allow_download=False)
+A100 = Machine(find_gpu("A100-80GB"), num_gpus=8, host_bandwidth=1e11, nvme_bytes_per_second=5e9)
+LORA = TrainingSetup(method="lora")
+
+
+def sharing(strategy: str, gpus: int = 8, **changes: object) -> TrainingSetup:
+    return TrainingSetup(parallel=ParallelSetup(strategy, gpus), **changes)  # type: ignore[arg-type]
+
+
+# ── Adapters ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_adapters_of_experts_are_those_that_peft_makes() -> None:
+    """r = 16 on hidden size 4096: attention of 4096 and 1024, a router of 8, eight experts whose fused gate and way
+    up answer to two names, and so have twice the rank."""
+    attention = 16 * (2 * (4096 + 4096) + 2 * (4096 + 1024))
+    router, fused, down = 16 * (4096 + 8), 32 * (4096 + 28672), 16 * (14336 + 4096)
+    assert trained_params(MIXTRAL, LORA) == 32 * (attention + router + 8 * (fused + down))
+    # A token passes through two of the eight; a multiply-add counts as two.
+    flops = hardware_flops_per_token(MIXTRAL, LORA)
+    assert flops.adapters == 2 * 32 * (attention + router + 2 * (fused + down))
+    ranks = {item.name: adapter_rank(item, LORA.lora) for item in MIXTRAL.layers[0].linears}
+    assert (ranks["q_proj"], ranks["gate_up_proj"], ranks["down_proj"]) == (16, 32, 16)
+    queries = replace(LORA, lora=LoraSetup(8, ("q_proj",)))
+    assert trained_params(MIXTRAL, queries) == 32 * 8 * (4096 + 4096)
+
+
+def test_where_peft_reaches_no_expert_the_step_sends_and_computes_none() -> None:
+    """gpt-oss: 24 layers, 64 heads of 64 on hidden size 2880, 8 key heads."""
+    attention = 24 * 16 * (2 * (2880 + 4096) + 2 * (2880 + 512))
+    assert trained_params(GPT_OSS, LORA) == attention == 7_962_624
+    assert hardware_flops_per_token(GPT_OSS, LORA).adapters == 2 * attention
+    (sent,) = step_collectives(GPT_OSS, sharing("ddp", method="lora"))
+    assert sent.num_bytes == 4 * attention
+
+
+@pytest.mark.parametrize(
+    "name", ["mixtral-8x7b", "openai/gpt-oss-20b", "Qwen/Qwen3-30B-A3B", "openai-community/gpt2", "facebook/opt-350m"]
+)
+@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+def test_time_and_memory_count_the_same_weights(name: str, method: str) -> None:
+    facts = load_model_facts(name, allow_download=False)
+    setup = TrainingSetup(method=method)
+    groups = parameter_groups(facts, setup)
+    assert trained_params(facts, setup) == groups.trainable
+    assert groups.quantised == (quantised_weights(facts) if method == "qlora" else 0)
+    expected = 2 * groups.trainable if method == "full" else 2 * (groups.trainable + facts.num_params)
+    if method != "qlora":
+        assert gathered_weight_bytes(facts, setup) == expected
+
+
+def test_a_head_and_an_embedding_that_are_tied_are_trained_whole_as_two_copies() -> None:
+    table = 128256 * 2048
+    for names, copies in (((), 0), (("lm_head",), 1), (("embed_tokens", "lm_head"), 2), (("lm_head", "lm_head"), 1)):
+        setup = replace(LORA, lora=LoraSetup(16, ("q_proj",), full_modules=names))
+        assert trained_params(LLAMA, setup) == 16 * 16 * (2048 + 2048) + copies * table
+    # The head's weight has a gradient then: 2 FLOPs more for each of its weights.
+    whole = replace(LORA, lora=LoraSetup(full_modules=("lm_head",)))
+    more = hardware_flops_per_token(LLAMA, whole).backward - hardware_flops_per_token(LLAMA, LORA).backward
+    assert more == 2 * table
+
+
+def test_dora_learns_a_magnitude_for_each_output() -> None:
+    dora = replace(LORA, lora=LoraSetup(16, ("q_proj", "k_proj"), dora=True))
+    assert trained_params(LLAMA, dora) == 16 * (16 * (4096 + 2560) + 2048 + 512)
+
+
+# ── Quantised bases ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_quantised_base_travels_in_four_bits_and_is_shared_in_them() -> None:
+    setup = sharing("fsdp2", method="qlora")
+    trained, rest = trained_params(LLAMA, setup), N - LINEARS
+    assert quantised_weights(LLAMA) == LINEARS
+    # 4.127 bits for each weight of the linears; embedding and norms in 16 bits.
+    assert gathered_weight_bytes(LLAMA, setup) == pytest.approx(LINEARS * 4.127 / 8 + 2 * (rest + trained))
+    kept = state_bytes(LLAMA, setup)
+    assert kept.weight_bytes == pytest.approx((4 * trained + LINEARS * NF4_DOUBLE_BYTES + 2 * rest) / 8)
+    moved = transfers(LLAMA, setup)
+    layer = LLAMA.layer_params / 16
+    assert moved.gathered_bytes == pytest.approx(2 * layer * NF4_DOUBLE_BYTES + 2 * (N - LLAMA.layer_params))
+    assert moved.first_gathered_bytes == pytest.approx(layer * NF4_DOUBLE_BYTES + 2 * (N - LLAMA.layer_params))
+
+
+def test_dequantising_reads_four_bits_and_writes_and_reads_sixteen() -> None:
+    """4.6 B for each quantised weight and pass: forward, backward, and once more where layers are recomputed."""
+    for policy, passes in (("none", 2), ("full", 3), ("every_2", 2.5)):
+        times = [
+            micro_batch_time(LLAMA, TrainingSetup(method=method, checkpointing=policy), A100.gpu).memory_seconds
+            for method in ("lora", "qlora")
+        ]
+        added = 4.6 * LINEARS * passes / (0.8 * A100.gpu.bandwidth())
+        assert times[1] - times[0] == pytest.approx(added, rel=1e-9)
+
+
+# ── A step's parts ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_kernels_that_the_host_launches() -> None:
+    """45 a layer, 14 an adapter, 6 a dequantised matrix, at 11 µs; three forward passes, or four."""
+    for changes, kernels, passes in (
+        ({"checkpointing": "none"}, 45, 3),
+        ({"checkpointing": "full"}, 45, 4),
+        ({"checkpointing": "selective"}, 45, 4),
+        ({"checkpointing": "none", "method": "lora"}, 45 + 7 * 14, 3),
+        ({"checkpointing": "none", "method": "qlora"}, 45 + 7 * 14 + 7 * 6, 3),
+        ({"checkpointing": "none", "method": "lora", "lora": LoraSetup(4, ("q_proj",))}, 45 + 14, 3),
+    ):
+        setup = TrainingSetup(**changes)  # type: ignore[arg-type]
+        found = micro_batch_time(LLAMA, setup, A100.gpu)
+        assert found.launch_seconds == pytest.approx(16 * kernels * 11e-6 * passes), changes
+        compiled = micro_batch_time(LLAMA, replace(setup, compile=True), A100.gpu)
+        assert compiled.launch_seconds == pytest.approx(0.3 * found.launch_seconds)
+    hooks = micro_batch_time(LLAMA, sharing("zero3", checkpointing="none"), A100.gpu)
+    assert hooks.launch_seconds == pytest.approx(16 * (45 * 11e-6 * 3 + 10e-3))
+    staged = replace(TrainingSetup(checkpointing="none"), parallel=ParallelSetup(num_gpus=4, pipeline_parallel=4))
+    assert micro_batch_time(LLAMA, staged, A100.gpu).launch_seconds == pytest.approx(4 * 45 * 11e-6 * 3)
+
+
+def test_a_reference_models_forward_pass_is_one_pass_more() -> None:
+    for policy, passes in (("none", 3), ("full", 4), ("every_2", 3.5)):
+        setup = TrainingSetup(checkpointing=policy)
+        one, two = (micro_batch_time(LLAMA, replace(setup, reference_model=own), A100.gpu) for own in (False, True))
+        for name in ("matmul_seconds", "memory_seconds", "launch_seconds"):
+            assert getattr(two, name) == pytest.approx((1 + 1 / passes) * getattr(one, name))
+
+
+def test_gpu_and_host_wait_for_each_other_where_they_are_close() -> None:
+    found = micro_batch_time(LLAMA, TrainingSetup(), A100.gpu)
+    gpu = found.matmul_seconds + found.memory_seconds
+    assert replace(found, launch_seconds=0.0).seconds == pytest.approx(gpu)
+    assert replace(found, launch_seconds=gpu).seconds == pytest.approx(gpu * 2**0.25)
+    assert replace(found, matmul_seconds=0.0, memory_seconds=0.0).seconds == pytest.approx(found.launch_seconds)
+
+
+@pytest.mark.parametrize(
+    ("card", "products", "attention"),
+    [
+        ("A100-80GB", 0.75, 0.43), ("H100", 0.62, 0.26), ("B200", 0.5, 0.26), ("MI300X", 0.28, 0.43),
+        ("RTX 4090", 0.75, 0.43), ("V100 32GB", 0.75, 0.43), ("RTX 5090", 0.75, 0.43),
+    ],
+)  # fmt: skip
+def test_shares_of_the_peak_by_architecture(card: str, products: float, attention: float) -> None:
+    capability = find_gpu(card).compute_capability
+    assert EFFICIENCY.matmul_fraction(capability) == products
+    assert EFFICIENCY.attention_share(capability) == attention
+    assert (EFFICIENCY.matmul_fraction(None), EFFICIENCY.attention_share(None)) == (0.75, 0.43)
+
+
+def test_what_is_not_recomputed_takes_no_time() -> None:
+    shares = {"none": 0, "selective": 0, "full": 1, "offload": 1, "attention": 1 / 3, "mlp": 2 / 3, "every_1": 1,
+              "every_2": 1 / 2, "every_10": 1 / 10}  # fmt: skip
+    assert {policy: recomputed_fraction(policy) for policy in shares} == pytest.approx(shares)
+    for policy in ("every_0", "every_", "some", "every_2 "):
+        with pytest.raises(ConfigError, match="not a checkpointing policy"):
+            recomputed_fraction(policy)
+
+
+def test_deepspeed_has_its_buckets_on_one_card_too() -> None:
+    for name, buckets in (("zero1", 1), ("zero2", 2), ("zero3", 1)):
+        assert transfers(LLAMA, sharing(name, 1)).bucket_bytes == buckets * 2 * 5e8
+    assert transfers(LLAMA, sharing("fsdp2", 1)).gathered_bytes == 0
+    few = replace(sharing("zero3", 1, method="lora"), lora=LoraSetup(4, ("q_proj",)))
+    assert transfers(LLAMA, few).bucket_bytes == 2 * 16 * 4 * (2048 + 2048)
+
+
+def test_on_the_processor_nothing_is_added_to_tensors() -> None:
+    setup = TrainingSetup(checkpointing="none", sequence_length=256)
+    card, processor = (predict_memory(LLAMA, setup, is_cuda=is_cuda) for is_cuda in (True, False))
+    assert processor.device_bytes == processor.reserved_bytes == processor.peak_bytes
+    assert processor.high_bytes == pytest.approx(1.12 * processor.peak_bytes)
+    assert processor.low_bytes == pytest.approx(0.88 * processor.peak_bytes)
+    assert card.device_bytes > card.reserved_bytes > card.peak_bytes
+    watched = predict_memory(LLAMA, setup, is_cuda=False, is_tracked=True)
+    # The tied head's gradient and the embedding's are added out of place: one more copy in fp32.
+    more = watched.step.backward_bottom_bytes - processor.step.backward_bottom_bytes
+    assert more == pytest.approx(4 * LLAMA.embedding_params, rel=0.01)
+
+
+def test_inputs_of_layers_in_host_memory() -> None:
+    """16 inputs of 2 × 1000 tokens of 2048 values; a card's pinned blocks are powers of two."""
+    setup = TrainingSetup(checkpointing="offload", micro_batch_size=2, sequence_length=1000)
+    block = 2 * 1000 * 2048 * 4
+    for is_cuda, size in ((True, 2**24), (False, block)):
+        found = predict_memory(LLAMA, setup, is_cuda=is_cuda)
+        assert found.host_bytes == max(4 * N, 16 * size)
+    lora = replace(setup, method="lora", parallel=ParallelSetup("fsdp2", 2, offload_params="cpu"))
+    states = state_bytes(LLAMA, lora).host_bytes
+    assert predict_memory(LLAMA, lora).host_bytes == 16 * 2**23 + states, "frozen weights' inputs have 16 bits"
+    shared = replace(setup, parallel=ParallelSetup("fsdp2", 2, sequence_parallel=2, offload_params="cpu"))
+    # FSDP2 casts to 16 bits, and each rank has half of the tokens.
+    assert predict_memory(LLAMA, shared).host_bytes == 16 * 2**22 + state_bytes(LLAMA, shared).host_bytes
+
+
+# ── What is asked of a plan ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_budget_is_of_something_and_at_a_price() -> None:
+    found = predict_time(LLAMA, TrainingSetup(), A100)
+    for tokens, price, place in ((0, None, "--tokens"), (-1.0, 1.0, "--tokens"), (1e9, 0.0, "--price_per_gpu_hour")):
+        with pytest.raises(ConfigError) as refused:
+            found.budget(tokens, price_per_gpu_hour=price)
+        assert refused.value.place == place
+
+
+def test_a_loader_is_waited_for_only_where_it_is_the_slower_one() -> None:
+    setup = TrainingSetup(micro_batch_size=2, sequence_length=512, accumulation=3)
+    plain = predict_time(LLAMA, setup, A100)
+    enough = 2 * 512 * 3 / plain.step_seconds
+    assert predict_time(LLAMA, setup, A100, loader_tokens_per_second=1.01 * enough).data_seconds == 0
+    half = predict_time(LLAMA, setup, A100, loader_tokens_per_second=enough / 2)
+    assert half.data_seconds == pytest.approx(plain.step_seconds)
+    assert half.step_seconds == pytest.approx(2 * plain.step_seconds)
+    assert (half.mfu, half.hfu) == pytest.approx((plain.mfu / 2, plain.hfu / 2))
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.sampled_from([1, 2, 3, 8]), st.sampled_from([128, 1000, 4096]), st.sampled_from(["full", "lora", "qlora"]))
+@example(1, 1, "full")
+def test_rows_cost_what_their_tokens_cost(rows: int, length: int, method: str) -> None:
+    """Products and logits grow with the rows of a micro-batch; what weights cost does not."""
+    setup = TrainingSetup(method=method, sequence_length=length, micro_batch_size=1)
+    one, many, twice = (
+        micro_batch_time(LLAMA, replace(setup, micro_batch_size=count), A100.gpu) for count in (1, rows, 2 * rows)
+    )
+    assert many.matmul_seconds == pytest.approx(rows * one.matmul_seconds)
+    assert twice.matmul_seconds == pytest.approx(2 * many.matmul_seconds)
+    per_row = (twice.memory_seconds - many.memory_seconds) / rows
+    assert many.memory_seconds - rows * per_row == pytest.approx(one.memory_seconds - per_row)
+    assert one.launch_seconds == many.launch_seconds == twice.launch_seconds
+
+
+@pytest.mark.parametrize(
+    ("changes", "place", "says"),
+    [
+        ({"method": "adapters"}, "method", "lora"), ({"precision": "int4"}, "precision", "bf16_true"),
+        ({"attention": "sdpa_packed"}, "attention", "flash_attention_2"), ({"loss": "half"}, "loss", "chunked"),
+        ({"fused": ("RMSNorm", "Embedding")}, "fused", "SwiGLU"), ({"micro_batch_size": 0}, "micro_batch_size", "pos"),
+        ({"sequence_length": -1}, "sequence_length", "positive"), ({"accumulation": float("nan")}, "acc", "positive"),
+        ({"accumulation": float("inf")}, "acc", "positive"), ({"micro_batch_size": "2"}, "micro", "positive"),
+        ({"lora": LoraSetup(0)}, "lora rank", "positive"),
+        ({"parallel": {"strategy": "multi_cpu"}}, "strategy", "zero3"),
+        ({"parallel": {"offload_optimizer": "disk"}}, "offload_optimizer", "nvme"),
+        ({"parallel": {"offload_params": "disk"}}, "offload_params", "nvme"),
+        ({"parallel": {"pipeline_schedule": "2f2b"}}, "pipeline_schedule", "1f1b"),
+        ({"parallel": {"num_gpus": 0}}, "num_gpus", "positive"),
+        ({"parallel": {"gpus_per_node": 0}}, "gpus_per_node", "positive"),
+        ({"parallel": {"num_replicas": 0}}, "num_replicas", "positive"),
+        ({"parallel": {"stages_per_rank": 0}}, "stages_per_rank", "positive"),
+        ({"parallel": {"tensor_parallel": 0}}, "tensor_parallel", "positive"),
+        ({"parallel": {"pipeline_parallel": -2}}, "pipeline_parallel", "positive"),
+        ({"parallel": {"sequence_parallel": 0}}, "sequence_parallel", "positive"),
+    ],
+)  # fmt: skip
+def test_settings_that_do_not_exist_are_refused_with_those_that_do(changes: dict, place: str, says: str) -> None:
+    parallel = ParallelSetup(**changes.pop("parallel", {}))
+    with pytest.raises(ConfigError) as refused:
+        TrainingSetup(parallel=parallel, **changes)
+    assert refused.value.place.startswith(place)
+    assert says in refused.value.fix
+
+
+def test_degrees_and_replicas_divide_the_cards() -> None:
+    for changes, says in (
+        ({"tensor_parallel": 3}, "8 GPUs do not divide into 3 model-parallel ranks × 1 replicas"),
+        ({"tensor_parallel": 2, "num_replicas": 8}, "2 model-parallel ranks × 8 replicas"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            TrainingSetup(parallel=ParallelSetup("fsdp2", 8, **changes))
+    shared = ParallelSetup("fsdp2", 64, tensor_parallel=2, pipeline_parallel=2, sequence_parallel=4, num_replicas=2)
+    assert (shared.model_parallel, shared.data_parallel, shared.num_shards) == (16, 4, 8)
+    assert shared.degrees == (2, 2, 4)
+    assert TrainingSetup(parallel=shared, micro_batch_size=3, accumulation=5).global_batch_size == 3 * 5 * 4
+    assert TrainingSetup(parallel=shared, micro_batch_size=3, sequence_length=10).tokens_per_step == 3 * 4 * 10
+
+
+def test_who_divides_the_model_and_who_may_reduce_each_batch() -> None:
+    for parallel, divided, each in (
+        (ParallelSetup("fsdp2", 8), False, True),
+        (ParallelSetup("fsdp2", 8, tensor_parallel=2), True, False),
+        (ParallelSetup("fsdp2", 8, sequence_parallel=2, in_engine=True), False, True),
+        (ParallelSetup("ddp", 8), False, False),
+    ):
+        assert (parallel.is_divided, parallel.can_sync_each_batch) == (divided, each)
+    for where, offloads in (({}, False), ({"offload_optimizer": "cpu"}, True), ({"offload_params": "nvme"}, True)):
+        assert ParallelSetup("zero3", 8, **where).offloads is offloads
+
+
+@pytest.mark.parametrize(
+    ("precision", "compute", "trained", "autocast"),
+    [
+        ("fp32", 4, 4, False),
+        ("fp16", 2, 4, True),
+        ("bf16", 2, 4, True),
+        ("bf16_true", 2, 2, False),
+        ("fp8", 2, 4, True),
+    ],
+)
+def test_bytes_of_each_precision(precision: str, compute: int, trained: int, autocast: bool) -> None:
+    setup = TrainingSetup(precision=precision)
+    assert (setup.compute_bytes, setup.trained_bytes, setup.frozen_bytes) == (compute, trained, compute)
+    assert (setup.autocast, setup.reduce_bytes) == (autocast, None)
+    assert replace(setup, weight_dtype="bfloat16", frozen_dtype="float32").trained_bytes == 2
+    assert replace(setup, frozen_dtype="float32").frozen_bytes == 4
+    assert [replace(setup, reduce_dtype=name).reduce_bytes for name in ("fp32", "bf16")] == [4, 2]
