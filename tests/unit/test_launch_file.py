@@ -11,7 +11,12 @@ import pytest
 from accel_scale.checks.registry import check_run
 from accel_scale.checks.run_settings import RunSettings
 from accel_scale.errors import ConfigError
-from accel_scale.launching.launch_file import looks_like_launch_file, read_launch_file
+from accel_scale.launching.launch_file import (
+    looks_like_launch_file,
+    read_deepspeed_file,
+    read_launch_file,
+    read_source_file,
+)
 from accel_scale.launching.launch_keys import SECTION_KEYS, TOP_KEYS
 from accel_scale.launching.machine import PACKAGES, LocalMachine
 
@@ -154,6 +159,22 @@ def test_lines_of_nested_keys(tmp_path):
             "absolute",
         ),
         ("compute_environment: AMAZON_SAGEMAKER\ndistributed_type: 'NO'\n", 1, "SAGEMAKER", "LOCAL_MACHINE"),
+        ("distributed_type: FSDP\nqqqqqq: 2\n", 2, "'qqqqqq' has no meaning in a launch file.", "remove it."),
+        ("distributed_type: FSDP\nfsdp_config:\n  qqq: 2\n", 3, "in fsdp_config of a launch file.", "remove it."),
+        ("distributed_type: FSDP\nfsdp_config:\n  verson: 2\n", 3, "'verson'", "did you mean 'fsdp_version'?"),
+        ("distributed_type: FSDP\ndeepspeed_config:\n  fsdp_version: 2\n", 3, "fsdp_version", "under fsdp_config."),
+        ("distributed_type: QQQQ\n", 1, "'QQQQ' is unknown", "use one of NO, MULTI_CPU"),
+        ("distributed_type: FSDP\nmixed_precision: 16\n", 2, "16", "fp16"),
+        ("distributed_type: FSDP\nnum_processes: true\n", 2, "not True", "num_processes: 2"),
+        ("distributed_type: FSDP\nnum_machines: 1.5\n", 2, "num_machines must be", "num_machines: 2"),
+        ("distributed_type: FSDP\nmachine_rank: '0'\n", 2, "machine_rank must be", "machine_rank: 2"),
+        ("distributed_type: FSDP\nmain_process_port: x\n", 2, "main_process_port", "main_process_port: 2"),
+        (
+            "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n  fsdp_version: 1\n",
+            4,
+            "'fsdp_config.fsdp_version' is given twice (the other: line 3)",
+            "keep one",
+        ),
     ],
 )
 def test_bad_file_names_line_and_fix(tmp_path, text, line, problem, fix):
@@ -180,6 +201,57 @@ def test_recipe_file_is_recognised(tmp_path):
         read_launch_file(path)
     assert caught.value.place == f"{path}:2"
     assert f"accelerate launch recipes/sft.py --config_file {path}" in str(caught.value.fix)
+
+
+def test_what_is_neither_names_its_key_and_a_launch_file_with_a_recipes_key_is_one(tmp_path):
+    for text, says in (
+        ("method: lora\n", "this is a recipe's file"),
+        ("debug: true\nmethod: lora\n", "this is a recipe's file"),
+        ("distributed_type: FSDP\nmethod: lora\n", "'method' has no meaning in a launch file"),
+        ("unknown: 1\n", "'unknown' has no meaning in a launch file"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            read_launch_file(write(tmp_path, text))
+
+
+def test_json_is_read_as_json_with_its_lines(tmp_path):
+    path = write(tmp_path, '{\n\t"zero_optimization": {\n\t\t"stage": 3,\n\t\t"bucket": 1e8\n\t}\n}\n', "ds.json")
+    file = read_source_file(path)
+    assert file.values == {"zero_optimization": {"stage": 3, "bucket": 1e8}}
+    assert file.place("zero_optimization.bucket") == f"{path}:4"
+    for text, line, says in (('{\n"a": 1,\n}', 3, "not valid JSON"), ("[1]", None, "holds no settings")):
+        with pytest.raises(ConfigError, match=says) as refused:
+            read_source_file(write(tmp_path, text, "bad.json"))
+        assert refused.value.place == f"{tmp_path / 'bad.json'}" + (f":{line}" if line else "")
+
+
+def test_a_deepspeed_file_of_the_given_folders_comes_before_one_above_the_launch_file(tmp_path):
+    for name in ("near", "far", "launches/deep"):
+        (tmp_path / name).mkdir(parents=True)
+    launch = tmp_path / "launches" / "deep" / "launch.yaml"
+    write(tmp_path, '{"a": 1}', "ds.json")
+    assert read_deepspeed_file("ds.json", [], launch, place="x").path == tmp_path / "ds.json"
+    write(tmp_path / "launches", '{"a": 2}', "ds.json")
+    assert read_deepspeed_file("ds.json", [tmp_path / "far"], launch, place="x").values == {"a": 2}
+    write(tmp_path / "far", '{"a": 3}', "ds.json")
+    assert read_deepspeed_file("ds.json", [tmp_path / "near", tmp_path / "far"], launch, place="x").values == {"a": 3}
+    for where in (launch, None):
+        with pytest.raises(ConfigError, match="does not exist") as refused:
+            read_deepspeed_file("other.json", [tmp_path], where, place="launch.yaml:3")
+        assert refused.value.place == "launch.yaml:3"
+
+
+def test_places_of_deepspeeds_keys_are_in_the_file_that_has_them(tmp_path):
+    write(tmp_path, '{\n"zero_optimization": {"stage": 3},\n"mixed_precision": 1\n}', "ds.json")
+    text = (
+        "distributed_type: DEEPSPEED\nmixed_precision: bf16\n"
+        f"deepspeed_config:\n  deepspeed_config_file: {tmp_path}/ds.json\n"
+    )
+    file = read_launch_file(write(tmp_path, text))
+    assert file.place("zero_optimization.stage") == f"{tmp_path}/ds.json:2"
+    assert file.place("mixed_precision") == f"{tmp_path}/launch.yaml:2"
+    assert file.place("deepspeed_config.absent") == f"{tmp_path}/launch.yaml:3"
+    assert file.place("num_processes") == f"{tmp_path}/launch.yaml"
 
 
 def test_launch_file_is_recognised():

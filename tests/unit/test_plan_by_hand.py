@@ -14,6 +14,7 @@ from accel_scale.planning.cost.communication import gathered_weight_bytes, step_
 from accel_scale.planning.cost.efficiency import EFFICIENCY, micro_batch_time
 from accel_scale.planning.cost.flops import hardware_flops_per_token, recomputed_fraction, trained_params
 from accel_scale.planning.cost.memory import predict_memory
+from accel_scale.planning.cost.rank_share import stage_layers
 from accel_scale.planning.cost.sharding import NF4_DOUBLE_BYTES, state_bytes
 from accel_scale.planning.cost.timing import predict_time
 from accel_scale.planning.cost.transfers import transfers
@@ -86,6 +87,10 @@ def test_a_head_and_an_embedding_that_are_tied_are_trained_whole_as_two_copies()
     whole = replace(LORA, lora=LoraSetup(full_modules=("lm_head",)))
     more = hardware_flops_per_token(LLAMA, whole).backward - hardware_flops_per_token(LLAMA, LORA).backward
     assert more == 2 * table
+    # Where all weights learn, adapters that would have been beside them change nothing.
+    full = TrainingSetup()
+    assert hardware_flops_per_token(LLAMA, replace(full, lora=whole.lora)) == hardware_flops_per_token(LLAMA, full)
+    assert trained_params(LLAMA, replace(full, lora=whole.lora)) == N
 
 
 def test_dora_learns_a_magnitude_for_each_output() -> None:
@@ -218,6 +223,16 @@ def test_inputs_of_layers_in_host_memory() -> None:
     shared = replace(setup, parallel=ParallelSetup("fsdp2", 2, sequence_parallel=2, offload_params="cpu"))
     # FSDP2 casts to 16 bits, and each rank has half of the tokens.
     assert predict_memory(LLAMA, shared).host_bytes == 16 * 2**22 + state_bytes(LLAMA, shared).host_bytes
+
+
+def test_kinds_of_attention_take_turns_and_dense_layers_come_before_experts() -> None:
+    """Four layers with a window and two without: at 1/8, 3/8, 5/8, 7/8 and at 1/4, 3/4 of the way."""
+    layer = LLAMA.layers[0]
+    turns = replace(LLAMA, layers=(replace(layer, count=4, sliding_window=64), replace(layer, count=2)))
+    assert stage_layers(turns, 1024, 6) == ((0,), (1,), (0,), (0,), (1,), (0,))
+    mixture = MIXTRAL.layers[0]
+    dense = replace(MIXTRAL, layers=(replace(layer, count=2), replace(mixture, count=4)))
+    assert stage_layers(dense, 1024, 6) == ((0,), (0,), (1,), (1,), (1,), (1,))
 
 
 # ── What is asked of a plan ──────────────────────────────────────────────────────────────────────────────────────────

@@ -179,3 +179,125 @@ def test_printed_settings_are_read_back_to_the_same(tmp_path: Path) -> None:
     assert again.method == "qlora"
     assert again.scale.warmup_ratio == 0.1
     assert again.build(RecipeModelConfig) == settings.build(RecipeModelConfig)
+
+
+# ── Each branch of each step ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("args", "policy", "source"),
+    [
+        (["--checkpointing_policy full", "--gradient_checkpointing true"], "full", "--checkpointing_policy"),
+        (["--checkpointing_policy none", "--gradient_checkpointing false"], "none", "--checkpointing_policy"),
+        (["--checkpointing_policy every_2", '--gradient_checkpointing_kwargs {"use_reentrant":false}'], "every_2",
+         "--checkpointing_policy"),
+        (["--activation_checkpointing_kwargs", '{"offload":true}'], "offload", "--activation_checkpointing_kwargs"),
+        (["--activation_checkpointing_kwargs", '{"selective":false}'], "full", "--activation_checkpointing_kwargs"),
+        (["--gradient_checkpointing false", '--gradient_checkpointing_kwargs {"selective":true}'], "none",
+         "--gradient_checkpointing"),
+        (["--gradient_checkpointing true", '--gradient_checkpointing_kwargs {"every_n_layers":4}'], "every_4",
+         "--gradient_checkpointing"),
+        (["--checkpointing_policy auto"], "full", "--checkpointing_policy"),
+        ([], "full", "derived: left to the plan"),
+        (["--long_rows"], "offload", "derived: --long_rows keeps layer inputs in host memory"),
+    ],
+)  # fmt: skip
+def test_where_a_checkpointing_policy_comes_from(args: list[str], policy: str, source: str) -> None:
+    settings = settle(*args, launch=GPU)
+    assert str(settings.checkpointing) == policy
+    assert settings.sources["checkpointing_policy"] == source
+    is_open = args in ([], ["--checkpointing_policy auto"])
+    assert settings.checkpointing_is_open is is_open
+    assert settings.values["checkpointing_policy"] == settings.scale.checkpointing_policy
+    assert settings.values["checkpointing_policy"] == ("auto" if is_open else policy)
+    left = {*settings.values, *settings.sources}
+    assert not [name for name in left if name.startswith(("gradient_checkpointing", "activation_checkpointing"))]
+
+
+@pytest.mark.parametrize(
+    ("args", "place", "says"),
+    [
+        (["--checkpointing_policy full", "--gradient_checkpointing false"], "--gradient_checkpointing", "full and"),
+        (["--checkpointing_policy none", "--activation_checkpointing true"], "--activation_checkpointing", "none and"),
+        (["--checkpointing_policy auto", "--gradient_checkpointing true"], "--gradient_checkpointing", "auto and"),
+        (["--checkpointing_policy full", '--activation_checkpointing_kwargs {"offload":true}'],
+         "--activation_checkpointing_kwargs", "full and activation_checkpointing_kwargs"),
+        (["--activation_checkpointing_kwargs", '{"offload":true,"selective":true}'],
+         "--activation_checkpointing_kwargs", "cannot be combined"),
+        (["--gradient_checkpointing_kwargs", '{"debug":true}'], "--gradient_checkpointing_kwargs", "debug"),
+        (["--use_liger_kernel true", "--fused_kernels off"], "--use_liger_kernel", "off and use_liger_kernel"),
+        (["--global_batch_size 16 --gradient_accumulation_steps 3"], "--gradient_accumulation_steps",
+         "needs 2 accumulation steps (8 sequences × 1 processes), but 3"),
+    ],
+)  # fmt: skip
+def test_two_switches_for_one_thing_are_refused_where_they_differ(args: list[str], place: str, says: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        settle(*args, launch=GPU)
+    assert refused.value.place == place
+    assert says in refused.value.problem
+
+
+def test_trls_switch_of_fused_kernels_is_this_projects() -> None:
+    for args, kernels in (
+        ("", "auto"), ("--use_liger_kernel", "on"), ("--use_liger_kernel false", "off"),
+        ("--use_liger_kernel false --fused_kernels auto", "auto"), ("--use_liger_kernel --fused_kernels on", "on"),
+        ("--fused_kernels off", "off"),
+    ):  # fmt: skip
+        settings = settle(args)
+        assert settings.scale.fused_kernels == kernels, args
+        assert "use_liger_kernel" not in {*settings.values, *settings.sources}
+
+
+def test_batches_that_agree_are_kept_and_said() -> None:
+    settings = settle("--global_batch_size 16 --gradient_accumulation_steps 2")
+    assert settings.values["gradient_accumulation_steps"] == 2
+    assert (
+        settings.sources["gradient_accumulation_steps"] == "derived: global batch 16 ÷ (micro-batch 8 × 1 processes)"
+    )
+    assert "gradient_accumulation_steps" not in settle("").values
+
+
+def test_what_was_not_given_is_scaled_from_its_default() -> None:
+    args = "--scale_lr_from_batch_size linear --global_batch_size 64 --per_device_train_batch_size 8"
+    settings = settle(args)
+    assert settings.values["learning_rate"] == pytest.approx(2e-5 * 64 / settings.scale.lr_base_batch_size)
+    assert settings.sources["learning_rate"].startswith("derived: 2e-05 scaled (linear) from batch 32 to 64")
+    assert settle("--warmup_ratio 0.1 --warmup_steps 0").scale.warmup_ratio == 0.1
+
+
+def test_gradients_are_reduced_in_one_dtype() -> None:
+    ddp = LaunchFacts(world_size=2, strategy="ddp")
+    settings = settle("--reduce_dtype bf16 --ddp_comm_hook bf16", launch=ddp)
+    assert settings.sources["ddp_comm_hook"] == "derived from reduce_dtype bf16"
+    assert settle("--precision fp16 --loss_scale 1024", launch=replace(GPU)).scale.loss_scale == 1024
+    with pytest.raises(ConfigError) as refused:
+        settle("--reduce_dtype fp32 --ddp_comm_hook bf16", launch=ddp)
+    assert refused.value.place == "--reduce_dtype"
+
+
+def test_a_preset_of_another_precision_than_the_launchs_gives_way() -> None:
+    launch = LaunchFacts(mixed_precision="no", mixed_precision_place="x.yaml:3")
+    assert settle(launch=launch, preset={"precision": "bf16"}).precision.name == "fp32"
+    assert settle("--fp16 true", launch=GPU, preset={"precision": "bf16"}).precision.name == "fp16"
+    assert settle(launch=GPU, preset={"precision": "fp16"}).precision.name == "fp16"
+    for given, gone in (
+        ("--long_rows", "checkpointing_policy"),
+        ("--gradient_accumulation_steps 2", "global_batch_size"),
+    ):
+        preset = {"checkpointing_policy": "full", "global_batch_size": 64}
+        assert settle(given, launch=GPU, preset=preset).sources.get(gone) != "preset of the embedded data set"
+
+
+@pytest.mark.parametrize(
+    ("flags", "place", "fix"),
+    [
+        ("--precision fp8 --fp8_emulate", "--long_rows", "leave --long_rows out"),
+        ("--loss_type dft --checkpointing_policy full", "--loss_type", "use --checkpointing_policy full in place"),
+    ],
+)
+def test_whole_rows_beside_long_ones_name_the_way_out(flags: str, place: str, fix: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        settle(f"--long_rows {flags}")
+    assert refused.value.place == place
+    assert fix in refused.value.fix
+    assert settle(flags).scale.long_rows is False

@@ -10,12 +10,14 @@ import time
 from pathlib import Path
 from xml.dom import minidom
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_scale.cli.main import main
 from accel_scale.errors import ConfigError
+from accel_scale.planning.laws import scaling_fit
 from accel_scale.planning.laws.reference_tables import reference_tables
 from accel_scale.planning.laws.scaling_fit import FittedRun, draw_fit, fit_runs, read_runs
 from accel_scale.planning.laws.scaling_laws import LAWS, LossLaw, find_law, parse_count, plan_scaling
@@ -85,6 +87,34 @@ def test_over_training_costs_what_the_loss_says() -> None:
     assert 0.5 < plan.extra_compute < 2
 
 
+def test_optimal_sizes_by_hand() -> None:
+    """N* = (αA/βB)^(1/(α+β)) · (C/6)^(β/(α+β)): for the published fit 1.34^1.61 · (C/6)^0.45, at 6e20 FLOPs."""
+    published = plan_scaling("chinchilla", compute=6e20)
+    g = (0.34 * 406.4 / (0.28 * 410.7)) ** (1 / 0.62)
+    assert published.params == pytest.approx(g * 1e20 ** (0.28 / 0.62))
+    assert published.tokens == pytest.approx(1e20 / published.params)
+    assert plan_scaling("kaplan", compute=100 * 8.64e19).params == pytest.approx(1.3e9 * 10 ** (2 * 0.73))
+    assert plan_scaling("rule", compute=120e20).params == pytest.approx(1e10)
+    # What is given stays, the rest follows.
+    run = plan_scaling("refit", params=1e9, compute=6e20)
+    assert (run.params, run.tokens, run.compute) == (1e9, pytest.approx(1e11), pytest.approx(6e20))
+    assert run.optimal_params == pytest.approx(plan_scaling("refit", compute=6e20).params)
+    assert run.optimal_tokens == pytest.approx(plan_scaling("refit", compute=6e20).tokens)
+    assert run.optimal_loss == pytest.approx(plan_scaling("refit", compute=6e20).loss)
+    assert plan_scaling("rule", params=1e9).loss is None
+
+
+def test_extrapolation_is_said_of_each_end_and_not_of_the_ends_themselves() -> None:
+    for params, tokens, said in (
+        (70e6, 5e9, 0), (16e9, 500e9, 0), (69e6, 5e9, 1), (16.1e9, 500e9, 1), (1e9, 4.9e9, 1), (1e9, 501e9, 1),
+        (1e12, 1e13, 2),
+    ):  # fmt: skip
+        assert len(plan_scaling("refit", params=params, tokens=tokens).notes) == said, (params, tokens)
+    assert plan_scaling("refit", params=1e12, tokens=1e11).notes == (
+        "1e+12 parameters: extrapolated, the law's runs had 7e+07 to 1.6e+10",
+    )
+
+
 def test_extrapolation_is_said() -> None:
     assert not plan_scaling("refit", params=1e9).notes
     assert any("extrapolated" in note for note in plan_scaling("refit", params=1e12).notes)
@@ -115,6 +145,9 @@ def test_contradictions_are_refused() -> None:
         plan_scaling("refit", tokens=-1.0)
     with pytest.raises(ConfigError, match="did you mean chinchilla"):
         find_law("chinchila")
+    with pytest.raises(ConfigError) as refused:
+        find_law("xyzzy", place="--of")
+    assert (refused.value.place, refused.value.fix[:10]) == ("--of", "use one of")
 
 
 def runs_of(law: LossLaw, noise: float = 0.0) -> list[FittedRun]:
@@ -135,6 +168,55 @@ def test_a_fit_finds_the_law_behind_exact_runs() -> None:
     assert fit.law.param_exponent == pytest.approx(law.param_exponent, rel=1e-3)
     assert fit.law.token_exponent == pytest.approx(law.token_exponent, rel=1e-3)
     assert fit.residual < 1e-6
+    # Every set of runs drawn from them says the same.
+    assert (fit.num_runs, fit.confidence) == (25, 0.95)
+    for name, (low, high) in fit.intervals.items():
+        assert low <= high
+        assert (low, high) == pytest.approx((getattr(law, name),) * 2, rel=0.02), name
+
+
+def test_intervals_are_those_of_the_seed_and_none_without_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scaling_fit, "_STARTS", ((6.0, 6.0, 0.5, 0.5, 0.2),))  # one start will do here
+    law = LAWS["chinchilla"].law
+    assert isinstance(law, LossLaw)
+    runs = runs_of(law, noise=0.003)
+    one, again, other = (fit_runs(runs, resamples=4, seed=seed) for seed in (0, 0, 1))
+    assert one == again
+    assert one.law == other.law
+    assert one.intervals != other.intervals
+    assert all(low < high for low, high in one.intervals.values())
+    assert 0.0005 < one.residual < 0.003, "the median of |sine| is 0.7"
+    none = fit_runs(runs, resamples=0)
+    assert all(math.isnan(low) and math.isnan(high) for low, high in none.intervals.values())
+
+
+def test_the_slopes_that_the_fit_follows_are_those_of_its_distance() -> None:
+    """Of log L(N, D) − log loss by each constant, and of Huber's loss beyond a thousandth."""
+    data = np.log(np.array([[1e8, 2e9, 3.0], [1e9, 2e10, 2.4], [7e9, 1e11, 2.2]]))
+    theta = np.array([6.0, 6.4, 0.5, 0.34, 0.29])
+    distance, slopes = scaling_fit._residuals(theta, data)
+    for run, (params, tokens, loss) in enumerate(np.exp(data)):
+        expected = math.exp(0.5) + math.exp(6.0) / params**0.34 + math.exp(6.4) / tokens**0.29
+        assert distance[run] == pytest.approx(math.log(expected / loss))
+    for index in range(5):
+        step = np.eye(5)[index] * 1e-6
+        moved = [scaling_fit._residuals(theta + sign * step, data)[0] for sign in (1, -1)]
+        assert slopes[:, index] == pytest.approx((moved[0] - moved[1]) / 2e-6, rel=1e-4)
+    # A half of the square up to δ, then δ for each unit more.
+    expected = sum(0.5 * d**2 if abs(d) < 1e-3 else 1e-3 * (abs(d) - 0.5e-3) for d in distance)
+    assert scaling_fit._huber(theta, data) == pytest.approx(expected)
+
+
+def test_six_runs_of_three_sizes_and_three_lengths_are_enough() -> None:
+    enough = [FittedRun(n, d, 3.0) for n, d in ((1, 1), (1, 2), (2, 1), (2, 3), (3, 2), (3, 3))]
+    assert scaling_fit._enough(tuple(enough), "x") == tuple(enough)
+    for runs, found in (
+        (enough[:5], "5 runs of 3 model sizes and 3 token counts"),
+        ([FittedRun(min(r.params, 2), r.tokens, 3.0) for r in enough], "2 model sizes"),
+        ([FittedRun(r.params, min(r.tokens, 2), 3.0) for r in enough], "2 token counts"),
+    ):
+        with pytest.raises(ConfigError, match=found):
+            scaling_fit._enough(tuple(runs), "x")
 
 
 @pytest.mark.slow
@@ -208,6 +290,38 @@ def test_the_drawing_has_every_run_and_a_curve_per_size() -> None:
     document = minidom.parseString(draw_fit(fit_runs(runs, resamples=0), runs))
     assert len(document.getElementsByTagName("circle")) == len(runs)
     assert len(document.getElementsByTagName("polyline")) == 5
+
+
+def test_the_drawing_by_hand() -> None:
+    """720 × 480 with margins of 60, 130, 40 and 50; tokens a half below and twice above those of the runs."""
+    runs = [FittedRun(1e8, 1e9, 1.0), FittedRun(1e8, 4e9, 3.0), FittedRun(1e9, 2e9, 2.0)]
+    fit = scaling_fit.Fit(LossLaw(2.0, 0.0, 1.0, 0.0, 1.0), {}, 3, 0.0)
+    document = minidom.parseString(draw_fit(fit, runs))
+    points = [[float(c.getAttribute(a)) for a in ("cx", "cy")] for c in document.getElementsByTagName("circle")]
+    # A quarter, three quarters and a half of the way from 5e8 to 8e9; losses from 0.99 to 3.03.
+    down = [430 - 390 * (loss - 0.99) / 2.04 for loss in (1.0, 3.0, 2.0)]
+    expected = list(zip((60 + 530 / 4, 60 + 530 * 3 / 4, 60 + 530 / 2), down, strict=True))
+    assert [tuple(point) for point in points] == [pytest.approx(point, abs=0.06) for point in expected]
+    lines = document.getElementsByTagName("polyline")
+    assert [line.getAttribute("stroke") for line in lines] == ["hsl(0,65%,42%)", "hsl(180,65%,42%)"]
+    for line in lines:
+        ends = line.getAttribute("points").split()
+        assert (len(ends), ends[0], ends[-1]) == (60, f"60.0,{down[2]:.1f}", f"590.0,{down[2]:.1f}")
+    texts = [
+        (t.firstChild.data, t.getAttribute("x"), t.getAttribute("y")) for t in document.getElementsByTagName("text")
+    ]
+    assert texts == [
+        ("1e9", "192.5", "448"),  # the only power of ten there
+        *((label, "52", y) for label, y in zip(
+            ("0.99", "1.50", "2.01", "2.52", "3.03"), ("430.0", "332.5", "235.0", "137.5", "40.0"), strict=True)),
+        ("tokens", "325.0", "468"),
+        ("1e+08 params", "602", "40"), ("1e+09 params", "602", "56"),
+        ("L = 2 + 0/N^1 + 0/D^1", "60", "20"),
+    ]  # fmt: skip
+    (path,) = document.getElementsByTagName("path")
+    assert path.getAttribute("d") == "M60,40V430H590"
+    wide = minidom.parseString(draw_fit(fit, runs, width=1000, height=600)).documentElement
+    assert wide.getAttribute("viewBox") == "0 0 1000 600"
 
 
 def test_command_prints_time_and_price(capsys: pytest.CaptureFixture[str]) -> None:

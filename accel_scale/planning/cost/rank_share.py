@@ -43,14 +43,11 @@ def rank_shares(model: ModelFacts, setup: TrainingSetup) -> tuple[RankShare, ...
 
 def _pipeline_only(parallel: ParallelSetup) -> ParallelSetup:
     """What shares depend on, so that they are worked out once for many settings."""
-    tensor, ranks = parallel.tensor_parallel, parallel.pipeline_parallel
-    schedule, per_rank = parallel.pipeline_schedule, parallel.stages_per_rank
     return ParallelSetup(
-        num_gpus=tensor * ranks,
-        tensor_parallel=tensor,
-        pipeline_parallel=ranks,
-        pipeline_schedule=schedule,
-        stages_per_rank=per_rank,
+        tensor_parallel=parallel.tensor_parallel,
+        pipeline_parallel=parallel.pipeline_parallel,
+        pipeline_schedule=parallel.pipeline_schedule,
+        stages_per_rank=parallel.stages_per_rank,
     )
 
 
