@@ -176,3 +176,37 @@ def test_smollm_3_leaves_every_fourth_layer_without_rotation() -> None:
     assert [has_rope(layer, {}) for layer in range(8)] == [True, True, True, False] * 2
     assert [has_rope(layer, {"no_rope_layer_interval": 2}) for layer in range(4)] == [True, False] * 2
     assert [has_rope(layer, {"no_rope_layers": [0, 1, 1]}) for layer in range(3)] == [False, True, True]
+
+
+# ── Windows by the fields of a configuration ─────────────────────────────────────────────────────────────────────────
+
+
+def fields(defaults: dict[str, Any] | None = None, **values: Any):
+    from accel_scale.planning.models.config_fields import ConfigFields
+
+    return ConfigFields({"num_hidden_layers": 6, **values}, defaults or {}, "config.json")
+
+
+def test_windows_of_all_layers_of_none_and_of_those_that_slide() -> None:
+    from accel_scale.planning.models import attention_windows as windows
+
+    assert windows.all_windows(fields(sliding_window=8)) == (8,) * 6
+    assert windows.all_windows(fields()) == windows.no_windows(fields(sliding_window=8)) == (None,) * 6
+    on = {"use_sliding_window": False}
+    assert windows.switched_windows(fields(on, sliding_window=8)) == (None,) * 6
+    assert windows.switched_windows(fields(on, sliding_window=8, use_sliding_window=True)) == (8,) * 6
+    every_third = windows.typed_windows(windows.pattern(3))
+    assert every_third(fields(sliding_window=8)) == (8, 8, None, 8, 8, None)
+    assert every_third(fields(sliding_window=8, sliding_window_pattern=2)) == (8, None) * 3
+    types = ["full_attention", "sliding_attention"] * 3
+    assert every_third(fields(sliding_window=8, layer_types=types)) == (None, 8) * 3
+    for switched_off in (fields(), fields(sliding_window=0), fields(on, sliding_window=8)):
+        assert every_third(switched_off) == (None,) * 6
+    for bad in (["full_attention"] * 5, "sliding_attention"):
+        with pytest.raises(ConfigError, match="one entry for each of the 6 layers"):
+            every_third(fields(layer_types=bad))
+    late = windows.typed_windows(windows.late_layers)
+    assert late(fields(sliding_window=8, max_window_layers=4)) == (None,) * 4 + (8,) * 2
+    assert [windows.has_rope(i, fields()) for i in range(4)] == [True, True, True, False]
+    assert [windows.has_rope(i, fields(no_rope_layer_interval=2)) for i in range(2)] == [True, False]
+    assert [windows.has_rope(i, fields(no_rope_layers=[0, 1])) for i in range(2)] == [False, True]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,14 @@ from hypothesis import strategies as st
 
 from accel_scale.errors import ConfigError
 from accel_scale.facts.hardware import Machine, find_gpu
+from accel_scale.facts.optimizer_specs import (
+    OPTIMIZER_NAMES,
+    OPTIMIZERS,
+    OptimizerSpec,
+    optimizer_spec,
+    state_bytes_per_parameter,
+    steps_in_backward,
+)
 from accel_scale.planning.cost.communication import gathered_weight_bytes, step_collectives
 from accel_scale.planning.cost.efficiency import EFFICIENCY, micro_batch_time
 from accel_scale.planning.cost.flops import hardware_flops_per_token, recomputed_fraction, trained_params
@@ -20,7 +29,13 @@ from accel_scale.planning.cost.timing import predict_time
 from accel_scale.planning.cost.transfers import transfers
 from accel_scale.planning.models.catalogue import load_model_facts
 from accel_scale.planning.models.parameters import adapter_rank, parameter_groups, quantised_weights
-from accel_scale.planning.models.training_setup import LoraSetup, ParallelSetup, TrainingSetup
+from accel_scale.planning.models.training_setup import (
+    LoraSetup,
+    ParallelSetup,
+    TrainingSetup,
+    check_policy,
+    period_of,
+)
 
 LLAMA = load_model_facts("meta-llama/Llama-3.2-1B", allow_download=False)
 N = LLAMA.num_params
@@ -301,6 +316,54 @@ def test_settings_that_do_not_exist_are_refused_with_those_that_do(changes: dict
         TrainingSetup(parallel=parallel, **changes)
     assert refused.value.place.startswith(place)
     assert says in refused.value.fix
+
+
+def test_policies_and_their_periods() -> None:
+    for policy, period in (("full", 1), ("every_1", 1), ("every_12", 12), ("mlp", 1), ("offload", 1)):
+        setup = TrainingSetup(checkpointing=policy)
+        check_policy(setup)
+        assert period_of(setup) == period
+    for policy in ("every_0", "every_", "every_2x", "some", ""):
+        with pytest.raises(ConfigError, match="not a checkpointing policy") as refused:
+            check_policy(TrainingSetup(checkpointing=policy))
+        assert refused.value.place == "checkpointing"
+
+
+def test_what_each_optimizer_needs_and_can() -> None:
+    def those(condition: Callable[[OptimizerSpec], object]) -> set[str]:
+        return {name for name, spec in OPTIMIZERS.items() if condition(spec)}
+
+    assert those(lambda spec: spec.in_torch) == {
+        "adamw_torch_fused", "adamw_torch", "adamw_torch_foreach", "sgd", "sgd_momentum", "adagrad", "rmsprop",
+    }  # fmt: skip
+    assert those(lambda spec: spec.shares_weights) == {"adamw_torch_fused", "adamw_torch"}
+    assert those(lambda spec: spec.compiles) == {"adamw_torch_8bit", "adamw_torch_4bit"}
+    assert those(lambda spec: not spec.whole_checkpoints) == {"adamw_torch_8bit"}
+    assert {name: OPTIMIZERS[name].compilers for name in those(lambda spec: spec.compilers)} == {
+        "deepspeed_cpu_adam": ("g++", "ninja"),
+    }  # fmt: skip
+    assert those(lambda spec: spec.steps_in_backward) == set()
+    assert those(lambda spec: spec.block_size != 256) == set()
+    assert those(lambda spec: spec.package == "torchao") == {
+        "adamw_torch_8bit", "adamw_torch_4bit", "adamw_cpu_offload",
+    }  # fmt: skip
+    backward = {name for name in OPTIMIZER_NAMES if steps_in_backward(name)}
+    assert backward == {
+        "galore_adamw_layerwise", "galore_adamw_8bit_layerwise", "galore_adafactor_layerwise",
+        "apollo_adamw_layerwise", "lomo", "adalomo",
+    }  # fmt: skip
+    assert not steps_in_backward("of a script's own")
+    assert state_bytes_per_parameter("galore_adamw") is None
+    assert state_bytes_per_parameter("sgd_momentum") == 4
+    assert state_bytes_per_parameter("lion_8bit", weight_bytes=2) == 1 + 4 / 256
+    with pytest.raises(ConfigError, match="'adamw' is not an optimizer"):
+        optimizer_spec("adamw")
+    options = {**OPTIMIZERS["ademamix"].options, **OPTIMIZERS["sgd"].options}
+    assert [options[name]("3") for name in ("t_alpha", "beta3", "momentum")] == [3, 3.0, 3.0]
+    assert isinstance(options["t_alpha"]("3"), int)
+    assert [options["nesterov"](text) for text in ("True", "1", "yes", "false", "0", "NO")] == [True] * 3 + [False] * 3
+    with pytest.raises(ValueError, match="perhaps"):
+        options["nesterov"]("perhaps")
 
 
 def test_degrees_and_replicas_divide_the_cards() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from peft import LoraConfig
 from test_pretrain_resolve import resolved as pretraining
 from test_resolve import settle
 from torch import nn
-from transformers import LlamaConfig, MixtralConfig
+from transformers import BertConfig, LlamaConfig, MixtralConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from accel_scale.errors import ConfigError
@@ -26,7 +27,7 @@ from accel_scale.settings.planned_setup import SharedModel
 from accel_scale.settings.resolved import LaunchFacts
 from accel_scale.settings.trl_config import RecipeModelConfig
 from accel_scale.start_check import recipes, twin_check
-from accel_scale.start_check.plan import PlannedRun, Verdict
+from accel_scale.start_check.plan import AttentionRefused, Crashed, PlannedRun, PolicyRefused, Verdict
 
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 LLAMA = LlamaConfig(**SIZES, num_key_value_heads=2, vocab_size=64)
@@ -263,3 +264,124 @@ def test_a_routers_loss_is_set_in_a_copy_of_the_configuration() -> None:
         assert (config.output_router_logits, config.router_aux_loss_coef) == (told, weight)
     assert (MIXTRAL.output_router_logits, MIXTRAL.router_aux_loss_coef) == (False, 0.03)
     assert not hasattr(twin_check._with_router_loss(LLAMA, 0.5), "output_router_logits")
+
+
+# ── The order of a twin's steps ──────────────────────────────────────────────────────────────────────────────────────
+
+
+class Scripted(twin_check.TwinCheck):
+    """Steps that equal the model's own under the given heads and policies, and under no others."""
+
+    def __init__(self, run: PlannedRun, *good: tuple[bool, str]) -> None:
+        self.run, self.name, self.base, self.model = run, "Toy", SimpleNamespace(config=run.config), nn.Identity()
+        self.batch: Any = SimpleNamespace(inputs={})
+        self.logits = torch.zeros(1)
+        self.good, self.head, self.policy = good, False, "none"
+        self.applied: list[str] = []
+
+    def add_head(self, from_logits: bool) -> None:
+        self.head = from_logits
+
+    def apply(self, policy: CheckpointingPolicy) -> None:
+        self.policy = f"{policy} in tiles" if policy.in_tiles else str(policy)
+        self.applied.append(self.policy)
+
+    def compared(self, own: Any) -> Any:
+        is_good = (self.head, self.policy) in self.good
+        return (f"{self.head} {self.policy}", "") if is_good else (None, f"apart by {self.head} {self.policy}")
+
+
+def planned(policy: str = "full", *, in_tiles: bool = False, config: Any = LLAMA, **changes: Any) -> PlannedRun:
+    checkpointing = replace(CheckpointingPolicy.parse(policy), in_tiles=in_tiles)
+    return PlannedRun(config, "eager", "padded", checkpointing, **changes)
+
+
+@pytest.mark.parametrize(
+    ("policy", "good", "applied", "from_logits"),
+    [
+        ("none", [(False, "none")], [], False),
+        ("full", [(False, "full")], ["full"], False),
+        # The head's fault, not the policy's: without one the loss is as far off.
+        ("full", [(True, "full")], ["full", "none", "full"], True),
+        ("none", [(True, "none")], [], True),
+    ],
+)
+def test_a_step_is_taken_with_the_recipes_head_and_else_from_the_models_logits(
+    policy: str, good: list, applied: list[str], from_logits: bool
+) -> None:
+    check = Scripted(planned(policy), *good)
+    assert check.recipe_step(None) == (f"{from_logits} {policy}", from_logits)  # type: ignore[arg-type]
+    assert check.applied == applied
+
+
+@pytest.mark.parametrize(
+    ("policy", "good", "fix"),
+    [
+        ("full", ["none"], "use none."),
+        ("full", ["none", "offload"], "use offload."),
+        ("selective", ["none", "offload", "full"], "use full."),
+        ("offload", ["none", "full"], "use full."),
+    ],
+)
+def test_a_policy_that_changes_gradients_is_refused_for_one_that_does_not(
+    policy: str, good: list[str], fix: str
+) -> None:
+    with pytest.raises(PolicyRefused, match=f"{policy} does not leave Toy's .*: apart by False {policy}") as refused:
+        Scripted(planned(policy), *((False, name) for name in good)).recipe_step(None)  # type: ignore[arg-type]
+    assert (refused.value.place, refused.value.fix) == ("--checkpointing_policy", fix)
+
+
+def test_tiles_are_refused_where_the_policy_without_them_is_right() -> None:
+    check = Scripted(planned(in_tiles=True), (False, "none"), (False, "full"))
+    with pytest.raises(
+        ConfigError, match=r"in tiles does not leave its gradients .*: apart by False full in"
+    ) as refused:
+        check.recipe_step(None)  # type: ignore[arg-type]
+    assert (refused.value.place, refused.value.fix) == (
+        "--long_rows", "leave it out, and use --checkpointing_policy full.",
+    )  # fmt: skip
+    with pytest.raises(PolicyRefused):
+        Scripted(planned(in_tiles=True), (False, "none")).recipe_step(None)  # type: ignore[arg-type]
+
+
+def test_a_loss_that_is_no_way_the_models_own_is_refused_by_what_it_is_made_of() -> None:
+    told = MixtralConfig(**SIZES, output_router_logits=True, vocab_size=64)
+    for run, place, says in (
+        (planned(), "start check", "the recipe's loss is not Toy's own: apart by True none."),
+        (planned(log_probs=True), "start check", "TRL's head are not Toy's own: apart by False none."),
+        (planned(config=told), "--router_aux_loss_coef", "auxiliary loss is not Toy's own: apart by True none."),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            Scripted(run).recipe_step(None)  # type: ignore[arg-type]
+        assert refused.value.place == place
+        assert refused.value.problem.endswith(says)
+
+
+@pytest.mark.parametrize(
+    ("leak", "run", "kind", "place", "fix"),
+    [
+        ("ahead", planned(config=BertConfig()), AttentionRefused, "--model_name_or_path",
+         'set is_decoder: "is_decoder": true in its config.json.'),
+        ("ahead", planned(), AttentionRefused, "--model_name_or_path", "train a causal model."),
+        ("others", replace(planned(), rows="lanes", packing_flag="--isolate_documents false"), AttentionRefused,
+         "--isolate_documents", None),
+        ("others", planned(), ConfigError, "--per_device_train_batch_size", "use 1, with gradient accumulation."),
+    ],
+)  # fmt: skip
+def test_leaks_by_who_notices(
+    monkeypatch: pytest.MonkeyPatch, leak: str, run: PlannedRun, kind: Any, place: str, fix: str | None
+) -> None:
+    monkeypatch.setattr("accel_scale.start_check.isolation.find_leak", lambda *seen: leak)
+    with pytest.raises(ConfigError) as refused:
+        Scripted(run).refuse_leak()
+    assert type(refused.value) is kind
+    assert (refused.value.place, refused.value.fix) == (place, fix)
+    monkeypatch.setattr("accel_scale.start_check.isolation.find_leak", lambda *seen: "none")
+    Scripted(run).refuse_leak()
+
+
+def test_a_twin_that_cannot_take_a_step_says_on_which_rows() -> None:
+    with pytest.raises(
+        Crashed, match=r"^--attn_implementation: Toy cannot take a step with eager attention on padded"
+    ):
+        Scripted(planned()).own_step()
