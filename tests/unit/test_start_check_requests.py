@@ -213,7 +213,7 @@ class Block(GradientCheckpointingLayer):
 @pytest.mark.parametrize(
     ("policy", "layers", "expected"),
     [("every_3", 2, "every_2"), ("every_2", 3, "every_2"), ("every_3", 1, "full"), ("full", 2, "full"),
-     ("selective", 1, "selective")],
+     ("offload", 1, "offload")],
 )  # fmt: skip
 def test_a_distance_between_checkpoints_that_few_layers_allow(policy: str, layers: int, expected: str) -> None:
     model = nn.ModuleList([Block() for _ in range(layers)] + [nn.Linear(1, 1)])
