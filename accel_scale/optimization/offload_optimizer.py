@@ -21,7 +21,9 @@ def offload_optimizer_class() -> type:
     class OffloadedAdamW(CPUOffloadOptimizer):
         """AdamW whose states and step are in host memory; tensors below `minimal_size` values stay on the device."""
 
-        def __init__(self, params: Any, **kwargs: Any) -> None:
+        # Weight decay is named, so that what builds optimizers sees that it is taken; the default is torch's.
+        def __init__(self, params: Any, *, weight_decay: float = 1e-2, **kwargs: Any) -> None:
+            kwargs["weight_decay"] = weight_decay
             super().__init__(params, torch.optim.AdamW, **kwargs)
             self.defaults = {k: v for k, v in kwargs.items() if k not in ("offload_gradients", "minimal_size")}
             self._copied_versions: dict[torch.Tensor, int] = {}

@@ -22,24 +22,27 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "distributed"))
 
 def on_ranks(num_ranks: int, function: Callable[[], Any], folder: Path, *, seconds: float = 60.0) -> list[Any]:
     """What each rank's call returns, through JSON; fails with what a rank raised, or when they do not end."""
-    children = []
-    for rank in range(num_ranks):
-        child = os.fork()
-        if child == 0:
-            _be(rank, num_ranks, function, folder)
-        children.append(child)
-    end = time.monotonic() + seconds
-    waiting, failed = list(children), False
-    while waiting and not failed and time.monotonic() < end:
-        for child in list(waiting):
-            done, status = os.waitpid(child, os.WNOHANG)
-            if done:
-                waiting.remove(child)
-                failed |= status != 0
-        time.sleep(0.01)
-    for child in waiting:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+    children: list[int] = []
+    waiting: list[int] = []
+    failed, end = False, time.monotonic() + seconds
+    try:
+        for rank in range(num_ranks):
+            child = os.fork()
+            if child == 0:
+                _be(rank, num_ranks, function, folder)
+            children.append(child)
+        waiting = list(children)
+        while waiting and not failed and time.monotonic() < end:
+            for child in list(waiting):
+                done, status = os.waitpid(child, os.WNOHANG)
+                if done:
+                    waiting.remove(child)
+                    failed |= status != 0
+            time.sleep(0.01)
+    finally:  # also where the test is given up: ranks that wait for each other would stay, and hold its output open
+        for child in waiting:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
     said = "\n".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob("error*")))
     assert not failed, said
     assert not waiting, said or "the ranks did not end"

@@ -149,6 +149,46 @@ def test_what_cannot_be_split_is_refused():
         split_model(AutoModelForCausalLM.from_config(config), [range(2), range(2, 4)], [0])
 
 
+@pytest.mark.parametrize(
+    ("boundaries", "stages", "says"),
+    [
+        ([range(4)], [0], "among two or more stages"),
+        ([range(2), range(2, 2), range(2, 4)], [0], "do not divide 4 layers"),
+        ([range(2), range(1, 4)], [0], "do not divide 4 layers"),
+        ([range(2), range(2, 4)], [], "no stages"),
+        ([range(2), range(2, 4)], [2], "no stages"),
+        ([range(2), range(2, 4)], [-1], "no stages"),
+    ],
+)
+def test_stages_that_are_not_there_are_refused(boundaries, stages, says):
+    with pytest.raises(ConfigError, match=says):
+        split_model(build("llama"), boundaries, stages)
+
+
+def test_a_part_knows_its_place():
+    first, middle, last = split_model(build("llama"), [range(1), range(1, 3), range(3, 4)], [0, 1, 2])
+    found = [stage_of(part) for part in (first, middle, last)]
+    assert [(one.is_first, one.is_last, one.holds_copy) for one in found] == [
+        (True, False, False), (False, False, False), (False, True, False),
+    ]  # fmt: skip
+    assert [one.layer_names for one in found][1] == ("model.layers.1", "model.layers.2")
+    assert {(one.num_stages, one.num_layers, one.tied_weight, one.embedding) for one in found} == {
+        (3, 4, None, "model.embed_tokens.weight")
+    }
+    assert [one.num_items for one in found] == [1, 1, 1]
+    # Without labels, or without a loss, the last stage gives its normalised states.
+    hidden, ids = torch.randn(1, 6, 32), torch.randint(1, 64, (1, 6))
+    states = last(hidden)
+    assert torch.equal(last(hidden, labels=ids), states)
+    assert not states._is_view()
+    for requires_grad in (False, True):
+        frozen = build("gemma")
+        frozen.get_input_embeddings().weight.requires_grad_(requires_grad)
+        (part,) = split_model(frozen, [range(2), range(2, 4)], [1])
+        assert part.get_output_embeddings().weight.requires_grad is requires_grad
+        assert stage_of(part).holds_copy
+
+
 def test_a_loss_that_is_gone_back_through_twice_gives_the_same_gradients():
     torch.manual_seed(0)
     part = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **BASE))

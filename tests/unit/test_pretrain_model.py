@@ -180,3 +180,41 @@ def test_ranks_that_share_a_model_read_the_same_rows(has_validation: bool, devic
 def test_a_file_of_settings_has_its_tokenizer_beside_it(tmp_path: Any) -> None:
     assert pretrain_model._folder_of(str(tmp_path)) == tmp_path
     assert pretrain_model._folder_of(str(tmp_path / "config.json")) == tmp_path
+
+
+REMOTE = {"model_revision": "abc", "trust_remote_code": True}
+
+
+def test_a_revision_and_leave_to_run_code_reach_all_that_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    from accel_scale.modeling import files, loading
+
+    asked: list[Any] = []
+
+    def told(name: str, result: Any = None) -> Any:
+        return lambda *args, **given: asked.append((name, *map(str, args[:1]), given)) or result
+
+    config = run_config(PretrainModelArguments(), 64, TOKENIZER)
+    monkeypatch.setattr(loading, "load_tokenizer", told("tokenizer"))
+    monkeypatch.setattr(loading, "load_config", told("config", config))
+    monkeypatch.setattr(loading, "load_model", told("model"))
+    monkeypatch.setattr(files, "check_model_files", told("files"))
+    monkeypatch.setattr(pretrain_model, "config_from_file", told("file", config))
+    remote = {"revision": "abc", "trust_remote_code": True}
+    for flags, found, place in (
+        ({"tokenizer": "t", "model_name_or_path": "m"}, "t", "--tokenizer"),
+        ({"model_name_or_path": "m"}, "m", "--model_name_or_path"),
+        ({"model_config": "d/config.json"}, "d", "--model_config"),
+    ):
+        args = PretrainModelArguments(**flags, **REMOTE)
+        pretrain_model.run_tokenizer(args, PretrainDataArguments(), "out", default="embedded")
+        assert asked.pop() == ("tokenizer", found, {**remote, "place": place})
+    args = PretrainModelArguments(model_name_or_path="m", **REMOTE)
+    run_config(args, 64, TOKENIZER)
+    assert asked == [("config", "m", remote), ("files", "m", {})]
+    asked.clear()
+    build_model(args, config, precision_named("bf16"), "sdpa", seed=0, launch=ALONE, layout=ParallelLayout())
+    dropouts = {"attention_dropout": 0.0}
+    expected = {"dtype": torch.float32, "attn_implementation": "sdpa", **remote, **dropouts}
+    assert asked.pop() == ("model", "m", expected)
+    run_config(PretrainModelArguments(model_config="d/config.json", **REMOTE), 64, TOKENIZER)
+    assert asked == [("file", "d/config.json", {"tokenizer": TOKENIZER, "trust_remote_code": True})]

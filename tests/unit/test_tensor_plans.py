@@ -116,3 +116,35 @@ def test_what_needs_no_gradient_needs_no_ranks() -> None:
         assert shared(trained).dtype == torch.bfloat16
     shared.forget()
     assert shared(trained).dtype == torch.float32
+
+
+def test_layers_of_different_sizes_must_all_come_out_even() -> None:
+    given = config("llama", **LLAMA)
+    vars(given)["intermediate_size"] = [96, 100, None]
+    check_tensor_parallel(given, 4, method="full")
+    vars(given)["intermediate_size"] = [96, 102]
+    with pytest.raises(ConfigError, match="102 intermediate features cannot be divided by 4 ranks") as refused:
+        check_tensor_parallel(given, 4, method="full")
+    assert (refused.value.place, refused.value.fix) == ("--tp_size", "use --tp_size 2.")
+    with pytest.raises(ConfigError) as nothing:
+        check_tensor_parallel(config("llama", **LLAMA | {"intermediate_size": 97}), 2, method="full")
+    assert nothing.value.fix == "use --tp_size 1 and FSDP2."
+    large = config("llama", hidden_size=4096, num_attention_heads=128, num_key_value_heads=128, intermediate_size=128)
+    with pytest.raises(ConfigError) as several:
+        check_tensor_parallel(large, 3, method="full")
+    assert several.value.fix == "use --tp_size 2 or 4 or 8 or 16 or 32 or 64."
+
+
+@pytest.mark.parametrize(
+    ("fields", "drops"),
+    [({}, False), ({"attention_dropout": 0.1}, True), ({"resid_pdrop": 0.1}, True), ({"embd_pdrop": 0.1}, True)],
+)
+def test_ranks_draw_alike_where_something_is_dropped(fields: dict[str, float], drops: bool) -> None:
+    from accel_scale.parallel.tensor import _has_dropout
+
+    kind = "llama" if set(fields) <= {"attention_dropout"} else "gpt2"
+    sizes = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 32}
+    without = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0} if kind == "gpt2" else {}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config(kind, **{**sizes, **without, **fields}))
+    assert _has_dropout(model) == drops

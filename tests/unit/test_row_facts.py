@@ -1,0 +1,87 @@
+"""What the host tells of a micro-batch is what the device would say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from accel_scale.modeling.packing import row_facts
+from accel_scale.modeling.packing.row_facts import ROW_FACTS, Counting, RowFacts, cumulative, uploaded
+
+CPU = torch.device("cpu")
+
+
+@given(st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=4), min_size=1, max_size=3))
+@example([[1, 2], [3]])
+@example([[4], [1, 3], [2, 2]])
+def test_documents_are_those_of_the_positions(documents: list[list[int]]) -> None:
+    length = max(map(sum, documents))
+    rows = [[*lengths, *[1] * (length - sum(lengths))] for lengths in documents]
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows])
+    facts = RowFacts({"input_ids": torch.zeros_like(positions), "position_ids": positions})
+    flat = [n for row in rows for n in row]
+    assert facts.shape == (len(rows), length)
+    assert facts.document_lengths == tuple(flat)
+    assert facts.is_packed == (len(flat) > len(rows))
+    assert facts.num_labels is None
+    assert torch.equal(facts.starts(), positions == 0)
+    told: dict[str, Any] = facts.flash_arguments(CPU)
+    bounds = [sum(flat[:index]) for index in range(len(flat) + 1)]
+    assert told["cu_seq_lens_q"].tolist() == told["cu_seq_lens_k"].tolist() == bounds
+    assert told["cu_seq_lens_q"].dtype == torch.int32
+    assert told["max_length_q"] == told["max_length_k"] == max(flat)
+
+
+@pytest.mark.parametrize(
+    ("mask", "lengths"),
+    [
+        (None, (4, 4)),
+        ([[1, 1, 1, 1], [1, 1, 0, 0]], (4, 4)),
+        ([[1, 1, 1, 1], [0, 1, 1, 1]], None),
+        ([[1, 1, 1, 1], [1, 0, 1, 1]], None),
+        ([[1, 1, 1, 1], [0, 0, 0, 0]], None),
+        ([[[1, 1, 1, 1]]], None),
+    ],
+)
+def test_padding_on_the_right_leaves_one_document_a_row(mask: Any, lengths: Any) -> None:
+    rows = {"input_ids": torch.zeros(2, 4, dtype=torch.long)}
+    given_ = rows | ({} if mask is None else {"attention_mask": torch.tensor(mask)})
+    facts = RowFacts(given_)
+    assert (facts.document_lengths, facts.is_packed) == (lengths, False)
+    if mask is None:
+        assert facts.starts().tolist() == [[True, False, False, False]] * 2
+    both = RowFacts({**given_, "position_ids": torch.arange(4).expand(2, 4)})
+    assert both.document_lengths == ((4, 4) if mask is None else None), "beside a mask positions are not asked"
+    other = RowFacts({**rows, "position_ids": torch.zeros(3, 2, 4)})
+    assert other.document_lengths is None
+
+
+def test_labels_are_counted_as_the_loss_counts_them() -> None:
+    labels = torch.tensor([[5, 6, -100, 8], [-100, -100, -100, 3]])
+    assert RowFacts({"input_ids": labels, "labels": labels}).num_labels == 3
+    assert RowFacts({"input_ids": labels, "labels": [1]}).num_labels is None
+
+
+def test_a_collators_batch_is_counted_once_it_is_rows() -> None:
+    rows = {"input_ids": torch.zeros(2, 3, dtype=torch.long), "name": "a"}
+    counted = Counting(lambda given_: given_)(rows)  # type: ignore[arg-type, return-value]
+    assert counted.keys() == {"input_ids", "name", ROW_FACTS}
+    assert isinstance(counted[ROW_FACTS], RowFacts)
+    for other in ({"input_ids": torch.zeros(3)}, {"pixels": torch.zeros(2, 3)}, {"input_ids": [1]}):
+        assert Counting(lambda given_: given_)(other) == other  # type: ignore[arg-type, return-value]
+
+
+def test_uploads_do_not_wait_where_the_driver_fetches_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[Any] = []
+    monkeypatch.setattr(row_facts, "_PINNING", ("meta",))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
+    values = torch.arange(3)
+    assert uploaded(values, CPU) is values
+    assert pinned == []
+    assert uploaded(values, torch.device("meta")).device.type == "meta"
+    assert len(pinned) == 1
+    assert cumulative((2, 3), CPU).tolist() == [0, 2, 5]
