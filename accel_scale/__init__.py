@@ -28,8 +28,13 @@ if TYPE_CHECKING:
     from accel_scale.optimization.loss import chunked_cross_entropy as chunked_cross_entropy
     from accel_scale.optimization.optimizers import create_optimizer as create_optimizer
     from accel_scale.optimization.schedules import create_schedule as create_schedule
+    from accel_scale.planning.search.api import cheapest as cheapest
+    from accel_scale.planning.search.api import inference_memory as inference_memory
+    from accel_scale.planning.search.api import largest_batch as largest_batch
+    from accel_scale.planning.search.api import longest_row as longest_row
     from accel_scale.planning.search.api import plan as plan
     from accel_scale.planning.search.api import predict_memory as predict_memory
+    from accel_scale.planning.search.api import what_if as what_if
     from accel_scale.plugin.plugin import ScalePlugin as ScalePlugin
     from accel_scale.plugin.trainer_mixin import ScaleTrainerMixin as ScaleTrainerMixin
     from accel_scale.recipe_specs.spec import RecipeSpec as RecipeSpec

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_scale.errors import ConfigError
+from accel_scale.facts.stacks import STACKS
 from accel_scale.planning.models.catalogue import load_model_facts
 from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.models.training_setup import LoraSetup, ParallelSetup, TrainingSetup
@@ -23,6 +24,8 @@ HF_STACKS = ("HF Trainer", "HF Trainer (Qwen finetune.py)", "DeepSpeed", "Accele
 _QWEN_TARGETS = ("c_attn", "c_proj", "w1", "w2")
 # What the scripts of Qwen, litgpt and torchtune set, or have for a default.
 _LORA_DROPOUT = 0.05
+# What rows call an optimizer that steps as gradients come.
+_IN_BACKWARD = ("optimizer_in_bwd", "opt-in-bwd", "fused into backward")
 _DEGREE = re.compile(r"\b(dp|tp|pp|cp)=(\d+)", re.IGNORECASE)
 
 
@@ -87,15 +90,28 @@ def setup_of(row: dict[str, Any]) -> TrainingSetup:
         optimizer=_optimizer(row),
         checkpointing=_checkpointing(row),
         attention="eager" if row["attention"] == "eager" else "flash_attention_2",
-        loss="full" if "full logits" in row["loss"] and "chunked" not in row["loss"] else "chunked",
+        loss=_loss(row),
         micro_batch_size=row["batch"] // pieces,
         sequence_length=row["seq_len"],
         accumulation=pieces * (row["grad_accum"] or 1),
         lora=_lora(row),
         double_quantisation=bool(peft and "dq" in str(peft["quant"])),
+        quantises_whole=STACKS["torchtune"].quantises_whole if _is_torchtune(row) else True,
+        steps_in_backward=any(word in row["optimizer"].lower() for word in _IN_BACKWARD),
         compile=bool(row["torch_compile"]),
         parallel=parallel,
     )
+
+
+def _is_torchtune(row: dict[str, Any]) -> bool:
+    return row["stack"].startswith("torchtune")
+
+
+def _loss(row: dict[str, Any]) -> str:
+    """Whole logits where the row says so; torchtune's chunks are of logits that are there as a whole."""
+    if "full logits" in row["loss"] and "chunked" not in row["loss"]:
+        return "full"
+    return STACKS["torchtune"].loss if _is_torchtune(row) else "chunked"
 
 
 def _precision(row: dict[str, Any]) -> tuple[str, str | None]:
@@ -113,6 +129,8 @@ def _precision(row: dict[str, Any]) -> tuple[str, str | None]:
 
 def _optimizer(row: dict[str, Any]) -> str:
     text = row["optimizer"].lower()
+    if "adamw8bit" in text and "paged" not in text:
+        return "adamw_bnb_8bit"
     if "paged" in text and "when quantised" not in text:
         return "paged_adamw_8bit" if "8bit" in text else "paged_adamw_32bit"
     if "when quantised" in text and row["peft"] and row["peft"]["quant"]:

@@ -1,13 +1,14 @@
 """The plan of every causal language model of transformers beside the peak of a real step on the CPU.
 
     python benchmarks/traced_models.py                  # one process: about 25 minutes of one core
+    python benchmarks/traced_models.py --at_most 8      # goes on where the last call stopped
     python benchmarks/traced_models.py --only rwkv lfm2 --print
 
 Each architecture is its configuration class's defaults, shrunk as the start check shrinks a real model, and deeper. It
 is planned as `accel-scale plan` would, on the tape or from a trace, and takes one whole optimizer step in which this
 project's tracker counts every tensor: weights, gradients, states and activations. Results go to
 `benchmarks/results/traced_models.{json,md}` after every architecture; what is there for the same versions is not run
-again.
+again, what failed only where `--only` names it.
 """
 
 from __future__ import annotations
@@ -222,13 +223,14 @@ def main() -> None:
     parser.add_argument("--part", default="0/1", help="i/n: every n-th architecture from the i-th on")
     parser.add_argument("--setups", nargs="*", default=list(SETUPS), choices=list(SETUPS), help="ways to train")
     parser.add_argument("--again", action="store_true", help="also what has been run")
+    parser.add_argument("--at_most", type=int, default=None, help="architectures to run now; the next call goes on")
     parser.add_argument("--print", action="store_true", help="write nothing")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.ERROR)
     torch.set_num_threads(1)
     rows = {(row.model_type, row.setup): row for row in known_rows()}
-    started = time.monotonic()
+    started, num_run = time.monotonic(), 0
     first, step = (int(number) for number in options.part.split("/"))
     with tempfile.TemporaryDirectory() as cache:
         environ["XDG_CACHE_HOME"] = cache
@@ -237,8 +239,12 @@ def main() -> None:
                 if options.only is not None and model_type not in options.only:
                     continue
                 known = rows.get((model_type, name))
-                if known is not None and not (known.problem or options.again or options.print):
+                asked_for = options.again or options.print or (options.only is not None and known and known.problem)
+                if known is not None and not asked_for:
                     continue
+                if options.at_most is not None and num_run >= options.at_most:
+                    continue
+                num_run += 1
                 row = measure(config, name)
                 gc.collect()
                 print(f"{row.model_type} {row.setup} {row.how} {row.error:+.2%} {row.problem}", flush=True)

@@ -13,7 +13,7 @@ Flags are TRL's `ScriptArguments`, `GRPOConfig` and `ModelConfig` and our `Scale
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from accel_scale.ending.user_errors import user_errors
@@ -89,12 +89,6 @@ def resolve_run(parsed: ParsedFlags) -> GRPORun:
     from accel_scale.starting.recipe_start import start_recipe
     from accel_scale.trainers.rewards import reward_functions
 
-    unplanned = {"plan": "off"}
-    parsed = replace(
-        parsed,
-        explicit={**parsed.explicit, **unplanned},
-        origins={**dict.fromkeys(unplanned, "derived: what is generated is not planned"), **parsed.origins},
-    )
     start = start_recipe(parsed, output_dir=str(parsed.explicit.get("output_dir") or RecipeGRPOConfig.output_dir))
     embedded = not any(parsed.explicit.get(name) for name in ("dataset_name", "dataset_mixture"))
     preset = DEFAULT_REWARDING if embedded else None
@@ -132,6 +126,7 @@ def load_data(run: GRPORun) -> None:
         data = data.with_test(load_training_data(heldout_path).train)
     run.questions = list(islice(default_dataset()[1] if embedded else data.test or (), num_questions))
     run.data = as_prompts(data, place=run.settings.sources.get("dataset_name", "--dataset_mixture"))
+    run.plan = run.plan and run.plan.for_data(run.data.train, run.tokenizer)
 
 
 def make_trainer(run: GRPORun) -> ScaleGRPOTrainer:

@@ -17,11 +17,14 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accel_scale.cli import plan_questions
 from accel_scale.errors import ConfigError
 from accel_scale.facts.names import METHODS, PIPELINE_SCHEDULES, PRECISIONS
+from accel_scale.facts.stacks import OURS, STACKS
 
 if TYPE_CHECKING:
     from accel_scale.planning.search.recipe_choices import PlannedRecipe
+    from accel_scale.planning.search.requests import Wish
     from accel_scale.planning.search.search import Plan, Request
     from accel_scale.planning.search.writing import WrittenPlan
 
@@ -86,13 +89,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sharing.add_argument(
         "--recipe",
         default="sft",
-        help="recipe that will run it: sft, pretrain (for tensor and pipeline parallelism), or a script that declares "
-        "a RECIPE (default: sft)",
+        help="recipe that will run it: sft, dpo, grpo, pretrain (for tensor and pipeline parallelism), or a script "
+        "that declares a RECIPE (default: sft)",
     )
     sharing.add_argument("--tp_size", metavar="N", help="tensor parallelism (default: tried if nothing simpler fits)")
     sharing.add_argument("--pp_size", metavar="N", help="pipeline stages (default: as --tp_size)")
     sharing.add_argument("--sp_size", metavar="N", help="Ulysses sequence parallelism (default: as --tp_size)")
     sharing.add_argument("--pp_schedule", help=f"{', '.join(PIPELINE_SCHEDULES)} (default: {PIPELINE_SCHEDULES[0]})")
+    preferences = parser.add_argument_group("preferences and rewards, as the flags of recipes/dpo.py and grpo.py")
+    preferences.add_argument(
+        "--precompute_ref_log_probs", action="store_true", help="dpo: what the reference says is computed before"
+    )
+    preferences.add_argument("--num_generations", metavar="N", help="grpo: answers to each prompt (default: 8)")
+    preferences.add_argument(
+        "--max_prompt_length", metavar="TOKENS", help="grpo: tokens of the longest prompt (default: 512)"
+    )
+    preferences.add_argument(
+        "--max_completion_length", metavar="TOKENS", help="grpo: tokens of an answer, at most (default: 512)"
+    )
+    preferences.add_argument("--beta", metavar="WEIGHT", help="grpo: above 0 a reference is kept (default: 0)")
+    training.add_argument(
+        "--stack", default=OURS, help=f"plan what this stack would need: {', '.join(STACKS)} (default: {OURS})"
+    )
     answer = parser.add_argument_group("answer")
     answer.add_argument(
         "--strategy", action="append", default=[], help='only this strategy, e.g. "ZeRO-2"; repeatable'
@@ -103,16 +121,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     answer.add_argument(
         "--explain", action="store_true", help="print the memory terms of the best setting, phase by phase"
     )
-    answer.add_argument(
-        "--longest", action="store_true", help="plan for the longest rows that fit, one on each GPU at a time"
-    )
     answer.add_argument("--verify", action="store_true", help="run one step of the best setting and compare")
     answer.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     answer.add_argument("--write", metavar="DIR", help="write launch file and recipe flags of the best setting")
+    plan_questions.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan; 1 if nothing fits."""
+    import gc
+
+    # Hundreds of thousands of sizes come and go with their last reference: looking for circles is a tenth of the time.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return _run(args)
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _run(args: argparse.Namespace) -> int:
     from accel_scale.planning.search.requests import amount, flag_places, whole
     from accel_scale.planning.search.search import search
     from accel_scale.reporting import plan_json, plan_tables
@@ -122,9 +151,16 @@ def run(args: argparse.Namespace) -> int:
     price = amount(args.price_per_gpu_hour, "--price_per_gpu_hour")
     if price is not None and tokens is None:
         raise ConfigError("there is nothing to price.", place="--price_per_gpu_hour", fix="add --tokens, like 1B.")
-    request, notes = _request(args)
+    plan_questions.check(args)
+    wish = _wish(args)
     with flag_places():
-        plan = _longest(args, request, notes) if args.longest else search(request)
+        status = plan_questions.answer(args, wish, tokens)
+    if status is not None:
+        return status
+    request, notes = _request(args, wish)
+    with flag_places():
+        is_extreme = args.longest or args.largest_batch
+        plan = plan_questions.extreme(args, request, notes) if is_extreme else search(request)
         written = _write(args, plan, tokens) if args.write and plan.best else None
         budget = plan_tables.Budgeted(tokens, price)
         if args.json:
@@ -137,39 +173,39 @@ def run(args: argparse.Namespace) -> int:
     return 0 if plan.best else 1
 
 
-def _longest(args: argparse.Namespace, request: Request, notes: list[str]) -> Plan:
-    from accel_scale.planning.search.longest import longest_rows
-
-    for name in ("max_length", "mean_length", "dataset_name", "per_device_train_batch_size"):
-        if getattr(args, name) is not None:
-            raise ConfigError("--longest finds the length of one full row.", place=f"--{name}", fix="remove it.")
-    model = request.model
-    plan = longest_rows(request, at_most=model.max_positions if model.position_params else None)
-    length = plan.request.sequence_length
-    notes.append(f"the longest row that fits: {length:,} tokens.")
-    if model.max_positions and length > model.max_positions:
-        notes.append(f"{model.name} was made for {model.max_positions} tokens.")
-    return plan
-
-
-def _request(args: argparse.Namespace) -> tuple[Request, list[str]]:
-    """The request, with lengths of a local data file, and what the user should know about it."""
-    from accel_scale.launching.hub_reach import give_up_if_unreachable
+def _wish(args: argparse.Namespace) -> Wish:
+    """What was typed, as the planner takes it."""
     from accel_scale.planning.models.catalogue import is_on_hub
-    from accel_scale.planning.search.requests import Wish, build_request, one_of
+    from accel_scale.planning.search.requests import Wish, one_of
 
     if is_on_hub(args.model):
+        from accel_scale.launching.hub_reach import give_up_if_unreachable
+
         give_up_if_unreachable()
     values = {f.name: getattr(args, f.name) for f in fields(Wish)}
     lists = {name: tuple(values[name]) for name in ("lora_target_modules", "strategy")}
     packing = one_of(args.packing.lower(), ("true", "false"), "--packing") == "true" and not args.no_packing
-    request = build_request(Wish(**{**values, **lists, "packing": packing, "recipe": _recipe(args.recipe)}))
+    # Before its micro-batch is known a step has as many rows as it takes.
+    batch = {"global_batch_size": str(2**20)} if args.largest_batch else {}
+    return Wish(**{**values, **lists, **batch, "packing": packing, "recipe": _recipe(args.recipe)})
+
+
+def _request(args: argparse.Namespace, wish: Wish) -> tuple[Request, list[str]]:
+    """The request, with lengths of a local data file, and what the user should know about it."""
+    from accel_scale.planning.search.requests import build_request
+
+    request = build_request(wish)
     recipe = request.recipe
     notes = [] if request.machine.links is None else [f"communication from {request.machine.links.line}."]
     if recipe.rows_per_example > 1:
         notes.append(f"micro-batches count rows, {recipe.rows_per_example} for each example of {recipe.script}.")
-    if recipe.has_reference_model and "full" in request.methods:
+    if request.fixed.get("reference_model") and "full" in request.methods:
         notes.append("a frozen reference model is counted: its weights and its forward pass.")
+    if request.stack != OURS:
+        stack = STACKS[request.stack]
+        notes += [f"as {request.stack} has it by default ({stack.source}).", *stack.assumptions]
+    if recipe.generates:
+        notes.append("micro-batches count answers; all answers of a step are written at the same time.")
     if request.model.max_positions and request.sequence_length > request.model.max_positions:
         notes.append(f"{request.model.name} was made for {request.model.max_positions} tokens.")
     if args.dataset_name and args.mean_length is None and Path(args.dataset_name).exists():
@@ -182,9 +218,11 @@ def _request(args: argparse.Namespace) -> tuple[Request, list[str]]:
 
 def _recipe(text: str) -> str | PlannedRecipe:
     """A name, or what the script of ``--recipe`` declares."""
+    if not text.endswith(".py"):
+        return text
     from accel_scale.recipe_specs.finding import load_recipe
 
-    return load_recipe(text).planned if text.endswith(".py") else text
+    return load_recipe(text).planned
 
 
 def _write(args: argparse.Namespace, plan: Plan, tokens: float | None) -> WrittenPlan:
@@ -195,7 +233,10 @@ def _write(args: argparse.Namespace, plan: Plan, tokens: float | None) -> Writte
     dataset = args.dataset_name
     if dataset is not None and Path(dataset).exists():
         dataset = str(Path(dataset).resolve())
-    recipe = RecipeChoices(model_for_recipe(args.model), dataset, tuple(args.columns), tokens)
+    given = tuple(
+        (name, getattr(args, name)) for name in ("num_generations", "beta") if getattr(args, name) is not None
+    )
+    recipe = RecipeChoices(model_for_recipe(args.model), dataset, tuple(args.columns), tokens, settings=given)
     if args.max_length is not None:
         recipe = replace(recipe, max_length=int(args.max_length))
     written = plan_files(plan.request, plan.best, recipe, Path(args.write))

@@ -100,8 +100,14 @@ def _num_tokens(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) 
         answers = [{"prompt": row.get("prompt", type(row[name])()), "completion": row[name]} for name in _ANSWERS]
         return max(_num_tokens(answer, tokenizer) for answer in answers)
     turns = row["messages"] if "messages" in row else row.get("prompt")
+    rendered: Any
+    if isinstance(turns, list) and "answer" in row:  # what `as_prompts` makes, for a model that answers
+        rendered = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        return len(tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"])
+    if isinstance(turns, str) and "answer" in row:
+        return len(tokenizer(turns, verbose=False)["input_ids"])
     if isinstance(turns, list):
-        rendered: Any = tokenizer.apply_chat_template(turns + row.get("completion", []), tokenize=False)
+        rendered = tokenizer.apply_chat_template(turns + row.get("completion", []), tokenize=False)
         return len(tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"])
     text = row["text"] if "text" in row else row["prompt"] + row["completion"]
     return len(tokenizer(text, verbose=False)["input_ids"]) + 1  # the EOS token that TRL appends

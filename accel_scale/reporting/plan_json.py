@@ -6,11 +6,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from accel_scale.planning.cost.overheads import gpu_overhead
 from accel_scale.planning.search.branches import branch_of
 from accel_scale.planning.search.search import Candidate, Plan, Rejection
 from accel_scale.planning.search.writing import WrittenPlan
-from accel_scale.reporting.plan_tables import Budgeted, nothing_fits, time_notes
+from accel_scale.reporting.plan_tables import Budgeted, candidate_dict, nothing_fits, time_notes
 
 
 def as_dict(plan: Plan, budget: Budgeted, notes: Sequence[str], written: WrittenPlan | None) -> dict[str, Any]:
@@ -39,13 +38,7 @@ def as_dict(plan: Plan, budget: Budgeted, notes: Sequence[str], written: Written
 
 
 def _candidate(candidate: Candidate, budget: Budgeted) -> dict[str, Any]:
-    time = candidate.time
-    found = {
-        "strategy": candidate.choice.label,
-        "setup": dataclasses.asdict(candidate.setup),
-        "memory": {**candidate.memory.as_dict(), "overhead": dataclasses.asdict(gpu_overhead(candidate.setup))},
-        "time": None if time is None else dataclasses.asdict(time),
-    }
+    time, found = candidate.time, candidate_dict(candidate)
     if time is not None and budget.tokens is not None:
         found["budget"] = dataclasses.asdict(time.budget(budget.tokens, budget.price_per_gpu_hour))
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TextIO
 
 from accel_scale.errors import ConfigError
@@ -35,7 +35,7 @@ class Budgeted:
 
 def print_plan(plan: Plan, budget: Budgeted, notes: Sequence[str], *, top: int, explain: bool) -> None:
     """Everything that `accel-scale plan` says on a terminal."""
-    console = _console()
+    console = plan_console()
     console.print(describe_request(plan), soft_wrap=True)
     if plan.best is not None:
         console.print(_ranked(plan.candidates[:top], budget))
@@ -69,7 +69,19 @@ def describe_request(plan: Plan) -> str:
     )
 
 
-def _console(file: TextIO | None = None) -> Any:
+def candidate_dict(candidate: Candidate) -> dict[str, object]:
+    """A setting with what is predicted for it, for JSON."""
+    memory, time = candidate.memory, candidate.time
+    return {
+        "strategy": candidate.choice.label,
+        "setup": asdict(candidate.setup),
+        "memory": {**memory.as_dict(), "overhead": asdict(gpu_overhead(candidate.setup))},
+        "time": None if time is None else asdict(time),
+    }
+
+
+def plan_console(file: TextIO | None = None) -> Any:
+    """A terminal, or a file as wide as a table of plans."""
     from rich.console import Console
 
     stream = file or sys.stdout
@@ -171,7 +183,7 @@ def nothing_fits(plan: Plan) -> list[str]:
 
 def _change(request: Request, flag: str, setup: TrainingSetup) -> str:
     if flag == "--per_device_train_batch_size":
-        return f"{flag} {setup.micro_batch_size}"
+        return f"{flag} {setup.micro_batch_size // request.recipe.rows_per_example}"
     return as_flag(flag, setup) or f"--strategy '{launch_label(setup, request.machine)}'"
 
 
@@ -259,6 +271,7 @@ def _time_rows(candidate: Candidate) -> dict[str, float]:
         "communication that shows": time.exposed_communication_seconds,
         "optimizer": time.optimizer_seconds,
         "offload": time.offload_seconds,
+        **({"writing answers": time.generation_seconds} if time.generation_seconds else {}),
         "step": time.step_seconds,
         "lower end": time.low_seconds,
         "upper end": time.high_seconds,
@@ -283,4 +296,4 @@ def print_verification(what: str, rows: Sequence[tuple[str, float, float]], file
     for name, predicted, measured in rows:
         off = f"{round(predicted / measured - 1, 3) + 0.0:+.1%}" if measured else ""  # no minus before a zero
         table.add_row(name, format_bytes(predicted), format_bytes(measured), off)
-    _console(file).print(table)
+    plan_console(file).print(table)

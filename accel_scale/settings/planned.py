@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from accel_scale.errors import ConfigError
 from accel_scale.planning.cost.communication import step_collectives
 from accel_scale.planning.cost.memory import MemoryEstimate, predict_memory
 from accel_scale.planning.cost.timing import TimeEstimate, predict_time
-from accel_scale.planning.models.model_config import facts_from_config
 from accel_scale.planning.models.model_facts import ModelFacts
-from accel_scale.planning.models.training_setup import TrainingSetup
+from accel_scale.planning.models.traced import facts_of_any
+from accel_scale.planning.models.training_setup import GenerationSetup, TrainingSetup
 from accel_scale.planning.search.changes import as_flag, cheapest_changes, launch_label
+from accel_scale.planning.search.recipe_choices import SFT_PLAN
 from accel_scale.planning.search.search import Request
 from accel_scale.settings.planned_setup import SharedModel, Target, setup_of, target_of
 from accel_scale.units import format_bytes
@@ -24,7 +25,15 @@ if TYPE_CHECKING:
 
 # Rows whose length is measured where they are padded: enough to see the longest of a thousand.
 _SAMPLED_ROWS = 1000
+_NO_LIMIT = 2**22
 _BATCH_FLAG = "--per_device_train_batch_size"
+
+
+class AnswerSizes(TypedDict):
+    """The fields of a `TrainingSetup` that answers and prompts decide."""
+
+    sequence_length: int
+    generation: GenerationSetup
 
 
 @dataclass(frozen=True)
@@ -104,7 +113,8 @@ class RunPlan:
 
     def _changes(self, setup: TrainingSetup) -> list[str]:
         machine, is_cuda = self.target.machine, self.target.is_cuda
-        request = Request(self.facts, machine, methods=(setup.method,), is_cuda=is_cuda)
+        recipe = replace(SFT_PLAN, rows_per_example=self.rows_per_example)
+        request = Request(self.facts, machine, methods=(setup.method,), is_cuda=is_cuda, recipe=recipe)
         texts = []
         for flag, changed in cheapest_changes(request, setup):
             memory = predict_memory(self.facts, changed, is_cuda=is_cuda)
@@ -123,18 +133,22 @@ class RunPlan:
         A stream, and chat rows that wait for a template, are left at ``--max_length``.
         """
         plan = self
-        can_render = tokenizer.chat_template is not None or "text" in (getattr(rows, "column_names", None) or ())
+        columns = getattr(rows, "column_names", None) or ()
+        can_render = tokenizer.chat_template is not None or "text" in columns
+        can_render = can_render or ("answer" in columns and len(rows) > 0 and isinstance(rows[0]["prompt"], str))
         if not self.setup.packing and hasattr(rows, "__len__") and can_render:
             from accel_scale.data.lengths import length_distribution
 
-            limit = self.setup.sequence_length
+            written = self.setup.generation
+            # Prompts of any length are kept whole.
+            limit = self.setup.sequence_length if written is None else _NO_LIMIT
             found = length_distribution(
                 rows, tokenizer, max_length=limit, batch_size=self.setup.micro_batch_size, num_sampled=_SAMPLED_ROWS
             )
-            lengths: dict[str, Any] = {
-                "sequence_length": min(limit, found.max_tokens),
-                "mean_length": min(limit, found.mean_tokens),
-            }
+            longest, mean = min(limit, found.max_tokens), min(limit, found.mean_tokens)
+            lengths: dict[str, Any] = {"sequence_length": longest, "mean_length": mean}
+            if written is not None:
+                lengths = {**sizes_of_answers(self.setup, longest, written.completion_length)}
             plan = predict(self.facts, replace(self.setup, **lengths), self.target, place=self.place)
             here = self.here and replace(self.here, **lengths)
             plan = replace(plan, here=here, rows_per_example=self.rows_per_example)
@@ -223,7 +237,7 @@ def planned_as(
         ConfigError: where something about it is not modelled.
     """
     name = str(settings.values.get("model_name_or_path", model_config.model_type))
-    facts = facts_from_config(model_config.to_dict(), name=name)
+    facts = facts_of_any(model_config.to_dict(), name=name)
     setup = setup_of(settings, launch, attention, shared)
     place = next((settings.sources[flag] for flag in ("plan_gpu", "plan") if settings.sources.get(flag)), "--plan")
     plan = predict(facts, setup, target, place=place)
@@ -241,6 +255,13 @@ def predict(facts: ModelFacts, setup: TrainingSetup, target: Target, *, place: s
             # A link or network of unknown speed: memory is known all the same.
             time = None
     return RunPlan(facts, setup, target, place, memory, time)
+
+
+def sizes_of_answers(setup: TrainingSetup, prompt: int, completion: int) -> AnswerSizes:
+    """The fields of `setup` for answers of `completion` tokens to prompts of `prompt`, at most."""
+    assert setup.generation is not None
+    written = replace(setup.generation, prompt_length=max(1, prompt), completion_length=max(1, completion))
+    return {"sequence_length": written.total_length, "generation": written}
 
 
 def memory_terms(memory: MemoryEstimate) -> tuple[tuple[str, float], ...]:

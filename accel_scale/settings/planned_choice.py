@@ -64,7 +64,7 @@ def resolve_planned(
     config = _config_of(open_settings)
     plan = _open_plan(open_settings, launch, config)
     chosen = _choose(plan, parsed, launch, facts)
-    values = _flags_of(chosen.setup, parsed)
+    values = _flags_of(chosen.setup, parsed, plan.rows_per_example)
     origin = f"planned: fits {format_bytes(plan.limit_bytes)} ({plan.target.machine.gpu.name})"
     explicit, origins = {**parsed.explicit, **values}, {**parsed.origins, **dict.fromkeys(values, origin)}
     settings = _resolve_for_both(replace(parsed, explicit=explicit, origins=origins), facts, preset, recipe)
@@ -122,6 +122,8 @@ def _sets(parsed: ParsedFlags, names: tuple[str, ...]) -> bool:
 def _choose(plan: RunPlan, parsed: ParsedFlags, launch: LaunchEnvironment, facts: LaunchFacts) -> Candidate:
     setup, parallel = plan.setup, plan.setup.parallel
     fixed = {name: getattr(setup, name) for name in _KEPT}
+    if setup.generation is not None:
+        fixed["generation"] = replace(setup.generation, rows=0)
     if _sets(parsed, _BATCH):
         fixed["micro_batch_size"] = setup.micro_batch_size
     if parsed.explicit.get("sync_each_batch") is not None:
@@ -140,6 +142,7 @@ def _choose(plan: RunPlan, parsed: ParsedFlags, launch: LaunchEnvironment, facts
                 fixed={**fixed, "optimizer": optimizer},
                 choices=(ParallelChoice(launch.parallel.label, parallel, 0),),
                 is_cuda=plan.target.is_cuda,
+                recipe=replace(SFT_PLAN, rows_per_example=plan.rows_per_example),
             )
         )
         if found.best is not None:
@@ -147,8 +150,11 @@ def _choose(plan: RunPlan, parsed: ParsedFlags, launch: LaunchEnvironment, facts
         reason = found.rejections[0].reason if found.rejections else reason
     leanest = replace(setup, method=method, optimizer=optimizer, checkpointing=fixed.get("checkpointing", "full"))
     if "micro_batch_size" not in fixed:
-        accumulation = setup.accumulation * setup.micro_batch_size
-        leanest = replace(leanest, micro_batch_size=1, accumulation=accumulation)
+        rows = plan.rows_per_example
+        accumulation = setup.accumulation * setup.micro_batch_size // rows
+        leanest = replace(leanest, micro_batch_size=rows, accumulation=accumulation)
+    if leanest.trains_adapters:
+        leanest = replace(leanest, reference_model=False)
     raise ConfigError(
         f"nothing that is left open makes this run fit: {reason}.",
         place=plan.place,
@@ -167,6 +173,8 @@ _KEPT = (
     "lora",
     "double_quantisation",
     "compile",
+    "reference_model",
+    "reference_pass",
 )
 
 
@@ -199,11 +207,11 @@ def _dearest_first(
             yield method, optimizer
 
 
-def _flags_of(setup: TrainingSetup, parsed: ParsedFlags) -> dict[str, Any]:
-    """The flags that say `setup`, of those that are open."""
+def _flags_of(setup: TrainingSetup, parsed: ParsedFlags, rows_per_example: int) -> dict[str, Any]:
+    """The flags that say `setup`, of those that are open; batch sizes count examples."""
     values: dict[str, Any] = {}
     if not _sets(parsed, _BATCH):
-        values["per_device_train_batch_size"] = setup.micro_batch_size
+        values["per_device_train_batch_size"] = setup.micro_batch_size // rows_per_example
         if not _sets(parsed, ("global_batch_size",)):
             values["gradient_accumulation_steps"] = setup.accumulation
     if setup.sync_each_batch and parsed.explicit.get("sync_each_batch") is None:

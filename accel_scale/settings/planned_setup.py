@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from accel_scale.errors import ConfigError
 from accel_scale.facts import hardware
 from accel_scale.facts.device import PACKED_ATTENTION
-from accel_scale.planning.models.training_setup import LoraSetup, ParallelSetup, TrainingSetup
+from accel_scale.planning.models.training_setup import GenerationSetup, LoraSetup, ParallelSetup, TrainingSetup
+from accel_scale.planning.search.preferences import PROMPT_TOKENS, reference_of_rewards
 from accel_scale.settings.trl_refused import flag_of_whole_logits
 from accel_scale.units import parse_bytes
 
@@ -17,6 +18,15 @@ if TYPE_CHECKING:
     from accel_scale.launching.strategy import LaunchStrategy
     from accel_scale.parallel.layout import ParallelLayout
     from accel_scale.settings.resolved import Resolved
+    from accel_scale.settings.trl_config import RecipeModelConfig
+
+# Flags of `GRPOConfig` that change what is held, and what is not modelled about each.
+_UNPLANNED_REWARDS = {
+    "use_vllm": "vLLM's share of the card is",
+    "use_transformers_continuous_batching": "the cache of continuous batching is",
+    "cast_lm_head_to_fp32": "a head in fp32 is",
+    "sync_ref_model": "a reference that follows the model is",
+}
 
 
 @dataclass(frozen=True)
@@ -91,9 +101,23 @@ def setup_of(
     model_args = settings.build(RecipeModelConfig)
     if model_args.load_in_8bit:
         raise ConfigError("memory of an 8-bit base is not modelled.", place="--load_in_8bit")
-    length = recipe_value(settings, "max_length")
+    length_flag = "max_completion_length" if settings.recipe.generates else "max_length"
+    length = recipe_value(settings, length_flag)
     if length is None:
-        raise ConfigError("without --max_length rows can have any length.", place="--max_length")
+        raise ConfigError(f"without --{length_flag} rows can have any length.", place=f"--{length_flag}")
+    return _of_rewards(settings, _of_rows(settings, launch, attention, model_args, int(length), shared))
+
+
+def _of_rows(
+    settings: Resolved,
+    launch: LaunchEnvironment,
+    attention: str,
+    model_args: RecipeModelConfig,
+    length: int,
+    shared: SharedModel | None,
+) -> TrainingSetup:
+    recipe = settings.recipe
+    keeps_reference = recipe.has_reference_model and not recipe_value(settings, "precompute_ref_log_probs")
     return TrainingSetup(
         method=settings.method,
         precision=settings.precision.name,
@@ -103,19 +127,45 @@ def setup_of(
         fused=settings.fused,
         attention=_counted_as(attention),
         loss=_loss_of(settings),
-        micro_batch_size=int(recipe_value(settings, "per_device_train_batch_size")) * settings.recipe.rows_per_example,
-        sequence_length=int(length),
+        micro_batch_size=int(recipe_value(settings, "per_device_train_batch_size")) * recipe.rows_per_example,
+        sequence_length=length,
         packing=bool(recipe_value(settings, "packing")),
-        reference_model=settings.recipe.has_reference_model
-        and not settings.trains_adapters
-        and not recipe_value(settings, "precompute_ref_log_probs"),
+        reference_model=keeps_reference and not settings.trains_adapters,
+        reference_pass="within" if keeps_reference else "none",
         accumulation=int(recipe_value(settings, "gradient_accumulation_steps")),
         sync_each_batch=bool(recipe_value(settings, "sync_each_batch")),
         reduce_dtype=settings.scale.reduce_dtype,
-        lora=_lora_of(model_args),
+        lora=_lora_of(model_args, drops=not recipe_value(settings, "disable_dropout")),
         double_quantisation=bool(model_args.use_bnb_nested_quant),
         compile=bool(recipe_value(settings, "torch_compile")),
         parallel=parallel_of(launch.parallel, launch.world_size, launch.local_world_size, shared),
+    )
+
+
+def _of_rewards(settings: Resolved, setup: TrainingSetup) -> TrainingSetup:
+    """`setup` with the answers that the recipe writes, after prompts of `PROMPT_TOKENS` until the data are known.
+
+    Raises:
+        ConfigError: for ways to write or to score them that the planner does not model.
+    """
+    if not settings.recipe.generates:
+        return setup
+    for name, what in _UNPLANNED_REWARDS.items():
+        if recipe_value(settings, name):
+            raise ConfigError(f"{what} not planned.", place=f"--{name}", fix="use --plan off.")
+    turns = recipe_value(settings, "steps_per_generation")
+    if (together := recipe_value(settings, "generation_batch_size")) is not None:
+        rows = int(together) // setup.parallel.num_gpus
+    else:
+        rows = setup.micro_batch_size * int(turns or setup.accumulation)
+    written = GenerationSetup(max(1, rows), PROMPT_TOKENS, setup.sequence_length)
+    reference = reference_of_rewards(float(recipe_value(settings, "beta") or 0.0))
+    return replace(
+        setup,
+        sequence_length=written.total_length,
+        generation=written,
+        reference_model=reference["reference_model"] and not settings.trains_adapters,
+        reference_pass=reference["reference_pass"],
     )
 
 
@@ -185,14 +235,16 @@ def _counted_as(attention: str) -> str:
 
 
 def _loss_of(settings: Resolved) -> str:
+    if settings.recipe.loss != "chunked":
+        return settings.recipe.loss
     return "chunked" if flag_of_whole_logits(settings.values) is None else "full"
 
 
-def _lora_of(model_args: Any) -> LoraSetup:
+def _lora_of(model_args: Any, *, drops: bool) -> LoraSetup:
     targets = model_args.lora_target_modules or ["all-linear"]
     names = [targets] if isinstance(targets, str) else list(targets)
     if model_args.lora_target_parameters or not all(n == "all-linear" or n.isidentifier() for n in names):
         raise ConfigError("adapters that a pattern chooses are not modelled.", place="--lora_target_modules")
     saved = model_args.lora_modules_to_save or ()
-    dropout = float(model_args.lora_dropout)
+    dropout = float(model_args.lora_dropout) if drops else 0.0
     return LoraSetup(model_args.lora_r, tuple(names), bool(model_args.use_dora), tuple(saved), dropout)

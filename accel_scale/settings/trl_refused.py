@@ -126,12 +126,6 @@ def refuse_dpo(parsed: ParsedFlags) -> None:
     for name, why in refused.items():
         if given.get(name):
             raise ConfigError(f"{why}.", place=parsed.place(name), fix="remove it.")
-    if given.get("plan") == "auto":
-        raise ConfigError(
-            "settings for pairs are not chosen by the recipe.",
-            place=parsed.place("plan"),
-            fix="use --plan check, or let accel-scale plan --recipe dpo choose.",
-        )
     for name in ("sync_ref_model", "dataset_streaming"):
         if given.get("precompute_ref_log_probs") and given.get(name):
             raise ConfigError(
@@ -151,12 +145,13 @@ def refuse_grpo(parsed: ParsedFlags) -> None:
     """
     refuse_settings(parsed)
     given = parsed.explicit
-    if given.get("plan") not in (None, "off") or given.get("plan_gpu"):
-        raise ConfigError(
-            "generation and its cache are not planned.",
-            place=parsed.place("plan" if given.get("plan") else "plan_gpu"),
-            fix="remove it.",
-        )
+    for name in ("generation_batch_size", "steps_per_generation"):
+        if given.get("plan") == "auto" and given.get(name):
+            raise ConfigError(
+                "--plan auto writes all answers of a step at the same time.",
+                place=parsed.place(name),
+                fix="remove it, or use --plan check.",
+            )
     refused = {
         "long_rows": "the log-probabilities of completions are not computed in tiles",
         "dataset_streaming": "prompts are repeated within a batch, by their numbers",

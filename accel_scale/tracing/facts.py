@@ -85,6 +85,7 @@ def _whole(model: PreTrainedModel, layers: tuple[LayerFacts, ...], name: str, te
         embedding_size=0 if table.shape[1] == hidden else table.shape[1],
         embedding_name=_name_of(model, model.get_input_embeddings()),
         has_head=head is not None,
+        buffer_bytes=sum(buffer.numel() * buffer.itemsize for buffer in model.buffers()),
         traced_config=text,
     )
     rest = sum(parameter.numel() for parameter in model.parameters()) - facts.num_params

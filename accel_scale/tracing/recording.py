@@ -28,7 +28,8 @@ class Recorder(TorchDispatchMode):
     Args:
         adds_in_place: Whether two gradients of one tensor are summed in place, as autograd does where no mode watches.
         is_padded: What the model's own question whether rows are full is answered with.
-        num_experts: Where a model looks for the tokens of an expert, it finds its share of them.
+        num_experts: Where a model looks for the tokens of an expert, it finds its share of them; where it asks which
+            experts have any, all of them.
     """
 
     def __init__(self, *, adds_in_place: bool, is_padded: bool, num_experts: int = 1) -> None:
@@ -54,7 +55,7 @@ class Recorder(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default:
             return _answer(args[0], self._is_full)
         if func is torch.ops.aten.nonzero.default:
-            shape = [max(1, args[0].numel() // self._num_experts), args[0].dim()]
+            shape = [self._num_found(args[0].numel()), args[0].dim()]
             func, args, kwargs = torch.ops.aten.new_empty.default, (args[0], shape), {"dtype": torch.long}
         if func is torch.ops.aten._grouped_mm.default:
             # torch's shape function (2.13) refuses fp32, which its kernels take.
@@ -66,6 +67,12 @@ class Recorder(TorchDispatchMode):
             if id(storage) not in known and id(storage) not in self._sizes:
                 self._count(storage, heir)
         return result
+
+    def _num_found(self, size: int) -> int:
+        """How many of a mask of `size` are true: all experts where it asks which have tokens, else one's share."""
+        if self._num_experts > 1 and size <= self._num_experts + 1:
+            return self._num_experts
+        return max(1, size // self._num_experts)
 
     def _summed(self, func: object, args: Sequence[object], result: object) -> int | None:
         """The storage whose memory a sum of gradients takes over."""

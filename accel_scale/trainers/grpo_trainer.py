@@ -20,9 +20,14 @@ _STEPS_WITHOUT_REWARD = 8
 
 
 class ScaleGRPOTrainer(OwnLossBase, GRPOTrainer):
-    """`GRPOTrainer` that honours what `resolve` decided; arguments as `OwnLossBase`."""
+    """`GRPOTrainer` that honours what `resolve` decided; arguments as `OwnLossBase`.
+
+    Attributes:
+        answer_sizes: Tokens of the longest prompt, and of the longest answer, of the last micro-batch.
+    """
 
     args: RecipeGRPOConfig
+    answer_sizes: tuple[int, int] = (0, 0)
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(program="grpo.py", **kwargs)
@@ -47,6 +52,7 @@ class ScaleGRPOTrainer(OwnLossBase, GRPOTrainer):
         inputs: dict[str, torch.Tensor] = super()._prepare_inputs(generation_batch)
         if self.model.training:
             self.meter.add_tokens(inputs["prompt_mask"].sum() + inputs["completion_mask"].sum())
+            self.answer_sizes = inputs["prompt_mask"].shape[1], inputs["completion_mask"].shape[1]
         return inputs
 
     def train(self, *args: object, **kwargs: object) -> TrainOutput:

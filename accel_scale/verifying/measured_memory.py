@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 from accel_scale.facts.optimizer_specs import optimizer_spec
 from accel_scale.measuring.storages import StorageTracker
 from accel_scale.planning.cost.memory import predict_memory
-from accel_scale.settings.planned import RunPlan, with_interval
+from accel_scale.settings.planned import RunPlan, sizes_of_answers, with_interval
 from accel_scale.units import format_bytes
 
 
@@ -50,6 +50,8 @@ class MemoryWatch(TrainerCallback):
         self._trainer, self._plan = trainer, plan
         self._is_cuda = trainer.accelerator.device.type == "cuda"
         self._before = self._peaks = (0, 0)
+        # Of what a trainer writes: tokens of the longest prompt and of the longest answer.
+        self._answers: tuple[int, ...] = (0, 0)
         self._num_positions = self._pass_peak = self._before_update = 0
         is_traced = trainer.accelerator.device.type == "cpu" and trainer.accelerator.num_processes == 1
         is_traced = is_traced and not plan.setup.compile and not plan.setup.parallel.shards_states
@@ -61,12 +63,25 @@ class MemoryWatch(TrainerCallback):
     def _watched_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if self._tracker is not None and not self._is_tracing:
             return self._training_step(model, inputs, *args, **kwargs)
-        self._num_positions = max(self._num_positions, inputs["input_ids"].numel())
+        if isinstance(inputs, dict):
+            self._num_positions = max(self._num_positions, inputs["input_ids"].numel())
         if self._tracker is None:
-            return self._training_step(model, inputs, *args, **kwargs)
-        self._tracker.adopt(resident_tensors(self._trainer.model, self._trainer.optimizer))
+            return self._counted(self._training_step(model, inputs, *args, **kwargs))
+        self._tracker.adopt(self._resident())
         with self._tracker:
-            return self._training_step(model, inputs, *args, **kwargs)
+            return self._counted(self._training_step(model, inputs, *args, **kwargs))
+
+    def _resident(self) -> list[torch.Tensor]:
+        """What lies there between steps, a reference model included."""
+        reference = getattr(self._trainer, "ref_model", None)
+        held = resident_tensors(self._trainer.model, self._trainer.optimizer)
+        return held if reference is None else [*held, *resident_tensors(reference)]
+
+    def _counted(self, loss: torch.Tensor) -> torch.Tensor:
+        """`loss`, once the answers that a trainer has written itself are counted."""
+        if self._plan.setup.generation is not None:
+            self._answers = tuple(map(max, self._answers, self._trainer.answer_sizes))
+        return loss
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._is_cuda:
@@ -83,7 +98,7 @@ class MemoryWatch(TrainerCallback):
             if self._traces_update:
                 self._tracker.__exit__(None, None, None)
             else:
-                self._tracker.adopt(resident_tensors(self._trainer.model, self._trainer.optimizer))
+                self._tracker.adopt(self._resident())
             # The first step makes the optimizer's states after its passes; every later step has them before.
             made = self._tracker.live_bytes - self._before_update
             self._peaks = (max(self._tracker.peak_bytes, self._pass_peak + made), 0)
@@ -103,8 +118,11 @@ class MemoryWatch(TrainerCallback):
         positions as the largest micro-batch really had.
         """
         accelerator, meter, plan = self._trainer.accelerator, self._trainer.meter, self._plan
-        mine = torch.tensor([[*self._peaks, self._num_positions]], dtype=torch.int64, device=accelerator.device)
-        allocated, reserved, positions = accelerator.gather(mine).amax(0).tolist()
+        found = [[*self._peaks, self._num_positions, *self._answers]]
+        mine = torch.tensor(found, dtype=torch.int64, device=accelerator.device)
+        allocated, reserved, positions, *answers = accelerator.gather(mine).amax(0).tolist()
+        if plan.setup.generation is not None:
+            positions = plan.setup.micro_batch_size * sum(answers)
         measured = {
             "allocated_bytes": allocated or None,
             "reserved_bytes": reserved or None,
@@ -112,7 +130,7 @@ class MemoryWatch(TrainerCallback):
             "positions": positions or None,
             "how": "allocator" if self._is_cuda else "first step traced" if self._tracker is not None else None,
         }
-        compared = self._compared(positions)
+        compared = self._compared(positions, answers)
         return {
             **plan.as_dict(),
             "compared": compared,
@@ -120,12 +138,14 @@ class MemoryWatch(TrainerCallback):
             "line": comparison_line(compared, measured),
         }
 
-    def _compared(self, positions: int) -> dict[str, Any]:
+    def _compared(self, positions: int, answers: list[int]) -> dict[str, Any]:
         plan, is_cuda = self._plan, self._is_cuda
         setup = plan.here or plan.setup
         full = predict_memory(plan.facts, setup, is_cuda=is_cuda, is_tracked=not is_cuda)
         rows = setup.micro_batch_size
         seen = replace(setup, sequence_length=max(1, -(-positions // rows))) if positions else setup
+        if setup.generation is not None and positions:
+            seen = replace(setup, **sizes_of_answers(setup, *answers))
         real = predict_memory(plan.facts, seen, is_cuda=is_cuda, is_tracked=not is_cuda)
         share = (full.high_bytes - full.device_bytes) / full.device_bytes
         return {

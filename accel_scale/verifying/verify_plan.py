@@ -11,8 +11,8 @@ from accel_scale.errors import ConfigError
 from accel_scale.facts.optimizer_specs import optimizer_spec
 from accel_scale.planning.cost.memory import MemoryEstimate, predict_memory
 from accel_scale.planning.models.catalogue import catalogue_config
-from accel_scale.planning.models.model_config import facts_from_config
 from accel_scale.planning.models.model_facts import ModelFacts
+from accel_scale.planning.models.traced import facts_of_any
 from accel_scale.planning.models.training_setup import TrainingSetup
 
 # Layers of a traced model: enough for what the first, the last and those between hold.
@@ -66,7 +66,7 @@ def verify_plan(model: str, facts: ModelFacts, setup: TrainingSetup, *, device: 
                 fix="verify on a machine with a GPU.",
             )
         config = _shallow(config, TRACED_LAYERS)
-        facts = facts_from_config(config.to_dict(), name=facts.name)
+        facts = facts_of_any(config.to_dict(), name=facts.name)
     measured = measure_step(config, runnable, device=device, is_fake=not is_cuda, num_steps=3 if is_cuda else 2)
     memory = predict_memory(facts, runnable, is_cuda=is_cuda, is_tracked=not is_cuda)
     states = memory.states

@@ -58,7 +58,6 @@ def test_losses_are_those_of_trls_script(tmp_path: Path, adapters: list[str]) ->
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        (["--plan", "auto"], "plan"),
         (["--padding_free", "true"], "padding_free"),
         (["--long_rows", "true"], "long_rows"),
         (["--precompute_ref_log_probs", "true", "--sync_ref_model", "true"], "sync_ref_model"),

@@ -130,8 +130,8 @@ def test_rewards_that_are_not_there_are_named(names: list[str], weights: list[fl
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        (["--plan", "check"], "plan"),
-        (["--plan_gpu", "h100"], "plan_gpu"),
+        (["--plan", "auto", "--steps_per_generation", "2"], "steps_per_generation"),
+        (["--plan", "auto", "--generation_batch_size", "16"], "generation_batch_size"),
         (["--long_rows", "true"], "long_rows"),
         (["--auto_find_batch_size", "true"], "auto_find_batch_size"),
         (["--dataset_streaming", "true"], "dataset_streaming"),

@@ -51,7 +51,7 @@ def test_the_planners_flags_of_training_are_the_recipes() -> None:
     known = {f.name for cls in own_classes().values() for f in dataclasses.fields(cls)}
     trl = {"per_device_train_batch_size", "max_length", "packing", "attn_implementation", "use_dora", "dataset_name"}
     trl |= {"lora_r", "lora_target_modules", "lora_dropout"}
-    own = {"mean_length", "no_packing", "recipe"}
+    own = {"mean_length", "no_packing", "recipe", "stack"}
     for group in planner()._action_groups:
         if group.title and ("training" in group.title or "share" in group.title):
             names = {action.dest for action in group._group_actions}

@@ -137,9 +137,36 @@ def micro_batch_time(
     bandwidth = gpu.bandwidth() * efficiency.bandwidth_fraction
     traffic = tokens * _bytes_per_token(facts, setup, efficiency) + _weight_traffic(facts, setup)
     launch = _launch_seconds(facts, setup, efficiency) / parallel.pipeline_parallel
-    # A reference model's forward pass is one more of the step's passes.
-    more = 1 + (1 / (3 + recomputed_fraction(setup.checkpointing)) if setup.reference_model else 0.0)
+    # A reference's forward pass is one more of the step's passes.
+    has_reference = setup.reference_model or setup.reference_pass != "none"
+    more = 1 + (1 / (3 + recomputed_fraction(setup.checkpointing)) if has_reference else 0.0)
     return MicroBatchTime(more * matmul, more * traffic / ranks / bandwidth, more * launch)
+
+
+def generation_seconds(
+    facts: ModelFacts, setup: TrainingSetup, gpu: Gpu, *, cache_bytes: float, efficiency: Efficiency = EFFICIENCY
+) -> float:
+    """Seconds that a rank writes answers, by transformers' ``generate``: a pass over the prompts, then one per token.
+
+    Each of those reads all weights and, on average, half of the cache, or waits for the host's launches. Not fitted:
+    no published speed of such generation was at hand.
+
+    Args:
+        cache_bytes: Of the longest answers, at their end.
+    """
+    generation = setup.generation
+    if generation is None:
+        return 0.0
+    passes = 3 + recomputed_fraction(setup.checkpointing)
+    flops = hardware_flops_per_token(facts, setup)
+    product = _matmul_seconds(flops, setup, gpu, efficiency) / passes
+    width = NF4_DEQUANTISE_BYTES if setup.quantises_base else setup.compute_bytes
+    read = facts.num_params * width + cache_bytes / 2
+    moving = read / (gpu.bandwidth() * efficiency.bandwidth_fraction)
+    launching = _launch_seconds(facts, setup, efficiency) / passes
+    token = MicroBatchTime(generation.rows * product, moving, launching).seconds
+    prompt = MicroBatchTime(generation.rows * generation.prompt_length * product, moving, launching).seconds
+    return prompt + generation.completion_length * token
 
 
 def _matmul_seconds(flops: FlopsPerToken, setup: TrainingSetup, gpu: Gpu, efficiency: Efficiency) -> float:

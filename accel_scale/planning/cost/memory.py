@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+from accel_scale.planning.cost.generation import generation_bytes
 from accel_scale.planning.cost.overheads import MARGIN_SHARE, Overhead, gpu_overhead
 from accel_scale.planning.cost.rank_share import RankShare, rank_shares
 from accel_scale.planning.cost.sharding import StateBytes, state_bytes
@@ -13,6 +14,7 @@ from accel_scale.planning.cost.transfers import replicates_by_unit, transfers
 from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.models.training_setup import ParallelSetup, TrainingSetup
 from accel_scale.planning.tape.activations import StepBytes
+from accel_scale.planning.traced.forward import forward_bytes
 from accel_scale.planning.traced.steps import step_bytes
 
 
@@ -108,7 +110,9 @@ def _of_rank(share: RankShare, setup: TrainingSetup, *, is_cuda: bool, is_tracke
     # Of every micro-batch, as torch's `PipelineStage` allocates them once for all steps.
     hidden = setup.micro_batch_size * setup.sequence_length * share.facts.hidden_size * seen.trained_bytes
     buffers = share.num_received * setup.accumulation * hidden / setup.parallel.sequence_parallel
-    phases = _phases(share.facts, setup, states, step, buffers)
+    phases = _phases(share.facts, setup, states, step, buffers) + _passes_beside(
+        share.facts, setup, states, step, is_cuda=is_cuda
+    )
     overhead = gpu_overhead(setup, is_cuda=is_cuda)
     peak = max(phase.total_bytes for phase in phases)
     reserved, device, low, high = _interval(peak, step, overhead)
@@ -135,6 +139,7 @@ def _forward_setup(setup: TrainingSetup) -> TrainingSetup:
     parallel = setup.parallel
     seen = ParallelSetup(num_gpus=parallel.sequence_parallel, sequence_parallel=parallel.sequence_parallel)
     seen_setup = replace(setup, parallel=seen, optimizer="adamw_torch_fused", accumulation=1)
+    seen_setup = replace(seen_setup, reference_model=False, reference_pass="none")
     if setup.autocast and _casts_weights(setup):
         return replace(seen_setup, precision="bf16_true", weight_dtype=None)
     return seen_setup
@@ -212,6 +217,45 @@ def _phases(
         "load", (("weights", states.weight_bytes), ("rest of the base, before it is sharded", states.load_extra_bytes))
     )
     return load, forward, top, bottom, update
+
+
+def _passes_beside(
+    model: ModelFacts, setup: TrainingSetup, states: StateBytes, step: StepBytes, *, is_cuda: bool
+) -> tuple[Phase, ...]:
+    """The moments of passes without gradients: a reference's beside the graph, and generation before it."""
+    resident = (
+        ("weights", states.weight_bytes),
+        ("master weights", states.master_bytes),
+        ("optimizer states", states.optimizer_bytes),
+    )
+    moved, phases = transfers(model, setup), []
+    gathered = ("gathered weights", moved.gathered_bytes)
+    if setup.reference_pass == "within":
+        seen = _forward_setup(setup)
+        passed = forward_bytes(model, seen, is_cuda=is_cuda, adapters=False).peak_bytes
+        kept = max(states.gradient_bytes, moved.waiting_gradient_bytes) if setup.accumulation > 1 else 0.0
+        waiting = (("gradients", kept), ("activations and loss", step.saved_bytes), ("reference's pass", passed))
+        phases.append(Phase("reference", (*resident, *waiting, gathered)))
+    if setup.generation is not None:
+        found = generation_bytes(model, _generation_setup(setup), is_cuda=is_cuda)
+        if setup.parallel.kind.partitions_weights:
+            # TRL gathers all weights for as long as it generates.
+            whole = model.num_params * setup.compute_bytes - states.weight_bytes
+            gathered = ("gathered weights", max(0.0, whole))
+        parts = (("key-value cache", found.cache_bytes), ("generation's pass", found.pass_bytes))
+        phases.append(Phase("generation", (*resident, *parts, gathered)))
+    return tuple(phases)
+
+
+def _generation_setup(setup: TrainingSetup) -> TrainingSetup:
+    """`setup` as `generate` sees it: adapters are asked inside of what Accelerate's autocast is put around."""
+    seen = _forward_setup(setup)
+    if not (seen.autocast and seen.trains_adapters):
+        return seen
+    weights = {2: "bfloat16", 4: "float32"}
+    return replace(
+        seen, precision="bf16_true", weight_dtype=weights[seen.trained_bytes], frozen_dtype=weights[seen.frozen_bytes]
+    )
 
 
 def _interval(peak: float, step: StepBytes, overhead: Overhead) -> tuple[float, float, float, float]:

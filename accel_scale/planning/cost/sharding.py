@@ -68,6 +68,10 @@ def _torch(model: ModelFacts, setup: TrainingSetup, groups: ParameterGroups, opt
     trained, width = groups.trainable / shards, setup.trained_bytes
     frozen = frozen_weight_bytes(setup, groups) / shards
     weights, gradients = trained * width * _copies(setup) + frozen, trained * width
+    weights += model.buffer_bytes * _copies(setup)
+    if setup.steps_in_backward:
+        # One parameter's at a time, the largest of which is the embedding's.
+        gradients = min(trained, model.embedding_params) * width
     states = trained * optimizer.state_bytes(width)
     update = trained * width * optimizer.transient_copies
     host, whole = _load_bytes(model, setup, groups), _whole_on_card(setup, groups)
@@ -91,7 +95,7 @@ def _whole_on_card(setup: TrainingSetup, groups: ParameterGroups) -> float:
     transformers quantises on the card and does not shard what it quantises (5.23: `is_quantized` excludes zero.Init
     and loading on one rank; accelerate 1.15 `fsdp2_prepare_model` shards such a model from where it lies).
     """
-    if not setup.quantises_base or not setup.parallel.shards_weights:
+    if not (setup.quantises_base and setup.quantises_whole and setup.parallel.shards_weights):
         return 0.0
     return frozen_weight_bytes(setup, groups)
 
@@ -106,6 +110,7 @@ def _deepspeed(
     gradient_shards = shards if parallel.shards_gradients else 1
     trained = groups.trainable
     weights = (trained * width * _copies(setup) + frozen_weight_bytes(setup, groups)) / weight_shards
+    weights += model.buffer_bytes * _copies(setup)
     masters = trained * 4 / shards if width < 4 else 0.0
     gradients = trained * width / gradient_shards
     # The optimizer steps on an fp32 copy of its part of the gradients, a sub-group at a time under ZeRO-3.

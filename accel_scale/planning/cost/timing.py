@@ -8,12 +8,13 @@ from accel_scale.errors import ConfigError
 from accel_scale.facts.hardware import ASSUMED_HOST_BANDWIDTH, Machine
 from accel_scale.facts.optimizer_specs import modelled_optimizer
 from accel_scale.planning.cost.communication import collective_seconds, step_collectives
-from accel_scale.planning.cost.efficiency import EFFICIENCY, Efficiency, micro_batch_time
+from accel_scale.planning.cost.efficiency import EFFICIENCY, Efficiency, generation_seconds, micro_batch_time
 from accel_scale.planning.cost.flops import (
     hardware_flops_per_token,
     model_flops_per_token,
     trained_params,
 )
+from accel_scale.planning.cost.generation import cache_bytes
 from accel_scale.planning.cost.pipeline import bubble_fraction
 from accel_scale.planning.cost.rank_share import stage_imbalance
 from accel_scale.planning.models.model_facts import ModelFacts
@@ -58,6 +59,7 @@ class TimeEstimate:
         optimizer_seconds: Clipping and update on the GPU.
         offload_seconds: PCIe, CPU Adam and NVMe.
         data_seconds: Waiting for the loader, where its speed was given.
+        generation_seconds: Writing the answers that a step is trained on.
         step_seconds: Their sum, without `communication_seconds`.
         low_seconds, high_seconds: Where 84% of 122 published measurements lay around the estimate.
         tokens_per_second: All ranks, without padding.
@@ -86,6 +88,7 @@ class TimeEstimate:
     num_gpus: int
     watts: float | None
     assumptions: tuple[str, ...] = ()
+    generation_seconds: float = 0.0
 
     @property
     def tokens_per_second_per_gpu(self) -> float:
@@ -146,7 +149,12 @@ def predict_time(
     communication, exposed = _communication(facts, setup, machine, overlap * computing)
     optimizer = optimizer_seconds(facts, setup, machine, efficiency)
     offload, assumptions = _offload(facts, setup, machine)
-    step = computing + bubble_seconds + exposed + optimizer + offload
+    writing = 0.0
+    if (generation := setup.generation) is not None:
+        cache = cache_bytes(facts, setup, generation.rows, generation.total_length)
+        writing = generation_seconds(facts, setup, gpu, cache_bytes=cache, efficiency=efficiency)
+        assumptions = (*assumptions, "generation's time is a bound by bandwidth and launches, not a measured one.")
+    step = computing + bubble_seconds + exposed + optimizer + offload + writing
     waiting = 0.0
     if loader_tokens_per_second:
         waiting = max(0.0, times * setup.micro_batch_size * setup.sequence_length / loader_tokens_per_second - step)
@@ -174,6 +182,7 @@ def predict_time(
         num_gpus=parallel.num_gpus,
         watts=gpu.watts,
         assumptions=assumptions,
+        generation_seconds=writing,
     )
 
 

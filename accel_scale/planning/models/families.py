@@ -170,4 +170,12 @@ def llama_like_facts(config: ConfigFields, style: ModelStyle, *, name: str, mode
         logit_softcap=config.get("final_logit_softcapping") is not None,
         attention_softcap=config.get("attn_logit_softcapping") is not None,
         projection_clip=config.get("clip_qkv") is not None,
+        layer_variant="unscaled" if _logit_factor(config, model_type) == 1 else "",
     )
+
+
+def _logit_factor(config: ConfigFields, model_type: str) -> object:
+    """What logits are divided or multiplied by; transformers' default where the config does not say."""
+    name, default = {"granite": ("logits_scaling", 1.0)}.get(model_type, ("logit_scale", None))
+    value = config.get(name)
+    return default if value is None else value

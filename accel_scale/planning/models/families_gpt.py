@@ -31,6 +31,8 @@ def _gpt2(config: ConfigFields, **named: Any) -> ModelFacts:
 
 def _gptj(config: ConfigFields, **named: Any) -> ModelFacts:
     heads = read_heads(config, head_dim=False)
+    rotary_dims = config.whole_or_none("rotary_dim") or heads.dim
+    positions = config.whole("max_position_embeddings")
     return uniform_facts(
         config,
         heads,
@@ -39,7 +41,9 @@ def _gptj(config: ConfigFields, **named: Any) -> ModelFacts:
         num_norms=1,
         activation=config.text("activation_function"),
         parallel_residual=True,
-        rotary_dims=config.whole_or_none("rotary_dim") or heads.dim,
+        rotary_dims=rotary_dims,
+        # Every layer has a table of sines and cosines in fp32.
+        buffer_bytes=config.whole("num_hidden_layers") * positions * rotary_dims * 4,
         head_bias=True,
         attention_dropout=config.largest("attn_pdrop"),
         embedding_dropout=config.largest("embd_pdrop"),

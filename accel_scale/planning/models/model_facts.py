@@ -134,6 +134,7 @@ class ModelFacts:
             embedding (BLOOM, BERT).
         has_embedding: Whether the token embedding is here; not in later stages of a pipeline.
         has_head: Whether the head is; not in earlier stages.
+        buffer_bytes: Of tensors that lie beside the parameters each in a type of its own (masks, tables of positions).
         traced_config: The config.json, as text, of a model whose layers are traced rather than modelled by hand; empty
             for others.
         layers: The kinds of layers, in order of first appearance.
@@ -172,6 +173,7 @@ class ModelFacts:
     outside_other_params: int = 0
     has_embedding: bool = True
     has_head: bool = True
+    buffer_bytes: int = 0
     traced_config: str = ""
 
     @property

@@ -7,14 +7,12 @@ model is not in the cache, and torch is imported then and not before.
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib
 import json
 import os
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -26,7 +24,7 @@ from accel_scale.planning.models.training_setup import TrainingSetup
 _TRACER = "accel_scale.tracing.service"
 _VERSIONED = ("torch", "transformers", "peft", "accel-scale")
 # Counts up when what is written to the cache changes.
-_FORMAT = 1
+_FORMAT = 2
 
 Document = dict[str, Any]
 
@@ -105,6 +103,8 @@ def _facts_from(stored: Document, *, name: str, text: str) -> ModelFacts:
 
 @functools.cache
 def _versions() -> tuple[str, ...]:
+    from importlib.metadata import PackageNotFoundError, version
+
     found = []
     for name in _VERSIONED:
         try:
@@ -115,6 +115,8 @@ def _versions() -> tuple[str, ...]:
 
 
 def _path(text: str) -> Path:
+    import hashlib
+
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "accel-scale" / "traces"
     key = hashlib.sha256("\n".join((str(_FORMAT), *_versions(), text)).encode()).hexdigest()
     return root / f"{key[:24]}.json"

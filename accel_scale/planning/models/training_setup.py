@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from accel_scale.errors import ConfigError
 from accel_scale.facts.device import ATTENTION_NAMES, PACKED_ATTENTION
 from accel_scale.facts.methods import METHOD_FACTS
 from accel_scale.facts.names import FUSED_PARTS, METHODS, PIPELINE_SCHEDULES, PRECISIONS
 from accel_scale.facts.precisions import DTYPE_BYTES, PRECISION_FACTS, REDUCE_DTYPES
-from accel_scale.facts.strategies import OFFLOADS, STRATEGIES, Offloading, Strategy, strategy_named
+from accel_scale.facts.strategies import OFFLOADS, STRATEGIES
+from accel_scale.planning.models.parallel_setup import ParallelSetup as ParallelSetup
 
 _EVERY_LAYERS = re.compile(r"every_([0-9]+)")
 _CHECKPOINTING = ("none", "full", "selective", "attention", "mlp", "offload")
 
 ATTENTIONS = tuple(name for name in ATTENTION_NAMES if name != PACKED_ATTENTION)  # that one counts as sdpa
-LOSSES = ("full", "chunked", "liger")
+REFERENCE_PASSES = ("none", "before", "within")
+LOSSES = ("full", "chunked", "liger", "log_probs", "chunked_logits")
 
 
 @dataclass(frozen=True)
@@ -40,94 +42,23 @@ class LoraSetup:
 
 
 @dataclass(frozen=True)
-class ParallelSetup(Offloading):
-    """How the ranks share the work.
+class GenerationSetup:
+    """Answers that the model writes before it is trained on them, by transformers' ``generate``.
 
     Attributes:
-        strategy: A name of `facts.strategies` that can be planned.
-        num_gpus: All ranks.
-        gpus_per_node: Ranks that share a node's links.
-        num_replicas: Groups that each hold all shards (hybrid sharding); 1: shards over all data-parallel ranks.
-        reshard_after_forward: Whether FSDP frees gathered weights after the forward pass (FULL_SHARD).
-        offload_optimizer: Where optimizer states live when not on the card.
-        offload_params: Where weights live when not on the card.
-        tensor_parallel: Ranks that share each matrix product.
-        pipeline_parallel: Stages that the layers are split into.
-        sequence_parallel: Ranks that share each sequence (Ulysses).
-        pipeline_schedule: One of `PIPELINE_SCHEDULES`.
-        stages_per_rank: Stages that each rank of a pipeline holds.
-        in_engine: Whether the engine has the whole model and takes the ranks of a sequence for data-parallel ones, as
-            in the fine-tuning recipe; else the recipe divides the model itself.
+        rows: Answers that a rank writes at the same time.
+        prompt_length: Tokens of the longest prompt.
+        completion_length: Tokens of an answer, at most.
     """
 
-    strategy: str = "single"
-    num_gpus: int = 1
-    gpus_per_node: int = 8
-    num_replicas: int = 1
-    reshard_after_forward: bool = True
-    offload_optimizer: str = "none"
-    offload_params: str = "none"
-    tensor_parallel: int = 1
-    pipeline_parallel: int = 1
-    sequence_parallel: int = 1
-    pipeline_schedule: str = "1f1b"
-    stages_per_rank: int = 1
-    in_engine: bool = False
+    rows: int
+    prompt_length: int
+    completion_length: int
 
     @property
-    def is_divided(self) -> bool:
-        """Whether the recipe itself divides the model among ranks."""
-        return self.model_parallel > 1 and not self.in_engine
-
-    @property
-    def model_parallel(self) -> int:
-        """Ranks that see the same sequences, or parts of them."""
-        return self.tensor_parallel * self.pipeline_parallel * self.sequence_parallel
-
-    @property
-    def degrees(self) -> tuple[int, int, int]:
-        """Of tensor, pipeline and sequence parallelism."""
-        return self.tensor_parallel, self.pipeline_parallel, self.sequence_parallel
-
-    @property
-    def data_parallel(self) -> int:
-        """Ranks that see different sequences."""
-        return self.num_gpus // self.model_parallel
-
-    @property
-    def num_shards(self) -> int:
-        """Ranks that one copy of sharded states is spread over. Ranks of one sequence share shards too."""
-        return self.data_parallel * self.sequence_parallel // self.num_replicas
-
-    @property
-    def kind(self) -> Strategy:
-        """The strategy's own properties."""
-        return strategy_named(self.strategy)
-
-    @property
-    def can_sync_each_batch(self) -> bool:
-        """Whether gradients of every micro-batch can be reduced and sharded, which saves memory."""
-        return self.kind.reduces_each_batch and not self.is_divided
-
-    @property
-    def shards_states(self) -> bool:
-        """Whether optimizer states are spread."""
-        return self.kind.shards_states
-
-    @property
-    def shards_gradients(self) -> bool:
-        """Whether gradients are spread."""
-        return self.kind.shards_gradients
-
-    @property
-    def shards_weights(self) -> bool:
-        """Whether weights are spread."""
-        return self.kind.shards_weights
-
-    @property
-    def is_deepspeed(self) -> bool:
-        """Whether DeepSpeed runs the step."""
-        return self.kind.is_deepspeed
+    def total_length(self) -> int:
+        """Tokens of a prompt and its answer."""
+        return self.prompt_length + self.completion_length
 
 
 @dataclass(frozen=True)
@@ -143,7 +74,8 @@ class TrainingSetup:
         long_rows: Whether MLPs and norms run over slices of the rows.
         fused: Parts of the model that run in Liger's kernels, of `FUSED_PARTS`.
         attention: A name of ``--attn_implementation``.
-        loss: ``full`` logits, ``chunked`` (this project's head and loss) or ``liger``.
+        loss: ``full`` logits, ``chunked`` (this project's head and loss), ``liger``, or ``log_probs`` (TRL's of every
+            token, in tiles), ``chunked_logits`` (torchtune's: whole logits, their loss in eight chunks).
         micro_batch_size: Rows per rank and forward pass.
         sequence_length: Tokens per row: the longest row of a batch when padded, the row when packed.
         packing: Whether rows are filled with several documents.
@@ -158,6 +90,11 @@ class TrainingSetup:
         weight_dtype: Trained weights, where not what `precision` says (``bfloat16`` under autocast, for instance).
         frozen_dtype: Frozen weights, where not the compute dtype.
         reference_model: Whether a frozen copy of the model does a forward pass on every micro-batch too.
+        reference_pass: When the reference, a copy or the base without adapters, does its forward pass: ``none``,
+            ``before`` a step's passes, or ``within`` them, while the graph of a micro-batch waits.
+        generation: What is written before a step; None without it.
+        quantises_whole: Whether every card holds a whole 4-bit base before it is sharded, as transformers loads it.
+        steps_in_backward: Whether each parameter is updated as soon as its gradient is there, which is then freed.
         parallel: How ranks share the work.
     """
 
@@ -182,13 +119,18 @@ class TrainingSetup:
     weight_dtype: str | None = None
     frozen_dtype: str | None = None
     reference_model: bool = False
-    parallel: ParallelSetup = ParallelSetup()
+    reference_pass: str = "none"
+    generation: GenerationSetup | None = None
+    quantises_whole: bool = True
+    steps_in_backward: bool = False
+    parallel: ParallelSetup = field(default_factory=ParallelSetup)
 
     def __post_init__(self) -> None:
         _choice("method", self.method, METHODS)
         _choice("precision", self.precision, PRECISIONS)
         _choice("attention", self.attention, ATTENTIONS)
         _choice("loss", self.loss, LOSSES)
+        _choice("reference_pass", self.reference_pass, REFERENCE_PASSES)
         for part in self.fused:
             _choice("fused", part, FUSED_PARTS)
         for name in ("micro_batch_size", "sequence_length", "accumulation"):

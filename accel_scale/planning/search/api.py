@@ -1,14 +1,20 @@
-"""The planner for Python: `plan` and `predict_memory`, in the words of `accel-scale plan`."""
+"""The planner for Python, in the words of `accel-scale plan`: plans, memory, and a function for each question."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 
 from accel_scale.errors import ConfigError
+from accel_scale.planning.cost import inference
+from accel_scale.planning.cost.inference import InferenceEstimate
 from accel_scale.planning.cost.memory import MemoryEstimate
+from accel_scale.planning.models import catalogue
+from accel_scale.planning.search import questions
 from accel_scale.planning.search.plan import Plan
+from accel_scale.planning.search.prices import prices_of
+from accel_scale.planning.search.questions import PlanDifference, PricedPlan
 from accel_scale.planning.search.requests import SWITCHES, Wish, build_request, flag_places
 from accel_scale.planning.search.search import search
 
@@ -34,17 +40,96 @@ def plan(model: str, **settings: Setting) -> Plan:
     Raises:
         ConfigError: for a setting that is unknown, impossible, or contradicts another.
     """
-    for name in settings:
-        if name not in _SETTINGS:
-            near = difflib.get_close_matches(name, _SETTINGS, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise ConfigError(
-                f"there is no setting {name!r}.", place="plan()", fix=f"{hint}use one of {', '.join(_SETTINGS)}."
-            )
-    words = {name: _as_typed(name, value) for name, value in settings.items() if value is not None}
-    request = build_request(Wish(model, **words))  # type: ignore[arg-type]
+    request = build_request(_wish(model, settings, "plan()"))
     with flag_places():
         return search(request)
+
+
+def longest_row(model: str, **settings: Setting) -> Plan:
+    """The plan for the longest rows that fit, one on each GPU at a time.
+
+        longest_row("meta-llama/Llama-3.1-8B", gpu="4090", method="qlora").request.sequence_length
+
+    Args:
+        model, settings: As for `plan`; without ``max_length``.
+
+    Raises:
+        ConfigError: as `plan`, and if not even 256 tokens fit.
+    """
+    request = build_request(_wish(model, settings, "longest_row()"))
+    with flag_places():
+        return questions.longest_row(request)
+
+
+def largest_batch(model: str, **settings: Setting) -> Plan:
+    """The plan for the largest micro-batch that fits, one pass of every GPU.
+
+        largest_batch("Qwen/Qwen3-8B", gpu="H100", method="lora", max_length=4096).best.setup.micro_batch_size
+
+    Args:
+        model, settings: As for `plan`; ``global_batch_size`` follows from the answer.
+
+    Raises:
+        ConfigError: as `plan`, and if not even one example fits.
+    """
+    wish = _wish(model, {"global_batch_size": 2**20, **settings}, "largest_batch()")
+    with flag_places():
+        return questions.largest_batch(build_request(wish))
+
+
+def cheapest(model: str, prices: Mapping[str, object], tokens: float, **settings: Setting) -> list[PricedPlan]:
+    """The machines of a price table, the cheapest for a job first.
+
+        first = cheapest("Qwen/Qwen3-8B", {"H100": 2.4, "RTX 4090": 0.4}, 1e9, method="lora")[0]
+        first.price.card, first.price.num_gpus, first.budget.price
+
+    Args:
+        model, settings: As for `plan`; without ``gpu`` and ``num_gpus``.
+        prices: Of a GPU and hour by card, or ``{"price": 2.4, "num_gpus": [8, 16]}``; else 1, 2, 4 and 8 are tried.
+        tokens: To train on, without padding.
+
+    Raises:
+        ConfigError: for an unknown card or setting.
+    """
+    machines = [price for name, entry in prices.items() for price in prices_of(name, entry, place="prices")]
+    return questions.cheapest_plans(_wish(model, settings, "cheapest()"), machines, tokens)
+
+
+def what_if(model: str, changes: Sequence[str], **settings: Setting) -> list[PlanDifference]:
+    """The best setting, and what it becomes with each change alone.
+
+        base, second_card, longer = what_if("Qwen/Qwen3-8B", ["num_gpus=2", "max_length=x2"], gpu="H100")
+        longer.memory_bytes, longer.step_seconds  # more than the base's
+
+    Args:
+        model, settings: The base, as for `plan`.
+        changes: ``flag=value`` each; ``x2`` is twice the base's value.
+
+    Raises:
+        ConfigError: as `plan`, and for a change that cannot be read.
+    """
+    with flag_places():
+        return questions.compare(_wish(model, settings, "what_if()"), changes)
+
+
+def inference_memory(model: str, *, batch: int, length: int) -> tuple[InferenceEstimate, ...]:
+    """What answering with the trained model takes, with weights in 16 and in 4 bits.
+
+        for found in inference_memory("Qwen/Qwen3-8B", batch=8, length=4096):
+            found.weights, found.weight_bytes, found.cache_bytes, found.device_bytes
+
+    Args:
+        model: As for `plan`.
+        batch: Answers at the same time.
+        length: Tokens of prompt and answer together.
+
+    Raises:
+        ConfigError: for a model whose cache is not modelled, or sizes below 1.
+    """
+    for name, value in (("batch", batch), ("length", length)):
+        if value < 1:
+            raise ConfigError(f"{name} is {value}.", place="inference_memory()", fix="give a number above 0.")
+    return inference.inference_memory(catalogue.load_model_facts(model), batch=batch, length=length)
 
 
 def predict_memory(model: str, **settings: Setting) -> MemoryEstimate:
@@ -70,6 +155,18 @@ def predict_memory(model: str, **settings: Setting) -> MemoryEstimate:
         reasons = "; ".join(f"{rejection.label}: {rejection.reason}" for rejection in found.rejections)
         raise ConfigError(f"no setting can run: {reasons}.", place="predict_memory()", fix="leave more of it open.")
     return miss.memory
+
+
+def _wish(model: str, settings: Mapping[str, Setting], place: str) -> Wish:
+    for name in settings:
+        if name not in _SETTINGS:
+            near = difflib.get_close_matches(name, _SETTINGS, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ConfigError(
+                f"there is no setting {name!r}.", place=place, fix=f"{hint}use one of {', '.join(_SETTINGS)}."
+            )
+    words = {name: _as_typed(name, value) for name, value in settings.items() if value is not None}
+    return Wish(model, **words)  # type: ignore[arg-type]
 
 
 def _as_typed(name: str, value: Setting) -> str | bool | tuple[str, ...]:

@@ -18,12 +18,12 @@ _ADAPTER_METHODS = tuple(name for name, facts in METHOD_FACTS.items() if facts.t
 def cheapest_changes(request: Request, setup: TrainingSetup, count: int = 3) -> list[tuple[str, TrainingSetup]]:
     """Up to `count` single changes to `setup` that would make it fit, cheapest in time first."""
     changes = [
-        ("--per_device_train_batch_size", _smaller_batches(setup)),
+        ("--per_device_train_batch_size", _smaller_batches(setup, request.recipe.rows_per_example)),
         ("--sync_each_batch", [replace(setup, sync_each_batch=True)] if setup.accumulation > 1 else []),
         ("--checkpointing_policy", [replace(setup, checkpointing=p) for p in ("selective", "full", "offload")]),
         ("--long_rows", [replace(setup, long_rows=True, checkpointing=p) for p in (setup.checkpointing, "offload")]),
         ("--optim", [replace(setup, optimizer=o) for o in reversed(LEAN_OPTIMIZERS[1:])]),
-        ("--method", [replace(setup, method=m) for m in _ADAPTER_METHODS if m != setup.method]),
+        ("--method", [replace(setup, method=m, reference_model=False) for m in _ADAPTER_METHODS if m != setup.method]),
     ]
     options = choices(request.machine.num_gpus, request.machine.gpus_per_node)
     launch = [replace(setup, parallel=c.parallel) for c in options if c.parallel != setup.parallel]
@@ -61,10 +61,10 @@ def launch_label(setup: TrainingSetup, machine: hardware.Machine) -> str:
     return next(choice.label for choice in options if choice.parallel == setup.parallel)
 
 
-def _smaller_batches(setup: TrainingSetup) -> list[TrainingSetup]:
+def _smaller_batches(setup: TrainingSetup, rows_per_example: int) -> list[TrainingSetup]:
     sizes = []
     size = setup.micro_batch_size
-    while size > 1 and size % 2 == 0:
+    while size > rows_per_example and size % (2 * rows_per_example) == 0:
         size //= 2
         accumulation = setup.accumulation * setup.micro_batch_size // size
         sizes.append(replace(setup, micro_batch_size=size, accumulation=accumulation))

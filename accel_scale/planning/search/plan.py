@@ -7,6 +7,7 @@ from typing import Any
 
 from accel_scale.facts.hardware import Machine
 from accel_scale.facts.optimizer_specs import LEAN_OPTIMIZERS
+from accel_scale.facts.stacks import OURS
 from accel_scale.planning.cost.memory import MemoryEstimate
 from accel_scale.planning.cost.strategies import ParallelChoice
 from accel_scale.planning.cost.timing import TimeEstimate
@@ -36,6 +37,7 @@ class Request:
         recipe: What will run it.
         degrees: Of model parallelism, where that was asked for.
         schedule: Of a pipeline.
+        stack: Of `facts.stacks`: what is left open is as that stack has it.
     """
 
     model: ModelFacts
@@ -51,6 +53,7 @@ class Request:
     recipe: PlannedRecipe = SFT_PLAN
     degrees: Degrees = field(default_factory=Degrees)
     schedule: str = "1f1b"
+    stack: str = OURS
 
 
 @dataclass(frozen=True)

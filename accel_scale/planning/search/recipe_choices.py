@@ -29,9 +29,13 @@ class PlannedRecipe:
         has_reference_model: Whether full fine-tuning keeps a frozen copy of the model, as DPO does. With adapters the
             base without them is the reference.
         rows_per_example: Rows that an example comes to: DPO's pairs are two. Batch sizes count examples.
+        loss: One of `training_setup.LOSSES`.
+        disables_dropout: Whether dropout is off by default, as TRL has it for preferences; adapters' too.
+        generates: Whether the model writes the answers that it is trained on. Batch sizes count answers then.
         config_class: Of its training configuration, in `settings.trl_config`.
         data_flag: Names the data; several are written as a list where `data_is_list`.
         example_data: Written where no data are named.
+        example_lines: What those need beside their name, as lines of YAML.
         learning_rates: Usual ones by method, which are written; empty: the recipe's default.
         flags: Names of its flags. The commands fill it in from the recipe's parser.
     """
@@ -42,10 +46,14 @@ class PlannedRecipe:
     always_packs: bool = False
     has_reference_model: bool = False
     rows_per_example: int = 1
+    loss: str = "chunked"
+    generates: bool = False
+    disables_dropout: bool = False
     config_class: str = "RecipeSFTConfig"
     data_flag: str = "dataset_name"
     data_is_list: bool = False
     example_data: str | None = None
+    example_lines: tuple[str, ...] = ()
     learning_rates: Mapping[str, float] = field(default_factory=dict)
     flags: frozenset[str] = frozenset()
 
@@ -95,20 +103,25 @@ DPO_PLAN = PlannedRecipe(
     ("full", "lora", "qlora"),
     has_reference_model=True,
     rows_per_example=2,
+    loss="log_probs",
+    disables_dropout=True,
     config_class="RecipeDPOConfig",
     example_data="trl-lib/ultrafeedback_binarized",
     # Zephyr's (Tunstall et al. 2023), and ten times that for adapters, as usual.
     learning_rates={"full": 5e-7, "lora": 5e-6, "qlora": 5e-6},
-    flags=SFT_PLAN.flags - {"packing", "sp_size", "long_rows"},
+    flags=SFT_PLAN.flags - {"packing", "sp_size", "long_rows"} | {"precompute_ref_log_probs"},
 )
-# Not among those that are planned: what it generates is not counted.
 GRPO_PLAN = PlannedRecipe(
     "recipes/grpo.py",
     ("full", "lora", "qlora"),
+    loss="log_probs",
+    generates=True,
     config_class="RecipeGRPOConfig",
     example_data="openai/gsm8k",
+    example_lines=("dataset_config: main", 'columns: ["prompt=question", "completion=answer"]', 'rewards: ["number"]'),
     learning_rates={"full": 1e-6, "lora": 1e-5, "qlora": 1e-5},
-    flags=SFT_PLAN.flags - {"packing", "sp_size", "long_rows", "max_length"},
+    flags=SFT_PLAN.flags - {"packing", "sp_size", "long_rows", "max_length"}
+    | {"beta", "dataset_config", "max_completion_length", "num_generations", "rewards"},
 )
 PRETRAIN_PLAN = PlannedRecipe(
     "recipes/pretrain.py",
@@ -125,7 +138,7 @@ PRETRAIN_PLAN = PlannedRecipe(
 
 
 # By the names that ``--recipe`` takes.
-PLANNED_RECIPES = {"sft": SFT_PLAN, "dpo": DPO_PLAN, "pretrain": PRETRAIN_PLAN}
+PLANNED_RECIPES = {"sft": SFT_PLAN, "dpo": DPO_PLAN, "grpo": GRPO_PLAN, "pretrain": PRETRAIN_PLAN}
 
 
 @dataclass(frozen=True)
@@ -138,6 +151,7 @@ class RecipeChoices:
         columns: ``role=column`` items of ``--columns``.
         tokens: To train on, without padding; None: one epoch.
         max_length: Where rows are cut, if that is not the length planned for.
+        settings: Flags of the recipe that are no part of the plan's setting, with their values.
     """
 
     model: str
@@ -145,3 +159,4 @@ class RecipeChoices:
     columns: tuple[str, ...] = ()
     tokens: float | None = None
     max_length: int | None = None
+    settings: tuple[tuple[str, str], ...] = ()

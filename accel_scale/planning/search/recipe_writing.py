@@ -30,6 +30,7 @@ def recipe_lines(request: Request, candidate: Candidate, choices: RecipeChoices)
         *_of_the_data(recipe, setup, choices),
         "",
         *_of_the_method(setup, recipe),
+        *(f"{name}: {value}" for name, value in choices.settings),
         *_of_the_length(setup, recipe, choices.tokens),
         "",
         *_of_the_batch(request, setup, choices),
@@ -59,6 +60,7 @@ def _of_the_data(recipe: PlannedRecipe, setup: TrainingSetup, choices: RecipeCho
         lines.append(f"{recipe.data_flag}: {_flow([data]) if recipe.data_is_list else json.dumps(data)}{note}")
     if choices.columns:
         lines.append(f"columns: {_flow(choices.columns)}")
+    lines += recipe.example_lines if not (choices.dataset or choices.columns) else ()
     suffix = setup.method if "num_train_epochs" in recipe.flags else Path(recipe.script).stem
     return [*lines, f"output_dir: {json.dumps(f'outputs/{slug}-{suffix}')}"]
 
@@ -95,6 +97,9 @@ def _of_the_batch(request: Request, setup: TrainingSetup, choices: RecipeChoices
     recipe, parallel = request.recipe, setup.parallel
     rows = recipe.rows_per_example
     lines = [f"max_length: {choices.max_length or setup.sequence_length}", f"packing: {str(setup.packing).lower()}"]
+    if setup.generation is not None:
+        lines += [f"max_completion_length: {setup.generation.completion_length}"]
+    lines += ["precompute_ref_log_probs: true"] * (recipe.has_reference_model and setup.reference_pass == "none")
     lines += [f"per_device_train_batch_size: {setup.micro_batch_size // rows}"]
     lines += [f"global_batch_size: {request.global_batch_size // rows}  # accumulation follows: {setup.accumulation}"]
     if "global_batch_size" not in recipe.flags:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +19,29 @@ from accel_scale.planning.models import catalogue
 from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.models.parameters import lora_params
 from accel_scale.planning.models.training_setup import ATTENTIONS, LoraSetup
+from accel_scale.planning.search.preferences import preference_fields
 from accel_scale.planning.search.recipe_choices import PLANNED_RECIPES, PlannedRecipe
 from accel_scale.planning.search.request_strategy import degrees_of, methods_of, schedule_of, strategy_label
 from accel_scale.planning.search.request_words import one_of, whole
 from accel_scale.planning.search.search import Request, may_share
+from accel_scale.planning.search.stacks import stack_named
+from accel_scale.planning.search.wish import SWITCHES, Wish
 from accel_scale.planning.tape.families import has_kernel
 from accel_scale.units import parse_bytes
 
-__all__ = ["Wish", "amount", "build_request", "flag_places", "model_for_recipe", "one_of", "whole", "with_lengths"]
+__all__ = [
+    "SWITCHES",
+    "Wish",
+    "amount",
+    "build_request",
+    "flag_places",
+    "model_for_recipe",
+    "one_of",
+    "whole",
+    "with_lengths",
+]
 
 DEFAULT_LENGTH = 2048
-# Settings that are true or false, and open where they are not given.
-SWITCHES = ("sync_each_batch", "long_rows")
 # The planner's own names of what the user sets by a flag.
 _FLAGS = {
     "model": "MODEL",
@@ -43,43 +54,6 @@ _FLAGS = {
     "mean_length": "--mean_length",
     "nvme": "--nvme",
 }
-
-
-@dataclass(frozen=True)
-class Wish:
-    """What the user typed, flag by flag; None: left open."""
-
-    model: str
-    gpu: str | None = None
-    num_gpus: str | None = None
-    gpus_per_node: str | None = None
-    network: str | None = None
-    host_memory: str | None = None
-    host_bandwidth: str | None = None
-    nvme: str | None = None
-    links: str | None = None
-    method: str = "full"
-    precision: str | None = None
-    optim: str | None = None
-    checkpointing_policy: str | None = None
-    attn_implementation: str | None = None
-    per_device_train_batch_size: str | None = None
-    sync_each_batch: str | None = None
-    long_rows: str | None = None
-    global_batch_size: str = "64"
-    max_length: str | None = None
-    mean_length: str | None = None
-    packing: bool = True
-    lora_r: str = "16"
-    lora_target_modules: tuple[str, ...] = ("all-linear",)
-    lora_dropout: str = "0.05"
-    use_dora: bool = False
-    strategy: tuple[str, ...] = ()
-    recipe: str | PlannedRecipe = "sft"
-    tp_size: str | None = None
-    pp_size: str | None = None
-    sp_size: str | None = None
-    pp_schedule: str | None = None
 
 
 def build_request(wish: Wish, *, detect: Callable[[], hardware.Machine | None] | None = None) -> Request:
@@ -95,22 +69,28 @@ def build_request(wish: Wish, *, detect: Callable[[], hardware.Machine | None] |
         model = catalogue.load_model_facts(wish.model)
         machine = _machine(wish, detect or hardware.detect_local)
         recipe = _recipe(wish.recipe)
+        stack = stack_named(wish.stack, recipe)
+        if stack.precision is not None and wish.precision is None:
+            wish = replace(wish, precision=stack.precision)
         fixed = _fixed(wish, recipe, model, machine.gpu)
         batch = whole(wish.global_batch_size, "--global_batch_size")
         if recipe.always_packs and not wish.packing:
             raise ConfigError(f"{recipe.script} fills its rows.", place="--no_packing", fix="remove it.")
         batch *= recipe.rows_per_example
+        fixed |= {**preference_fields(wish, recipe, batch)}
+        generation = fixed.get("generation")
         request = Request(
             model,
             machine,
             global_batch_size=batch,
-            sequence_length=_length(wish, model),
+            sequence_length=_length(wish, model) if generation is None else generation.total_length,
             methods=methods_of(wish.method, recipe),
             fixed=fixed,
             strategies=tuple(strategy_label(text, machine, model, recipe) for text in wish.strategy),
             recipe=recipe,
             degrees=degrees_of({"tp": wish.tp_size, "pp": wish.pp_size, "sp": wish.sp_size}, recipe, machine.num_gpus),
             schedule=schedule_of(wish.pp_schedule, wish.pp_size),
+            stack=wish.stack,
         )
         if not may_share(request):
             _check_batch(batch, machine.num_gpus, fixed.get("micro_batch_size"))
@@ -205,6 +185,7 @@ def _recipe(wished: str | PlannedRecipe) -> PlannedRecipe:
 def _fixed(wish: Wish, recipe: PlannedRecipe, model: ModelFacts, gpu: hardware.Gpu) -> dict[str, Any]:
     """The fields of `TrainingSetup` that are decided."""
     targets, dropout = tuple(wish.lora_target_modules), _share(wish.lora_dropout, "--lora_dropout")
+    dropout = 0.0 if recipe.disables_dropout else dropout
     lora = LoraSetup(whole(wish.lora_r, "--lora_r"), targets, wish.use_dora, dropout=dropout)
     if wish.method != "full":
         lora_params(model, lora)

@@ -17,6 +17,7 @@ from accel_scale.planning.cost.timing import TimeEstimate, predict_time
 from accel_scale.planning.models.training_setup import TrainingSetup
 from accel_scale.planning.search.model_parallel import families, sharing_conflict
 from accel_scale.planning.search.plan import Candidate, Plan, Rejection, Request
+from accel_scale.planning.search.stacks import stack_fields
 from accel_scale.planning.traced.steps import step_bytes
 from accel_scale.units import format_bytes
 
@@ -173,12 +174,17 @@ def _settings(request: Request, choice: ParallelChoice, method: str) -> Iterator
     A micro-batch that is a rank's whole share has a list of its own: no gradients are kept from an earlier one. Where
     FSDP2 would keep whole ones, reducing those of every micro-batch is a choice.
     """
-    fixed = dict(request.fixed)
+    fixed = {**stack_fields(request.stack, method), **request.fixed}
     per_rank = request.global_batch_size // choice.parallel.data_parallel
     policies = (fixed.pop("checkpointing"),) if "checkpointing" in fixed else ("full", "selective", "none")
     optimizers = (fixed.pop("optimizer"),) if "optimizer" in fixed else _optimizers(method, choice)
     micro_batches = (fixed.pop("micro_batch_size"),) if "micro_batch_size" in fixed else _divisors(per_rank)
     micro_batches = tuple(size for size in micro_batches if size % request.recipe.rows_per_example == 0)
+    # All that a step is trained on is written before it.
+    if (generation := fixed.pop("generation", None)) is not None:
+        generation = replace(generation, rows=generation.rows or per_rank)
+    reference = fixed.pop("reference_model", request.recipe.has_reference_model)
+    reference = reference and not METHOD_FACTS[method].trains_adapters
     syncs = (fixed.pop("sync_each_batch"),) if "sync_each_batch" in fixed else _syncs(method, choice)
     for policy in policies:
         for optimizer in optimizers:
@@ -196,8 +202,8 @@ def _settings(request: Request, choice: ParallelChoice, method: str) -> Iterator
                         sync_each_batch=sync_each_batch,
                         sequence_length=request.sequence_length,
                         parallel=choice.parallel,
-                        reference_model=request.recipe.has_reference_model
-                        and not METHOD_FACTS[method].trains_adapters,
+                        reference_model=reference,
+                        generation=generation,
                         **fixed,
                     )
                     for size in sizes

@@ -79,7 +79,7 @@ def step_bytes(
     family_of(model)
     check_setup(model, setup)
     model = tensor_parallel_share(model, setup.parallel.tensor_parallel)
-    ends, extras = _walked_layers(model, setup)
+    ends, extras = walked_layers(model, setup)
     edge = len(model.layers) * period_of(setup)
     if not extras:
         # Gradients of a whole model are counted as it leaves them; those of a stage add to earlier micro-batches'.
@@ -101,7 +101,7 @@ def _family(model: ModelFacts, setup: TrainingSetup) -> Family:
     return replace(family, rms="fused") if "RMSNorm" in setup.fused else family
 
 
-def _walked_layers(
+def walked_layers(
     model: ModelFacts, setup: TrainingSetup
 ) -> tuple[tuple[LayerFacts, ...], list[tuple[LayerFacts, float]]]:
     """A few layers at either end, and how many periods of each kind come between them."""
@@ -124,7 +124,7 @@ def _walk(model: ModelFacts, setup: TrainingSetup, is_cuda: bool, is_tracked: bo
     autocast = setup.compute_bytes if setup.autocast else None
     tape = Tape(autocast_bytes=autocast, adds_in_place=not is_tracked, is_cuda=is_cuda)
     ops, meter = Ops(tape), tape.meter
-    state = _Model(ops, model, setup)
+    state = ShadowModel(ops, model, setup)
     peaks: list[float] = []
 
     def note() -> None:
@@ -160,7 +160,7 @@ def _adapted_modules(model: ModelFacts, setup: TrainingSetup) -> frozenset[str]:
     return frozenset(adapter_key(linear) for linear in linears if adapter_rank(linear, setup.lora))
 
 
-class _Model:
+class ShadowModel:
     """A whole model in shadow."""
 
     def __init__(self, ops: Ops, model: ModelFacts, setup: TrainingSetup) -> None:

@@ -161,7 +161,7 @@ def family_of(model: ModelFacts) -> Family:
         raise _refuse(model, "StableLM with a norm for each head is not modelled")
     if model.model_type == "opt" and (model.embedding_size or not model.final_norm_params):
         raise _refuse(model, "OPT with norms after its blocks is not modelled")
-    if model.layer_variant not in ("", "grouped", "halves"):
+    if model.layer_variant not in ("", "grouped", "halves", "unscaled"):
         raise _refuse(model, f"{model.model_type} with the variant {model.layer_variant!r} is not modelled")
     if family.block == "joined" and not model.parallel_residual:
         family = replace(family, block="sequential")

@@ -1,4 +1,4 @@
-"""Head and loss on the tape: whole logits, this project's chunks, Liger's chunks."""
+"""Head and loss on the tape: whole logits, this project's chunks, Liger's chunks, TRL's log-probabilities."""
 
 from __future__ import annotations
 
@@ -15,6 +15,17 @@ from accel_scale.planning.tape.tensors import Parameter, Tensor
 CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**28}
 LONG_ROWS_LOGITS = 2**26
 HEAD_GRAD_IN_FORWARD_BYTES = 256 * 2**20
+# Of torchtune's loss.
+OUTPUT_CHUNKS = 8
+# The figures of TRL 1.16, `trl.kernels.chunked_logprob` and `trl.trainer.utils`; a test compares them.
+TILE_TOKENS = 4096
+TILE_VOCABULARY = 32768
+# fp32 values per token beside its tiles: seven running statistics, and the results.
+_STATISTICS, _RESULTS = 7, 3
+# Copies of a tile in fp32 at once where torch's operations fold it: logits, shifted ones and their exponentials, and
+# which columns come before the target. In the backward pass: logits (twice), log-probabilities, probabilities,
+# gradient, difference to the target and product.
+_FOLDED, _UNFOLDED = 3.25, 7.25
 
 
 class Head:
@@ -31,6 +42,10 @@ class Head:
     def __call__(self, x: Tensor) -> Tensor:
         if self.setup.loss == "full":
             return self._whole(x)
+        if self.setup.loss == "chunked_logits":
+            return self._in_outputs(x)
+        if self.setup.loss == "log_probs":
+            return LogProbs(self.ops, self.model, self.setup, self.weight, self.bias)(x)
         return self._chunked(x)
 
     def _whole(self, x: Tensor) -> Tensor:
@@ -44,7 +59,29 @@ class Head:
             logits = ops.scale(logits)
             logits = ops.elementwise(logits, saves_input=False)
             logits = ops.scale(logits)
-        upcast = ops.cast(logits, FP32)
+        return self._cross_entropy(logits)
+
+    def _in_outputs(self, x: Tensor) -> Tensor:
+        """torchtune's `CEWithChunkedOutputLoss`: all chunks of logits at once, one after the other in fp32."""
+        ops, loss = self.ops, None
+        parts = [ops.part(x, x.numel / OUTPUT_CHUNKS) for _ in range(OUTPUT_CHUNKS)]
+        del x
+        outputs = [ops.linear(part, self.weight, self.vocab, self.bias) for part in parts]
+        parts.clear()
+        for output in outputs:
+            one = self._compiled(output) if self.setup.compile else self._cross_entropy(output)
+            loss = one if loss is None else ops.add(loss, one)
+        assert loss is not None
+        return loss
+
+    def _compiled(self, logits: Tensor) -> Tensor:
+        """Cast and loss in one kernel that keeps the logits as they came."""
+        ops, numel, itemsize = self.ops, logits.numel, logits.itemsize
+        return ops.tape.record(ops.new(1, FP32), [logits], [logits], lambda grad: [ops.new(numel, itemsize)])
+
+    def _cross_entropy(self, logits: Tensor) -> Tensor:
+        """In fp32: log-softmax, negative log-likelihood."""
+        ops, upcast = self.ops, self.ops.cast(logits, FP32)
         numel = upcast.numel
         log_probs = ops.new(numel, FP32)
         ops.tape.record(log_probs, [upcast], [log_probs], lambda grad: [ops.new(numel, FP32)])
@@ -123,7 +160,8 @@ class Head:
 
     def _transformed(self, raw: Tensor) -> Tensor:
         ops, logits = self.ops, raw
-        if self.family.scales_logits:
+        # This project's loss leaves a factor of 1 out; transformers divides by it.
+        if self.family.scales_logits and self.model.layer_variant != "unscaled":
             logits = ops.new(raw.numel, raw.itemsize)
         if self.model.logit_softcap:
             capped = self._tanh(logits)
@@ -159,3 +197,77 @@ class Head:
         if total is None:
             return product
         return total if total.itemsize == FP32 else self.ops.new(self.weight.numel, FP32)
+
+
+class LogProbs:
+    """As `Head`, by TRL's head for preferences and rewards: log-probabilities of the tokens, logits in tiles.
+
+    A tile is made whole whatever the vocabulary; the backward pass makes each again and sums gradients in fp32. On
+    CUDA a kernel folds a tile in place and only labelled tokens are scored; elsewhere torch folds it, and all are.
+    """
+
+    def __init__(
+        self, ops: Ops, model: ModelFacts, setup: TrainingSetup, weight: Parameter, bias: Parameter | None
+    ) -> None:
+        self.ops, self.model, self.setup, self.weight, self.bias = ops, model, setup, weight, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        ops = self.ops
+        x = self._scored(x)
+        tokens = x.numel / self.model.hidden_size
+        compute = ops.tape.autocast_bytes or x.itemsize
+        statistics = ops.new(tokens * _STATISTICS, FP32)
+        self._tiles(tokens, compute, x.itemsize, _FOLDED)
+        results = ops.new(tokens * _RESULTS, FP32)
+        del statistics
+        wants_hidden, weight, bias = x.requires_grad, self.weight, self.bias
+        numel, itemsize = x.numel, x.itemsize
+
+        def backward(grad: Tensor) -> list[Tensor | None]:
+            hidden = ops.new(numel, FP32) if wants_hidden else None
+            head = ops.new(weight.numel, FP32) if weight.trained else None
+            self._tiles(tokens, compute, itemsize, _UNFOLDED, sums=hidden is not None, sums_head=head is not None)
+            offset = ops.new(bias.numel, bias.itemsize) if bias is not None and bias.trained else None
+            if hidden is not None and itemsize != FP32:
+                hidden = ops.new(numel, itemsize)
+            if head is not None and weight.itemsize != FP32:
+                head = ops.new(weight.numel, weight.itemsize)
+            return [hidden, head, offset]
+
+        return ops.tape.record(ops.new(1, FP32), [x, weight, bias], [x, results], backward)
+
+    def _scored(self, x: Tensor) -> Tensor:
+        """Hidden states of the tokens that are scored, in one block; a row's last predicts nothing."""
+        ops, setup = self.ops, self.setup
+        total, itemsize = x.numel, x.itemsize
+        states = total - total / setup.sequence_length
+        if not ops.tape.is_cuda:
+            block = ops.new(states, itemsize) if setup.micro_batch_size > 1 else x.view(states)
+            return ops.tape.record(block, [x], [], lambda grad: [ops.new(total, itemsize)])
+        labelled = states
+        if setup.generation is not None:
+            rows = setup.micro_batch_size / setup.parallel.sequence_parallel
+            labelled = rows * setup.generation.completion_length * self.model.hidden_size
+        inner = ops.tape.record(x.view(states), [x], [], lambda grad: [ops.new(total, itemsize)])
+        return ops.custom([inner], min(labelled, states), itemsize, [], lambda grad: [ops.new(states, itemsize)])
+
+    def _tiles(
+        self, tokens: float, compute: int, itemsize: int, copies: float, *, sums: bool = False, sums_head: bool = False
+    ) -> None:
+        """The largest tile with what is made beside it, and gone again."""
+        ops, hidden = self.ops, self.model.hidden_size
+        rows, columns = min(tokens, TILE_TOKENS), min(self.model.vocab_size, TILE_VOCABULARY)
+        buffer = ops.new(rows * TILE_VOCABULARY, compute)
+        states = ops.new(rows * hidden, compute) if compute != itemsize else None
+        weight = ops.new(columns * hidden, compute) if compute != self.weight.itemsize else None
+        if not ops.tape.is_cuda:
+            folded = ops.new(rows * columns * copies, FP32)
+            del folded
+        is_narrow = compute != FP32 and not ops.tape.is_cuda
+        if is_narrow and sums:
+            wide = [ops.new(rows * columns, FP32), ops.new(columns * hidden, FP32)]
+            del wide
+        if is_narrow and sums_head:
+            wide = [ops.new(rows * columns, FP32), ops.new(rows * hidden, FP32)]
+            del wide
+        del buffer, states, weight

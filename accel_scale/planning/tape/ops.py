@@ -26,7 +26,7 @@ class Ops(Layouts):
         cast = self.new(numel, itemsize)
         if parameter.trained:
             self.tape.record(cast, [parameter], [], lambda grad: [self.new(numel, source)])
-            if cast.node is not None and is_cached and self.tape.caches_casts:
+            if (cast.node is not None or self.tape.keeps_casts) and is_cached and self.tape.caches_casts:
                 self.tape.weight_casts[id(parameter)] = cast
         return cast
 

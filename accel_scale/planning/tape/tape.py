@@ -27,6 +27,7 @@ class Tape:
             mode (a memory tracker, for instance) is active.
         is_cuda: Whether kernels are CUDA's rather than the CPU's, which need a copy in places.
         caches_casts: Whether weights cast for autocast are kept for the next product that takes them.
+        keeps_casts: Whether that holds without a graph too, until autocast is left.
     """
 
     def __init__(self, *, autocast_bytes: int | None = None, adds_in_place: bool = True, is_cuda: bool = True) -> None:
@@ -34,7 +35,7 @@ class Tape:
         self.autocast_bytes = autocast_bytes
         self.adds_in_place, self.is_cuda = adds_in_place, is_cuda
         self.weight_casts: dict[int, Tensor] = {}
-        self.caches_casts = True
+        self.caches_casts, self.keeps_casts = True, False
         self._is_muted = False
         self._order = 0
         self._recompute: Recompute | None = None

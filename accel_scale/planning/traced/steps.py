@@ -39,7 +39,7 @@ def step_bytes(
 
 @functools.lru_cache(maxsize=4096)
 def _traced(model: ModelFacts, setup: TrainingSetup, is_cuda: bool, is_tracked: bool) -> StepBytes:
-    fit = _fit(model, setup, is_cuda, is_tracked)
+    fit = fit_of(model, setup, is_cuda, is_tracked)
     rows, length = setup.micro_batch_size, setup.sequence_length
     peaks = {name: max(value_of(p, rows, length) for p in part["peaks"]) for name, part in fit["segments"].items()}
     nets = {name: value_of(part["net"], rows, length) for name, part in fit["segments"].items()}
@@ -105,7 +105,7 @@ def _head(
     return tape.meter.peak_bytes - hidden, kept - hidden, tape.meter.live_bytes - hidden
 
 
-def _fit(model: ModelFacts, setup: TrainingSetup, is_cuda: bool, is_tracked: bool) -> Document:
+def fit_of(model: ModelFacts, setup: TrainingSetup, is_cuda: bool, is_tracked: bool) -> Document:
     """From the cache of files, or by a trace."""
     text, key = model.traced_config, _key(model, setup, is_cuda, is_tracked)
     known = _known(text)

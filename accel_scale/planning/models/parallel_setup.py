@@ -1,0 +1,98 @@
+"""How ranks share a run's work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from accel_scale.facts.strategies import Offloading, Strategy, strategy_named
+
+
+@dataclass(frozen=True)
+class ParallelSetup(Offloading):
+    """How the ranks share the work.
+
+    Attributes:
+        strategy: A name of `facts.strategies` that can be planned.
+        num_gpus: All ranks.
+        gpus_per_node: Ranks that share a node's links.
+        num_replicas: Groups that each hold all shards (hybrid sharding); 1: shards over all data-parallel ranks.
+        reshard_after_forward: Whether FSDP frees gathered weights after the forward pass (FULL_SHARD).
+        offload_optimizer: Where optimizer states live when not on the card.
+        offload_params: Where weights live when not on the card.
+        tensor_parallel: Ranks that share each matrix product.
+        pipeline_parallel: Stages that the layers are split into.
+        sequence_parallel: Ranks that share each sequence (Ulysses).
+        pipeline_schedule: One of `PIPELINE_SCHEDULES`.
+        stages_per_rank: Stages that each rank of a pipeline holds.
+        in_engine: Whether the engine has the whole model and takes the ranks of a sequence for data-parallel ones, as
+            in the fine-tuning recipe; else the recipe divides the model itself.
+    """
+
+    strategy: str = "single"
+    num_gpus: int = 1
+    gpus_per_node: int = 8
+    num_replicas: int = 1
+    reshard_after_forward: bool = True
+    offload_optimizer: str = "none"
+    offload_params: str = "none"
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    sequence_parallel: int = 1
+    pipeline_schedule: str = "1f1b"
+    stages_per_rank: int = 1
+    in_engine: bool = False
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether the recipe itself divides the model among ranks."""
+        return self.model_parallel > 1 and not self.in_engine
+
+    @property
+    def model_parallel(self) -> int:
+        """Ranks that see the same sequences, or parts of them."""
+        return self.tensor_parallel * self.pipeline_parallel * self.sequence_parallel
+
+    @property
+    def degrees(self) -> tuple[int, int, int]:
+        """Of tensor, pipeline and sequence parallelism."""
+        return self.tensor_parallel, self.pipeline_parallel, self.sequence_parallel
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks that see different sequences."""
+        return self.num_gpus // self.model_parallel
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks that one copy of sharded states is spread over. Ranks of one sequence share shards too."""
+        return self.data_parallel * self.sequence_parallel // self.num_replicas
+
+    @property
+    def kind(self) -> Strategy:
+        """The strategy's own properties."""
+        return strategy_named(self.strategy)
+
+    @property
+    def can_sync_each_batch(self) -> bool:
+        """Whether gradients of every micro-batch can be reduced and sharded, which saves memory."""
+        return self.kind.reduces_each_batch and not self.is_divided
+
+    @property
+    def shards_states(self) -> bool:
+        """Whether optimizer states are spread."""
+        return self.kind.shards_states
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Whether gradients are spread."""
+        return self.kind.shards_gradients
+
+    @property
+    def shards_weights(self) -> bool:
+        """Whether weights are spread."""
+        return self.kind.shards_weights
+
+    @property
+    def is_deepspeed(self) -> bool:
+        """Whether DeepSpeed runs the step."""
+        return self.kind.is_deepspeed

@@ -1,0 +1,87 @@
+"""What a user asks of recipes that learn from preferences and rewards: the reference, and the answers written."""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+from accel_scale.errors import ConfigError
+from accel_scale.planning.models.training_setup import GenerationSetup
+from accel_scale.planning.search.recipe_choices import PlannedRecipe
+from accel_scale.planning.search.request_words import whole
+from accel_scale.planning.search.wish import Wish
+
+# TRL 1.16's defaults, `GRPOConfig`; prompts have no bound there.
+NUM_GENERATIONS, COMPLETION_TOKENS, BETA = 8, 512, 0.0
+# Of a prompt whose length nobody knows.
+PROMPT_TOKENS = 512
+_OF_GENERATION = ("num_generations", "max_prompt_length", "max_completion_length", "beta")
+
+
+class Fields(TypedDict, total=False):
+    """Fields of a `TrainingSetup`; in a request they are decided."""
+
+    loss: str
+    reference_model: bool
+    reference_pass: str
+    generation: GenerationSetup
+
+
+def preference_fields(wish: Wish, recipe: PlannedRecipe, batch: int) -> Fields:
+    """The fields of `TrainingSetup` that reference and generation decide; a generation's rows are left to the search.
+
+    Args:
+        wish: What was typed.
+        recipe: The recipe that will run.
+        batch: Rows per optimizer step over all ranks.
+
+    Raises:
+        ConfigError: for what the recipe has no use for, and groups of answers that do not fill the batch.
+    """
+    found: Fields = {} if recipe.loss == "chunked" else {"loss": recipe.loss}
+    if wish.precompute_ref_log_probs and not recipe.has_reference_model:
+        raise _useless("precompute_ref_log_probs", recipe, "--recipe dpo")
+    if recipe.has_reference_model:
+        keeps = not wish.precompute_ref_log_probs
+        return {**found, "reference_model": keeps, "reference_pass": "within" if keeps else "none"}
+    if not recipe.generates:
+        given = next((name for name in _OF_GENERATION if getattr(wish, name) is not None), None)
+        if given is not None:
+            raise _useless(given, recipe, "--recipe grpo")
+        return found
+    if wish.max_length is not None:
+        raise ConfigError(
+            f"rows of {recipe.script} are a prompt and its answer.",
+            place="--max_length",
+            fix="use --max_prompt_length and --max_completion_length.",
+        )
+    group = whole(wish.num_generations or str(NUM_GENERATIONS), "--num_generations")
+    if group < 2 or batch % group:
+        raise ConfigError(
+            f"{batch} answers a step are not groups of {group}."
+            if group > 1
+            else "one answer has none to compare with.",
+            place="--num_generations",
+            fix=f"use a number above 1 that divides {batch}, or another --global_batch_size.",
+        )
+    prompt = whole(wish.max_prompt_length or str(PROMPT_TOKENS), "--max_prompt_length")
+    answer = whole(wish.max_completion_length or str(COMPLETION_TOKENS), "--max_completion_length")
+    return {**found, **reference_of_rewards(_beta(wish.beta)), "generation": GenerationSetup(0, prompt, answer)}
+
+
+def reference_of_rewards(beta: float) -> Fields:
+    """The reference that a weight of the KL term above 0 needs; it does its pass as answers are scored."""
+    return {"reference_model": beta > 0, "reference_pass": "before" if beta > 0 else "none"}
+
+
+def _beta(text: str | None) -> float:
+    try:
+        value = float(text or BETA)
+    except ValueError:
+        value = -1.0
+    if not value >= 0:
+        raise ConfigError(f"{text!r} is no weight of a penalty.", place="--beta", fix="write it like 0.04.")
+    return value
+
+
+def _useless(name: str, recipe: PlannedRecipe, instead: str) -> ConfigError:
+    return ConfigError(f"{recipe.script} has no use for it.", place=f"--{name}", fix=f"plan with {instead}.")

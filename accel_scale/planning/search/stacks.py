@@ -1,0 +1,36 @@
+"""Another stack's defaults as fields of a plan."""
+
+from __future__ import annotations
+
+from accel_scale.errors import ConfigError
+from accel_scale.facts.stacks import OURS, STACKS, Stack
+from accel_scale.planning.search.recipe_choices import SFT_PLAN, PlannedRecipe
+from accel_scale.planning.search.request_words import one_of
+
+
+def stack_named(text: str, recipe: PlannedRecipe) -> Stack:
+    """The stack of ``--stack``.
+
+    Raises:
+        ConfigError: for one that is not known, and another than ours for what is no fine-tuning.
+    """
+    stack = STACKS[one_of(text, STACKS, "--stack")]
+    if text != OURS and recipe != SFT_PLAN:
+        raise ConfigError("other stacks are planned for fine-tuning.", place="--stack", fix="remove --recipe.")
+    return stack
+
+
+def stack_fields(name: str, method: str) -> dict[str, str | bool]:
+    """Fields of `TrainingSetup` that the stack decides where the user has not."""
+    stack = STACKS[name]
+    found: dict[str, str | bool] = {}
+    if stack.loss != "chunked":
+        found["loss"] = stack.loss
+    given = {
+        "checkpointing": stack.checkpointing,
+        "optimizer": stack.optimizer,
+        "weight_dtype": stack.trained.get(method),
+        "frozen_dtype": stack.frozen.get(method),
+    }
+    found |= {field: value for field, value in given.items() if value is not None}
+    return found if stack.quantises_whole else {**found, "quantises_whole": False}

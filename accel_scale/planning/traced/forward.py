@@ -1,0 +1,113 @@
+"""Bytes of tensors in a forward pass without gradients: a reference's, and that over the prompts of a generation."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+from accel_scale.planning.models.model_facts import ModelFacts
+from accel_scale.planning.models.training_setup import TrainingSetup
+from accel_scale.planning.tape.activations import ShadowModel, walked_layers
+from accel_scale.planning.tape.ops import FP32, Ops
+from accel_scale.planning.tape.tape import Tape
+from accel_scale.planning.tape.tensors import Tensor
+from accel_scale.planning.traced.polynomials import value_of
+from accel_scale.planning.traced.steps import fit_of
+
+# fp32 copies of a step's logits while a token is drawn: as the model returns them, as `generate` takes them, their
+# probabilities, and the random numbers of `torch.multinomial`.
+_DRAWING = 4
+
+
+@dataclass(frozen=True)
+class ForwardBytes:
+    """High-water marks of one forward pass whose result is all that stays.
+
+    Attributes:
+        layers_bytes: Highest during embedding and layers.
+        head_bytes: Highest during norm and head.
+    """
+
+    layers_bytes: float
+    head_bytes: float
+
+    @property
+    def peak_bytes(self) -> float:
+        """The higher of both."""
+        return max(self.layers_bytes, self.head_bytes)
+
+
+@functools.lru_cache(maxsize=1024)
+def forward_bytes(
+    model: ModelFacts, setup: TrainingSetup, *, is_cuda: bool = True, adapters: bool = True, draws: bool = False
+) -> ForwardBytes:
+    """The marks of one forward pass of `setup`'s micro-batch without gradients.
+
+    Args:
+        model: Its shapes.
+        setup: How it is trained; activation checkpointing is off without gradients.
+        is_cuda: Whether CUDA's kernels run.
+        adapters: Whether adapters are on; off they leave the base.
+        draws: Whether the next token of each row is drawn from its last position's logits; else the head is the
+            setup's own.
+
+    Raises:
+        ConfigError: as `step_bytes`.
+    """
+    setup = replace(setup, checkpointing="none")
+    if model.traced_config:
+        return _of_trace(model, setup, is_cuda, draws)
+    ends, extras = walked_layers(model, setup)
+    if not extras:
+        return _walk(model, setup, is_cuda, adapters, draws)
+    base = _walk(replace(model, layers=ends), setup, is_cuda, adapters, draws)
+    layers, head = base.layers_bytes, base.head_bytes
+    for layer, factor in extras:
+        # Only weights that are cast for autocast grow with the number of layers.
+        more = _walk(replace(model, layers=(*ends, layer)), setup, is_cuda, adapters, draws)
+        layers += factor * (more.layers_bytes - base.layers_bytes)
+        head += factor * (more.head_bytes - base.head_bytes)
+    return ForwardBytes(layers, head)
+
+
+def _walk(model: ModelFacts, setup: TrainingSetup, is_cuda: bool, adapters: bool, draws: bool) -> ForwardBytes:
+    tape = Tape(autocast_bytes=setup.compute_bytes if setup.autocast else None, is_cuda=is_cuda)
+    tape.keeps_casts = True
+    ops = Ops(tape)
+    with tape.muted():
+        shadow = ShadowModel(ops, model, setup)
+        shadow.adapted = shadow.adapted if adapters else frozenset()
+        x = shadow.run_layers(shadow.embed(), lambda: None)
+        layers = tape.meter.peak_bytes
+        tape.meter.reset_peak()
+        x = shadow.finish(x)
+        if draws:
+            _draw(ops, model, setup, x)
+        else:
+            shadow.loss(x)
+    return ForwardBytes(layers, tape.meter.peak_bytes)
+
+
+def _draw(ops: Ops, model: ModelFacts, setup: TrainingSetup, x: Tensor) -> None:
+    """Logits of the last positions, and what `generate` makes of them."""
+    values = setup.micro_batch_size * model.vocab_size
+    compute = ops.tape.autocast_bytes or x.itemsize
+    weight = ops.new(model.embedding_params if setup.autocast and setup.trains_all else 0, compute)
+    logits = ops.new(values, compute)
+    del weight, x
+    drawing = ops.new(values * _DRAWING, FP32)
+    del logits, drawing
+
+
+def _of_trace(model: ModelFacts, setup: TrainingSetup, is_cuda: bool, draws: bool) -> ForwardBytes:
+    """From a trace with all layers recomputed, whose forward pass keeps nothing but the layers' inputs."""
+    fit = fit_of(model, replace(setup, checkpointing="full"), is_cuda, False)
+    rows, length = setup.micro_batch_size, setup.sequence_length
+    peaks = {name: max(value_of(p, rows, length) for p in part["peaks"]) for name, part in fit["segments"].items()}
+    embedded = value_of(fit["segments"]["embed"]["net"], rows, length)
+    layers = max(peaks["embed"], embedded + max(peaks[f"forward {index}"] for index in set(fit["stands_for"])))
+    hidden = rows * length * fit["hidden_size"] * fit["hidden_bytes"]
+    tape = Tape(autocast_bytes=setup.compute_bytes if setup.autocast else None, is_cuda=is_cuda)
+    with tape.muted():
+        _draw(Ops(tape), model, setup, Tensor(None, hidden / fit["hidden_bytes"], fit["hidden_bytes"]))
+    return ForwardBytes(layers, embedded + hidden + tape.meter.peak_bytes)

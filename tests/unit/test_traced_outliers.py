@@ -1,0 +1,76 @@
+"""What traces and families once left out: buffers beside the parameters, loops over experts, a factor of one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from accel_scale.planning.cost.sharding import state_bytes
+from accel_scale.planning.models.model_config import facts_from_config
+from accel_scale.planning.models.traced import facts_of_any
+from accel_scale.planning.models.training_setup import ParallelSetup, TrainingSetup
+from accel_scale.planning.tape import activations
+
+GPTJ = {
+    "model_type": "gptj", "n_embd": 64, "n_layer": 4, "n_head": 4, "rotary_dim": 16, "vocab_size": 512,
+    "n_positions": 2048,
+}  # fmt: skip
+LLAMA_LIKE = {
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 128, "vocab_size": 4096, "max_position_embeddings": 256,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_tables_of_positions_are_on_every_card_whole() -> None:
+    facts = facts_from_config(GPTJ, name="small")
+    assert facts.buffer_bytes == 4 * 2048 * 16 * 4
+    alone, sharded = (
+        state_bytes(facts, TrainingSetup(precision="fp32", parallel=parallel)).weight_bytes
+        for parallel in (ParallelSetup(), ParallelSetup("fsdp2", 4, 4))
+    )
+    assert alone == facts.num_params * 4 + facts.buffer_bytes
+    assert sharded == facts.num_params + facts.buffer_bytes
+
+
+@pytest.mark.slow
+def test_masks_that_a_class_keeps_are_counted() -> None:
+    """GPT-Neo has one of all positions by all positions in every layer."""
+    from transformers import AutoConfig
+
+    fields = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]}
+    config = AutoConfig.for_model("gpt_neo", max_position_embeddings=512, vocab_size=512, **fields).to_dict()
+    facts = facts_of_any(json.loads(json.dumps(config, default=str)), name="small")
+    assert facts.buffer_bytes == 2 * 512**2
+
+
+@pytest.mark.parametrize(("scaling", "chunks"), [(1.0, 0), (8.0, 1)])
+def test_a_factor_of_one_costs_our_loss_nothing(scaling: float, chunks: int) -> None:
+    """Logits of 512 tokens and 4,096 words are multiplied into other memory, unless by one."""
+    plain, scaled = (
+        facts_from_config({"model_type": name, **LLAMA_LIKE, **extra}, name=name)
+        for name, extra in (("granite", {"logits_scaling": 1.0}), ("granite", {"logits_scaling": scaling}))
+    )
+    setup = TrainingSetup(precision="fp32", packing=False, micro_batch_size=2, sequence_length=257)
+    more = [activations.step_bytes(facts, setup, is_cuda=False).loss_bytes for facts in (plain, scaled)]
+    assert more[1] - more[0] == chunks * 512 * 4096 * 4
+
+
+def test_all_experts_have_tokens() -> None:
+    """Where a class asks which experts were hit, every one was; where it asks for one's tokens, a share."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from accel_scale.tracing.recording import Recorder
+
+    with FakeTensorMode(), Recorder(adds_in_place=True, is_padded=False, num_experts=8):
+        hit = torch.empty(9, dtype=torch.bool).nonzero()
+        tokens = torch.empty(2, 64, dtype=torch.bool).nonzero()
+    assert hit.shape == (8, 1)
+    assert tokens.shape == (16, 2)
