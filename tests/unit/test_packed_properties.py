@@ -14,7 +14,15 @@ from torch.nn import functional as F
 
 from accel_scale.modeling import packed_attention
 from accel_scale.modeling.packed_attention import packed_attention_forward
-from accel_scale.modeling.packed_mask import attach_layout, bucket_lengths, dense_mask, packed_layout, packed_mask
+from accel_scale.modeling.packed_mask import (
+    attach_layout,
+    bucket_lengths,
+    dense_mask,
+    packed_layout,
+    packed_mask,
+    with_known_mask,
+)
+from accel_scale.modeling.packing.row_facts import RowFacts
 
 CPU = torch.device("cpu")
 
@@ -230,3 +238,58 @@ def test_what_is_not_causal_within_documents_stays_dense(change) -> None:
     assert not hasattr(found, "packed_layout")
     here = torch.arange(8)
     assert torch.equal(found[0, 0], seen(torch.tensor(0), 0, here[:, None], here[None]))
+
+
+# ── Documents that the host knows ────────────────────────────────────────────────────────────────────────────────────
+
+
+def known(rows: list[list[int]], given: torch.Tensor | None = None) -> torch.Tensor:
+    """The mask that carries what is known of rows."""
+    positions = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in rows])
+    inputs = {"input_ids": torch.zeros_like(positions)}
+    facts = RowFacts({**inputs, "position_ids": positions})
+    found = with_known_mask(inputs if given is None else {**inputs, "attention_mask": given}, facts)
+    assert found["input_ids"] is inputs["input_ids"]
+    mask = found["attention_mask"]
+    assert isinstance(mask, torch.Tensor)
+    assert torch.equal(mask, torch.ones(positions.shape, dtype=torch.bool) if given is None else given.bool())
+    return mask
+
+
+def causal(window: int | None = None) -> Any:
+    def seen(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return (key <= query) if window is None else (key <= query) & (query - key < window)
+
+    return seen
+
+
+@pytest.mark.parametrize("rows", [[[3, 5], [8]], [[8], [8]], [[1, 1, 6], [2, 6]]])
+@pytest.mark.parametrize("window", [None, 1, 3, 8])
+def test_known_documents_are_those_that_would_be_found(rows: list[list[int]], window: int | None) -> None:
+    # As transformers asks: only of plain causal masks may there be none.
+    found = mask_of(causal(window), 2, 8, attention_mask=known(rows), allow_is_causal_skip=window is None)
+    if all(len(lengths) == 1 for lengths in rows) and window in (None, 8):
+        assert found is None, "plain causal rows need no mask"
+    else:  # where each token sees itself alone, the mask's own pattern is none of documents
+        visible = found if window == 1 else dense_mask(found.packed_layout)
+        assert torch.equal(visible, visible_by_hand(rows, window))
+
+
+def test_what_else_a_mask_hides_is_hidden_within_known_documents() -> None:
+    rows = [[3, 5], [8]]
+    own = visible_by_hand(rows, None)
+
+    def in_blocks(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return (key <= query) & (query // 4 == key // 4)  # documents of the function's own
+
+    def elsewhere(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        if batch.numel() == 1:  # asked of one row: its tensors are on another device
+            raise RuntimeError
+        return key <= query
+
+    for function in (in_blocks, elsewhere):
+        found = mask_of(function, 2, 8, attention_mask=known(rows), allow_is_causal_skip=False)
+        here = torch.arange(8)
+        batch = torch.arange(2)[:, None, None]
+        seen = function(batch, 0, here[None, :, None], here[None, None]).expand(2, 8, 8)
+        assert torch.equal(found, own & seen[:, None]), function

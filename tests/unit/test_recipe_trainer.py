@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -70,3 +71,48 @@ def test_it_counts_tokens_without_padding_and_goes_by_ratios(tmp_path: Path) -> 
     assert found["later"]["tokens"] == 2 * tokens
     assert found["counters"]["num_tokens"] == 2 * tokens
     assert found["later"]["seconds"] > figures["seconds"]
+
+
+def test_rows_without_labels_are_refused_in_each_set() -> None:
+    from accel_scale.errors import ConfigError
+    from accel_scale.trainers.sft_trainer import ScaleDPOTrainer, ScaleSFTTrainer
+
+    good = Dataset.from_dict({"input_ids": [[1, 2, 3]], "labels": [[1, 2, 3]]})
+    bad = Dataset.from_dict({"input_ids": [[1, 2, 3]], "labels": [[-100, -100, -100]]})
+    for train, evaluation, says in (
+        (good, good, None),
+        (good, None, None),
+        (bad, good, "training"),
+        (good, bad, "eval"),
+    ):
+        trainer: Any = SimpleNamespace(
+            train_dataset=train, eval_dataset=evaluation, args=SimpleNamespace(max_length=8)
+        )
+        if says is None:
+            ScaleSFTTrainer.refuse_rows(trainer)
+        else:
+            with pytest.raises(ConfigError, match=says):
+                ScaleSFTTrainer.refuse_rows(trainer)
+    for train, evaluation, says in (
+        ([1], None, None),
+        ([1], [2], None),
+        ([], [1], "training"),
+        ([1], [], "evaluation"),
+    ):
+        trainer = SimpleNamespace(train_dataset=train, eval_dataset=evaluation, args=SimpleNamespace(max_length=8))
+        if says is None:
+            ScaleDPOTrainer.refuse_rows(trainer)
+        else:
+            with pytest.raises(ConfigError, match=f"no {says} row"):
+                ScaleDPOTrainer.refuse_rows(trainer)
+
+
+def test_figures_of_pairs_have_the_share_that_is_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
+    from accel_scale.trainers import sft_trainer
+
+    monkeypatch.setattr(sft_trainer.RecipeTrainerMixin, "figures", lambda self: {"losses": [1.0]})
+    trainer: Any = sft_trainer.ScaleDPOTrainer.__new__(sft_trainer.ScaleDPOTrainer)
+    trainer.state = SimpleNamespace(
+        log_history=[{"rewards/accuracies": 0.5}, {"loss": 1.0}, {"rewards/accuracies": 0.75}]
+    )
+    assert trainer.figures() == {"losses": [1.0], "preferred": [0.5, 0.75]}

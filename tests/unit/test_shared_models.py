@@ -18,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from accel_scale.errors import ConfigError
 from accel_scale.optimization.fast_loss import add_fast_lm_head, language_model_loss
+from accel_scale.parallel.gradient_norm import clip_gradients
 from accel_scale.parallel.layout import DIMENSIONS, ParallelLayout, build_mesh
 from accel_scale.parallel.model_parallel import (
     ModelParallel,
@@ -255,6 +256,29 @@ def test_a_head_that_is_sharded_by_itself_learns_from_all_rows(tmp_path: Path) -
         return max(float((found[name] - grad).abs().max()) for name, grad in expected.items())
 
     assert max(on_ranks(2, ranks, tmp_path)) < 1e-5
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
+def test_the_norm_of_a_sum_that_is_still_due_is_that_of_the_sum(tmp_path: Path) -> None:
+    whole = [torch.randn(6, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    expected = torch.stack([one.norm() for one in whole]).norm().item()
+
+    def ranks() -> list[float]:
+        from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+        mesh: Any = build_mesh(ParallelLayout(tp=2), "cpu")["tp"]
+        held = [torch.nn.Parameter(distribute_tensor(torch.zeros(6, 4), mesh, [Replicate()])) for _ in whole]
+        due = whole[0] * (0.25 if dist.get_rank() == 0 else 0.75)
+        held[0].grad = DTensor.from_local(due, mesh, [Partial()])
+        held[1].grad = distribute_tensor(whole[1].clone(), mesh, [Shard(1)])
+        held[2].grad = distribute_tensor(whole[2].clone(), mesh, [Replicate()])
+        norm = clip_gradients(held, 1.0)
+        clipped = [float((p.grad.full_tensor() - one / norm).abs().max()) for p, one in zip(held, whole, strict=True)]
+        return [norm.item(), max(clipped)]
+
+    for norm, difference in on_ranks(2, ranks, tmp_path):
+        assert norm == pytest.approx(expected, rel=1e-6)
+        assert difference < 1e-5
 
 
 # ── Which rank holds what, where the other ranks are only thought of ─────────────────────────────────────────────────

@@ -16,6 +16,7 @@ from accel_scale.data.pretraining.blocks import Block, BlockSource, block_size
 from accel_scale.data.pretraining.encoding import Encoder, one_thread_tokenizers
 from accel_scale.data.pretraining.lanes import LaneSet, Rows, TrainingSource
 from accel_scale.data.pretraining.loader import check_shape
+from accel_scale.data.pretraining.prepared import PreparedSource
 from accel_scale.data.pretraining.rows import parse_row_id
 from accel_scale.data.pretraining.shards import ShardJob, check_shard, finished_shard, write_shard
 from accel_scale.data.pretraining.validation import ValidationLoader, ValidationSource
@@ -236,13 +237,22 @@ def test_workers_tokenise_on_one_thread_and_the_setting_is_put_back(
 # ── Shards ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_shard_is_all_there_or_not_at_all(tmp_path: Path) -> None:
+def test_a_shard_is_all_there_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[bool] = []
+    fsync, rename = os.fsync, os.rename
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.path.isdir(f"/proc/self/fd/{file}")) or fsync(file))
+    renamed: list[int] = []
+    monkeypatch.setattr(os, "rename", lambda *paths: renamed.append(len(synced)) or rename(*paths))
     job, blocks = ShardJob(0, 1, 1, 3), [[9], [3, 4], [], [5]]
     ticks: list[int] = []
     encoder: Any = ENCODER
     assert finished_shard(str(tmp_path), job) is None
     facts = write_shard(str(tmp_path), job, Listed(blocks), encoder, "<u2", lambda: ticks.append(1))
     assert ticks == [1, 1]
+    assert renamed == [5], "on disk before it has its name: tokens, three indices and what they say"
+    assert len(synced) == 6
+    if os.path.isdir("/proc/self/fd"):
+        assert synced == [False] * 5 + [True], "and then the name"
     assert (facts["num_blocks"], facts["num_documents"], facts["num_tokens"]) == (2, 2, 7)
     assert facts["file_bytes"] == {"tokens.bin": 14, "documents.bin": 24, "blocks.bin": 24, "fragments.bin": 2}
     folder = tmp_path / "source-000" / "shard-00001"
@@ -312,3 +322,32 @@ def test_documents_are_opened_as_the_tokenizer_itself_would(opens: bool) -> None
     assert ended.fingerprint() == Encoder(tokenizer).fingerprint(), "padding changes no token"
     tokenizer.bos_token_id = None
     assert Encoder(tokenizer).prefix == []
+
+
+def test_blocks_of_prepared_data_are_those_of_the_data(tmp_path: Path) -> None:
+    """Of two shards; in the first one documents go on before and after their blocks."""
+    blocks, encoder = [[9], [3, 4], [], [5]], ENCODER
+    facts = []
+    for shard, (first, end) in enumerate(((0, 2), (2, 4))):
+        given = Listed(blocks, fragments=shard == 0)
+        facts.append(write_shard(str(tmp_path), ShardJob(0, shard, first, end), given, encoder, "<u2", lambda: None))
+    told = {"name": "s", "size_bytes": 77, "num_tokens": 21, "continuous": True, "shards": facts}
+    source_ = PreparedSource(str(tmp_path), 0, {"dtype": "<u2", "sources": [told]})
+    assert (source_.num_blocks, source_.size_bytes, source_.num_tokens, source_.continuous) == (4, 77, 21, True)
+    for number, lengths in enumerate(blocks):
+        block = source_.read(number)
+        assert [len(tokens) for tokens in block.tokens or ()] == lengths
+        assert (block.begins, block.ends) == ((False, False) if number < 2 else (True, True))
+        assert source_.block_tokens(number) == sum(lengths)
+    tokens = source_.read(1).tokens
+    assert tokens is not None
+    assert [one.tolist() for one in tokens] == [[1] * 3, [2] * 4]
+    assert tokens[0].dtype == np.int32
+    assert source_.place(1, 0).endswith("block 1, document 1 of s")
+    path = tmp_path / "source-000" / "shard-00001" / "tokens.bin"
+    path.write_bytes(b"\0" * 4)
+    with pytest.raises(ConfigError, match="has 4 bytes instead of 10"):
+        PreparedSource(str(tmp_path), 0, {"dtype": "<u2", "sources": [told]})
+    path.unlink()
+    with pytest.raises(ConfigError, match="is missing"):
+        PreparedSource(str(tmp_path), 0, {"dtype": "<u2", "sources": [told]})
