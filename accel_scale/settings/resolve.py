@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accel_scale.errors import ConfigError
 from accel_scale.facts.methods import METHOD_FACTS
@@ -20,10 +20,6 @@ from accel_scale.optimization.schedules import scaled_learning_rate, schedule_na
 from accel_scale.settings.method import resolve_method
 from accel_scale.settings.resolved import LaunchFacts, Resolved
 from accel_scale.settings.trl_refused import flag_of_whole_logits, refuse_trl_flags
-
-if TYPE_CHECKING:
-    pass
-
 
 _LEFT_TO_PLAN = "derived: left to the plan"
 _USUAL_WARMUP_RATIO, _USUAL_FLOOR = 0.03, 0.1

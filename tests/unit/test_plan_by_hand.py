@@ -36,6 +36,7 @@ from accel_scale.planning.models.training_setup import (
     check_policy,
     period_of,
 )
+from accel_scale.planning.tape.activations import _walk
 
 LLAMA = load_model_facts("meta-llama/Llama-3.2-1B", allow_download=False)
 N = LLAMA.num_params
@@ -248,6 +249,18 @@ def test_kinds_of_attention_take_turns_and_dense_layers_come_before_experts() ->
     mixture = MIXTRAL.layers[0]
     dense = replace(MIXTRAL, layers=(replace(layer, count=2), replace(mixture, count=4)))
     assert stage_layers(dense, 1024, 6) == ((0,), (0,), (1,), (1,), (1,), (1,))
+
+
+def test_layers_are_walked_once_for_all_settings_that_leave_their_tensors_alone() -> None:
+    """The search asks for hundreds of them."""
+    setup = TrainingSetup(micro_batch_size=3, sequence_length=333)
+    predict_memory(LLAMA, setup)
+    walked = _walk.cache_info().misses
+    for changes in ({"accumulation": 8}, {"optimizer": "sgd"}, {"parallel": ParallelSetup("ddp", 8)}):
+        predict_memory(LLAMA, replace(setup, **changes))
+    assert _walk.cache_info().misses == walked
+    predict_memory(LLAMA, replace(setup, parallel=ParallelSetup("fsdp2", 8)))  # casts what the layers get
+    assert _walk.cache_info().misses > walked
 
 
 # ── What is asked of a plan ──────────────────────────────────────────────────────────────────────────────────────────

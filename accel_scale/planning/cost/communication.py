@@ -140,14 +140,12 @@ def _sharded(facts: ModelFacts, setup: TrainingSetup, model_ranks: int) -> list[
     times = 1 if parallel.pipeline_parallel > 1 else times
     spread = parallel.tensor_parallel
     gathers = 2 if parallel.reshard_after_forward else 1
-    found = [
+    replicas, shard = parallel.num_replicas, gradients / shards
+    return [
         _per_layer(facts, "weights", "all_gather", weights, shards, times * gathers, spread),
         _per_layer(facts, "gradients", "reduce_scatter", gradients, shards, reductions, spread),
+        Collective("replicas", "all_reduce", shard, replicas, reductions, spread * shards),
     ]
-    if parallel.num_replicas > 1:
-        shard = gradients / shards
-        found.append(Collective("replicas", "all_reduce", shard, parallel.num_replicas, reductions, spread * shards))
-    return found
 
 
 def _replicated(facts: ModelFacts, setup: TrainingSetup, model_ranks: int) -> list[Collective]:
