@@ -115,6 +115,7 @@ def check_local_data(
     source: str | None,
     *,
     split: str = "train",
+    test_split: str | None = None,
     columns: Sequence[str] | Mapping[str, str] = (),
     mixture: Sequence[str] = (),
     preferences: bool = False,
@@ -131,6 +132,21 @@ def check_local_data(
     if all(find_source(item.name).kind == "files" for item in items):
         opened = _open(items, split, streaming=False)
         _layouts(opened, parse_columns(columns), chat=True, preferences=preferences)
+        if test_split is not None:
+            _require_split(opened, test_split)
+
+
+def _require_split(opened: Sequence[Opened], spec: str) -> None:
+    """Raise MissingSplit if no source has the first split of `spec`; one of a mixture is enough."""
+    missing: MissingSplit | None = None
+    for source in opened:
+        try:
+            source.source.files(_split_names(spec)[0])
+            return
+        except MissingSplit as error:
+            missing = error
+    assert missing is not None
+    raise missing
 
 
 def _items(source: str | None, config: str | None, mixture: Sequence[str]) -> list[MixtureItem]:

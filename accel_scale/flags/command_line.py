@@ -11,6 +11,7 @@ from typing import Any
 
 from accel_scale.errors import ConfigError
 from accel_scale.flags import datasets_key
+from accel_scale.flags.yaml_file import blank_keys, read_mapping
 from accel_scale.shipped import named_script
 
 _CONFIG_FLAGS = {"config_file", "config"}
@@ -44,7 +45,8 @@ class RecipeCommand:
         command = cls(path, tuple(words))
         config = next((values[-1] for name, values in command.flags() if name in _CONFIG_FLAGS and values), None)
         if config is not None and not Path(config).is_file():
-            raise ConfigError("does not exist.", place=config, fix="check the path after --config_file.")
+            problem = "is not a file." if Path(config).exists() else "does not exist."
+            raise ConfigError(problem, place=config, fix="check the path after --config_file.")
         return replace(command, config_path=Path(config)) if config is not None else command
 
     def value(self, name: str, default: Any = None) -> Any:
@@ -66,8 +68,6 @@ class RecipeCommand:
 
     def place(self, name: str) -> str:
         """``--name``, or ``file.yaml:12`` where the file of flags sets it."""
-        from accel_scale.flags.parsing import read_mapping
-
         if self.config_path is not None and all(flag != name for flag, _ in self.flags()):
             names = (name, datasets_key.KEY) if name in datasets_key.FLAGS else (name,)
             places = (place for key, place, _ in read_mapping(self.config_path) if key in names)
@@ -87,7 +87,7 @@ class RecipeCommand:
         copy = folder / self.config_path.name
         if copy != self.config_path:  # else it is a copy already
             shutil.copyfile(self.config_path, copy)
-        _blank_keys(copy, names)
+        blank_keys(copy, names)
         words = [word for flag, kept in self._words_by_flag() if flag not in {*names, *_CONFIG_FLAGS} for word in kept]
         return replace(self, words=("--config_file", str(copy), *words), config_path=copy)
 
@@ -119,8 +119,6 @@ class RecipeCommand:
         return values
 
     def _own_keys(self) -> list[str]:
-        from accel_scale.flags.parsing import read_mapping
-
         return [] if self.config_path is None else [key for key, _, _ in read_mapping(self.config_path)]
 
     def flags(self) -> list[tuple[str, list[str]]]:
@@ -143,18 +141,3 @@ class RecipeCommand:
             else:
                 groups.append(("", [word]))
         return groups
-
-
-def _blank_keys(path: Path, names: Collection[str]) -> None:
-    """Empty the lines of the top-level keys `names` in a YAML file."""
-    import yaml
-
-    text = path.read_text(encoding="utf-8")
-    lines = text.splitlines()
-    root = yaml.compose(text, Loader=yaml.SafeLoader)
-    entries = root.value if isinstance(root, yaml.MappingNode) else []
-    starts = [key.start_mark.line for key, _ in entries] + [len(lines)]
-    for (key, _), start, end in zip(entries, starts, starts[1:], strict=False):
-        if key.value in names:
-            lines[start:end] = [""] * (end - start)
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -31,6 +31,7 @@ from accel_scale.flags.library import (
     remember,
 )
 from accel_scale.flags.ranges import check_ranges
+from accel_scale.flags.yaml_file import read_mapping
 
 CONFIG_FLAGS = ("--config_file", "--config-file", "--config")
 # Keys that only an Accelerate launch file has.
@@ -201,36 +202,6 @@ def _unknown(parser: argparse.ArgumentParser, key: str, *, place: str, dashes: s
     near = difflib.get_close_matches(key.replace("-", "_"), names, n=1, cutoff=0.5)
     fix = f"did you mean {dashes}{near[0]}?" if near else f"see {parser.prog} --help for every flag."
     return ConfigError(f"{key!r} is not a flag of {parser.prog}.", place=place, fix=fix)
-
-
-def read_mapping(path: Path) -> list[tuple[str, str, yaml.Node]]:
-    """Key, place (``file.yaml:12``) and value of every top-level entry of a YAML file, in order.
-
-    Raises:
-        ConfigError: unreadable, not YAML, not a mapping, a key given twice.
-    """
-    try:
-        node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except OSError as error:
-        raise ConfigError(f"cannot be read ({error.strerror}).", place=str(path), fix="check the path.") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f"{path}:{mark.line + 1}" if mark else str(path)
-        problem = getattr(error, "problem", None) or "not text in UTF-8"
-        raise ConfigError(f"not valid YAML: {problem}.", place=place, fix="fix the syntax of this line.") from None
-    if node is None:
-        return []
-    if not isinstance(node, yaml.MappingNode):
-        raise ConfigError("holds no flags.", place=f"{path}:1", fix="write one `flag: value` per line.")
-    places: dict[str, str] = {}
-    entries = []
-    for key_node, value_node in node.value:
-        key, place = str(key_node.value), f"{path}:{key_node.start_mark.line + 1}"
-        if key in places:
-            raise ConfigError(f"{key!r} is given twice.", place=place, fix=f"keep one (the other: {places[key]}).")
-        places[key] = place
-        entries.append((key, place, value_node))
-    return entries
 
 
 def _read_yaml(parser: argparse.ArgumentParser, path: Path) -> tuple[dict[str, Any], dict[str, str]]:

@@ -10,7 +10,8 @@ import yaml
 
 from accel_scale.errors import ConfigError
 from accel_scale.flags.library import known_table
-from accel_scale.flags.parsing import build_parser, parse_entry, read_mapping
+from accel_scale.flags.parsing import build_parser, parse_entry
+from accel_scale.flags.yaml_file import read_mapping
 from accel_scale.importing import axolotl, llama_factory, trl
 from accel_scale.importing.draft import CHECK, LOST, NO_EFFECT, Draft, NoCounterpart, Row
 from accel_scale.recipe_specs.finding import load_recipe

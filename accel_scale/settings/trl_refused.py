@@ -92,9 +92,11 @@ def _refuse_rows(parsed: ParsedFlags, *, preferences: bool = False) -> None:
     named = named_inputs(lambda flag: as_list(given.get(flag)))
     names = [name for flag in ("dataset_name", "dataset_mixture") for name in named.get(flag, ())]
     if names and all(Path(name).expanduser().exists() for name in names):
+        evaluates = str(given.get("eval_strategy", "no")) != "no"
         check_local_data(
             given.get("dataset_name"),
             split=given.get("dataset_train_split") or "train",
+            test_split=(given.get("dataset_test_split") or "test") if evaluates else None,
             columns=given.get("columns") or (),
             mixture=given.get("dataset_mixture") or (),
             preferences=preferences,

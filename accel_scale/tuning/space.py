@@ -13,7 +13,8 @@ import yaml
 
 from accel_scale.errors import ConfigError
 from accel_scale.flags.library import NeedsLibraryError
-from accel_scale.flags.parsing import build_parser, parse_entry, read_mapping, refuse_launch_key
+from accel_scale.flags.parsing import build_parser, parse_entry, refuse_launch_key
+from accel_scale.flags.yaml_file import read_mapping
 from accel_scale.recipe_specs.finding import Recipe, plain
 from accel_scale.tuning.recipe import as_label, refuse_owned
 

@@ -58,6 +58,7 @@ def check(words: str) -> None:
         ("--model_name_or_path=model/deep/er", "--model_name_or_path", "no folder 'model/deep/er'"),
         ("--config_file flags.yaml", "flags.yaml:2", r"no folder '\./absent'"),
         ("--config_file absent.yaml", "absent.yaml", "does not exist"),
+        ("--config_file model", "model", "is not a file"),
         ("--dataset_name row.jsonl", "--dataset_name", r"row\.jsonl does not exist"),
         ("--dataset_mixture rows.jsonl=0.5 rows.json=0.5", "--dataset_mixture", r"rows\.json does not exist"),
         ("--data web/*.jsonl", "--data", r"no data file matches web/\*\.jsonl"),
@@ -138,6 +139,11 @@ def test_commands_say_so_before_torch_is_imported(repository, words):
             "--columns prompt=qestion: rows.jsonl has no column 'qest",
         ),
         ("sft", "--dataset_train_split trian", "rows.jsonl has no split 'trian'; it has 'train'"),
+        (
+            "sft",
+            "--eval_strategy epoch --columns prompt=question completion=answer",
+            "rows.jsonl has no split 'test'; it",
+        ),
         ("sft", "--dataset_name empty.jsonl", "empty.jsonl: the file has no row that can be read"),
         (
             "sft",
