@@ -14,7 +14,7 @@ CORES := $(shell nproc 2>/dev/null || echo 1)
 # Launches of two processes wait for each other and for imports most of the time: two files of tests at once.
 WORKERS ?= 2
 
-.PHONY: sft pretrain dpo grpo test test-fast coverage soak lint format clean debian ops
+.PHONY: sft pretrain dpo grpo reward test test-fast coverage soak lint format clean debian ops
 
 sft: $(STAMP)  ## Fine-tune the embedded model on the embedded data and report exact match before and after
 	OMP_NUM_THREADS=$(CORES) $(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/sft.py
@@ -30,6 +30,9 @@ grpo: $(STAMP)  ## Fine-tune the embedded model for a few steps, then reward its
 		--max_steps 19 --output_dir outputs/little-tuned
 	OMP_NUM_THREADS=$(CORES) $(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/grpo.py \
 		--model_name_or_path outputs/little-tuned
+
+reward: $(STAMP)  ## Train a reward model from the embedded model, on pairs of a right and a wrong answer
+	OMP_NUM_THREADS=$(CORES) $(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/reward.py
 
 test: $(STAMP) debian ops  ## Every test except the soaks
 	$(PYTEST) tests -n $(WORKERS) --dist loadfile --no-loadscope-reorder

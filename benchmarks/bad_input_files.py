@@ -41,7 +41,7 @@ def _tiny_model(folder: Path, embedded: Path, **changes: Any) -> None:
 
 
 def _models(folder: Path, model: Path) -> dict[str, Path]:
-    from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+    from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaForSequenceClassification
 
     def copy(name: str, change: Callable[[Path], None]) -> Path:
         shutil.copytree(model, folder / name)
@@ -75,7 +75,13 @@ def _models(folder: Path, model: Path) -> dict[str, Path]:
     shape = {"n_positions": 64, "n_embd": 64, "n_layer": 1, "n_head": 2}
     GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), **shape)).save_pretrained(gpt2)
     tokenizer.save_pretrained(gpt2)
+    scoring = {"rewards": 1, "classes": 3}
+    for name, num_labels in scoring.items():
+        made = LlamaForSequenceClassification.from_pretrained(model, num_labels=num_labels)
+        made.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
     return {
+        **{name: folder / name for name in scoring},
         "gpt2": gpt2,
         "cut": copy("cut", cut),
         "pointer": copy("pointer", pointer),
@@ -127,6 +133,8 @@ def _data(folder: Path, rows: list[dict[str, Any]]) -> dict[str, Path]:
         "empty": written("empty.jsonl", []),
         "broken_rows": written("broken.jsonl", [rows[0], rows[1], '{"question": "What', *rows[2:]]),
         "mostly_pairs": written("pairs.jsonl", [*pairs[:30], {"messages": messages}, *pairs[30:]]),
+        "ranked": written("ranked.jsonl", [{"chosen": row["answer"], "rejected": "It is 1."} for row in rows]),
+        "unrejected": written("unrejected.jsonl", [{"prompt": r["question"], "chosen": r["answer"]} for r in rows]),
         "half_saved": saved,
     }
 

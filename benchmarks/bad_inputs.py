@@ -38,7 +38,7 @@ takes about 9.5 s of one core, and the time is that of a process which has them.
 """
 # After which a process is taken to be importing the libraries.
 _PATIENCE_SECONDS = 6.0
-RECIPES = ("sft", "dpo", "grpo", "pretrain", "tune")
+RECIPES = ("sft", "dpo", "grpo", "reward", "pretrain", "tune")
 _RUNS = {
     "sft": "--model_name_or_path {model} --dataset_name {rows} --columns prompt=question completion=answer "
     "--precision fp32 --max_length 64 --max_steps 2 --per_device_train_batch_size 2 --save_strategy no "

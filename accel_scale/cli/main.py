@@ -36,6 +36,7 @@ COMMANDS: dict[str, Command] = {
     "sft": Command(_RUN, "fine-tune: run the recipe that comes with the package"),
     "dpo": Command(_RUN, "tune to pairs of answers, likewise"),
     "grpo": Command(_RUN, "train on rewards that can be verified, likewise"),
+    "reward": Command(_RUN, "train a reward model on pairs of answers, likewise"),
     "pretrain": Command(_RUN, "pretrain, likewise"),
     "tune": Command(_RUN, "search hyperparameters of a recipe, likewise"),
     "recipes": Command("accel_scale.cli.recipes", "list the recipes that come with the package, or copy one"),

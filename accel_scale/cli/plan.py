@@ -199,6 +199,8 @@ def _request(args: argparse.Namespace, wish: Wish) -> tuple[Request, list[str]]:
     notes = [] if request.machine.links is None else [f"communication from {request.machine.links.line}."]
     if recipe.rows_per_example > 1:
         notes.append(f"micro-batches count rows, {recipe.rows_per_example} for each example of {recipe.script}.")
+    if recipe.rewards:
+        notes.append("the head has one score in the place of the vocabulary's logits.")
     if request.fixed.get("reference_model") and "full" in request.methods:
         notes.append("a frozen reference model is counted: its weights and its forward pass.")
     if request.stack != OURS:

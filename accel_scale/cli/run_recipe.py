@@ -1,4 +1,4 @@
-"""`accel-scale sft`, `dpo`, `grpo`, `pretrain` and `tune`: a recipe of the package under Accelerate's launcher."""
+"""`accel-scale sft`, `dpo`, `grpo`, `reward`, `pretrain` and `tune`: a shipped recipe under Accelerate's launcher."""
 
 from __future__ import annotations
 

@@ -88,6 +88,29 @@ DEFAULT_REWARDING = MappingProxyType(
 )
 
 
+# Flags of recipes/reward.py on the embedded pairs where the user sets none: the held-out pairs are ranked before the
+# first step and after the last.
+DEFAULT_SCORING = MappingProxyType(
+    {
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "linear",
+        "warmup_ratio": 0.05,
+        "adam_beta2": 0.95,
+        "per_device_train_batch_size": 16,
+        "per_device_eval_batch_size": 50,
+        "max_length": 128,
+        "max_steps": 100,
+        "precision": "bf16",
+        "checkpointing_policy": "none",
+        "logging_steps": 10,
+        "eval_strategy": "steps",
+        "eval_steps": 100,
+        "eval_on_start": True,
+        "save_strategy": "no",
+    }
+)
+
+
 def default_model_path() -> str:
     """Folder of the embedded base model and tokenizer, for `from_pretrained`."""
     return str(files("accel_scale.assets").joinpath("default", "model"))
@@ -116,26 +139,28 @@ def default_dataset() -> tuple[Dataset, Dataset]:
     return read(train_path), read(heldout_path)
 
 
-def pairs_of(rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, object]]:
+def pairs_of(rows: Iterable[Mapping[str, Any]], *, of_any_task: bool = False) -> Iterator[dict[str, object]]:
     """Rows of ``messages`` as pairs: ``prompt``, ``chosen`` and ``rejected``, as turns.
 
     The rejected answer of a question is the right one of the question before it of the same ``task``: as well formed,
-    and wrong.
+    and wrong. With `of_any_task` it is that of the question before it, which mostly asks for something else.
     """
     last: dict[str, str] = {}
     for row in rows:
         *prompt, answer = row["messages"]
-        other = last.get(row["task"], answer["content"])
-        last[row["task"]] = answer["content"]
+        task = "" if of_any_task else row["task"]
+        other = last.get(task, answer["content"])
+        last[task] = answer["content"]
         if other != answer["content"]:
             yield {"prompt": prompt, "chosen": [answer], "rejected": [{**answer, "content": other}]}
 
 
-def default_pairs(folder: str, *, heldout: bool = False) -> str:
+def default_pairs(folder: str, *, heldout: bool = False, of_any_task: bool = False) -> str:
     """Path of the embedded rows as pairs in `folder` (JSON lines), written there where they are missing.
 
     Args:
         heldout: Those of the held-out questions, else of the training rows.
+        of_any_task: As for `pairs_of`.
     """
     import json
     import os
@@ -149,7 +174,9 @@ def default_pairs(folder: str, *, heldout: bool = False) -> str:
             open(default_data_paths()[heldout], encoding="utf-8") as rows,
             open(partial, "w", encoding="utf-8") as pairs,
         ):
-            pairs.writelines(json.dumps(pair) + "\n" for pair in pairs_of(map(json.loads, rows)))
+            pairs.writelines(
+                json.dumps(pair) + "\n" for pair in pairs_of(map(json.loads, rows), of_any_task=of_any_task)
+            )
         partial.replace(path)
     return str(path)
 

@@ -84,6 +84,8 @@ RANGES: Mapping[str, FlagRange] = {
     "min_lr_ratio": _SHARE,
     "decay_ratio": _SHARE,
     "label_smoothing_factor": _DECAY,
+    "label_smoothing": _DECAY,
+    "center_rewards_coefficient": _NOT_NEGATIVE,
     "neftune_noise_alpha": _POSITIVE,
     "router_aux_loss_coef": _NOT_NEGATIVE,
     # adapters and model

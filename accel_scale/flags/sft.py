@@ -86,6 +86,13 @@ class GRPODefaults(TrainerDefaults):
     output_dir: str | None = field(default="outputs/grpo", metadata={"help": "Where checkpoints and the result go."})
 
 
+@dataclass
+class RewardDefaults(TrainerDefaults):
+    """Over TRL's `RewardConfig`."""
+
+    output_dir: str | None = field(default="outputs/reward", metadata={"help": "Where checkpoints and the result go."})
+
+
 def _library_classes(config: str, library: str, defaults: type) -> tuple[LaterClass, ...]:
     """What a recipe reads of TRL's flags; the classes themselves are in `settings.trl_config`."""
     module = "accel_scale.settings.trl_config"
@@ -99,7 +106,8 @@ def _library_classes(config: str, library: str, defaults: type) -> tuple[LaterCl
 LIBRARY_CLASSES = _library_classes("RecipeSFTConfig", "trl:SFTConfig", SFTDefaults)
 DPO_LIBRARY_CLASSES = _library_classes("RecipeDPOConfig", "trl:DPOConfig", DPODefaults)
 GRPO_LIBRARY_CLASSES = _library_classes("RecipeGRPOConfig", "trl:GRPOConfig", GRPODefaults)
-SHIPPED_CLASSES = (*LIBRARY_CLASSES, *DPO_LIBRARY_CLASSES, *GRPO_LIBRARY_CLASSES)
+REWARD_LIBRARY_CLASSES = _library_classes("RecipeRewardConfig", "trl:RewardConfig", RewardDefaults)
+SHIPPED_CLASSES = (*LIBRARY_CLASSES, *DPO_LIBRARY_CLASSES, *GRPO_LIBRARY_CLASSES, *REWARD_LIBRARY_CLASSES)
 
 
 def main() -> None:

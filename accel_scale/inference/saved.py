@@ -50,8 +50,10 @@ def find_saved(name: str, *, base_model: str | None = None, place: str = "FOLDER
         if base_model is not None:
             raise ConfigError(f"{name} is a whole model.", place="--base_model", fix="leave it out.")
         _require_weights(folder, "config.json", "model", place=place)
+        _refuse_scores(folder / "config.json")
         return SavedModel(folder, None)
     _require_weights(folder, ADAPTER_CONFIG, "adapter_model", place=place)
+    _refuse_scores(folder / ADAPTER_CONFIG)
     source, fix = str(folder / ADAPTER_CONFIG), "pass --base_model."
     named = base_model or _named_base(folder / ADAPTER_CONFIG)
     if not named:
@@ -64,6 +66,21 @@ def find_saved(name: str, *, base_model: str | None = None, place: str = "FOLDER
     base = local_folder(named, place=base_place)
     _require_weights(base, "config.json", "model", place=base_place)
     return SavedModel(folder, base)
+
+
+def _refuse_scores(path: Path) -> None:
+    """Refuse what recipes/reward.py saves: it answers nothing."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        kinds = [values.get("task_type"), *(values.get("architectures") or ())]
+    except (ValueError, TypeError, AttributeError):
+        return  # loading it says what is wrong
+    if any(str(kind) == "SEQ_CLS" or str(kind).endswith("ForSequenceClassification") for kind in kinds):
+        raise ConfigError(
+            "a reward model gives rows a score and does not answer.",
+            place=str(path),
+            fix="load it with transformers' AutoModelForSequenceClassification.",
+        )
 
 
 def _named_base(path: Path) -> str | None:

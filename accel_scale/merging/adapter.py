@@ -163,12 +163,15 @@ def _write_small_files(merger: AdapterMerger, adapter: Path, base: Path, folder:
     from transformers import AutoTokenizer
 
     merger.config.dtype = merger.dtype
-    merger.config.save_pretrained(folder)
     for source in (adapter, base):
-        if (source / "generation_config.json").is_file():
+        if (source / "generation_config.json").is_file() and not merger.rewards:
             shutil.copy(source / "generation_config.json", folder)
             break
     for source in (adapter, base):
         if (source / "tokenizer_config.json").is_file():
-            AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+            tokenizer = AutoTokenizer.from_pretrained(source)
+            tokenizer.save_pretrained(folder)
+            if merger.rewards:  # scores are read at the last token that is no padding
+                merger.config.get_text_config().pad_token_id = tokenizer.pad_token_id
             break
+    merger.config.save_pretrained(folder)

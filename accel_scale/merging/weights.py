@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
 from accel_scale.merging.files import NF4RoundTrip, ShardWriter
+from accel_scale.modeling.adapters import is_of_rewards
 from accel_scale.modeling.checkpoint_names import StoredWeights
 from accel_scale.modeling.gathering import named_tensors
 from accel_scale.modeling.load_report import fit_of, refuse_partial_load
-from accel_scale.modeling.model_class import language_model_class
+from accel_scale.modeling.loading import changed_head
+from accel_scale.modeling.model_class import as_reward_model, language_model_class, scores_rows
 from accel_scale.modeling.stored_weights import SafetensorsReader
 
 if TYPE_CHECKING:
@@ -40,7 +42,8 @@ class AdapterMerger:
 
         self.place = str(adapter)
         self.base, self.adapter = SafetensorsReader(base), SafetensorsReader(adapter, "adapter_model")
-        self.config = _base_config(base)
+        self.rewards = is_of_rewards(peft_config)
+        self.config = base_config(base, rewards=self.rewards)
         self._grow_vocabulary()
         self.dtype = getattr(torch, dtype or dtype_of(base), None)
         if not isinstance(self.dtype, torch.dtype):
@@ -49,15 +52,19 @@ class AdapterMerger:
         model = _on_meta(self.config)
         self.base_shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         self.buffers = {name for name, _ in model.named_buffers()}
-        refuse_partial_load(model, fit_of(model, self.base.file_of), name=base.name, place=str(base))
+        fit, (new, left) = fit_of(model, self.base.file_of), changed_head(model) if self.rewards else (set(), set())
+        new = set() if _has_scores(base) else new
+        refuse_partial_load(model, fit, name=base.name, place=str(base), may_lack=new, may_leave=left)
         self.stored = StoredWeights(model, self.base.file_of)
         self.input_name = _weight_name(model, model.get_input_embeddings())
         self.output_name = _weight_name(model, model.get_output_embeddings())
         self._inject(model, peft_config)
         changed = {n for n in self.base_shapes if n in self.replaced or self._is_merged(n)}
         self.untied_head = self._untied_head(changed)
+        # A head of scores on a language model's layers.
+        self.added = [name for name in self.replaced if self.rewards and not self.stored.names_for(name)]
         through_4_bits = set(self.round_trip.transposed) if self.round_trip else set()
-        touched = (changed - {self.untied_head}) | through_4_bits
+        touched = (changed - {self.untied_head, *self.added}) | through_4_bits
         self.touched = {self.stored.group_of[stored] for name in touched for stored in self._stored_names(name)}
 
     def _grow_vocabulary(self) -> None:
@@ -196,6 +203,8 @@ class AdapterMerger:
         pending: dict[str, torch.Tensor] = {}  # merged with their module, written with their group
         for stored in self.base.names():
             group = self.stored.group_of.get(stored)
+            if group is None and self.rewards:
+                continue  # the language model's head
             if group not in self.touched:  # nothing changes in it
                 writer.add(stored, self._cast(self._as_loaded(stored, self.base.read(stored))))
             elif group not in done:
@@ -206,6 +215,8 @@ class AdapterMerger:
                 tensors = {name: pending.pop(name) for name in self.stored.made_by(group)}
                 for key, tensor in self.stored.write(group, tensors).items():
                     writer.add(key, tensor)
+        for name in self.added:
+            writer.add(name, self.final(name)[name])
         if self.untied_head and self.input_name:
             head = self.final(self.untied_head)[self.untied_head]
             if not head.equal(self.final(self.input_name)[self.input_name]):
@@ -220,15 +231,24 @@ def dtype_of(base: Path) -> str:
     return str(AutoConfig.from_pretrained(base).dtype or "float32").removeprefix("torch.")
 
 
-def _base_config(base: Path) -> Any:
+def base_config(base: Path, *, rewards: bool) -> Any:
+    """The configuration of the base, unquantised; with `rewards` as a reward model's."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(base)
+    if rewards:
+        as_reward_model(config, name=base.name, place=str(base))
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError(
             "the base is stored quantised.", place=str(base), fix="pass the unquantised one with --base_model."
         )
     return config
+
+
+def _has_scores(base: Path) -> bool:
+    from transformers import AutoConfig
+
+    return scores_rows(AutoConfig.from_pretrained(base))
 
 
 def _on_meta(config: Any) -> Any:

@@ -57,12 +57,12 @@ def language_prefix(model: PreTrainedModel) -> str:
 
 
 def freeze_other_parts(model: PreTrainedModel) -> None:
-    """Of a model of several modalities, train what text trains: the language model and its head."""
+    """Of a model of several modalities, train what text trains: the language model and its head, of scores too."""
     prefix = language_prefix(model)
     if not prefix:
         return
-    head = model.get_output_embeddings()
-    kept = {id(parameter) for parameter in (head.parameters() if head is not None else ())}
+    heads = (model.get_output_embeddings(), getattr(model, "score", None))
+    kept = {id(parameter) for head in heads if head is not None for parameter in head.parameters()}
     for name, parameter in model.named_parameters():
         if not name.startswith(prefix) and id(parameter) not in kept:
             parameter.requires_grad_(False)

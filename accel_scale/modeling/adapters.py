@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 from accel_scale.errors import ConfigError
 from accel_scale.facts.methods import METHOD_FACTS
 from accel_scale.facts.strategies import strategy_named
+from accel_scale.modeling.model_class import scores_rows
 
 if TYPE_CHECKING:
-    from peft import LoraConfig
+    from peft import LoraConfig, PeftConfig
     from torch import nn
     from transformers import BitsAndBytesConfig, PreTrainedModel
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 _ALL_LINEAR = "all-linear"
 _HEAD = "lm_head"
+# PEFT's names of what a model is for.
+_LANGUAGE, _SCORES = "CAUSAL_LM", "SEQ_CLS"
 
 
 def lora_config(
@@ -60,8 +63,15 @@ def lora_config(
             place=place("lora_target_modules"),
             fix=f"remove {_HEAD} from the target modules; --lora_modules_to_save {_HEAD} trains it whole.",
         )
+    task, task_flag = getattr(model_args, "lora_task_type", _LANGUAGE), "lora_task_type"
+    if scores_rows(model.config):
+        if task not in (_LANGUAGE, _SCORES):  # the first is TRL's default
+            raise ConfigError(
+                f"{task} has no head of scores.", place=place(task_flag), fix=f"remove it, or use {_SCORES}."
+            )
+        task = _SCORES  # PEFT then trains the head whole, and saves it with the adapter
     config = LoraConfig(
-        task_type=getattr(model_args, "lora_task_type", "CAUSAL_LM"),
+        task_type=task,
         r=model_args.lora_r,
         lora_alpha=model_args.lora_alpha,
         lora_dropout=model_args.lora_dropout,
@@ -75,6 +85,11 @@ def lora_config(
     )
     check_targets(config, model, dropout_is_set=dropout_is_set, place=place)
     return config
+
+
+def is_of_rewards(config: PeftConfig) -> bool:
+    """Whether these are adapters of a reward model, saved with its head of scores."""
+    return str(getattr(config.task_type, "value", config.task_type)) == _SCORES
 
 
 def leave_out(config: LoraConfig, leaves: Sequence[str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
@@ -13,7 +13,15 @@ if TYPE_CHECKING:
 _MAX_LISTED = 3
 
 
-def refuse_partial_load(model: PreTrainedModel, info: Mapping[str, Any], *, name: str, place: str) -> None:
+def refuse_partial_load(
+    model: PreTrainedModel,
+    info: Mapping[str, Any],
+    *,
+    name: str,
+    place: str,
+    may_lack: Collection[str] = (),
+    may_leave: Collection[str] = (),
+) -> None:
     """Refuse a model some of whose weights are not the checkpoint's, or a checkpoint that the model leaves out.
 
     What the model's class declares may be missing or left over is none of either, nor is a head that is tied.
@@ -22,6 +30,8 @@ def refuse_partial_load(model: PreTrainedModel, info: Mapping[str, Any], *, name
         info: What ``from_pretrained(output_loading_info=True)`` gives beside the model.
         name: Of the checkpoint.
         place: What set it.
+        may_lack: Weights of the model that the checkpoint need not have.
+        may_leave: Weights of the checkpoint that the model need not have.
 
     Raises:
         ConfigError: with the number and the first names of what does not fit.
@@ -29,6 +39,8 @@ def refuse_partial_load(model: PreTrainedModel, info: Mapping[str, Any], *, name
     missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
     if _is_loaded_by_zero3():  # transformers does not look there
         unexpected = _not_in_model(model, name)
+    missing = [key for key in missing if key not in may_lack]
+    unexpected = [key for key in unexpected if key not in may_leave]
     mismatched = sorted(info["mismatched_keys"])
     problems = []
     if missing:

@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from accel_scale.errors import ConfigError, first_line
-from accel_scale.modeling.model_class import language_model_class, refuse_other_models, set_dropout
+from accel_scale.modeling.model_class import (
+    as_reward_model,
+    language_model_class,
+    refuse_other_models,
+    refuse_reward_model,
+    scores_rows,
+    set_dropout,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -18,9 +25,17 @@ if TYPE_CHECKING:
 
 
 def load_config(
-    name: str, *, revision: str = "main", trust_remote_code: bool = False, dropout: float | None = None
+    name: str,
+    *,
+    revision: str = "main",
+    trust_remote_code: bool = False,
+    dropout: float | None = None,
+    rewards: bool = False,
 ) -> PretrainedConfig:
     """The model's configuration, before any weight is read; with `dropout` wherever the model has one.
+
+    Args:
+        rewards: It is for a reward model on the layers of the model, or is that of one.
 
     Raises:
         ConfigError: if there is no such folder or hub repository, it cannot be reached, or it is of another kind.
@@ -42,6 +57,10 @@ def load_config(
             fix="check the name, and the connection if it is on the hub.",
         ) from error
     refuse_other_models(config, name=name, place="--model_name_or_path")
+    if rewards:
+        as_reward_model(config, name=name)
+    else:
+        refuse_reward_model(config, name=name)
     if dropout is not None:
         set_dropout(config, dropout)
     return config
@@ -83,9 +102,12 @@ def load_model(
     revision: str = "main",
     trust_remote_code: bool = False,
     device_map: Any = None,
+    rewards: bool = False,
     **model_kwargs: Any,
 ) -> PreTrainedModel:
     """A causal language model with its weights in `dtype`; parts for other things than text are frozen.
+
+    With `rewards` a model that scores rows; a language model's layers get a new head, from torch's random numbers.
 
     Call after `TrainingArguments` exists: under ZeRO-3 the weights are then partitioned while they load, and under
     FSDP with RAM-efficient loading only rank 0 reads them.
@@ -101,7 +123,9 @@ def load_model(
     if quantization_config is not None:
         model_kwargs["quantization_config"] = quantization_config
     try:
-        config = load_config(name, revision=revision, trust_remote_code=trust_remote_code)
+        config = load_config(name, revision=revision, trust_remote_code=trust_remote_code, rewards=rewards)
+        if rewards:
+            model_kwargs["num_labels"] = config.num_labels
         loaded: Any = language_model_class(config).from_pretrained(
             name,
             output_loading_info=True,
@@ -123,7 +147,9 @@ def load_model(
     if ignores_shapes:
         info["mismatched_keys"] = ()
     if not getattr(model, "_hf_peft_config_loaded", False):  # an adapter's report is about its own weights
-        refuse_partial_load(model, info, name=name, place="--model_name_or_path")
+        new, left = changed_head(model) if rewards else (set(), set())
+        new = set() if scores_rows(model.config) else new  # as its file has it
+        refuse_partial_load(model, info, name=name, place="--model_name_or_path", may_lack=new, may_leave=left)
     remember_used_conversions(model)
     freeze_other_parts(model)
     model.config.use_cache = False
@@ -142,6 +168,14 @@ def skeleton_of(
         )
     model.config.use_cache = False
     return model
+
+
+def changed_head(model: PreTrainedModel) -> tuple[set[str], set[str]]:
+    """Of a model that scores rows: names of its head's weights, and of those of a language model's on its layers."""
+    config = copy.deepcopy(model.config)
+    config.architectures = None
+    own, theirs = set(model.state_dict()), set(skeleton_of(config).state_dict())
+    return own - theirs, theirs - own
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Which class loads a checkpoint as a language model: text only, or the text model of a multimodal one."""
+"""Which class loads a checkpoint: a language model, the text model of a multimodal one, or one that scores rows."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
+_SCORING = "ForSequenceClassification"
+
+
 def language_model_class(config: PreTrainedConfig) -> Any:
-    """transformers' auto class for `config`: `AutoModelForCausalLM`, or that of models with images.
+    """transformers' auto class for `config`: `AutoModelForCausalLM`, or that of models with images or that score rows.
 
     A checkpoint with a vision tower is loaded with it, so that what is saved is a checkpoint of the same kind.
     """
@@ -20,14 +23,60 @@ def language_model_class(config: PreTrainedConfig) -> Any:
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
         AutoModelForCausalLM,
         AutoModelForImageTextToText,
+        AutoModelForSequenceClassification,
     )
 
+    if scores_rows(config):
+        return AutoModelForSequenceClassification
     has_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     return (
         AutoModelForImageTextToText
         if has_images and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
         else AutoModelForCausalLM
     )
+
+
+def scores_rows(config: PreTrainedConfig) -> bool:
+    """Whether `config` is that of a model that scores rows, as a reward model is, and predicts no tokens."""
+    return any(name.endswith(_SCORING) for name in config.architectures or ())
+
+
+def as_reward_model(config: PreTrainedConfig, *, name: str, place: str = "--model_name_or_path") -> None:
+    """Make `config` that of a reward model on the same layers: a head with one score in the place of the vocabulary's.
+
+    Raises:
+        ConfigError: if transformers has no such model of this type, or `config` has another number of scores.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+
+    if scores_rows(config) and config.num_labels != 1:
+        raise ConfigError(
+            f"{name!r} sorts rows into {config.num_labels} classes, and a reward model gives one score.",
+            place=place,
+            fix="give a language model, or a reward model to go on with.",
+        )
+    if config.model_type not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
+        raise ConfigError(
+            f"transformers has no model of the type {config.model_type} that scores rows.",
+            place=place,
+            fix="give a model of another type, such as Llama, Qwen or Gemma.",
+        )
+    config.architectures = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[config.model_type]]
+    config.num_labels = 1
+
+
+def refuse_reward_model(config: PreTrainedConfig, *, name: str, place: str = "--model_name_or_path") -> None:
+    """Refuse a model that scores rows where a language model is trained.
+
+    Raises:
+        ConfigError: if it is one.
+    """
+    if scores_rows(config):
+        raise ConfigError(
+            f"{name!r} scores rows ({config.architectures[0]}) and predicts no tokens.",  # type: ignore[index]
+            place=place,
+            fix="give the language model that it was made of; recipes/reward.py goes on with this one.",
+        )
 
 
 # Of transformers' decoders; what is not in a configuration is not in the model.

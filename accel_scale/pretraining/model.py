@@ -216,7 +216,7 @@ def _own_model(
         attn_implementation=attention,
         revision=model_args.model_revision,
         trust_remote_code=model_args.trust_remote_code,
-        **dropouts_of(config),
+        **dropouts_of(config),  # type: ignore[arg-type]  # none of them is called like a parameter
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from accel_scale.modeling.adapters import is_of_rewards
+
 # Of the largest logit. Weights saved in 16 bit may each be rounded the other way where the CPU Adam of an offloading
 # launch vectorised differently (one value in 10,000, by its last bit: 2.4e-4 measured); a lost state moves them all.
 LOGIT_TOLERANCE, LOGIT_TOLERANCE_16_BIT = 1e-5, 1e-3
@@ -67,9 +69,19 @@ def _load(folder: Path) -> tuple[Any, dict[str, Any]]:
     from accel_scale.rehearsing.plan import CheckFailed
 
     if (folder / "adapter_config.json").is_file():
-        from peft import AutoPeftModelForCausalLM, get_peft_model_state_dict
+        from peft import (
+            AutoPeftModelForCausalLM,
+            AutoPeftModelForSequenceClassification,
+            PeftConfig,
+            get_peft_model_state_dict,
+        )
 
-        model: Any = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        dtype = torch.float32
+        model: Any
+        if is_of_rewards(PeftConfig.from_pretrained(str(folder))):
+            model = AutoPeftModelForSequenceClassification.from_pretrained(folder, dtype=dtype, num_labels=1)
+        else:
+            model = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=dtype)
         saved = _read_tensors(folder, "adapter_model*.safetensors")
         absent = set(saved) ^ set(get_peft_model_state_dict(model))
     else:

@@ -29,6 +29,7 @@ def end_rows(summary: Mapping[str, Any]) -> dict[str, str | None]:
         "loss": f"{losses[0]:.4f} → {losses[-1]:.4f} in {summary['steps']} steps" if losses else None,
         "evaluation loss": f"{summary['eval_loss']:.4f}" if summary["eval_loss"] is not None else None,
         "preferred": f"{pairs[0]:.1%} → {pairs[-1]:.1%} of pairs" if (pairs := summary.get("preferred")) else None,
+        "held-out pairs": _ranked_text(summary.get("ranked") or {}),
         "reward": f"{rewards[0]:.3f} → {rewards[-1]:.3f}" if (rewards := summary.get("rewards")) else None,
         "exact match": _match_text(summary.get("exact_match") or {}),
         "speed": f"{speed:,.0f} tokens/s without padding" if speed else None,
@@ -54,6 +55,13 @@ def data_bound_advice(waiting: float | None, *, or_else: str = "a --dataset_name
         f"warning: {waiting:.0%} of the time went on waiting for data. Fix: more --dataloader_num_workers, or "
         f"{or_else}."
     )
+
+
+def _ranked_text(ranked: Mapping[str, float | None]) -> str | None:
+    if ranked.get("after") is None:
+        return None
+    start = f"{ranked['before']:.1%} → " if ranked.get("before") is not None else ""
+    return f"{start}{ranked['after']:.1%} ranked right after step {ranked['step']}"
 
 
 def _match_text(match: Mapping[str, Any]) -> str | None:

@@ -16,7 +16,7 @@ from accel_scale.planning.models.training_setup import GenerationSetup, Training
 from accel_scale.planning.search.changes import as_flag, cheapest_changes, launch_label
 from accel_scale.planning.search.recipe_choices import SFT_PLAN
 from accel_scale.planning.search.search import Request
-from accel_scale.settings.planned_setup import SharedModel, Target, setup_of, target_of
+from accel_scale.settings.planned_setup import SharedModel, Target, recipe_value, setup_of, target_of
 from accel_scale.units import format_bytes
 
 if TYPE_CHECKING:
@@ -238,6 +238,9 @@ def planned_as(
     """
     name = str(settings.values.get("model_name_or_path", model_config.model_type))
     facts = facts_of_any(model_config.to_dict(), name=name)
+    facts = facts.as_reward_model() if settings.recipe.rewards else facts
+    if recipe_value(settings, "disable_dropout"):
+        facts = replace(facts, attention_dropout=0.0, embedding_dropout=0.0, residual_dropout=0.0)
     setup = setup_of(settings, launch, attention, shared)
     place = next((settings.sources[flag] for flag in ("plan_gpu", "plan") if settings.sources.get(flag)), "--plan")
     plan = predict(facts, setup, target, place=place)

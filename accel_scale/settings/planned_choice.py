@@ -97,6 +97,7 @@ def _config_of(settings: Resolved) -> PreTrainedConfig:
         revision=values.get("model_revision", "main"),
         trust_remote_code=bool(values.get("trust_remote_code")),
         dropout=settings.scale.model_dropout,
+        rewards=settings.recipe.rewards,
     )
 
 

@@ -135,7 +135,7 @@ def _of_rows(
         accumulation=int(recipe_value(settings, "gradient_accumulation_steps")),
         sync_each_batch=bool(recipe_value(settings, "sync_each_batch")),
         reduce_dtype=settings.scale.reduce_dtype,
-        lora=_lora_of(model_args, drops=not recipe_value(settings, "disable_dropout")),
+        lora=_lora_of(settings),
         double_quantisation=bool(model_args.use_bnb_nested_quant),
         compile=bool(recipe_value(settings, "torch_compile")),
         parallel=parallel_of(launch.parallel, launch.world_size, launch.local_world_size, shared),
@@ -240,11 +240,14 @@ def _loss_of(settings: Resolved) -> str:
     return "chunked" if flag_of_whole_logits(settings.values) is None else "full"
 
 
-def _lora_of(model_args: Any, *, drops: bool) -> LoraSetup:
+def _lora_of(settings: Resolved) -> LoraSetup:
+    from accel_scale.settings.trl_config import RecipeModelConfig
+
+    model_args = settings.build(RecipeModelConfig)
     targets = model_args.lora_target_modules or ["all-linear"]
     names = [targets] if isinstance(targets, str) else list(targets)
     if model_args.lora_target_parameters or not all(n == "all-linear" or n.isidentifier() for n in names):
         raise ConfigError("adapters that a pattern chooses are not modelled.", place="--lora_target_modules")
-    saved = model_args.lora_modules_to_save or ()
-    dropout = float(model_args.lora_dropout) if drops else 0.0
-    return LoraSetup(model_args.lora_r, tuple(names), bool(model_args.use_dora), tuple(saved), dropout)
+    saved = (*(model_args.lora_modules_to_save or ()), *(("score",) if settings.recipe.rewards else ()))
+    dropout = 0.0 if recipe_value(settings, "disable_dropout") else float(model_args.lora_dropout)
+    return LoraSetup(model_args.lora_r, tuple(names), bool(model_args.use_dora), saved, dropout)

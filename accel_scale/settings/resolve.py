@@ -29,6 +29,7 @@ _PRESET_GROUPS = (
     ("warmup_ratio", "warmup_steps"),
     ("global_batch_size", "gradient_accumulation_steps", "per_device_train_batch_size"),
     ("max_steps", "num_train_epochs"),
+    ("eval_strategy", "eval_on_start"),
     ("precision", "bf16", "fp16", "dtype"),
 )
 

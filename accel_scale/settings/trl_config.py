@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trl import DPOConfig, GRPOConfig, ModelConfig, SFTConfig
+from trl import DPOConfig, GRPOConfig, ModelConfig, RewardConfig, SFTConfig
 
 from accel_scale.flags.ddp import DdpHookArguments
-from accel_scale.flags.sft import DPODefaults, GRPODefaults, ModelDefaults, SFTDefaults
+from accel_scale.flags.sft import DPODefaults, GRPODefaults, ModelDefaults, RewardDefaults, SFTDefaults
 from accel_scale.secrets import move_token_to_environment
 
 if TYPE_CHECKING:
@@ -86,4 +86,9 @@ class RecipeGRPOConfig(_TrainerSettings, GRPODefaults, DdpHookArguments, GRPOCon
     """TRL's `GRPOConfig` with the recipe's flags and defaults."""
 
 
-RecipeConfig = RecipeSFTConfig | RecipeDPOConfig | RecipeGRPOConfig
+@dataclass
+class RecipeRewardConfig(_TrainerSettings, RewardDefaults, DdpHookArguments, RewardConfig):  # type: ignore[misc]
+    """TRL's `RewardConfig` with the recipe's flags and defaults."""
+
+
+RecipeConfig = RecipeSFTConfig | RecipeDPOConfig | RecipeGRPOConfig | RecipeRewardConfig

@@ -13,6 +13,7 @@ from accel_scale.flags.paths import as_list, named_inputs
 from accel_scale.flags.rewards import RewardArguments, check_rewards
 from accel_scale.modeling.model_class import DROPOUTS
 from accel_scale.modeling.precision import wanted_precision
+from accel_scale.settings.preference_losses import refuse_losses
 
 if TYPE_CHECKING:
     from accel_scale.flags.parsing import ParsedFlags
@@ -128,6 +129,7 @@ def refuse_dpo(parsed: ParsedFlags) -> None:
     for name, why in refused.items():
         if given.get(name):
             raise ConfigError(f"{why}.", place=parsed.place(name), fix="remove it.")
+    refuse_losses(parsed)
     for name in ("sync_ref_model", "dataset_streaming"):
         if given.get("precompute_ref_log_probs") and given.get(name):
             raise ConfigError(
@@ -173,6 +175,37 @@ def refuse_grpo(parsed: ParsedFlags) -> None:
     _refuse_rows(parsed)
 
 
+def refuse_reward(parsed: ParsedFlags) -> None:
+    """As `refuse_contradictions`, of recipes/reward.py, with what is not done where rows are scored.
+
+    Raises:
+        ConfigError: for the first that is found.
+    """
+    refuse_settings(parsed)
+    given = parsed.explicit
+    template, saved = str(given.get("chat_template_path") or ""), given.get("lora_modules_to_save") or ()
+    refused = {
+        "long_rows": (bool(given.get("long_rows")), "scored rows are not computed in tiles", "remove it"),
+        "exact_match_samples": (
+            bool(given.get("exact_match_samples")),
+            "a reward model answers no questions",
+            "remove it; --eval_strategy and --eval_on_start report the share of pairs that it ranks",
+        ),
+        "pad_token": (given.get("pad_token") is not None, "TRL gives it up", "set it in the tokenizer's files"),
+        "chat_template_path": (
+            bool(template) and not template.endswith((".jinja", ".j2")),
+            "a template that brings tokens along would need embeddings of its own",
+            "name a .jinja file",
+        ),
+        "lora_modules_to_save": ("lm_head" in saved, "a reward model has no lm_head", "remove it"),
+    }
+    for name, (is_refused, why, fix) in refused.items():
+        if is_refused:
+            raise ConfigError(f"{why}.", place=parsed.place(name), fix=f"{fix}.")
+    _refuse_model_alone(parsed)
+    _refuse_rows(parsed, preferences=True)
+
+
 def refuse_settings(parsed: ParsedFlags) -> None:
     """Flags of any recipe with TRL's trainers that cannot work together.
 
@@ -181,6 +214,10 @@ def refuse_settings(parsed: ParsedFlags) -> None:
     """
     given = parsed.explicit
     refuse_trl_flags(given, parsed.place, device_type="not known yet")
+    if given.get("eval_on_start") and str(given.get("eval_strategy") or "no") == "no":
+        raise ConfigError(
+            "nothing is evaluated.", place=parsed.place("eval_on_start"), fix="add --eval_strategy steps or epoch."
+        )
     precision, fp16, bf16, dtype = (given.get(name) for name in ("precision", "fp16", "bf16", "dtype"))
     wanted_precision(precision, fp16, bf16, dtype, False, parsed.place)
 

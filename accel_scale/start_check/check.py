@@ -42,10 +42,11 @@ def _skipped(run: PlannedRun, why: str) -> Verdict:
 
 def _verdict(run: PlannedRun) -> Verdict:
     from accel_scale.start_check.flash_on_cpu import attention_on_cpu
+    from accel_scale.start_check.reward_check import RewardTwinCheck
     from accel_scale.start_check.twin_check import TwinCheck
 
     with attention_on_cpu(run.attention) as attention:
-        return TwinCheck(run, attention).verdict()
+        return (RewardTwinCheck if run.rewards else TwinCheck)(run, attention).verdict()
 
 
 def _with_other_attention(run: PlannedRun, refusal: AttentionRefused) -> Verdict:

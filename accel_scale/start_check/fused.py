@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from accel_scale.errors import ConfigError, first_line
 from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy, apply_checkpointing
 from accel_scale.modeling.fused.liger import fuse_layers, is_installed, why_no_kernels
+from accel_scale.modeling.model_class import scores_rows
 from accel_scale.settings.planned_setup import recipe_value
 from accel_scale.start_check.rows import tiny_batch
 from accel_scale.start_check.twin import NoTwin, build_twin, undisturbed
@@ -56,6 +57,8 @@ def settle_fused_kernels(
         in_tiles=settings.scale.long_rows,
         divides_tensors=divides_tensors,
     )
+    if reason is None and scores_rows(config):
+        reason = "Liger patches models that predict tokens, and this one scores rows"
     is_worth_a_line = reason is None
     parts: tuple[str, ...] = ()
     resume = settings.values.get("resume", recipe_value(settings, "resume_from_checkpoint"))

@@ -31,6 +31,7 @@ class PlannedRun:
         router_loss: Weight of the router's auxiliary loss where the trainer sets it; None: as the configuration says.
         packing_flag: What switches packing off in this recipe.
         log_probs: Whether the loss is made of log-probabilities by TRL's head, as that of pairs is.
+        rewards: Whether it is a reward model, whose loss is of the scores of two rows.
         targets_given: Whether the user named the modules that get adapters.
     """
 
@@ -46,6 +47,7 @@ class PlannedRun:
     packing_flag: str = "--packing false"
     targets_given: bool = False
     log_probs: bool = False
+    rewards: bool = False
 
     @property
     def packs(self) -> bool:

@@ -62,8 +62,8 @@ def check_sft_start(
 ) -> Verdict:
     """The start check of a run with one of TRL's trainers; what the user should know is said, a line each.
 
-    Of pairs it is their log-probabilities that are compared, by TRL's head. The reference model needs no check of its
-    own: it is the same model without gradients.
+    Of pairs it is their log-probabilities that are compared, by TRL's head, and of a reward model the scores. The
+    reference model needs no check of its own: it is the same model without gradients.
 
     Raises:
         ConfigError: as `check_start`.
@@ -72,7 +72,7 @@ def check_sft_start(
     from accel_scale.settings.planned_setup import recipe_value
 
     values, adapter = settings.values, settle_adapters(settings, model_args, config)
-    of_pairs = settings.recipe.rows_per_example > 1
+    rewards, of_pairs = settings.recipe.rewards, settings.recipe.rows_per_example > 1
     packs = bool(recipe_value(settings, "packing") or (values.get("padding_free") and not of_pairs))
     launched = strategy_named(settings.launch.strategy)
     planned = PlannedRun(
@@ -88,7 +88,8 @@ def check_sft_start(
         trust_remote_code=bool(values.get("trust_remote_code")),
         # A pair's routers are weighed beside its loss: what is compared with the model's own is its log-probabilities.
         router_loss=0.0 if of_pairs else _router_loss(config, values.get("router_aux_loss_coef")),
-        log_probs=of_pairs,
+        log_probs=of_pairs and not rewards,
+        rewards=rewards,
         packing_flag="--packing false --padding_free false" if values.get("padding_free") else "--packing false",
     )
     return _said(planned, settings, say)

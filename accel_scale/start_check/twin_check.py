@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from accel_scale.start_check.flash_on_cpu import AttentionOnCpu
     from accel_scale.start_check.isolation import Leak
     from accel_scale.start_check.rows import TinyBatch
-    from accel_scale.start_check.steps import Step
+    from accel_scale.start_check.steps import LossOf, Step
 
 _SHOWN = 3
 # Of an MLP, where the run's are in tiles: the twin's rows are too short for tiles of the size that a run takes.
@@ -64,6 +64,19 @@ class TwinCheck:
 
     def own_step(self) -> Step:
         """The step by the model's own loss, without checkpointing."""
+        try:
+            return self.take_own_step()
+        except AttentionRefused:
+            raise
+        except Exception as error:
+            raise Crashed(
+                f"{self.name} cannot take a step with {self.run.attention} attention on {_ROWS[self.run.rows]}: "
+                f"{type(error).__name__}: {first_line(error)[:200]}",
+                place="--attn_implementation",
+            ) from error
+
+    def take_own_step(self) -> Step:
+        """`own_step`, with whatever the model raises."""
         from accel_scale.start_check.steps import take_step
 
         def own_loss(model: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
@@ -71,14 +84,7 @@ class TwinCheck:
             self.logits = output.logits.detach()
             return output.loss  # type: ignore[no-any-return]
 
-        try:
-            return take_step(self.model, self.batch.inputs, own_loss)
-        except Exception as error:
-            raise Crashed(
-                f"{self.name} cannot take a step with {self.run.attention} attention on {_ROWS[self.run.rows]}: "
-                f"{type(error).__name__}: {first_line(error)[:200]}",
-                place="--attn_implementation",
-            ) from error
+        return take_step(self.model, self.batch.inputs, own_loss)
 
     def refuse_leak(self) -> None:
         """Stop where a token sees the next one, or a document another one."""
@@ -113,7 +119,7 @@ class TwinCheck:
         """
         policy = _for_few_layers(self.run.policy, self.base)
         seen = []
-        for from_logits in (False,) if self.run.log_probs else (False, True):
+        for from_logits in self.heads:
             self.add_head(from_logits)
             if policy != _NO_POLICY:
                 self.apply(policy)
@@ -127,20 +133,29 @@ class TwinCheck:
             if step is not None:
                 return step, from_logits
             seen.append(why)
+        raise self.not_its_own(seen[-1])
+
+    @property
+    def heads(self) -> tuple[bool, ...]:
+        """Whether the loss may come from the model's own logits, what takes less memory first."""
+        return (False,) if self.run.log_probs else (False, True)
+
+    def not_its_own(self, what: str) -> ConfigError:
+        """The refusal of a model whose own loss none of the heads gives."""
         if self.run.log_probs:
-            raise ConfigError(
-                f"log-probabilities by TRL's head are not {self.name}'s own: {seen[-1]}.",
+            return ConfigError(
+                f"log-probabilities by TRL's head are not {self.name}'s own: {what}.",
                 place="start check",
                 fix="train another model; this one's head is more than one matrix product.",
             )
         if router_coefficient(self.base.config):
-            raise ConfigError(
-                f"the recipe's loss with the router's auxiliary loss is not {self.name}'s own: {seen[-1]}.",
+            return ConfigError(
+                f"the recipe's loss with the router's auxiliary loss is not {self.name}'s own: {what}.",
                 place="--router_aux_loss_coef",
                 fix="use 0, or set output_router_logits to false in config.json.",
             )
-        raise ConfigError(
-            f"the recipe's loss is not {self.name}'s own: {seen[-1]}.",
+        return ConfigError(
+            f"the recipe's loss is not {self.name}'s own: {what}.",
             place="start check",
             fix="train another model; this one's loss is more than cross-entropy of its logits.",
         )
@@ -157,13 +172,17 @@ class TwinCheck:
     def apply(self, policy: CheckpointingPolicy) -> None:
         apply_checkpointing(self.model, policy, use_reentrant=self.run.use_reentrant, tile_rows=_TILE_ROWS)
 
+    @property
+    def loss(self) -> LossOf:
+        """The recipe's."""
+        return log_prob_loss if self.run.log_probs else recipe_loss
+
     def compared(self, own: Step) -> tuple[Step | None, str]:
         """The recipe's step if it equals `own`; else None and what is different."""
         from accel_scale.start_check.steps import difference, take_step
 
         try:
-            loss = log_prob_loss if self.run.log_probs else recipe_loss
-            step = take_step(self.model, self.batch.inputs, loss)
+            step = take_step(self.model, self.batch.inputs, self.loss)
         except Exception as error:
             return None, f"{type(error).__name__}: {first_line(error)[:200]}"
         gap = difference(step, own)

@@ -77,7 +77,11 @@ def check_run(run: TrainerRun) -> None:
     trusts = bool(values.get("trust_remote_code"))
     known = settings.model_config  # read by --plan auto
     run.model_config = known or load_config(
-        run.model_name, revision=revision, trust_remote_code=trusts, dropout=settings.scale.model_dropout
+        run.model_name,
+        revision=revision,
+        trust_remote_code=trusts,
+        dropout=settings.scale.model_dropout,
+        rewards=settings.recipe.rewards,
     )
     run.tokenizer = load_tokenizer(run.model_name, revision=revision, trust_remote_code=trusts)
     check_model(settings, run.model_config, run.tokenizer, default_length=longest)
@@ -131,6 +135,7 @@ def load_run_model(run: TrainerRun, args: RecipeConfig) -> PreTrainedModel:
         quantization_config=quantization,
         revision=run.model_args.model_revision,
         trust_remote_code=args.trust_remote_code,
+        rewards=settings.recipe.rewards,
         **{**model_class.dropouts_of(run.model_config), **options},
     )
     fuse_agreed(settings.fused, model, settings.checkpointing)
@@ -203,8 +208,8 @@ def trainer_options(run: TrainerRun, args: RecipeConfig, model: PreTrainedModel)
     }
 
 
-def settle_trainer(run: TrainerRun, trainer: RecipeTrainerMixin, stop_token: str) -> None:
-    """What acts on the trainer's model: checkpointing, the token that ends an answer, what is measured."""
+def settle_trainer(run: TrainerRun, trainer: RecipeTrainerMixin, stop_token: str | None = None) -> None:
+    """What acts on the trainer's model: checkpointing, the token that ends an answer if it answers, measurements."""
     from accel_scale.modeling.activation_checkpointing import apply_checkpointing
     from accel_scale.modeling.loading import add_stop_token, count_parameters
     from accel_scale.settings.planned_checkpointing import full_checkpointing
@@ -213,7 +218,8 @@ def settle_trainer(run: TrainerRun, trainer: RecipeTrainerMixin, stop_token: str
     settings = run.settings
     apply_checkpointing(trainer.model, settings.checkpointing, use_reentrant=(again := run.checked.use_reentrant))
     trainer.recompute_more = full_checkpointing(trainer.model, settings, run.course.settings, use_reentrant=again)
-    add_stop_token(trainer.model, run.tokenizer, stop_token)
+    if stop_token is not None:
+        add_stop_token(trainer.model, run.tokenizer, stop_token)
     run.parameters, run.watch = count_parameters(trainer.model), measured_memory.watch(trainer, run.plan)
 
 

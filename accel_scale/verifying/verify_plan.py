@@ -48,6 +48,12 @@ def verify_plan(model: str, facts: ModelFacts, setup: TrainingSetup, *, device: 
     Raises:
         ConfigError: for a model that transformers cannot build from its config, or with experts and no GPU.
     """
+    if facts.num_scores:
+        raise ConfigError(
+            "steps of reward models are not tried.",
+            place="--verify",
+            fix="verify with --recipe sft, whose layers are the same.",
+        )
     from accel_scale.quiet import quiet_imports
 
     quiet_imports()

@@ -12,7 +12,7 @@ import pytest
 import trl.scripts
 from pairs import write_pairs
 
-from accel_scale.data.default import default_dataset, default_model_path, default_pairs
+from accel_scale.data.default import default_data_paths, default_dataset, default_model_path, default_pairs
 from accel_scale.data.loading import load_training_data
 from accel_scale.errors import ConfigError
 from accel_scale.flags.parsing import parse_flags
@@ -65,7 +65,7 @@ def test_losses_are_those_of_trls_script(tmp_path: Path, adapters: list[str]) ->
 )
 def test_what_is_not_done_for_pairs_is_refused(flags: list[str], named: str) -> None:
     given = ["--model_name_or_path", "m", "--dataset_name", "d", *flags]
-    with pytest.raises(ConfigError, match=r"remove|keep|plan") as refused:
+    with pytest.raises(ConfigError, match=r"remove|keep") as refused:
         DPO.refuse(parse_flags(DPO.flags, given, program="dpo.py"))
     assert named in str(refused.value)
 
@@ -83,11 +83,16 @@ def test_pairs_are_read_and_others_refused(tmp_path: Path) -> None:
 def test_embedded_pairs_are_a_right_answer_and_another_rows(tmp_path: Path) -> None:
     path = Path(default_pairs(str(tmp_path / "data")))
     pairs = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = Path(default_data_paths()[0]).read_text().splitlines()
     right = {row["messages"][0]["content"]: row["answer"] for row in default_dataset()[0]}
     assert len(pairs) > 5900
     for pair in pairs:
         assert pair["chosen"][0]["content"] == right[pair["prompt"][0]["content"]] != pair["rejected"][0]["content"]
     assert {pair["rejected"][0]["content"] for pair in pairs} <= set(right.values())
+    others = Path(default_pairs(str(tmp_path / "any"), of_any_task=True)).read_text().splitlines()
+    rejected = [json.loads(line)["rejected"][0]["content"] for line in others]
+    assert rejected[0] == json.loads(lines[0])["messages"][-1]["content"], "of the question before it"
+    assert len(others) > 5900
     written = path.stat().st_mtime_ns
     assert Path(default_pairs(str(tmp_path / "data"))).stat().st_mtime_ns == written, "made once"
 

@@ -18,6 +18,7 @@ from accel_scale.planning.search.requests import Wish
 from accel_scale.recipe_specs.dpo import DPO
 from accel_scale.recipe_specs.grpo import GRPO
 from accel_scale.recipe_specs.pretrain import PRETRAIN
+from accel_scale.recipe_specs.reward import REWARD
 from accel_scale.recipe_specs.sft import SFT
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +28,7 @@ DIFFERENT = {"output_dir", "method", "plan", "collective_timeout", "guard"}
 
 def own_classes() -> dict[str, type]:
     """Every class that declares flags of a recipe, bases too."""
-    classes = [cls for spec in (SFT, DPO, GRPO, PRETRAIN) for cls in spec.flags]
+    classes = [cls for spec in (SFT, DPO, GRPO, REWARD, PRETRAIN) for cls in spec.flags]
     ours = [base for cls in classes for base in (cls.own if isinstance(cls, LaterClass) else (cls,))]
     return {base.__name__: base for cls in ours for base in cls.__mro__ if dataclasses.is_dataclass(base)}
 
@@ -93,7 +94,7 @@ def test_the_docs_name_every_method_precision_and_plan() -> None:
 
 def test_flags_that_documents_name_exist(capsys: pytest.CaptureFixture[str]) -> None:
     known = set()
-    for spec in (SFT, DPO, GRPO, PRETRAIN):
+    for spec in (SFT, DPO, GRPO, REWARD, PRETRAIN):
         with pytest.raises(SystemExit):
             parse_flags(spec.flags, ["--help"], program=spec.program)
         known |= set(re.findall(r"--(\w+)", capsys.readouterr().out))

@@ -200,7 +200,7 @@ def _bytes_per_token(facts: ModelFacts, setup: TrainingSetup, efficiency: Effici
             forward += layer.count * efficiency.eager_attention_bytes * facts.num_heads * setup.sequence_length
     # Norms and activations run again wherever anything is recomputed, matrix products kept or not.
     recomputed = 1.0 if setup.checkpointing == "selective" else recomputed_fraction(setup.checkpointing)
-    loss = efficiency.loss_bytes * facts.vocab_size * (0.5 if setup.loss == "liger" else 1.0)
+    loss = efficiency.loss_bytes * facts.head_width * (0.5 if setup.loss == "liger" else 1.0)
     return (forward * (3 + recomputed) + loss) * scale
 
 

@@ -58,7 +58,7 @@ def hardware_flops_per_token(
     executed = "full" if setup.attention == "eager" else "causal"
     linears = sum(layer.count * active_linear_flops(layer) for layer in facts.layers)
     attention = attention_flops(facts, setup.sequence_length, scores=executed, document_length=document_length)
-    head = 2.0 * facts.vocab_size * facts.hidden_size
+    head = 2.0 * facts.head_width * facts.hidden_size
     adapters = 0.0 if setup.trains_all else 2.0 * active_adapter_params(facts, setup)
     trained = setup.trains_all
     backward = (2 if trained else 1) * (linears + head) + 2 * (attention + adapters)
@@ -77,7 +77,7 @@ def model_flops_per_token(facts: ModelFacts, setup: TrainingSetup, *, document_l
     """
     linears = sum(layer.count * active_linear_flops(layer) for layer in facts.layers)
     attention = attention_flops(facts, setup.sequence_length, scores="causal", document_length=document_length)
-    return 3 * (linears + 2.0 * facts.vocab_size * facts.hidden_size + attention)
+    return 3 * (linears + 2.0 * facts.head_width * facts.hidden_size + attention)
 
 
 def active_linear_flops(layer: LayerFacts) -> float:

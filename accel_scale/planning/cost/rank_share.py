@@ -127,7 +127,7 @@ def _layer_costs(model: ModelFacts, sequence_length: int) -> tuple[float, ...]:
         for kind in model.layers
     ]
     costs = [kinds[index] for index in _order(model)]
-    return (*costs[:-1], costs[-1] + 2.0 * model.vocab_size * model.hidden_size)
+    return (*costs[:-1], costs[-1] + 2.0 * model.head_width * model.hidden_size)
 
 
 def _order(model: ModelFacts) -> list[int]:

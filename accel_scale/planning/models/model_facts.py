@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -135,6 +135,7 @@ class ModelFacts:
         has_embedding: Whether the token embedding is here; not in later stages of a pipeline.
         has_head: Whether the head is; not in earlier stages.
         buffer_bytes: Of tensors that lie beside the parameters each in a type of its own (masks, tables of positions).
+        num_scores: Of a head that scores rows, as a reward model's; 0: the head predicts tokens.
         traced_config: The config.json, as text, of a model whose layers are traced rather than modelled by hand; empty
             for others.
         layers: The kinds of layers, in order of first appearance.
@@ -174,6 +175,7 @@ class ModelFacts:
     has_embedding: bool = True
     has_head: bool = True
     buffer_bytes: int = 0
+    num_scores: int = 0
     traced_config: str = ""
 
     @property
@@ -191,7 +193,19 @@ class ModelFacts:
         """Parameters the head adds: none of its own where tied."""
         if not self.has_head:
             return 0
+        if self.num_scores:
+            return self.head_weights
         return (0 if self.tied_embeddings else self.embedding_params) + self.vocab_size * self.head_bias
+
+    @property
+    def head_width(self) -> int:
+        """What the head computes per token: a logit for each entry of the vocabulary, or scores."""
+        return self.num_scores or self.vocab_size
+
+    @property
+    def head_weights(self) -> int:
+        """Weights that the head multiplies by, tied or its own."""
+        return self.num_scores * self.hidden_size or self.embedding_params
 
     @property
     def outside_params(self) -> int:
@@ -217,7 +231,11 @@ class ModelFacts:
             layer.count * sum(linear.num_params // linear.copies * linear.active_copies for linear in layer.linears)
             for layer in self.layers
         )
-        return per_layer + sum(linear.num_params for linear in self.outside_linears) + self.embedding_params
+        return per_layer + sum(linear.num_params for linear in self.outside_linears) + self.head_weights
+
+    def as_reward_model(self) -> ModelFacts:
+        """The same layers with a head of one score."""
+        return replace(self, num_scores=1, tied_embeddings=False, head_bias=False, logit_softcap=False)
 
     def each_layer(self) -> Iterator[LayerFacts]:
         """Every layer, one by one."""

@@ -9,7 +9,7 @@ from accel_scale.errors import ConfigError
 from accel_scale.planning.models.model_facts import LinearFacts, ModelFacts
 from accel_scale.planning.models.training_setup import LoraSetup, TrainingSetup
 
-_HEAD = "lm_head"
+_HEAD, _SCORES = "lm_head", "score"
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,8 @@ def lora_params(facts: ModelFacts, lora: LoraSetup) -> int:
         return sum(count * _adapter_params(item, lora) for item, count in _all_linears(facts) if _names(item))
     matched = [(item, count) for item, count in _all_linears(facts) if _is_target(item, targets)]
     vocab, width = facts.vocab_size, facts.embedding_size or facts.hidden_size
-    tables = (LinearFacts(_HEAD, width, vocab), LinearFacts(facts.embedding_name, vocab, width))
+    tables = [LinearFacts(facts.embedding_name, vocab, width)]
+    tables += [] if facts.num_scores else [LinearFacts(_HEAD, width, vocab)]
     matched += [(table, 1) for table in tables if table.name in targets]
     known = {name for item, _ in matched for name in _names(item)}
     for target in lora.targets:
@@ -162,7 +163,9 @@ def _full_copies(facts: ModelFacts, setup: TrainingSetup) -> int:
 def _copied_params(facts: ModelFacts, name: str, setup: TrainingSetup) -> int:
     if name == facts.embedding_name:
         return facts.embedding_params
-    if name == _HEAD:
+    if name == _SCORES and facts.num_scores:
+        return facts.head_params
+    if name == _HEAD and not facts.num_scores:
         return facts.embedding_params + facts.vocab_size * facts.head_bias
     linears = [(item, count) for item, count in _all_linears(facts) if item.name == name and item.copies == 1]
     if not linears:

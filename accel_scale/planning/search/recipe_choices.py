@@ -32,6 +32,7 @@ class PlannedRecipe:
         loss: One of `training_setup.LOSSES`.
         disables_dropout: Whether dropout is off by default, as TRL has it for preferences; adapters' too.
         generates: Whether the model writes the answers that it is trained on. Batch sizes count answers then.
+        rewards: Whether it trains a reward model: a head with one score per row in the place of the vocabulary's.
         config_class: Of its training configuration, in `settings.trl_config`.
         data_flag: Names the data; several are written as a list where `data_is_list`.
         example_data: Written where no data are named.
@@ -49,6 +50,7 @@ class PlannedRecipe:
     loss: str = "chunked"
     generates: bool = False
     disables_dropout: bool = False
+    rewards: bool = False
     config_class: str = "RecipeSFTConfig"
     data_flag: str = "dataset_name"
     data_is_list: bool = False
@@ -123,6 +125,18 @@ GRPO_PLAN = PlannedRecipe(
     flags=SFT_PLAN.flags - {"packing", "sp_size", "long_rows", "max_length"}
     | {"beta", "dataset_config", "max_completion_length", "num_generations", "rewards"},
 )
+REWARD_PLAN = PlannedRecipe(
+    "recipes/reward.py",
+    ("full", "lora", "qlora"),
+    rows_per_example=2,
+    rewards=True,
+    disables_dropout=True,
+    config_class="RecipeRewardConfig",
+    example_data="trl-lib/ultrafeedback_binarized",
+    # Llama 2's (Touvron et al. 2023, section 3.2.2) for 7B to 13B, and ten times that for adapters, as usual.
+    learning_rates={"full": 1e-5, "lora": 1e-4, "qlora": 1e-4},
+    flags=DPO_PLAN.flags,
+)
 PRETRAIN_PLAN = PlannedRecipe(
     "recipes/pretrain.py",
     ("full", "lora"),
@@ -138,7 +152,13 @@ PRETRAIN_PLAN = PlannedRecipe(
 
 
 # By the names that ``--recipe`` takes.
-PLANNED_RECIPES = {"sft": SFT_PLAN, "dpo": DPO_PLAN, "grpo": GRPO_PLAN, "pretrain": PRETRAIN_PLAN}
+PLANNED_RECIPES = {
+    "sft": SFT_PLAN,
+    "dpo": DPO_PLAN,
+    "grpo": GRPO_PLAN,
+    "reward": REWARD_PLAN,
+    "pretrain": PRETRAIN_PLAN,
+}
 
 
 @dataclass(frozen=True)

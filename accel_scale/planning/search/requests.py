@@ -72,6 +72,7 @@ def build_request(wish: Wish, *, detect: Callable[[], hardware.Machine | None] |
         stack = stack_named(wish.stack, recipe)
         if stack.precision is not None and wish.precision is None:
             wish = replace(wish, precision=stack.precision)
+        model = model.as_reward_model() if recipe.rewards else model
         fixed = _fixed(wish, recipe, model, machine.gpu)
         batch = whole(wish.global_batch_size, "--global_batch_size")
         if recipe.always_packs and not wish.packing:
@@ -186,7 +187,8 @@ def _fixed(wish: Wish, recipe: PlannedRecipe, model: ModelFacts, gpu: hardware.G
     """The fields of `TrainingSetup` that are decided."""
     targets, dropout = tuple(wish.lora_target_modules), _share(wish.lora_dropout, "--lora_dropout")
     dropout = 0.0 if recipe.disables_dropout else dropout
-    lora = LoraSetup(whole(wish.lora_r, "--lora_r"), targets, wish.use_dora, dropout=dropout)
+    saved = ("score",) if recipe.rewards else ()
+    lora = LoraSetup(whole(wish.lora_r, "--lora_r"), targets, wish.use_dora, saved, dropout)
     if wish.method != "full":
         lora_params(model, lora)
     packing = recipe.packs(wish.packing)

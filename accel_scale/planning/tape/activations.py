@@ -9,7 +9,7 @@ from accel_scale.planning.models.model_facts import LayerFacts, ModelFacts
 from accel_scale.planning.models.parameters import adapter_rank
 from accel_scale.planning.models.training_setup import TrainingSetup, check_policy, period_of
 from accel_scale.planning.tape.families import Family, check_setup, family_of
-from accel_scale.planning.tape.head import Head
+from accel_scale.planning.tape.head import Head, scores_loss
 from accel_scale.planning.tape.layers import Layer
 from accel_scale.planning.tape.linears import Weights, adapter_key
 from accel_scale.planning.tape.ops import Ops
@@ -286,6 +286,8 @@ class ShadowModel:
             return self.ops.tape.record(
                 Tensor(None, 1, itemsize), [x], [], lambda grad: [Tensor(None, numel, itemsize)]
             )
+        if model.num_scores:
+            return scores_loss(self.ops, x, self.outside.base("score", model.head_params), model.num_scores)
         name = "embed_tokens" if model.tied_embeddings else "lm_head"
         weight = self.outside.base(name, model.embedding_params)
         bias = self.outside.base("lm_head.bias", model.vocab_size) if model.head_bias else None

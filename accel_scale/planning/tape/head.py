@@ -28,6 +28,13 @@ _STATISTICS, _RESULTS = 7, 3
 _FOLDED, _UNFOLDED = 3.25, 7.25
 
 
+def scores_loss(ops: Ops, x: Tensor, weight: Parameter, num_scores: int) -> Tensor:
+    """The loss of a reward model: scores of every token, of which that of each row's last one counts."""
+    scores = ops.linear(x, weight, num_scores, None)
+    numel, itemsize = scores.numel, scores.itemsize
+    return ops.tape.record(ops.new(1, FP32), [scores], [], lambda grad: [ops.new(numel, itemsize)])
+
+
 class Head:
     """Call it with the last normalised hidden states; the result is the scalar loss."""
 

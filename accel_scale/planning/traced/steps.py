@@ -12,7 +12,7 @@ from accel_scale.planning.models.training_setup import TrainingSetup, check_poli
 from accel_scale.planning.tape import activations
 from accel_scale.planning.tape.activations import StepBytes
 from accel_scale.planning.tape.families import FAMILIES
-from accel_scale.planning.tape.head import Head
+from accel_scale.planning.tape.head import Head, scores_loss
 from accel_scale.planning.tape.linears import Weights
 from accel_scale.planning.tape.ops import Ops
 from accel_scale.planning.tape.tables import is_padded
@@ -93,11 +93,14 @@ def _head(
     tape = Tape(autocast_bytes=autocast, adds_in_place=not is_tracked, is_cuda=is_cuda)
     ops, weights = Ops(tape), Weights(setup, frozenset())
     family = replace(FAMILIES["llama"], scales_logits="scaled" in model.layer_variant)
-    weight = weights.base("embed_tokens" if model.tied_embeddings else "lm_head", model.embedding_params)
-    bias = weights.base("lm_head.bias", model.vocab_size) if model.head_bias else None
     entry = Parameter(hidden / itemsize, itemsize)
     x = tape.record(ops.new(hidden / itemsize, itemsize), [entry], [], lambda grad: [grad.view()])
-    loss = Head(ops, model, family, setup, weight, bias)(x)
+    if model.num_scores:
+        loss = scores_loss(ops, x, weights.base("score", model.head_params), model.num_scores)
+    else:
+        weight = weights.base("embed_tokens" if model.tied_embeddings else "lm_head", model.embedding_params)
+        bias = weights.base("lm_head.bias", model.vocab_size) if model.head_bias else None
+        loss = Head(ops, model, family, setup, weight, bias)(x)
     del x
     tape.leave_autocast()
     kept = tape.meter.live_bytes

@@ -32,7 +32,9 @@ MEANING = (
     "decay_ratio", "decay_shape", "decay_from",
     # loss
     "loss_type", "label_smoothing_factor", "neftune_noise_alpha", "average_tokens_across_devices", "beta",
-    "num_generations", "temperature", "desirable_weight", "undesirable_weight",
+    "num_generations", "temperature", "desirable_weight", "undesirable_weight", "loss_weights", "label_smoothing",
+    "f_divergence_type", "f_alpha_divergence_coef", "discopop_tau", "ld_alpha", "use_weighting", "sync_ref_model",
+    "ref_model_mixup_alpha", "ref_model_sync_steps", "disable_dropout", "center_rewards_coefficient",
 )  # fmt: skip
 # What a run may have chosen by itself and keeps when it goes on; if the user sets it otherwise, it is no other run.
 KEPT = ("checkpointing_policy", "fused_kernels")

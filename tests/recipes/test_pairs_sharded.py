@@ -1,4 +1,4 @@
-"""recipes/dpo.py takes the same steps under every strategy, and goes on after a kill as if there had been none."""
+"""dpo.py and reward.py take the same steps under every strategy, and go on after a kill as if there had been none."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ from accel_scale.data.default import default_model_path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 METHODS = ("full", "lora", "qlora")
-QUICK = {("fsdp2", "full"), ("zero3", "lora")}
+MODEL, ADAPTER = "model.safetensors", "adapter_model.safetensors"
+QUICK = {("dpo", "fsdp2", "full"), ("dpo", "zero3", "lora"), ("reward", "fsdp2", "lora"), ("reward", "zero3", "full")}
 CASES = [
-    pytest.param(name, method, marks=[] if (name, method) in QUICK else pytest.mark.soak)
+    pytest.param(*case, marks=[] if case in QUICK else pytest.mark.soak)
+    for recipe in ("dpo", "reward")
     for name in ("ddp", "fsdp2", "zero2", "zero3")
     for method in METHODS
+    for case in [(recipe, name, method)]
 ]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -30,7 +33,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_pairs(tmp_path_factory.mktemp("dpo") / "pairs")
+    return write_pairs(tmp_path_factory.mktemp("pairs") / "pairs")
 
 
 def given(data: Path, method: str) -> list[str]:
@@ -38,24 +41,34 @@ def given(data: Path, method: str) -> list[str]:
 
 
 @functools.cache
-def of_one_process(data: Path, method: str) -> list[float]:
+def of_one_process(recipe: str, data: Path, method: str) -> list[float]:
     batch = ["--per_device_train_batch_size", "4"]
-    folder = launched("cpu", "fp32", "dpo", data.parent / f"one-{method}", *given(data, method), *batch, processes=1)
+    folder = data.parent / f"one-{recipe}-{method}"
+    launched("cpu", "fp32", recipe, folder, *given(data, method), *batch, processes=1)
     return [entry["loss"] for entry in logged(folder)]
 
 
-@pytest.mark.parametrize(("name", "method"), CASES)
-def test_losses_are_those_of_one_process(name: str, method: str, data: Path, tmp_path: Path) -> None:
-    one = of_one_process(data, method)
-    folder = launched(name, "fp32", "dpo", tmp_path / "two", *given(data, method))
+@pytest.mark.parametrize(("recipe", "name", "method"), CASES)
+def test_losses_are_those_of_one_process(recipe: str, name: str, method: str, data: Path, tmp_path: Path) -> None:
+    one = of_one_process(recipe, data, method)
+    folder = launched(name, "fp32", recipe, tmp_path / "two", *given(data, method))
     several = [entry["loss"] for entry in logged(folder)]
     assert len(one) == STEPS
     assert several == pytest.approx(one, abs=1e-4)
     assert max(one) - min(one) > 1e-3, "the weights move"
 
 
-def test_a_killed_run_goes_on_bit_for_bit(data: Path, tmp_path: Path) -> None:
-    words = [sys.executable, "recipes/dpo.py", *given(data, "full"), "--precision", "fp32", "--max_length", "128"]
+@pytest.mark.parametrize(("recipe", "method", "weights"), [("dpo", "full", MODEL), ("reward", "lora", ADAPTER)])
+def test_a_killed_run_goes_on_bit_for_bit(recipe: str, method: str, weights: str, data: Path, tmp_path: Path) -> None:
+    words = [
+        sys.executable,
+        f"recipes/{recipe}.py",
+        *given(data, method),
+        "--precision",
+        "fp32",
+        "--max_length",
+        "128",
+    ]
     words += ["--max_steps", "6", "--save_steps", "2", "--logging_steps", "1", "--per_device_train_batch_size", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -83,5 +96,6 @@ def test_a_killed_run_goes_on_bit_for_bit(data: Path, tmp_path: Path) -> None:
     output = process.communicate()[0]
     assert process.returncode == 0, output[-3000:]
     assert "checkpoint-" in output
-    weights = "model.safetensors"
     assert (killed / weights).read_bytes() == (undisturbed / weights).read_bytes()
+    output = start(killed).communicate()[0]
+    assert "nothing is left to do" in output, output[-3000:]

@@ -1,0 +1,140 @@
+"""Train a reward model on pairs of a better and a worse answer, with a head that gives a row one score.
+
+    accelerate launch --config_file accelerate_configs/fsdp2.yaml recipes/reward.py \\
+        --model_name_or_path outputs/sft --dataset_name trl-lib/ultrafeedback_binarized --method lora
+
+Rows have `chosen` and `rejected`, and `prompt` where it is not part of them, as text or turns; `--columns` maps other
+names. The model is a language model, which gets the head, or a reward model to go on with; what is saved loads with
+`AutoModelForSequenceClassification`. Without a model and data it trains the embedded model on pairs made of the
+embedded rows, and ranks held-out ones before and after.
+Flags are TRL's `ScriptArguments`, `RewardConfig` and `ModelConfig` and our `ScaleArguments`: `--help` lists them.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from accel_scale.ending.user_errors import user_errors
+from accel_scale.flags.library import load_classes
+from accel_scale.flags.parsing import ParsedFlags, parse_flags
+from accel_scale.quiet import quiet_imports
+from accel_scale.recipe_specs.reward import REWARD
+from accel_scale.starting.begin import begin
+from accel_scale.trainers.trainer_run import (
+    TrainerRun,
+    check_run,
+    course_of_run,
+    load_run_model,
+    report_end,
+    report_start,
+    set_loaders,
+    settle_trainer,
+    trainer_options,
+)
+
+if TYPE_CHECKING:  # torch and TRL are slow to import: not before the command line has been checked
+    from accel_scale.trainers.reward_trainer import ScaleRewardTrainer
+
+RECIPE = REWARD  # what doctor, plan, rehearse, scaling-test, launch-script and tune.py know about this file
+PROGRAM, FLAG_CLASSES = RECIPE.program, RECIPE.flags
+quiet_imports()  # before the libraries that would print at import
+
+
+def main(argv: list[str] | None = None) -> dict[str, object] | None:
+    """Run the recipe; returns what `run_summary.json` holds."""
+    from accel_scale.ending.user_errors import exit_if_not_saved
+
+    started = time.perf_counter()
+    parsed = parse_flags(FLAG_CLASSES, argv, program=PROGRAM, description=__doc__)
+    run = resolve_run(parsed)
+    if run.settings.scale.print_config:
+        run.say(run.settings.as_yaml(load_classes(FLAG_CLASSES)))
+        return None
+    check_run(run)
+    with run.start.folder.taken(is_main=run.is_main), exit_if_not_saved(PROGRAM):
+        load_data(run)
+        run.course = course_of_run(run, FLAG_CLASSES)
+        if finished := run.course.look_ahead():
+            return run.course.say_finished(finished, is_main=run.is_main)
+        trainer = make_trainer(run)
+        run.course.follow(trainer, started)
+        report_start(run, trainer, PROGRAM)
+        trainer.train(resume_from_checkpoint=run.course.choice)
+        trainer.save_model(trainer.args.output_dir)
+        summary = report_end(run, trainer, PROGRAM)
+    trainer.accelerator.end_training()  # torch warns of process groups that are left to the interpreter's end
+    return summary
+
+
+def resolve_run(parsed: ParsedFlags) -> TrainerRun:
+    """Flags, launch and machine brought together; contradictions are refused here."""
+    RECIPE.refuse(parsed)
+    from trl import ScriptArguments  # slow, as all of TRL is
+
+    from accel_scale.data.default import DEFAULT_SCORING, default_model_path
+    from accel_scale.settings.planned_choice import resolve_planned
+    from accel_scale.settings.trl_config import RecipeModelConfig, RecipeRewardConfig
+    from accel_scale.starting.recipe_start import start_recipe
+
+    start = start_recipe(parsed, output_dir=str(parsed.explicit.get("output_dir") or RecipeRewardConfig.output_dir))
+    embedded = not any(parsed.explicit.get(name) for name in ("dataset_name", "dataset_mixture"))
+    preset = DEFAULT_SCORING if embedded else None
+    settings = resolve_planned(parsed, start.facts, start.launch, preset=preset, recipe=RECIPE.plan)
+    if not settings.values.get("model_name_or_path"):
+        settings.set("model_name_or_path", default_model_path(), "the embedded model")
+    script, model_args = settings.build(ScriptArguments), settings.build(RecipeModelConfig)
+    return TrainerRun(settings=settings, start=start, script=script, model_args=model_args)
+
+
+def load_data(run: TrainerRun) -> None:
+    """Pairs to train on, and pairs to rank where asked for."""
+    from accel_scale.data.default import default_pairs
+    from accel_scale.data.loading import load_training_data
+    from accel_scale.settings.planned_setup import recipe_value
+
+    script, scale, values = run.script, run.settings.scale, run.settings.values
+    evaluates = str(values.get("eval_strategy", "no")) != "no"
+    embedded = not script.dataset_name and not scale.dataset_mixture
+    folder = f"{recipe_value(run.settings, 'output_dir')}/data"
+    run.data = load_training_data(
+        default_pairs(folder, of_any_task=True) if embedded else script.dataset_name,
+        config=script.dataset_config,
+        split=script.dataset_train_split,
+        test_split=script.dataset_test_split if evaluates and not embedded else None,
+        columns=scale.columns,
+        on_bad_row=scale.on_bad_row,
+        streaming=script.dataset_streaming,
+        mixture=scale.dataset_mixture,
+        seed=int(values.get("seed", 42) if values.get("data_seed") is None else values["data_seed"]),
+        preferences=True,
+    )
+    if embedded and evaluates:
+        heldout = default_pairs(folder, heldout=True, of_any_task=True)
+        run.data = run.data.with_test(load_training_data(heldout, preferences=True).train)
+    run.plan = run.plan and run.plan.for_data(run.data.train, run.tokenizer)
+
+
+def make_trainer(run: TrainerRun) -> ScaleRewardTrainer:
+    """TRL's trainer with the model, the data, and what was decided about them."""
+    from transformers import set_seed
+
+    from accel_scale.data.chat import ensure_chat_template
+    from accel_scale.settings.trl_config import RecipeRewardConfig
+    from accel_scale.trainers.reward_trainer import ScaleRewardTrainer
+
+    set_loaders(run)
+    args = run.settings.build(RecipeRewardConfig)
+    ensure_chat_template(
+        run.tokenizer, conversational=run.data.conversational, chat_template_path=args.chat_template_path
+    )
+    set_seed(args.seed)  # a language model's layers get a new head, with random weights
+    trainer = ScaleRewardTrainer(**trainer_options(run, args, load_run_model(run, args)))
+    settle_trainer(run, trainer)
+    return trainer
+
+
+if __name__ == "__main__":
+    begin(PROGRAM, FLAG_CLASSES, RECIPE.refuse)
+    with user_errors(PROGRAM):
+        main()
