@@ -6,6 +6,10 @@ import argparse
 import contextlib
 import math
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from accel_scale.inference.chat import Chat
 
 DESCRIPTION = """Talk to a saved model, whole or adapter, in a terminal; answers appear as they are generated.
 
@@ -60,11 +64,9 @@ def run(args: argparse.Namespace) -> int:
     return _converse(chat)
 
 
-def _converse(chat: object) -> int:
+def _converse(chat: Chat) -> int:
     from accel_scale.errors import ConfigError
-    from accel_scale.inference.chat import Chat
 
-    assert isinstance(chat, Chat)
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         print("Ctrl-C ends an answer, Ctrl-D the chat.", file=sys.stderr)

@@ -46,6 +46,7 @@ COMMANDS: dict[str, Command] = {
     "rehearse": Command("accel_scale.cli.rehearse", "run a launch file on CPU processes with a shrunken model"),
     "merge": Command("accel_scale.cli.merge", "merge LoRA or QLoRA adapters into their base"),
     "chat": Command("accel_scale.cli.chat", "talk to a saved model in a terminal"),
+    "eval": Command("accel_scale.cli.evaluate", "evaluate a saved model: exact match, lm-evaluation-harness"),
     "prepare": Command("accel_scale.cli.prepare", "tokenise pretraining data once, into memory-mapped shards"),
     "launch-script": Command(
         "accel_scale.cli.launch_script", "write job scripts for several nodes: Slurm, Kubernetes, SSH"

@@ -57,12 +57,17 @@ def run(args: argparse.Namespace) -> int:
             )
         command = [sys.executable, script, *(["--help"] if args.recipe_help else []), *words]
     else:
-        command = [sys.executable, "-m", "accelerate.commands.launch", *_launcher(args), script, *words]
+        command = [sys.executable, "-m", "accelerate.commands.launch", *launcher_words(args), script, *words]
     sys.stdout.flush()
     os.execv(sys.executable, command)
 
 
-def _launcher(args: argparse.Namespace) -> list[str]:
+def launcher_words(args: argparse.Namespace) -> list[str]:
+    """Flags of Accelerate's launcher for ``--launch`` and ``--num_processes``.
+
+    Raises:
+        ConfigError: for a launch file that is not there.
+    """
     from accel_scale.errors import ConfigError
     from accel_scale.shipped import launch_names, named_launch_file
 

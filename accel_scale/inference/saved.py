@@ -16,6 +16,7 @@ from accel_scale.modeling.stored_weights import SafetensorsReader, local_folder,
 from accel_scale.starting.early_checks import check_model
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _PICKLES = ("pytorch_model*.bin", "adapter_model.bin", "*.pt", "*.pth")
@@ -104,10 +105,13 @@ def _require_weights(folder: Path, config: str, stem: str, *, place: str) -> Non
     raise ConfigError(problem, place=str(folder), fix=fix)
 
 
-def load_saved(saved: SavedModel) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Model and tokenizer, in the dtype they were saved in, on the accelerators that are there.
+def load_saved(
+    saved: SavedModel, *, device: torch.device | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Model and tokenizer, in the dtype they were saved in. The base of a QLoRA adapter is quantised as in training.
 
-    The base of a QLoRA adapter is quantised as it was in training.
+    Args:
+        device: Where the model goes; None: all accelerators that are there.
 
     Raises:
         ConfigError: if they cannot be loaded.
@@ -117,12 +121,15 @@ def load_saved(saved: SavedModel) -> tuple[PreTrainedModel, PreTrainedTokenizerB
     from accel_scale.modeling.loading import load_model, load_tokenizer
 
     source = saved.base or saved.folder
+    place: str | dict[str, torch.device] | None = "auto" if torch.accelerator.is_available() else None
+    if device is not None and device.type != "cpu":
+        place = {"": device}
     with _placed(source):
         model = load_model(
             str(source),
             dtype="auto",
-            quantization_config=_quantization(saved),
-            device_map="auto" if torch.accelerator.is_available() else None,
+            quantization_config=quantization_of_base(saved),
+            device_map=place,
             use_safetensors=True,
         )
     if saved.base is not None:
@@ -143,7 +150,8 @@ def _placed(folder: Path) -> Iterator[None]:
         raise ConfigError(error.problem, place=place, fix=error.fix) from None
 
 
-def _quantization(saved: SavedModel) -> object | None:
+def quantization_of_base(saved: SavedModel) -> object | None:
+    """bitsandbytes' settings of the base in training; None for a whole model, and a base that was not quantised."""
     values = None if saved.base is None else read_quantization(saved.folder)
     if values is None:
         return None

@@ -228,6 +228,7 @@ class PretrainReport:
 
     def end(self, verified: VerifyResult | None, why_stopped: str | None, plan: dict[str, Any]) -> dict[str, object]:
         """The table after the last step, and ``run_summary.json`` beside the model."""
+        from accel_scale.reporting.model_card import write_card
         from accel_scale.reporting.run_tables import data_bound_advice
         from accel_scale.reporting.summary import write_summary
         from accel_scale.reporting.tables import print_table
@@ -252,6 +253,7 @@ class PretrainReport:
             "data_wait_ratio": counted.data_wait_ratio,
             "skipped_steps": self.num_skipped,
             "memory_recovery": self.recovery.summary(*run.micro_batches) if self.recovery else None,
+            "data": {"sources": [facts.name for facts in run.data.sources], "rows": None, "format": "text"},
             "stopped_by": why_stopped,
             "seconds": counted.seconds,
             "peak_host_bytes": peak_host_bytes(),
@@ -272,6 +274,7 @@ class PretrainReport:
             "origins": run.settings.sources,
         }
         path = write_summary(args.output_dir, summary)
+        write_card(path)
         print_table("done", {**self._end_rows(summary), "saved": f"{args.output_dir} (with {path.name})"})
         if plan:
             print(plan["line"])

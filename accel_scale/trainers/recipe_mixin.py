@@ -58,6 +58,7 @@ class RecipeTrainerMixin(_TrainerBase):
 
     args: RecipeConfig
     sp_size: int = 1
+    pushes_when_saved = False  # the model card comes with the summary, after the model
 
     def __init__(
         self,
@@ -105,6 +106,9 @@ class RecipeTrainerMixin(_TrainerBase):
             self.add_callback(_ProfiledSteps(profiler))
             output: TrainOutput = super().train(*args, **kwargs)
             return output
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the recipe writes its own at the end, with the run's figures."""
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         scale = loss_scale_of(self.accelerator) if "loss" in logs else None

@@ -44,12 +44,14 @@ class AtomicSavingMixin(ResumeMixin):
     Attributes:
         verify_first_checkpoint: Read the first thing saved back and compare it with memory.
         first_verification: Outcome of that check, None until then.
+        pushes_when_saved: Whether `save_model` also pushes, as the trainer's does; else whoever reports the run does.
         stopped_by: Name of the signal that stopped it, None before.
     """
 
     model: Any
     verify_first_checkpoint: bool = True
     first_verification: VerifyResult | None = None
+    pushes_when_saved: bool = True
     _stop: trainers.StopCallback | None = None
     _staged_in: Path | None = None
     _kept_errors: list[Exception] | None = None
@@ -200,5 +202,5 @@ class AtomicSavingMixin(ResumeMixin):
         verify = self.verify_first_checkpoint and self.first_verification is None
         result = save_final(self, str(output_dir or self.args.output_dir), verify=verify)
         self.first_verification = self.first_verification or result
-        if self.args.push_to_hub:
+        if self.args.push_to_hub and self.pushes_when_saved:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)

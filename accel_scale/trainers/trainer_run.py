@@ -261,8 +261,16 @@ def report_start(run: TrainerRun, trainer: RecipeTrainerMixin, program: str) -> 
 
 
 def report_end(run: TrainerRun, trainer: RecipeTrainerMixin, program: str) -> dict[str, object]:
-    """The table after the last step, and ``run_summary.json`` beside the model."""
+    """The table after the last step, ``run_summary.json`` and the model card beside the model; then it is pushed."""
+    summary = _report_end(run, trainer, program)
+    if trainer.args.push_to_hub:
+        trainer.push_to_hub(commit_message="Model save", revision=trainer.args.hub_revision)
+    return summary
+
+
+def _report_end(run: TrainerRun, trainer: RecipeTrainerMixin, program: str) -> dict[str, object]:
     from accel_scale.measuring.meters import peak_device_bytes, peak_host_bytes
+    from accel_scale.reporting.model_card import write_card
     from accel_scale.reporting.run_tables import data_bound_advice, end_rows
     from accel_scale.reporting.summary import write_summary
     from accel_scale.reporting.tables import print_table
@@ -277,6 +285,7 @@ def report_end(run: TrainerRun, trainer: RecipeTrainerMixin, program: str) -> di
         "peak_host_bytes": peak_host_bytes(),
         "peak_device_bytes": peak_device_bytes(),
         "parameters": {"total": run.parameters[0], "trainable": run.parameters[1]},
+        "data": {"sources": run.data.sources, "rows": run.data.num_rows, "format": run.data.format},
         "skipped_rows": run.data.skipped_reasons,
         "verified": None if verified is None else {"tensors": verified.num_tensors, "max_diff": verified.max_abs_diff},
         "strategy": run.launch.strategy,
@@ -290,6 +299,7 @@ def report_end(run: TrainerRun, trainer: RecipeTrainerMixin, program: str) -> di
         "origins": run.settings.sources,
     }
     path = write_summary(str(trainer.args.output_dir), summary)
+    write_card(path)
     print_table("done", {**end_rows(summary), "saved": f"{trainer.args.output_dir} (with {path.name})"})
     if plan:
         run.say(plan["line"])
