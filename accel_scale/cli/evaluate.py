@@ -160,5 +160,5 @@ def _shown(scores: dict[str, object]) -> str:
         tasks = scores["tasks"]
         each = ", ".join(f"{name} {value:.1%}" for name, value in tasks.items()) if isinstance(tasks, dict) else ""
         return f"{scores['exact_match']:.1%} of {scores['num_questions']} questions" + f" ({each})" * ("," in each)
-    numbers = {name: value for name, value in scores.items() if isinstance(value, float) and "stderr" not in name}
+    numbers = {name: value for name, value in scores.items() if "," in name and "stderr" not in name}
     return ", ".join(f"{name.partition(',')[0]} {value:.4g}" for name, value in numbers.items())
