@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, cast
 
 from transformers import GenerationConfig, TextStreamer
 
@@ -99,9 +99,9 @@ class Chat:
             raise
         writer = _Writer(self._tokenizer, write)
         tokens = torch.tensor([ids], device=self._model.device)
-        model = cast(Any, self._model)
+        generate = cast("Callable[..., object]", self._model.generate)
         with contextlib.suppress(KeyboardInterrupt), torch.inference_mode():
-            model.generate(
+            generate(
                 input_ids=tokens,
                 attention_mask=torch.ones_like(tokens),
                 generation_config=self._settings,
@@ -129,9 +129,9 @@ class Chat:
         from jinja2 import TemplateError
 
         try:
-            encoded: Any = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+            encoded = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
         except TemplateError as error:
             problem = f"the chat template refuses these turns: {first_line(error)}."
             fix = "leave it out." if place else "use a tokenizer whose template takes user turns."
             raise ConfigError(problem, place=place or "the tokenizer", fix=fix) from None
-        return list(encoded["input_ids"])
+        return list(cast("Mapping[str, list[int]]", encoded)["input_ids"])
