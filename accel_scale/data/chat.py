@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_scale.errors import ConfigError
+from accel_scale.errors import ConfigError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -75,7 +75,7 @@ def _cloned_from(path: str) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"no tokenizer can be loaded from {path} ({str(error).splitlines()[0].rstrip('.')}).",
+            f"no tokenizer can be loaded from {path} ({first_line(error)}).",
             place="--chat_template_path",
             fix="name a .jinja file, a folder with a tokenizer, or a hub id.",
         ) from error

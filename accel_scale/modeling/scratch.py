@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_scale.errors import ConfigError
+from accel_scale.errors import ConfigError, first_line
 from accel_scale.modeling.model_class import refuse_other_models
 
 if TYPE_CHECKING:
@@ -141,8 +141,8 @@ def config_from_file(path: str, *, tokenizer: Any, trust_remote_code: bool = Fal
         else:
             config = AutoConfig.for_model(model_type, **content)
     except (ValueError, TypeError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"{file}: {reason}", place=place, fix="correct it there.") from None
+        reason = first_line(error)
+        raise ConfigError(f"{file}: {reason}.", place=place, fix="correct it there.") from None
     if config.vocab_size < len(tokenizer):
         raise ConfigError(
             f"vocab_size is {config.vocab_size:,} but the tokenizer has {len(tokenizer):,} tokens.",
@@ -180,8 +180,8 @@ def model_from_nothing(
     try:
         model: PreTrainedModel = factory.from_config(config, attn_implementation=attention, dtype=torch.float32)
     except ValueError as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"no causal language model can be made: {reason}", place="--model_config") from None
+        reason = first_line(error)
+        raise ConfigError(f"no causal language model can be made: {reason}.", place="--model_config") from None
     model.config.use_cache = False
     # Drawn in fp32 whatever they are kept in, so that every precision begins with the same weights.
     return model.to(dtype)  # type: ignore[arg-type]  # its decorator hides the signature

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_scale.errors import ConfigError
+from accel_scale.errors import ConfigError, first_line
 from accel_scale.launching.hub_reach import unreachable_hub
 from accel_scale.modeling.model_class import refuse_other_models
 
@@ -39,7 +39,7 @@ def load_model_config(
         if known is not None and known["model_type"] in CONFIG_MAPPING:
             return AutoConfig.for_model(known.pop("model_type"), **known)
         raise ConfigError(
-            f"the configuration of {name_or_path!r} cannot be had: {str(error).splitlines()[0]}",
+            f"the configuration of {name_or_path!r} cannot be had: {first_line(error)}.",
             place="--model_name_or_path",
             fix="download its config.json once and give that file, or its folder.",
         ) from error

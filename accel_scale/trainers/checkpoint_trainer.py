@@ -40,6 +40,11 @@ class StopCallback(TrainerCallback):
             control.should_save, control.should_training_stop = True, True
             control.should_evaluate = False  # little time is left
 
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """At its end the Trainer would load the best model, and where one is kept delete what was saved just now."""
+        if self.number:
+            state.best_model_checkpoint = None
+
 
 def trainer_settings(trainer: Any) -> dict[str, Any]:
     """The settings that give the run of any trainer its meaning, from its arguments, model and rows."""

@@ -99,9 +99,8 @@ class AtomicSavingMixin(ResumeMixin):
         raise SystemExit(EXIT_STOPPED)
 
     def _load_best_model(self) -> None:
-        if self.stopped_by is None:  # else little time is left
-            self._meeting.on_main(lambda: refuse_unsafe_folder(Path(self.state.best_model_checkpoint or "")))
-            super()._load_best_model()
+        self._meeting.on_main(lambda: refuse_unsafe_folder(Path(self.state.best_model_checkpoint or "")))
+        super()._load_best_model()
 
     # ── Save ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 

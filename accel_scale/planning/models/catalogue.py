@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from accel_scale.errors import ConfigError
+from accel_scale.errors import ConfigError, first_line
 from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.models.traced import facts_of_any
 
@@ -78,7 +78,7 @@ def _facts_from_file(path: Path, *, name: str) -> ModelFacts:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise ConfigError(f"cannot read it: {reason}.", place=str(path), fix="give a config.json.") from None
     if not isinstance(config, Mapping):
         raise ConfigError("it is not a JSON object.", place=str(path), fix="give a model's config.json.")
@@ -100,7 +100,7 @@ def _hub_config(model: str, allow_download: bool) -> Path:
     try:
         cached = try_to_load_from_cache(model, "config.json")
     except ValueError as error:
-        raise _not_found(model, str(error).splitlines()[0].rstrip(".")) from None
+        raise _not_found(model, first_line(error)) from None
     if isinstance(cached, str):
         return Path(cached)
     if not allow_download or constants.HF_HUB_OFFLINE:

@@ -248,7 +248,7 @@ class ReplicatedContents:
 def what_differs(error: BaseException) -> str:
     """In one line: torch has one for each kind of difference below its headline."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[1] if len(lines) > 1 else lines[0])[:200].rstrip(". ")
+    return lines[1][:200].rstrip(". ") if len(lines) > 1 else first_line(error)[:200]
 
 
 def _whole_weights(accelerator: Any, model: Any, *, copy: bool) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from accel_scale.errors import ConfigError
+from accel_scale.errors import ConfigError, first_line
 from accel_scale.parallel.model_parallel import model_parallel_of
 from accel_scale.training.checkpoints.contents import Write
 from accel_scale.training.checkpoints.fsdp import one_reason
@@ -75,7 +75,7 @@ class ParallelContents:
                 dist_cp.load(tensors, storage_reader=dist_cp.FileSystemReader(folder / _FOLDER))
         except (RuntimeError, KeyError, ValueError) as error:
             raise ConfigError(
-                f"{folder.name} does not fit this model and optimizer ({str(error).splitlines()[0]}).",
+                f"{folder.name} does not fit this model and optimizer ({first_line(error)}).",
                 place="resume",
                 fix="resume with those it was written by.",
             ) from error

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.ending.user_errors import CheckpointNotSaved
-from accel_scale.errors import ConfigError
+from accel_scale.errors import ConfigError, first_line
 from accel_scale.modeling.gathering import (
     adapter_tensors,
     gather_to_main,
@@ -130,7 +130,7 @@ def make_generation_config_savable(model: Any) -> None:
             config.validate(strict=True)
         except ValueError as error:
             raise ConfigError(
-                f"the model's generation configuration cannot be saved: {str(error).splitlines()[0]}",
+                f"the model's generation configuration cannot be saved: {first_line(error)}.",
                 place="generation_config.json",
                 fix="correct it beside the model.",
             ) from error

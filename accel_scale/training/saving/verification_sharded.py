@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accel_scale.errors import first_line
 from accel_scale.modeling.gathering import CHUNK_BYTES, whole_shape
 from accel_scale.training.saving.tensor_difference import difference, tied_names
 
@@ -59,12 +61,24 @@ def compare_sharded(expected: dict[str, torch.Tensor], folder: Path) -> tuple[in
 
 
 def _root_cause(error: Any) -> str:
-    failures = [failure for failure, _ in error.failures.values()]
-    return str(failures[0]).splitlines()[0] if failures else str(error).splitlines()[0]
+    return first_line(next((failure for failure, _ in error.failures.values()), error))
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _share_bytes(tensor: Any) -> int:
+    """Of an even shard: the same on every rank, so that all of them close a chunk, and load it, at the same tensor."""
+    whole: int = tensor.numel() * tensor.element_size()
+    if not hasattr(tensor, "placements"):
+        return whole
+    sizes = (
+        size
+        for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+        if placement.is_shard()
+    )
+    return whole // math.prod(sizes)
 
 
 def _local_chunks(tensors: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
@@ -72,7 +86,7 @@ def _local_chunks(tensors: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.
     size = 0
     for name, tensor in tensors.items():
         chunk[name] = tensor
-        size += _local(tensor).numel() * tensor.element_size()
+        size += _share_bytes(tensor)
         if size > CHUNK_BYTES:
             yield chunk
             chunk, size = {}, 0
