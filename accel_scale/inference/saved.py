@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 from accel_scale.errors import ConfigError
 from accel_scale.launching.run_folder import ADAPTER_CONFIG
 from accel_scale.modeling.quantization_record import read_quantization
-from accel_scale.modeling.stored_weights import SafetensorsReader, local_folder, stored_shapes
+from accel_scale.modeling.stored_weights import SafetensorsReader, local_folder, rows_of_embedding, stored_shapes
 from accel_scale.starting.early_checks import check_model
 
 if TYPE_CHECKING:
@@ -164,8 +164,7 @@ def with_adapter(model: PreTrainedModel, adapter: Path) -> object:
     """Base + adapter by PEFT; a base whose vocabulary grew in training grows the same way first."""
     from peft import PeftModel
 
-    reader = SafetensorsReader(adapter, "adapter_model")
-    for name in reader.file_of:
-        if name.endswith("embed_tokens.weight") and reader.shape(name)[0] != model.config.get_text_config().vocab_size:
-            model.resize_token_embeddings(reader.shape(name)[0])
+    num_rows = rows_of_embedding(SafetensorsReader(adapter, "adapter_model"))
+    if num_rows not in (None, model.config.get_text_config().vocab_size):
+        model.resize_token_embeddings(num_rows)
     return PeftModel.from_pretrained(model, str(adapter))

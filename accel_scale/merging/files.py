@@ -102,7 +102,6 @@ class NF4RoundTrip:
             requires_grad=False,
             compress_statistics=self.config.bnb_4bit_use_double_quant,
             quant_type=self.config.bnb_4bit_quant_type,
-            quant_storage=self.config.bnb_4bit_quant_storage,
         )
         packed = packed.to("cuda" if torch.cuda.is_available() else "cpu")
         restored = bnb.functional.dequantize_4bit(packed.data, packed.quant_state).cpu()

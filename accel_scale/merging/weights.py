@@ -13,7 +13,7 @@ from accel_scale.modeling.gathering import named_tensors
 from accel_scale.modeling.load_report import fit_of, refuse_partial_load
 from accel_scale.modeling.loading import changed_head
 from accel_scale.modeling.model_class import as_reward_model, language_model_class, scores_rows
-from accel_scale.modeling.stored_weights import SafetensorsReader
+from accel_scale.modeling.stored_weights import SafetensorsReader, rows_of_embedding
 
 if TYPE_CHECKING:
     import torch
@@ -64,20 +64,19 @@ class AdapterMerger:
         # A head of scores on a language model's layers.
         self.added = [name for name in self.replaced if self.rewards and not self.stored.names_for(name)]
         through_4_bits = set(self.round_trip.transposed) if self.round_trip else set()
-        touched = (changed - {self.untied_head, *self.added}) | through_4_bits
-        self.touched = {self.stored.group_of[stored] for name in touched for stored in self._stored_names(name)}
+        touched = changed | through_4_bits  # an untied head, and an added one, are in no file
+        self.touched = {self.stored.group_of[stored] for name in touched for stored in self.stored.names_for(name)}
 
     def _grow_vocabulary(self) -> None:
         """An adapter trained with added tokens holds whole embeddings: the result has as many rows."""
-        for name in self.adapter.file_of:
-            if name.endswith(("embed_tokens.weight", "wte.weight", "embed_tokens.base_layer.weight")):
-                self.config.get_text_config().vocab_size = self.adapter.shape(name)[0]
+        num_rows = rows_of_embedding(self.adapter)
+        if num_rows is not None:
+            self.config.get_text_config().vocab_size = num_rows
 
     def _untied_head(self, changed: set[str]) -> str | None:
         """The output embedding, if the base stores it as the input embedding and the adapter changes either."""
         head, ends = self.output_name, {self.input_name, self.output_name}
-        tied = getattr(self.config.get_text_config(), "tie_word_embeddings", False)
-        return head if tied and head and ends & changed and not self.stored.names_for(head) else None
+        return head if head and ends & changed and not self.stored.names_for(head) else None
 
     def _inject(self, model: nn.Module, peft_config: Any) -> None:
         from peft import get_peft_model, get_peft_model_state_dict
@@ -136,22 +135,13 @@ class AdapterMerger:
             fix="pass the base it was trained on with --base_model.",
         )
 
-    def _stored_names(self, name: str) -> list[str]:
-        """Tensors in the base's files that make the model's tensor `name`."""
-        found = self.stored.names_for(name)
-        if not found and name == self.output_name and self.input_name:
-            return self._stored_names(self.input_name)
-        if not found:
-            raise self._wrong_base(f"{name} is not in the base's files")
-        return found
-
     def _base_tensor(self, name: str) -> torch.Tensor:
         """As training saw it: the adapter's own, or through 4 bits, or as published."""
         source = str(self.input_name) if name == self.untied_head and name not in self.replaced else name
         if source in self.replaced:
             return self.adapter.read(self.replaced[source])
-        if not self.stored.names_for(source) and self._stored_names(source):
-            source = str(self.input_name)  # a head that is tied to it
+        if not self.stored.names_for(source):
+            raise self._wrong_base(f"{source} is not in the base's files")
         tensor = self.stored.read(source, self.base.read)
         if tuple(tensor.shape) != self.base_shapes[name]:
             shapes = f"{list(tensor.shape)} in its file and {list(self.base_shapes[name])} by its config.json"
@@ -179,9 +169,12 @@ class AdapterMerger:
         while isinstance(wrappers[-1].base_layer, ParamWrapper):
             wrappers.append(wrappers[-1].base_layer)
         for wrapper in wrappers:
-            wrapper.merge(safe_merge=True)
+            wrapper.merge()
             wrapper.merged_adapters.clear()
-        merged = {f"{name}.{leaf}": p.detach() for leaf, p in layer.get_base_layer().named_parameters()}
+        merged = {
+            f"{name}.{leaf}": _finite(f"{name}.{leaf}", parameter.detach(), self.place)
+            for leaf, parameter in layer.get_base_layer().named_parameters()
+        }
         layer.to("meta")
         return merged
 

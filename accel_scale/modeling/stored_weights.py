@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 _WANTED = ["*.safetensors", "*.json", "*.model", "*.jinja", "*.txt", "*.py"]
 
+_EMBEDDINGS = ("embed_tokens.weight", "embed_tokens.base_layer.weight", "wte.weight", "wte.base_layer.weight")
+
 _LFS_POINTER = b"version https://git-lfs"
 
 
@@ -131,3 +133,9 @@ class SafetensorsReader:
 
         with safe_open(self.folder / self.file_of[name], framework="pt") as handle:
             return tuple(handle.get_slice(name).get_shape())
+
+
+def rows_of_embedding(adapter: SafetensorsReader) -> int | None:
+    """Rows of the embedding that an adapter holds whole, as one does that was trained with added tokens."""
+    found = [name for name in adapter.file_of if name.endswith(_EMBEDDINGS)]
+    return adapter.shape(found[0])[0] if found else None
