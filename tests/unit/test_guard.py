@@ -239,7 +239,8 @@ def test_a_rollback_restores_the_level_but_not_the_budget() -> None:
 
 
 def test_off_judges_nothing() -> None:
-    assert Guard(GuardSettings(policy="off")).judge(math.nan, math.nan).action == "stepped"
+    decision = Guard(GuardSettings(policy="off")).judge(math.nan, math.nan)
+    assert (decision.action, decision.taken, decision.lr_factor, decision.is_overflow) == ("stepped", True, 1.0, False)
 
 
 @pytest.mark.parametrize(

@@ -84,11 +84,12 @@ def losses(made: Any) -> list[float]:
 
 def test_a_run_with_bad_rows_is_the_one_without_their_batches(tmp_path: Path) -> None:
     made = trainer(tmp_path / "a", rows({6: math.nan, 28: math.inf}), GuardSettings())
-    made.train()
+    output = made.train()
     AcceleratorState._reset_state(reset_partial_state=True)
     kept = [row for number, row in enumerate(rows({})) if number // 4 not in (1, 7)]
     clean = trainer(tmp_path / "b", kept, None, max_steps=6)
-    clean.train()
+    assert clean.train().training_loss == pytest.approx(output.training_loss)
+    assert made.state.log_history[-1]["train_loss"] == pytest.approx(output.training_loss), "of the taken steps"
     found = losses(made)
     assert [number for number, loss in enumerate(found) if not math.isfinite(loss)] == [1, 7]
     assert [loss for loss in found if math.isfinite(loss)] == losses(clean)
@@ -139,6 +140,7 @@ def test_a_spike_lowers_the_rate_for_as_many_steps_as_asked(tmp_path: Path) -> N
     assert made.rates.seen == pytest.approx([RATE] * 3 + [RATE / 2] * 2 + [RATE] * 3)
     (event,) = read_events(tmp_path)
     assert (event["step"], event["action"], event["lr_factor"]) == (4, "lowered", 0.5)
+    assert event["grad_norm"] > event["grad_norm_threshold"] > 0
     assert made.skipped["num_skipped"] == 0
 
 

@@ -379,3 +379,52 @@ def test_all_ranks_have_met_before_one_leaves(monkeypatch):
     with pytest.raises(SystemExit):
         stop_run(ranks, verdict.StepOutcome("stop", 1.0, None, "x"))
     assert order == ["met", "let go", "ended"]
+
+
+def test_gradients_are_clipped_to_one_unless_told_otherwise():
+    for settings, largest in (({}, 1.0), ({"max_grad_norm": 0}, math.inf), ({"max_grad_norm": None}, math.inf)):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        loop = Loop(**settings)
+        with loop.step.micro_batch(is_last=True):
+            loop.step.backward(loop.model(torch.full((1, 4), 3.0)).sum())
+        assert loop.step.clip() == pytest.approx(math.sqrt(4 * 9 + 1)), "its norm before that"
+        norm = math.sqrt(sum(float(p.grad.square().sum()) for p in loop.model.parameters()))
+        assert norm == pytest.approx(min(largest, math.sqrt(37)), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("is_last", "every_batch", "synced"), [(True, False, True), (False, False, False), (False, True, True)]
+)
+def test_gradients_are_reduced_with_the_last_micro_batch_unless_with_every_one(is_last, every_batch, synced):
+    loop, unsynced = Loop(), []
+    gate = make_gate(loop.accelerator, loop.model, loop.optimizer)
+    kwargs = {"sync_each_batch": every_batch} if every_batch else {}
+    state = SimpleNamespace(plugin_kwargs=kwargs)
+
+    class Watching:
+        def __init__(self, model):
+            assert model is loop.model
+
+        def __enter__(self):
+            unsynced.append(True)
+
+        def __exit__(self, *unused):
+            pass
+
+    gate.accelerator = SimpleNamespace(sync_gradients=None, gradient_state=state, no_sync=Watching)
+    with gate.micro_batch(is_last=is_last):
+        pass
+    assert gate.accelerator.sync_gradients is is_last
+    assert (unsynced == []) is synced
+
+
+@pytest.mark.parametrize("is_stateful", [True, False])
+def test_what_a_hook_has_kept_of_gradients_that_are_dropped_is_undone(is_stateful, monkeypatch):
+    from accel_scale.training.guard import optimizer_control
+
+    loop, undone = Loop(), []
+    hook = SimpleNamespace(is_stateful=is_stateful, undo=lambda: undone.append(True))
+    monkeypatch.setattr(optimizer_control, "hook_of", lambda model: hook if model is loop.model else None)
+    gate = make_gate(loop.accelerator, loop.model, loop.optimizer)
+    gate.drop()
+    assert undone == [True] * is_stateful

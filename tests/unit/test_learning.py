@@ -116,6 +116,7 @@ def test_the_end_of_a_run_is_refused_for_each_way_of_learning_nothing() -> None:
         with pytest.raises(NothingLearnt, match="the guard did not take"):
             refuse_unlearnt(model, before=before, num_steps=steps, why_skipped="loss is nan", **skipped)
     refuse_unlearnt(model, before=before, num_steps=90, num_skipped=5, skipped_at_end=1)
+    refuse_unlearnt(model, before=before, num_steps=4, num_skipped=2, skipped_at_end=2)
     for loss, words in ((math.nan, "the last loss was nan"), (0.0, "exactly 0")):
         with pytest.raises(NothingLearnt, match=words):
             refuse_unlearnt(model, before=before, num_steps=3, last_loss=loss)

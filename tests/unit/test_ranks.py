@@ -62,6 +62,12 @@ def test_a_number_that_one_rank_lacks_is_lacking_for_all(mine, other, tmp_path: 
     assert [event["step"] for event in read_events(tmp_path)] == [3]
 
 
+def test_infinities_of_both_signs_are_no_number(tmp_path: Path) -> None:
+    outcome, _ = judged([(-math.inf, 1.0), (1.0, 1.0)], math.inf, 1.0, tmp_path, guard=Guard(GuardSettings()))
+    assert math.isnan(outcome.loss)
+    assert (outcome.action, outcome.is_overflow, outcome.lr_factor) == ("skipped", False, 1.0)
+
+
 def test_an_event_names_rows_and_losses_without_the_factor(tmp_path: Path) -> None:
     from accel_scale.training.guard.verdict import MicroBatch
 
