@@ -77,7 +77,7 @@ def test_yaml_values_keep_their_text_and_structure(tmp_path: Path) -> None:
         ("seed: 1\nseed: 2\n", 2, "given twice"),
         ("a: [1\nb: 2\n", 2, "not valid YAML"),
         ("- seed\n", 1, "holds no flags"),
-        ('output_dir: !!python/object/apply:os.system ["touch x"]\n', 1, "!!python/object/apply:os.system is not read"),
+        ("output_dir: !!python/object/apply:os.system [x]\n", 1, "!!python/object/apply:os.system is not read"),
         ("seed: 1\nlora_target_modules: [q_proj, !own k_proj]\n", 2, "the tag !own is not read"),
     ],
 )
