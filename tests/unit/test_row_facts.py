@@ -9,6 +9,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from accel_scale.facts.device import Device
+from accel_scale.modeling.attention import resolve_attention, with_document_lengths
 from accel_scale.modeling.packing import row_facts
 from accel_scale.modeling.packing.row_facts import ROW_FACTS, Counting, RowFacts, cumulative, uploaded
 
@@ -85,3 +87,64 @@ def test_uploads_do_not_wait_where_the_driver_fetches_by_itself(monkeypatch: pyt
     assert uploaded(values, torch.device("meta")).device.type == "meta"
     assert len(pinned) == 1
     assert cumulative((2, 3), CPU).tolist() == [0, 2, 5]
+
+
+# ── What an attention is told ────────────────────────────────────────────────────────────────────────────────────────
+
+POSITIONS = torch.tensor([[0, 1, 2, 0, 1], [0, 0, 1, 2, 3]])
+LENGTHS = {"cu_seq_lens_q": [0, 3, 5, 6, 10], "cu_seq_lens_k": [0, 3, 5, 6, 10], "max_length_q": 4, "max_length_k": 4}
+
+
+def told(given_: dict[str, Any], attention: str, *, knows: bool = False) -> dict[str, Any]:
+    """What is added to the inputs, as plain numbers."""
+    facts = RowFacts({"input_ids": POSITIONS, "position_ids": POSITIONS}) if knows else None
+    found = with_document_lengths(dict(given_), attention, facts)
+    added = {name: value for name, value in found.items() if name not in given_}
+    return {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in added.items()}
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_flash_attention_is_told_of_all_documents(knows: bool) -> None:
+    rows = {"input_ids": POSITIONS, "position_ids": POSITIONS}
+    assert told(rows, "flash_attention_2", knows=knows) == LENGTHS
+    assert told(rows, "sdpa", knows=knows) == told(rows, "eager", knows=knows) == {}
+    assert told({**rows, "cu_seq_lens_q": 3}, "flash_attention_2", knows=knows) == {}
+    assert told({**rows, "attention_mask": POSITIONS}, "flash_attention_2", knows=knows) == {}
+    assert told({"input_ids": POSITIONS}, "flash_attention_2") == {}
+    one = {name: tensor[:1] for name, tensor in rows.items()}
+    assert told(one, "flash_attention_2") == {}, "of a single row transformers finds them itself"
+    found = with_document_lengths(rows, "flash_attention_2")
+    assert found["cu_seq_lens_q"].dtype == torch.int32
+    assert told({"inputs_embeds": POSITIONS, "position_ids": POSITIONS[:1]}, "flash_attention_2", knows=True) == {}
+
+
+def test_packed_attention_is_told_by_its_mask() -> None:
+    facts = RowFacts({"input_ids": POSITIONS, "position_ids": POSITIONS})
+    mask = with_document_lengths({"input_ids": POSITIONS}, "sdpa_packed", facts)["attention_mask"]
+    assert mask.row_facts is facts
+    assert told({"input_ids": POSITIONS}, "sdpa_packed") == {}
+    unknown = RowFacts({"input_ids": POSITIONS, "attention_mask": POSITIONS})
+    assert unknown.document_lengths is None
+    assert with_document_lengths({"input_ids": POSITIONS}, "sdpa_packed", unknown) == {"input_ids": POSITIONS}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "is_served"),
+    [
+        ({"head_dim": 256}, True), ({"head_dim": 264}, False), ({"head_dim": 60}, False), ({"head_dim": 64}, True),
+        ({"hidden_size": 1024, "num_attention_heads": 4}, True),
+        ({"hidden_size": 1056, "num_attention_heads": 4}, False), ({}, True),
+    ],
+)  # fmt: skip
+def test_head_sizes_that_flash_attention_serves(sizes: dict[str, int], is_served: bool) -> None:
+    class Remote:
+        """A configuration of somebody's own."""
+
+        def get_text_config(self) -> Any:
+            return self
+
+    config: Any = Remote()
+    vars(config).update(sizes)
+    device = Device("cuda", "H100", capability=(9, 0), flash=("flash_attention_2",))
+    chosen = resolve_attention(None, device=device, dtype=torch.bfloat16, packing=False, model_config=config)
+    assert (chosen == "flash_attention_2") == is_served
