@@ -126,3 +126,44 @@ def test_one_pattern_stands_for_all_layers():
     names = [f"model.layers.{index}.mamba.dt_proj" for index in range(40)]
     assert exclusion(names) == r"model\.layers\.\d+\.mamba\.dt_proj"
     assert exclusion([]) is None
+
+
+class Scaled(torch.nn.Linear):
+    """A linear layer with a forward of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * torch.nn.functional.linear(x, self.weight, self.bias)
+
+
+class Router(torch.nn.Linear):
+    """Gives a choice beside its product."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        product = torch.nn.functional.linear(x, self.weight)
+        return product, product.argmax(-1)
+
+
+class Grouped(torch.nn.Linear):
+    """Takes groups of rows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(x, self.weight.t().expand(x.shape[0], -1, -1))
+
+
+class Summed(torch.nn.Linear):
+    """Gives one number for each row."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self.weight).sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("kind", "is_linear"),
+    [(torch.nn.Linear, True), (Scaled, True), (Router, False), (Grouped, False), (Summed, False)],
+)
+def test_what_is_still_a_linear_layer(kind, is_linear, dtype):
+    from accel_scale.modeling.adapter_targets import _is_linear
+
+    assert _is_linear(kind(6, 4, device="meta", dtype=dtype)) == is_linear
+    assert _is_linear(kind(6, 4)), "with weights it is not run"

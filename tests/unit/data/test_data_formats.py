@@ -288,3 +288,25 @@ def test_any_two_columns_can_be_mapped_in_any_order(names, prompt, completion) -
     layout = detect_layout("x", [dict.fromkeys(names, "v")], mapping={"prompt": prompt, "completion": completion})
     assert (layout.column("prompt"), layout.column("completion")) == (prompt, completion)
     assert layout.features().keys() == {"prompt", "completion"}
+
+
+def test_the_keys_of_turns_are_what_most_rows_begin_with() -> None:
+    from accel_scale.data.turns import as_turns, is_rich, turn_keys_of
+
+    ours, theirs = ("role", "content"), ("from", "value")
+    for rows, keys in (
+        ([[{"value": "q"}, {"role": "assistant"}]], theirs),
+        ([[{"content": "q"}, {"from": "gpt"}]], ours),
+        ([[{"from": "human"}]], theirs),
+        ([[{"from": "human"}], [{"role": "user"}], [{"role": "user"}]], ours),
+        ([[{"from": "human"}], "text", "text"], None),
+        (['[{"from": "human"}]', None, []], theirs),
+        ([["text"], [{"speaker": "a"}]], None),
+        ([], None),
+    ):
+        assert turn_keys_of([{"c": value} for value in rows], "c") == keys, rows
+    assert as_turns(" [1]") == [1]
+    assert as_turns("[1") is as_turns("text") is as_turns({"role": "user"}) is as_turns(None) is None
+    assert is_rich([{"role": "user"}, {"tool_calls": [1]}])
+    assert not is_rich([{"role": "user", "tool_calls": []}, "text"])
+    assert not is_rich(None)
