@@ -6,7 +6,7 @@ import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -24,6 +24,9 @@ from accel_scale.training.checkpoints.ranks import Meeting
 from accel_scale.training.checkpoints.settings import meaning_of, model_record, rows_fingerprint, schedule_length
 from accel_scale.training.checkpoints.signals import StopSignals
 
+if TYPE_CHECKING:
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
 _RANDOM = "random_states_{rank}.pt"
 
 
@@ -34,13 +37,15 @@ class StopCallback(TrainerCallback):
         self._meeting, self._signals = meeting, signals
         self.number = 0
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         self.number = self.number or self._meeting.largest(self._signals.received)
         if self.number:
             control.should_save, control.should_training_stop = True, True
             control.should_evaluate = False  # little time is left
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """At its end the Trainer would load the best model, and where one is kept delete what was saved just now."""
         if self.number:
             state.best_model_checkpoint = None
