@@ -104,6 +104,19 @@ def test_training_on_does_not_reach_what_is_still_being_written(small: Any, tmp_
     assert torch.equal(load_file(tmp_path / "late" / "checkpoint-2" / "model.safetensors")["weight"], before)
 
 
+def test_a_run_that_goes_back_waits_for_what_is_being_written(small: Any, monkeypatch: Any) -> None:
+    import time
+
+    import safetensors.torch
+
+    run, save_file = small(asynchronous=True), safetensors.torch.save_file
+    run.micro_batches(1)
+    with monkeypatch.context() as patched:
+        patched.setattr(safetensors.torch, "save_file", lambda *a, **more: time.sleep(0.3) or save_file(*a, **more))
+        run.manager.save(1)
+        assert run.manager.resume("auto").step == 1
+
+
 def test_accumulation_goes_on_in_the_middle(small: Any) -> None:
     """Three micro-batches of two a step: the next one ends a step, and in a run that forgot it would begin one."""
     run = small(accumulation=2)

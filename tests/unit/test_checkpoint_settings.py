@@ -129,6 +129,18 @@ def test_a_model_is_its_numbers_and_the_weights_it_began_from(tmp_path: Path) ->
     ]
 
 
+def test_what_was_written_before_stays_the_same_run(tmp_path: Path) -> None:
+    """A fingerprint of other bytes, or of another length, would refuse to go on from every checkpoint there is."""
+    (tmp_path / "a.txt").write_text("abc")
+    assert files_fingerprint([tmp_path / "a.txt"]) == "5349139033ae44d1"
+    parts = SimpleNamespace(hidden_size=5, num_hidden_layers=3, vocab_size=7, n_head="many")
+    of_images: Any = SimpleNamespace(get_text_config=lambda: parts, model_type="vl", hidden_size=9)
+    assert model_record(of_images, None) == {
+        "type": "vl", "hidden_size": 5, "num_hidden_layers": 3, "vocabulary": 7
+    }  # fmt: skip
+    assert model_record(parts, None)["type"] == "SimpleNamespace"
+
+
 def test_files_are_told_apart_by_name_size_beginning_and_end(tmp_path: Path) -> None:
     large = bytes(200_000)
     changes = {
