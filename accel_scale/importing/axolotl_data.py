@@ -10,7 +10,7 @@ from accel_scale.importing.draft import CHECK, LOST, MAPPED, NO_EFFECT, Draft, j
 DATA_ROWS = (
     *joins(
         "datasets", "pretraining_dataset", "val_set_size", "test_datasets", "train_on_inputs", "chat_template",
-        "chat_template_jinja", "pretrain_multipack_attn", "streaming",
+        "chat_template_jinja", "pretrain_multipack_attn", "streaming", "eot_tokens",
     ),
     *leaves("prepared rows are kept in the cache of datasets", "dataset_prepared_path", "dataset_processes",
             "dataset_num_proc", "dataset_keep_in_memory", "skip_prepare_dataset", "streaming_multipack_buffer_size",
@@ -22,7 +22,6 @@ DATA_ROWS = (
             "eval_sample_packing", "pad_to_multiple_of", "batch_flattening", changes=False),
     *leaves("take those rows out of the file first", "dataset_exact_deduplication", "min_sample_len",
             "dataset_shard_num", "dataset_shard_idx"),
-    *leaves("the chat template says which token ends a turn", "eot_tokens"),
     *leaves("write it into the rows, as a system turn", "default_system_message"),
 )  # fmt: skip
 # Files' readers, which some write as the path.
@@ -37,6 +36,7 @@ def read_data(draft: Draft) -> None:
     else:
         _rows(draft)
     _held_out(draft)
+    draft.note("eot_tokens", CHECK, "the end of a turn is that of the chat template, and it is learnt")
     template, file = draft.get("chat_template"), draft.get("chat_template_jinja")
     if file and str(file).endswith((".jinja", ".j2")):
         draft.set("chat_template_path", file, "chat_template_jinja", "chat_template")

@@ -90,6 +90,12 @@ def import_config(path: Path) -> Imported:
 
 
 def _project_of(path: Path, keys: set[str]) -> str:
+    if "train_dataset" in keys and "base_model" not in keys:
+        raise ConfigError(
+            "a configuration of LLaMA-Factory's next version, whose keys are not known yet.",
+            place=str(path),
+            fix="give one with stage, dataset and finetuning_type.",
+        )
     counts = {name: len(project.signs & keys) for name, project in PROJECTS.items()}
     best = max(counts, key=lambda name: counts[name])
     if not counts[best]:

@@ -12,7 +12,7 @@ from accel_scale.cli.main import main
 from accel_scale.errors import ConfigError
 from accel_scale.facts.exit_statuses import CONFIG_STATUS, INCOMPLETE_STATUS
 from accel_scale.flags.parsing import parse_flags
-from accel_scale.importing import axolotl, llama_factory
+from accel_scale.importing import axolotl_keys, llama_factory
 from accel_scale.importing.convert import import_config
 from accel_scale.importing.draft import CHECK, LOST
 from accel_scale.recipe_specs.finding import load_recipe
@@ -75,7 +75,12 @@ def test_what_did_not_come_across_is_named(here, name):
 def test_the_examples_are_what_people_have():
     assert len(EXPECTED) >= 15
     assert sum("refused" in entry for entry in EXPECTED.values()) == 2
-    assert {entry["recipe"] for entry in EXPECTED.values() if "recipe" in entry} == {"sft", "dpo", "pretrain"}
+    assert {entry["recipe"] for entry in EXPECTED.values() if "recipe" in entry} == {
+        "sft",
+        "dpo",
+        "reward",
+        "pretrain",
+    }
 
 
 def test_unknown_keys_are_named_and_not_dropped(tmp_path):
@@ -118,7 +123,8 @@ def test_comments_and_reports_stay_on_one_line(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("text", "problem"),
     [("a: 1\n", "no configuration of axolotl"), ("- a\n", "holds no flags"), ("stage: [\n", "not valid YAML"),
-     ("stage: ppo\n", "no recipe of ours trains by ppo")],
+     ("stage: ppo\n", "no recipe of ours trains by ppo"),
+     ("model: a/b\ntrain_dataset: c\nmicro_batch_size: 1\n", "next version")],
 )  # fmt: skip
 def test_what_is_no_configuration_is_refused(tmp_path, text, problem):
     path = tmp_path / "x.yaml"
@@ -135,7 +141,7 @@ def test_a_file_is_not_overwritten(here, capsys):
     assert (here / "made" / "factory_lora.yaml").is_file()
 
 
-@pytest.mark.parametrize("module", [axolotl, llama_factory])
+@pytest.mark.parametrize("module", [axolotl_keys, llama_factory])
 def test_a_table_has_a_key_once(module):
     keys = [row.key for row in module.ROWS]
     assert sorted({key for key in keys if keys.count(key) > 1}) == []
