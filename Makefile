@@ -59,8 +59,14 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# DeepSpeed compiles CPU Adam (needs g++ and ninja) and asynchronous I/O (needs libaio) at the first run.
+# DeepSpeed compiles CPU Adam (needs g++ and ninja) and asynchronous I/O (needs libaio) at the first run. Pages are tested
+# in Chromium where it is there: half a minute to install.
 debian:
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! command -v chromium >/dev/null; then \
+	  echo "Installing chromium, for the tests of pages"; \
+	  (apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium) >/dev/null 2>&1 || \
+	    echo "chromium could not be installed: tests of pages are skipped"; \
+	fi
 	@missing=""; \
 	command -v g++ >/dev/null || missing="$$missing g++"; \
 	[ -e /usr/include/libaio.h ] || missing="$$missing libaio-dev"; \

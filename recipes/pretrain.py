@@ -45,6 +45,7 @@ quiet_imports()  # before the libraries that would print at import
 def main(argv: list[str] | None = None) -> dict[str, object] | None:
     """Run the recipe; returns what `run_summary.json` holds."""
     from accel_scale.ending.user_errors import exit_if_not_saved
+    from accel_scale.report_page.leaving import held_folder
 
     started = time.perf_counter()
     parsed = parse_flags(FLAG_CLASSES, argv, program=PROGRAM, description=__doc__)
@@ -53,7 +54,7 @@ def main(argv: list[str] | None = None) -> dict[str, object] | None:
         run.say(run.settings.as_yaml(load_classes(FLAG_CLASSES)))
         return None
     check(run)
-    with run.start.folder.taken(is_main=run.is_main), exit_if_not_saved(PROGRAM):
+    with held_folder(run), exit_if_not_saved(PROGRAM):
         load_data(run)
         if finished := run.course.look_ahead():
             run.accelerator.end_training()

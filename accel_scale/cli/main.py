@@ -44,6 +44,7 @@ COMMANDS: dict[str, Command] = {
     "plan": Command("accel_scale.cli.plan", "predict memory, speed and the best strategy before anything is loaded"),
     "doctor": Command("accel_scale.cli.doctor", "list versions, devices and contradictions before a launch"),
     "rehearse": Command("accel_scale.cli.rehearse", "run a launch file on CPU processes with a shrunken model"),
+    "report": Command("accel_scale.report_page.command", "write a run's report.html again, or compare several runs"),
     "merge": Command("accel_scale.cli.merge", "merge LoRA or QLoRA adapters into their base"),
     "chat": Command("accel_scale.cli.chat", "talk to a saved model in a terminal"),
     "eval": Command("accel_scale.cli.evaluate", "evaluate a saved model: exact match, lm-evaluation-harness"),

@@ -68,6 +68,20 @@ def is_held(folder: Path) -> bool:
     return _lock_path(folder) in _held
 
 
+def is_taken(folder: Path) -> bool:
+    """Whether any process holds `folder`; False where that cannot be told."""
+    try:
+        import fcntl
+
+        with open(_lock_path(folder), "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except (ImportError, OSError):
+        return False
+    return False
+
+
 def _lock_path(folder: Path) -> Path:
     return Path(os.path.realpath(folder)) / LOCK_FILE
 

@@ -32,7 +32,8 @@ _HOLDS: tuple[tuple[str, re.Pattern[str]], ...] = (
                                r"special_tokens_map\.json|added_tokens\.json|chat_template\.(jinja|json)")),
     ("a search", re.compile(r"study\.db|study_summary\.json|trials|best\.yaml|trials\.csv")),
     ("another run's records", re.compile(r"run_summary\.json|metrics\.jsonl|guard_events\.jsonl|training_args\.bin|"
-                                         r"trainer_state\.json|quantization_config\.json")),
+                                         r"trainer_state\.json|quantization_config\.json|run_starts\.jsonl|"
+                                         r"report\.html")),
     ("a file that the run would overwrite", re.compile(r"README\.md|_run\.json")),
 )  # fmt: skip
 

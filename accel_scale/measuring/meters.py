@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -57,6 +57,14 @@ def clock_of(device_type: str) -> HostClock:
     return EventClock(device_type) if device_type in ("cuda", "xpu") else HostClock()
 
 
+class Pace(NamedTuple):
+    """How fast some steps were on this rank, and which share of their time went on waiting for data."""
+
+    tokens_per_second: float
+    step_seconds: float
+    data_wait_ratio: float
+
+
 @dataclass
 class ThroughputMeter:
     """Counts tokens that carry content (no padding), the time optimizer steps take and the part spent on data.
@@ -81,6 +89,7 @@ class ThroughputMeter:
     _steps_before: int = field(default=0, repr=False)
     _asked: tuple[float, Any] = field(default=(0.0, None), repr=False)
     _waits: list[tuple[float, Any, Any]] = field(default_factory=list, repr=False)
+    _asked_at: tuple[float, float, float, int] = field(default=(0.0, 0.0, 0.0, 0), repr=False)
 
     def start_step(self) -> None:
         """Call before the first micro-batch of an optimizer step is fetched."""
@@ -115,6 +124,15 @@ class ThroughputMeter:
             self.timed_steps += self.num_steps - self._steps_before
             self.timed_tokens = self.timed_tokens + (self.num_tokens - self._tokens_before)
         self._began, self._waits = None, []
+
+    def pace(self) -> Pace | None:
+        """Of the steps that were timed since this was last called; None where there are none."""
+        now = float(self.timed_tokens), self.timed_seconds, self.data_seconds, self.timed_steps
+        tokens, seconds, waited, steps = (after - before for after, before in zip(now, self._asked_at, strict=True))
+        if not steps or not seconds:
+            return None
+        self._asked_at = now
+        return Pace(tokens / seconds, seconds / steps, waited / seconds)
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -183,3 +201,23 @@ def peak_memory_bytes() -> int:
     """What this process needed at most: of its CUDA device, elsewhere of the host."""
     device = peak_device_bytes()
     return device["allocated_bytes"] if device else peak_host_bytes()
+
+
+def logged_figures(meter: ThroughputMeter, *, ranks: float = 1.0) -> dict[str, float]:
+    """What `metrics.jsonl` says of speed since its last line and of memory now; reads counters, waits for no device.
+
+    Args:
+        ranks: How many are as fast as this one, each with tokens of its own.
+    """
+    import psutil
+    import torch
+
+    pace = meter.pace()
+    found: dict[str, float] = {} if pace is None else pace._asdict()
+    if pace is not None:
+        found["tokens_per_second"] *= ranks
+    found["host_bytes"] = psutil.Process().memory_info().rss
+    if torch.cuda.is_available():
+        found["allocated_bytes"] = torch.cuda.max_memory_allocated()  # at most so far
+        found["reserved_bytes"] = torch.cuda.memory_reserved()
+    return found

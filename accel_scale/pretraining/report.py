@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from accel_scale.measuring.meters import (
     Counted,
     ThroughputMeter,
+    logged_figures,
     peak_device_bytes,
     peak_host_bytes,
     peak_memory_bytes,
@@ -67,6 +68,7 @@ class PretrainReport:
     def start(self) -> None:
         """The table before the first step, trackers and the progress bar."""
         from accel_scale.measuring.peak_flops import model_flops, peak_flops
+        from accel_scale.reporting.run_starts import write_start
 
         run, args = self.run, self.run.args
         self.flops_per_token, counted = model_flops(
@@ -79,8 +81,16 @@ class PretrainReport:
             run.accelerator.init_trackers(args.run_name or "accel-scale-pretrain", config=settings)
         if not run.is_main:
             return
+        write_start(
+            args.output_dir, step=run.step, content={**self._record(), "plan": run.plan and run.plan.as_dict()}
+        )
         self._print_start()
         self._lines = StepLines(run.length.num_steps, first_step=run.step)
+
+    def _record(self) -> dict[str, object]:
+        run = self.run
+        strategy = None if run.layout.is_plain else self._strategy
+        return run.record("pretrain.py", parameters=run.parameters, attention=run.attention, strategy=strategy)
 
     def _print_start(self) -> None:
         from accel_scale.reporting.tables import format_count, print_table
@@ -153,7 +163,6 @@ class PretrainReport:
         if not self._is_log_point:
             return
         self.losses.append(outcome.loss)
-        speed = self.tokens_per_second
         values = {
             "loss": outcome.loss,
             "grad_norm": norm,
@@ -167,15 +176,13 @@ class PretrainReport:
             values["loss_scale"] = scale
         if run.args.log_rows:
             values["rows"] = rows_checksum(row_ids)
-        if speed:
-            values |= {"tokens_per_second": speed, "mfu": self.mfu or 0.0}
-            values["data_wait_ratio"] = self.meter.data_wait_ratio or 0.0
+        values |= logged_figures(self.meter)
+        if "tokens_per_second" in values:
+            values["mfu"] = self._mfu_at(values["tokens_per_second"])
         self._log(values)
         if self._lines is not None:
-            figures = StepFigures(
-                outcome.loss, values["learning_rate"], speed, self.mfu, peak_memory_bytes(), self.num_skipped
-            )
-            self._lines.log(figures)
+            rate, speed = values["learning_rate"], self.tokens_per_second
+            self._lines.log(StepFigures(outcome.loss, rate, speed, self.mfu, peak_memory_bytes(), self.num_skipped))
 
     @property
     def _is_log_point(self) -> bool:
@@ -221,13 +228,16 @@ class PretrainReport:
     @property
     def mfu(self) -> float | None:
         """Model FLOP/s ÷ what the devices could do."""
-        speed = self.tokens_per_second
-        return speed * self.flops_per_token / (self.peak * self.run.launch.world_size) if speed else None
+        return self._mfu_at(speed) if (speed := self.tokens_per_second) else None
+
+    def _mfu_at(self, tokens_per_second: float) -> float:
+        return tokens_per_second * self.flops_per_token / (self.peak * self.run.launch.world_size)
 
     # ── End ──
 
     def end(self, verified: VerifyResult | None, why_stopped: str | None, plan: dict[str, Any]) -> dict[str, object]:
         """The table after the last step, and ``run_summary.json`` beside the model."""
+        from accel_scale.report_page.leaving import PAGE_NAME, leave_stopped
         from accel_scale.reporting.model_card import write_card
         from accel_scale.reporting.run_tables import data_bound_advice
         from accel_scale.reporting.summary import write_summary
@@ -241,7 +251,6 @@ class PretrainReport:
             return {}
         counted = self._counted
         summary = {
-            "recipe": "pretrain.py",
             "steps": run.step,
             "losses": self.losses,
             "eval_loss": self.eval_losses[-1] if self.eval_losses else None,
@@ -258,24 +267,18 @@ class PretrainReport:
             "seconds": counted.seconds,
             "peak_host_bytes": peak_host_bytes(),
             "peak_device_bytes": peak_device_bytes(),
-            "parameters": {"total": run.parameters[0], "trainable": run.parameters[1]},
-            "verified": None
-            if verified is None
-            else {"tensors": verified.num_tensors, "max_diff": verified.max_abs_diff},
-            "strategy": run.launch.strategy if run.layout.is_plain else self._strategy,
-            "world_size": run.launch.world_size,
-            "rehearsal": run.start.announcement is not None,
-            "attention": run.attention,
+            "verified": verified and {"tensors": verified.num_tensors, "max_diff": verified.max_abs_diff},
             "sample": self.sample,
             "ddp": hook_figures(run.model),
             "plan": plan or None,
             "finished": run.course.record() if why_stopped is None else None,
-            "settings": run.settings.values,
-            "origins": run.settings.sources,
+            **self._record(),
         }
         path = write_summary(args.output_dir, summary)
         write_card(path)
-        print_table("done", {**self._end_rows(summary), "saved": f"{args.output_dir} (with {path.name})"})
+        if why_stopped == "a signal":  # the launcher ends this rank as soon as another has left
+            leave_stopped(args.output_dir)
+        print_table("done", {**self._end_rows(summary), "saved": f"{args.output_dir} (with {path.name}, {PAGE_NAME})"})
         if plan:
             print(plan["line"])
         if advice := data_bound_advice(counted.data_wait_ratio, or_else="tokenise once with accel-scale prepare"):

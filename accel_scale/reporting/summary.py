@@ -27,17 +27,21 @@ def write_summary(folder: str | os.PathLike[str], content: dict[str, Any], *, na
     """
     path = Path(folder) / name
     path.parent.mkdir(parents=True, exist_ok=True)
-    document = {
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(without_secrets(described(content)), indent=2, default=str) + "\n", encoding="utf-8")
+    partial.replace(path)
+    return path
+
+
+def described(content: dict[str, object]) -> dict[str, object]:
+    """`content` with versions, machine, date and commit."""
+    return {
         **content,
         "versions": installed_versions(),
         "machine": machine(),
         "date": _now(),
         "commit": _commit(),
     }
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(without_secrets(document), indent=2, default=str) + "\n", encoding="utf-8")
-    partial.replace(path)
-    return path
 
 
 def installed_versions() -> dict[str, str]:

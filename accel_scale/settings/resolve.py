@@ -147,7 +147,8 @@ def _set_checkpointing(resolved: Resolved, parsed: ParsedFlags) -> None:
             fix=f"keep --checkpointing_policy and remove {other}.",
         )
     if wanted not in (None, AUTO_POLICY):
-        text, source = wanted, parsed.place("checkpointing_policy")
+        text = wanted
+        source = resolved.sources.get("checkpointing_policy", parsed.place("checkpointing_policy"))
     elif given or options:
         on = values[given[0]] if given else True
         text = _policy_of_options(options, parsed.place(str(options_name))) if on else "none"

@@ -62,6 +62,29 @@ class RecipeRun:
         """Whether this process speaks."""
         return self.launch.rank == 0
 
+    def record(
+        self, program: str, *, parameters: tuple[int, int], attention: str, strategy: str | None = None
+    ) -> dict[str, object]:
+        """What is run, for `run_summary.json` and `run_starts.jsonl`.
+
+        Args:
+            program: The recipe.
+            parameters: All, and trained ones.
+            attention: The implementation that runs.
+            strategy: Where it is not the launch's.
+        """
+        return {
+            "recipe": program,
+            "parameters": {"total": parameters[0], "trainable": parameters[1]},
+            "strategy": strategy or self.launch.strategy,
+            "world_size": self.launch.world_size,
+            "rehearsal": self.start.announcement is not None,
+            "attention": attention,
+            "precision": self.settings.precision.name,
+            "settings": self.settings.values,
+            "origins": self.settings.sources,
+        }
+
     def say(self, line: str) -> None:
         """Print one line, on one process."""
         if self.is_main:

@@ -13,11 +13,12 @@ from transformers.trainer_utils import TrainOutput
 
 from accel_scale.flags.common import SharedArguments
 from accel_scale.flags.guard_settings import GuardSettings
-from accel_scale.measuring.meters import Counted, ThroughputMeter, clock_of
+from accel_scale.measuring.meters import Counted, ThroughputMeter, clock_of, logged_figures
 from accel_scale.measuring.profiling import StepProfiler
 from accel_scale.modeling.fsdp2_preparation import mend_fsdp2_preparation
 from accel_scale.modeling.precision import enable_fp16_on_cpu
 from accel_scale.optimization.schedules import create_schedule
+from accel_scale.report_page.leaving import leave_stopped
 from accel_scale.settings.trl_config import RecipeConfig
 from accel_scale.training.ddp.gradient_numbers import loss_scale_of, use_gradient_numbers
 from accel_scale.training.ddp.hooks import hook_figures
@@ -110,10 +111,18 @@ class RecipeTrainerMixin(_TrainerBase):
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: the recipe writes its own at the end, with the run's figures."""
 
+    def _leave(self) -> None:
+        if self.is_world_process_zero():  # the launcher ends this rank as soon as another has left
+            leave_stopped(str(self.args.output_dir))
+        super()._leave()
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        scale = loss_scale_of(self.accelerator) if "loss" in logs else None
-        if scale is not None:
-            logs["loss_scale"] = scale
+        if "loss" in logs:
+            ranks = self.accelerator.num_processes / self.sp_size
+            logs.update(logged_figures(self.meter, ranks=ranks))
+            scale = loss_scale_of(self.accelerator)
+            if scale is not None:
+                logs["loss_scale"] = scale
         super().log(logs, start_time)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
@@ -160,7 +169,7 @@ class RecipeTrainerMixin(_TrainerBase):
                 world_size=self.accelerator.num_processes,
                 reduce=lambda counts: self.accelerator.reduce(counts, "sum"),
             )
-        self.answered[when] = _as_dict(result)
+        self.answered[when] = _as_dict(result, with_examples=not self.args.push_to_hub)
 
     def counters(self) -> dict[str, Any]:
         return {
@@ -246,11 +255,13 @@ def cast_trainable(model: torch.nn.Module, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def _as_dict(result: ExactMatch) -> dict[str, object]:
+def _as_dict(result: ExactMatch, *, with_examples: bool) -> dict[str, object]:
+    """For the summary; rows of the data are kept out of a folder that is pushed to the hub."""
     return {
         "accuracy": result.accuracy,
         "num_correct": result.num_correct,
         "num_questions": result.num_questions,
         "seconds": result.seconds,
         "tasks": {name: score.accuracy for name, score in result.tasks.items()},
+        "examples": [dataclasses.asdict(example) for example in result.examples] if with_examples else [],
     }

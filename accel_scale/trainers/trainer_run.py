@@ -224,14 +224,17 @@ def settle_trainer(run: TrainerRun, trainer: RecipeTrainerMixin, stop_token: str
 
 
 def report_start(run: TrainerRun, trainer: RecipeTrainerMixin, program: str) -> None:
-    """The table before the first step: what will be trained, on what, how."""
+    """The table before the first step: what will be trained, on what, how; kept in ``run_starts.jsonl`` too."""
     from accel_scale.reporting.run_tables import data_text
     from accel_scale.reporting.tables import format_count, print_table
     from accel_scale.settings.trl_config import RecipeSFTConfig
+    from accel_scale.training.evaluation.progress import StartCallback
 
     if not run.is_main:
         return
     args, settings = trainer.args, run.settings
+    known = run.record(program, parameters=run.parameters, attention=run.checked.attention)
+    trainer.add_callback(StartCallback({**known, "plan": run.plan and run.plan.as_dict()}))
     total, trainable = run.parameters
     per_step = f"{settings.global_batch_size} = {args.per_device_train_batch_size} × "
     per_step += f"{args.gradient_accumulation_steps} accumulated × {settings.launch.world_size} "
@@ -270,6 +273,7 @@ def report_end(run: TrainerRun, trainer: RecipeTrainerMixin, program: str) -> di
 
 def _report_end(run: TrainerRun, trainer: RecipeTrainerMixin, program: str) -> dict[str, object]:
     from accel_scale.measuring.meters import peak_device_bytes, peak_host_bytes
+    from accel_scale.report_page.leaving import PAGE_NAME
     from accel_scale.reporting.model_card import write_card
     from accel_scale.reporting.run_tables import data_bound_advice, end_rows
     from accel_scale.reporting.summary import write_summary
@@ -280,27 +284,20 @@ def _report_end(run: TrainerRun, trainer: RecipeTrainerMixin, program: str) -> d
         return {}
     verified = trainer.first_verification
     summary = {
-        "recipe": program,
         **figures,
         "peak_host_bytes": peak_host_bytes(),
         "peak_device_bytes": peak_device_bytes(),
-        "parameters": {"total": run.parameters[0], "trainable": run.parameters[1]},
         "data": {"sources": run.data.sources, "rows": run.data.num_rows, "format": run.data.format},
         "skipped_rows": run.data.skipped_reasons,
         "verified": None if verified is None else {"tensors": verified.num_tensors, "max_diff": verified.max_abs_diff},
-        "strategy": run.launch.strategy,
-        "world_size": run.launch.world_size,
         "sp_size": run.sp_size,
-        "rehearsal": run.start.announcement is not None,
-        "attention": run.checked.attention,
         "plan": plan,
         "finished": run.course.record(),
-        "settings": run.settings.values,
-        "origins": run.settings.sources,
+        **run.record(program, parameters=run.parameters, attention=run.checked.attention),
     }
     path = write_summary(str(trainer.args.output_dir), summary)
     write_card(path)
-    print_table("done", {**end_rows(summary), "saved": f"{trainer.args.output_dir} (with {path.name})"})
+    print_table("done", {**end_rows(summary), "saved": f"{trainer.args.output_dir} (with {path.name}, {PAGE_NAME})"})
     if plan:
         run.say(plan["line"])
     if advice := data_bound_advice(figures["data_wait_ratio"]):

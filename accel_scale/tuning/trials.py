@@ -25,7 +25,7 @@ from accel_scale.tuning.space import SearchSpace
 
 LOG_NAME, FLAGS_NAME = "trial.log", "flags.yaml"
 # What is kept of a trial whose model is not: all that the table and the reader of a failure need.
-RECORDS = frozenset({LOG_NAME, FLAGS_NAME, "metrics.jsonl", "run_summary.json"})
+RECORDS = frozenset({LOG_NAME, FLAGS_NAME, "metrics.jsonl", "run_summary.json", "run_starts.jsonl", "report.html"})
 _POLL_SECONDS = 0.2
 _LOG_TAIL_LINES = 20
 _LOSSES = ("loss", "eval_loss")

@@ -77,6 +77,7 @@ def test_a_signal_to_the_launcher(inputs: Path, tmp_path: Path, name: str, numbe
         assert stopped_by in ("SIGTERM", number.name)
         line = f"saved {found.folder.name} after {stopped_by}; the same command continues from there"
         assert line in said
+        assert '<span class="state stopped">' in (out / "report.html").read_text()
         assert said.rstrip().endswith(line) or number == signal.SIGKILL  # torch warns that the store is gone
     finally:
         for process in [psutil.Process(launcher.pid)] if launcher.poll() is None else []:

@@ -68,6 +68,11 @@ def test_a_recipe_runs_under_a_launch_file_by_its_name(accel_scale: Installed) -
     accel_scale(f"sft {flags} --launch fsdp2 --num_processes 2")
     summary = json.loads((accel_scale.work / "out" / "run_summary.json").read_text())
     assert (summary["steps"], summary["world_size"], summary["strategy"]) == (2, 2, "fsdp2")
+    page = (accel_scale.work / "out" / "report.html").read_text()
+    accel_scale("report out -o again.html")
+    assert (accel_scale.work / "again.html").read_text() == page
+    assert '<span class="state finished">' in page
+    assert str(accel_scale.folder) not in page
     wrong = accel_scale("sft --max_step 2", status=1).stderr
     assert "--max_step" in wrong
 

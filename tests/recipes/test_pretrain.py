@@ -110,6 +110,8 @@ def test_it_learns_and_what_it_saves_loads_plainly(pretrain: Pretrain) -> None:
     assert 0 < run["mfu"] < 1
     assert run["verified"]["max_diff"] == 0.0
     assert not list(run["out"].glob("checkpoint-*"))
+    page = (run["out"] / "report.html").read_text()
+    assert all(f'"title":"{title}"' in page for title in ("Loss", "Speed", "Step time", "Host memory", "mfu"))
 
 
 def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(pretrain: Pretrain) -> None:

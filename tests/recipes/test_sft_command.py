@@ -34,6 +34,10 @@ def test_no_flags_learn_to_answer(repository: Path, tmp_path: Path) -> None:
     assert summary["exact_match"]["after"]["accuracy"] >= 0.90
     assert summary["exact_match"]["after"]["num_questions"] == 200
     assert "held-out questions" in done.stdout
+    page = (tmp_path / "report.html").read_text()
+    assert '<span class="state finished">finished</span>' in page
+    assert page.count("✓ right") >= 10
+    assert len(page) < 400_000
     # Two tables and nothing else: no warning, no bar where no one looks.
     assert done.stderr == ""
     assert "arning" not in done.stdout

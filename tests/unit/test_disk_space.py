@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
-import subprocess
-from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
 
@@ -17,18 +14,6 @@ from safetensors.torch import save_file
 from accel_scale.disk_space import full_disk, writes_into
 from accel_scale.ending.user_errors import user_errors
 from accel_scale.reporting.metrics_log import MetricsLog, read_metrics
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 300 kB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(folder)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
-        pytest.skip("only root can mount a small disk here")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def write_safetensors(folder: Path) -> None:

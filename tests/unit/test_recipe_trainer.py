@@ -50,7 +50,8 @@ def test_it_counts_tokens_without_padding_and_goes_by_ratios(tmp_path: Path) -> 
         trainer.take_up_counters({})
         trainer.train()
         history = trainer.state.log_history
-        found = {key: [line[key] for line in history if key in line] for key in ("loss", "learning_rate")}
+        names = ("loss", "learning_rate", "tokens_per_second", "step_seconds", "data_wait_ratio", "host_bytes")
+        found = {key: [line[key] for line in history if key in line] for key in names}
         later = trainer_of(tmp_path / "later")
         later.take_up_counters(trainer.counters())
         later.train()
@@ -67,6 +68,10 @@ def test_it_counts_tokens_without_padding_and_goes_by_ratios(tmp_path: Path) -> 
     assert (figures["exact_match"], figures["eval_loss"], figures["ddp"]) == ({}, None, None)
     # Half of the steps warm up, and the cosine ends at a tenth of the peak.
     assert found["learning_rate"] == pytest.approx([5e-3, 1e-2, 1e-2, 5.5e-3])
+    # What the report draws goes to every tracker, of the steps since the line before; the first step is not timed.
+    assert [len(found[name]) for name in ("tokens_per_second", "step_seconds", "data_wait_ratio")] == [3, 3, 3]
+    assert min(found["tokens_per_second"]) > 0
+    assert len(found["host_bytes"]) == 4
     # A later part of the run counts on.
     assert found["later"]["tokens"] == 2 * tokens
     assert found["counters"]["num_tokens"] == 2 * tokens

@@ -164,6 +164,8 @@ def test_the_preset_gives_way_by_groups() -> None:
     assert "max_steps" not in kept.values
     assert "per_device_train_batch_size" not in kept.values
     assert settle(preset=preset).sources["max_steps"] == "preset of the embedded data set"
+    unset = settle(preset={"checkpointing_policy": "none"})
+    assert unset.sources["checkpointing_policy"] == "preset of the embedded data set"
 
 
 def test_printed_settings_are_read_back_to_the_same(tmp_path: Path) -> None:

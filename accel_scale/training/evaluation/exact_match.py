@@ -63,7 +63,7 @@ def exact_match(
     rank: int = 0,
     world_size: int = 1,
     reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    num_examples: int = 8,
+    num_examples: int = 12,
 ) -> ExactMatch:
     """Answer `questions` by greedy decoding and count exact matches after `normalize_answer`.
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from accel_scale.measuring.meters import ThroughputMeter, peak_memory_bytes
 from accel_scale.reporting.metrics_log import MetricsLog
+from accel_scale.reporting.run_starts import write_start
 from accel_scale.reporting.step_lines import StepFigures, StepLines
 
 
@@ -80,6 +81,16 @@ class MetricsCallback(TrainerCallback):
         # The last entry sums the run up ("train_loss"); `run_summary.json` does that.
         if self._log is not None and logs and ("loss" in logs or any(name.startswith("eval_") for name in logs)):
             self._log.write(state.global_step, **{k: float(v) for k, v in logs.items() if v is not None})
+
+
+class StartCallback(TrainerCallback):
+    """Records in ``run_starts.jsonl`` that a run starts, or goes on, and what is run; for one process."""
+
+    def __init__(self, content: Mapping[str, object]) -> None:
+        self._content = content
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: object) -> None:
+        write_start(str(args.output_dir), step=state.global_step, content=self._content)
 
 
 def show_progress(trainer: Trainer, tokens_per_second: Callable[[], float | None]) -> None:

@@ -1,0 +1,89 @@
+"""A run leaves its report, however it ends, and is never lost to it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from accel_scale.errors import first_line
+from accel_scale.facts.exit_statuses import EXIT_STOPPED
+from accel_scale.reporting.run_starts import has_open_start, size_of_starts, write_end
+
+if TYPE_CHECKING:
+    from accel_scale.starting.recipe_start import RecipeRun
+
+PAGE_NAME = "report.html"
+
+
+@contextlib.contextmanager
+def held_folder(run: RecipeRun) -> Iterator[None]:
+    """Hold the output folder of a recipe's run against other runs, and leave its report there."""
+    folder = run.start.folder
+    with folder.taken(is_main=run.is_main), leaves_report(folder.folder, is_main=run.is_main):
+        yield
+
+
+@contextlib.contextmanager
+def leaves_report(folder: Path, *, is_main: bool) -> Iterator[None]:
+    """Around a run: records how it ended, and writes ``report.html`` into its folder; on one process.
+
+    A run that did not get as far as its first step leaves nothing.
+    """
+    before = size_of_starts(folder)
+    try:
+        yield
+    except BaseException as error:
+        if is_main:
+            leave_report(folder, error, since=before)
+        raise
+    if is_main:
+        leave_report(folder, None, since=before)
+
+
+def leave_report(folder: Path, error: BaseException | None, *, since: int = 0) -> None:
+    """The same where a run is about to end with `error`; nothing where it has been done.
+
+    Args:
+        since: Size of the record of starts when this one began.
+    """
+    if not has_open_start(folder, since=since):
+        return
+    path = folder / PAGE_NAME
+    with _terminated_later():
+        try:
+            from accel_scale.report_page.page import render, write_page
+            from accel_scale.report_page.reading import read_run
+
+            write_end(folder, error)
+            write_page(render([read_run(folder)]), path)
+        except Exception as failure:  # a page is no reason to lose a run
+            why = getattr(failure, "strerror", None) or f"{type(failure).__name__}: {first_line(failure)}"
+            line = f"warning: {path} was not written ({why}). Fix: accel-scale report {folder} makes it again."
+            print(line, file=sys.stderr, flush=True)
+
+
+def leave_stopped(folder: str) -> None:
+    """The same for a run that a signal has stopped: the launcher ends this process as soon as another has left."""
+    leave_report(Path(folder), SystemExit(EXIT_STOPPED))
+
+
+@contextlib.contextmanager
+def _terminated_later() -> Iterator[None]:
+    """Let a launcher that ends the other ranks wait until the page is written."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    received: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        if received:
+            os.kill(os.getpid(), signal.SIGTERM)
