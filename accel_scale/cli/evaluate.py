@@ -38,7 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num_fewshot", type=int, metavar="N", help="lm-eval: examples in the prompt.")
     parser.add_argument("--apply_chat_template", action="store_true", help="lm-eval: ask by the chat template.")
     parser.add_argument("--include_path", metavar="DIR", help="lm-eval: a folder with tasks of your own.")
-    parser.add_argument("--output", metavar="FILE", help=f"Where results go. Default: FOLDER/{RESULT_NAME}.")
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        help=f"Where results go. Default: FOLDER/{RESULT_NAME}; of a Hub id, {RESULT_NAME} here.",
+    )
     parser.add_argument("--launch", metavar="FILE", help="a launch file, or a name such as ddp, cpu")
     parser.add_argument("--num_processes", type=int, metavar="N", help="processes of all nodes together")
 
@@ -56,7 +60,8 @@ def run(args: argparse.Namespace) -> int:
     named = [task for task in args.tasks if task not in files and task != EMBEDDED]
     check_harness(named)
     saved = find_saved(args.folder, base_model=args.base_model)
-    target = Path(args.output) if args.output else saved.folder / RESULT_NAME
+    own = Path(args.folder).expanduser()
+    target = Path(args.output) if args.output else (own if own.is_dir() else Path()) / RESULT_NAME
     _check_target(target)
     if args.launch or args.num_processes:
         _relaunch(args)

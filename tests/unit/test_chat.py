@@ -7,6 +7,7 @@ import json
 import shutil
 import unicodedata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -130,6 +131,26 @@ def test_ctrl_c_ends_the_answer_and_not_the_chat(loaded):
     assert visible(chat.turns[-1]["content"]) == "".join(shown)
     chat.answer(QUESTION, shown.append)
     assert len(chat.turns) == 4
+
+
+def test_in_a_terminal_ctrl_c_at_the_prompt_goes_on_and_ctrl_d_ends(monkeypatch, capsys, saved):
+    typed = iter([KeyboardInterrupt(), "Hello?", "word " * 2000, EOFError()])
+
+    def ask(prompt: str) -> str:
+        assert prompt == "> "
+        line = next(typed)
+        if isinstance(line, BaseException):
+            raise line
+        return line
+
+    monkeypatch.setattr("builtins.input", ask)
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
+    assert main(["chat", str(saved), "--max_new_tokens", "4"]) == 0
+    out, err = capsys.readouterr()
+    assert out.strip()
+    said = [line for line in err.splitlines() if line]
+    assert said[:2] == ["Ctrl-C ends an answer, Ctrl-D the chat.", "Ctrl-D ends the chat."]
+    assert said[-1].startswith("--max_new_tokens: ")  # too long, and the chat goes on
 
 
 def test_words_come_before_the_answer_is_whole(loaded):
