@@ -30,6 +30,7 @@ from accel_scale.planning.cost.transfers import transfers
 from accel_scale.planning.models.catalogue import load_model_facts
 from accel_scale.planning.models.parameters import adapter_rank, parameter_groups, quantised_weights
 from accel_scale.planning.models.training_setup import (
+    GenerationSetup,
     LoraSetup,
     ParallelSetup,
     TrainingSetup,
@@ -249,6 +250,17 @@ def test_kinds_of_attention_take_turns_and_dense_layers_come_before_experts() ->
     mixture = MIXTRAL.layers[0]
     dense = replace(MIXTRAL, layers=(replace(layer, count=2), replace(mixture, count=4)))
     assert stage_layers(dense, 1024, 6) == ((0,), (0,), (1,), (1,), (1,), (1,))
+
+
+def test_answers_are_written_beside_their_keys_and_values() -> None:
+    """Of 8 answers of 448 tokens to prompts of 64: 16 layers, 8 key heads of 64, keys and values in 16 bits."""
+    setup = replace(sharing("zero3", 8, method="lora"), generation=GenerationSetup(8, 64, 448))
+    phases = {phase.name: dict(phase.terms) for phase in predict_memory(LLAMA, setup).phases}
+    writing = phases["generation"]
+    assert writing["key-value cache"] == pytest.approx(8 * (64 + 448) * 16 * 2 * 8 * 64 * 2, rel=0.01)
+    # TRL gathers what the other seven cards hold, for as long as it generates.
+    assert writing["gathered weights"] == pytest.approx(2 * N - writing["weights"])
+    assert "generation" not in {phase.name for phase in predict_memory(LLAMA, sharing("zero3", 8)).phases}
 
 
 def test_layers_are_walked_once_for_all_settings_that_leave_their_tensors_alone() -> None:

@@ -24,7 +24,7 @@ from accel_scale.planning.cost.memory import predict_memory
 from accel_scale.planning.cost.timing import predict_time
 from accel_scale.planning.models.catalogue import load_model_facts
 from accel_scale.planning.models.model_facts import ModelFacts
-from accel_scale.planning.models.training_setup import LoraSetup, ParallelSetup, TrainingSetup
+from accel_scale.planning.models.training_setup import GenerationSetup, LoraSetup, ParallelSetup, TrainingSetup
 
 TABLE = Path(__file__).with_name("planned_times.json")
 PLAIN = TrainingSetup(precision="bf16", micro_batch_size=2, sequence_length=4096, accumulation=3)
@@ -69,6 +69,9 @@ def setups() -> Iterator[tuple[str, TrainingSetup]]:
         {"attention": "eager", "packing": False, "mean_length": 3000.0, "checkpointing": "none", "loss": "full"},
         {"precision": "fp32", "attention": "sdpa", "checkpointing": "none", "sequence_length": 512},
         {"method": "qlora", "optimizer": "adamw_cpu_offload", "checkpointing": "every_3"},
+        *({"method": name, "generation": GenerationSetup(8, 64, 448)} for name in ("full", "lora")),
+        {"loss": "log_probs", "reference_model": True}, {"loss": "log_probs", "method": "lora"},
+        {"loss": "chunked_logits"},
     ):  # fmt: skip
         yield _name(changes), replace(PLAIN, **changes)
     for changes in (
@@ -106,6 +109,9 @@ def setups() -> Iterator[tuple[str, TrainingSetup]]:
         yield f"{name} on 1", replace(PLAIN, parallel=ParallelSetup(strategy=name))
     shared = ParallelSetup(strategy="fsdp2", sequence_parallel=2, in_engine=True, **TWO_SERVERS)
     yield "offloaded inputs of shared rows", replace(PLAIN, parallel=shared, checkpointing="offload")
+    for name in ("fsdp2", "zero3"):
+        writing = replace(PLAIN, parallel=ParallelSetup(name, **TWO_SERVERS), generation=GenerationSetup(8, 64, 448))
+        yield f"{name} that generates", writing
 
 
 @functools.cache
