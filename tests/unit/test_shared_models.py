@@ -383,6 +383,15 @@ def test_blocks_and_the_rest_are_units_of_shards_or_replicas(sizes: dict[str, in
         assert len(kinds) <= 1
 
 
+@pytest.mark.parametrize("kind", ["dp_replicate", "dp_shard", "sp"])
+def test_gradients_are_averaged_over_their_ranks_and_not_over_stages(kind: str) -> None:
+    layout = ParallelLayout(**{"pp": 2, kind: 2})
+    with as_rank(3, 4):
+        (part,) = shared_by(layout).parts
+        weight: Any = part.model.layers[3].mlp.up_proj.weight
+        assert weight.device_mesh.mesh.flatten().tolist() == [2, 3]
+
+
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_weights_are_gathered_for_a_block_and_freed_after_it(reshard: bool, dtype: torch.dtype | None) -> None:
