@@ -1,6 +1,8 @@
 """What must agree before a release: the tag, both versions and the newest section of the changelog.
 
-python tools/release.py --tag v0.1.0
+    python tools/release.py --tag v0.1.0
+
+It prints each place that differs, and then exits with 1.
 """
 
 from __future__ import annotations
