@@ -32,6 +32,7 @@ from accel_scale.trainers.trainer_run import (
     settle_trainer,
     trainer_options,
 )
+from accel_scale.trainers.trainer_start import load_rows, resolve_trainer_run
 
 if TYPE_CHECKING:  # torch and TRL are slow to import: not before the command line has been checked
     from accel_scale.trainers.sft_trainer import ScaleDPOTrainer
@@ -71,51 +72,18 @@ def main(argv: list[str] | None = None) -> dict[str, object] | None:
 def resolve_run(parsed: ParsedFlags) -> TrainerRun:
     """Flags, launch and machine brought together; contradictions are refused here."""
     RECIPE.refuse(parsed)
-    from trl import ScriptArguments  # slow, as all of TRL is
+    from accel_scale.data.default import DEFAULT_PREFERENCES
 
-    from accel_scale.data.default import DEFAULT_PREFERENCES, default_model_path
-    from accel_scale.settings.planned_choice import resolve_planned
-    from accel_scale.settings.trl_config import RecipeDPOConfig, RecipeModelConfig
-    from accel_scale.starting.recipe_start import start_recipe
-
-    start = start_recipe(parsed, output_dir=str(parsed.explicit.get("output_dir") or RecipeDPOConfig.output_dir))
-    embedded = not any(parsed.explicit.get(name) for name in ("dataset_name", "dataset_mixture"))
-    preset = DEFAULT_PREFERENCES if embedded else None
-    settings = resolve_planned(parsed, start.facts, start.launch, preset=preset, recipe=RECIPE.plan)
-    if not settings.values.get("model_name_or_path"):
-        settings.set("model_name_or_path", default_model_path(), "the embedded model")
-    script, model_args = settings.build(ScriptArguments), settings.build(RecipeModelConfig)
-    return TrainerRun(settings=settings, start=start, script=script, model_args=model_args)
+    return resolve_trainer_run(parsed, RECIPE.plan, preset=DEFAULT_PREFERENCES)
 
 
 def load_data(run: TrainerRun) -> None:
     """Pairs to train on, pairs to evaluate where asked for, and the questions of the exact-match report."""
-    from itertools import islice
-
-    from accel_scale.data.default import default_dataset, default_pairs
-    from accel_scale.data.loading import load_training_data
+    from accel_scale.data.default import default_pairs
     from accel_scale.settings.planned_setup import recipe_value
 
-    script, scale, values = run.script, run.settings.scale, run.settings.values
-    evaluates = str(values.get("eval_strategy", "no")) != "no"
-    embedded = not script.dataset_name and not scale.dataset_mixture
-    num_questions = scale.exact_match_samples if scale.exact_match_samples is not None else (200 if embedded else 0)
     folder = f"{recipe_value(run.settings, 'output_dir')}/data"
-    run.data = load_training_data(
-        default_pairs(folder) if embedded else script.dataset_name,
-        config=script.dataset_config,
-        split=script.dataset_train_split,
-        test_split=script.dataset_test_split if (evaluates or num_questions) and not embedded else None,
-        columns=scale.columns,
-        on_bad_row=scale.on_bad_row,
-        streaming=script.dataset_streaming,
-        mixture=scale.dataset_mixture,
-        seed=int(values.get("seed", 42) if values.get("data_seed") is None else values["data_seed"]),
-        preferences=True,
-    )
-    if embedded and evaluates:
-        run.data = run.data.with_test(load_training_data(default_pairs(folder, heldout=True), preferences=True).train)
-    run.questions = list(islice(default_dataset()[1] if embedded else run.data.test or (), num_questions))
+    load_rows(run, lambda heldout: default_pairs(folder, heldout=heldout), preferences=True)
     run.plan = run.plan and run.plan.for_data(run.data.train, run.tokenizer)
 
 

@@ -35,6 +35,7 @@ from accel_scale.trainers.trainer_run import (
     settle_trainer,
     trainer_options,
 )
+from accel_scale.trainers.trainer_start import load_rows, resolve_trainer_run
 
 if TYPE_CHECKING:  # torch and TRL are slow to import: not before the command line has been checked
     from accel_scale.trainers.grpo_trainer import ScaleGRPOTrainer
@@ -82,51 +83,22 @@ def main(argv: list[str] | None = None) -> dict[str, object] | None:
 def resolve_run(parsed: ParsedFlags) -> GRPORun:
     """Flags, launch and machine brought together; contradictions are refused here."""
     RECIPE.refuse(parsed)
-    from trl import ScriptArguments  # slow, as all of TRL is
-
     from accel_scale.data.default import DEFAULT_REWARDING
-    from accel_scale.settings.planned_choice import resolve_planned
-    from accel_scale.settings.trl_config import RecipeGRPOConfig, RecipeModelConfig
-    from accel_scale.starting.recipe_start import start_recipe
     from accel_scale.trainers.rewards import reward_functions
 
-    start = start_recipe(parsed, output_dir=str(parsed.explicit.get("output_dir") or RecipeGRPOConfig.output_dir))
-    embedded = not any(parsed.explicit.get(name) for name in ("dataset_name", "dataset_mixture"))
-    preset = DEFAULT_REWARDING if embedded else None
-    settings = resolve_planned(parsed, start.facts, start.launch, preset=preset, recipe=RECIPE.plan)
-    script, model_args = settings.build(ScriptArguments), settings.build(RecipeModelConfig)
+    run = resolve_trainer_run(parsed, RECIPE.plan, preset=DEFAULT_REWARDING)
+    settings = run.settings
     rewards = reward_functions(settings.build(RewardArguments).rewards, weights=settings.values.get("reward_weights"))
-    return GRPORun(settings=settings, start=start, script=script, model_args=model_args, rewards=rewards)
+    return GRPORun(settings=settings, start=run.start, script=run.script, model_args=run.model_args, rewards=rewards)
 
 
 def load_data(run: GRPORun) -> None:
     """Prompts and answers to train on, others to evaluate where asked for, and the questions of exact match."""
-    from itertools import islice
-
-    from accel_scale.data.default import default_data_paths, default_dataset
-    from accel_scale.data.loading import load_training_data
+    from accel_scale.data.default import default_data_paths
     from accel_scale.trainers.prompts import as_prompts
 
-    script, scale, values = run.script, run.settings.scale, run.settings.values
-    evaluates = str(values.get("eval_strategy", "no")) != "no"
-    embedded = not script.dataset_name and not scale.dataset_mixture
-    num_questions = scale.exact_match_samples if scale.exact_match_samples is not None else (200 if embedded else 0)
-    train_path, heldout_path = default_data_paths()
-    data = load_training_data(
-        train_path if embedded else script.dataset_name,
-        config=script.dataset_config,
-        split=script.dataset_train_split,
-        test_split=script.dataset_test_split if (evaluates or num_questions) and not embedded else None,
-        columns=scale.columns,
-        on_bad_row=scale.on_bad_row,
-        mixture=scale.dataset_mixture,
-        seed=int(values.get("seed", 42) if values.get("data_seed") is None else values["data_seed"]),
-        chat=run.tokenizer.chat_template is not None,
-    )
-    if embedded and evaluates:
-        data = data.with_test(load_training_data(heldout_path).train)
-    run.questions = list(islice(default_dataset()[1] if embedded else data.test or (), num_questions))
-    run.data = as_prompts(data, place=run.settings.sources.get("dataset_name", "--dataset_mixture"))
+    load_rows(run, lambda heldout: default_data_paths()[heldout])
+    run.data = as_prompts(run.data, place=run.settings.sources.get("dataset_name", "--dataset_mixture"))
     run.plan = run.plan and run.plan.for_data(run.data.train, run.tokenizer)
 
 

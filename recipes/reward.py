@@ -32,6 +32,7 @@ from accel_scale.trainers.trainer_run import (
     settle_trainer,
     trainer_options,
 )
+from accel_scale.trainers.trainer_start import load_rows, resolve_trainer_run
 
 if TYPE_CHECKING:  # torch and TRL are slow to import: not before the command line has been checked
     from accel_scale.trainers.reward_trainer import ScaleRewardTrainer
@@ -71,48 +72,23 @@ def main(argv: list[str] | None = None) -> dict[str, object] | None:
 def resolve_run(parsed: ParsedFlags) -> TrainerRun:
     """Flags, launch and machine brought together; contradictions are refused here."""
     RECIPE.refuse(parsed)
-    from trl import ScriptArguments  # slow, as all of TRL is
+    from accel_scale.data.default import DEFAULT_SCORING
 
-    from accel_scale.data.default import DEFAULT_SCORING, default_model_path
-    from accel_scale.settings.planned_choice import resolve_planned
-    from accel_scale.settings.trl_config import RecipeModelConfig, RecipeRewardConfig
-    from accel_scale.starting.recipe_start import start_recipe
-
-    start = start_recipe(parsed, output_dir=str(parsed.explicit.get("output_dir") or RecipeRewardConfig.output_dir))
-    embedded = not any(parsed.explicit.get(name) for name in ("dataset_name", "dataset_mixture"))
-    preset = DEFAULT_SCORING if embedded else None
-    settings = resolve_planned(parsed, start.facts, start.launch, preset=preset, recipe=RECIPE.plan)
-    if not settings.values.get("model_name_or_path"):
-        settings.set("model_name_or_path", default_model_path(), "the embedded model")
-    script, model_args = settings.build(ScriptArguments), settings.build(RecipeModelConfig)
-    return TrainerRun(settings=settings, start=start, script=script, model_args=model_args)
+    return resolve_trainer_run(parsed, RECIPE.plan, preset=DEFAULT_SCORING)
 
 
 def load_data(run: TrainerRun) -> None:
     """Pairs to train on, and pairs to rank where asked for."""
     from accel_scale.data.default import default_pairs
-    from accel_scale.data.loading import load_training_data
     from accel_scale.settings.planned_setup import recipe_value
 
-    script, scale, values = run.script, run.settings.scale, run.settings.values
-    evaluates = str(values.get("eval_strategy", "no")) != "no"
-    embedded = not script.dataset_name and not scale.dataset_mixture
     folder = f"{recipe_value(run.settings, 'output_dir')}/data"
-    run.data = load_training_data(
-        default_pairs(folder, of_any_task=True) if embedded else script.dataset_name,
-        config=script.dataset_config,
-        split=script.dataset_train_split,
-        test_split=script.dataset_test_split if evaluates and not embedded else None,
-        columns=scale.columns,
-        on_bad_row=scale.on_bad_row,
-        streaming=script.dataset_streaming,
-        mixture=scale.dataset_mixture,
-        seed=int(values.get("seed", 42) if values.get("data_seed") is None else values["data_seed"]),
+    load_rows(
+        run,
+        lambda heldout: default_pairs(folder, heldout=heldout, of_any_task=True),
         preferences=True,
+        questions=False,
     )
-    if embedded and evaluates:
-        heldout = default_pairs(folder, heldout=True, of_any_task=True)
-        run.data = run.data.with_test(load_training_data(heldout, preferences=True).train)
     run.plan = run.plan and run.plan.for_data(run.data.train, run.tokenizer)
 
 

@@ -32,6 +32,7 @@ from accel_scale.trainers.trainer_run import (
     settle_trainer,
     trainer_options,
 )
+from accel_scale.trainers.trainer_start import load_rows, resolve_trainer_run
 
 if TYPE_CHECKING:  # torch and TRL are slow to import: not before the command line has been checked
     from accel_scale.trainers.sft_trainer import ScaleSFTTrainer
@@ -74,27 +75,9 @@ def main(argv: list[str] | None = None) -> dict[str, object] | None:
 def resolve_run(parsed: ParsedFlags) -> TrainerRun:
     """Flags, launch and machine brought together; contradictions are refused here."""
     RECIPE.refuse(parsed)
-    from trl import ScriptArguments  # slow, as all of TRL is
+    from accel_scale.data.default import DEFAULT_TRAINING
 
-    from accel_scale.data.default import DEFAULT_TRAINING, default_model_path
-    from accel_scale.settings.planned_choice import resolve_planned
-    from accel_scale.settings.trl_config import RecipeModelConfig, RecipeSFTConfig
-    from accel_scale.starting.layout import rows_in_groups
-    from accel_scale.starting.recipe_start import start_recipe
-
-    start = start_recipe(parsed, output_dir=str(parsed.explicit.get("output_dir") or RecipeSFTConfig.output_dir))
-    start, sp_size = rows_in_groups(parsed, start)
-    embedded = not any(parsed.explicit.get(name) for name in ("dataset_name", "dataset_mixture"))
-    settings = resolve_planned(parsed, start.facts, start.launch, preset=DEFAULT_TRAINING if embedded else None)
-    if not settings.values.get("model_name_or_path"):
-        settings.set("model_name_or_path", default_model_path(), "the embedded model")
-    return TrainerRun(
-        settings=settings,
-        start=start,
-        script=settings.build(ScriptArguments),
-        model_args=settings.build(RecipeModelConfig),
-        sp_size=sp_size,
-    )
+    return resolve_trainer_run(parsed, RECIPE.plan, preset=DEFAULT_TRAINING)
 
 
 # ── Load ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -102,34 +85,12 @@ def resolve_run(parsed: ParsedFlags) -> TrainerRun:
 
 def load_data(run: TrainerRun) -> None:
     """Training rows, evaluation rows where asked for, and the questions of the exact-match report."""
-    from accel_scale.data.default import default_data_paths, default_dataset
-    from accel_scale.data.loading import load_training_data
+    from accel_scale.data.default import default_data_paths
     from accel_scale.settings.trl_config import RecipeSFTConfig
     from accel_scale.training.guard.learning import refuse_long_prompts
 
-    script, scale, values = run.script, run.settings.scale, run.settings.values
-    evaluates = str(values.get("eval_strategy", "no")) != "no"
-    embedded = not script.dataset_name and not scale.dataset_mixture
-    num_questions = scale.exact_match_samples if scale.exact_match_samples is not None else (200 if embedded else 0)
-    train_path, heldout_path = default_data_paths()
-    run.data = load_training_data(
-        train_path if embedded else script.dataset_name,
-        config=script.dataset_config,
-        split=script.dataset_train_split,
-        test_split=script.dataset_test_split if (evaluates or num_questions) and not embedded else None,
-        columns=scale.columns,
-        on_bad_row=scale.on_bad_row,
-        streaming=script.dataset_streaming,
-        mixture=scale.dataset_mixture,
-        seed=int(values.get("seed", 42) if values.get("data_seed") is None else values["data_seed"]),
-        chat=run.tokenizer.chat_template is not None or values.get("chat_template_path") is not None,
-    )
-    if embedded and evaluates:
-        run.data = run.data.with_test(load_training_data(heldout_path).train)
-    if num_questions:
-        heldout = default_dataset()[1] if embedded else run.data.test  # the embedded rows name their task
-        run.questions = [row for row, _ in zip(heldout or (), range(num_questions), strict=False)]
-    refuse_long_prompts(run.data.train, run.tokenizer, values, max_length=RecipeSFTConfig.max_length)
+    load_rows(run, lambda heldout: default_data_paths()[heldout])
+    refuse_long_prompts(run.data.train, run.tokenizer, run.settings.values, max_length=RecipeSFTConfig.max_length)
     run.plan = run.plan and run.plan.for_data(run.data.train, run.tokenizer)
 
 

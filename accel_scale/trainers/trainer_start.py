@@ -1,0 +1,84 @@
+"""How the recipes with TRL's trainers begin: flags, launch and machine brought together, then the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import islice
+
+from accel_scale.flags.parsing import ParsedFlags
+from accel_scale.planning.search.recipe_choices import PlannedRecipe
+from accel_scale.trainers.trainer_run import TrainerRun
+
+EMBEDDED_QUESTIONS = 200  # of exact match, where the embedded rows are trained on
+
+
+def resolve_trainer_run(parsed: ParsedFlags, plan: PlannedRecipe, *, preset: Mapping[str, object]) -> TrainerRun:
+    """A run's settings from flags, launch and machine.
+
+    Args:
+        plan: What the planner knows of the recipe, with the name of its configuration.
+        preset: Defaults where the embedded rows are trained on.
+
+    Raises:
+        ConfigError: for settings that contradict each other, the launch file or the machine.
+    """
+    from trl import ScriptArguments  # slow, as all of TRL is
+
+    from accel_scale.data.default import default_model_path
+    from accel_scale.settings import trl_config
+    from accel_scale.settings.planned_choice import resolve_planned
+    from accel_scale.starting.layout import rows_in_groups
+    from accel_scale.starting.recipe_start import start_recipe
+
+    given = parsed.explicit
+    usual_folder = getattr(trl_config, plan.config_class).output_dir
+    start = start_recipe(parsed, output_dir=str(given.get("output_dir") or usual_folder))
+    sp_size = 1
+    if plan.shared_by:
+        start, sp_size = rows_in_groups(parsed, start)
+    embedded = not given.get("dataset_name") and not given.get("dataset_mixture")
+    settings = resolve_planned(parsed, start.facts, start.launch, preset=preset if embedded else None, recipe=plan)
+    if not settings.values.get("model_name_or_path"):
+        settings.set("model_name_or_path", default_model_path(), "the embedded model")
+    script, model_args = settings.build(ScriptArguments), settings.build(trl_config.RecipeModelConfig)
+    return TrainerRun(settings=settings, start=start, script=script, model_args=model_args, sp_size=sp_size)
+
+
+def load_rows(
+    run: TrainerRun, embedded_path: Callable[[bool], str], *, preferences: bool = False, questions: bool = True
+) -> None:
+    """Load `run.data`, with rows to evaluate where asked for, and `run.questions` of the exact-match report.
+
+    Args:
+        embedded_path: Path of the embedded rows: of the held-out ones for True, else of those to train on.
+        preferences: Rows are pairs of a better and a worse answer.
+        questions: Whether the recipe reports exact match.
+
+    Raises:
+        ConfigError: anything about the data that needs the user.
+    """
+    from accel_scale.data.default import default_dataset
+    from accel_scale.data.loading import load_training_data
+
+    script, scale, values = run.script, run.settings.scale, run.settings.values
+    evaluates = str(values.get("eval_strategy", "no")) != "no"
+    embedded = not script.dataset_name and not scale.dataset_mixture
+    usual = EMBEDDED_QUESTIONS if embedded else 0
+    num_questions = (usual if scale.exact_match_samples is None else scale.exact_match_samples) if questions else 0
+    run.data = load_training_data(
+        embedded_path(False) if embedded else script.dataset_name,
+        config=script.dataset_config,
+        split=script.dataset_train_split,
+        test_split=script.dataset_test_split if (evaluates or num_questions) and not embedded else None,
+        columns=scale.columns,
+        on_bad_row=scale.on_bad_row,
+        streaming=script.dataset_streaming,
+        mixture=scale.dataset_mixture,
+        seed=int(values.get("seed", 42) if values.get("data_seed") is None else values["data_seed"]),
+        chat=preferences or run.tokenizer.chat_template is not None or values.get("chat_template_path") is not None,
+        preferences=preferences,
+    )
+    if embedded and evaluates:
+        run.data = run.data.with_test(load_training_data(embedded_path(True), preferences=preferences).train)
+    asked = default_dataset()[1] if embedded else run.data.test  # the embedded rows name their task
+    run.questions = list(islice(asked or (), num_questions))
