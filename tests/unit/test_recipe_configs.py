@@ -17,6 +17,8 @@ from accel_scale.modeling.adapters import lora_config, quantization_config
 from accel_scale.modeling.loading import skeleton_of
 from accel_scale.optimization.optimizers import check_optimizer
 from accel_scale.quiet import quiet_imports
+from accel_scale.recipe_specs.dpo import DPO
+from accel_scale.recipe_specs.grpo import GRPO
 from accel_scale.settings.resolve import resolve
 from accel_scale.settings.resolved import LaunchFacts
 from accel_scale.settings.trl_config import RecipeModelConfig, RecipeSFTConfig
@@ -26,7 +28,13 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "recipes" / "configs"
 CLASSES = (ScriptArguments, RecipeSFTConfig, RecipeModelConfig, ScaleArguments)
 # What tune_*.yaml holds is a search space: tests/unit/test_tune_space.py.
-FILES = sorted(path for path in FOLDER.glob("*.yaml") if not path.stem.startswith(("tune_", "pretrain_")))
+OTHERS = {"dpo": DPO, "grpo": GRPO}
+FILES = sorted(
+    path
+    for path in FOLDER.glob("*.yaml")
+    if not path.stem.startswith(("tune_", "pretrain_", *(f"{n}_" for n in OTHERS)))
+)
+OF_OTHERS = sorted(path for name in OTHERS for path in FOLDER.glob(f"{name}_*.yaml"))
 PRETRAINING = sorted(FOLDER.glob("pretrain_*.yaml"))
 GUANACO = {"7b": (2e-4, 0.1), "13b": (2e-4, 0.1), "33b": (1e-4, 0.05), "65b": (1e-4, 0.05)}
 GIB = 1024**3
@@ -84,7 +92,38 @@ def test_resolves_on_one_gpu_and_on_a_cpu(path):
             assert lora_config(model_args, skeleton_of(LlamaConfig(num_hidden_layers=1))).r == values["lora_r"]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", OF_OTHERS, ids=lambda path: path.stem)
+def test_files_of_preferences_and_rewards_parse_strictly_and_resolve(path):
+    spec = OTHERS[path.stem.split("_")[0]]
+    parsed = parse_flags(spec.flags, ["--config_file", str(path)], program=spec.program)
+    spec.refuse(parsed)
+    for launch in (one_gpu(), LaunchFacts()):
+        settings = resolve(parsed, launch)
+        assert settings.global_batch_size == parsed.explicit["global_batch_size"]
+        assert settings.precision.name == "bf16"
+        assert settings.trains_adapters
+
+
+# The published runs: alignment-handbook's configuration, and verl's table of baselines with its script.
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        (
+            "dpo_zephyr_7b",
+            {"beta": 0.01, "learning_rate": 5e-6, "lora_r": 16, "max_length": 1024, "warmup_ratio": 0.1},
+        ),
+        ("grpo_gsm8k_0.5b", {"beta": 0.001, "learning_rate": 3e-6, "lora_r": 32, "max_completion_length": 1024}),
+    ],
+)
+def test_they_have_the_published_settings(name, published):
+    spec = OTHERS[name.split("_")[0]]
+    values = parse_flags(spec.flags, ["--config_file", str(FOLDER / f"{name}.yaml")], program=spec.program).explicit
+    assert {key: values[key] for key in published} == published
+    if "num_generations" in values:
+        assert values["global_batch_size"] == 64 * values["num_generations"]
+
+
+@pytest.mark.parametrize("path", [*FILES, *OF_OTHERS], ids=lambda path: path.stem)
 def test_says_how_to_run_it_and_nothing_else_is_mistaken(path):
     comment = "\n".join(line[2:] for line in path.read_text().splitlines() if line.startswith("#"))
     command = re.search(r"accelerate launch((?:.*\\\n)*.*)", comment).group(1).split()
@@ -152,4 +191,22 @@ def test_stated_memory_is_what_plan_predicts(path):
     settings = {name: values[name] for name in PLAN_FLAGS if name in values}
     ranks = {"num_gpus": 8, "strategy": "DDP"} if stated[2] else {}
     memory = predict_memory(values["model_name_or_path"], gpu="80GiB", **ranks, **settings)
+    assert float(stated[1]) == pytest.approx(memory.device_bytes / GIB, abs=0.051)
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "more"),
+    [
+        ("dpo_zephyr_7b", "mistralai/Mistral-7B-v0.1", {}),
+        ("grpo_gsm8k_0.5b", "Qwen/Qwen2.5-0.5B", {"max_prompt_length": 512}),
+    ],
+)
+def test_stated_memory_of_pairs_and_answers_is_what_plan_predicts(name, model, more):
+    kind = name.split("_")[0]
+    spec, text = OTHERS[kind], (FOLDER / f"{name}.yaml").read_text()
+    values = parse_flags(spec.flags, ["--config_file", str(FOLDER / f"{name}.yaml")], program=spec.program).explicit
+    stated = re.search(r"^# Predicted peak memory: ([\d.]+) GiB", text, re.M)
+    taken = {"max_completion_length", "num_generations", "beta"} if kind == "grpo" else set()
+    settings = {flag: values[flag] for flag in (*PLAN_FLAGS, *taken) if flag in values}
+    memory = predict_memory(model, gpu="80GiB", recipe=kind, **settings, **more)
     assert float(stated[1]) == pytest.approx(memory.device_bytes / GIB, abs=0.051)
