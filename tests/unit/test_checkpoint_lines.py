@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from forked_ranks import on_ranks
 from safetensors.torch import save_file
 from test_checkpoint_choices import checkpoint_folder, save, steps
 from test_checkpoint_details import Disk
@@ -22,6 +25,7 @@ from accel_scale.training.checkpoints.folders import choose, delete_old, open_ch
 from accel_scale.training.checkpoints.manifest import Manifest, changed_files, library_versions, read_manifest
 from accel_scale.training.checkpoints.random_states import derive_random_states, take_random_states
 from accel_scale.training.checkpoints.ranks import FailedSomewhere, Meeting
+from accel_scale.training.checkpoints.staging import save_atomically
 from accel_scale.training.checkpoints.writing import Job
 
 
@@ -91,6 +95,10 @@ def test_folders_of_deepspeed_of_shards_and_of_nothing_have_a_structure_too(tmp_
     empty = b"{}"
     (tmp_path / "model.safetensors").write_bytes(len(empty).to_bytes(8, "little") + empty)
     assert checkpoint_problems(tmp_path) == []
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[:-1])  # within the last bytes of the header
+    assert checkpoint_problems(tmp_path) == ["model.safetensors is cut off"]
+    (tmp_path / "model.safetensors").write_bytes(whole)
     (tmp_path / "latest").write_text("global_step4\n")
     assert checkpoint_problems(tmp_path) == ["the DeepSpeed folder named in `latest` is missing"]
     (tmp_path / "global_step4").mkdir()
@@ -292,3 +300,18 @@ def test_the_names_of_a_run_are_its_own(tmp_path: Path) -> None:
     made = job(tmp_path, write("a"))
     assert made.folder == tmp_path / "checkpoint-3"
     assert made.manifest.seed == torch.initial_seed()
+
+
+@pytest.mark.parametrize(("local_ranks", "published"), [(("0", "0"), [True, True]), (("0", "1"), [True, False])])
+def test_the_first_process_of_each_node_publishes_on_its_own_disk(
+    tmp_path: Path, local_ranks: tuple[str, str], published: list[bool]
+) -> None:
+    def rank() -> bool:
+        index = dist.get_rank()
+        os.environ["LOCAL_RANK"] = local_ranks[index]
+        folder = tmp_path / f"node {index}" / "checkpoint-1"
+        with save_atomically(folder) as staging:
+            (staging / "file").write_text("x")
+        return (folder / "file").is_file()
+
+    assert on_ranks(2, rank, tmp_path) == published

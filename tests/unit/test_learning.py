@@ -218,6 +218,14 @@ def test_a_trainer_that_learnt_nothing_does_not(trainer: Learner, problem: str) 
     assert trainer.callbacks == []
 
 
+def test_what_to_change_is_said_in_the_users_words() -> None:
+    trainer = Learner([LABELLED] * 2, [1, 1], moves=False)
+    trainer.flag = "scale.{}"
+    with pytest.raises(NothingLearnt) as refused:
+        trainer.train()
+    assert refused.value.place == "scale.learning_rate"
+
+
 def test_rewards_may_be_nothing_and_rounded_losses_may_be_zero() -> None:
     for batches in ([[{"prompt": 1}]], [["a row of text"]]):
         assert Learner(batches * 2, [None] * 2, losses=(0.0,), moves=False).train() == "done"
