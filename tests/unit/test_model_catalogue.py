@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -174,3 +175,21 @@ def test_a_hub_out_of_reach_is_said_at_once() -> None:
     assert done.stdout.startswith("ConfigError model: no model 'someone/their-model': not in the catalogue, and the ")
     assert "cannot be reached" in done.stdout
     assert done.stdout.endswith("True\n")
+
+
+def test_models_whose_layers_are_traced_are_known_without_torch() -> None:
+    """Their facts are shipped; each entry says whose config.json it is, and its sizes are those that its name says."""
+    code = (
+        "import json, sys; from accel_scale.planning.models.catalogue import _catalogue, load_model_facts as load; "
+        "found = {n: load(n, allow_download=False) for n, item in _catalogue().items() if 'source' in item}; "
+        "assert 'torch' not in sys.modules; "
+        "print(json.dumps({n: [f.num_params, f.num_active_params, bool(f.traced_config)] for n, f in found.items()}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
+    assert len(found) >= 20
+    assert sum(is_traced for *_, is_traced in found.values()) >= 19
+    for name, (total, active, _) in found.items():
+        if (said := re.search(r"-(\d+)B(?:-A(\d+)B)?(?=-|$)", name)) and "E-" not in name:
+            assert total == pytest.approx(int(said[1]) * 1e9, rel=0.06), name
+            assert said[2] is None or active == pytest.approx(int(said[2]) * 1e9, rel=0.11), name

@@ -11,7 +11,7 @@ from typing import Any
 
 from accel_scale.errors import ConfigError, first_line
 from accel_scale.planning.models.model_facts import ModelFacts
-from accel_scale.planning.models.traced import facts_of_any
+from accel_scale.planning.models.traced import facts_of_any, shipped_facts
 
 _DATA = Path(__file__).parent / "data" / "models.json"
 
@@ -61,7 +61,10 @@ def load_model_facts(model: str, *, allow_download: bool = True) -> ModelFacts:
         return _facts_from_file(path if path.is_file() else path / "config.json", name=model)
     entry = _names().get(model.lower())
     if entry is not None:
-        return facts_of_any(_catalogue()[entry]["config"], name=model, place=f"catalogue entry {entry}")
+        item = _catalogue()[entry]
+        if "facts" in item:
+            return shipped_facts(item["facts"], item["config"], name=model)
+        return facts_of_any(item["config"], name=model, place=f"catalogue entry {entry}")
     if path.is_dir():
         raise ConfigError("the folder holds no config.json.", place=model, fix="give the folder of a saved model.")
     return _facts_from_file(_hub_config(model, allow_download), name=model)

@@ -67,16 +67,30 @@ def facts_of_any(config: Mapping[str, object], *, name: str, place: str | None =
     modelled = model_type in MODEL_TYPES or model_type == "gemma3"
     if modelled or not isinstance(model_type, str):
         return facts_from_config(config, name=name, place=place)
-    values = {key: value for key, value in config.items() if key not in ("_name_or_path", "transformers_version")}
-    text = json.dumps(values, sort_keys=True, default=str)
+    text = _text_of(config)
     document = read_trace(text)
     if "facts" in document:
         return _facts_from(document["facts"], name=name, text=text)
     facts = tracer().facts_of(json.loads(text), name=name, place=place or name)
+    write_trace(text, {"facts": as_stored(facts)})
+    return facts
+
+
+def shipped_facts(stored: Document, config: Mapping[str, object], *, name: str) -> ModelFacts:
+    """Facts of a model of the catalogue that were read from its class when it was entered."""
+    return _facts_from(stored, name=name, text=_text_of(config))
+
+
+def as_stored(facts: ModelFacts) -> Document:
+    """What is kept of facts: all but the model's name and its config."""
     stored = asdict(facts)
     del stored["traced_config"], stored["name"]
-    write_trace(text, {"facts": stored})
-    return facts
+    return stored
+
+
+def _text_of(config: Mapping[str, object]) -> str:
+    values = {key: value for key, value in config.items() if key not in ("_name_or_path", "transformers_version")}
+    return json.dumps(values, sort_keys=True, default=str)
 
 
 def _facts_from(stored: Document, *, name: str, text: str) -> ModelFacts:
