@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Iterator
+
 import torch
+from torch import nn
 from torch.nn.functional import dropout, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
+# What transformers' layers are checkpointed by.
+_CHECKPOINT = "_gradient_checkpointing_func"
 # https://pytorch.org/docs/stable/amp.html#cuda-ops-that-can-autocast-to-float32; the losses are the head's.
 _IN_FP32 = {
     "__pow__", "__rpow__", "__rdiv__", "cosh", "cumprod", "cumsum", "dist", "exp", "expm1", "group_norm", "layer_norm",
@@ -26,6 +33,27 @@ class CudaKernels(TorchFunctionMode):
         if getattr(func, "__name__", "") in _IN_FP32 and torch.is_autocast_enabled("cpu"):
             args = tuple(_wide(value) for value in args)
         return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def recomputing_in_kernels(model: nn.Module) -> Iterator[None]:
+    """Inside, what `model` recomputes has CUDA's kernels too: autograd's engine leaves the modes around `backward`."""
+    kept = {module: vars(module)[_CHECKPOINT] for module in model.modules() if _CHECKPOINT in vars(module)}
+    for module, checkpoint in kept.items():
+        vars(module)[_CHECKPOINT] = functools.partial(_checkpointed, checkpoint)
+    try:
+        yield
+    finally:
+        for module, checkpoint in kept.items():
+            vars(module)[_CHECKPOINT] = checkpoint
+
+
+def _checkpointed(checkpoint, function, *args, **options):  # type: ignore[no-untyped-def]
+    def inside(*args, **options):  # type: ignore[no-untyped-def]
+        with CudaKernels():
+            return function(*args, **options)
+
+    return checkpoint(inside, *args, **options)
 
 
 def _attention(  # type: ignore[no-untyped-def]

@@ -19,7 +19,7 @@ from accel_scale.modeling.adapter_targets import exclusion, untrainable_linears
 from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.models.training_setup import TrainingSetup, period_of
 from accel_scale.planning.tape.tables import is_padded
-from accel_scale.tracing.cuda_kernels import CudaKernels
+from accel_scale.tracing.cuda_kernels import CudaKernels, recomputing_in_kernels
 from accel_scale.tracing.facts import expert_count
 from accel_scale.tracing.recording import Recorder, Segments, watched
 from accel_scale.tracing.skeletons import Skeleton, build, plain_masks
@@ -99,6 +99,8 @@ class FakeStep:
             if is_padded(setup):
                 inputs["attention_mask"] = torch.ones(rows, length, dtype=torch.long)
             stack.enter_context(watched(recorder, layers))
+            if self.is_cuda:
+                stack.enter_context(recomputing_in_kernels(model))
             stack.enter_context(recorder)
             with self._kernels():
                 hidden = _body(model)(**inputs, use_cache=False)[0]

@@ -74,3 +74,20 @@ def test_all_experts_have_tokens() -> None:
         tokens = torch.empty(2, 64, dtype=torch.bool).nonzero()
     assert hit.shape == (8, 1)
     assert tokens.shape == (16, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_what_is_recomputed_has_cudas_kernels_too(policy: str) -> None:
+    """Mamba's softplus is in fp32 under CUDA's autocast: a recomputation without it is refused by torch."""
+    from transformers import AutoConfig
+
+    from accel_scale.planning.traced.steps import step_bytes
+
+    config = AutoConfig.for_model("mamba", hidden_size=64, num_hidden_layers=3, vocab_size=512).to_dict()
+    facts = facts_of_any(json.loads(json.dumps(config, default=str)), name="small")
+    kept, again = (
+        step_bytes(facts, TrainingSetup(checkpointing=name, packing=False, sequence_length=256), is_cuda=True)
+        for name in ("none", policy)
+    )
+    assert again.saved_bytes < kept.saved_bytes
