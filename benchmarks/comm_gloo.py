@@ -13,7 +13,7 @@ import argparse
 import os
 import platform
 import subprocess
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ def header(args: argparse.Namespace, links: MeasuredLinks) -> str:
     return f"""# Collectives over gloo: fitted links on sizes they have not seen
 
 `python benchmarks/comm_gloo.py --processes {" ".join(map(str, args.processes))} --size {args.size} \
---repeats {args.repeats}`, {datetime.now(timezone.utc):%Y-%m-%d}, commit {commit or "unknown"}, torch \
+--repeats {args.repeats}`, {datetime.now(UTC):%Y-%m-%d}, commit {commit or "unknown"}, torch \
 {(links.versions or {})["torch"]}, Python {platform.python_version()}, {links.device}.
 
 Processes of one machine over the loopback interface, one thread each, fp32. A time is the mean of the

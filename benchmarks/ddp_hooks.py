@@ -17,7 +17,7 @@ import platform
 import subprocess
 import sys
 import tempfile
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,7 @@ def table(args: argparse.Namespace, runs: dict[str, dict[str, Any]], others: dic
         "# DDP communication hooks: bytes sent and loss",
         "",
         f"`python benchmarks/ddp_hooks.py --steps {args.steps} --start_step {args.start_step}`, "
-        f"{datetime.now(timezone.utc):%Y-%m-%d}, commit {commit or 'unknown'}, torch {torch.__version__}, Python "
+        f"{datetime.now(UTC):%Y-%m-%d}, commit {commit or 'unknown'}, torch {torch.__version__}, Python "
         f"{platform.python_version()}, {processor_name()}.",
         "",
         f"`recipes/pretrain.py` on {args.processes} processes over gloo: {params / 1e6:.2f}M parameters from nothing, "

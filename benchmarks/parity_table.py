@@ -93,7 +93,7 @@ def measured_row(name: str) -> str:
         reference = parity.results(against)
         cells = [cell(parity.compare(results[method], reference[method])) for method in parity.METHODS]
     label = read_launch_file(parity.CONFIGS / f"{file}.yaml").parallel.label
-    today = datetime.datetime.now(datetime.timezone.utc).date()
+    today = datetime.datetime.now(datetime.UTC).date()
     return f"| {name} | {label} | {against} | {' | '.join(cells)} | {seconds} | {today} |"
 
 

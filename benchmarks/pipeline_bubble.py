@@ -26,7 +26,7 @@ import statistics
 import subprocess
 import sys
 import time
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -210,7 +210,7 @@ def measure(kind: str, args: argparse.Namespace) -> dict[str, Any]:
     rows = [row for size in ((2, 4) if kind == "timed" else (2,)) for row in launch(size, args, kind)]
     return {
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}, "
-        f"Python {platform.python_version()}, {datetime.now(timezone.utc):%Y-%m-%d}, commit {commit.stdout.strip()}, "
+        f"Python {platform.python_version()}, {datetime.now(UTC):%Y-%m-%d}, commit {commit.stdout.strip()}, "
         f"load average {load:.1f} at the start" + (", real-time priority" if args.realtime else ""),
         "seconds": args.seconds,
         "steps": args.steps,

@@ -74,7 +74,7 @@ def _rounded(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _where() -> dict[str, Any]:
-    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
     versions = installed_versions()
     return {
         "date": today,

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from typing import TypeVar
 
     from accelerate import Accelerator
-    from typing_extensions import TypeVarTuple, Unpack
+    from typing_extensions import TypeVarTuple
 
     from accel_scale.plugin.scaled_accelerator import ScaledAccelerator
 
@@ -67,7 +67,7 @@ class ScalePlugin(ScaleSettings):
     def prepare(self, accelerator: Accelerator, part: T, /, **kwargs: Any) -> T: ...
 
     @overload
-    def prepare(self, accelerator: Accelerator, /, *parts: Unpack[Parts], **kwargs: Any) -> tuple[Unpack[Parts]]: ...
+    def prepare(self, accelerator: Accelerator, /, *parts: *Parts, **kwargs: Any) -> tuple[*Parts]: ...
 
     def prepare(self, accelerator: Any, /, *parts: Any, **kwargs: Any) -> Any:  # type: ignore[misc]
         """As ``accelerator.prepare(*parts)``, after the settings have been applied to each of the parts."""

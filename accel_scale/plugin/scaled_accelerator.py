@@ -38,7 +38,7 @@ from accel_scale.training.resilience.memory_recovery import REMEDIES, MemoryReco
 from accel_scale.training.saving.verification import VerifyResult, verify_checkpoint
 
 if TYPE_CHECKING:
-    from typing_extensions import TypeVarTuple, Unpack
+    from typing_extensions import TypeVarTuple
 
     from accel_scale.plugin.settings import ScaleSettings
 
@@ -110,7 +110,7 @@ class ScaledAccelerator(Accelerator):
     def prepare(self, part: _Part, /, **kwargs: Any) -> _Part: ...
 
     @overload
-    def prepare(self, *parts: Unpack[_Parts], **kwargs: Any) -> tuple[Unpack[_Parts]]: ...
+    def prepare(self, *parts: *_Parts, **kwargs: Any) -> tuple[*_Parts]: ...
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[misc]
         with self.scale.in_words_of_fields():

@@ -198,7 +198,7 @@ def dated(value: object) -> str:
         found = datetime.datetime.fromisoformat(text)
     except ValueError:
         return text
-    utc = found.astimezone(datetime.timezone.utc) if found.tzinfo else found
+    utc = found.astimezone(datetime.UTC) if found.tzinfo else found
     return utc.strftime("%Y-%m-%d %H:%M UTC") if found.tzinfo else text
 
 

@@ -234,7 +234,7 @@ def _manifest(
         "sources": described,
         "num_tokens": sum(one["num_tokens"] for one in described),
         "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
-        "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 
 

@@ -105,14 +105,7 @@ def sync_folder(folder: Path) -> None:
 
 def _sha256(path: Path) -> str:
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _digest(file)
-
-
-def _digest(file: Any) -> str:
-    digest = hashlib.sha256()  # Python 3.10
-    while data := file.read(1 << 20):
-        digest.update(data)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def finished_shard(folder: str, job: ShardJob) -> dict[str, Any] | None:
