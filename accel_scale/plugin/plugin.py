@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any, overload
 from accel_scale.plugin.settings import ScaleSettings
 
 if TYPE_CHECKING:
-    from typing import TypeVar
+    from typing import TypeVar, TypeVarTuple
 
     from accelerate import Accelerator
-    from typing_extensions import TypeVarTuple
 
     from accel_scale.plugin.scaled_accelerator import ScaledAccelerator
 

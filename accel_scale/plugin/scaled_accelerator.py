@@ -38,7 +38,7 @@ from accel_scale.training.resilience.memory_recovery import REMEDIES, MemoryReco
 from accel_scale.training.saving.verification import VerifyResult, verify_checkpoint
 
 if TYPE_CHECKING:
-    from typing_extensions import TypeVarTuple
+    from typing import TypeVarTuple
 
     from accel_scale.plugin.settings import ScaleSettings
 
