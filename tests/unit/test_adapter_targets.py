@@ -102,6 +102,7 @@ def test_default_dropout_gives_way_to_experts_and_a_chosen_one_is_refused():
     with pytest.raises(ConfigError, match="dropout cannot be applied") as error:
         lora_config(ModelConfig(lora_r=4, lora_dropout=0.1), skeleton_of(config_of("mixtral")))
     assert error.value.place == "--lora_dropout"
+    assert lora_config(ModelConfig(lora_r=4, lora_dropout=0.0), skeleton_of(config_of("mixtral"))).lora_dropout == 0
     # On the attention alone it can.
     attention = ModelConfig(lora_r=4, lora_dropout=0.1, lora_target_modules=["q_proj", "v_proj"])
     assert lora_config(attention, skeleton_of(config_of("mixtral"))).lora_dropout == 0.1

@@ -13,7 +13,7 @@ from accel_scale.data.bad_rows import BadRowPolicy, SkipLog
 from accel_scale.data.layout import detect_layout
 from accel_scale.data.loading import load_training_data
 from accel_scale.data.reading import read_rows
-from accel_scale.data.spans import Span, spans_of
+from accel_scale.data.spans import Span, lines_of, spans_of
 from accel_scale.errors import ConfigError
 
 QA = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
@@ -249,3 +249,18 @@ def test_a_file_and_its_parts_agree(lines: list[str], part_bytes: int, tmp_path_
         return [row for table in tables for row in table.to_pylist()], bad
 
     assert read(spans_of(path, span_bytes=part_bytes)) == read([Span(path)])
+
+
+def test_parts_of_a_file_are_whole_lines_and_none_is_empty(tmp_path) -> None:
+    path = tmp_path / "a.jsonl"
+    for lines, starts in (
+        ([9, 9, 9, 9], [0, 20]),
+        ([15, 24], [0, 16]),
+        ([9, 29], [0]),  # the cut would be the end of the file
+        ([38], [0]),
+        ([9, 9], [0]),  # not long enough for two
+    ):
+        path.write_bytes(b"".join(b"x" * length + b"\n" for length in lines))
+        assert [span.start for span in spans_of(str(path), span_bytes=15)] == starts, lines
+        joined = [line for span in spans_of(str(path), span_bytes=15) for line in lines_of(span)]
+        assert [len(line) - 1 for line in joined] == lines
