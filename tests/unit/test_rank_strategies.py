@@ -217,6 +217,33 @@ def test_a_guarded_loop_is_the_one_that_never_saw_the_bad_batches(strategy: str,
     assert [(tmp_path / f"status.{rank}").read_text() for rank in range(2)] == ["65", "65"]
 
 
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_a_step_that_is_dropped_is_one_that_the_engine_has_skipped(strategy: str, tmp_path: Path) -> None:
+    """By its own path after an overflow, which frees gradients and counts the step."""
+    from accelerate import Accelerator
+    from accelerate.utils import GradientAccumulationPlugin
+
+    from accel_scale import Guard, GuardedStep, GuardSettings
+
+    needs(strategy)
+
+    def rank() -> list[int]:
+        launch(strategy)
+        accelerator = Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1))
+        accelerator.state.deepspeed_plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 2
+        plain = nn.Linear(4, 1)
+        model, optimizer = accelerator.prepare(plain, torch.optim.AdamW(plain.parameters()))
+        step = GuardedStep(accelerator, model, optimizer, guard=Guard(GuardSettings()), output_dir=tmp_path)
+        for factor in (1.0, math.nan, 1.0):
+            with step.micro_batch(is_last=True):
+                step.backward(model(torch.ones(2, 4)).mean() * factor)
+            step.finish()
+        engine = accelerator.deepspeed_engine_wrapped.engine
+        return [engine.global_steps, engine.skipped_steps]
+
+    assert on_ranks(1, rank, tmp_path) == [[3, 1]]
+
+
 def test_a_guarded_loop_of_ranks_that_share_matrix_products(tmp_path: Path) -> None:
     """Two ranks with half of each matrix, rows of two micro-batches: clipped, and as if bad steps had not come."""
     import tensor_parallel_run as script
