@@ -167,16 +167,18 @@ class Copy:
         options = ["-x", "-q", "-rfE", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", "--tb=no"]
         environment = {**os.environ, "PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": "1", "HYPOTHESIS_SEED": "0"}
         command = [str(python), "-m", "pytest", *options, "--timeout", str(per_test), "-m", chosen, *there]
-        with subprocess.Popen(
-            command, cwd=self.folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        ) as process:
-            try:
-                output, _ = process.communicate(timeout=limit)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.communicate()
-                return KILLED, []
-        return _OF_STATUS.get(process.returncode, KILLED), _FAILED.findall(output)
+        # Ranks that a looping mutant has started would hold a pipe open: output goes to a file.
+        with tempfile.TemporaryFile("w+") as output:
+            with subprocess.Popen(
+                command, cwd=self.folder, env=environment, stdout=output, stderr=subprocess.STDOUT
+            ) as process:
+                try:
+                    process.wait(timeout=limit)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    return KILLED, []
+            output.seek(0)
+            return _OF_STATUS.get(process.returncode, KILLED), _FAILED.findall(output.read())
 
     def close(self) -> None:
         shutil.rmtree(self._made, ignore_errors=True)

@@ -61,9 +61,11 @@ class RouterLoss:
 
     def mean(self) -> float:
         """The auxiliary loss, without its coefficient, since the last call; every rank must call it."""
-        mean = self._accelerator.reduce(self._sum / max(1, self._count), "mean").item()
+        import torch
+
+        of_this_rank = torch.as_tensor(self._sum / max(1, self._count), device=self._accelerator.device)
         self._sum, self._count = 0.0, 0
-        return float(mean)
+        return float(self._accelerator.reduce(of_this_rank, "mean"))
 
 
 def refuse_shared_model(config: PretrainedConfig, *, is_plain: bool) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from accel_scale.errors import ConfigError
 from accel_scale.training.ddp import hooks, powersgd
 from accel_scale.training.ddp.hooks import CastHook, DdpSettings, WholeHook, hook_figures, hook_of, register_hook
 from accel_scale.training.ddp.powersgd import FactorShape, PowerSgd, first_factor
@@ -268,6 +269,15 @@ def test_a_hook_is_found_from_the_model_and_from_its_wrapping() -> None:
     assert hook_of(None) is None
     assert hook_figures(again) is None
     assert isinstance(register_hook(Wrapped(), DdpSettings(comm_hook="counted")), WholeHook)
+
+
+def test_a_single_number_is_refused_by_name_before_it_is_sent() -> None:
+    ddp = Wrapped()
+    ddp.module.scale = torch.nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(ConfigError, match="PowerSGD cannot send scale, which is a single number"):
+        register_hook(ddp, DdpSettings(comm_hook="powersgd"))
+    ddp.module.scale.requires_grad_(False)
+    assert register_hook(ddp, DdpSettings(comm_hook="powersgd")) is not None
 
 
 def test_accelerates_handler_registers_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -198,7 +198,7 @@ def test_a_routers_loss_in_the_log_is_the_mean_over_ranks() -> None:
         asked.append((float(value), how))
         return value / 2
 
-    router = RouterLoss(SimpleNamespace(num_processes=2, reduce=reduce), 0.1)
+    router = RouterLoss(SimpleNamespace(num_processes=2, device="cpu", reduce=reduce), 0.1)
     added = router.weighted(torch.tensor(4.0, requires_grad=True), 1)
     assert added.requires_grad
     router.weighted(torch.tensor(8.0), 1)

@@ -37,7 +37,7 @@ FAMILIES = {
 
 
 def one_process():
-    return SimpleNamespace(num_processes=1, reduce=lambda value, how: value)
+    return SimpleNamespace(num_processes=1, device="cpu", reduce=lambda value, how: value)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -65,13 +65,14 @@ def test_loss_and_gradients_are_the_models_own(family):
 
 
 def test_accumulation_and_ranks_average_it():
-    router = RouterLoss(SimpleNamespace(num_processes=2, reduce=lambda value, how: value), 0.1)
+    router = RouterLoss(SimpleNamespace(num_processes=2, device="cpu", reduce=lambda value, how: value), 0.1)
     parts = [router.weighted(torch.tensor(value), 4) for value in (1.0, 2.0, 3.0, 4.0)]
     # Summed over four micro-batches here, and over two ranks: 0.1 times the mean.
     assert 2 * sum(parts).item() == pytest.approx(0.1 * 2.5)
     assert router.mean() == 2.5
     router.weighted(torch.tensor(7.0), 4)
     assert router.mean() == 7.0, "what was told once does not count again"
+    assert router.mean() == 0.0, "no micro-batch since the last call"
 
 
 def test_nothing_is_added_unasked():

@@ -11,6 +11,7 @@ import torch
 from accelerate.utils import DistributedDataParallelKwargs
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
+from accel_scale.errors import ConfigError
 from accel_scale.training.ddp.powersgd import DEFAULT_RANK, DEFAULT_START_STEP, CountedBytes, PowerSgd
 
 # Accelerate keeps the model as it was before DDP wrapped it, loops have it wrapped: both lead to the hook.
@@ -89,6 +90,12 @@ class DdpSettings:
             return None
         if self.comm_hook == "powersgd":
             trained = {name: p for name, p in ddp.module.named_parameters() if p.requires_grad}
+            if scalar := next((name for name, parameter in trained.items() if parameter.dim() == 0), None):
+                raise ConfigError(
+                    f"torch's PowerSGD cannot send {scalar}, which is a single number.",
+                    place="--ddp_comm_hook powersgd",
+                    fix="use --ddp_comm_hook bf16.",
+                )
             return PowerSgd(trained, rank=self.powersgd_rank, start_step=self.powersgd_start_step)
         if self.comm_hook == "counted":
             return WholeHook()
