@@ -14,7 +14,7 @@ CORES := $(shell nproc 2>/dev/null || echo 1)
 # Launches of two processes wait for each other and for imports most of the time: two files of tests at once.
 WORKERS ?= 2
 
-.PHONY: sft pretrain dpo grpo reward test test-fast coverage soak lint format clean debian ops
+.PHONY: sft pretrain dpo grpo reward test test-fast coverage soak lint format docs clean debian ops
 
 sft: $(STAMP)  ## Fine-tune the embedded model on the embedded data and report exact match before and after
 	OMP_NUM_THREADS=$(CORES) $(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/sft.py
@@ -59,6 +59,10 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+docs: $(STAMP)  ## Build the documentation site into site/; any warning is an error
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 # DeepSpeed compiles CPU Adam (needs g++ and ninja) and asynchronous I/O (needs libaio) at the first run. Pages are tested
 # in Chromium where it is there: half a minute to install.
 debian:
@@ -96,4 +100,4 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info outputs .coverage coverage.json
+	rm -rf $(VENV) build dist *.egg-info outputs site .coverage coverage.json

@@ -1,6 +1,6 @@
-"""Writes what the documents quote from the program: outputs of commands, and the share of lines that tests run.
+"""Writes what the documents quote from the program: outputs of commands, flags, names, and lines that tests run.
 
-python docs/refresh.py                          # outputs of commands, in README.md
+python docs/refresh.py                          # outputs of commands in README.md; docs/flags.md and docs/api.md
 python docs/refresh.py --coverage coverage.json # the figure in docs/contributing.md, from `make coverage`
 """
 
@@ -72,6 +72,10 @@ if __name__ == "__main__":
     parser.add_argument("--coverage", type=Path, metavar="JSON", help="coverage.py's report to quote")
     report = parser.parse_args().coverage
     if report is None:
+        from reference_pages import api_page, flags_page
+
         refresh_outputs(ROOT / "README.md")
+        (ROOT / "docs" / "flags.md").write_text(flags_page(), encoding="utf-8")
+        (ROOT / "docs" / "api.md").write_text(api_page(), encoding="utf-8")
     else:
         write_coverage(report)

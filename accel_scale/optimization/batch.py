@@ -12,7 +12,7 @@ def derive_accumulation(global_batch_size: int, micro_batch_size: int, world_siz
 
     Raises:
         ConfigError: if that is not a whole number of at least one; names the nearest global batches that
-        work.
+            work.
     """
     for value, flag in (
         (global_batch_size, "--global_batch_size"),
