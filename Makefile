@@ -60,7 +60,7 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 docs: $(STAMP)  ## Build the documentation site into site/; any warning is an error
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]'
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # DeepSpeed compiles CPU Adam (needs g++ and ninja) and asynchronous I/O (needs libaio) at the first run. Pages are tested
