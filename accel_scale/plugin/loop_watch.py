@@ -30,7 +30,7 @@ class LoopWatch(MemoryWatch):
         self._trainer = SimpleNamespace(accelerator=accelerator, model=model, optimizer=optimizer, meter=meter)
         self._plan: Any = plan
         self._is_cuda = accelerator.device.type == "cuda"
-        self._peaks = (0, 0)
+        self._peaks = self._answers = (0, 0)
         self._num_positions = 0
         can_trace = accelerator.device.type == "cpu" and accelerator.num_processes == 1
         is_traced = plan is not None and can_trace and not plan.setup.compile and not plan.setup.parallel.shards_states

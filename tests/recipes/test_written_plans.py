@@ -105,7 +105,8 @@ def plan_of(name: str) -> Plan:
 
     parser = argparse.ArgumentParser()
     plan.add_arguments(parser)
-    request, _ = plan._request(parser.parse_args(shlex.split(rehearse_plans.REQUESTS[name])))
+    args = parser.parse_args(shlex.split(rehearse_plans.REQUESTS[name]))
+    request, _ = plan._request(args, plan._wish(args))
     return search(request)
 
 

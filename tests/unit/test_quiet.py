@@ -49,10 +49,14 @@ def test_without_it_every_silenced_logger_speaks():
 
 
 @pytest.fixture
-def quietly(caplog):
+def quietly(caplog, monkeypatch):
     """Records of the silenced loggers, which pytest's handler sees only after their filters."""
     quiet_imports()
     caplog.set_level(logging.WARNING)
+    for name in ("torchao", "bitsandbytes.backends.cpu.ops", "bitsandbytes", "torch.utils._pytree", "DeepSpeed"):
+        # Another test of this process may have run what makes a library quiet.
+        caplog.set_level(logging.WARNING, logger=name)
+        monkeypatch.setattr(logging.getLogger(name), "disabled", False)
     handler = caplog.handler
     deepspeed = logging.getLogger("DeepSpeed")  # does not propagate
     deepspeed.addHandler(handler)
