@@ -27,14 +27,20 @@ class Workload:
 
 def embedded_workload(folder: Path, num_rows: int | None) -> Workload:
     """The model and data inside the package; ours runs without a flag that matters."""
-    from accel_scale.data.default import DEFAULT_TRAINING, default_data_paths, default_model_path
+    from accel_scale.data.default import (
+        DEFAULT_TRAINING,
+        DEFAULT_TRAINING_BF16,
+        default_data_paths,
+        default_model_path,
+    )
+    from accel_scale.launching.machine import detect_device
 
     data, model_path = folder / "embedded", folder / "embedded_model"
     shutil.copytree(default_model_path(), model_path)  # one model for all, whatever happens to the package meanwhile
     for split, path in zip(("train", "heldout"), default_data_paths(), strict=True):
         rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
         write_rows(data / f"{split}.jsonl", [{"messages": row["messages"]} for row in rows], num_rows or 600)
-    preset = DEFAULT_TRAINING
+    preset = {**DEFAULT_TRAINING, **(DEFAULT_TRAINING_BF16 if detect_device("cpu").native_bf16 else {})}
     batch = {name: int(preset[name]) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")}
     length = int(preset["max_length"])
     shared = (

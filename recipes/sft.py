@@ -75,9 +75,9 @@ def main(argv: list[str] | None = None) -> dict[str, object] | None:
 def resolve_run(parsed: ParsedFlags) -> TrainerRun:
     """Flags, launch and machine brought together; contradictions are refused here."""
     RECIPE.refuse(parsed)
-    from accel_scale.data.default import DEFAULT_TRAINING
+    from accel_scale.data.default import DEFAULT_TRAINING, DEFAULT_TRAINING_BF16
 
-    return resolve_trainer_run(parsed, RECIPE.plan, preset=DEFAULT_TRAINING)
+    return resolve_trainer_run(parsed, RECIPE.plan, preset=DEFAULT_TRAINING, preset_bf16=DEFAULT_TRAINING_BF16)
 
 
 # ── Load ─────────────────────────────────────────────────────────────────────────────────────────────────────────────

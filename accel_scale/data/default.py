@@ -17,7 +17,7 @@ DEFAULT_TRAINING = MappingProxyType(
         "lr_scheduler_type": "linear",
         "warmup_ratio": 0.05,
         "adam_beta2": 0.95,
-        # Two micro-batches of two rows are as fast as one of four and hold a third less memory.
+        # In fp32, two micro-batches of two rows are as fast as one of four and hold a third less memory.
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 2,
         "max_length": 512,
@@ -30,6 +30,8 @@ DEFAULT_TRAINING = MappingProxyType(
         "save_strategy": "no",
     }
 )
+# What differs where bf16 is computed in hardware: larger products are faster there, by a quarter and more.
+DEFAULT_TRAINING_BF16 = MappingProxyType({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1})
 
 # Flags of the pretraining recipe on the embedded text where the user sets none.
 DEFAULT_PRETRAINING = MappingProxyType(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from itertools import islice
+from types import MappingProxyType
 
 from accel_scale.flags.parsing import ParsedFlags
 from accel_scale.planning.search.recipe_choices import PlannedRecipe
@@ -12,12 +13,19 @@ from accel_scale.trainers.trainer_run import TrainerRun
 EMBEDDED_QUESTIONS = 200  # of exact match, where the embedded rows are trained on
 
 
-def resolve_trainer_run(parsed: ParsedFlags, plan: PlannedRecipe, *, preset: Mapping[str, object]) -> TrainerRun:
+def resolve_trainer_run(
+    parsed: ParsedFlags,
+    plan: PlannedRecipe,
+    *,
+    preset: Mapping[str, object],
+    preset_bf16: Mapping[str, object] = MappingProxyType({}),
+) -> TrainerRun:
     """A run's settings from flags, launch and machine.
 
     Args:
         plan: What the planner knows of the recipe, with the name of its configuration.
         preset: Defaults where the embedded rows are trained on.
+        preset_bf16: Those that differ where the device computes bf16 in hardware.
 
     Raises:
         ConfigError: for settings that contradict each other, the launch file or the machine.
@@ -36,8 +44,10 @@ def resolve_trainer_run(parsed: ParsedFlags, plan: PlannedRecipe, *, preset: Map
     sp_size = 1
     if plan.shared_by:
         start, sp_size = rows_in_groups(parsed, start)
-    embedded = not given.get("dataset_name") and not given.get("dataset_mixture")
-    settings = resolve_planned(parsed, start.facts, start.launch, preset=preset if embedded else None, recipe=plan)
+    defaults: Mapping[str, object] | None = None
+    if not given.get("dataset_name") and not given.get("dataset_mixture"):
+        defaults = {**preset, **(preset_bf16 if start.facts.device.native_bf16 else {})}
+    settings = resolve_planned(parsed, start.facts, start.launch, preset=defaults, recipe=plan)
     if not settings.values.get("model_name_or_path"):
         settings.set("model_name_or_path", default_model_path(), "the embedded model")
     script, model_args = settings.build(ScriptArguments), settings.build(trl_config.RecipeModelConfig)
