@@ -30,8 +30,8 @@ RESULTS = ROOT / "benchmarks" / "results" / "bad_inputs.md"
 _HEAD = """# What cannot work, and the line that says so
 
 `python benchmarks/bad_inputs.py --write`; `…` stands for flags of a run that works, and for the folder of the inputs.
-Times are of a process; where it says "+ imports" the answer comes after torch, transformers and TRL, whose import
-takes about 9.5 s of one core, and the time is that of a process which has them.
+Times are of whole processes. Those of several seconds answer after torch, transformers and TRL have been imported; a
+row marked "+ imports" was run in a process that had them already.
 
 | command | line | time | status |
 |---|---|---|---|
