@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.data.bad_rows import SkipLog
+from accel_scale.disk_space import OUT_OF_SPACE
+from accel_scale.errors import ConfigError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -38,12 +40,25 @@ def complete_folder(area: str, key: str, write: Callable[[Path], None]) -> Path:
     Processes that ask at the same time wait for the first one, on every machine that shares the cache. A folder in the
     cache is complete: it is written beside its place and renamed, so a killed process leaves nothing that looks like
     data.
+
+    Raises:
+        ConfigError: if the cache cannot be written.
     """
     from datasets import config
     from filelock import FileLock
 
     root = Path(config.HF_DATASETS_CACHE) / area
-    root.mkdir(parents=True, exist_ok=True)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=root).close()
+    except OSError as error:
+        if error.errno in OUT_OF_SPACE:
+            raise  # a full disk has a line of its own
+        raise ConfigError(
+            f"the cache of data sets cannot be written: {root} ({error.strerror}).",
+            place="HF_DATASETS_CACHE",
+            fix="set it, or HF_HOME, to a folder that can be written.",
+        ) from None
     folder = root / key
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
