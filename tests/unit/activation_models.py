@@ -57,6 +57,10 @@ FIELDS = {
     "deepseek_v3": LATENT,
     "gpt_oss": {**GROUPED, "head_dim": 16, "sliding_window": 48, "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {**GROUPED, "head_dim": 16, "moe_intermediate_size": 96, "num_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        **GROUPED, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 128, "num_experts": 4,
+        "num_experts_per_tok": 2,
+    },
 }  # fmt: skip
 # Families without sdpa.
 EAGER_ONLY = ("gemma2", "gptj", "bloom", "gpt_oss")

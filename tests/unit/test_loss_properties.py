@@ -160,6 +160,7 @@ def test_document_numbers_begin_again_and_what_cannot_be_cut_is_not() -> None:
     for uncut in (
         {**whole, "pixel_values": torch.zeros(8, 1)},
         {**whole, "position_ids": torch.zeros(3, 1, 8)},
+        {**whole, "position_ids": torch.arange(8)},
         batch([[1, 2]]),
         {**whole, "labels": torch.tensor([[IGNORED, 1, 2, 3, 4, 5, 6, 7]])},
         batch([[1] * 4], [[0, 1, 2, 3]]),

@@ -608,6 +608,16 @@ def test_a_trainers_step_in_parts_counts_each_token_once(tmp_path, capsys) -> No
     made.memory_recovery.close()
 
 
+def test_tokens_counted_before_memory_ran_out_are_counted_again_and_not_twice(tmp_path) -> None:
+    made = trainer_of(tmp_path)
+    made.accelerator.sync_gradients = False
+    made.training_step(made.model, padded(2, 0), 10)
+    made.accelerator.sync_gradients = True
+    made.training_step(made.model, padded(3, 0), 10)
+    assert made.counted == [5 * 12], "both micro-batches of the step, the first of which was taken twice"
+    made.memory_recovery.close()
+
+
 def test_means_of_a_trainer_weigh_by_their_labels(tmp_path) -> None:
     made = trainer_of(tmp_path)
     labels = torch.tensor([[1, 1, 1, 1], [-100, -100, -100, 1], [-100, 1, 1, 1]])

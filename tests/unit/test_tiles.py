@@ -224,3 +224,16 @@ def test_what_cannot_be_served_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="selective checkpointing keeps the products"):
         in_tiles("selective")
     assert ScaleArguments().long_rows is False
+
+
+def test_zero3_gathers_the_weights_of_a_tiled_mlp_at_once_and_of_no_other_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without ZeRO-3 DeepSpeed is not even imported."""
+    pytest.importorskip("deepspeed")
+    from deepspeed.utils import z3_leaf_module
+
+    for is_on in (False, True):
+        monkeypatch.setattr("transformers.integrations.is_deepspeed_zero3_enabled", lambda is_on=is_on: is_on)
+        model = tiny()
+        apply_checkpointing(model, in_tiles())
+        leaves = [name for name, module in model.named_modules() if z3_leaf_module(module)]
+        assert leaves == ([f"model.layers.{index}.mlp" for index in range(LAYERS)] if is_on else [])

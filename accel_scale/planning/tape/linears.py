@@ -78,7 +78,7 @@ def _adapted(ops: Ops, weights: Weights, facts: LinearFacts, x: Tensor, handed: 
     if not leaves_casts:
         x = ops.cast(x, down.itemsize)
     if setup.lora.dora:
-        out = _dora(ops, weights, facts, x, out, name)
+        out = _dora(ops, weights, facts, x, out, (down, up, weights.adapter(f"{name}.magnitude", facts.out_features)))
         return ops.cast(out, itemsize)
     dropped = ops.dropout(x) if setup.lora.dropout else x
     update = ops.scale(ops.linear(ops.linear(dropped, down, rank), up, facts.out_features))
@@ -90,12 +90,11 @@ def _adapted(ops: Ops, weights: Weights, facts: LinearFacts, x: Tensor, handed: 
     return ops.cast(out, itemsize)
 
 
-def _dora(ops: Ops, weights: Weights, facts: LinearFacts, x: Tensor, out: Tensor, name: str) -> Tensor:
+def _dora(
+    ops: Ops, weights: Weights, facts: LinearFacts, x: Tensor, out: Tensor, adapter: tuple[Parameter, ...]
+) -> Tensor:
     """PEFT's DoRA: the norm of the updated weight by matrices of its size, and a learned magnitude per output."""
-    rank = weights.setup.lora.rank
-    down = weights.adapter(f"{name}.A", rank * facts.in_features)
-    up = weights.adapter(f"{name}.B", rank * facts.out_features)
-    magnitude = weights.adapter(f"{name}.magnitude", facts.out_features)
+    rank, (down, up, magnitude) = weights.setup.lora.rank, adapter
     matrices = _norm_of_updated(ops, weights, facts, x.itemsize, down.itemsize)
     scale = ops.scale(Tensor(None, magnitude.numel, magnitude.itemsize, magnitude.node))
     update = ops.linear(ops.linear(x, down, rank), up, facts.out_features)

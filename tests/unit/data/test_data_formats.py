@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_scale.data.layout import ROLES, detect_layout, parse_columns
+from accel_scale.data.layout import ROLES, Layout, detect_layout, parse_columns
 from accel_scale.data.loading import load_training_data
+from accel_scale.data.rows import RowConverter, UnusableRow
 from accel_scale.errors import ConfigError
 
 
@@ -310,3 +311,67 @@ def test_the_keys_of_turns_are_what_most_rows_begin_with() -> None:
     assert is_rich([{"role": "user"}, {"tool_calls": [1]}])
     assert not is_rich([{"role": "user", "tool_calls": []}, "text"])
     assert not is_rich(None)
+
+
+PAIR = (("prompt", "question"), ("chosen", "good"), ("rejected", "bad"), ("system", "role"))
+
+
+@pytest.mark.parametrize(
+    ("columns", "row", "expected"),
+    [
+        (PAIR, {"question": "q", "good": "a", "bad": "b"}, {"prompt": "q", "chosen": "a", "rejected": "b"}),
+        (
+            PAIR,
+            {"question": "q", "good": "a", "bad": "b", "role": "s"},
+            {"prompt": "s\n\nq", "chosen": "a", "rejected": "b"},
+        ),
+        (
+            PAIR,
+            {"question": "q", "good": "a", "bad": "b", "role": " "},
+            {"prompt": "q", "chosen": "a", "rejected": "b"},
+        ),
+        (PAIR[1:], {"good": "a", "bad": "b", "role": "s"}, {"chosen": "a", "rejected": "b"}),
+        (PAIR, {"question": "q", "good": "a"}, "`bad` is missing or empty"),
+        (PAIR, {"question": "", "good": "a", "bad": "b"}, "`question` is missing or empty"),
+    ],
+)
+def test_pairs_of_text(columns, row, expected) -> None:
+    convert = RowConverter(Layout("preference", columns, target="preference"))
+    if isinstance(expected, str):
+        with pytest.raises(UnusableRow, match=expected):
+            convert(row)
+    else:
+        assert convert(row) == expected
+
+
+def test_pairs_of_turns_share_the_instructions_of_their_opening() -> None:
+    convert = RowConverter(Layout("preference", PAIR, ("role", "content"), target="preference"))
+    good, bad = turns(("assistant", "a")), turns(("assistant", "b"))
+    row = {"question": turns(("user", "q")), "good": good, "bad": bad, "role": "s"}
+    assert convert(row) == {"prompt": turns(("system", "s"), ("user", "q")), "chosen": good, "rejected": bad}
+    with pytest.raises(UnusableRow, match="no assistant turn in `good`"):
+        convert({**row, "good": turns(("user", "q"))})
+
+
+def test_what_a_turn_holds() -> None:
+    layout = Layout("messages", (("messages", "m"), ("tools", "t")), ("role", "content"), extras=("tools",))
+    parts = [{"type": "text", "text": "a"}, "b", {"text": "c"}]
+    row = {
+        "m": [
+            {"role": "system", "content": None},
+            '{"role": "human", "content": "q"}',
+            {"role": "gpt", "content": parts, "name": "", "tool_calls": None},
+            {"role": "observation", "content": " "},
+        ],
+        "t": [{"a": None, "b": [{"c": None, "d": 1}]}],
+    }
+    expected = turns(("system", ""), ("user", "q"), ("assistant", "abc"), ("tool", " "))
+    assert RowConverter(layout)(row) == {"messages": expected, "tools": '[{"b": [{"d": 1}]}]'}
+    with pytest.raises(UnusableRow) as caught:
+        RowConverter(layout)({"m": [{"role": "user", "content": "ab\ud83d"}]})
+    assert (caught.value.reason, caught.value.detail) == (
+        "not valid Unicode", "`content` of a turn in `m`, character 3",
+    )  # fmt: skip
+    with pytest.raises(UnusableRow) as caught:
+        RowConverter(layout)({"m": [{"role": "user", "content": [{"type": "image", "text": "x"}]}]})
+    assert (caught.value.reason, caught.value.detail) == ("a turn in `m` has content that is not text", "image")

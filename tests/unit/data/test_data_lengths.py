@@ -98,3 +98,41 @@ def test_rows_and_samples(shared_data) -> None:
     # The template writes the text and EOS, and no BOS.
     expected = len(tokenizer("hi", add_special_tokens=False)["input_ids"]) + 1
     assert length_distribution(messages, tokenizer, max_length=512, batch_size=8).max_tokens == expected
+
+
+class Letters:
+    """A token a letter; text begins with another one unless it is told not to, and templates put turns in brackets."""
+
+    def __call__(self, text: str, *, add_special_tokens: bool = True, **options: object) -> dict[str, list[int]]:
+        return {"input_ids": [0] * add_special_tokens + [ord(letter) for letter in text]}
+
+    def apply_chat_template(self, turns: list[dict], *, tokenize: bool, add_generation_prompt: bool = False) -> str:
+        assert not tokenize
+        return "".join(f"<{turn['content']}>" for turn in turns) + "?" * add_generation_prompt
+
+
+def said(role: str, content: str) -> list[dict[str, str]]:
+    return [{"role": role, "content": content}]
+
+
+@pytest.mark.parametrize(
+    ("row", "tokens"),
+    [
+        ({"input_ids": [1, 2, 3]}, 3),
+        ({"text": "abc"}, 1 + 3 + 1),
+        ({"prompt": "ab", "completion": "cde"}, 1 + 5 + 1),
+        ({"messages": said("user", "ab") + said("assistant", "c")}, 4 + 3),
+        ({"prompt": said("user", "ab"), "completion": said("assistant", "c")}, 4 + 3),
+        ({"prompt": said("user", "ab"), "answer": "long"}, 4 + 1),
+        ({"prompt": "ab", "answer": "long"}, 1 + 2),
+        ({"prompt": "ab", "chosen": "c", "rejected": "defgh"}, 1 + 7 + 1),
+        ({"chosen": "defgh", "rejected": "c"}, 1 + 5 + 1),
+        ({"chosen": said("assistant", "cd"), "rejected": said("assistant", "c")}, 4),
+        ({"prompt": said("user", "a"), "chosen": said("assistant", "c"), "rejected": said("assistant", "cd")}, 3 + 4),
+    ],
+)
+def test_what_each_format_takes(row: dict, tokens: int) -> None:
+    from datasets import Dataset
+
+    rows = Dataset.from_list([row])
+    assert length_distribution(rows, Letters(), max_length=64, batch_size=1).max_tokens == tokens

@@ -95,6 +95,11 @@ def test_training_reads_a_bounded_sample_of_the_data(write_jsonl) -> None:
     assert max(numbers) - min(numbers) > 3000  # from all over the file
     assert len(list(sample_texts(path))) == 5000
     assert len(train_tokenizer(sample_texts(path, max_bytes=400_000), 300)) == 300
+    other = write_jsonl("others.jsonl", [{"text": f"other {index} " * 20} for index in range(5000)])
+    mixed = list(sample_texts([f"{path}=0.75", f"{other}=0.25"], max_bytes=400_000))
+    of_other = sum(len(text) for text in mixed if text.startswith("other"))
+    assert 300_000 <= sum(map(len, mixed)) - of_other < 400_000
+    assert 100_000 <= of_other < 200_000
 
 
 @pytest.mark.parametrize(
