@@ -124,6 +124,84 @@ def test_a_lane_goes_on_from_its_state() -> None:
     assert [part.step().row_ids[0] for part in parts] == expected[0].row_ids
 
 
+@pytest.mark.parametrize(
+    ("cut", "num_lanes", "rows"),
+    [
+        (
+            False,
+            2,
+            [
+                "t:1:0@78-94",
+                "t:0:1@0-16",
+                "t:1:0@174-190",
+                "t:1:0@126-142",
+                "t:2:0@1-13,2@4-8",
+                "t:1:0@31-47",
+                "t:2:2@88-104",
+                "t:2:2@120-136",
+                "t:2:2@184-200",
+                "t:2:2@216-232",
+            ],
+        ),
+        (
+            True,
+            2,
+            [
+                "t:1:0@123-139",
+                "t:0:1@0-16",
+                "t:1:0@29-45",
+                "t:1:0@18-34",
+                "t:2:0@2-13,2@4-9",
+                "t:1:0@114-130",
+                "t:2:2@89-105",
+                "t:2:2@123-139",
+                "t:2:2@185-201",
+                "t:2:2@219-235",
+            ],
+        ),
+        (
+            True,
+            7,
+            [
+                "t:0:1@0-16",
+                "t:1:0@186-190,0@0-12",
+                "t:1:0@155-164+0:0+2:1@0-3",
+                "t:0:1@32-41+2:0@0-7",
+                "t:0:1@10-26",
+                "t:2:2@27-43",
+                "t:1:0@2-18",
+                "t:2:2@123-139",
+                "t:1:0@130-146",
+                "t:2:2@219-235",
+            ],
+        ),
+        (
+            False,
+            9,
+            [
+                "t:1:0@14-30",
+                "t:2:2@4-20",
+                "t:2:2@469-485",
+                "t:2:2@100-116",
+                "t:2:2@64-80",
+                "t:2:2@196-212",
+                "t:2:2@160-176",
+                "t:2:2@292-308",
+                "t:2:2@256-272",
+                "t:2:2@388-404",
+            ],
+        ),
+    ],
+)
+def test_rows_never_change(cut: bool, num_lanes: int, rows: list[str]) -> None:
+    """A run of today goes on tomorrow with the rows that it would have had: documents, parts of them, phases."""
+    sizes = [[3, 40, 7], [190], [12, 9, 500, 1]]
+    texts = [[cycle(size) for size in block] for block in sizes]
+    made = lanes(texts, row_length=16, num_lanes=num_lanes, cut=cut, seed=3)
+    found = [made.step().row_ids for _ in range(30)]
+    assert [row for step in found[::6] for row in step[-2:]] == rows, "every sixth step, of its last two lanes"
+
+
 def test_a_source_without_text_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="t has no text"):
         lanes([[]], row_length=4).step()
