@@ -1,0 +1,127 @@
+"""What the planner chooses and refuses, and why, for many requests: a change of its answers is noticed.
+
+Where a change is meant: `python tests/unit/test_planned_choices.py` writes the table anew, and its difference is what
+users would be told instead.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel_scale.facts.hardware import Machine, find_gpu
+from accel_scale.facts.names import METHODS
+from accel_scale.planning.models.catalogue import load_model_facts
+from accel_scale.planning.models.training_setup import GenerationSetup, LoraSetup
+from accel_scale.planning.search.model_parallel import Degrees
+from accel_scale.planning.search.recipe_choices import PRETRAIN_PLAN, SFT_PLAN
+from accel_scale.planning.search.search import Request, search
+
+TABLE = Path(__file__).with_name("planned_choices.json")
+PAIRS = replace(SFT_PLAN, rows_per_example=2, has_reference_model=True)
+TENTH = 2 * 10**11
+
+
+def machine(card: str, num_gpus: int = 1, host: int | None = None, per_server: int = 8, **changes: Any) -> Machine:
+    network = 5e10 if num_gpus > per_server else None
+    gpu = replace(find_gpu(card), **changes)
+    servers = {"gpus_per_node": min(per_server, num_gpus), "internode_bytes_per_second": network}
+    return Machine(gpu, num_gpus=num_gpus, host_memory_bytes=host, **servers)
+
+
+# (model, machine, the rest of the request)
+REQUESTS: dict[str, tuple[str, Machine, dict[str, Any]]] = {
+    "one card": ("Llama-3.2-1B", machine("RTX 4090"), {"methods": METHODS, "global_batch_size": 8}),
+    "one card, 3 rows": ("Llama-3.2-1B", machine("RTX 4090"), {"global_batch_size": 3}),
+    "too large for one": ("Llama-3.1-8B", machine("RTX 4090", host=TENTH), {"methods": METHODS}),
+    "host memory": ("Llama-3.1-8B", machine("A100-80GB", 4, TENTH // 4), {"methods": METHODS, "global_batch_size": 8}),
+    "four cards": ("Llama-3.1-8B", machine("A100-80GB", 4, TENTH), {"methods": METHODS, "global_batch_size": 8}),
+    "no speed": ("Llama-3.2-1B", machine("H100", 2, peak_flops=None), {"methods": METHODS, "global_batch_size": 64}),
+    "two servers": ("Llama-3.1-8B", machine("H100", 16, 10**12), {"methods": METHODS, "global_batch_size": 64}),
+    "12 rows on 8": ("Llama-3.1-8B", machine("A100-40GB", 8), {"recipe": PRETRAIN_PLAN, "global_batch_size": 12}),
+    "2 rows on 4": (
+        "Llama-3.1-8B",
+        machine("H100", 4, per_server=2),
+        {"recipe": PRETRAIN_PLAN, "global_batch_size": 2},
+    ),
+    "70B": ("Llama-3.1-70B", machine("H100", 16), {"recipe": PRETRAIN_PLAN, "global_batch_size": 16}),
+    "experts": ("Mixtral-8x7B", machine("H100", 8), {"recipe": PRETRAIN_PLAN, "global_batch_size": 32}),
+    "long rows": ("Llama-3.1-8B", machine("H100", 8), {"global_batch_size": 8, "sequence_length": 131072}),
+    "long rows, pretraining": (
+        "Llama-3.2-1B",
+        machine("H100", 4),
+        {"recipe": PRETRAIN_PLAN, "global_batch_size": 4, "sequence_length": 524288},
+    ),
+    "asked for TP": (
+        "Llama-3.1-8B",
+        machine("H100", 8),
+        {"recipe": PRETRAIN_PLAN, "global_batch_size": 16, "degrees": Degrees(tensor=4)},
+    ),
+    "asked for stages": (
+        "Llama-3.1-8B",
+        machine("H100", 8),
+        {"recipe": PRETRAIN_PLAN, "global_batch_size": 32, "degrees": Degrees(pipeline=4)},
+    ),
+    "pairs": (
+        "Llama-3.2-1B", machine("H100", 2), {"recipe": PAIRS, "methods": ("full", "lora"), "global_batch_size": 8},
+    ),
+    "answers": (
+        "Llama-3.2-1B",
+        machine("H100", 2),
+        {"fixed": {"generation": GenerationSetup(0, 64, 448), "loss": "log_probs"}, "global_batch_size": 16},
+    ),
+    "fixed": (
+        "Llama-3.1-8B",
+        machine("H100", 4),
+        {
+            "fixed": {"checkpointing": "every_2", "optimizer": "adafactor", "micro_batch_size": 2},
+            "strategies": ("FSDP2", "ZeRO-2"),
+            "methods": ("full", "qlora"),
+        },
+    ),
+    "fp32": ("Llama-3.2-1B", machine("RTX 3090", 2), {"fixed": {"precision": "fp32"}, "methods": METHODS}),
+    "DoRA": (
+        "Llama-3.2-1B",
+        machine("RTX 3090"),
+        {"fixed": {"lora": LoraSetup(rank=64, dora=True), "attention": "eager"}, "methods": ("lora", "qlora")},
+    ),
+}  # fmt: skip
+
+
+def chosen(name: str) -> list[str]:
+    """A line for each candidate, the best first, and for each strategy that is refused."""
+    model, place, rest = REQUESTS[name]
+    plan = search(Request(load_model_facts(model), place, **rest))
+    lines = [f"{plan.num_considered} considered"]
+    for candidate in plan.candidates:
+        setup = candidate.setup
+        words = [candidate.choice.label, setup.method, setup.checkpointing, setup.optimizer]
+        words += [f"{setup.accumulation} × {setup.micro_batch_size} rows"]
+        words += ["reduced each"] * setup.sync_each_batch + ["a reference"] * setup.reference_model
+        words += [f"{setup.generation.rows} answers"] if setup.generation else []
+        lines.append(", ".join(words))
+    return lines + [f"not {refused.label}, {refused.method}: {refused.reason}" for refused in plan.rejections]
+
+
+@functools.cache
+def table() -> dict[str, list[str]]:
+    return json.loads(TABLE.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_the_choices_are_those_of_the_table(name: str) -> None:
+    assert chosen(name) == table()[name]
+
+
+def write() -> None:
+    found = {name: chosen(name) for name in REQUESTS}
+    TABLE.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write()
