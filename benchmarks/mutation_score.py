@@ -7,8 +7,8 @@
 
 A mutant is written into a copy of the checkout, and the tests of its module run there, in a process forked from one
 that has imported the libraries. First the fast ones: with --covered those that run the changed line, by a record of
-the first command, else the files of the module. With --all what survives meets the slow ones of the same files and
-those under `more`, too. A test that fails kills it, and passes without it; a module that cannot be imported is no
+the first command, and then, as without it, the files of the module. With --all what survives meets the slow ones of
+the same files and those under `more`, too. A test that fails kills it, and passes without it; a module that cannot be imported is no
 mutant. Beside those drawn at random stand the known ones, each of which was missed once: they are always run.
 """
 
@@ -232,10 +232,9 @@ class Runner:
         )
 
     def _rounds(self, watched: Watched, mutant: Mutant) -> list[tuple[str, Sequence[str]]]:
-        fast: Sequence[str] = watched.tests
+        rounds: list[tuple[str, Sequence[str]]] = [(FAST, watched.tests)]
         if self._covered is not None and watched.group != KNOWN:
-            fast = self._covered.tests(mutant.module, mutant.line, watched.tests)
-        rounds = [(FAST, fast)]
+            rounds.insert(0, (FAST, self._covered.tests(mutant.module, mutant.line, watched.tests)))
         if self._all_tests:
             rounds += [(SLOW, watched.tests), (MORE, watched.more)]
         return rounds

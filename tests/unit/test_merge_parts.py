@@ -334,6 +334,11 @@ def test_logits_may_differ_by_rounding_to_their_dtype_alone(base: Path, tmp_path
                 compare_logits(base, good, folder, None)
         else:
             compare_logits(base, good, folder, None)
+    other = LlamaForCausalLM.from_pretrained(tmp_path / "m")
+    other.lm_head.weight.data[-1] += 1.0
+    other.save_pretrained(tmp_path / "last token")
+    with pytest.raises(ConfigError, match="logits differ"):
+        compare_logits(base, good, tmp_path / "last token", None)
 
 
 # --- what was saved, against memory ---

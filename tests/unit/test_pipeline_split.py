@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from accel_scale.errors import ConfigError
 from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy, apply_checkpointing
 from accel_scale.optimization.fast_loss import head_loss
+from accel_scale.parallel.pipelines import evaluate
 from accel_scale.parallel.pipelines.loss import repeatable
 from accel_scale.parallel.pipelines.split import costs_of, owned_parameters, split_model, stage_layers, stage_of
 
@@ -211,3 +214,55 @@ def test_a_loss_that_is_gone_back_through_twice_gives_the_same_gradients():
     head.requires_grad_(False)
     (3 * repeatable(loss)(part, hidden, target, power=4)).backward()
     torch.testing.assert_close(hidden.grad, expected[0])
+
+
+class Wires:
+    """Point-to-point messages of one rank: what it sends, and numbers for what it receives."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, torch.Tensor]] = []
+        self.received: list[int] = []
+
+    def get_world_size(self, group: object) -> int:
+        return 3
+
+    def isend(self, tensor: torch.Tensor, *, group: object, group_dst: int) -> None:
+        self.sent.append((group_dst, tensor))
+
+    def recv(self, tensor: torch.Tensor, *, group: object, group_src: int) -> None:
+        tensor.fill_(3 if tensor.dtype == torch.long else 10 + group_src)  # 3: float64
+        self.received.append(group_src)
+
+
+@pytest.mark.parametrize(
+    ("stages", "received", "sent", "result"),
+    [
+        ([0, 1, 2, 3], [], [], 6.0),  # all here: nothing travels
+        ([1, 2], [0, 0], [(0, 3), (0, 13)], None),
+        ([0, 3], [2, 2], [(1, 0), (1, 0)], 15.0),
+        ([2], [1, 1], [(0, 3), (0, 13)], None),
+    ],
+)
+def test_hidden_states_travel_between_the_ranks_that_have_a_stage(
+    stages: list[int], received: list[int], sent: list[tuple[int, int]], result: float | None, monkeypatch: Any
+) -> None:
+    """Stage n is on rank n modulo 3, adds n, and the last one has the labels."""
+    wires = Wires()
+    monkeypatch.setattr(evaluate, "dist", wires)
+
+    def part(stage: int) -> Any:
+        def run(hidden: torch.Tensor, *, extra: int, labels: object = None) -> torch.Tensor:
+            assert (extra, labels) == (7, "labels" if stage == 3 else None)
+            return (hidden if hidden.is_floating_point() else torch.zeros(1, 2, 4)) + stage
+
+        run.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(hidden_size=4))  # type: ignore[attr-defined]
+        return run
+
+    pipeline = SimpleNamespace(group="group", stage_indices=stages, parts=[part(n) for n in stages], num_stages=4)
+    sends: list[Any] = []
+    inputs: Any = {"input_ids": torch.ones(1, 2, dtype=torch.long), "labels": "labels", "extra": 7}
+    found = evaluate.forward_through(pipeline, inputs, sends)
+    assert wires.received == received
+    assert [(to, int(tensor.flatten()[0])) for to, tensor in wires.sent] == sent
+    assert (None if found is None else float(found.mean())) == result
+    assert len(sends) == len(sent)

@@ -43,6 +43,8 @@ MORE_SETUPS = {
     "products shared": replace(PLAIN, parallel=ParallelSetup(num_gpus=2, tensor_parallel=2)),
     "lora beside fp32": replace(LORA, frozen_dtype="float32", lora=LoraSetup(rank=8, dropout=0.1)),
     "lora, offloaded": replace(LORA, checkpointing="offload", packing=True),
+    "masks, offloaded": replace(PLAIN, checkpointing="offload", attention="eager"),
+    "masks of padded rows, offloaded": replace(PLAIN, checkpointing="offload", mean_length=72),
     "dora, fp32": replace(LORA, precision="fp32", lora=LoraSetup(rank=8, dora=True)),
     "dora, qlora": replace(QUANTISED, lora=LoraSetup(rank=8, dora=True)),
     "lora and whole modules": replace(LORA, lora=LoraSetup(rank=8, full_modules=("lm_head",)), loss="full"),

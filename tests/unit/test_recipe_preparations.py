@@ -116,7 +116,10 @@ def test_the_loss_scale_starts_where_it_is_asked_to() -> None:
     assert loss_scale_of(plain) == 512.0
     plain.scaler = torch.amp.GradScaler("cpu", enabled=False)
     assert loss_scale_of(plain) is None
-    use_gradient_numbers(launched(DistributedType.NO), asked(loss_scale=512.0))
+    without = launched(DistributedType.NO)
+    without.scaler = None
+    use_gradient_numbers(without, asked(loss_scale=512.0))
+    assert without.scaler is loss_scale_of(without) is None
     for scaled in (True, False):
         engine = SimpleNamespace(fp16_enabled=lambda scaled=scaled: scaled, optimizer=SimpleNamespace(loss_scale=64))
         accelerator.deepspeed_engine_wrapped = SimpleNamespace(engine=engine)

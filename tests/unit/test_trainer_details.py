@@ -66,6 +66,12 @@ def test_a_run_holds_its_folder_while_it_trains(tmp_path: Path, monkeypatch: pyt
     assert not (tmp_path / "other").exists(), "rank 0 holds it for all"
 
 
+def test_a_model_without_a_name_is_read_from_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for source, folder in ((None, "None"), ("", ".")):
+        assert Owner(tmp_path / folder, source).train()[3], "no folder of that name is in its way"
+
+
 def test_a_run_does_not_train_into_its_base_or_into_something_else(tmp_path: Path) -> None:
     folder = tmp_path / "base"
     (folder / "checkpoint-2").mkdir(parents=True)

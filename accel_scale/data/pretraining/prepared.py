@@ -68,7 +68,7 @@ def _shard(folder: str, dtype: str) -> _Shard:
 
     def mapped(name: str, kind: str) -> np.ndarray:
         path = os.path.join(folder, name)
-        return np.memmap(path, dtype=kind, mode="r") if os.path.getsize(path) else np.zeros(0, dtype=kind)
+        return np.memmap(path, dtype=kind, mode="r") if os.path.getsize(path) else np.empty(0, kind)
 
     return _Shard(mapped(TOKENS, dtype), mapped(DOCUMENTS, "<i8"), mapped(BLOCKS, "<i8"), mapped(FRAGMENTS, "u1"))
 

@@ -62,7 +62,11 @@ def test_every_token_of_every_document_once_per_epoch(sizes, num_lanes, row_leng
         for position in range(epoch * order.num_units, (epoch + 1) * order.num_units):
             unit = _OpenUnit(source, order, position, encoder, row_length)
             for index in range(len(unit.documents)):
-                for document, start, tokens in unit.stretches(index):
+                stretches = unit.stretches(index)
+                if stretches:
+                    taken = sum(len(tokens) for _, _, tokens in stretches)
+                    assert taken >= min(row_length, unit.num_tokens(index)), "no part is shorter than a row"
+                for document, start, tokens in stretches:
                     seen.update((unit.unit.block, document, start + offset) for offset in range(len(tokens)))
         expected = Counter(
             (number, document, offset)
