@@ -9,8 +9,8 @@ A mutant is written into a copy of the checkout, and the tests of its module run
 that has imported the libraries. First the fast ones: with --covered those that run the changed line, by a record of
 the first command, and then, as without it, the files of the module. With --all what survives meets the slow ones of
 the same files and those under `more`, too. A test that fails kills it, and passes without it; a module that cannot be
-imported is no mutant. Beside those drawn at random stand the known ones, each of which was missed once: they are always
-run.
+imported is no mutant. Beside those drawn at random stand the known ones, each of which was missed once: they are
+always run.
 """
 
 from __future__ import annotations
