@@ -1,7 +1,8 @@
-"""Every command in README and docs names files, subcommands and flags that exist."""
+"""Every command in README, docs and notebooks names files, subcommands and flags that exist."""
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -13,15 +14,26 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
-RECIPES = ("recipes/sft.py", "recipes/pretrain.py", "recipes/tune.py")
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+RECIPES = ("recipes/sft.py", "recipes/grpo.py", "recipes/pretrain.py", "recipes/tune.py")
 _BLOCK = re.compile(r"```bash\n(.*?)```", re.DOTALL)
+
+
+def shell_blocks(page: Path) -> list[str]:
+    """What a page shows as a shell's input; a notebook's cells for bash too."""
+    text = page.read_text(encoding="utf-8")
+    if page.suffix != ".ipynb":
+        return _BLOCK.findall(text)
+    sources = ["".join(cell["source"]) for cell in json.loads(text)["cells"]]
+    cells = [source.partition("\n")[2] for source in sources if source.startswith("%%bash\n")]
+    return [*cells, *(block for source in sources for block in _BLOCK.findall(source))]
 
 
 def commands(page: Path) -> Iterator[list[str]]:
     """The words of every command in a page's shell blocks, without comments."""
-    for block in _BLOCK.findall(page.read_text(encoding="utf-8")):
+    for block in shell_blocks(page):
         for line in block.replace("\\\n", " ").splitlines():
-            for part in re.split(r"&&|;", line):
+            for part in re.split(r"&&|\|\||;", line):
                 if words := shlex.split(part, comments=True):
                     yield words
 
@@ -54,7 +66,7 @@ def knows(help_text: str, flag: str) -> bool:
 def test_commands_name_what_exists(helps):
     wrong = []
     seen = 0
-    for page in PAGES:
+    for page in [*PAGES, *NOTEBOOKS]:
         for words in commands(page):
             where = f"{page.name}: {' '.join(words)}"
             script = next((word for word in words if word.endswith(".py")), None)

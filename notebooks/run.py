@@ -1,0 +1,85 @@
+"""Runs the notebooks of this folder and keeps their outputs: `python notebooks/run.py [NAME…]`.
+
+Needs the extra `dev`. What differs from machine to machine (paths, times of execution, versions of the kernel) is not
+kept, nor is what goes to standard error.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nbformat import NotebookNode
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+TIMEOUT_SECONDS = 600  # of one cell
+
+
+def executed(path: Path) -> NotebookNode:
+    """The notebook run from top to bottom by this Python, with its outputs.
+
+    Raises:
+        nbclient.exceptions.CellExecutionError: if a cell fails.
+    """
+    import nbformat
+    from nbclient import NotebookClient
+
+    notebook = nbformat.read(path, as_version=4)
+    client = NotebookClient(
+        notebook,
+        timeout=TIMEOUT_SECONDS,
+        kernel_name="python3",
+        coalesce_streams=True,
+        resources={"metadata": {"path": str(path.parent)}},
+    )
+    # Commands of the cells are those of this environment, and the package is the one beside the notebooks.
+    programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    own = {
+        "PATH": programs,
+        "PYTHONPATH": str(ROOT),
+        "NO_COLOR": "1",
+        "OMP_WAIT_POLICY": "passive",
+        "HF_HUB_OFFLINE": "1",
+    }
+    client.execute(env={**os.environ, **own})
+    return notebook
+
+
+def cleaned(notebook: NotebookNode) -> NotebookNode:
+    """The notebook, changed in place, with what is the same wherever it runs."""
+    notebook.metadata = {
+        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+        "language_info": {"name": "python"},
+    }
+    for cell in notebook.cells:
+        cell.metadata = {}
+        if cell.cell_type == "code":
+            cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
+            for output in cell.outputs:
+                if "text" in output:
+                    output.text = "".join(map(without_root, output.text.splitlines(keepends=True)))
+    return notebook
+
+
+def without_root(line: str) -> str:
+    """A line with paths from the checkout on; a table keeps its right border."""
+    text = line.replace(f"{ROOT}/", "").replace(str(ROOT), ".")
+    return f"{text[:-2].ljust(len(line) - 2)}│\n" if text.endswith("│\n") else text
+
+
+def main() -> None:
+    """Run the notebooks that are named, or all."""
+    import nbformat
+
+    for path in sorted(HERE.glob("*.ipynb")):
+        if len(sys.argv) == 1 or path.stem in sys.argv[1:]:
+            nbformat.write(cleaned(executed(path)), path)
+            print(f"written  {path.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""The notebooks run from top to bottom, and show what their text says; what is committed is what they print today."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+WARM_PYTHON = False  # a reader's kernel starts the commands as a shell does
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "notebooks"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+@pytest.fixture(scope="module")
+def run() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("notebooks_run", FOLDER / "run.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def committed(name: str) -> Any:
+    return json.loads((FOLDER / f"{name}.ipynb").read_text(encoding="utf-8"))
+
+
+def printed(cell: Any) -> str:
+    """What a code cell wrote to standard output."""
+    texts = [output.get("text", "") for output in cell["outputs"] if output.get("name") == "stdout"]
+    return "".join("".join(text) for text in texts)
+
+
+def source(cell: Any) -> str:
+    return "".join(cell["source"])
+
+
+def output(notebook: Any, of: str) -> str:
+    """What the only code cell that contains `of` printed."""
+    (found,) = [cell for cell in notebook["cells"] if cell["cell_type"] == "code" and of in source(cell)]
+    return printed(found)
+
+
+def numbers(pattern: str, text: str) -> list[float]:
+    found = re.search(pattern, text)
+    assert found, text
+    return [float(group.replace(",", "")) for group in found.groups()]
+
+
+# ── What a reader sees ──
+
+
+def qlora(notebook: Any) -> None:
+    before, after = numbers(r"exact match +(\d+)% before, (\d+)% after", output(notebook, "run_summary.json"))
+    assert after >= before + 25
+    (t4,) = numbers(r"│ ([\d.]+) ± [\d.]+ GiB │", output(notebook, "--gpu T4"))
+    (rtx,) = numbers(r"│ ([\d.]+) ± [\d.]+ GiB │", output(notebook, '--gpu "RTX 4090"'))
+    assert 10 < t4 < 14.6
+    assert 10 < rtx < 23.5
+    assert "qlora in fp16" in output(notebook, "--gpu T4")
+    assert "qlora in bf16" in output(notebook, '--gpu "RTX 4090"')
+    (short,), (long,) = (
+        numbers(rf"{card} +([\d,]+) tokens", output(notebook, "longest_row(")) for card in ("T4", "4090")
+    )
+    assert 1024 <= short < 4096 < long  # the rows that the text names fit
+
+
+def rehearse(notebook: Any) -> None:
+    assert "on 8 × H100" in output(notebook, "--top 5")
+    (gib,) = numbers(r"│FSDP2.*│ ([\d.]+) ± [\d.]+ GiB │", output(notebook, "--top 5"))
+    assert gib < 79.1
+    assert "selective checkpointing cannot recompute under ZeRO-3" in output(notebook, "accel-scale doctor")
+    assert "doctor's exit status: 1" in output(notebook, "accel-scale doctor")
+    table = output(notebook, "accel-scale rehearse")
+    assert table.count("passed") >= 4
+    assert "FAILED" not in table
+    assert "#SBATCH --gpus-per-node=8" in output(notebook, "launch-script slurm")
+
+
+SEEN: dict[str, Callable[[Any], None]] = {
+    "qlora_one_gpu": qlora,
+    "rehearse_8_gpus": rehearse,
+}
+
+
+def test_every_notebook_is_checked_and_listed():
+    assert sorted(SEEN) == NAMES
+    page = (ROOT / "docs" / "notebooks.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"\]\(\.\./notebooks/(\w+)\.ipynb\)", page)) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_committed_outputs_show_what_the_text_says(name):
+    SEEN[name](committed(name))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_committed_notebooks_are_small_and_of_no_machine(name):
+    path = FOLDER / f"{name}.ipynb"
+    notebook = committed(name)
+    assert path.stat().st_size < 60_000
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))  # run once, from the top
+    assert set(notebook["metadata"]) == {"kernelspec", "language_info"}
+    assert all(cell["metadata"] == {} for cell in notebook["cells"])
+    outputs = json.dumps([cell["outputs"] for cell in code])
+    assert not re.search(r"(?<![\w.])/(?:home|root|tmp|work|usr|opt|Users)/", outputs)
+    assert "stderr" not in outputs
+    assert "\\u001b" not in outputs  # colours
+    for cell in notebook["cells"]:
+        for target in _LINK.findall(source(cell)) if cell["cell_type"] == "markdown" else ():
+            assert target.startswith("https://") or (FOLDER / target.partition("#")[0]).exists(), target
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_it_runs_from_top_to_bottom(name, run):
+    pytest.importorskip("nbclient")
+    notebook = run.cleaned(run.executed(FOLDER / f"{name}.ipynb"))
+    SEEN[name](notebook)
+    for before, now in zip(committed(name)["cells"], notebook.cells, strict=True):
+        if source(now).startswith("%%bash\naccel-scale plan"):  # else: python notebooks/run.py
+            assert printed(now) == printed(before)
