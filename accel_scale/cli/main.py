@@ -45,6 +45,7 @@ COMMANDS: dict[str, Command] = {
     "doctor": Command("accel_scale.cli.doctor", "list versions, devices and contradictions before a launch"),
     "rehearse": Command("accel_scale.cli.rehearse", "run a launch file on CPU processes with a shrunken model"),
     "report": Command("accel_scale.report_page.command", "write a run's report.html again, or compare several runs"),
+    "board": Command("accel_scale.board.command", "plan, check and watch runs on a local web page"),
     "merge": Command("accel_scale.cli.merge", "merge LoRA or QLoRA adapters into their base"),
     "chat": Command("accel_scale.cli.chat", "talk to a saved model in a terminal"),
     "eval": Command("accel_scale.cli.evaluate", "evaluate a saved model: exact match, lm-evaluation-harness"),

@@ -193,23 +193,10 @@ def _wish(args: argparse.Namespace) -> Wish:
 def _request(args: argparse.Namespace, wish: Wish) -> tuple[Request, list[str]]:
     """The request, with lengths of a local data file, and what the user should know about it."""
     from accel_scale.planning.search.requests import build_request
+    from accel_scale.reporting import plan_tables
 
     request = build_request(wish)
-    recipe = request.recipe
-    notes = [] if request.machine.links is None else [f"communication from {request.machine.links.line}."]
-    if recipe.rows_per_example > 1:
-        notes.append(f"micro-batches count rows, {recipe.rows_per_example} for each example of {recipe.script}.")
-    if recipe.rewards:
-        notes.append("the head has one score in the place of the vocabulary's logits.")
-    if request.fixed.get("reference_model") and "full" in request.methods:
-        notes.append("a frozen reference model is counted: its weights and its forward pass.")
-    if request.stack != OURS:
-        stack = STACKS[request.stack]
-        notes += [f"as {request.stack} has it by default ({stack.source}).", *stack.assumptions]
-    if recipe.generates:
-        notes.append("micro-batches count answers; all answers of a step are written at the same time.")
-    if request.model.max_positions and request.sequence_length > request.model.max_positions:
-        notes.append(f"{request.model.name} was made for {request.model.max_positions} tokens.")
+    notes = plan_tables.request_notes(request)
     if args.dataset_name and args.mean_length is None and Path(args.dataset_name).exists():
         from accel_scale.cli.plan_lengths import measured
 

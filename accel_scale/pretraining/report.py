@@ -81,9 +81,8 @@ class PretrainReport:
             run.accelerator.init_trackers(args.run_name or "accel-scale-pretrain", config=settings)
         if not run.is_main:
             return
-        write_start(
-            args.output_dir, step=run.step, content={**self._record(), "plan": run.plan and run.plan.as_dict()}
-        )
+        planned = {"num_steps": run.length.num_steps, "plan": run.plan and run.plan.as_dict()}
+        write_start(args.output_dir, step=run.step, content={**self._record(), **planned})
         self._print_start()
         self._lines = StepLines(run.length.num_steps, first_step=run.step)
 

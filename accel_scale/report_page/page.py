@@ -152,16 +152,17 @@ def _view(run: RunRecords, label: str, prediction: PredictedRun) -> RunView:
         facts=figures.facts_of(run),
         versions=figures.versions_of(run),
         prediction=prediction,
-        events=[_event(event) for event in run.events[:_MOST_ROWS]],
+        events=[event_row(event) for event in run.events[:_MOST_ROWS]],
         num_events=len(run.events),
-        starts=_starts(run),
+        starts=start_rows(run),
         samples=figures.samples_of(run),
         written=figures.written_sample(run),
         notes=[figures.without_home(note) for note in run.notes],
     )
 
 
-def _event(event: Mapping[str, object]) -> Mapping[str, str]:
+def event_row(event: Mapping[str, object]) -> Mapping[str, str]:
+    """A guard event for a table."""
     rows = event.get("rows")
     shown = [str(row) for row in rows[:8]] if isinstance(rows, list) else []
     more = f" and {len(rows) - 8} more" if isinstance(rows, list) and len(rows) > 8 else ""
@@ -176,7 +177,8 @@ def _event(event: Mapping[str, object]) -> Mapping[str, str]:
     }
 
 
-def _starts(run: RunRecords) -> list[Mapping[str, str]]:
+def start_rows(run: RunRecords) -> list[Mapping[str, str]]:
+    """The last starts of a run for a table, and how each ended."""
     rows: list[Mapping[str, str]] = []
     for at, start in enumerate(run.starts[-_MOST_ROWS:], 1 + max(0, len(run.starts) - _MOST_ROWS)):
         machine = table(start.content.get("machine"))

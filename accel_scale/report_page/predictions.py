@@ -105,12 +105,12 @@ def prediction_of(run: RunRecords) -> PredictedRun:
         measured_seconds=seconds,
         is_on_device=is_on_device,
         where=f" for {card}" if is_elsewhere else "",
-        phases={name: _largest(terms) for name, terms in phases.items()},
+        phases={name: largest_terms(terms) for name, terms in phases.items()},
         peak_phase=str(predicted.get("peak_phase", "")),
     )
 
 
-def _largest(terms: Mapping[str, float]) -> Mapping[str, float]:
+def largest_terms(terms: Mapping[str, float]) -> Mapping[str, float]:
     """Largest first; the small ones of many together."""
     ordered = sorted(terms.items(), key=lambda term: -term[1])
     kept, rest = ordered[: _MOST_TERMS - 1], ordered[_MOST_TERMS - 1 :]

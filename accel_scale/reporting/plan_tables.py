@@ -9,6 +9,7 @@ from typing import Any, TextIO
 
 from accel_scale.errors import ConfigError
 from accel_scale.facts.methods import METHOD_FACTS
+from accel_scale.facts.stacks import OURS, STACKS
 from accel_scale.planning.cost.overheads import gpu_overhead
 from accel_scale.planning.cost.timing import predict_time
 from accel_scale.planning.models.training_setup import TrainingSetup
@@ -17,6 +18,7 @@ from accel_scale.planning.search.changes import as_flag, cheapest_changes, launc
 from accel_scale.planning.search.recipe_choices import PRETRAIN_PLAN, SFT_PLAN
 from accel_scale.planning.search.search import Candidate, Plan, Rejection, Request, search
 from accel_scale.planning.search.writing import WrittenPlan
+from accel_scale.reporting.plan_terms import print_terms
 from accel_scale.reporting.tables import format_count, format_seconds
 from accel_scale.units import format_bytes
 
@@ -53,7 +55,7 @@ def print_plan(plan: Plan, budget: Budgeted, notes: Sequence[str], *, top: int, 
         for line in nothing_fits(plan):
             console.print(line, soft_wrap=True, markup=False)
     elif explain:
-        _print_terms(console, plan.best)
+        print_terms(console, plan.best)
 
 
 def describe_request(plan: Plan) -> str:
@@ -91,20 +93,31 @@ def plan_console(file: TextIO | None = None) -> Any:
 # ── The ranked table ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+_WORDS, _FIGURES = (
+    ("strategy", "method", "batch", "checkpointing", "optimizer"),
+    ("memory per GPU", "step", "tokens/s", "MFU"),
+)
+
+
+def ranked_rows(candidates: Sequence[Candidate], budget: Budgeted) -> list[dict[str, str]]:
+    """What a table of settings shows: for each of them column → text."""
+    asked = ("time", "price")[: (budget.tokens is not None) + (budget.price_per_gpu_hour is not None)]
+    names = (*_WORDS, *_FIGURES, *asked)
+    return [dict(zip(names, _cells(candidate, budget), strict=False)) for candidate in candidates]
+
+
 def _ranked(candidates: Sequence[Candidate], budget: Budgeted) -> Any:
     from rich.table import Table
 
     table = Table(pad_edge=False)
-    left = ("strategy", "method", "batch", "checkpointing", "optimizer")
-    right = ["memory per GPU", "step", "tokens/s", "MFU"]
-    right += ["time", "price"][: (budget.tokens is not None) + (budget.price_per_gpu_hour is not None)]
-    for name in left:
-        table.add_column(name, overflow="fold", no_wrap=name in ("batch", "optimizer"))
-    for name in right:
-        table.add_column(name, justify="right", no_wrap=True)
-    for candidate in candidates:
-        cells = _cells(candidate, budget)
-        table.add_row(*cells[: len(left) + len(right)])
+    rows = ranked_rows(candidates, budget)
+    for name in rows[0]:
+        if name in _WORDS:
+            table.add_column(name, overflow="fold", no_wrap=name in ("batch", "optimizer"))
+        else:
+            table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row.values())
     return table
 
 
@@ -128,6 +141,26 @@ def interval(candidate: Candidate | Rejection) -> str:
     memory = candidate.memory
     assert memory is not None
     return f"{memory.device_bytes / _GIB:.1f} ± {(memory.high_bytes - memory.device_bytes) / _GIB:.1f} GiB"
+
+
+def request_notes(request: Request) -> list[str]:
+    """What a user should know of how a request was read."""
+    recipe = request.recipe
+    notes = [] if request.machine.links is None else [f"communication from {request.machine.links.line}."]
+    if recipe.rows_per_example > 1:
+        notes.append(f"micro-batches count rows, {recipe.rows_per_example} for each example of {recipe.script}.")
+    if recipe.rewards:
+        notes.append("the head has one score in the place of the vocabulary's logits.")
+    if request.fixed.get("reference_model") and "full" in request.methods:
+        notes.append("a frozen reference model is counted: its weights and its forward pass.")
+    if request.stack != OURS:
+        stack = STACKS[request.stack]
+        notes += [f"as {request.stack} has it by default ({stack.source}).", *stack.assumptions]
+    if recipe.generates:
+        notes.append("micro-batches count answers; all answers of a step are written at the same time.")
+    if request.model.max_positions and request.sequence_length > request.model.max_positions:
+        notes.append(f"{request.model.name} was made for {request.model.max_positions} tokens.")
+    return notes
 
 
 def time_notes(plan: Plan) -> list[str]:
@@ -210,72 +243,6 @@ def _more_gpus(request: Request) -> list[str]:
             return [f"--num_gpus {count} ({best.choice.label}, {interval(best)} per GPU)"]
         count *= 2
     return []
-
-
-# ── The terms ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _print_terms(console: Any, candidate: Candidate) -> None:
-    from rich.table import Table
-
-    memory = candidate.memory
-    table = Table(title=f"\n{candidate.choice.label}: GiB on each GPU", title_justify="left", pad_edge=False)
-    table.add_column("")
-    for phase in memory.phases:
-        table.add_column(phase.name, justify="right", style="bold" if phase is memory.peak_phase else None)
-    names = dict.fromkeys(name for phase in memory.phases for name, value in phase.terms if value)
-    for name in names:
-        sizes = [dict(phase.terms).get(name, 0.0) for phase in memory.phases]
-        table.add_row(name, *(f"{size / _GIB:.2f}" if size else "" for size in sizes))
-    table.add_section()
-    table.add_row("in tensors", *(f"{phase.total_bytes / _GIB:.2f}" for phase in memory.phases))
-    console.print(table)
-    console.print(_side_by_side("peak on each GPU", _gpu_rows(candidate), "{:.2f} GiB", _GIB))
-    console.print(f"host memory of a rank, at most: {format_bytes(memory.host_bytes)}")
-    if candidate.time is not None:
-        console.print(_side_by_side("one optimizer step", _time_rows(candidate), "{:.3f} s", 1))
-
-
-def _side_by_side(title: str, rows: dict[str, float], text: str, unit: float) -> Any:
-    from rich.table import Table
-
-    table = Table(title=f"\n{title}", title_justify="left", show_header=False, pad_edge=False)
-    table.add_column()
-    table.add_column(justify="right")
-    for name, value in rows.items():
-        table.add_row(name, text.format(value / unit))
-    return table
-
-
-def _gpu_rows(candidate: Candidate) -> dict[str, float]:
-    memory, overhead = candidate.memory, gpu_overhead(candidate.setup)
-    return {
-        f"in tensors ({memory.peak_phase.name})": memory.peak_bytes,
-        "+ lost by the allocator": memory.reserved_bytes - memory.peak_bytes,
-        "+ CUDA context": overhead.context_bytes,
-        "+ NCCL": overhead.communication_bytes,
-        "= on the card": memory.device_bytes,
-        "lower end": memory.low_bytes,
-        "upper end, which must fit": memory.high_bytes,
-    }
-
-
-def _time_rows(candidate: Candidate) -> dict[str, float]:
-    time = candidate.time
-    assert time is not None
-    return {
-        "matrix products and attention": time.matmul_seconds,
-        "memory traffic": time.memory_seconds,
-        "waiting for kernel launches": time.launch_wait_seconds,
-        "pipeline stages that wait": time.bubble_seconds,
-        "communication that shows": time.exposed_communication_seconds,
-        "optimizer": time.optimizer_seconds,
-        "offload": time.offload_seconds,
-        **({"writing answers": time.generation_seconds} if time.generation_seconds else {}),
-        "step": time.step_seconds,
-        "lower end": time.low_seconds,
-        "upper end": time.high_seconds,
-    }
 
 
 def print_written(written: WrittenPlan | None) -> None:

@@ -41,17 +41,22 @@ def print_differences(differences: Sequence[PlanDifference]) -> None:
     columns = ("memory per GPU", "", "step", "", "tokens/s", "")
     table = _table("what if", ("change", "strategy", "batch, checkpointing, optimizer"), columns)
     for item in differences:
-        best = item.best
-        if best is None:
-            table.add_row(item.change or "(base)", "nothing fits", item.reason, *[""] * 6)
-            continue
-        time = best.time
-        cells = [item.change or "(base)", f"{best.choice.label}, {best.setup.method}", settings_of(best.setup)]
-        cells += [interval(best), _signed(item, "memory_bytes", _GIB, " GiB")]
-        cells += ["?", ""] if time is None else [f"{time.step_seconds:.3g} s", _signed(item, "step_seconds", 1, " s")]
-        rate = [] if time is None else [f"{time.tokens_per_second:,.0f}", _signed(item, "tokens_per_second", 1, "")]
-        table.add_row(*cells, *(rate or ["?", ""]))
+        table.add_row(*difference_cells(item))
     plan_console().print(table)
+
+
+def difference_cells(item: PlanDifference) -> list[str]:
+    """Change, strategy, settings; then memory, time of a step and tokens per second, each with its difference."""
+    best = item.best
+    if best is None:
+        return [item.change or "(base)", "nothing fits", item.reason, *[""] * 6]
+    time = best.time
+    cells = [item.change or "(base)", f"{best.choice.label}, {best.setup.method}", settings_of(best.setup)]
+    cells += [interval(best), _signed(item, "memory_bytes", _GIB, " GiB")]
+    if time is None:
+        return [*cells, "?", "", "?", ""]
+    cells += [f"{time.step_seconds:.3g} s", _signed(item, "step_seconds", 1, " s")]
+    return [*cells, f"{time.tokens_per_second:,.0f}", _signed(item, "tokens_per_second", 1, "")]
 
 
 def print_inference(model: str, estimates: Sequence[InferenceEstimate]) -> None:

@@ -14,7 +14,7 @@ from accel_scale.planning.search.prices import Price
 from accel_scale.planning.search.requests import SWITCHES, Wish, build_request
 from accel_scale.planning.search.search import search
 
-__all__ = ["PlanDifference", "PricedPlan", "cheapest_plans", "compare", "largest_batch", "longest_row"]
+__all__ = ["PlanDifference", "PricedPlan", "cheapest_plans", "compare", "difference", "largest_batch", "longest_row"]
 
 _MOST_ROWS = 2**16
 _FACTOR = "x"
@@ -147,9 +147,9 @@ def compare(wish: Wish, changes: Sequence[str]) -> list[PlanDifference]:
         ConfigError: for what is no flag of a plan, or cannot be planned.
     """
     base = search(build_request(wish))
-    differences = [_difference("", base, base)]
+    differences = [difference("", base, base)]
     for change in changes:
-        differences.append(_difference(change, search(build_request(changed(wish, base, change))), base))
+        differences.append(difference(change, search(build_request(changed(wish, base, change))), base))
     return differences
 
 
@@ -194,7 +194,8 @@ def _value_of(name: str, wish: Wish, base: Plan) -> str | None:
     return given if isinstance(given, str) else str(settled[name]) if name in settled else None
 
 
-def _difference(change: str, plan: Plan, base: Plan) -> PlanDifference:
+def difference(change: str, plan: Plan, base: Plan) -> PlanDifference:
+    """The best setting of `plan`, which `change` has made of `base`, beside the base's."""
     best, first = plan.best, base.best
     if best is None:
         return PlanDifference(change, None, reason=_why_nothing(plan))

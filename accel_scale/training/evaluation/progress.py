@@ -90,7 +90,9 @@ class StartCallback(TrainerCallback):
         self._content = content
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: object) -> None:
-        write_start(str(args.output_dir), step=state.global_step, content=self._content)
+        write_start(
+            str(args.output_dir), step=state.global_step, content={**self._content, "num_steps": state.max_steps}
+        )
 
 
 def show_progress(trainer: Trainer, tokens_per_second: Callable[[], float | None]) -> None:

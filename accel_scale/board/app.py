@@ -1,0 +1,153 @@
+"""The page as a Gradio app: its tabs, its look, and the server behind it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from accel_scale.board.environment import prepare
+from accel_scale.board.guarding import LOCAL_NAMES, OnlyThePage
+from accel_scale.board.rendering import style
+from accel_scale.errors import ConfigError, first_line
+
+if TYPE_CHECKING:
+    from gradio import Blocks
+
+TITLE = "accel-scale board"
+FIRST_PORT = 7860
+MOST_UPLOADED_BYTES = 256 * 1024
+_WAITING_CLICKS = 100
+_FONTS = ["system-ui", "sans-serif"]  # of the reader's system: none is loaded
+# Gradio's light greys are too light to read.
+_CONTRAST = {
+    "block_info_text_color": "*neutral_600",
+    "body_text_color_subdued": "*neutral_600",
+    "block_label_text_color": "*neutral_700",
+    "input_placeholder_color": "*neutral_600",
+    "button_primary_background_fill": "*primary_700",
+    "button_primary_background_fill_hover": "*primary_800",
+    "button_cancel_background_fill": "*neutral_100",
+}
+_SECONDS_KEPT = 3600
+
+
+@dataclass(frozen=True)
+class BoardSettings:
+    """What the page has.
+
+    Attributes:
+        runs: The folder whose runs are shown; None: no tab for them.
+        can_stop: Whether a run can be stopped from the page.
+    """
+
+    runs: Path | None = None
+    can_stop: bool = False
+
+
+def build_app(settings: BoardSettings) -> Blocks:
+    """The page; no server yet."""
+    prepare()
+    import gradio as gr
+
+    from accel_scale.board.doctor_tab import add_doctor_tab
+    from accel_scale.board.plan_tab import add_plan_tab
+    from accel_scale.board.runs_tab import add_runs_tab
+
+    with _board_class()(title=TITLE, analytics_enabled=False, delete_cache=(600, _SECONDS_KEPT)) as page:
+        gr.HTML(f"<h1>{TITLE}</h1>")
+        with gr.Tabs():
+            with gr.Tab("Plan", id="plan") as plan:
+                add_plan_tab(page)
+            with gr.Tab("Doctor", id="doctor") as doctor:
+                add_doctor_tab()
+            if settings.runs is not None:
+                with gr.Tab("Runs", id="runs") as runs:
+                    add_runs_tab(runs, [plan, doctor], settings.runs, can_stop=settings.can_stop)
+    return page
+
+
+def start(
+    page: Blocks, *, host: str = "127.0.0.1", port: int | None = None, hosts: Sequence[str] = LOCAL_NAMES
+) -> str:
+    """Serve `page` in the background; returns its address.
+
+    Args:
+        host: Interface to listen on.
+        port: None: the first that is free from `FIRST_PORT` on.
+        hosts: Names by which requests may call this server; none: any.
+
+    Raises:
+        ConfigError: if the port is taken, or the interface is not this machine's.
+    """
+    import gradio as gr
+    from starlette.middleware import Middleware
+
+    theme = gr.themes.Default(primary_hue="blue", font=_FONTS, font_mono=["ui-monospace", "monospace"]).set(
+        **_CONTRAST
+    )
+    page.queue(max_size=_WAITING_CLICKS)
+    try:
+        _, address, _ = page.launch(
+            server_name=host,
+            server_port=port,
+            share=False,
+            quiet=True,
+            prevent_thread_lock=True,
+            show_error=True,
+            ssr_mode=False,
+            enable_monitoring=False,
+            mcp_server=False,
+            footer_links=[],
+            max_file_size=MOST_UPLOADED_BYTES,
+            allowed_paths=[],
+            app_kwargs={"middleware": [Middleware(OnlyThePage, hosts=hosts)]},
+            theme=theme,
+            css=style(),
+        )
+    except OSError as error:
+        place = "--host and --port" if port is None else f"--port {port}"
+        raise ConfigError(
+            f"nothing can be served there ({first_line(error)}).", place=place, fix="name another."
+        ) from None
+    return str(address)
+
+
+def wait(page: Blocks) -> None:
+    """Until Ctrl-C."""
+    try:
+        while True:
+            time.sleep(3600)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        page.close(verbose=False)
+
+
+def _sendable(text: str) -> str:
+    """`text` as it can be sent: halves of characters that a request held are replaced."""
+    return text.encode(errors="replace").decode()
+
+
+def _board_class() -> type[Blocks]:
+    import gradio as gr
+
+    class Board(gr.Blocks):
+        """A page whose server says a mistake in one line: what a request got wrong is no reason for a traceback."""
+
+        async def process_api(self, *args: object, **kwargs: object) -> dict[str, object]:
+            try:
+                return await super().process_api(*args, **kwargs)  # type: ignore[arg-type]
+            except gr.Error as error:
+                raise gr.Error(_sendable(error.message), print_exception=False) from None
+            except Exception as error:
+                from accel_scale.secrets import mask
+
+                line = mask(f"{type(error).__name__}: {first_line(error)}")
+                print(f"accel-scale board: a request was not answered ({line}).", file=sys.stderr, flush=True)
+                raise gr.Error("This cannot be answered.", print_exception=False) from None
+
+    return Board

@@ -1,0 +1,68 @@
+"""`accel-scale board`: plans, the doctor and live runs on a local web page, for this machine only by default."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+DESCRIPTION = """A local web page: plan a run, check its files, watch runs and stop them safely.
+
+  accel-scale board
+  accel-scale board --runs outputs
+
+Needs pip install 'accel-scale[board]', and no network. Ctrl-C ends it."""
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where it is served, and which runs it shows."""
+    parser.description = DESCRIPTION
+    parser.add_argument("--port", metavar="N", help="default: the first that is free from 7860 on")
+    parser.add_argument(
+        "--host",
+        default="localhost",
+        help="interface to listen on. Default: localhost, this machine alone. Others can read what the page shows, "
+        "and nobody can stop a run from it",
+    )
+    parser.add_argument("--runs", metavar="FOLDER", help="folder whose runs are shown live. Default: no such tab")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until Ctrl-C."""
+    from accel_scale.board.environment import require_gradio
+
+    port = None if args.port is None else _port(args.port)
+    runs = None if args.runs is None else _folder(args.runs)
+    require_gradio()
+    from accel_scale.board.app import BoardSettings, build_app, start, wait
+
+    is_local = args.host in LOCAL_HOSTS
+    page = build_app(BoardSettings(runs, can_stop=is_local))
+    if is_local:
+        address = start(page, host="127.0.0.1" if args.host == "localhost" else args.host, port=port)
+    else:
+        what = "plans, and the runs of --runs" if runs else "plans"
+        print(f"warning: whoever reaches {args.host} sees this page ({what}); there is no password.", file=sys.stderr)
+        address = start(page, host=args.host, port=port, hosts=())
+    print(f"board  {address}  (Ctrl-C ends it)", flush=True)
+    wait(page)
+    return 0
+
+
+def _port(text: str) -> int:
+    from accel_scale.errors import ConfigError
+
+    if not text.isdecimal() or not 1 <= int(text) <= 65535:
+        raise ConfigError(f"{text!r} is no port.", place="--port", fix="use 1 to 65535.")
+    return int(text)
+
+
+def _folder(text: str) -> Path:
+    from accel_scale.errors import ConfigError
+
+    path = Path(text).expanduser()
+    if not path.is_dir():
+        what = "is a file." if path.exists() else "is not there."
+        raise ConfigError(what, place=f"--runs {text}", fix="name the folder that holds output folders of runs.")
+    return path.resolve()

@@ -1,0 +1,141 @@
+"""What the tab "Doctor" shows: `accel-scale doctor` of the files that were dropped, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypedDict
+
+from accel_scale.board.rendering import filled
+from accel_scale.board.uploads import Dropped, read_all
+from accel_scale.errors import ConfigError
+from accel_scale.facts.exit_statuses import CONFIG_STATUS
+from accel_scale.shipped import launch_names
+from accel_scale.units import format_bytes
+
+_SECONDS = 120.0
+_LAUNCH, _RECIPE = "launch.yaml", "recipe.yaml"
+_CREDENTIAL = re.compile("token|key|secret|password|credential", re.IGNORECASE)
+RECIPES = ("sft", "dpo", "grpo", "reward", "pretrain")
+
+
+class _Machine(TypedDict):
+    """Of `accel-scale doctor --json`, what is shown."""
+
+    accelerator: dict[str, str]
+    num_devices: int
+    num_cores: int
+    host_memory_bytes: int
+    packages: dict[str, str]
+
+
+class _Diagnosis(TypedDict):
+    """Of `accel-scale doctor --json`."""
+
+    machine: _Machine
+    launch: dict[str, str]
+    findings: list[dict[str, str]]
+
+
+def diagnosis(launch_name: str | None, launch: Sequence[str], recipe: str | None, flags: Sequence[str]) -> str:
+    """What `accel-scale doctor` finds.
+
+    Args:
+        launch_name: Of a launch file that comes with the package; None: the one that was dropped, or none.
+        launch: Paths of a dropped launch file, and of DeepSpeed's file that it names.
+        recipe: One of `RECIPES`; None: none.
+        flags: Path of a dropped YAML file of the recipe's flags.
+
+    Raises:
+        ConfigError: for files that are not read, and if the command does not answer.
+    """
+    dropped = read_all({_LAUNCH: launch, _RECIPE: flags})
+    with tempfile.TemporaryDirectory(prefix="accel-scale-doctor-") as name:
+        folder = Path(name)
+        words = [
+            *_launch_words(launch_name, dropped[_LAUNCH], folder),
+            *_recipe_words(recipe, dropped[_RECIPE], folder),
+        ]
+        found = _run(words, folder)
+    paths = [path for files in dropped.values() for file in files for path in file.replaced]
+    return filled(
+        "doctor",
+        findings=found["findings"],
+        num_errors=sum(finding["level"] == "error" for finding in found["findings"]),
+        launch=found["launch"],
+        machine=_machine_rows(found["machine"]),
+        paths=paths,
+        command=" ".join(["accel-scale", "doctor", *words]),
+    )
+
+
+def _machine_rows(machine: _Machine) -> dict[str, str]:
+    device = machine["accelerator"]["name"] or machine["accelerator"]["type"]
+    count = machine["num_devices"]
+    return {
+        "accelerators": f"{count} × {device}" if count else "none",
+        "host": f"{machine['num_cores']} cores, {format_bytes(machine['host_memory_bytes'])}",
+        "versions": ", ".join(f"{name} {version}" for name, version in machine["packages"].items()),
+    }
+
+
+def _launch_words(name: str | None, files: Sequence[Dropped], folder: Path) -> list[str]:
+    if name is not None and files:
+        raise ConfigError(
+            "two launch files are named.", place="Launch file", fix="remove the dropped one, or pick none."
+        )
+    if name is not None:
+        if name not in launch_names():
+            raise ConfigError(f"there is no launch file {name!r}.", place="Launch file", fix="pick one of the list.")
+        return ["--config_file", name]
+    settings = [file for file in files if not file.name.endswith(".json")]
+    if files and len(settings) != 1:
+        what = "no YAML file" if not settings else "several YAML files"
+        raise ConfigError(
+            f"{what} among {len(files)}.", place="Launch file", fix="drop one, and DeepSpeed's JSON with it."
+        )
+    for file in files:
+        (folder / file.name).write_text(file.text, encoding="utf-8")
+    return ["--config_file", settings[0].name] if settings else []
+
+
+def _recipe_words(recipe: str | None, files: Sequence[Dropped], folder: Path) -> list[str]:
+    if recipe is not None and recipe not in RECIPES:
+        raise ConfigError(f"there is no recipe {recipe!r}.", place="Recipe", fix="pick one of the list.")
+    if files and recipe is None:
+        raise ConfigError("whose flags are these?", place=files[0].name, fix="pick a recipe.")
+    if len(files) > 1:
+        raise ConfigError("several files of flags.", place=files[1].name, fix="drop one.")
+    words = [recipe] if recipe is not None else []
+    for file in files:
+        name = file.name if not (folder / file.name).exists() else f"flags-{file.name}"
+        (folder / name).write_text(file.text, encoding="utf-8")
+        words += ["--config_file", name]
+    return words
+
+
+def _run(words: Sequence[str], folder: Path) -> _Diagnosis:
+    """The command's answer, seen from `folder`, without a network and without credentials."""
+    kept = {name: value for name, value in os.environ.items() if not _CREDENTIAL.search(name)}
+    # PYTHONSAFEPATH: no module is imported from the folder of the uploads.
+    environment = {**kept, "HF_HUB_OFFLINE": "1", "PYTHONSAFEPATH": "1"}
+    command = [sys.executable, "-m", "accel_scale.cli.main", "doctor", "--json", *words]
+    try:
+        done = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"no answer in {_SECONDS:.0f} s.", place="doctor", fix="run it in a terminal.") from None
+    try:
+        found: _Diagnosis = json.loads(done.stdout)
+        return found
+    except ValueError:
+        last = (done.stderr.strip().splitlines() or ["nothing"])[-1]
+        said = last if done.returncode == CONFIG_STATUS else "it ended with an error"
+        raise ConfigError(f"no diagnosis: {said}", place="doctor", fix="run it in a terminal.") from None
