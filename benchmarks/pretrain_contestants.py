@@ -110,13 +110,13 @@ def ours(job: dict[str, Any], *, compiled: bool) -> dict[str, Any]:
 
     from accel_scale.pretraining import report as pretrain_report
 
-    clock, stepped = step_clock(job), pretrain_report.Report.stepped
+    clock, stepped = step_clock(job), pretrain_report.PretrainReport.stepped
 
     def timed(self: Any, outcome: Any, *args: Any, **kwargs: Any) -> None:
         stepped(self, outcome, *args, **kwargs)
         clock.tick(outcome.loss)
 
-    pretrain_report.Report.stepped = timed
+    pretrain_report.PretrainReport.stepped = timed
     flags = {
         "model_config": job["config"], "tokenizer": job["tokenizer"], "data": job["text"], "output_dir": job["folder"],
         "max_length": job["length"], "per_device_train_batch_size": job["micro_batch"], "max_steps": job["steps"],

@@ -11,9 +11,10 @@ fp32), fused AdamW with the same settings, gradient clipping, number of threads;
 differs is all around it:
 
 * bare loop: the same transformers model with this project's attention and loss, rows already tensors in memory,
-  no logging, no checks, no data loading: what a loop could reach at most;
+  no logging, no checks, no data loading: what a loop could reach at most with the kernels that torch takes by itself;
 * bare loop, HF loss: the same with the model's own attention (sdpa) and loss;
-* ours: the recipe, from text to validation, guard on, logging every step; with and without --torch_compile;
+* ours: the recipe, from text to validation, guard on, logging every step; with and without --torch_compile. In fp32
+  it multiplies by oneDNN on CPUs that MKL does not know well (`use_onednn_in_fp32`), which the others leave to MKL;
 * HF Trainer: a data set of the same rows, logging every step;
 * litgpt: its own pretraining function and model code (it always compiles), fused AdamW passed to it.
 
@@ -99,11 +100,13 @@ def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     import torch
     from transformers import LlamaConfig
 
+    from accel_scale.launching.cpu_process import use_onednn_in_fp32
     from accel_scale.measuring.peak_flops import measured_peak_flops, model_flops
 
     if options.litgpt_python:
         check_litgpt(options.litgpt_python)
     torch.set_num_threads(options.num_threads)
+    use_onednn_in_fp32()  # the peak of the faster library
     peaks = {bf16: measured_peak_flops("cpu", torch.bfloat16 if bf16 else torch.float32) for bf16 in (True, False)}
     if options.bf16 is None:
         options.bf16 = peaks[True] > peaks[False]

@@ -13,13 +13,13 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from accel_scale.errors import ConfigError
+from accel_scale.errors import ConfigError, first_line
 from accel_scale.modeling.fsdp2_preparation import modules_that_share
 from accel_scale.optimization.fast_loss import add_fast_lm_head
 from accel_scale.start_check import check_start
 from accel_scale.start_check.flash_on_cpu import attention_on_cpu
 from accel_scale.start_check.steps import Step, difference, same_draws, take_step
-from accel_scale.start_check.twin import NoTwin, first_line, undisturbed
+from accel_scale.start_check.twin import NoTwin, undisturbed
 from accel_scale.start_check.twin_check import TwinCheck, recipe_loss
 
 

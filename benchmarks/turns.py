@@ -101,6 +101,8 @@ class Contestant:
         return float(line)
 
     def _fail(self) -> Any:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(10)  # it may still be writing why
         raise SystemExit(f"{self.name} failed:\n{self.log.read_text(encoding='utf-8', errors='replace')[-4000:]}")
 
 

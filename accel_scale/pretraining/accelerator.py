@@ -38,6 +38,7 @@ def plain_accelerator(
     from accelerate import Accelerator
     from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs, LoggerType, TorchDynamoPlugin
 
+    from accel_scale.launching.cpu_process import use_onednn_in_fp32
     from accel_scale.modeling.precision import enable_fp16_on_cpu
     from accel_scale.training.ddp.gradient_numbers import use_gradient_numbers
     from accel_scale.training.ddp.hooks import DdpSettings, use_ddp_settings
@@ -80,6 +81,8 @@ def plain_accelerator(
     if plugin is not None:
         _tell_deepspeed(plugin.deepspeed_config, args, settings.accumulation)
     enable_fp16_on_cpu(accelerator)
+    if accelerator.device.type == "cpu":
+        use_onednn_in_fp32()  # rows of pretraining have one length
     use_gradient_numbers(accelerator, args)
     use_ddp_settings(accelerator, DdpSettings.of(args))
     watch_accelerator(accelerator, args.collective_timeout, program)

@@ -36,28 +36,99 @@ def quantisation_tensors(parameters: Iterable[torch.nn.Parameter]) -> list[torch
     return found
 
 
-class MemoryWatch(TrainerCallback):
-    """Measures the memory of a trainer's steps: on CUDA of all, elsewhere, in a single process, of the first.
+class StepMemory:
+    """Measures the memory of training steps: on CUDA of all, elsewhere, in a single process, of the first.
 
-    What the first step's passes would need with the optimizer's states there already is what counts.
+    What the first step's passes would need with the optimizer's states there already is what counts. A subclass says
+    when passes and steps begin and end.
 
     Args:
-        trainer: A trainer with a `meter` (`ThroughputMeter`).
-        plan: What was predicted.
+        owner: Has `accelerator`, `model`, `optimizer` and a `meter` (`ThroughputMeter`), each as it is when asked.
+        plan: What was predicted; None measures nothing.
     """
 
-    def __init__(self, trainer: Any, plan: RunPlan) -> None:
-        self._trainer, self._plan = trainer, plan
-        self._is_cuda = trainer.accelerator.device.type == "cuda"
+    def __init__(self, owner: Any, plan: RunPlan | None) -> None:
+        self._owner, self._plan = owner, plan
+        device_type = owner.accelerator.device.type
+        self._is_cuda = device_type == "cuda"
         self._before = self._peaks = (0, 0)
         # Of what a trainer writes: tokens of the longest prompt and of the longest answer.
         self._answers: tuple[int, ...] = (0, 0)
-        self._num_positions = self._pass_peak = self._before_update = 0
-        is_traced = trainer.accelerator.device.type == "cpu" and trainer.accelerator.num_processes == 1
-        is_traced = is_traced and not plan.setup.compile and not plan.setup.parallel.shards_states
+        self._num_positions = 0
+        can_trace = device_type == "cpu" and owner.accelerator.num_processes == 1
+        is_traced = plan is not None and can_trace and not (plan.setup.compile or plan.setup.parallel.shards_states)
         self._tracker = StorageTracker() if is_traced else None
         self._is_tracing = is_traced
-        self._traces_update = is_traced and not optimizer_spec(plan.setup.optimizer).compiles
+
+    def _step_ended(self) -> None:
+        if self._is_cuda:
+            # Loading, answers, evaluation and saving happen between steps: a peak of theirs is not a step's.
+            now = _cuda_peaks()
+            self._peaks = now if now[0] > self._before[0] or not self._peaks[0] else self._peaks
+        self._is_tracing = False
+
+    def _step_begins(self) -> None:
+        if self._is_cuda:
+            self._before = _cuda_peaks()
+
+    def report(self) -> dict[str, Any]:
+        """Predicted and measured for ``run_summary.json``, and the ``line`` that says it; call it on every rank.
+
+        Empty where nothing was planned.
+
+        `compared` is what is predicted for the kernels here, once as planned, for full rows, and once for as many
+        positions as the largest micro-batch really had.
+        """
+        accelerator, meter, plan = self._owner.accelerator, self._owner.meter, self._plan
+        if plan is None:
+            return {}
+        found = [[*self._peaks, self._num_positions, *self._answers]]
+        mine = torch.tensor(found, dtype=torch.int64, device=accelerator.device)
+        allocated, reserved, positions, *answers = accelerator.gather(mine).amax(0).tolist()
+        if plan.setup.generation is not None:
+            positions = plan.setup.micro_batch_size * sum(answers)
+        measured = {
+            "allocated_bytes": allocated or None,
+            "reserved_bytes": reserved or None,
+            "step_seconds": meter.step_seconds,
+            "positions": positions or None,
+            "how": "allocator" if self._is_cuda else "first step traced" if self._tracker is not None else None,
+        }
+        compared = self._compared(plan, positions, answers)
+        return {
+            **plan.as_dict(),
+            "compared": compared,
+            "measured": measured,
+            "line": comparison_line(compared, measured),
+        }
+
+    def _compared(self, plan: RunPlan, positions: int, answers: list[int]) -> dict[str, Any]:
+        is_cuda = self._is_cuda
+        setup = plan.here or plan.setup
+        full = predict_memory(plan.facts, setup, is_cuda=is_cuda, is_tracked=not is_cuda)
+        rows = setup.micro_batch_size
+        seen = replace(setup, sequence_length=max(1, -(-positions // rows))) if positions else setup
+        if setup.generation is not None and positions:
+            seen = replace(setup, **sizes_of_answers(setup, *answers))
+        real = predict_memory(plan.facts, seen, is_cuda=is_cuda, is_tracked=not is_cuda)
+        share = (full.high_bytes - full.device_bytes) / full.device_bytes
+        return {
+            "planned_bytes": round(full.peak_bytes),
+            "interval_bytes": round(share * full.peak_bytes),
+            "positions": rows * setup.sequence_length,
+            "allocated_bytes": round(real.peak_bytes),
+            "reserved_bytes": round(real.reserved_bytes) if is_cuda else None,
+            "step_seconds": plan.time.step_seconds if plan.time is not None and plan.target.is_here else None,
+        }
+
+
+class MemoryWatch(StepMemory, TrainerCallback):
+    """`StepMemory` of a trainer's steps. Around them, not inside: the trainer's own `training_step` runs as it is."""
+
+    def __init__(self, trainer: Any, plan: RunPlan) -> None:
+        super().__init__(trainer, plan)
+        self._pass_peak = self._before_update = 0
+        self._traces_update = self._is_tracing and not optimizer_spec(plan.setup.optimizer).compiles
         self._training_step, trainer.training_step = trainer.training_step, self._watched_step
 
     def _watched_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -73,19 +144,18 @@ class MemoryWatch(TrainerCallback):
 
     def _resident(self) -> list[torch.Tensor]:
         """What lies there between steps, a reference model included."""
-        reference = getattr(self._trainer, "ref_model", None)
-        held = resident_tensors(self._trainer.model, self._trainer.optimizer)
+        reference = getattr(self._owner, "ref_model", None)
+        held = resident_tensors(self._owner.model, self._owner.optimizer)
         return held if reference is None else [*held, *resident_tensors(reference)]
 
     def _counted(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss`, once the answers that a trainer has written itself are counted."""
-        if self._plan.setup.generation is not None:
-            self._answers = tuple(map(max, self._answers, self._trainer.answer_sizes))
+        if self._plan is not None and self._plan.setup.generation is not None:
+            self._answers = tuple(map(max, self._answers, self._owner.answer_sizes))
         return loss
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._is_cuda:
-            self._before = _cuda_peaks()
+        self._step_begins()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._tracker is not None and self._is_tracing:
@@ -104,58 +174,7 @@ class MemoryWatch(TrainerCallback):
             self._peaks = (max(self._tracker.peak_bytes, self._pass_peak + made), 0)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._is_cuda:
-            # Loading, answers, evaluation and saving happen between steps: a peak of theirs is not a step's.
-            now = _cuda_peaks()
-            self._peaks = now if now[0] > self._before[0] or not self._peaks[0] else self._peaks
-        elif self._tracker is not None and self._is_tracing:
-            self._is_tracing = False
-
-    def report(self) -> dict[str, Any]:
-        """Predicted and measured for ``run_summary.json``, and the ``line`` that says it; call it on every rank.
-
-        `compared` is what is predicted for the kernels here, once as planned, for full rows, and once for as many
-        positions as the largest micro-batch really had.
-        """
-        accelerator, meter, plan = self._trainer.accelerator, self._trainer.meter, self._plan
-        found = [[*self._peaks, self._num_positions, *self._answers]]
-        mine = torch.tensor(found, dtype=torch.int64, device=accelerator.device)
-        allocated, reserved, positions, *answers = accelerator.gather(mine).amax(0).tolist()
-        if plan.setup.generation is not None:
-            positions = plan.setup.micro_batch_size * sum(answers)
-        measured = {
-            "allocated_bytes": allocated or None,
-            "reserved_bytes": reserved or None,
-            "step_seconds": meter.step_seconds,
-            "positions": positions or None,
-            "how": "allocator" if self._is_cuda else "first step traced" if self._tracker is not None else None,
-        }
-        compared = self._compared(positions, answers)
-        return {
-            **plan.as_dict(),
-            "compared": compared,
-            "measured": measured,
-            "line": comparison_line(compared, measured),
-        }
-
-    def _compared(self, positions: int, answers: list[int]) -> dict[str, Any]:
-        plan, is_cuda = self._plan, self._is_cuda
-        setup = plan.here or plan.setup
-        full = predict_memory(plan.facts, setup, is_cuda=is_cuda, is_tracked=not is_cuda)
-        rows = setup.micro_batch_size
-        seen = replace(setup, sequence_length=max(1, -(-positions // rows))) if positions else setup
-        if setup.generation is not None and positions:
-            seen = replace(setup, **sizes_of_answers(setup, *answers))
-        real = predict_memory(plan.facts, seen, is_cuda=is_cuda, is_tracked=not is_cuda)
-        share = (full.high_bytes - full.device_bytes) / full.device_bytes
-        return {
-            "planned_bytes": round(full.peak_bytes),
-            "interval_bytes": round(share * full.peak_bytes),
-            "positions": rows * setup.sequence_length,
-            "allocated_bytes": round(real.peak_bytes),
-            "reserved_bytes": round(real.reserved_bytes) if is_cuda else None,
-            "step_seconds": plan.time.step_seconds if plan.time is not None and plan.target.is_here else None,
-        }
+        self._step_ended()
 
 
 def watch(trainer: Any, plan: RunPlan | None) -> MemoryWatch | None:

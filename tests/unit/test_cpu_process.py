@@ -8,9 +8,15 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from accel_scale.launching import cpu_process
-from accel_scale.launching.cpu_process import keep_freed_memory, threads_are_chosen, use_cores_of_host
+from accel_scale.launching.cpu_process import (
+    keep_freed_memory,
+    threads_are_chosen,
+    use_cores_of_host,
+    use_onednn_in_fp32,
+)
 from accel_scale.launching.environment import current_launch
 from accel_scale.starting.recipe_start import steps_on_host
 
@@ -69,6 +75,53 @@ def test_rows_of_many_lengths_do_not_pile_up_compiled_products() -> None:
     if without < 50_000:
         pytest.skip("this processor's bf16 products are not compiled")
     assert growth_kib() < without / 10
+
+
+def _cpu(vendor: str, *flags: str) -> str:
+    return f"processor\t: 0\nvendor_id\t: {vendor}\nflags\t\t: fpu sse2 {' '.join(flags)}\n\nprocessor\t: 1\n"
+
+
+@pytest.fixture
+def fp32_precision():
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield torch.get_float32_matmul_precision
+    torch.set_float32_matmul_precision(before)
+
+
+def test_fp32_products_go_to_onednn_where_no_digit_is_lost(fp32_precision, monkeypatch) -> None:
+    monkeypatch.delenv("ONEDNN_DEFAULT_FPMATH_MODE", raising=False)
+    exact = torch.randn(64, 256, dtype=torch.float64)
+    product = (exact.float() @ exact.float().T).double()
+    assert use_onednn_in_fp32(_cpu("AuthenticAMD", "avx512f")) is (fp32_precision() == "medium")
+    # Whether this machine's oneDNN rounds to bf16 or not: what the process is left with computes in fp32.
+    again = (exact.float() @ exact.float().T).double()
+    wanted = exact @ exact.T
+    assert (again - wanted).abs().max() < 4 * (product - wanted).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize(
+    "cpu",
+    [
+        _cpu("GenuineIntel", "avx512f"),
+        _cpu("AuthenticAMD", "avx2"),
+        _cpu("AuthenticAMD", "avx512f", "amx_bf16", "amx_tile"),
+        "",
+    ],
+)
+def test_other_processors_keep_torchs_products(cpu: str, fp32_precision, monkeypatch) -> None:
+    monkeypatch.delenv("ONEDNN_DEFAULT_FPMATH_MODE", raising=False)
+    assert not use_onednn_in_fp32(cpu)
+    assert fp32_precision() == "highest"
+
+
+def test_a_chosen_precision_of_products_stays(fp32_precision, monkeypatch) -> None:
+    monkeypatch.setenv("ONEDNN_DEFAULT_FPMATH_MODE", "STRICT")
+    assert not use_onednn_in_fp32(_cpu("AuthenticAMD", "avx512f"))
+    monkeypatch.delenv("ONEDNN_DEFAULT_FPMATH_MODE")
+    torch.set_float32_matmul_precision("high")
+    assert not use_onednn_in_fp32(_cpu("AuthenticAMD", "avx512f"))
+    assert fp32_precision() == "high"
 
 
 @pytest.mark.parametrize("name", ["MALLOC_ARENA_MAX", "GLIBC_TUNABLES", "LD_PRELOAD"])
