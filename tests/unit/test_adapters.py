@@ -262,6 +262,11 @@ class TestQlora:
         config = quantization_config(args, precision=precision_named("bf16"), strategy="single")
         assert config.bnb_4bit_quant_storage == getattr(torch, storage)
 
+    def test_deepspeed_leaves_a_storage_that_already_has_the_compute_dtype(self):
+        args = four_bit(bnb_4bit_quant_storage="bfloat16")
+        config = quantization_config(args, precision=precision_named("bf16"), strategy="zero2")
+        assert config.bnb_4bit_quant_storage == torch.bfloat16
+
     def test_preparation_upcasts_nothing(self, folder):
         """PEFT's own preparation turns embedding, head and norms into fp32."""
         from peft import prepare_model_for_kbit_training

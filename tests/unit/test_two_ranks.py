@@ -187,7 +187,7 @@ def test_memory_that_runs_out_on_one_rank_is_recovered_on_both(tmp_path: Path) -
 
 
 FSDP2 = {
-    "ACCELERATE_USE_CPU": "true",
+    "ACCELERATE_MIXED_PRECISION": "no",
     "ACCELERATE_USE_FSDP": "true",
     "FSDP_VERSION": "2",
     "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
@@ -200,13 +200,16 @@ def test_a_checkpoint_of_shards(layout: str, tmp_path: Path) -> None:
     """What is written while training goes on is what the weights were, and the run goes on bit for bit."""
     import checkpoint_run as script
 
+    from accel_scale.launching.rehearsal import enable_rehearsal_if_needed
+
     def trained(name: str, *flags: str) -> dict[str, Any]:
         folder = tmp_path / name
         folder.mkdir()
         report = folder / "report.json"
 
         def ranks() -> None:
-            os.environ.update(FSDP2)
+            os.environ.update(FSDP2, FSDP_STATE_DICT_TYPE=layout)
+            enable_rehearsal_if_needed()  # FSDP on processors
             usual = ["--output_dir", str(tmp_path / "run"), "--report", str(report), "--layout", layout]
             sys.argv = ["checkpoint_run.py", *usual, "--asynchronous", *flags]
             assert not script.main()
@@ -215,6 +218,9 @@ def test_a_checkpoint_of_shards(layout: str, tmp_path: Path) -> None:
         return json.loads(report.read_text())
 
     whole = trained("whole", "--num_steps", "4", "--save_at", "2")
+    written = {path.name for path in (tmp_path / "run" / "checkpoint-2").iterdir()}
+    shards = {"pytorch_model_fsdp_0", "optimizer_0"}
+    assert written >= (shards if layout == "SHARDED_STATE_DICT" else {"pytorch_model_fsdp.bin", "optimizer.bin"})
     again = trained("again", "--num_steps", "4")
     assert (whole["resumed"], again["resumed"]) == (None, 2)
     assert again["state"] == {"rows": 8}

@@ -169,7 +169,7 @@ def _backward_in_tiles(
 ) -> tuple[torch.Tensor | None, Sequence[torch.Tensor | None]]:
     parameters = [parameter for parameter in call.module.parameters() if parameter.requires_grad]
     tokens, grads_out = _as_rows(x), _as_rows(grad)
-    grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_x else None
+    grad_x = x.new_empty(x.shape) if needs_x else None
     sums = [_Sum() for _ in parameters]
     with call.again():
         for part in _slices(tokens.shape[1], call.rows):

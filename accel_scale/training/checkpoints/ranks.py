@@ -58,10 +58,10 @@ class Meeting:
         return values[0]
 
     def largest(self, number: int) -> int:
-        """Over all ranks: one all-reduce of four bytes."""
+        """Over all ranks: one all-reduce of one number."""
         if not self.is_distributed:
             return number
-        reduced = torch.tensor(number, dtype=torch.int32)
+        reduced = torch.tensor(number)
         dist.all_reduce(reduced, dist.ReduceOp.MAX, group=self.group)
         return int(reduced.item())
 

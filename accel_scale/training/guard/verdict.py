@@ -106,8 +106,8 @@ class StepJudge:
     def _everyones(self, loss: torch.Tensor, grad_norm: float | None) -> tuple[float, float | None]:
         device = self._accelerator.device
         # Norms are the same everywhere up to the last bit; decisions must be the same to that one.
-        norm = torch.full((), 0.0 if grad_norm is None else grad_norm, dtype=torch.float32, device=device)
-        mine = torch.stack([loss.detach().to(device=device, dtype=torch.float32).reshape(()), norm])
+        norm = torch.full((), 0.0 if grad_norm is None else grad_norm, device=device)
+        mine = torch.stack([loss.detach().to(device).reshape(()), norm])
         rows = self._accelerator.gather(mine[None]).tolist()
         losses, norms = zip(*rows, strict=True)
         largest = next((value for value in norms if not math.isfinite(value)), max(norms))
