@@ -245,7 +245,6 @@ class _HeadGrads:
         self.head, self.needs_weight, self.needs_bias = head, needs_weight, needs_bias
         self._weight: torch.Tensor | None = None
         self._bias: torch.Tensor | None = None
-        self._num_chunks = 0
 
     @property
     def is_wanted(self) -> bool:
@@ -265,13 +264,10 @@ class _HeadGrads:
     def add(self, grad: torch.Tensor, chunk: torch.Tensor) -> None:
         if self.needs_weight:
             product = grad.t() @ chunk
-            if self._num_chunks == 1 and self._weight is not None:
-                self._weight = self._weight.float()
-            self._weight = product if self._weight is None else self._weight.add_(product)
+            self._weight = product if self._weight is None else self._weight.float().add_(product)
         if self.needs_bias:
             product = grad.sum(0, dtype=torch.float32)
             self._bias = product if self._bias is None else self._bias.add_(product)
-        self._num_chunks += 1
 
 
 def _head_grads_later(ctx: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:

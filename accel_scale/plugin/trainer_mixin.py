@@ -208,8 +208,7 @@ class ScaleTrainerMixin(LearningMixin, GuardMixin, MemoryRecoveryMixin, OutputFo
         scale = self.scale
         if self.lr_scheduler is None and scale.lr_schedule is None:
             self.lr_scheduler = self._given_schedule  # DeepSpeed's start has dropped it
-        is_given = self.lr_scheduler is not None and self.lr_scheduler is self._given_schedule
-        if scale.lr_schedule is None or (self.lr_scheduler is not None and not is_given):
+        if scale.lr_schedule is None or self.lr_scheduler not in (None, self._given_schedule):
             return super().create_scheduler(num_training_steps, optimizer)
         if scale.num_training_steps not in (None, num_training_steps):
             raise ConfigError(

@@ -128,6 +128,14 @@ def test_a_schedule_of_the_plugins_takes_the_scripts_place(tmp_path: Path) -> No
     assert Script(tmp_path / "third", lr_schedule="linear", num_training_steps=3).train()
 
 
+def test_a_schedule_is_made_once(tmp_path: Path) -> None:
+    for given in (True, False):
+        trainer = Script(tmp_path / str(given), given=given, lr_schedule="linear").trainer
+        trainer.create_optimizer()
+        made = trainer.create_scheduler(3)
+        assert trainer.create_scheduler(3) is made is not trainer._given_schedule
+
+
 def test_without_an_optimizer_of_its_own_a_script_has_the_plugins(tmp_path: Path) -> None:
     script = Script(tmp_path, given=False, optimizer="sgd", learning_rate=0.3, weight_decay=0.2)
     groups = script.train()
