@@ -6,6 +6,8 @@ import ast
 import inspect
 import re
 import textwrap
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -84,3 +86,19 @@ def test_accelerate_steps_in_its_backward_and_asks_the_engine_for_the_norm() -> 
 
 def test_a_norm_that_is_not_finite_is_never_taken_for_one() -> None:
     assert float(combine_grad_norm_groups([-1.0, 3.0])) == float("inf")
+
+
+def test_a_trainers_backward_pass_takes_no_step() -> None:
+    """Accelerate's wrapper steps at the boundary; the gate does, once the step is judged."""
+    calls: list[Any] = []
+    engine = SimpleNamespace(
+        set_gradient_accumulation_boundary=lambda is_boundary: calls.append(is_boundary),
+        backward=lambda loss, **options: calls.append((loss, options)),
+        step=lambda: calls.append("step"),
+    )
+    gate: Any = SimpleNamespace(_engine=engine, global_norm=lambda: 3.0)
+    wrapper = deepspeed_control._JudgedEngineWrapper(gate)
+    wrapper.backward(1.0, sync_gradients=False, retain_graph=True)  # type: ignore[arg-type]
+    wrapper.backward(2.0)  # type: ignore[arg-type]
+    assert calls == [False, (1.0, {"retain_graph": True}), True, (2.0, {})]
+    assert wrapper.get_global_grad_norm() == 3.0
