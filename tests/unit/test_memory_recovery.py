@@ -649,7 +649,9 @@ def test_recovery_that_is_switched_off_leaves_the_step(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("has_checkpoint", [True, False])
-def test_the_advice_is_the_largest_batch_that_fits(has_checkpoint: bool, tmp_path, capsys) -> None:
+def test_the_advice_is_the_largest_batch_that_fits(has_checkpoint: bool, tmp_path, capsys, monkeypatch) -> None:
+    program = "mine.py" if has_checkpoint else ""
+    monkeypatch.setattr("sys.argv", [f"scripts/{program}" if program else ""])
     if has_checkpoint:
         (tmp_path / "checkpoint-5").mkdir()
     made = trainer_of(tmp_path, limit=0)
@@ -657,6 +659,7 @@ def test_the_advice_is_the_largest_batch_that_fits(has_checkpoint: bool, tmp_pat
     with pytest.raises(SystemExit):
         made.training_step(made.model, packed([5, 6]), 10)  # halved once
     [line] = [line for line in capsys.readouterr().err.splitlines() if "memory ran out in step 6" in line]
+    assert line.startswith(f"{program or 'training'}: ")
     assert "--per_device_train_batch_size 1 --gradient_accumulation_steps 12" in line
     assert ("; --resume_from_checkpoint true continues from the last checkpoint>" in line) == has_checkpoint
     made.memory_recovery.close()
