@@ -17,10 +17,15 @@ def shipped_folder(name: str) -> Path:
     return checkout if (_PACKAGE.parent / "pyproject.toml").is_file() else _PACKAGE / "assets" / name
 
 
+def recipe_names() -> tuple[str, ...]:
+    """Of the recipes, the tuner among them, sorted."""
+    return tuple(sorted(path.stem for path in shipped_folder(RECIPES).glob("*.py")))
+
+
 def shipped_recipes() -> dict[str, str]:
     """Name → first line of its description."""
-    found = sorted(shipped_folder(RECIPES).glob("*.py"))
-    return {path.stem: (ast.get_docstring(ast.parse(path.read_bytes())) or "").splitlines()[0] for path in found}
+    texts = {name: (shipped_folder(RECIPES) / f"{name}.py").read_bytes() for name in recipe_names()}
+    return {name: (ast.get_docstring(ast.parse(text)) or "").splitlines()[0] for name, text in texts.items()}
 
 
 def recipe_script(name: str) -> Path:
@@ -31,7 +36,7 @@ def recipe_script(name: str) -> Path:
     """
     path = shipped_folder(RECIPES) / f"{name}.py"
     if Path(name).name != name or not path.is_file():
-        known = ", ".join(shipped_recipes())
+        known = ", ".join(recipe_names())
         raise ConfigError(f"there is no recipe {name!r}.", place="command line", fix=f"use {known}.")
     return path
 
@@ -39,7 +44,7 @@ def recipe_script(name: str) -> Path:
 def named_script(text: str) -> Path:
     """`text` as a path; a shipped recipe's, where it is ``sft`` or ``recipes/sft.py`` and no such file is here."""
     path = Path(text)
-    is_shipped = text in (path.stem, f"{RECIPES}/{path.stem}.py") and path.stem in shipped_recipes()
+    is_shipped = text in (path.stem, f"{RECIPES}/{path.stem}.py") and path.stem in recipe_names()
     return recipe_script(path.stem) if is_shipped and not path.is_file() else path
 
 

@@ -135,6 +135,9 @@ def _data(folder: Path, rows: list[dict[str, Any]]) -> dict[str, Path]:
         "mostly_pairs": written("pairs.jsonl", [*pairs[:30], {"messages": messages}, *pairs[30:]]),
         "ranked": written("ranked.jsonl", [{"chosen": row["answer"], "rejected": "It is 1."} for row in rows]),
         "unrejected": written("unrejected.jsonl", [{"prompt": r["question"], "chosen": r["answer"]} for r in rows]),
+        "unlabelled": written(
+            "unlabelled.jsonl", [{**pair, "label": [True, False, "maybe"][n % 3]} for n, pair in enumerate(pairs)]
+        ),
         "half_saved": saved,
     }
 

@@ -25,6 +25,8 @@ from types import ModuleType
 
 import yaml
 
+from accel_scale.shipped import recipe_names
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "bad_inputs.md"
 _HEAD = """# What cannot work, and the line that says so
@@ -38,7 +40,7 @@ row marked "+ imports" was run in a process that had them already.
 """
 # After which a process is taken to be importing the libraries.
 _PATIENCE_SECONDS = 6.0
-RECIPES = ("sft", "dpo", "grpo", "reward", "pretrain", "tune")
+RECIPES = recipe_names()
 _RUNS = {
     "sft": "--model_name_or_path {model} --dataset_name {rows} --columns prompt=question completion=answer "
     "--precision fp32 --max_length 64 --max_steps 2 --per_device_train_batch_size 2 --save_strategy no "

@@ -20,11 +20,12 @@ from typing import NamedTuple
 import accel_scale
 from accel_scale.flags.library import SHIPPED, FlagClass, FlagTable, LaterClass
 from accel_scale.flags.parsing import build_parser
+from accel_scale.planning.search.recipe_choices import PLANNED_RECIPES
 from accel_scale.recipe_specs.finding import load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 # Recipes on TRL's trainers: most of their flags are the same.
-TRAINERS = ("sft", "dpo", "grpo", "reward")
+TRAINERS = tuple(name for name in PLANNED_RECIPES if name != "pretrain")
 
 _FLAGS_INTRO = """# Flags
 

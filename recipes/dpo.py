@@ -20,11 +20,11 @@ from accel_scale.flags.parsing import ParsedFlags, parse_flags
 from accel_scale.quiet import quiet_imports
 from accel_scale.recipe_specs.dpo import DPO
 from accel_scale.starting.begin import begin
+from accel_scale.trainers.reference import load_with_reference
 from accel_scale.trainers.trainer_run import (
     TrainerRun,
     check_run,
     course_of_run,
-    load_run_model,
     prepare_chat,
     report_end,
     report_start,
@@ -83,7 +83,7 @@ def load_data(run: TrainerRun) -> None:
     from accel_scale.settings.planned_setup import recipe_value
 
     folder = f"{recipe_value(run.settings, 'output_dir')}/data"
-    load_rows(run, lambda heldout: default_pairs(folder, heldout=heldout), preferences=True)
+    load_rows(run, lambda heldout: default_pairs(folder, heldout=heldout), preferences="pairs")
     run.plan = run.plan and run.plan.for_data(run.data.train, run.tokenizer)
 
 
@@ -95,13 +95,7 @@ def make_trainer(run: TrainerRun) -> ScaleDPOTrainer:
     set_loaders(run)
     args = run.settings.build(RecipeDPOConfig)
     stop_token = prepare_chat(run)
-    options = args.model_init_kwargs
-    model, reference = load_run_model(run, args), None
-    # Adapters switched off are the reference. What is computed before training asks the model itself, but FSDP shards
-    # that later than it shards a reference.
-    if not run.settings.trains_adapters and not (args.precompute_ref_log_probs and not run.launch.parallel.is_fsdp):
-        args.model_init_kwargs = options
-        reference = load_run_model(run, args)
+    model, reference = load_with_reference(run, args)
     trainer = ScaleDPOTrainer(ref_model=reference, **trainer_options(run, args, model))
     settle_trainer(run, trainer, stop_token)
     return trainer

@@ -13,44 +13,31 @@ Flags are TRL's `ScriptArguments`, `GRPOConfig` and `ModelConfig` and our `Scale
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from accel_scale.ending.user_errors import user_errors
 from accel_scale.flags.library import load_classes
 from accel_scale.flags.parsing import ParsedFlags, parse_flags
-from accel_scale.flags.rewards import RewardArguments
 from accel_scale.quiet import quiet_imports
 from accel_scale.recipe_specs.grpo import GRPO
 from accel_scale.starting.begin import begin
+from accel_scale.trainers.rewarded_run import RewardedRun, load_generating_model, load_prompts, resolve_rewarded_run
 from accel_scale.trainers.trainer_run import (
-    TrainerRun,
     check_run,
     course_of_run,
-    load_run_model,
-    prepare_chat,
     report_end,
     report_start,
     set_loaders,
     settle_trainer,
     trainer_options,
 )
-from accel_scale.trainers.trainer_start import load_rows, resolve_trainer_run
 
 if TYPE_CHECKING:  # torch and TRL are slow to import: not before the command line has been checked
     from accel_scale.trainers.grpo_trainer import ScaleGRPOTrainer
-    from accel_scale.trainers.rewards import RewardFunction
 
 RECIPE = GRPO  # what doctor, plan, rehearse, scaling-test, launch-script and tune.py know about this file
 PROGRAM, FLAG_CLASSES = RECIPE.program, RECIPE.flags
 quiet_imports()  # before the libraries that would print at import
-
-
-@dataclass
-class GRPORun(TrainerRun):
-    """As every run with a trainer, with what it rewards."""
-
-    rewards: list[RewardFunction] = field(default_factory=list)
 
 
 def main(argv: list[str] | None = None) -> dict[str, object] | None:
@@ -66,7 +53,7 @@ def main(argv: list[str] | None = None) -> dict[str, object] | None:
         return None
     check_run(run)
     with held_folder(run), exit_if_not_saved(PROGRAM):
-        load_data(run)
+        load_prompts(run)
         run.course = course_of_run(run, FLAG_CLASSES)
         if finished := run.course.look_ahead():
             return run.course.say_finished(finished, is_main=run.is_main)
@@ -80,39 +67,20 @@ def main(argv: list[str] | None = None) -> dict[str, object] | None:
     return summary
 
 
-def resolve_run(parsed: ParsedFlags) -> GRPORun:
+def resolve_run(parsed: ParsedFlags) -> RewardedRun:
     """Flags, launch and machine brought together; contradictions are refused here."""
     RECIPE.refuse(parsed)
-    from accel_scale.data.default import DEFAULT_REWARDING
-    from accel_scale.trainers.rewards import reward_functions
-
-    run = resolve_trainer_run(parsed, RECIPE.plan, preset=DEFAULT_REWARDING)
-    settings = run.settings
-    rewards = reward_functions(settings.build(RewardArguments).rewards, weights=settings.values.get("reward_weights"))
-    return GRPORun(settings=settings, start=run.start, script=run.script, model_args=run.model_args, rewards=rewards)
+    return resolve_rewarded_run(parsed, RECIPE.plan)
 
 
-def load_data(run: GRPORun) -> None:
-    """Prompts and answers to train on, others to evaluate where asked for, and the questions of exact match."""
-    from accel_scale.data.default import default_data_paths
-    from accel_scale.trainers.prompts import as_prompts
-
-    load_rows(run, lambda heldout: default_data_paths()[heldout])
-    run.data = as_prompts(run.data, place=run.settings.sources.get("dataset_name", "--dataset_mixture"))
-    run.plan = run.plan and run.plan.for_data(run.data.train, run.tokenizer)
-
-
-def make_trainer(run: GRPORun) -> ScaleGRPOTrainer:
+def make_trainer(run: RewardedRun) -> ScaleGRPOTrainer:
     """TRL's trainer with the model, the rewards, the data, and what was decided about them."""
-    from accel_scale.modeling.loading import add_stop_token
     from accel_scale.settings.trl_config import RecipeGRPOConfig
     from accel_scale.trainers.grpo_trainer import ScaleGRPOTrainer
 
     set_loaders(run)
     args = run.settings.build(RecipeGRPOConfig)
-    stop_token = prepare_chat(run)
-    model = load_run_model(run, args)
-    add_stop_token(model, run.tokenizer, stop_token)  # TRL looks up what ends an answer when it makes the trainer
+    model, stop_token = load_generating_model(run, args)
     trainer = ScaleGRPOTrainer(reward_funcs=run.rewards, **trainer_options(run, args, model))
     settle_trainer(run, trainer, stop_token)
     return trainer

@@ -86,7 +86,7 @@ def load_data(run: TrainerRun) -> None:
     load_rows(
         run,
         lambda heldout: default_pairs(folder, heldout=heldout, of_any_task=True),
-        preferences=True,
+        preferences="pairs",
         questions=False,
     )
     run.plan = run.plan and run.plan.for_data(run.data.train, run.tokenizer)

@@ -16,13 +16,14 @@ from accel_scale.board.rendering import filled
 from accel_scale.board.uploads import Dropped, read_all
 from accel_scale.errors import ConfigError
 from accel_scale.facts.exit_statuses import CONFIG_STATUS
+from accel_scale.planning.search.recipe_choices import PLANNED_RECIPES
 from accel_scale.shipped import launch_names
 from accel_scale.units import format_bytes
 
 _SECONDS = 120.0
 _LAUNCH, _RECIPE = "launch.yaml", "recipe.yaml"
 _CREDENTIAL = re.compile("token|key|secret|password|credential", re.IGNORECASE)
-RECIPES = ("sft", "dpo", "grpo", "reward", "pretrain")
+RECIPES = tuple(PLANNED_RECIPES)
 
 
 class _Machine(TypedDict):

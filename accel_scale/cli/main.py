@@ -10,6 +10,7 @@ from typing import NamedTuple, NoReturn
 
 from accel_scale.ending.user_errors import user_errors
 from accel_scale.errors import ConfigError
+from accel_scale.shipped import recipe_names, shipped_recipes
 
 
 class _Parser(argparse.ArgumentParser):
@@ -21,7 +22,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class Command(NamedTuple):
-    """A subcommand's module and its help line.
+    """A subcommand's module and its help line; empty: that of the recipe of this name.
 
     The module has ``add_arguments(parser) -> None`` and ``run(args) -> int``, and may have ``arrange(words) -> words``
     to put its command line into an order that argparse reads.
@@ -31,14 +32,8 @@ class Command(NamedTuple):
     summary: str
 
 
-_RUN = "accel_scale.cli.run_recipe"
 COMMANDS: dict[str, Command] = {
-    "sft": Command(_RUN, "fine-tune: run the recipe that comes with the package"),
-    "dpo": Command(_RUN, "tune to pairs of answers, likewise"),
-    "grpo": Command(_RUN, "train on rewards that can be verified, likewise"),
-    "reward": Command(_RUN, "train a reward model on pairs of answers, likewise"),
-    "pretrain": Command(_RUN, "pretrain, likewise"),
-    "tune": Command(_RUN, "search hyperparameters of a recipe, likewise"),
+    **{name: Command("accel_scale.cli.run_recipe", "") for name in recipe_names()},
     "recipes": Command("accel_scale.cli.recipes", "list the recipes that come with the package, or copy one"),
     "import": Command("accel_scale.cli.import_config", "read a configuration of axolotl, LLaMA-Factory or TRL"),
     "plan": Command("accel_scale.cli.plan", "predict memory, speed and the best strategy before anything is loaded"),
@@ -84,8 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _top_parser() -> argparse.ArgumentParser:
     from accel_scale.version import __version__
 
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
+    width, recipes = max(map(len, COMMANDS)), shipped_recipes()
+    lines = [f"  {name:<{width}}  {command.summary or recipes[name]}" for name, command in COMMANDS.items()]
     parser = argparse.ArgumentParser(
         prog="accel-scale",
         usage="accel-scale COMMAND [--help] …",

@@ -21,6 +21,7 @@ from accel_scale.cli import plan_questions
 from accel_scale.errors import ConfigError
 from accel_scale.facts.names import METHODS, PIPELINE_SCHEDULES, PRECISIONS
 from accel_scale.facts.stacks import OURS, STACKS
+from accel_scale.planning.search.recipe_choices import PLANNED_RECIPES
 
 if TYPE_CHECKING:
     from accel_scale.planning.search.recipe_choices import PlannedRecipe
@@ -89,25 +90,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sharing.add_argument(
         "--recipe",
         default="sft",
-        help="recipe that will run it: sft, dpo, grpo, pretrain (for tensor and pipeline parallelism), or a script "
-        "that declares a RECIPE (default: sft)",
+        help=f"recipe that will run it: {', '.join(PLANNED_RECIPES)} (the last for tensor and pipeline parallelism), "
+        "or a script that declares a RECIPE (default: sft)",
     )
     sharing.add_argument("--tp_size", metavar="N", help="tensor parallelism (default: tried if nothing simpler fits)")
     sharing.add_argument("--pp_size", metavar="N", help="pipeline stages (default: as --tp_size)")
     sharing.add_argument("--sp_size", metavar="N", help="Ulysses sequence parallelism (default: as --tp_size)")
     sharing.add_argument("--pp_schedule", help=f"{', '.join(PIPELINE_SCHEDULES)} (default: {PIPELINE_SCHEDULES[0]})")
-    preferences = parser.add_argument_group("preferences and rewards, as the flags of recipes/dpo.py and grpo.py")
+    preferences = parser.add_argument_group("preferences and rewards, as the flags of their recipes")
     preferences.add_argument(
-        "--precompute_ref_log_probs", action="store_true", help="dpo: what the reference says is computed before"
-    )
-    preferences.add_argument("--num_generations", metavar="N", help="grpo: answers to each prompt (default: 8)")
-    preferences.add_argument(
-        "--max_prompt_length", metavar="TOKENS", help="grpo: tokens of the longest prompt (default: 512)"
+        "--precompute_ref_log_probs", action="store_true", help="dpo, kto: what the reference says is computed before"
     )
     preferences.add_argument(
-        "--max_completion_length", metavar="TOKENS", help="grpo: tokens of an answer, at most (default: 512)"
+        "--num_generations", metavar="N", help="answers to each prompt (default: 8 of grpo, 2 of rloo)"
     )
-    preferences.add_argument("--beta", metavar="WEIGHT", help="grpo: above 0 a reference is kept (default: 0)")
+    preferences.add_argument(
+        "--max_prompt_length", metavar="TOKENS", help="grpo, rloo: tokens of the longest prompt (default: 512)"
+    )
+    preferences.add_argument(
+        "--max_completion_length", metavar="TOKENS", help="grpo, rloo: tokens of an answer, at most (default: 512)"
+    )
+    preferences.add_argument(
+        "--beta", metavar="WEIGHT", help="above 0 a reference is kept (default: 0 of grpo, 0.05 of rloo)"
+    )
     training.add_argument(
         "--stack", default=OURS, help=f"plan what this stack would need: {', '.join(STACKS)} (default: {OURS})"
     )

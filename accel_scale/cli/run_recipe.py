@@ -1,4 +1,4 @@
-"""`accel-scale sft`, `dpo`, `grpo`, `reward`, `pretrain` and `tune`: a shipped recipe under Accelerate's launcher."""
+"""`accel-scale sft` and the other recipes that come with the package: one of them under Accelerate's launcher."""
 
 from __future__ import annotations
 

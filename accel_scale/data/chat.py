@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from accel_scale.errors import ConfigError, first_line
 
@@ -47,11 +47,7 @@ def ensure_chat_template(
     elif chat_template_path:
         tokenizer, place = _cloned_from(chat_template_path), "--chat_template_path"
     if assistant_only_loss and not conversational:
-        raise ConfigError(
-            "the rows have no turns, so there is no assistant's part to take the loss on.",
-            place="--assistant_only_loss",
-            fix="remove it; rows of prompt and completion take the loss on the completion by default.",
-        )
+        refuse_plain_rows("--assistant_only_loss")
     if conversational and not tokenizer.chat_template:
         raise ConfigError(
             "the rows are turns of a conversation, and the tokenizer has no chat template to write them with.",
@@ -61,6 +57,15 @@ def ensure_chat_template(
         )
     if assistant_only_loss:
         _check_generation_markers(tokenizer)
+
+
+def refuse_plain_rows(place: str) -> NoReturn:
+    """Refuse a loss on the assistant's part of rows that have no turns."""
+    raise ConfigError(
+        "the rows have no turns, so there is no assistant's part to take the loss on.",
+        place=place,
+        fix="remove it; rows of prompt and completion take the loss on the completion by default.",
+    )
 
 
 def is_template_file(chat_template_path: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.resources import files
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -61,6 +61,23 @@ DEFAULT_PREFERENCES = MappingProxyType(
         "warmup_ratio": 0.05,
         "adam_beta2": 0.95,
         "per_device_train_batch_size": 16,
+        "max_length": 128,
+        "max_steps": 300,
+        "precision": "bf16",
+        "checkpointing_policy": "none",
+        "logging_steps": 20,
+        "save_strategy": "no",
+    }
+)
+
+# Flags of recipes/kto.py on the embedded answers where the user sets none.
+DEFAULT_LABELS = MappingProxyType(
+    {
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "linear",
+        "warmup_ratio": 0.05,
+        "adam_beta2": 0.95,
+        "per_device_train_batch_size": 32,
         "max_length": 128,
         "max_steps": 300,
         "precision": "bf16",
@@ -157,6 +174,23 @@ def pairs_of(rows: Iterable[Mapping[str, Any]], *, of_any_task: bool = False) ->
             yield {"prompt": prompt, "chosen": [answer], "rejected": [{**answer, "content": other}]}
 
 
+def labelled_of(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, object]]:
+    """Rows of ``messages`` as single answers: ``prompt``, ``completion`` and ``label``, in an order drawn once.
+
+    Every question comes twice, with its right answer and with the wrong one of `pairs_of`. Neighbours are drawn, since
+    KTO compares a prompt with the answer of another row of its micro-batch.
+    """
+    import random
+
+    labelled: list[dict[str, object]] = [
+        {"prompt": pair["prompt"], "completion": pair[name], "label": name == "chosen"}
+        for pair in pairs_of(rows)
+        for name in ("chosen", "rejected")
+    ]
+    random.Random(0).shuffle(labelled)
+    return labelled
+
+
 def default_pairs(folder: str, *, heldout: bool = False, of_any_task: bool = False) -> str:
     """Path of the embedded rows as pairs in `folder` (JSON lines), written there where they are missing.
 
@@ -164,21 +198,34 @@ def default_pairs(folder: str, *, heldout: bool = False, of_any_task: bool = Fal
         heldout: Those of the held-out questions, else of the training rows.
         of_any_task: As for `pairs_of`.
     """
+    return _written(folder, "pairs", lambda rows: pairs_of(rows, of_any_task=of_any_task), heldout=heldout)
+
+
+def default_labelled(folder: str, *, heldout: bool = False) -> str:
+    """As `default_pairs`, of single answers with a label each."""
+    return _written(folder, "labelled", labelled_of, heldout=heldout)
+
+
+def _written(
+    folder: str,
+    name: str,
+    made_of: Callable[[Iterable[Mapping[str, Any]]], Iterable[dict[str, object]]],
+    *,
+    heldout: bool,
+) -> str:
     import json
     import os
     from pathlib import Path
 
-    path = Path(folder) / ("heldout_pairs.jsonl" if heldout else "pairs.jsonl")
+    path = Path(folder) / f"{'heldout_' * heldout}{name}.jsonl"
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".partial-{os.getpid()}")  # ranks write the same, each for itself
         with (
             open(default_data_paths()[heldout], encoding="utf-8") as rows,
-            open(partial, "w", encoding="utf-8") as pairs,
+            open(partial, "w", encoding="utf-8") as file,
         ):
-            pairs.writelines(
-                json.dumps(pair) + "\n" for pair in pairs_of(map(json.loads, rows), of_any_task=of_any_task)
-            )
+            file.writelines(json.dumps(row) + "\n" for row in made_of(map(json.loads, rows)))
         partial.replace(path)
     return str(path)
 

@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Any
 from accel_scale.data.turns import is_rich, turn_keys_of
 from accel_scale.errors import ConfigError
 from accel_scale.facts.names import COLUMN_ROLES as ROLES
+from accel_scale.facts.names import Preferences
 
 if TYPE_CHECKING:
     from datasets import Features
 
 SYSTEM_COLUMNS = ("system", "system_prompt")
+# Whose columns may hold lists of turns.
+TURN_ROLES = ("messages", "prompt", "completion", "chosen", "rejected")
 # Names by which data sets call these things; used in advice only, never to guess in silence.
 _LIKELY = {
     "messages": ("conversations", "conversation", "dialog", "dialogue", "chat", "turns"),
@@ -29,12 +32,13 @@ class Layout:
     """How the rows of one source are read, and which of TRL's formats they become.
 
     Args:
-        format: What was found: ``messages``, ``sharegpt``, ``prompt_completion``, ``alpaca`` or ``text``.
+        format: What was found: ``messages``, ``sharegpt``, ``prompt_completion``, ``alpaca`` or ``text``; where
+            preferences are read, ``preference`` or ``labelled``.
         columns: (role, column) pairs; the roles are `ROLES` plus alpaca's ``instruction``, ``input``, ``output``.
         turn_keys: The two keys of a turn where the main columns hold lists of turns, else None.
         rich: Turns have more than role and content (tool calls, reasoning), kept as JSON.
         chat: Alpaca rows become user and assistant turns; otherwise Alpaca's own prompt text.
-        target: TRL's format: ``messages``, ``prompt_completion`` or ``text``.
+        target: TRL's format: ``messages``, ``prompt_completion``, ``text``, ``preference`` or ``labelled``.
         extras: Which of ``answer`` and ``tools`` come out beside it (null where this source has none).
     """
 
@@ -55,7 +59,7 @@ class Layout:
         """The roles whose columns hold lists of turns."""
         if self.turn_keys is None:
             return ()
-        return tuple(role for role in ("messages", "prompt", "completion", "chosen", "rejected") if self.column(role))
+        return tuple(role for role in TURN_ROLES if self.column(role))
 
     @property
     def conversational(self) -> bool:
@@ -83,7 +87,9 @@ class Layout:
             value = List(Json()) if self.rich else List({"role": text, "content": text})
         names = {"messages": ("messages",), "prompt_completion": ("prompt", "completion"), "text": ("text",)}
         names["preference"] = ("prompt", "chosen", "rejected") if self.column("prompt") else ("chosen", "rejected")
-        return Features({**dict.fromkeys(names[self.target], value), **dict.fromkeys(self.keeps, text)})
+        names["labelled"] = ("prompt", "completion")
+        label = {"label": Value("bool")} if self.target == "labelled" else {}
+        return Features({**dict.fromkeys(names[self.target], value), **label, **dict.fromkeys(self.keeps, text)})
 
 
 def parse_columns(items: Iterable[str] | Mapping[str, str]) -> dict[str, str]:
@@ -138,7 +144,7 @@ def detect_layout(
     mapping: Mapping[str, str] | None = None,
     columns: Sequence[str] | None = None,
     chat: bool = True,
-    preferences: bool = False,
+    preferences: Preferences | None = None,
 ) -> Layout:
     """Decide the layout of a source from a sample of its rows (plain Python values).
 
@@ -150,7 +156,8 @@ def detect_layout(
         mapping: role → column, from `parse_columns`.
         columns: All column names; by default those of `rows`.
         chat: See `Layout.chat`.
-        preferences: Read a better and a worse answer: chosen and rejected, with or without prompt.
+        preferences: Read ``pairs`` of a better and a worse answer, chosen and rejected, with or without prompt; or
+            answers with ``labels``, true for a good one: prompt and completion, or messages that end with it.
 
     Raises:
         ConfigError: a mapped column that does not exist, or a table that is none of the formats.
@@ -158,9 +165,12 @@ def detect_layout(
     names = list(columns or dict.fromkeys(name for row in rows for name in row))
     mapping = dict(mapping or {})
     check_columns(mapping, names, source)
-    found = _preference_columns(mapping, names) if preferences else _main_columns(mapping, names, rows)
-    if found is None and preferences:
-        raise _no_pairs(source, names, rows)
+    if preferences is None:
+        found = _main_columns(mapping, names, rows)
+    else:
+        found = (_pair_columns if preferences == "pairs" else _labelled_columns)(mapping, names)
+        if found is None:
+            raise _no_preferences(source, names, rows, preferences)
     if found is None:
         raise _unrecognised(source, names, rows)
     name, main = found
@@ -170,7 +180,7 @@ def detect_layout(
         # A column already used for something else is kept a second time only when the user says so.
         if column in names and (role in mapping or column not in main.values()):
             main[role] = column
-    turn_roles = [role for role in ("messages", "prompt", "completion", "chosen", "rejected") if role in main]
+    turn_roles = [role for role in TURN_ROLES if role in main]
     keys = {role: turn_keys_of(rows, main[role]) for role in turn_roles}
     if len(set(keys.values())) > 1:
         names_of_turns = " and ".join(repr(main[role]) for role in turn_roles)
@@ -180,11 +190,11 @@ def detect_layout(
             fix="make all of them lists of turns, or all plain text.",
         )
     turn_keys = keys.get(turn_roles[0]) if turn_roles else None
-    if name == "messages" and turn_keys is None:
+    if "messages" in main and turn_keys is None:
         raise _not_turns(source, main["messages"], rows)
     if turn_keys == ("from", "value") and name == "messages":
         name = "sharegpt"
-    targets = {"messages": "messages", "sharegpt": "messages", "text": "text", "preference": "preference"}
+    targets = {name: name for name in ("messages", "text", "preference", "labelled")} | {"sharegpt": "messages"}
     rich = turn_keys is not None and any(is_rich(row.get(main[role])) for row in rows for role in turn_roles)
     return Layout(
         name,
@@ -225,7 +235,7 @@ def _main_columns(
     return max(found, key=filled, default=None)
 
 
-def _preference_columns(mapping: dict[str, str], names: list[str]) -> tuple[str, dict[str, str]] | None:
+def _pair_columns(mapping: dict[str, str], names: list[str]) -> tuple[str, dict[str, str]] | None:
     """As `_main_columns`, of pairs."""
     pair = {role: mapping.get(role, role) for role in ("prompt", "chosen", "rejected")}
     if pair["prompt"] not in names:
@@ -233,11 +243,26 @@ def _preference_columns(mapping: dict[str, str], names: list[str]) -> tuple[str,
     return ("preference", pair) if set(pair.values()) <= set(names) else None
 
 
-def _no_pairs(source: str, names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> ConfigError:
+def _labelled_columns(mapping: dict[str, str], names: list[str]) -> tuple[str, dict[str, str]] | None:
+    """As `_main_columns`, of answers with a label each."""
+    for roles in (("prompt", "completion", "label"), ("messages", "label")):
+        found = {role: mapping.get(role, role) for role in roles}
+        if set(found.values()) <= set(names):
+            return "labelled", found
+    return None
+
+
+def _no_preferences(
+    source: str, names: Sequence[str], rows: Sequence[Mapping[str, Any]], preferences: Preferences
+) -> ConfigError:
+    what, columns = "answers with labels", "prompt=question completion=answer label=is_good"
+    if preferences == "pairs":
+        what, columns = "pairs of answers", "prompt=question chosen=better rejected=worse"
+    fix = f"say which columns are what, e.g. --columns {columns}."
+    if preferences == "labels" and {"chosen", "rejected"} <= set(names):
+        fix = "train on pairs with recipes/dpo.py, or write a row for each answer, with a label."
     return ConfigError(
-        f"{source} holds no pairs of answers; its columns are {describe_columns(names, rows)}.",
-        place="--dataset_name",
-        fix="say which columns are what, e.g. --columns prompt=question chosen=better rejected=worse.",
+        f"{source} holds no {what}; its columns are {describe_columns(names, rows)}.", place="--dataset_name", fix=fix
     )
 
 

@@ -12,8 +12,9 @@ from accel_scale.data.bad_rows import SkipLog, check_on_bad_row
 from accel_scale.data.layout import Layout, parse_columns
 from accel_scale.data.mixture import MixtureItem, common_layouts, mix, parse_mixture, shares
 from accel_scale.data.rows import RichTurnsFound
-from accel_scale.data.sources import MissingSplit, find_source
+from accel_scale.data.sources import MissingSplit, check_saved, find_source
 from accel_scale.errors import ConfigError
+from accel_scale.facts.names import Preferences
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -28,9 +29,10 @@ class LoadedData:
     """Rows ready for TRL.
 
     Args:
-        train, test: Data sets with TRL's columns (`messages`, or `prompt` and `completion`, or `text`), and
+        train, test: Data sets with TRL's columns (`messages`, or `prompt` and `completion`, or `text`, or those of
+            preferences), and
             `answer` and `tools` where the source has them. `IterableDataset`s when streaming.
-        format: TRL's format: ``messages``, ``prompt_completion`` or ``text``.
+        format: TRL's format, see `Layout.target`.
         conversational: Rows are turns, which need a chat template (see `ensure_chat_template`).
         source_formats: What was found in each source: ``messages``, ``sharegpt``, ``alpaca``, …
         sources: The sources as they were named.
@@ -74,7 +76,7 @@ def load_training_data(
     mixture: Sequence[str] = (),
     seed: int = 42,
     chat: bool = True,
-    preferences: bool = False,
+    preferences: Preferences | None = None,
     shuffle_buffer_rows: int = SHUFFLE_BUFFER_ROWS,
 ) -> LoadedData:
     """Find, read, check and normalise training data.
@@ -94,7 +96,7 @@ def load_training_data(
         mixture: ``source=weight`` items instead of `source`; see `accel_scale.data.mixture.mix`.
         seed: For shuffles and draws; ranks that share it see the same order.
         chat: The model has a chat template: alpaca rows become turns, otherwise Alpaca's prompt text.
-        preferences: Rows are pairs of a better and a worse answer, for `chosen` and `rejected`.
+        preferences: Rows are ``pairs`` of a better and a worse answer (`chosen` and `rejected`), or have ``labels``.
 
     Raises:
         ConfigError: anything about the data that needs the user: the message says where and what to do.
@@ -118,22 +120,35 @@ def check_local_data(
     test_split: str | None = None,
     columns: Sequence[str] | Mapping[str, str] = (),
     mixture: Sequence[str] = (),
-    preferences: bool = False,
-) -> None:
+    preferences: Preferences | None = None,
+    on_bad_row: str = "error",
+) -> list[Layout]:
     """Refuse local files whose splits, columns or first rows cannot be trained on, as `load_training_data` would.
 
-    It reads at most the first 1000 rows of up to eight files and imports no library that is slow. Data on the hub and
-    folders of `save_to_disk` are left to `load_training_data`.
+    It reads at most the first 1000 rows of up to eight files and imports no library that is slow. Data on the hub are
+    left to `load_training_data`, and of folders of `save_to_disk` it is only seen that no file is missing.
+
+    Returns:
+        How the sources are read by a model with a chat template; empty where some of them are no files.
 
     Raises:
         ConfigError: as `load_training_data`.
     """
     items = _items(source, None, mixture)
-    if all(find_source(item.name).kind == "files" for item in items):
-        opened = _open(items, split, streaming=False)
-        _layouts(opened, parse_columns(columns), chat=True, preferences=preferences)
-        if test_split is not None:
-            _require_split(opened, test_split)
+    sources = [find_source(item.name) for item in items]
+    for found in sources:
+        if found.kind == "saved":
+            check_saved(found.name)
+    if not all(found.kind == "files" for found in sources):
+        return []
+    opened = _open(items, split, streaming=False)
+    layouts = _layouts(opened, parse_columns(columns), chat=True, preferences=preferences)
+    if test_split is not None:
+        _require_split(opened, test_split)
+    for place, layout in zip(opened, layouts, strict=True):
+        if on_bad_row == "error":
+            place.check_first_rows(layout)
+    return layouts
 
 
 def _require_split(opened: Sequence[Opened], spec: str) -> None:
@@ -166,7 +181,9 @@ def _open(items: Sequence[MixtureItem], split: str, *, streaming: bool) -> list[
     return [open_source(item.name, config=item.config, split=first, streaming=streaming) for item in items]
 
 
-def _layouts(opened: Sequence[Opened], mapping: dict[str, str], *, chat: bool, preferences: bool) -> list[Layout]:
+def _layouts(
+    opened: Sequence[Opened], mapping: dict[str, str], *, chat: bool, preferences: Preferences | None
+) -> list[Layout]:
     layouts = []
     mapped_any = False
     for source in opened:

@@ -92,6 +92,12 @@ def common_layouts(names: Sequence[str], layouts: Sequence[Layout]) -> list[Layo
     if len({(layout.target, layout.conversational) for layout in aligned}) == 1:
         return aligned
     for name, layout in zip(names, layouts, strict=True):
+        if layout.target in ("preference", "labelled"):
+            raise ConfigError(
+                f"{names[0]} and {name} differ: prompts and answers are turns in one and text in the other.",
+                place="--dataset_mixture",
+                fix="write both the same way.",
+            )
         if layout.target == "text":
             raise ConfigError(
                 f"{name} is plain text, which has no turns, and cannot be mixed with questions and answers.",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.data.bad_rows import BadRowPolicy, SkipLog, place_of
@@ -16,9 +18,10 @@ from accel_scale.data.files import ROWS_PER_BATCH, Value
 from accel_scale.data.layout import Layout, detect_layout
 from accel_scale.data.reading import SAMPLE_ROWS, file_rows, read_rows, sample_rows, tables_of, usable_rows
 from accel_scale.data.rows import RichTurnsFound
-from accel_scale.data.sources import Source, canonical_split, find_source, missing_split
+from accel_scale.data.sources import Source, canonical_split, file_kind, find_source, missing_split, not_whole
 from accel_scale.data.spans import Span, spans_of
 from accel_scale.errors import ConfigError, first_sentence
+from accel_scale.facts.names import Preferences
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -49,7 +52,7 @@ class Opened(ABC):
         """Columns of the first file or of the data set."""
         return self._samples[0][1][0]
 
-    def layout(self, mapping: Mapping[str, str], *, chat: bool, preferences: bool = False) -> Layout:
+    def layout(self, mapping: Mapping[str, str], *, chat: bool, preferences: Preferences | None = None) -> Layout:
         """The layout of the rows; ConfigError if there is none or files differ in theirs."""
         found = [
             (place, detect_layout(place, rows, mapping=mapping, columns=names, chat=chat, preferences=preferences))
@@ -67,6 +70,10 @@ class Opened(ABC):
         extras = tuple(role for role in ("answer", "tools") if role in columns)
         rich = any(layout.rich for _, layout in found)
         return replace(first, columns=tuple(columns.items()), extras=extras, rich=rich)
+
+    @abstractmethod
+    def check_first_rows(self, layout: Layout) -> None:
+        """Raise the error of a bad row among the first, where they are in files of lines."""
 
     @abstractmethod
     def rows(self, layout: Layout, split: str, on_bad_row: str) -> tuple[Dataset, dict[str, int]]:
@@ -94,6 +101,13 @@ class _Files(Opened):
     def _samples(self) -> list[tuple[str, Sample]]:
         step = -(-len(self._sampled) // _SAMPLED_FILES)
         return [(path, sample_rows(path)) for path in self._sampled[::step]]
+
+    def check_first_rows(self, layout: Layout) -> None:
+        for path, _ in self._samples:
+            if file_kind(path) in ("jsonl", "csv"):
+                policy = BadRowPolicy("error", SkipLog(os.devnull), count_others=False)
+                with contextlib.suppress(RichTurnsFound):  # read again with whole turns
+                    next(islice(file_rows(Span(path), layout, policy), SAMPLE_ROWS, None), None)
 
     def rows(self, layout: Layout, split: str, on_bad_row: str) -> tuple[Dataset, dict[str, int]]:
         files = self.source.files(split)
@@ -156,6 +170,9 @@ class _Library(Opened):
             raise ConfigError(f"{self.name} has no rows.", place="--dataset_name", fix="name another split.")
         return [(self.name, (table.column_names, table.to_pylist()))]
 
+    def check_first_rows(self, layout: Layout) -> None:
+        """Nothing: such data are as whole as the library that wrote them."""
+
     def rows(self, layout: Layout, split: str, on_bad_row: str) -> tuple[Dataset, dict[str, int]]:
         dataset = self._dataset(split)
         files = [file["filename"] for file in dataset.cache_files]
@@ -213,11 +230,7 @@ def _saved_split(source: Source, split: str, streaming: bool) -> Any:
     try:
         loaded = load_from_disk(os.path.expanduser(source.name))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{source.name} is not a whole folder of `save_to_disk` ({first_sentence(error)}).",
-            place="--dataset_name",
-            fix="save the data set again, or copy all of its folder.",
-        ) from error
+        raise not_whole(source.name, first_sentence(error)) from error
     splits = {"train": loaded} if isinstance(loaded, Dataset) else dict(loaded)
     if split not in splits:
         raise missing_split(source.name, split, list(splits))

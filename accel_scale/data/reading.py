@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from accel_scale.data.bad_rows import BadRow, BadRowPolicy, place_of
 from accel_scale.data.files import ROWS_PER_BATCH, Value, values_of
-from accel_scale.data.layout import Layout
+from accel_scale.data.layout import TURN_ROLES, Layout
 from accel_scale.data.rows import RowConverter, UnusableRow
 from accel_scale.data.sources import file_kind
 from accel_scale.data.spans import Span, lines_before
@@ -61,7 +61,7 @@ def read_rows(span: Span, layout: Layout, policy: BadRowPolicy) -> Iterator[pa.T
 def tables_of(rows: Iterator[dict[str, Any]], layout: Layout) -> Iterator[pa.Table]:
     """Rows as tables of `layout.features()`; turns with more than role and content are stored as JSON."""
     schema = layout.features().arrow_schema
-    turns = [name for name in ("messages", "prompt", "completion") if name in schema.names] if layout.rich else []
+    turns = [name for name in TURN_ROLES if name in schema.names] if layout.rich else []
     plain = pa.schema([(f.name, pa.list_(pa.string()) if f.name in turns else f.type) for f in schema])
     while batch := list(islice(rows, ROWS_PER_BATCH)):
         for row in batch if turns else ():

@@ -77,6 +77,8 @@ class RowConverter:
                 given[role] = self._turns(item, column)
             elif role in ("answer", "tools"):
                 given[role] = _scalar_or_json(item, column)
+            elif role == "label":
+                given[role] = _truth(item, column)
             else:
                 given[role] = _text(item, f"`{column}`")
         if self._layout.format == "text":
@@ -87,6 +89,8 @@ class RowConverter:
             row = self._conversation(given)
         else:
             row = self._plain(given)
+        if self._layout.target == "labelled":
+            row["label"] = given["label"]
         return row | {role: given.get(role) for role in self._keeps}
 
     def _required(self, given: dict[str, Any], role: str) -> str:
@@ -107,6 +111,10 @@ class RowConverter:
             opening.insert(0, _turn_of("system", given["system"]))
         if self._layout.target == "messages":
             return {"messages": [turn for turns in parts.values() for turn in turns]}
+        if (turns := parts.pop("messages", None)) is not None:  # a labelled answer ends them
+            if turns[-1]["role"] != "assistant" or len(turns) == 1:
+                raise UnusableRow(f"`{self._columns['messages']}` is no question and the assistant's answer")
+            parts = {"prompt": turns[:-1], "completion": turns[-1:]}
         return parts
 
     def _pair(self, given: dict[str, Any]) -> dict[str, str]:
@@ -207,6 +215,16 @@ def _text(value: Any, name: str) -> str | None:
         # Half a surrogate pair: an emoji cut in two by whoever wrote the file.
         raise UnusableRow("not valid Unicode", f"{name}, character {error.start + 1}") from None
     return value
+
+
+def _truth(value: Any, column: str) -> bool:
+    """What a label says; files without types have it as text."""
+    text = str(value).strip().lower()
+    if text in ("true", "1", "1.0"):
+        return True
+    if text in ("false", "0", "0.0"):
+        return False
+    raise UnusableRow(f"`{column}` is neither true nor false", f"it is {_kind(value)}")
 
 
 def _scalar_or_json(value: Any, column: str) -> str | None:

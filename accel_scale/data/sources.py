@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import difflib
 import glob
+import json
 import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from accel_scale.errors import ConfigError
 
@@ -225,3 +227,28 @@ def _split_of(relative_path: str) -> str | None:
             if any(token in words for token in tokens):
                 return name
     return None
+
+
+def check_saved(name: str) -> None:
+    """Refuse a folder of `save_to_disk` that lacks a file which it names itself; `datasets` is not needed.
+
+    Raises:
+        ConfigError: naming the file.
+    """
+    for state in Path(name).expanduser().rglob("state.json"):
+        try:
+            files = [entry["filename"] for entry in json.loads(state.read_text(encoding="utf-8"))["_data_files"]]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        for file in files:
+            if not (state.parent / file).is_file():
+                raise not_whole(name, f"there is no {state.parent / file}")
+
+
+def not_whole(name: str, why: str) -> ConfigError:
+    """The error for a folder of `save_to_disk` that is not complete."""
+    return ConfigError(
+        f"{name} is not a whole folder of `save_to_disk` ({why}).",
+        place="--dataset_name",
+        fix="save the data set again, or copy all of its folder.",
+    )

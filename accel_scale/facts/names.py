@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, TypeAlias
+
 from accel_scale.facts.methods import METHOD_FACTS
 from accel_scale.facts.precisions import PRECISION_FACTS
 
@@ -29,7 +31,11 @@ SCHEDULE_NAMES = (
 
 
 # What a column of the data can hold. `answer` is kept for exact match and `tools` for the chat template.
-COLUMN_ROLES = ("messages", "prompt", "completion", "text", "system", "answer", "tools", "chosen", "rejected")
+COLUMN_ROLES = (
+    "messages", "prompt", "completion", "text", "system", "answer", "tools", "chosen", "rejected", "label",
+)  # fmt: skip
+# What rows say of answers: `pairs` of a better and a worse one, or single ones with `labels`, good or bad.
+Preferences: TypeAlias = Literal["pairs", "labels"]
 METHODS = tuple(METHOD_FACTS)
 FUSED_KERNELS = ("auto", "on", "off")
 # What Liger may compute in the place of a model's own layers, and what that is called.

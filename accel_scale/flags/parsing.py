@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import difflib
 import json
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,6 +43,8 @@ _LAUNCH_FILE_KEYS = {
     "deepspeed_config",
     "machine_rank",
 }
+# What argparse reads as a number by itself, where no flag looks like one.
+_PLAINLY_NEGATIVE = re.compile(r"-\d+|-\d*\.\d+")
 _UNSET = object()
 
 
@@ -179,10 +182,14 @@ def _parse_command_line(parser: argparse.ArgumentParser, argv: list[str]) -> dic
 
 
 def _with_negative_numbers(argv: Sequence[str]) -> list[str]:
-    """``--flag -1e-4`` as ``--flag=-1e-4``: argparse takes what is not plainly a negative number for another flag."""
+    """``--flag -1e-4`` as ``--flag=-1e-4``: argparse takes what is not plainly a negative number for another flag.
+
+    Plain ones stay as they are, since more may follow: ``--flag -1 1``.
+    """
     words: list[str] = []
     for word in argv:
-        if word.startswith("-") and words and words[-1].startswith("--") and "=" not in words[-1] and _is_number(word):
+        is_odd = word.startswith("-") and _is_number(word) and not _PLAINLY_NEGATIVE.fullmatch(word)
+        if is_odd and words and words[-1].startswith("--") and "=" not in words[-1]:
             words[-1] = f"{words[-1]}={word}"
         else:
             words.append(word)

@@ -86,6 +86,8 @@ RANGES: Mapping[str, FlagRange] = {
     "label_smoothing_factor": _DECAY,
     "label_smoothing": _DECAY,
     "center_rewards_coefficient": _NOT_NEGATIVE,
+    "desirable_weight": _NOT_NEGATIVE,
+    "undesirable_weight": _NOT_NEGATIVE,
     "neftune_noise_alpha": _POSITIVE,
     "router_aux_loss_coef": _NOT_NEGATIVE,
     # adapters and model

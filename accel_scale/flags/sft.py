@@ -80,10 +80,27 @@ class DPODefaults(TrainerDefaults):
 
 
 @dataclass
+class KTODefaults(TrainerDefaults):
+    """Over TRL's `KTOConfig`."""
+
+    output_dir: str | None = field(default="outputs/kto", metadata={"help": "Where checkpoints and the result go."})
+
+
+@dataclass
 class GRPODefaults(TrainerDefaults):
     """Over TRL's `GRPOConfig`."""
 
     output_dir: str | None = field(default="outputs/grpo", metadata={"help": "Where checkpoints and the result go."})
+
+
+@dataclass
+class RLOODefaults(TrainerDefaults):
+    """Over TRL's `RLOOConfig`, whose clip range has a type that no command line can give."""
+
+    output_dir: str | None = field(default="outputs/rloo", metadata={"help": "Where checkpoints and the result go."})
+    reward_clip_range: list[float] | None = field(
+        default=None, metadata={"help": "Least and largest reward, e.g. -1 1; others are moved there."}
+    )
 
 
 @dataclass
@@ -105,9 +122,14 @@ def _library_classes(config: str, library: str, defaults: type) -> tuple[LaterCl
 
 LIBRARY_CLASSES = _library_classes("RecipeSFTConfig", "trl:SFTConfig", SFTDefaults)
 DPO_LIBRARY_CLASSES = _library_classes("RecipeDPOConfig", "trl:DPOConfig", DPODefaults)
+KTO_LIBRARY_CLASSES = _library_classes("RecipeKTOConfig", "trl:KTOConfig", KTODefaults)
 GRPO_LIBRARY_CLASSES = _library_classes("RecipeGRPOConfig", "trl:GRPOConfig", GRPODefaults)
+RLOO_LIBRARY_CLASSES = _library_classes("RecipeRLOOConfig", "trl:RLOOConfig", RLOODefaults)
 REWARD_LIBRARY_CLASSES = _library_classes("RecipeRewardConfig", "trl:RewardConfig", RewardDefaults)
-SHIPPED_CLASSES = (*LIBRARY_CLASSES, *DPO_LIBRARY_CLASSES, *GRPO_LIBRARY_CLASSES, *REWARD_LIBRARY_CLASSES)
+SHIPPED_CLASSES = (
+    *LIBRARY_CLASSES, *DPO_LIBRARY_CLASSES, *KTO_LIBRARY_CLASSES, *GRPO_LIBRARY_CLASSES, *RLOO_LIBRARY_CLASSES,
+    *REWARD_LIBRARY_CLASSES,
+)  # fmt: skip
 
 
 def main() -> None:

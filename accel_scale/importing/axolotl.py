@@ -21,6 +21,7 @@ from accel_scale.importing.launches import deepspeed_launch, fsdp_launch
 _RL = {
     "dpo": ("dpo", {}),
     "ipo": ("dpo", {"loss_type": "ipo"}),
+    "kto": ("kto", {}),
     "grpo": ("grpo", {}),
     "gdpo": ("grpo", {"multi_objective_aggregation": "normalize_then_sum"}),
 }

@@ -153,10 +153,23 @@ def _columns(draft: Draft, entry: Mapping[str, object]) -> tuple[dict[str, str],
                 "rejected": str(entry.get("field_rejected") or "rejected"),
             }, True
         return {"messages": field}, True
+    if draft.recipe == "kto" and base in ("llama3", "chatml"):
+        return _labelled(draft, path, name.partition(".")[2])
     if draft.recipe in ("dpo", "reward") and base in ("bradley_terry",):
         return {"chosen": "chosen", "rejected": "rejected"}, True
     draft.note("datasets", LOST, f"type {kind} of {path}: make rows that a recipe reads, or map them with --columns")
     return {}, False
+
+
+def _labelled(draft: Draft, path: object, shape: str) -> tuple[dict[str, str], bool]:
+    """Answers with labels, of types that write a chat template of theirs around text."""
+    if shape == "argilla_chat":  # turns, of which the last is the answer
+        draft.note("datasets", CHECK, f"{path}: the tokenizer's own chat template is used")
+        return {"messages": "completion", "label": "label"}, True
+    text = f"{path}: text is trained as it is: write prompt and completion as turns, for the chat template"
+    draft.note("datasets", LOST, text)
+    prompt = {"argilla": "instruction", "intel": "question"}.get(shape, "prompt")
+    return {"prompt": prompt, "completion": "completion", "label": "label"}, False
 
 
 def _unknown_speakers(entry: Mapping[str, object]) -> list[str]:
@@ -168,12 +181,14 @@ def _own_format(draft: Draft, kind: Mapping[str, object]) -> dict[str, str]:
     """A prompt of the user's own making: two columns where it is nothing but the instruction."""
     formats = {key: str(kind[key]).strip() for key in kind if key.endswith("format") and kind[key]}
     own = {"format": "{instruction}", "no_input_format": "{instruction}", "prompt_format": "{prompt}"}
-    own |= {"chosen_format": "{chosen}", "rejected_format": "{rejected}"}
+    own |= {"chosen_format": "{chosen}", "rejected_format": "{rejected}", "completion_format": "{completion}"}
     if kind.get("system_prompt") or any(own.get(key) != text for key, text in formats.items()):
         draft.note("datasets", LOST, "a prompt format of its own: write it into the rows' prompts")
     if draft.recipe in ("dpo", "reward"):
         keys = {"prompt": "field_prompt", "chosen": "field_chosen", "rejected": "field_rejected"}
         return {role: str(kind.get(key) or role) for role, key in keys.items()}
+    if draft.recipe == "kto":
+        return {role: str(kind.get(f"field_{role}") or role) for role in ("prompt", "completion", "label")}
     found = {
         "prompt": str(kind.get("field_instruction") or "instruction"),
         "completion": str(kind.get("field_output") or "output"),

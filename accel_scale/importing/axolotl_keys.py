@@ -75,6 +75,8 @@ ROWS = (
     *takes("trl.reward_funcs", flag="rewards", convert=_rewards),
     *takes("trl.scale_rewards", convert=_scale_rewards),
     *takes("rl_beta", flag="beta"),
+    *takes("kto_desirable_weight", flag="desirable_weight"),
+    *takes("kto_undesirable_weight", flag="undesirable_weight"),
     *takes("dpo_label_smoothing", flag="label_smoothing"),
     *takes("precompute_ref_log_probs", "max_prompt_len", "center_rewards_coefficient"),
     *takes("dpo_use_weighting", flag="use_weighting"),
@@ -136,7 +138,7 @@ ROWS = (
     *leaves("our quantised bases are bitsandbytes' nf4, and 8 bits", "gptq", "bnb_config_kwargs", "qat",
             "quantization", "model_quantization_config", "quantize_moe_experts"),
     *leaves("a training method that our recipes do not have", "relora", "ebft", "diffusion", "use_eaft",
-            "process_reward_model", "orpo_alpha", "simpo_gamma", "cpo_alpha", "kto_desirable_weight",
-            "kto_undesirable_weight", "reinit_weights", "curriculum_sampling", "trainer_cls", "use_pose",
+            "process_reward_model", "orpo_alpha", "simpo_gamma", "cpo_alpha", "reinit_weights",
+            "curriculum_sampling", "trainer_cls", "use_pose",
             "lr_quadratic_warmup", "cosine_constant_lr_ratio"),
 )  # fmt: skip

@@ -18,7 +18,7 @@ from accel_scale.importing.launches import deepspeed_launch, fsdp_launch
 from accel_scale.importing.llama_factory_data import DATA_ROWS, read_data
 from accel_scale.importing.shared_keys import TRAINER_ROWS
 
-_STAGES = {"sft": "sft", "pt": "pretrain", "dpo": "dpo", "rm": "reward"}
+_STAGES = {"sft": "sft", "pt": "pretrain", "dpo": "dpo", "kto": "kto", "rm": "reward"}
 _LOSSES = ("sigmoid", "hinge", "ipo")
 _ATTENTION = {"fa2": "flash_attention_2", "fa3": "flash_attention_3", "sdpa": "sdpa", "disabled": "eager"}
 
@@ -31,6 +31,8 @@ ROWS = (
     *takes("pref_beta", flag="beta"),
     *takes("dpo_label_smoothing", flag="label_smoothing"),
     *takes("ld_alpha"),
+    *takes("kto_chosen_weight", flag="desirable_weight"),
+    *takes("kto_rejected_weight", flag="undesirable_weight"),
     *takes("moe_aux_loss_coef", flag="router_aux_loss_coef"),
     *joins(
         "stage", "finetuning_type", "quantization_bit", "quantization_method", "quantization_type",
@@ -57,7 +59,7 @@ ROWS = (
     *leaves("merge those adapters first, or continue the run that made them", "adapter_name_or_path"),
     *leaves("a training method that our recipes do not have", "use_galore", "use_apollo", "use_badam", "use_adam_mini",
             "use_muon", "use_llama_pro", "mixture_of_depths", "shift_attn", "use_asft_loss", "use_eaft_loss",
-            "pissa_init", "pref_ftx", "pref_bco_weight", "simpo_gamma", "kto_chosen_weight", "kto_rejected_weight",
+            "pissa_init", "pref_ftx", "pref_bco_weight", "simpo_gamma",
             "use_mca", "use_megatron_bridge", "use_hyper_parallel", "use_kt", "train_from_scratch",
             "upcast_layernorm", "upcast_lmhead_output"),
     *leaves("of a method above", "galore_layerwise", "galore_target", "galore_rank", "galore_scale",

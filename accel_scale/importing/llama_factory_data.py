@@ -25,7 +25,7 @@ DATA_ROWS = (
     *leaves("of rows with images, sound or video: ours are text", "media_dir"),
 )  # fmt: skip
 _TAGS = ({"role_tag": "from", "content_tag": "value"}, {"role_tag": "role", "content_tag": "content"})
-_UNREAD = ("images", "videos", "audios", "kto_tag", "history")
+_UNREAD = ("images", "videos", "audios", "history")
 
 
 def read_data(draft: Draft) -> None:
@@ -107,6 +107,8 @@ def _columns(draft: Draft, name: str, entry: Mapping[str, object]) -> tuple[dict
         if key in columns:
             draft.note("dataset", LOST, f"{name}: {key} ({columns[key]}) are not read; rows of text and turns are")
     roles: dict[str, str] = {role: column for role, column in columns.items() if role in ("system", "tools")}
+    if draft.recipe == "kto":
+        roles["label"] = columns.get("kto_tag", "kto_tag")
     if entry.get("ranking"):
         roles |= {role: columns.get(role, role) for role in ("chosen", "rejected")}
     if entry.get("formatting", "alpaca") == "sharegpt":
@@ -132,7 +134,10 @@ def _columns(draft: Draft, name: str, entry: Mapping[str, object]) -> tuple[dict
         if "query" in columns:
             draft.note("dataset", CHECK, f"{name}: {query} is joined to the question there, and not here")
         return roles | {"prompt": prompt}, False
-    if (prompt, query, response) == ("instruction", "input", "output"):
+    if draft.recipe == "kto":
+        text = f"{name}: text is trained as it is, and {query} is not read: write turns, for the chat template"
+        draft.note("dataset", CHECK, text)
+    elif (prompt, query, response) == ("instruction", "input", "output"):
         return roles, False
     if "query" in columns:
         draft.note("dataset", LOST, f"{name}: {prompt} and {query} make one question there: join them in the rows")

@@ -11,15 +11,21 @@ from accel_scale.importing.draft import LOST, MAPPED, Draft, NoCounterpart
 # TRL's launch files by name (1.16).
 _LAUNCHES = {"fsdp1": "fsdp2", "fsdp2": "fsdp2", "zero1": "zero1", "zero2": "zero2", "zero3": "zero3",
              "multi_gpu": "ddp", "single_gpu": "single_gpu"}  # fmt: skip
-# Keys by which a file is known to be of a trainer other than SFT's.
-_OF_GRPO = ("num_generations", "max_completion_length", "reward_funcs", "reward_weights")
-_OF_DPO = ("beta", "ref_model_sync_steps", "precompute_ref_log_probs", "disable_dropout")
+# Keys by which a file is known to be of a trainer other than SFT's; the first that has one.
+_TRAINERS = {
+    "kto": {"desirable_weight", "undesirable_weight"},
+    "rloo": {"normalize_advantages", "reward_clip_range"},
+    "grpo": {"num_generations", "max_completion_length", "reward_funcs", "reward_weights"},
+    "dpo": {"beta", "ref_model_sync_steps", "precompute_ref_log_probs", "disable_dropout"},
+}
 
 
 def convert(draft: Draft) -> None:
     """Fill `draft`: the recipe's parser says later which flags it does not have."""
     keys = set(draft.values)
-    draft.recipe = "grpo" if keys & set(_OF_GRPO) else "dpo" if keys & set(_OF_DPO) else "sft"
+    draft.recipe = next((recipe for recipe, own in _TRAINERS.items() if keys & own), "sft")
+    if draft.values.get("loss_type") in ("kto", "apo_zero_unpaired"):
+        draft.recipe = "kto"
     root = yaml.compose(draft.path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     for key, value in draft.values.items():
         if key == KEY:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from accel_scale.errors import ConfigError, first_line
 from accel_scale.modeling.stored_weights import stored_shapes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+_OWN_CONFIG = "take the config.json that these weights were saved with."
 
 
 def check_model_files(
@@ -37,23 +39,25 @@ def check_model_files(
 
 def _check_shapes(config: PretrainedConfig, shapes: dict[str, tuple[int, ...]], folder: Path) -> None:
     """Refuse a configuration whose model has other shapes than the weights beside it."""
-    place = str(folder / "config.json")
-    fix = "take the config.json that these weights were saved with."
-    model = _skeleton(config, place, fix)
+    model = _skeleton(config, str(folder / "config.json"))
     if model is None:
         return
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     for stored, made in _same_names(model.base_model_prefix, shapes, wanted):
         if shapes[stored] != wanted[made]:
-            raise ConfigError(
-                f"{stored} is {_text(shapes[stored])} in the weights, but this configuration makes it "
-                f"{_text(wanted[made])}.",
-                place=place,
-                fix=fix,
-            )
+            refuse_shape(stored, shapes[stored], wanted[made], folder)
 
 
-def _skeleton(config: PretrainedConfig, place: str, fix: str) -> PreTrainedModel | None:
+def refuse_shape(name: str, stored: tuple[int, ...], made: tuple[int, ...], folder: Path) -> NoReturn:
+    """Refuse a configuration that makes a tensor of another shape than the weights beside it have."""
+    raise ConfigError(
+        f"{name} is {_text(stored)} in the weights, but this configuration makes it {_text(made)}.",
+        place=str(folder / "config.json"),
+        fix=_OWN_CONFIG,
+    )
+
+
+def _skeleton(config: PretrainedConfig, place: str) -> PreTrainedModel | None:
     from accel_scale.modeling.loading import skeleton_of
 
     try:
@@ -61,9 +65,9 @@ def _skeleton(config: PretrainedConfig, place: str, fix: str) -> PreTrainedModel
     except ValueError as error:
         if "Unrecognized configuration class" in str(error):
             return None  # no causal language model by its class; loading says more
-        raise ConfigError(f"no model can be made of it: {first_line(error)}.", place=place, fix=fix) from None
+        raise ConfigError(f"no model can be made of it: {first_line(error)}.", place=place, fix=_OWN_CONFIG) from None
     except (RuntimeError, TypeError, ZeroDivisionError, AssertionError, IndexError, KeyError) as error:
-        raise ConfigError(f"no model can be made of it: {first_line(error)}.", place=place, fix=fix) from None
+        raise ConfigError(f"no model can be made of it: {first_line(error)}.", place=place, fix=_OWN_CONFIG) from None
 
 
 def _same_names(prefix: str, stored: Iterable[str], wanted: Collection[str]) -> Iterator[tuple[str, str]]:
@@ -90,12 +94,17 @@ def check_tokenizer(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
     used = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id} - {None}
     largest = max([token for token in tokenizer.get_vocab().values() if token not in added] + list(used))
     if largest >= rows:
-        raise ConfigError(
-            f"the tokenizer has tokens up to {largest:,}, and the model an embedding of {rows:,} rows.",
-            place=place,
-            fix="use the tokenizer that belongs to the model, or give the embedding more rows "
-            "(model.resize_token_embeddings) and save both.",
-        )
+        refuse_missing_rows(largest, rows, place=place)
+
+
+def refuse_missing_rows(largest: int, rows: int, *, place: str) -> NoReturn:
+    """Refuse a tokenizer whose `largest` token has no row in the embedding."""
+    raise ConfigError(
+        f"the tokenizer has tokens up to {largest:,}, and the model an embedding of {rows:,} rows.",
+        place=place,
+        fix="use the tokenizer that belongs to the model, or give the embedding more rows "
+        "(model.resize_token_embeddings) and save both.",
+    )
 
 
 def longest_rows(config: PretrainedConfig) -> int | None:

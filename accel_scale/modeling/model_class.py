@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
@@ -38,7 +39,12 @@ def language_model_class(config: PreTrainedConfig) -> Any:
 
 def scores_rows(config: PreTrainedConfig) -> bool:
     """Whether `config` is that of a model that scores rows, as a reward model is, and predicts no tokens."""
-    return any(name.endswith(_SCORING) for name in config.architectures or ())
+    return has_scores(config.architectures or ())
+
+
+def has_scores(architectures: Sequence[str]) -> bool:
+    """As `scores_rows`, by the names of the model's classes."""
+    return any(name.endswith(_SCORING) for name in architectures)
 
 
 def as_reward_model(config: PreTrainedConfig, *, name: str, place: str = "--model_name_or_path") -> None:
@@ -49,12 +55,8 @@ def as_reward_model(config: PreTrainedConfig, *, name: str, place: str = "--mode
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
-    if scores_rows(config) and config.num_labels != 1:
-        raise ConfigError(
-            f"{name!r} sorts rows into {config.num_labels} classes, and a reward model gives one score.",
-            place=place,
-            fix="give a language model, or a reward model to go on with.",
-        )
+    if scores_rows(config):
+        refuse_classes(config.num_labels, name=name, place=place)
     if config.model_type not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
         raise ConfigError(
             f"transformers has no model of the type {config.model_type} that scores rows.",
@@ -65,15 +67,34 @@ def as_reward_model(config: PreTrainedConfig, *, name: str, place: str = "--mode
     config.num_labels = 1
 
 
+def refuse_classes(num_labels: int | None, *, name: str, place: str) -> None:
+    """Refuse a model that scores rows with another number of scores than a reward model's one.
+
+    Raises:
+        ConfigError: if it has one.
+    """
+    if num_labels != 1:
+        raise ConfigError(
+            f"{name!r} sorts rows into {num_labels} classes, and a reward model gives one score.",
+            place=place,
+            fix="give a language model, or a reward model to go on with.",
+        )
+
+
 def refuse_reward_model(config: PreTrainedConfig, *, name: str, place: str = "--model_name_or_path") -> None:
+    """As `refuse_scoring`, by the model's configuration."""
+    refuse_scoring(config.architectures or (), name=name, place=place)
+
+
+def refuse_scoring(architectures: Sequence[str], *, name: str, place: str) -> None:
     """Refuse a model that scores rows where a language model is trained.
 
     Raises:
         ConfigError: if it is one.
     """
-    if scores_rows(config):
+    if has_scores(architectures):
         raise ConfigError(
-            f"{name!r} scores rows ({config.architectures[0]}) and predicts no tokens.",  # type: ignore[index]
+            f"{name!r} scores rows ({architectures[0]}) and predicts no tokens.",
             place=place,
             fix="give the language model that it was made of; recipes/reward.py goes on with this one.",
         )

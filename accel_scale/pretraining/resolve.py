@@ -12,6 +12,7 @@ from accel_scale.modeling.scratch import parse_count
 from accel_scale.optimization.schedules import schedule_name
 from accel_scale.pretraining.trunk import ScheduleSettings
 from accel_scale.settings.resolved import Resolved
+from accel_scale.settings.stored_model import refuse_stored_model
 from accel_scale.units import parse_duration
 
 if TYPE_CHECKING:
@@ -75,6 +76,8 @@ def refuse_contradictions(parsed: ParsedFlags) -> None:
     _refuse_tokenizers(parsed)
     _refuse_lengths(parsed)
     _refuse_branches(parsed)
+    if given.get("model_name_or_path"):
+        refuse_stored_model(parsed)
     if given.get("validation_data") and "validation_share" in given:
         problem = "--validation_data and --validation_share both say what is held out."
         raise _refuse(parsed, "validation_share", problem, "keep one.")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_scale.checks.ddp_rules import FIRST_POWERSGD_STEP
-from accel_scale.data.default import pairs_of
+from accel_scale.data.default import labelled_of, pairs_of
 from accel_scale.flags.command_line import RecipeCommand
 from accel_scale.flags.paths import without_weight
 from accel_scale.launching.launch_file import LaunchFile
@@ -211,7 +211,7 @@ def choose_data(
     default, which `fallback` is.
 
     Args:
-        fallback: Rows of ``messages``: a question and its answer; a recipe for pairs gets pairs of them.
+        fallback: Rows of ``messages``: a question and its answer; a recipe for preferences gets them made of these.
         has_chat_template: Whether the tokenizer can write turns; else the rows become prompt and completion.
     """
     flag = spec.rehearsal.data_flag
@@ -229,20 +229,24 @@ def choose_data(
     turns = has_chat_template or str(recipe.value("assistant_only_loss")).lower() == "true"
     path = work / "rehearsal_rows.jsonl"
     with path.open("w", encoding="utf-8") as file:
-        rows = (
-            pairs_of(fallback) if spec.rehearsal.data == "pairs" else ({"messages": r["messages"]} for r in fallback)
-        )
-        for row in islice(rows, NUM_ROWS):
+        for row in islice(_stand_ins(fallback, spec.rehearsal.data), NUM_ROWS):
             file.write(json.dumps(row if turns else _as_text(row)) + "\n")
     return DataChoice(path, replaced=", ".join(absent) or None)
 
 
-def _as_text(row: Mapping[str, Any]) -> dict[str, str]:
-    if "messages" not in row:
-        answers = {name: row[name][-1]["content"] for name in ("chosen", "rejected")}
-        return {"prompt": row["prompt"][-1]["content"] + "\n", **answers}
-    question, answer = row["messages"][-2:]
-    return {"prompt": question["content"] + "\n", "completion": answer["content"]}
+def _stand_ins(rows: Iterable[Mapping[str, Any]], kind: str) -> Iterable[Mapping[str, Any]]:
+    """Rows of ``messages`` as a recipe of this kind of data reads them."""
+    if kind == "pairs":
+        return pairs_of(rows)
+    return labelled_of(rows) if kind == "labels" else ({"messages": row["messages"]} for row in rows)
+
+
+def _as_text(row: Mapping[str, Any]) -> dict[str, object]:
+    if "messages" in row:
+        question, answer = row["messages"][-2:]
+        return {"prompt": question["content"] + "\n", "completion": answer["content"]}
+    said = {name: turns if name == "label" else turns[-1]["content"] for name, turns in row.items()}
+    return {**said, "prompt": said["prompt"] + "\n"}
 
 
 def _first_lines(source: Path, target: Path) -> Path:

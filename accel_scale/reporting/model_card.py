@@ -22,8 +22,9 @@ _LOCAL_PATH = re.compile(r"(?<![\w.:/~\\-])(?:~?/|~?\\|[A-Za-z]:[/\\])[^\s,'\"=\
 _MARKDOWN = re.compile(r"([\\`*_\[\]|~#])")
 _LEFT_OUT = ("output_dir", "hub_model_id", "run_name", "print_config", "resume_from_checkpoint", "resume")
 _WHAT = {
-    "sft.py": "fine-tuned", "dpo.py": "tuned to pairs of answers", "grpo.py": "trained on rewards",
-    "reward.py": "trained to score answers", "pretrain.py": "pretrained",
+    "sft.py": "fine-tuned", "dpo.py": "tuned to pairs of answers", "kto.py": "tuned to labelled answers",
+    "grpo.py": "trained on rewards", "rloo.py": "trained on rewards", "reward.py": "trained to score answers",
+    "pretrain.py": "pretrained",
 }  # fmt: skip
 
 

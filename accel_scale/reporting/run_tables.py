@@ -29,6 +29,9 @@ def end_rows(summary: Mapping[str, Any]) -> dict[str, str | None]:
         "loss": f"{losses[0]:.4f} → {losses[-1]:.4f} in {summary['steps']} steps" if losses else None,
         "evaluation loss": f"{summary['eval_loss']:.4f}" if summary["eval_loss"] is not None else None,
         "preferred": f"{pairs[0]:.1%} → {pairs[-1]:.1%} of pairs" if (pairs := summary.get("preferred")) else None,
+        "good over bad": f"{margins[0]:+.3f} → {margins[-1]:+.3f} in reward"
+        if (margins := summary.get("margins"))
+        else None,
         "held-out pairs": _ranked_text(summary.get("ranked") or {}),
         "reward": f"{rewards[0]:.3f} → {rewards[-1]:.3f}" if (rewards := summary.get("rewards")) else None,
         "exact match": _match_text(summary.get("exact_match") or {}),

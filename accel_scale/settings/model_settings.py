@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from accel_scale.errors import ConfigError
 from accel_scale.modeling.adapters import lora_config
 from accel_scale.modeling.files import check_model_files, check_row_length, longest_rows
+from accel_scale.settings.stored_model import unknown_token
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -47,11 +47,7 @@ def check_model(
     """All of the above for a recipe's flags; a default length that is too long becomes what the model takes."""
     values, sources = settings.values, settings.sources
     if (ends_with := values.get("eos_token")) is not None and ends_with not in tokenizer.get_vocab():
-        raise ConfigError(
-            f"{ends_with!r} is no token of the model's vocabulary.",
-            place=sources["eos_token"],
-            fix="name one that is, or remove it.",
-        )
+        raise unknown_token(ends_with, sources["eos_token"])
     check_model_files(values["model_name_or_path"], config, tokenizer, place=sources["model_name_or_path"])
     longest = longest_rows(config)
     if "max_length" in values:

@@ -77,6 +77,11 @@ class RunPlan:
         half = memory.high_bytes - memory.device_bytes
         return f"predicted {with_interval(memory.device_bytes, half)} of {format_bytes(self.limit_bytes)} ({card})"
 
+    @property
+    def least_rows(self) -> int:
+        """Rows of a micro-batch at least."""
+        return max(self.rows_per_example, self.setup.least_rows)
+
     def refuse(self) -> None:
         """Raise a `ConfigError` if the run may not fit: predicted, available, largest term, what would help."""
         if self.fits:
@@ -91,12 +96,11 @@ class RunPlan:
 
     def remedies(self) -> str:
         """The cheapest changes that fit, each with its upper end: single ones, else on top of the smallest passes."""
-        rows = self.setup.micro_batch_size // self.rows_per_example
         policy = self.setup.checkpointing if self.setup.long_rows else "full"
         smallest = replace(
             self.setup,
-            micro_batch_size=self.rows_per_example,
-            accumulation=self.setup.accumulation * rows,
+            micro_batch_size=self.least_rows,
+            accumulation=max(1, self.setup.accumulation * self.setup.micro_batch_size // self.least_rows),
             checkpointing=policy,
         )
         texts = self._changes(self.setup)

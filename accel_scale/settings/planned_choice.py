@@ -151,7 +151,7 @@ def _choose(plan: RunPlan, parsed: ParsedFlags, launch: LaunchEnvironment, facts
         reason = found.rejections[0].reason if found.rejections else reason
     leanest = replace(setup, method=method, optimizer=optimizer, checkpointing=fixed.get("checkpointing", "full"))
     if "micro_batch_size" not in fixed:
-        rows = plan.rows_per_example
+        rows = plan.least_rows
         accumulation = setup.accumulation * setup.micro_batch_size // rows
         leanest = replace(leanest, micro_batch_size=rows, accumulation=accumulation)
     if leanest.trains_adapters:
@@ -176,6 +176,7 @@ _KEPT = (
     "compile",
     "reference_model",
     "reference_pass",
+    "kl_rows",
 )
 
 

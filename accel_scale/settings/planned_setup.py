@@ -132,6 +132,7 @@ def _of_rows(
         packing=bool(recipe_value(settings, "packing")),
         reference_model=keeps_reference and not settings.trains_adapters,
         reference_pass="within" if keeps_reference else "none",
+        kl_rows=recipe.estimates_kl and recipe_value(settings, "loss_type") == "kto",
         accumulation=int(recipe_value(settings, "gradient_accumulation_steps")),
         sync_each_batch=bool(recipe_value(settings, "sync_each_batch")),
         reduce_dtype=settings.scale.reduce_dtype,

@@ -5,10 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trl import DPOConfig, GRPOConfig, ModelConfig, RewardConfig, SFTConfig
+from trl import DPOConfig, GRPOConfig, KTOConfig, ModelConfig, RewardConfig, RLOOConfig, SFTConfig
 
 from accel_scale.flags.ddp import DdpHookArguments
-from accel_scale.flags.sft import DPODefaults, GRPODefaults, ModelDefaults, RewardDefaults, SFTDefaults
+from accel_scale.flags.sft import (
+    DPODefaults,
+    GRPODefaults,
+    KTODefaults,
+    ModelDefaults,
+    RewardDefaults,
+    RLOODefaults,
+    SFTDefaults,
+)
 from accel_scale.secrets import move_token_to_environment
 
 if TYPE_CHECKING:
@@ -82,8 +90,18 @@ class RecipeDPOConfig(_TrainerSettings, DPODefaults, DdpHookArguments, DPOConfig
 
 
 @dataclass
+class RecipeKTOConfig(_TrainerSettings, KTODefaults, DdpHookArguments, KTOConfig):  # type: ignore[misc]
+    """TRL's `KTOConfig` with the recipe's flags and defaults."""
+
+
+@dataclass
 class RecipeGRPOConfig(_TrainerSettings, GRPODefaults, DdpHookArguments, GRPOConfig):  # type: ignore[misc]
     """TRL's `GRPOConfig` with the recipe's flags and defaults."""
+
+
+@dataclass
+class RecipeRLOOConfig(_TrainerSettings, RLOODefaults, DdpHookArguments, RLOOConfig):  # type: ignore[misc]
+    """TRL's `RLOOConfig` with the recipe's flags and defaults."""
 
 
 @dataclass
@@ -91,4 +109,6 @@ class RecipeRewardConfig(_TrainerSettings, RewardDefaults, DdpHookArguments, Rew
     """TRL's `RewardConfig` with the recipe's flags and defaults."""
 
 
-RecipeConfig = RecipeSFTConfig | RecipeDPOConfig | RecipeGRPOConfig | RecipeRewardConfig
+RecipeConfig = (
+    RecipeSFTConfig | RecipeDPOConfig | RecipeKTOConfig | RecipeGRPOConfig | RecipeRLOOConfig | RecipeRewardConfig
+)

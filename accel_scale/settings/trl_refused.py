@@ -7,13 +7,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accel_scale.data.chat import refuse_plain_rows
 from accel_scale.data.loading import check_local_data
 from accel_scale.errors import ConfigError
+from accel_scale.facts.names import Preferences
 from accel_scale.flags.paths import as_list, named_inputs
 from accel_scale.flags.rewards import RewardArguments, check_rewards
 from accel_scale.modeling.model_class import DROPOUTS
 from accel_scale.modeling.precision import wanted_precision
 from accel_scale.settings.preference_losses import refuse_losses
+from accel_scale.settings.stored_model import refuse_stored_model
 
 if TYPE_CHECKING:
     from accel_scale.flags.parsing import ParsedFlags
@@ -84,24 +87,28 @@ def refuse_contradictions(parsed: ParsedFlags) -> None:
     """
     refuse_settings(parsed)
     _refuse_model_alone(parsed)
+    refuse_stored_model(parsed)
     _refuse_rows(parsed)
 
 
-def _refuse_rows(parsed: ParsedFlags, *, preferences: bool = False) -> None:
+def _refuse_rows(parsed: ParsedFlags, *, preferences: Preferences | None = None) -> None:
     """Refuse files of rows that are here and cannot be trained on; a rehearsal replaces those that are not."""
     given = parsed.explicit
     named = named_inputs(lambda flag: as_list(given.get(flag)))
     names = [name for flag in ("dataset_name", "dataset_mixture") for name in named.get(flag, ())]
     if names and all(Path(name).expanduser().exists() for name in names):
         evaluates = str(given.get("eval_strategy", "no")) != "no"
-        check_local_data(
+        layouts = check_local_data(
             given.get("dataset_name"),
             split=given.get("dataset_train_split") or "train",
             test_split=(given.get("dataset_test_split") or "test") if evaluates else None,
             columns=given.get("columns") or (),
             mixture=given.get("dataset_mixture") or (),
             preferences=preferences,
+            on_bad_row=given.get("on_bad_row") or "error",
         )
+        if given.get("assistant_only_loss") and layouts and not any(layout.conversational for layout in layouts):
+            refuse_plain_rows(parsed.place("assistant_only_loss"))
 
 
 def _refuse_model_alone(parsed: ParsedFlags) -> None:
@@ -130,6 +137,14 @@ def refuse_dpo(parsed: ParsedFlags) -> None:
         if given.get(name):
             raise ConfigError(f"{why}.", place=parsed.place(name), fix="remove it.")
     refuse_losses(parsed)
+    _refuse_reference(parsed)
+    _refuse_model_alone(parsed)
+    refuse_stored_model(parsed)
+    _refuse_rows(parsed, preferences="pairs")
+
+
+def _refuse_reference(parsed: ParsedFlags) -> None:
+    given = parsed.explicit
     for name in ("sync_ref_model", "dataset_streaming"):
         if given.get("precompute_ref_log_probs") and given.get(name):
             raise ConfigError(
@@ -137,12 +152,48 @@ def refuse_dpo(parsed: ParsedFlags) -> None:
                 place=parsed.place(name),
                 fix="keep one.",
             )
+
+
+def refuse_kto(parsed: ParsedFlags) -> None:
+    """As `refuse_contradictions`, of recipes/kto.py, with what its KL term and labelled answers do not go with.
+
+    The KL term is estimated on the prompts of a micro-batch with the answers of one another.
+
+    Raises:
+        ConfigError: for the first that is found.
+    """
+    refuse_settings(parsed)
+    given = parsed.explicit
+    has_kl = given.get("loss_type", "kto") == "kto"
+    refused = {
+        "long_rows": (bool(given.get("long_rows")), "log-probabilities are not computed in tiles", "remove it"),
+        "per_device_train_batch_size": (
+            has_kl and given.get("per_device_train_batch_size") == 1,
+            "a row alone has no other answer to estimate the KL term with",
+            "use 2 or more, or --loss_type apo_zero_unpaired",
+        ),
+        "train_sampling_strategy": (
+            has_kl and given.get("train_sampling_strategy", "sequential") != "sequential",
+            "rows of a micro-batch are each other's in the KL term before training, so their order is the data's",
+            "remove it, and shuffle the rows of the file, or use --loss_type apo_zero_unpaired",
+        ),
+        "auto_find_batch_size": (
+            has_kl and bool(given.get("auto_find_batch_size")),
+            "the KL term belongs to micro-batches of one size",
+            "remove it",
+        ),
+    }
+    for name, (is_refused, why, fix) in refused.items():
+        if is_refused:
+            raise ConfigError(f"{why}.", place=parsed.place(name), fix=f"{fix}.")
+    _refuse_reference(parsed)
     _refuse_model_alone(parsed)
-    _refuse_rows(parsed, preferences=True)
+    refuse_stored_model(parsed)
+    _refuse_rows(parsed, preferences="labels")
 
 
 def refuse_grpo(parsed: ParsedFlags) -> None:
-    """As `refuse_contradictions`, of recipes/grpo.py, with what is not done where the model generates.
+    """As `refuse_contradictions`, of recipes/grpo.py and rloo.py, with what is not done where the model generates.
 
     Raises:
         ConfigError: for the first that is found.
@@ -166,12 +217,20 @@ def refuse_grpo(parsed: ParsedFlags) -> None:
         if given.get(name):
             raise ConfigError(f"{why}.", place=parsed.place(name), fix="remove it.")
     check_rewards(given.get("rewards") or RewardArguments().rewards, given.get("reward_weights"))
+    clip = given.get("reward_clip_range")
+    if clip is not None and not (len(clip) == 2 and clip[0] < clip[1]):
+        raise ConfigError(
+            f"{' '.join(f'{end:g}' for end in clip)} is no range.",
+            place=parsed.place("reward_clip_range"),
+            fix="give a smaller number and a larger one, e.g. -1 1.",
+        )
     if given.get("model_name_or_path") is None:
         raise ConfigError(
             "rewards need a model that answers already.",
             place="command line",
             fix="name --model_name_or_path, e.g. the --output_dir of recipes/sft.py.",
         )
+    refuse_stored_model(parsed)
     _refuse_rows(parsed)
 
 
@@ -203,7 +262,8 @@ def refuse_reward(parsed: ParsedFlags) -> None:
         if is_refused:
             raise ConfigError(f"{why}.", place=parsed.place(name), fix=f"{fix}.")
     _refuse_model_alone(parsed)
-    _refuse_rows(parsed, preferences=True)
+    refuse_stored_model(parsed, rewards=True)
+    _refuse_rows(parsed, preferences="pairs")
 
 
 def refuse_settings(parsed: ParsedFlags) -> None:

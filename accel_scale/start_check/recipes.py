@@ -62,7 +62,7 @@ def check_sft_start(
 ) -> Verdict:
     """The start check of a run with one of TRL's trainers; what the user should know is said, a line each.
 
-    Of pairs it is their log-probabilities that are compared, by TRL's head, and of a reward model the scores. The
+    Of preferences it is log-probabilities that are compared, by TRL's head, and of a reward model the scores. The
     reference model needs no check of its own: it is the same model without gradients.
 
     Raises:
@@ -72,8 +72,10 @@ def check_sft_start(
     from accel_scale.settings.planned_setup import recipe_value
 
     values, adapter = settings.values, settle_adapters(settings, model_args, config)
-    rewards, of_pairs = settings.recipe.rewards, settings.recipe.rows_per_example > 1
-    packs = bool(recipe_value(settings, "packing") or (values.get("padding_free") and not of_pairs))
+    recipe = settings.recipe
+    log_probs = recipe.loss == "log_probs" and not recipe.generates
+    of_preferences = log_probs or recipe.rewards
+    packs = bool(recipe_value(settings, "packing") or (values.get("padding_free") and not of_preferences))
     launched = strategy_named(settings.launch.strategy)
     planned = PlannedRun(
         config=config,
@@ -86,10 +88,10 @@ def check_sft_start(
         adapter=adapter,
         targets_given=bool(values.get("lora_target_modules")),
         trust_remote_code=bool(values.get("trust_remote_code")),
-        # A pair's routers are weighed beside its loss: what is compared with the model's own is its log-probabilities.
-        router_loss=0.0 if of_pairs else _router_loss(config, values.get("router_aux_loss_coef")),
-        log_probs=of_pairs and not rewards,
-        rewards=rewards,
+        # TRL weighs the routers beside a loss of preferences: log-probabilities alone are compared with the model's.
+        router_loss=0.0 if of_preferences else _router_loss(config, values.get("router_aux_loss_coef")),
+        log_probs=log_probs,
+        rewards=recipe.rewards,
         packing_flag="--packing false --padding_free false" if values.get("padding_free") else "--packing false",
     )
     return _said(planned, settings, say)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from accel_scale.data.default import DEFAULT_REWARDING
 from accel_scale.data.sources import find_source, looks_local
 from accel_scale.errors import ConfigError
 from accel_scale.facts.device import check_attention_name
@@ -29,6 +30,7 @@ from accel_scale.settings.trl_refused import refuse_trl_flags
 from accel_scale.units import parse_duration
 
 _ONLY_TELL = {"--help", "-h", "--print_config", "--print-config"}
+_TRAINERS_BATCH = 8  # transformers' default of --per_device_train_batch_size
 BUILT_IN_TOKENIZERS = ("byte", "char")
 
 
@@ -98,16 +100,45 @@ def refuse_unreadable(parsed: ParsedFlags, *, world_size: int | None = None) -> 
     batch, micro = given.get("global_batch_size"), given.get("per_device_train_batch_size")
     if batch and micro and world_size == 1 and "gradient_accumulation_steps" not in given:
         derive_accumulation(batch, micro, 1)
+    if world_size is not None:
+        refuse_groups(parsed, world_size)
     guard = parsed.for_class(GuardArguments)
     if guard:
         GuardArguments(**guard).settings()
+
+
+def refuse_groups(parsed: ParsedFlags, world_size: int) -> None:
+    """Refuse a number of answers to each prompt that does not divide the answers written at the same time.
+
+    Raises:
+        ConfigError: also for a single answer, which has none to compare with.
+    """
+    given = parsed.explicit
+    group, place = given.get("num_generations"), parsed.place("num_generations")
+    if group is None or given.get("plan") == "auto":
+        return
+    if group < 2:
+        raise ConfigError("one answer has none to compare with.", place=place, fix="use 2 or more.")
+    has_data = given.get("dataset_name") or given.get("dataset_mixture")
+    usual = _TRAINERS_BATCH if has_data else DEFAULT_REWARDING["per_device_train_batch_size"]
+    on_all = int(given.get("per_device_train_batch_size") or str(usual)) * world_size
+    turns = given.get("steps_per_generation") or given.get("gradient_accumulation_steps")
+    turns = turns or (given.get("global_batch_size") or on_all) // on_all
+    together = given.get("generation_batch_size") or on_all * turns
+    if together % group:
+        raise ConfigError(
+            f"{together} answers, as many as are written at the same time, are not groups of {group}.",
+            place=place,
+            fix=f"use a number that divides {together}, or another --per_device_train_batch_size.",
+        )
 
 
 def check_model(name: str, *, place: str) -> None:
     """Refuse a model, tokenizer or configuration that is nowhere."""
     path = Path(name).expanduser()
     if path.is_dir():
-        stored_shapes(path)  # refuses files that are not whole
+        for stem in ("model", "adapter_model"):
+            stored_shapes(path, stem)  # refuses files that are not whole
     if path.exists():
         return
     if _is_meant_as_path(name):

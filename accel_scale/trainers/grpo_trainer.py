@@ -1,4 +1,4 @@
-"""TRL's `GRPOTrainer` with what the recipes add."""
+"""TRL's `GRPOTrainer` and `RLOOTrainer` with what the recipes add."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 from datasets import Dataset
 from transformers import TrainerCallback, TrainerState
 from transformers.trainer_utils import TrainOutput
-from trl import GRPOTrainer
+from trl import GRPOTrainer, RLOOTrainer
 
 from accel_scale.errors import ConfigError
-from accel_scale.settings.trl_config import RecipeGRPOConfig
+from accel_scale.settings.trl_config import RecipeGRPOConfig, RecipeRLOOConfig
 from accel_scale.trainers.sft_trainer import OwnLossBase
 from accel_scale.training.guard.learning import NothingLearnt
 
@@ -19,18 +19,19 @@ from accel_scale.training.guard.learning import NothingLearnt
 _STEPS_WITHOUT_REWARD = 8
 
 
-class ScaleGRPOTrainer(OwnLossBase, GRPOTrainer):
-    """`GRPOTrainer` that honours what `resolve` decided; arguments as `OwnLossBase`.
+class RewardedBase(OwnLossBase):
+    """As `OwnLossBase`, for trainers that generate answers and train on their rewards.
 
     Attributes:
         answer_sizes: Tokens of the longest prompt, and of the longest answer, of the last micro-batch.
     """
 
-    args: RecipeGRPOConfig
+    args: RecipeGRPOConfig | RecipeRLOOConfig
+    _step: int
     answer_sizes: tuple[int, int] = (0, 0)
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(program="grpo.py", **kwargs)
+        super().__init__(**kwargs)
         self.add_callback(_InStep(self))
 
     def refuse_rows(self) -> None:
@@ -79,10 +80,24 @@ class ScaleGRPOTrainer(OwnLossBase, GRPOTrainer):
         return max(1, per_generation // self.args.gradient_accumulation_steps)
 
 
+class ScaleGRPOTrainer(RewardedBase, GRPOTrainer):
+    """`GRPOTrainer` that honours what `resolve` decided; arguments as `OwnLossBase`."""
+
+    args: RecipeGRPOConfig
+    program = "grpo.py"
+
+
+class ScaleRLOOTrainer(RewardedBase, RLOOTrainer):
+    """`RLOOTrainer` that honours what `resolve` decided; arguments as `OwnLossBase`."""
+
+    args: RecipeRLOOConfig
+    program = "rloo.py"
+
+
 class _InStep(TrainerCallback):
     """A run that goes on counts micro-batches from where it is, so that it generates when it would have."""
 
-    def __init__(self, trainer: ScaleGRPOTrainer) -> None:
+    def __init__(self, trainer: RewardedBase) -> None:
         self._trainer = trainer
 
     def on_train_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:

@@ -27,13 +27,14 @@ class ScaleRewardTrainer(OwnLossBase, RewardTrainer):
     """
 
     args: RecipeRewardConfig
+    program = "reward.py"
     left_out: int = 0
 
     def __init__(self, *, model: PreTrainedModel, peft_config: PeftConfig | None = None, **kwargs: Any) -> None:
         self._num_given = _length(kwargs["train_dataset"])
         # The recipe casts adapters to the dtype that they are trained in.
         trained = get_peft_model(model, peft_config, autocast_adapter_dtype=False) if peft_config else model
-        super().__init__(model=trained, program="reward.py", **kwargs)
+        super().__init__(model=trained, **kwargs)
 
     def refuse_rows(self) -> None:
         """TRL has left out pairs that are longer than ``--max_length``; that none is left is an error."""

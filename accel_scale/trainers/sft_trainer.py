@@ -1,14 +1,15 @@
-"""TRL's `SFTTrainer` and `DPOTrainer` with what the recipes add: saving, the guard, recovery, meters, exact match."""
+"""TRL's `SFTTrainer`, `DPOTrainer` and `KTOTrainer` with what the recipes add: saving, the guard, recovery, meters."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from torch.optim import Optimizer
-from trl import DPOTrainer, SFTTrainer
+from transformers import PreTrainedModel
+from trl import DPOTrainer, KTOTrainer, SFTTrainer
 
 from accel_scale.optimization.fast_loss import FastLossMixin
-from accel_scale.settings.trl_config import RecipeDPOConfig, RecipeSFTConfig
+from accel_scale.settings.trl_config import RecipeDPOConfig, RecipeKTOConfig, RecipeSFTConfig
 from accel_scale.trainers.ddp_mixin import DdpHookMixin
 from accel_scale.trainers.guard_mixin import GuardMixin
 from accel_scale.trainers.learning_mixin import LearningMixin
@@ -66,33 +67,58 @@ class OwnLossBase(
 
     Args:
         optimizer_cls_and_kwargs: As transformers' `Trainer` takes it, and TRL's do not.
-        **kwargs: As `RecipeTrainerMixin` and TRL's trainer.
+        **kwargs: As `RecipeTrainerMixin`, without `program`, and TRL's trainer.
+
+    Attributes:
+        program: The recipe's name in messages.
     """
+
+    program: str
 
     def __init__(
         self, *, optimizer_cls_and_kwargs: tuple[type[Optimizer], dict[str, object]] | None = None, **kwargs: Any
     ) -> None:
-        super().__init__(**kwargs)
+        super().__init__(program=self.program, **kwargs)
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
 
 
-class ScaleDPOTrainer(OwnLossBase, DPOTrainer):
-    """`DPOTrainer` that honours what `resolve` decided; arguments as `OwnLossBase`."""
+class _ReferenceBase(OwnLossBase):
+    """As `OwnLossBase`, for losses that compare with a reference."""
 
-    args: RecipeDPOConfig
+    args: RecipeDPOConfig | RecipeKTOConfig
+    ref_model: PreTrainedModel | None
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(program="dpo.py", **kwargs)
+        super().__init__(**kwargs)
         if self.args.precompute_ref_log_probs:
             self.ref_model = None  # what it says is in the rows by now
 
-    def figures(self) -> dict[str, Any]:
+    def refuse_rows(self) -> None:
+        """TRL has left out rows whose prompts alone fill ``--max_length``."""
+        for what, rows in (("training", self.train_dataset), ("evaluation", self.eval_dataset)):
+            if rows is not None and hasattr(rows, "__len__") and not len(rows):
+                raise no_labels(f"no {what} row", self.args.max_length, "--{}")
+
+
+class ScaleDPOTrainer(_ReferenceBase, DPOTrainer):
+    """`DPOTrainer` that honours what `resolve` decided; arguments as `OwnLossBase`."""
+
+    args: RecipeDPOConfig
+    program = "dpo.py"
+
+    def figures(self) -> dict[str, object]:
         """As every trainer's, with the share of pairs whose better answer is preferred to the reference's liking."""
         preferred = [e["rewards/accuracies"] for e in self.state.log_history if "rewards/accuracies" in e]
         return {**super().figures(), "preferred": preferred}
 
-    def refuse_rows(self) -> None:
-        """TRL has left out pairs whose prompts alone fill ``--max_length``."""
-        for what, rows in (("training", self.train_dataset), ("evaluation", self.eval_dataset)):
-            if rows is not None and hasattr(rows, "__len__") and not len(rows):
-                raise no_labels(f"no {what} row", self.args.max_length, "--{}")
+
+class ScaleKTOTrainer(_ReferenceBase, KTOTrainer):
+    """`KTOTrainer` that honours what `resolve` decided; arguments as `OwnLossBase`."""
+
+    args: RecipeKTOConfig
+    program = "kto.py"
+
+    def figures(self) -> dict[str, object]:
+        """As every trainer's, with how much higher good answers are rewarded than bad ones, where a log had both."""
+        margins = [e["rewards/margins"] for e in self.state.log_history if "rewards/margins" in e]
+        return {**super().figures(), "margins": margins}

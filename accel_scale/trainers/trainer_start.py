@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from itertools import islice
 from types import MappingProxyType
 
+from accel_scale.facts.names import Preferences
 from accel_scale.flags.parsing import ParsedFlags
 from accel_scale.planning.search.recipe_choices import PlannedRecipe
 from accel_scale.trainers.trainer_run import TrainerRun
@@ -55,13 +56,17 @@ def resolve_trainer_run(
 
 
 def load_rows(
-    run: TrainerRun, embedded_path: Callable[[bool], str], *, preferences: bool = False, questions: bool = True
+    run: TrainerRun,
+    embedded_path: Callable[[bool], str],
+    *,
+    preferences: Preferences | None = None,
+    questions: bool = True,
 ) -> None:
     """Load `run.data`, with rows to evaluate where asked for, and `run.questions` of the exact-match report.
 
     Args:
         embedded_path: Path of the embedded rows: of the held-out ones for True, else of those to train on.
-        preferences: Rows are pairs of a better and a worse answer.
+        preferences: Rows are pairs of a better and a worse answer, or answers with labels.
         questions: Whether the recipe reports exact match.
 
     Raises:
@@ -85,10 +90,12 @@ def load_rows(
         streaming=script.dataset_streaming,
         mixture=scale.dataset_mixture,
         seed=int(values.get("seed", 42) if values.get("data_seed") is None else values["data_seed"]),
-        chat=preferences or run.tokenizer.chat_template is not None or values.get("chat_template_path") is not None,
+        chat=preferences is not None
+        or run.tokenizer.chat_template is not None
+        or values.get("chat_template_path") is not None,
         preferences=preferences,
     )
     if embedded and evaluates:
         run.data = run.data.with_test(load_training_data(embedded_path(True), preferences=preferences).train)
     asked = default_dataset()[1] if embedded else run.data.test  # the embedded rows name their task
-    run.questions = list(islice(asked or (), num_questions))
+    run.questions = list(islice((row for row in asked or () if row.get("label", True)), num_questions))

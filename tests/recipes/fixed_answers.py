@@ -10,16 +10,20 @@ from pathlib import Path
 from trl import GRPOTrainer
 
 
-def answers(
-    trainer: GRPOTrainer, prompt_ids: list[list[int]], *unused: object, **more: object
-) -> tuple[list[list[int]], None]:
+def drawn_answers(prompt_ids: list[list[int]], ends: list[int]) -> list[list[int]]:
     seen: Counter[tuple[int, ...]] = Counter()
     drawn = []
     for prompt in map(tuple, prompt_ids):
         seed = random.Random(f"{prompt} {seen[prompt]}")
         seen[prompt] += 1
-        drawn.append([seed.randrange(40, 120) for _ in range(seed.randrange(7, 11))] + trainer.eos_token_ids[:1])
-    return drawn, None
+        drawn.append([seed.randrange(40, 120) for _ in range(seed.randrange(7, 11))] + ends[:1])
+    return drawn
+
+
+def answers(
+    trainer: GRPOTrainer, prompt_ids: list[list[int]], *unused: object, **more: object
+) -> tuple[list[list[int]], None]:
+    return drawn_answers(prompt_ids, trainer.eos_token_ids), None
 
 
 GRPOTrainer._generate_single_turn = answers  # type: ignore[method-assign]

@@ -18,7 +18,10 @@ OF_RECIPE = {
     "sft": "--method full --save_strategy no --exact_match_samples 0 --profile_steps 1",
     "grpo": "--num_generations 2 --max_completion_length 12 --temperature 2 --save_strategy no --lora_dropout 0 "
     "--learning_rate 1e-4 --warmup_steps 0 --rewards tests/recipes/rewards_of_tests.py:even_characters",
+    "rloo": "--num_generations 2 --max_completion_length 12 --temperature 2 --save_strategy no --lora_dropout 0 "
+    "--learning_rate 1e-4 --warmup_steps 0 --rewards tests/recipes/rewards_of_tests.py:even_characters",
     "reward": "--max_length 128 --save_strategy no --lora_dropout 0 --learning_rate 1e-4 --warmup_steps 0",
+    "kto": "--max_length 128 --save_strategy no --lora_dropout 0 --learning_rate 1e-4 --warmup_steps 0",
     "dpo": "--max_length 128 --save_strategy no --lora_dropout 0 --learning_rate 1e-4 --warmup_steps 0",
 }
 

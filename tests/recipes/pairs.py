@@ -1,4 +1,4 @@
-"""Pairs of a right and a wrong answer, as recipes/dpo.py reads them."""
+"""Pairs of a right and a wrong answer, and labelled single ones, as recipes/dpo.py and recipes/kto.py read them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,21 @@ def write_pairs(folder: Path, count: int = 40) -> Path:
             "prompt": [{"role": "user", "content": f"What is {n} plus {n % 7}?"}],
             "chosen": [{"role": "assistant", "content": str(n + n % 7)}],
             "rejected": [{"role": "assistant", "content": str(n + n % 7 + 1)}],
+        }
+        for n in range(count)
+    ]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def write_labelled(folder: Path, count: int = 80) -> Path:
+    """`train.jsonl` in the new `folder`: `count` sums as turns, right and labelled good but for every third."""
+    folder.mkdir()
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"What is {n} plus {n % 7}?"}],
+            "completion": [{"role": "assistant", "content": str(n + n % 7 + (n % 3 == 1))}],
+            "label": n % 3 != 1,
         }
         for n in range(count)
     ]

@@ -1,4 +1,4 @@
-"""recipes/grpo.py trains as TRL's own script does, its rewards are what they say, and mistakes are named."""
+"""recipes/grpo.py and rloo.py train as TRL's own scripts do, rewards are what they say, and mistakes are named."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import trl.scripts
 from trl import GRPOTrainer
+from trl.trainer import rloo_trainer
 
 from accel_scale.data.default import default_model_path
 from accel_scale.data.loading import load_training_data
@@ -63,17 +64,18 @@ def logged(folder: Path, *names: str) -> list[float]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["grpo", "rloo"])
 @pytest.mark.parametrize(
     "adapters", [[], ["--use_peft", "true", "--lora_target_modules", "q_proj", "v_proj", "--beta", "0.1"]]
 )
-def test_losses_and_rewards_are_those_of_trls_script(tmp_path: Path, adapters: list[str]) -> None:
+def test_losses_and_rewards_are_those_of_trls_script(tmp_path: Path, adapters: list[str], recipe: str) -> None:
     """Also what is drawn: with the same seed both generate the same."""
     data = write_questions(tmp_path / "ours-data", answer="completion")
     dropout = ["--lora_dropout", "0"] if adapters else []
     wanted = ["--rewards", f"{REWARDS}:even_characters", "--precision", "fp32"]
-    done = run(REPOSITORY / "recipes/grpo.py", data, tmp_path / "ours", *wanted, *adapters, *dropout)
+    done = run(REPOSITORY / f"recipes/{recipe}.py", data, tmp_path / "ours", *wanted, *adapters, *dropout)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    script = Path(trl.scripts.__file__).with_name("grpo.py")
+    script = Path(trl.scripts.__file__).with_name(f"{recipe}.py")
     plain = ["--dtype", "float32", "--bf16", "false", "--use_cpu", "--report_to", "none"]
     plain += ["--reward_funcs", "rewards_of_tests.even_characters"]
     data = write_questions(tmp_path / "their-data", answer="answer")
@@ -83,7 +85,9 @@ def test_losses_and_rewards_are_those_of_trls_script(tmp_path: Path, adapters: l
     assert len(ours) == 2 * STEPS
     assert ours == pytest.approx(logged(tmp_path / "theirs", "loss", "reward"), abs=1e-6)
     assert max(ours) - min(ours) > 0.1, "rewards differ"
+    assert len(set(ours[::2])) > 2, "so do losses"
     summary = json.loads((tmp_path / "ours" / "run_summary.json").read_text())
+    assert summary["recipe"] == f"{recipe}.py"
     assert summary["rewards"] == pytest.approx(ours[1::2])
     assert summary["tokens"] > 8 * STEPS * 10, "prompts and completions are counted"
 
@@ -161,6 +165,27 @@ def test_prompts_and_answers_come_from_any_layout_but_plain_text(tmp_path: Path)
 def test_a_model_is_named() -> None:
     with pytest.raises(ConfigError, match=r"a model that answers already.*--model_name_or_path"):
         GRPO.refuse(parse_flags(GRPO.flags, [], program="grpo.py"))
+
+
+@pytest.mark.parametrize(("beta", "loaded"), [("0.1", [{"revision": "v2", "use_cache": False}]), ("0", [])])
+def test_the_reference_is_loaded_as_the_model_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beta: str, loaded: list[dict[str, object]]
+) -> None:
+    """TRL loads it by name: the revision and the options go along."""
+    given: list[dict[str, object]] = []
+    load = rloo_trainer.create_model_from_path
+
+    def recorded(model_id: str, **options: object) -> object:
+        given.append({name: options[name] for name in ("revision", "use_cache") if name in options})
+        return load(model_id, **options)
+
+    monkeypatch.setattr(rloo_trainer, "create_model_from_path", recorded)
+    data = write_questions(tmp_path / "data", answer="completion")
+    flags = f"--model_name_or_path {default_model_path()} --model_revision v2 --dataset_name {data} --max_steps 1"
+    flags += f" --precision fp32 --save_strategy no --max_completion_length 4 --beta {beta}"
+    options = ["--model_init_kwargs", '{"use_cache": false}', "--output_dir", str(tmp_path / "out")]
+    load_recipe("rloo").main([*flags.split(), *options])
+    assert given == loaded
 
 
 def test_answers_end_where_turns_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""recipes/grpo.py takes the same steps under every strategy, generates under each, and goes on after a kill."""
+"""grpo.py and rloo.py take the same steps under every strategy, generate under each, and go on after a kill."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ from accel_scale.data.default import default_model_path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 METHODS = ("full", "lora", "qlora")
-QUICK = {("fsdp2", "full"), ("zero3", "lora")}
+SCRIPTS = {"grpo": "tests/recipes/fixed_answers.py", "rloo": "tests/recipes/fixed_rloo_answers.py"}
+QUICK = {("grpo", "fsdp2", "full"), ("grpo", "zero3", "lora"), ("rloo", "ddp", "lora"), ("rloo", "fsdp2", "full")}
 CASES = [
-    pytest.param(name, method, marks=[] if (name, method) in QUICK else pytest.mark.soak)
+    pytest.param(*case, marks=[] if case in QUICK else pytest.mark.soak)
+    for recipe in SCRIPTS
     for name in ("ddp", "fsdp2", "zero2", "zero3")
     for method in METHODS
+    for case in [(recipe, name, method)]
 ]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -38,23 +41,24 @@ def given(data: Path, method: str) -> list[str]:
 
 
 @functools.cache
-def of_one_process(data: Path, method: str) -> list[tuple[float, ...]]:
+def of_one_process(recipe: str, data: Path, method: str) -> list[tuple[float, ...]]:
     batch = ["--per_device_train_batch_size", "4"]
-    folder = data.parent / f"one-{method}"
-    script = "tests/recipes/fixed_answers.py"
-    return of(launched("cpu", "fp32", "grpo", folder, *given(data, method), *batch, processes=1, script=script))
+    folder, script = data.parent / f"one-{recipe}-{method}", SCRIPTS[recipe]
+    return of(launched("cpu", "fp32", recipe, folder, *given(data, method), *batch, processes=1, script=script))
 
 
 def of(folder: Path) -> list[tuple[float, ...]]:
     return [(entry["reward"], entry["loss"], entry["grad_norm"]) for entry in logged(folder)]
 
 
-@pytest.mark.parametrize(("name", "method"), CASES)
-def test_rewards_and_gradients_are_those_of_one_process(name: str, method: str, data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("recipe", "name", "method"), CASES)
+def test_rewards_and_gradients_are_those_of_one_process(
+    recipe: str, name: str, method: str, data: Path, tmp_path: Path
+) -> None:
     """With the same answers."""
-    one = of_one_process(data, method)
-    script = "tests/recipes/fixed_answers.py"
-    several = of(launched(name, "fp32", "grpo", tmp_path / "two", *given(data, method), script=script))
+    one = of_one_process(recipe, data, method)
+    words = given(data, method)
+    several = of(launched(name, "fp32", recipe, tmp_path / "two", *words, script=SCRIPTS[recipe]))
     assert len(one) == len(several) == STEPS
     for (reward, loss, norm), expected in zip(several, one, strict=True):
         assert reward == pytest.approx(expected[0], abs=1e-6)
@@ -78,10 +82,11 @@ def test_what_is_sharded_generates(name: str, method: str, data: Path, tmp_path:
     assert max(entry["reward"] for entry in entries) > 0
 
 
-def test_a_killed_run_goes_on_bit_for_bit(data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("recipe", SCRIPTS)
+def test_a_killed_run_goes_on_bit_for_bit(recipe: str, data: Path, tmp_path: Path) -> None:
     """What is generated after it, too."""
-    words = [sys.executable, "recipes/grpo.py", *given(data, "full"), "--precision", "fp32", "--max_steps", "6"]
-    words += [*OF_RECIPE["grpo"].split(), "--save_strategy", "steps", "--save_steps", "2", "--logging_steps", "1"]
+    words = [sys.executable, f"recipes/{recipe}.py", *given(data, "full"), "--precision", "fp32", "--max_steps", "6"]
+    words += [*OF_RECIPE[recipe].split(), "--save_strategy", "steps", "--save_steps", "2", "--logging_steps", "1"]
     words += ["--per_device_train_batch_size", "4"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
 

@@ -1,4 +1,4 @@
-"""dpo.py and reward.py take the same steps under every strategy, and go on after a kill as if there had been none."""
+"""dpo.py, kto.py and reward.py take the same steps under every strategy, and go on after a kill bit for bit."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ from pathlib import Path
 
 import pytest
 from launched_recipe import STEPS, launched, logged
-from pairs import write_pairs
+from pairs import write_labelled, write_pairs
 
 from accel_scale.data.default import default_model_path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 METHODS = ("full", "lora", "qlora")
 MODEL, ADAPTER = "model.safetensors", "adapter_model.safetensors"
-QUICK = {("dpo", "fsdp2", "full"), ("dpo", "zero3", "lora"), ("reward", "fsdp2", "lora"), ("reward", "zero3", "full")}
+QUICK = {
+    ("dpo", "fsdp2", "full"), ("dpo", "zero3", "lora"), ("reward", "fsdp2", "lora"), ("reward", "zero3", "full"),
+    ("kto", "fsdp2", "lora"), ("kto", "zero3", "full"), ("kto", "ddp", "full"),
+}  # fmt: skip
 CASES = [
     pytest.param(*case, marks=[] if case in QUICK else pytest.mark.soak)
-    for recipe in ("dpo", "reward")
+    for recipe in ("dpo", "kto", "reward")
     for name in ("ddp", "fsdp2", "zero2", "zero3")
     for method in METHODS
     for case in [(recipe, name, method)]
@@ -33,37 +36,45 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_pairs(tmp_path_factory.mktemp("pairs") / "pairs")
+    """A folder with `pairs` and `labelled` answers."""
+    folder = tmp_path_factory.mktemp("preferences")
+    write_pairs(folder / "pairs")
+    write_labelled(folder / "labelled")
+    return folder
 
 
-def given(data: Path, method: str) -> list[str]:
-    return ["--model_name_or_path", default_model_path(), "--dataset_name", str(data), "--method", method]
+def given(recipe: str, data: Path, method: str) -> list[str]:
+    rows = data / ("labelled" if recipe == "kto" else "pairs")
+    return ["--model_name_or_path", default_model_path(), "--dataset_name", str(rows), "--method", method]
 
 
 @functools.cache
 def of_one_process(recipe: str, data: Path, method: str) -> list[float]:
     batch = ["--per_device_train_batch_size", "4"]
-    folder = data.parent / f"one-{recipe}-{method}"
-    launched("cpu", "fp32", recipe, folder, *given(data, method), *batch, processes=1)
+    folder = data / f"one-{recipe}-{method}"
+    script = "tests/recipes/kl_of_twos.py" if recipe == "kto" else None
+    launched("cpu", "fp32", recipe, folder, *given(recipe, data, method), *batch, processes=1, script=script)
     return [entry["loss"] for entry in logged(folder)]
 
 
 @pytest.mark.parametrize(("recipe", "name", "method"), CASES)
 def test_losses_are_those_of_one_process(recipe: str, name: str, method: str, data: Path, tmp_path: Path) -> None:
     one = of_one_process(recipe, data, method)
-    folder = launched(name, "fp32", recipe, tmp_path / "two", *given(data, method))
+    folder = launched(name, "fp32", recipe, tmp_path / "two", *given(recipe, data, method))
     several = [entry["loss"] for entry in logged(folder)]
     assert len(one) == STEPS
     assert several == pytest.approx(one, abs=1e-4)
     assert max(one) - min(one) > 1e-3, "the weights move"
 
 
-@pytest.mark.parametrize(("recipe", "method", "weights"), [("dpo", "full", MODEL), ("reward", "lora", ADAPTER)])
+@pytest.mark.parametrize(
+    ("recipe", "method", "weights"), [("dpo", "full", MODEL), ("kto", "full", MODEL), ("reward", "lora", ADAPTER)]
+)
 def test_a_killed_run_goes_on_bit_for_bit(recipe: str, method: str, weights: str, data: Path, tmp_path: Path) -> None:
     words = [
         sys.executable,
         f"recipes/{recipe}.py",
-        *given(data, method),
+        *given(recipe, data, method),
         "--precision",
         "fp32",
         "--max_length",

@@ -1,4 +1,4 @@
-"""``--plan`` in dpo.py and grpo.py: what is predicted beside the tensors of a real step, choosing, and refusing."""
+"""``--plan`` of preferences and rewards: what is predicted beside the tensors of a real step, choosing, refusing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pairs import write_pairs
+from pairs import write_labelled, write_pairs
 from test_grpo import REWARDS, write_questions
 
 from accel_scale.data.default import default_model_path
@@ -24,8 +24,9 @@ def planned(recipe: str, folder: Path, flags: str) -> dict[str, Any]:
     """`run_summary.json`'s plan of one step of the embedded model, with what is chosen for it."""
     common = ["--model_name_or_path", default_model_path(), "--max_steps", "1", "--save_strategy", "no"]
     common += ["--output_dir", str(folder / "out"), "--logging_steps", "1", "--recover_from_oom", "false"]
-    if recipe == "dpo":
-        common += ["--dataset_name", str(write_pairs(folder / "data")), "--max_length", "128"]
+    if recipe in ("dpo", "kto"):
+        write = write_pairs if recipe == "dpo" else write_labelled
+        common += ["--dataset_name", str(write(folder / "data")), "--max_length", "128"]
     else:
         common += ["--dataset_name", str(write_questions(folder / "data", answer="completion"))]
         common += ["--rewards", f"{REWARDS}:even_characters", "--num_generations", "4"]
@@ -40,7 +41,11 @@ def planned(recipe: str, folder: Path, flags: str) -> dict[str, Any]:
         ("dpo", "--precision bf16 --checkpointing_policy none"),
         ("dpo", "--precision fp32 --method lora"),
         ("dpo", "--precision fp32 --precompute_ref_log_probs true"),
+        ("kto", "--precision bf16 --checkpointing_policy none"),
+        ("kto", "--precision fp32 --method lora"),
+        ("kto", "--precision fp32 --precompute_ref_log_probs true"),
         ("grpo", "--precision fp32 --beta 0.1"),
+        ("rloo", "--precision fp32"),
         ("grpo", "--precision bf16 --method lora --gradient_accumulation_steps 2"),
     ],
 )
@@ -50,10 +55,10 @@ def test_predicted_bytes_are_those_of_a_real_step(tmp_path: Path, recipe: str, f
     assert measured["how"] == "first step traced"
     assert 0 < measured["positions"] <= compared["positions"]
     assert measured["allocated_bytes"] == pytest.approx(compared["allocated_bytes"], rel=0.05)
-    assert ("generation" in plan["predicted"]["phases"]) == (recipe == "grpo")
+    assert ("generation" in plan["predicted"]["phases"]) == (recipe in ("grpo", "rloo"))
 
 
-@pytest.mark.parametrize(("recipe", "examples"), [("dpo", 4), ("grpo", 8)])
+@pytest.mark.parametrize(("recipe", "examples"), [("dpo", 4), ("kto", 4), ("grpo", 8)])
 def test_auto_chooses_a_batch_that_counts_examples(tmp_path: Path, recipe: str, examples: int) -> None:
     flags = f"--plan auto --global_batch_size {examples} --precision fp32"
     summary = planned(recipe, tmp_path, flags)

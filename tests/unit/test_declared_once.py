@@ -15,20 +15,18 @@ from accel_scale.flags.common import PLANS, ScaleArguments
 from accel_scale.flags.library import LaterClass
 from accel_scale.flags.parsing import parse_flags
 from accel_scale.planning.search.requests import Wish
-from accel_scale.recipe_specs.dpo import DPO
-from accel_scale.recipe_specs.grpo import GRPO
-from accel_scale.recipe_specs.pretrain import PRETRAIN
-from accel_scale.recipe_specs.reward import REWARD
-from accel_scale.recipe_specs.sft import SFT
+from accel_scale.recipe_specs.finding import load_recipe
+from accel_scale.shipped import recipe_names, recipe_script
 
 ROOT = Path(__file__).resolve().parents[2]
+SPECS = [load_recipe(recipe_script(name)).spec for name in recipe_names() if name != "tune"]
 # Flags of one name whose default or choices differ between the recipes, or between a loop and a trainer.
 DIFFERENT = {"output_dir", "method", "plan", "collective_timeout", "guard"}
 
 
 def own_classes() -> dict[str, type]:
     """Every class that declares flags of a recipe, bases too."""
-    classes = [cls for spec in (SFT, DPO, GRPO, REWARD, PRETRAIN) for cls in spec.flags]
+    classes = [cls for spec in SPECS for cls in spec.flags]
     ours = [base for cls in classes for base in (cls.own if isinstance(cls, LaterClass) else (cls,))]
     return {base.__name__: base for cls in ours for base in cls.__mro__ if dataclasses.is_dataclass(base)}
 
@@ -94,7 +92,7 @@ def test_the_docs_name_every_method_precision_and_plan() -> None:
 
 def test_flags_that_documents_name_exist(capsys: pytest.CaptureFixture[str]) -> None:
     known = set()
-    for spec in (SFT, DPO, GRPO, REWARD, PRETRAIN):
+    for spec in SPECS:
         with pytest.raises(SystemExit):
             parse_flags(spec.flags, ["--help"], program=spec.program)
         known |= set(re.findall(r"--(\w+)", capsys.readouterr().out))

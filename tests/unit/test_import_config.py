@@ -78,6 +78,7 @@ def test_the_examples_are_what_people_have():
     assert {entry["recipe"] for entry in EXPECTED.values() if "recipe" in entry} == {
         "sft",
         "dpo",
+        "kto",
         "reward",
         "pretrain",
     }

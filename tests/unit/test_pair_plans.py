@@ -13,6 +13,7 @@ from activation_memory import peak_tensor_bytes
 from transformers import AutoConfig, AutoModelForSequenceClassification, LlamaConfig, PreTrainedConfig
 
 from accel_scale.data.default import default_model_path
+from accel_scale.errors import ConfigError
 from accel_scale.facts.device import Device
 from accel_scale.flags.parsing import parse_flags
 from accel_scale.launching.environment import LaunchEnvironment
@@ -24,6 +25,7 @@ from accel_scale.planning.models.model_config import facts_from_config
 from accel_scale.planning.models.parameters import parameter_groups
 from accel_scale.planning.models.training_setup import LoraSetup, TrainingSetup
 from accel_scale.recipe_specs.dpo import DPO
+from accel_scale.recipe_specs.kto import KTO
 from accel_scale.recipe_specs.reward import REWARD
 from accel_scale.recipe_specs.spec import RecipeSpec
 from accel_scale.settings.planned_choice import resolve_planned
@@ -95,6 +97,16 @@ def test_auto_counts_two_rows_for_each_pair(recipe: RecipeSpec, large: str) -> N
     values = resolved(recipe, large, "--plan_gpu 48GiB --global_batch_size 16 --max_length 1024").values
     assert values["per_device_train_batch_size"] * values["gradient_accumulation_steps"] == 16
     assert values["method"] == "lora"
+
+
+def test_auto_leaves_two_labelled_rows_in_a_micro_batch_for_the_kl_term(large: str) -> None:
+    flags = "--global_batch_size 4 --max_length 4096 --method lora --precision bf16_true"
+    values = resolved(KTO, large, f"{flags} --plan_gpu 22GiB --loss_type apo_zero_unpaired").values
+    assert (values["per_device_train_batch_size"], values["gradient_accumulation_steps"]) == (1, 4)
+    values = resolved(KTO, large, f"{flags} --plan_gpu 24GiB").values
+    assert (values["per_device_train_batch_size"], values["gradient_accumulation_steps"]) == (2, 2)
+    with pytest.raises(ConfigError, match="micro-batch 2"):
+        resolved(KTO, large, f"{flags} --plan_gpu 22GiB")
 
 
 def test_auto_trains_all_weights_where_no_second_model_is_kept(large: str) -> None:

@@ -50,6 +50,34 @@ def test_the_references_pass_takes_time_and_room_beside_the_graph():
     assert within / before == pytest.approx(1 + 1 / 4, rel=0.01), "one more pass beside three and the recomputation"
 
 
+def test_the_kl_term_of_labelled_answers_takes_two_passes_more_and_a_second_row():
+    settings = {"gpu": "H100", "method": "lora", "recipe": "kto", "checkpointing_policy": "full"}
+    settings |= {"per_device_train_batch_size": 2}
+    found, known = (plan(MODEL, precompute_ref_log_probs=known, **settings).best for known in (False, True))
+    pairs = plan(MODEL, **{**settings, "recipe": "dpo", "per_device_train_batch_size": 1}).best
+    assert found.setup.kl_rows
+    assert found.memory.peak_bytes == pytest.approx(pairs.memory.peak_bytes), "scored rows come one after another"
+    assert [found.setup.scoring_passes, known.setup.scoring_passes, pairs.setup.scoring_passes] == [3, 1, 1]
+    alone = TrainingSetup(**{**known.setup.__dict__, "kl_rows": False})
+    assert alone.scoring_passes == 0
+    ratio = (1 + 3 / 4) / (1 + 1 / 4)
+    assert found.time.step_seconds / known.time.step_seconds == pytest.approx(ratio, rel=0.01)
+    small = {**settings, "global_batch_size": 4}
+    small.pop("per_device_train_batch_size")
+    assert plan(MODEL, **{**small, "gpu": "24GiB", "method": "qlora"}).best.setup.micro_batch_size >= 2
+    assert plan(MODEL, **{**settings, "per_device_train_batch_size": 1}).best is None
+
+
+def test_rloo_keeps_a_reference_and_writes_two_answers_where_nothing_is_said():
+    settings = {**CARD, "method": "full"}
+    found = plan(MODEL, recipe="rloo", **settings).best.setup
+    assert (found.reference_model, found.reference_pass) == (True, "before")
+    assert not plan(MODEL, recipe="rloo", beta=0.0, **settings).best.setup.reference_model
+    assert plan(MODEL, recipe="rloo", global_batch_size=8 * 6, **settings).best is not None
+    with pytest.raises(ConfigError, match="25 answers a step are not groups of 2"):
+        plan(MODEL, recipe="rloo", global_batch_size=25, gpu="H100", method="lora")
+
+
 def test_the_figures_of_the_tiles_are_trls():
     from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE
     from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE

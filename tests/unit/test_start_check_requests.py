@@ -112,7 +112,7 @@ def test_routers_losses_are_weighed_as_trl_does(asked: Any) -> None:
         sft(flags, config=config)
         assert seen[-1].router_loss == weight
     # Of pairs it is the log-probabilities that are compared, in rows that are not packed.
-    sft("--padding_free true", config=MIXTRAL, rows_per_example=2, config_class="RecipeDPOConfig")
+    sft("--padding_free true", config=MIXTRAL, loss="log_probs", config_class="RecipeDPOConfig")
     assert (seen[-1].router_loss, seen[-1].log_probs, seen[-1].rows) == (0.0, True, "padded")
 
 

@@ -137,9 +137,8 @@ def micro_batch_time(
     bandwidth = gpu.bandwidth() * efficiency.bandwidth_fraction
     traffic = tokens * _bytes_per_token(facts, setup, efficiency) + _weight_traffic(facts, setup)
     launch = _launch_seconds(facts, setup, efficiency) / parallel.pipeline_parallel
-    # A reference's forward pass is one more of the step's passes.
-    has_reference = setup.reference_model or setup.reference_pass != "none"
-    more = 1 + (1 / (3 + recomputed_fraction(setup.checkpointing)) if has_reference else 0.0)
+    # A forward pass that only scores is one more of the step's passes.
+    more = 1 + setup.scoring_passes / (3 + recomputed_fraction(setup.checkpointing))
     return MicroBatchTime(more * matmul, more * traffic / ranks / bandwidth, more * launch)
 
 

@@ -92,6 +92,8 @@ class TrainingSetup:
         reference_model: Whether a frozen copy of the model does a forward pass on every micro-batch too.
         reference_pass: When the reference, a copy or the base without adapters, does its forward pass: ``none``,
             ``before`` a step's passes, or ``within`` them, while the graph of a micro-batch waits.
+        kl_rows: Whether as many rows again, of prompts with other rows' answers, are scored by the model and by what
+            its reference does in a micro-batch, without gradients: KTO's KL term.
         generation: What is written before a step; None without it.
         quantises_whole: Whether every card holds a whole 4-bit base before it is sharded, as transformers loads it.
         steps_in_backward: Whether each parameter is updated as soon as its gradient is there, which is then freed.
@@ -120,6 +122,7 @@ class TrainingSetup:
     frozen_dtype: str | None = None
     reference_model: bool = False
     reference_pass: str = "none"
+    kl_rows: bool = False
     generation: GenerationSetup | None = None
     quantises_whole: bool = True
     steps_in_backward: bool = False
@@ -154,6 +157,17 @@ class TrainingSetup:
                 f"{parallel.num_replicas} replicas.",
                 fix="choose degrees whose product divides the number of GPUs.",
             )
+
+    @property
+    def least_rows(self) -> int:
+        """Rows of a micro-batch at least: other rows' answers need another row."""
+        return 2 if self.kl_rows else 1
+
+    @property
+    def scoring_passes(self) -> int:
+        """Forward passes of a micro-batch's size without gradients, of a reference and for the KL term."""
+        has_reference = self.reference_model or self.reference_pass != "none"
+        return has_reference + self.kl_rows * (1 + has_reference)
 
     @property
     def trains_adapters(self) -> bool:

@@ -10,10 +10,8 @@ from accel_scale.planning.search.recipe_choices import PlannedRecipe
 from accel_scale.planning.search.request_words import whole
 from accel_scale.planning.search.wish import Wish
 
-# TRL 1.16's defaults, `GRPOConfig`; prompts have no bound there.
-NUM_GENERATIONS, COMPLETION_TOKENS, BETA = 8, 512, 0.0
-# Of a prompt whose length nobody knows.
-PROMPT_TOKENS = 512
+# TRL's default (1.16) of an answer's bound. Prompts have none, and this is of one whose length nobody knows.
+COMPLETION_TOKENS = PROMPT_TOKENS = 512
 _OF_GENERATION = ("num_generations", "max_prompt_length", "max_completion_length", "beta")
 
 
@@ -23,6 +21,7 @@ class Fields(TypedDict, total=False):
     loss: str
     reference_model: bool
     reference_pass: str
+    kl_rows: bool
     generation: GenerationSetup
 
 
@@ -42,7 +41,8 @@ def preference_fields(wish: Wish, recipe: PlannedRecipe, batch: int) -> Fields:
         raise _useless("precompute_ref_log_probs", recipe, "--recipe dpo")
     if recipe.has_reference_model:
         keeps = not wish.precompute_ref_log_probs
-        return {**found, "reference_model": keeps, "reference_pass": "within" if keeps else "none"}
+        found = {**found, "reference_model": keeps, "reference_pass": "within" if keeps else "none"}
+        return {**found, "kl_rows": True} if recipe.estimates_kl else found
     if not recipe.generates:
         given = next((name for name in _OF_GENERATION if getattr(wish, name) is not None), None)
         if given is not None:
@@ -54,7 +54,7 @@ def preference_fields(wish: Wish, recipe: PlannedRecipe, batch: int) -> Fields:
             place="--max_length",
             fix="use --max_prompt_length and --max_completion_length.",
         )
-    group = whole(wish.num_generations or str(NUM_GENERATIONS), "--num_generations")
+    group = whole(wish.num_generations or str(recipe.num_generations), "--num_generations")
     if group < 2 or batch % group:
         raise ConfigError(
             f"{batch} answers a step are not groups of {group}."
@@ -65,7 +65,11 @@ def preference_fields(wish: Wish, recipe: PlannedRecipe, batch: int) -> Fields:
         )
     prompt = whole(wish.max_prompt_length or str(PROMPT_TOKENS), "--max_prompt_length")
     answer = whole(wish.max_completion_length or str(COMPLETION_TOKENS), "--max_completion_length")
-    return {**found, **reference_of_rewards(_beta(wish.beta)), "generation": GenerationSetup(0, prompt, answer)}
+    return {
+        **found,
+        **reference_of_rewards(_beta(wish.beta, recipe)),
+        "generation": GenerationSetup(0, prompt, answer),
+    }
 
 
 def reference_of_rewards(beta: float) -> Fields:
@@ -73,9 +77,9 @@ def reference_of_rewards(beta: float) -> Fields:
     return {"reference_model": beta > 0, "reference_pass": "before" if beta > 0 else "none"}
 
 
-def _beta(text: str | None) -> float:
+def _beta(text: str | None, recipe: PlannedRecipe) -> float:
     try:
-        value = float(text or BETA)
+        value = float(text or recipe.beta)
     except ValueError:
         value = -1.0
     if not value >= 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from accel_scale.planning.models.training_setup import TrainingSetup
 
@@ -30,8 +30,12 @@ class PlannedRecipe:
             base without them is the reference.
         rows_per_example: Rows that an example comes to: DPO's pairs are two. Batch sizes count examples.
         loss: One of `training_setup.LOSSES`.
+        estimates_kl: Whether the model and its reference score the rows of a micro-batch once more with each other's
+            answers, as KTO has it.
         disables_dropout: Whether dropout is off by default, as TRL has it for preferences; adapters' too.
         generates: Whether the model writes the answers that it is trained on. Batch sizes count answers then.
+        num_generations: Answers to each prompt, where it generates and nobody says how many.
+        beta: Weight of the KL term, likewise.
         rewards: Whether it trains a reward model: a head with one score per row in the place of the vocabulary's.
         config_class: Of its training configuration, in `settings.trl_config`.
         data_flag: Names the data; several are written as a list where `data_is_list`.
@@ -48,7 +52,10 @@ class PlannedRecipe:
     has_reference_model: bool = False
     rows_per_example: int = 1
     loss: str = "chunked"
+    estimates_kl: bool = False
     generates: bool = False
+    num_generations: int = 8
+    beta: float = 0.0
     disables_dropout: bool = False
     rewards: bool = False
     config_class: str = "RecipeSFTConfig"
@@ -71,6 +78,8 @@ class PlannedRecipe:
     def why_not(self, setup: TrainingSetup) -> str | None:
         """Which flag the recipe lacks for `setup`; None where it has all."""
         policy, flags = setup.checkpointing, self.flags
+        if setup.micro_batch_size < setup.least_rows:
+            return f"a micro-batch has {setup.least_rows} rows at least, for the KL term"
         switches = {"none": flags, "full": flags & {"checkpointing_policy", "gradient_checkpointing"}}
         if not switches.get(policy, flags & {"checkpointing_policy"}):
             return f"{self.script} has no --checkpointing_policy for {policy} checkpointing"
@@ -113,6 +122,14 @@ DPO_PLAN = PlannedRecipe(
     learning_rates={"full": 5e-7, "lora": 5e-6, "qlora": 5e-6},
     flags=SFT_PLAN.flags - {"packing", "sp_size", "long_rows"} | {"precompute_ref_log_probs"},
 )
+KTO_PLAN = replace(
+    DPO_PLAN,
+    script="recipes/kto.py",
+    rows_per_example=1,
+    estimates_kl=True,
+    config_class="RecipeKTOConfig",
+    example_data="trl-lib/kto-mix-14k",
+)
 GRPO_PLAN = PlannedRecipe(
     "recipes/grpo.py",
     ("full", "lora", "qlora"),
@@ -125,6 +142,7 @@ GRPO_PLAN = PlannedRecipe(
     flags=SFT_PLAN.flags - {"packing", "sp_size", "long_rows", "max_length"}
     | {"beta", "dataset_config", "max_completion_length", "num_generations", "rewards"},
 )
+RLOO_PLAN = replace(GRPO_PLAN, script="recipes/rloo.py", config_class="RecipeRLOOConfig", num_generations=2, beta=0.05)
 REWARD_PLAN = PlannedRecipe(
     "recipes/reward.py",
     ("full", "lora", "qlora"),
@@ -155,7 +173,9 @@ PRETRAIN_PLAN = PlannedRecipe(
 PLANNED_RECIPES = {
     "sft": SFT_PLAN,
     "dpo": DPO_PLAN,
+    "kto": KTO_PLAN,
     "grpo": GRPO_PLAN,
+    "rloo": RLOO_PLAN,
     "reward": REWARD_PLAN,
     "pretrain": PRETRAIN_PLAN,
 }

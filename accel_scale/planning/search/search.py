@@ -178,7 +178,9 @@ def _settings(request: Request, choice: ParallelChoice, method: str) -> Iterator
     per_rank = request.global_batch_size // choice.parallel.data_parallel
     policies = (fixed.pop("checkpointing"),) if "checkpointing" in fixed else ("full", "selective", "none")
     optimizers = (fixed.pop("optimizer"),) if "optimizer" in fixed else _optimizers(method, choice)
-    micro_batches = (fixed.pop("micro_batch_size"),) if "micro_batch_size" in fixed else _divisors(per_rank)
+    least = 2 if fixed.get("kl_rows") else 1
+    divisors = tuple(size for size in _divisors(per_rank) if size >= least)
+    micro_batches = (fixed.pop("micro_batch_size"),) if "micro_batch_size" in fixed else divisors
     micro_batches = tuple(size for size in micro_batches if size % request.recipe.rows_per_example == 0)
     # All that a step is trained on is written before it.
     if (generation := fixed.pop("generation", None)) is not None:

@@ -35,6 +35,7 @@ MEANING = (
     "num_generations", "temperature", "desirable_weight", "undesirable_weight", "loss_weights", "label_smoothing",
     "f_divergence_type", "f_alpha_divergence_coef", "discopop_tau", "ld_alpha", "use_weighting", "sync_ref_model",
     "ref_model_mixup_alpha", "ref_model_sync_steps", "disable_dropout", "center_rewards_coefficient",
+    "normalize_advantages", "reward_clip_range",
 )  # fmt: skip
 # What a run may have chosen by itself and keeps when it goes on; if the user sets it otherwise, it is no other run.
 KEPT = ("checkpointing_policy", "fused_kernels")

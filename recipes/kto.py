@@ -1,0 +1,108 @@
+"""Tune a model to answers that are labelled good or bad, one by one, by KTO.
+
+    accelerate launch --config_file accelerate_configs/fsdp2.yaml recipes/kto.py \\
+        --model_name_or_path outputs/sft --dataset_name trl-lib/kto-mix-14k --method lora --beta 0.1
+
+Rows have `prompt`, `completion` and `label` (true for a good answer), or `messages` that end with the answer, and
+`label`; `--columns` maps other names. They are read in their order: the KL term of the loss takes the answers of other
+rows of a micro-batch. With adapters the reference is the model without them; full fine-tuning keeps a frozen copy,
+unless `--precompute_ref_log_probs`. Without a model and data it tunes the embedded model to right and wrong answers.
+Flags are TRL's `ScriptArguments`, `KTOConfig` and `ModelConfig` and our `ScaleArguments`: `--help` lists them.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from accel_scale.ending.user_errors import user_errors
+from accel_scale.flags.library import load_classes
+from accel_scale.flags.parsing import ParsedFlags, parse_flags
+from accel_scale.quiet import quiet_imports
+from accel_scale.recipe_specs.kto import KTO
+from accel_scale.starting.begin import begin
+from accel_scale.trainers.reference import load_with_reference
+from accel_scale.trainers.trainer_run import (
+    TrainerRun,
+    check_run,
+    course_of_run,
+    prepare_chat,
+    report_end,
+    report_start,
+    set_loaders,
+    settle_trainer,
+    trainer_options,
+)
+from accel_scale.trainers.trainer_start import load_rows, resolve_trainer_run
+
+if TYPE_CHECKING:  # torch and TRL are slow to import: not before the command line has been checked
+    from accel_scale.trainers.sft_trainer import ScaleKTOTrainer
+
+RECIPE = KTO  # what doctor, plan, rehearse, scaling-test, launch-script and tune.py know about this file
+PROGRAM, FLAG_CLASSES = RECIPE.program, RECIPE.flags
+quiet_imports()  # before the libraries that would print at import
+
+
+def main(argv: list[str] | None = None) -> dict[str, object] | None:
+    """Run the recipe; returns what `run_summary.json` holds."""
+    from accel_scale.ending.user_errors import exit_if_not_saved
+    from accel_scale.report_page.leaving import held_folder
+
+    started = time.perf_counter()
+    parsed = parse_flags(FLAG_CLASSES, argv, program=PROGRAM, description=__doc__)
+    run = resolve_run(parsed)
+    if run.settings.scale.print_config:
+        run.say(run.settings.as_yaml(load_classes(FLAG_CLASSES)))
+        return None
+    check_run(run)
+    with held_folder(run), exit_if_not_saved(PROGRAM):
+        load_data(run)
+        run.course = course_of_run(run, FLAG_CLASSES)
+        if finished := run.course.look_ahead():
+            return run.course.say_finished(finished, is_main=run.is_main)
+        trainer = make_trainer(run)
+        run.course.follow(trainer, started)
+        report_start(run, trainer, PROGRAM)
+        trainer.train(resume_from_checkpoint=run.course.choice)
+        trainer.save_model(trainer.args.output_dir)
+        summary = report_end(run, trainer, PROGRAM)
+    trainer.accelerator.end_training()  # torch warns of process groups that are left to the interpreter's end
+    return summary
+
+
+def resolve_run(parsed: ParsedFlags) -> TrainerRun:
+    """Flags, launch and machine brought together; contradictions are refused here."""
+    RECIPE.refuse(parsed)
+    from accel_scale.data.default import DEFAULT_LABELS
+
+    return resolve_trainer_run(parsed, RECIPE.plan, preset=DEFAULT_LABELS)
+
+
+def load_data(run: TrainerRun) -> None:
+    """Answers to train on, others to evaluate where asked for, and the questions of the exact-match report."""
+    from accel_scale.data.default import default_labelled
+    from accel_scale.settings.planned_setup import recipe_value
+
+    folder = f"{recipe_value(run.settings, 'output_dir')}/data"
+    load_rows(run, lambda heldout: default_labelled(folder, heldout=heldout), preferences="labels")
+    run.plan = run.plan and run.plan.for_data(run.data.train, run.tokenizer)
+
+
+def make_trainer(run: TrainerRun) -> ScaleKTOTrainer:
+    """TRL's trainer with the model, its reference, the data, and what was decided about them."""
+    from accel_scale.settings.trl_config import RecipeKTOConfig
+    from accel_scale.trainers.sft_trainer import ScaleKTOTrainer
+
+    set_loaders(run)
+    args = run.settings.build(RecipeKTOConfig)
+    stop_token = prepare_chat(run)
+    model, reference = load_with_reference(run, args)
+    trainer = ScaleKTOTrainer(ref_model=reference, **trainer_options(run, args, model))
+    settle_trainer(run, trainer, stop_token)
+    return trainer
+
+
+if __name__ == "__main__":
+    begin(PROGRAM, FLAG_CLASSES, RECIPE.refuse)
+    with user_errors(PROGRAM):
+        main()

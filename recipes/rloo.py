@@ -1,0 +1,91 @@
+"""Train a model on rewards that can be verified, by RLOO: each answer against the other answers to its prompt.
+
+    accelerate launch --config_file accelerate_configs/zero2.yaml recipes/rloo.py \\
+        --model_name_or_path outputs/sft --dataset_name openai/gsm8k --dataset_config main \\
+        --columns prompt=question completion=answer --rewards number --num_generations 8
+
+Rows, rewards and the embedded questions are those of grpo.py. The advantage of an answer is its reward less the mean
+of the others', the loss weighs whole answers, and the KL term (`--beta`, 0.05) is taken off the reward.
+Flags are TRL's `ScriptArguments`, `RLOOConfig` and `ModelConfig` and our `ScaleArguments`: `--help` lists them.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from accel_scale.ending.user_errors import user_errors
+from accel_scale.flags.library import load_classes
+from accel_scale.flags.parsing import ParsedFlags, parse_flags
+from accel_scale.quiet import quiet_imports
+from accel_scale.recipe_specs.rloo import RLOO
+from accel_scale.starting.begin import begin
+from accel_scale.trainers.rewarded_run import RewardedRun, load_generating_model, load_prompts, resolve_rewarded_run
+from accel_scale.trainers.trainer_run import (
+    check_run,
+    course_of_run,
+    report_end,
+    report_start,
+    set_loaders,
+    settle_trainer,
+    trainer_options,
+)
+
+if TYPE_CHECKING:  # torch and TRL are slow to import: not before the command line has been checked
+    from accel_scale.trainers.grpo_trainer import ScaleRLOOTrainer
+
+RECIPE = RLOO  # what doctor, plan, rehearse, scaling-test, launch-script and tune.py know about this file
+PROGRAM, FLAG_CLASSES = RECIPE.program, RECIPE.flags
+quiet_imports()  # before the libraries that would print at import
+
+
+def main(argv: list[str] | None = None) -> dict[str, object] | None:
+    """Run the recipe; returns what `run_summary.json` holds."""
+    from accel_scale.ending.user_errors import exit_if_not_saved
+    from accel_scale.report_page.leaving import held_folder
+
+    started = time.perf_counter()
+    parsed = parse_flags(FLAG_CLASSES, argv, program=PROGRAM, description=__doc__)
+    run = resolve_run(parsed)
+    if run.settings.scale.print_config:
+        run.say(run.settings.as_yaml(load_classes(FLAG_CLASSES)))
+        return None
+    check_run(run)
+    with held_folder(run), exit_if_not_saved(PROGRAM):
+        load_prompts(run)
+        run.course = course_of_run(run, FLAG_CLASSES)
+        if finished := run.course.look_ahead():
+            return run.course.say_finished(finished, is_main=run.is_main)
+        trainer = make_trainer(run)
+        run.course.follow(trainer, started)
+        report_start(run, trainer, PROGRAM)
+        trainer.train(resume_from_checkpoint=run.course.choice)
+        trainer.save_model(trainer.args.output_dir)
+        summary = report_end(run, trainer, PROGRAM)
+    trainer.accelerator.end_training()  # torch warns of process groups that are left to the interpreter's end
+    return summary
+
+
+def resolve_run(parsed: ParsedFlags) -> RewardedRun:
+    """Flags, launch and machine brought together; contradictions are refused here."""
+    RECIPE.refuse(parsed)
+    return resolve_rewarded_run(parsed, RECIPE.plan)
+
+
+def make_trainer(run: RewardedRun) -> ScaleRLOOTrainer:
+    """TRL's trainer with the model, the rewards, the data, and what was decided about them."""
+    from accel_scale.settings.trl_config import RecipeRLOOConfig
+    from accel_scale.trainers.grpo_trainer import ScaleRLOOTrainer
+
+    set_loaders(run)
+    args = run.settings.build(RecipeRLOOConfig)
+    model, stop_token = load_generating_model(run, args)
+    trainer = ScaleRLOOTrainer(reward_funcs=run.rewards, **trainer_options(run, args, model))
+    settle_trainer(run, trainer, stop_token)
+    return trainer
+
+
+if __name__ == "__main__":
+    begin(PROGRAM, FLAG_CLASSES, RECIPE.refuse)
+    with user_errors(PROGRAM):
+        main()
