@@ -13,6 +13,9 @@ import torch
 from peft import IA3Config, LoraConfig, get_peft_model
 from safetensors.torch import load_file, safe_open, save_file
 from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     BitsAndBytesConfig,
     GPT2Config,
     GPT2LMHeadModel,
@@ -146,6 +149,33 @@ def test_experts_that_are_stored_one_by_one_make_one_tensor_and_are_written_as_t
         written |= weights.write(group, {name: own[name] for name in weights.made_by(group)})
     assert written.keys() == reader.file_of.keys()
     assert all(tensor.is_contiguous() and tensor.equal(reader.read(name)) for name, tensor in written.items())
+
+
+def test_a_stored_tensor_may_make_several_and_keep_its_name_where_it_is_turned(tmp_path: Path) -> None:
+    """Gates, queries, keys and values in one matrix; experts whose matrices are stored the other way round."""
+    sizes = {**SIZES, "head_dim": 8}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    pictures = {
+        "depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32, "patch_size": 4,
+        "deepstack_visual_indexes": [],
+    }  # fmt: skip
+    several = CONFIG_MAPPING["hrm_text"](**sizes)
+    turned = CONFIG_MAPPING["qwen3_vl_moe"](text_config={**sizes, **experts}, vision_config=pictures)
+    for kind, config in ((AutoModelForCausalLM, several), (AutoModelForImageTextToText, turned)):
+        torch.manual_seed(0)
+        model, folder = kind.from_config(config), tmp_path / config.model_type
+        model.save_pretrained(folder)
+        reader = SafetensorsReader(folder)
+        with torch.device("meta"):
+            skeleton = kind.from_config(config)
+        weights, own = StoredWeights(skeleton, reader.file_of), model.state_dict()
+        for name, tensor in own.items():
+            assert weights.read(name, reader.read).equal(tensor), name
+        written: dict[str, torch.Tensor] = {}
+        for group in set(weights.group_of.values()):
+            written |= weights.write(group, {name: own[name] for name in weights.made_by(group)})
+        assert written.keys() == reader.file_of.keys()
+        assert all(tensor.equal(reader.read(name)) for name, tensor in written.items())
 
 
 def test_a_save_reverts_the_conversions_that_the_checkpoint_needed_and_no_others(tmp_path: Path) -> None:
