@@ -406,14 +406,17 @@ def test_the_loss_scale_of_fp16(start):
 
 
 class Evil:
+    def __init__(self, mark):
+        self.mark = mark
+
     def __reduce__(self):
-        return os.system, ("touch /tmp/accel-scale-was-here",)
+        return os.system, (f"touch '{self.mark}'",)
 
 
 def test_pickled_code_is_not_run(start, tmp_path, monkeypatch):
     saved(start)
-    path = tmp_path / "run" / "checkpoint-6" / "optimizer.bin"
-    torch.save({"state": Evil()}, path)
+    path, mark = tmp_path / "run" / "checkpoint-6" / "optimizer.bin", tmp_path / "was-here"
+    torch.save({"state": Evil(mark)}, path)
     with pytest.raises(ConfigError, match=r"optimizer\.bin holds posix\.system"):
         load_safely(path)
     with pytest.raises(ConfigError, match=r"optimizer\.bin holds posix\.system"):
@@ -424,17 +427,17 @@ def test_pickled_code_is_not_run(start, tmp_path, monkeypatch):
             load_safely(path)
     metadata = tmp_path / "other" / "shards" / ".metadata"
     metadata.parent.mkdir(parents=True)
-    metadata.write_bytes(pickle.dumps(Evil()))
+    metadata.write_bytes(pickle.dumps(Evil(mark)))
     # A class can run code when it is called, too, and so can what a module has imported.
     for place, name in (("subprocess", "Popen"), ("torch.distributed.checkpoint.metadata", "os.system")):
         opcodes = pickle.dumps([0], protocol=2)[:2] + f"c{place}\n{name}\n.".encode()
         metadata.write_bytes(opcodes)
         with pytest.raises(ConfigError, match=r"shards/.metadata holds "):
             refuse_unsafe_folder(tmp_path / "other")
-    metadata.write_bytes(pickle.dumps(Evil()))
+    metadata.write_bytes(pickle.dumps(Evil(mark)))
     with pytest.raises(ConfigError, match=r"shards/.metadata holds posix.system"):
         refuse_unsafe_folder(tmp_path / "other")
-    assert not Path("/tmp/accel-scale-was-here").exists()
+    assert not mark.exists()
 
 
 def test_counts(start):
