@@ -85,9 +85,40 @@ def rehearse(notebook: Any) -> None:
     assert "#SBATCH --gpus-per-node=8" in output(notebook, "launch-script slurm")
 
 
+def trainer(notebook: Any) -> None:
+    before, after = numbers(r"before: (\d+)%[\s\S]*after:  (\d+)%", output(notebook, "trainer.train()"))
+    assert after >= before + 25
+    assert (
+        numbers(r"read back +(\d+) tensors, largest difference ([\d.]+)", output(notebook, "first_verification"))[1]
+        == 0
+    )
+    assert "checkpoint-40 (step 40)" in output(notebook, "os.truncate")
+    (again,) = numbers(r"after resuming: (\d+)%", output(notebook, "os.truncate"))
+    assert again == after
+
+
+def grpo(notebook: Any) -> None:
+    text = output(notebook, "run_summary.json")
+    before, after = numbers(r"exact match +(\d+)% before, (\d+)% after", text)
+    assert after > before - 5
+    rewards = [float(reward) for reward in re.findall(r"reward ([\d.]+)", text)]
+    assert rewards[-1] > rewards[0] + 0.2
+    right = [int(share) for share in re.findall(r"right (\d+)%", text)]
+    assert right[-1] > right[0] + 12
+    plans = output(notebook, "accel-scale plan")
+    memory = [float(gib) for gib in re.findall(r"│ +([\d.]+) ± [\d.]+ GiB │", plans)]
+    assert len(memory) == 2
+    assert memory[0] < 23.5
+    assert memory[1] < 14.6
+    assert "RTX 4090 (23.5 GiB each): lora in bf16" in plans
+    assert "T4 (14.6 GiB each): lora in fp16" in plans
+
+
 SEEN: dict[str, Callable[[Any], None]] = {
     "qlora_one_gpu": qlora,
     "rehearse_8_gpus": rehearse,
+    "your_own_trainer": trainer,
+    "grpo_rewards": grpo,
 }
 
 
