@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -9,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accel_scale.board.environment import prepare
-from accel_scale.board.guarding import LOCAL_NAMES, OnlyThePage
-from accel_scale.board.rendering import style
+from accel_scale.board.environment import LOCAL_NAMES, prepare
+from accel_scale.board.guarding import OnlyThePage
+from accel_scale.board.rendering import sendable, style
 from accel_scale.errors import ConfigError, first_line
 
 if TYPE_CHECKING:
@@ -117,19 +118,16 @@ def start(
 
 
 def wait(page: Blocks) -> None:
-    """Until Ctrl-C."""
+    """Until Ctrl-C or SIGTERM."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         while True:
             time.sleep(3600)
     except KeyboardInterrupt:
         pass
     finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         page.close(verbose=False)
-
-
-def _sendable(text: str) -> str:
-    """`text` as it can be sent: halves of characters that a request held are replaced."""
-    return text.encode(errors="replace").decode()
 
 
 def _board_class() -> type[Blocks]:
@@ -142,7 +140,7 @@ def _board_class() -> type[Blocks]:
             try:
                 return await super().process_api(*args, **kwargs)  # type: ignore[arg-type]
             except gr.Error as error:
-                raise gr.Error(_sendable(error.message), print_exception=False) from None
+                raise gr.Error(sendable(error.message), print_exception=False) from None
             except Exception as error:
                 from accel_scale.secrets import mask
 

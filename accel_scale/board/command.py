@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import sys
 from pathlib import Path
 
@@ -12,7 +13,6 @@ DESCRIPTION = """A local web page: plan a run, check its files, watch runs and s
   accel-scale board --runs outputs
 
 Needs pip install 'accel-scale[board]', and no network. Ctrl-C ends it."""
-LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,24 +30,70 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until Ctrl-C."""
-    from accel_scale.board.environment import require_gradio
+    from accel_scale.facts.exit_statuses import INTERRUPTED_STATUS
+
+    try:
+        return _serve(args)
+    except KeyboardInterrupt:  # before it was served
+        return INTERRUPTED_STATUS
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from accel_scale.board.environment import LOCAL_NAMES, require_gradio
 
     port = None if args.port is None else _port(args.port)
     runs = None if args.runs is None else _folder(args.runs)
+    interface = _interface(args.host)
+    if port is not None:
+        _refuse_taken(interface, port)
     require_gradio()
     from accel_scale.board.app import BoardSettings, build_app, start, wait
 
-    is_local = args.host in LOCAL_HOSTS
+    is_local = ipaddress.ip_address(interface).is_loopback
     page = build_app(BoardSettings(runs, can_stop=is_local))
     if is_local:
-        address = start(page, host="127.0.0.1" if args.host == "localhost" else args.host, port=port)
+        address = start(page, host=interface, port=port, hosts=(*LOCAL_NAMES, args.host, interface))
     else:
         what = "plans, and the runs of --runs" if runs else "plans"
         print(f"warning: whoever reaches {args.host} sees this page ({what}); there is no password.", file=sys.stderr)
-        address = start(page, host=args.host, port=port, hosts=())
+        address = start(page, host=interface, port=port, hosts=())
     print(f"board  {address}  (Ctrl-C ends it)", flush=True)
     wait(page)
     return 0
+
+
+def _interface(host: str) -> str:
+    """The address of an interface of this machine."""
+    import socket
+
+    from accel_scale.errors import ConfigError
+
+    try:
+        found = socket.getaddrinfo(host, 0, socket.AF_INET, socket.SOCK_STREAM)[0][4]
+        with socket.socket() as probe:
+            probe.bind(found)
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or "no such name"
+        fix = "use localhost, 0.0.0.0 for all, or an IPv4 address of this machine."
+        raise ConfigError(f"{host!r} is no interface of this machine ({why}).", place="--host", fix=fix) from None
+    return str(found[0])
+
+
+def _refuse_taken(interface: str, port: int) -> None:
+    import socket
+
+    from accel_scale.errors import ConfigError
+
+    try:
+        with socket.socket() as probe:
+            probe.setsockopt(
+                socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+            )  # as servers have it: one that ended is no reason
+            probe.bind((interface, port))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot be served on ({error.strerror}).", place=f"--port {port}", fix="name another."
+        ) from None
 
 
 def _port(text: str) -> int:

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypedDict
 
+import yaml
+
 from accel_scale.board.rendering import filled
 from accel_scale.board.uploads import Dropped, read_all
 from accel_scale.errors import ConfigError
@@ -102,8 +104,24 @@ def _launch_words(name: str | None, files: Sequence[Dropped], folder: Path) -> l
             f"{what} among {len(files)}.", place="Launch file", fix="drop one, and DeepSpeed's JSON with it."
         )
     for file in files:
+        _refuse_other_files(file, files)
         (folder / file.name).write_text(file.text, encoding="utf-8")
     return ["--config_file", settings[0].name] if settings else []
+
+
+def _refuse_other_files(file: Dropped, files: Sequence[Dropped]) -> None:
+    """The command looks for DeepSpeed's file in every folder above the launch file, and says what it holds."""
+    try:
+        section = yaml.safe_load(file.text)["deepspeed_config"]
+        name = str(section["deepspeed_config_file"])
+    except (yaml.YAMLError, ValueError, TypeError, KeyError):
+        return  # it names none, or cannot be read, which the command says before it reads anything else
+    if name not in [each.name for each in files]:
+        raise ConfigError(
+            f"names {Path(name).name!r}, which was not dropped with it.",
+            place=f"{file.name}: deepspeed_config_file",
+            fix="drop DeepSpeed's JSON too.",
+        )
 
 
 def _recipe_words(recipe: str | None, files: Sequence[Dropped], folder: Path) -> list[str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from accel_scale.errors import ConfigError
 
+LOCAL_NAMES = ("localhost", "127.0.0.1")
 _FOLDER_VARIABLE = "GRADIO_TEMP_DIR"
 # Each would open what the board keeps closed.
 _IGNORED = ("GRADIO_SHARE", "GRADIO_ALLOWED_PATHS", "GRADIO_MCP_SERVER", "GRADIO_SERVER_NAME", "GRADIO_SERVER_PORT")

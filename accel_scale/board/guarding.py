@@ -14,7 +14,6 @@ from accel_scale.board.environment import served_folder
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 # Gradio has many more: proxies, an editor of the program, recordings, other people's components.
 _OPEN = re.compile(
     r"/|/config/?|/theme\.css|/favicon\.ico|/manifest\.json|/robots\.txt|/(?:assets|static|svelte)/[\w./@-]+"

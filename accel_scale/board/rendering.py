@@ -16,8 +16,13 @@ _PAGE = Path(__file__).parent / "page"
 
 
 def filled(template: str, **values: object) -> str:
-    """A part of the page; `template` without its ending."""
-    return _environment().get_template(f"{template}.html.j2").render(**values)
+    """A part of the page; `template` without its ending. Halves of characters, which cannot be sent, are replaced."""
+    return sendable(_environment().get_template(f"{template}.html.j2").render(**values))
+
+
+def sendable(text: str) -> str:
+    """`text` with a ``?`` in the place of what UTF-8 has no form for."""
+    return text.encode(errors="replace").decode()
 
 
 def refused(error: ConfigError) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 from accel_scale.errors import ConfigError
@@ -24,6 +24,20 @@ _FILES = (*_MARKS, EVENTS_NAME)
 _DEEPEST, _MOST_RUNS, _MOST_FOLDERS = 3, 200, 5_000
 # Larger logs are not read for a page that asks every few seconds.
 MOST_LOG_BYTES = 64 * 2**20
+
+
+# A log that took longer to read is left alone ten times as long: it is read on one core of the machine that trains.
+_SOON, _REST = 0.05, 10.0
+
+
+@dataclass(frozen=True)
+class _Kept:
+    stamp: tuple[object, ...]
+    records: RunRecords
+    fresh_until: float
+
+
+_kept: dict[Path, _Kept] = {}
 
 
 @dataclass(frozen=True)
@@ -66,12 +80,27 @@ def folder_of(root: Path, name: str) -> Path:
 
 
 def records_of(folder: Path) -> RunRecords:
-    """What a run's folder holds.
+    """What a run's folder holds. A log that takes long to read is not read again at once when it has grown.
 
     Raises:
         ConfigError: where nothing of it can be read, or a log is larger than `MOST_LOG_BYTES`.
     """
-    return _records(folder, stamp_of(folder))
+    stamp, kept = stamp_of(folder), _kept.get(folder)
+    began = time.monotonic()
+    if kept is not None and (kept.stamp == stamp or began < kept.fresh_until):
+        return kept.records
+    records = _read(folder)
+    if len(_kept) > 2 * _MOST_RUNS:
+        _kept.clear()
+    ended = time.monotonic()
+    _kept[folder] = _Kept(stamp, records, ended + _REST * max(0.0, ended - began - _SOON))
+    return records
+
+
+def shown_stamp(folder: Path) -> tuple[object, ...]:
+    """`stamp_of` when the records were read that `records_of` returns now."""
+    kept = _kept.get(folder)
+    return stamp_of(folder) if kept is None else kept.stamp
 
 
 def stamp_of(folder: Path) -> tuple[object, ...]:
@@ -121,8 +150,7 @@ def strategy_of(run: RunRecords) -> str:
     return ", ".join(str(part) for part in (recipe, strategy, model and Path(str(model)).name) if part)
 
 
-@lru_cache(maxsize=64)
-def _records(folder: Path, stamp: tuple[object, ...]) -> RunRecords:
+def _read(folder: Path) -> RunRecords:
     for name in _FILES:
         path = folder / name
         if path.is_symlink():
@@ -136,7 +164,7 @@ def _folders(root: Path) -> Iterator[Path]:
     """Folders of runs, `root` itself too."""
     for count, (path, names, files) in enumerate(os.walk(root), 1):
         depth = len(Path(path).relative_to(root).parts)
-        names[:] = sorted(name for name in names if depth < _DEEPEST and not name.startswith("."))
+        names[:] = sorted(name for name in names if depth < _DEEPEST and name.isprintable() and name[0] != ".")
         if not set(_MARKS).isdisjoint(files):
             yield Path(path)
             names[:] = [name for name in names if not name.startswith("checkpoint")]

@@ -16,7 +16,7 @@ from accel_scale.board.runs import (
     progress_of,
     records_of,
     runs_below,
-    stamp_of,
+    shown_stamp,
     strategy_of,
 )
 from accel_scale.board.stopping import RunProcess, process_of, stop
@@ -86,10 +86,10 @@ class RunsView:
 
         names = runs_below(self._root)
         name = name if name in names else (names[0] if names else None)
-        now = repr((name, [(each, stamp_of(self._root / each)) for each in names]))
+        rows = [overview_row(self._root, each) for each in names]
+        now = repr((name, [(each, shown_stamp(self._root / each)) for each in names]))
         if now == seen:
             return [gr.skip()] * 5
-        rows = [overview_row(self._root, each) for each in names]
         overview = filled("runs", rows=rows, folder=without_home(str(self._root)))
         stop = gr.Button(interactive=any(row["run"] == name and row["how"] == "running" for row in rows))
         return [overview, gr.Dropdown(choices=names, value=name), self._details(name), stop, now]

@@ -14,6 +14,7 @@ from accel_scale.errors import ConfigError
 MOST_BYTES = 256 * 1024
 _DEEPEST, _MOST_NODES = 40, 20_000
 _NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,80}\.(ya?ml|json)")
+_SEPARATOR = re.compile(r"[/\\]")
 _ODD = re.compile(r"[^\w.-]")
 # Takes the place of the folders of a path that must not be looked at.
 ELSEWHERE = "elsewhere"
@@ -75,11 +76,14 @@ def _without_paths(text: str, name: str, beside: Collection[str]) -> tuple[str, 
                 raise ConfigError("anchors are not read here.", place=f"{name}:{line}", fix="write the value itself.")
             if depth > _DEEPEST or nodes > _MOST_NODES:
                 raise ConfigError("is no file of settings.", place=f"{name}:{line}", fix="drop a smaller file.")
-            if isinstance(event, yaml.ScalarEvent) and is_outside(event.value):
-                last = re.split(r"[/\\]", event.value.rstrip("/\\"))[-1] or "folder"
+            if not isinstance(event, yaml.ScalarEvent):
+                continue
+            last = _SEPARATOR.split(event.value.strip().rstrip("/\\"))[-1] or "folder"
+            if is_outside(event.value) or (last != event.value and last in beside):
                 inside = last if last in beside else f"{ELSEWHERE}/{_ODD.sub('_', last)}"
-                replaced.append(event.value)
-                parts += [text[done : start.index], inside]
+                replaced += [] if last in beside else [event.value]
+                is_block = text[start.index : end.index].endswith("\n")
+                parts += [text[done : start.index], inside, "\n" * is_block]
                 done = end.index
     except yaml.YAMLError:
         return text, []  # the command says it better, with the line; it reads nothing else of such a file
@@ -88,7 +92,7 @@ def _without_paths(text: str, name: str, beside: Collection[str]) -> tuple[str, 
 
 def is_outside(value: str) -> bool:
     """Whether a setting's value is a path that leads out of the folder in which it is read."""
-    words = re.split(r"[/\\]", value)
+    words = _SEPARATOR.split(value)
     return len(words) > 1 and (not words[0] or words[0].startswith("~") or ".." in words or ":" in words[0])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shlex
@@ -18,15 +19,17 @@ import pytest
 import yaml
 from report_runs import write_run
 
-from accel_scale.board import bars, plan_answers
+from accel_scale.board import bars, plan_answers, runs
 from accel_scale.board.curves import pictures_of
 from accel_scale.board.plan_controls import CONTROLS, command_of, settings_of
+from accel_scale.board.rendering import filled
 from accel_scale.board.runs import folder_of, overview_row, progress_of, records_of, runs_below, stamp_of
 from accel_scale.board.stopping import RunProcess, process_of, stop
 from accel_scale.board.uploads import read_dropped
 from accel_scale.cli.main import main
 from accel_scale.errors import ConfigError
 from accel_scale.launching.folder_lock import LOCK_FILE
+from accel_scale.report_page.reading import RunRecords, read_run
 from accel_scale.reporting.plan_json import as_dict
 
 REPOSITORY = Path(__file__).parents[2]
@@ -182,16 +185,16 @@ def dropped(folder: Path, text: str | bytes, name: str = "launch.yaml") -> Path:
 def test_paths_that_lead_out_of_the_folder_are_replaced(tmp_path: Path) -> None:
     text = (
         "a: /etc/passwd\nb: '~/x'  # kept\nc: [../../up, outputs/sft, Qwen/Qwen3-8B]\nd: C:\\x\\y\n"
-        "e: {f: file:///etc/shadow}\ng: https://example.org/x\nh: /data/ds.json\n"
+        "e: {f: file:///etc/shadow}\ni: |\n  /etc/x\ng: https://example.org/x\nh: /data/ds.json\n"
     )
     read = read_dropped(dropped(tmp_path, text), beside=["ds.json"])
     assert yaml.safe_load(read.text) == {
         "a": "elsewhere/passwd", "b": "elsewhere/x", "c": ["elsewhere/up", "outputs/sft", "Qwen/Qwen3-8B"],
-        "d": "elsewhere/y", "e": {"f": "elsewhere/shadow"}, "g": "elsewhere/x", "h": "ds.json",
+        "d": "elsewhere/y", "e": {"f": "elsewhere/shadow"}, "i": "elsewhere/x", "g": "elsewhere/x", "h": "ds.json",
     }  # fmt: skip
     assert "# kept" in read.text
     assert list(read.replaced) == [
-        "/etc/passwd", "~/x", "../../up", "C:\\x\\y", "file:///etc/shadow", "https://example.org/x", "/data/ds.json"
+        "/etc/passwd", "~/x", "../../up", "C:\\x\\y", "file:///etc/shadow", "/etc/x\n", "https://example.org/x"
     ]  # fmt: skip
 
 
@@ -247,6 +250,34 @@ def test_records_are_read_again_when_a_line_is_added(tmp_path: Path) -> None:
         log.write('{"step": 11, "loss": 0.5}\n')
     assert stamp_of(run) != before
     assert records_of(run).last_step == 11
+
+
+def test_a_log_that_takes_long_is_read_a_tenth_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write_run(tmp_path / "run", steps=10, finished=False)
+    read_at: list[float] = []
+
+    def slow(folder: Path) -> RunRecords:
+        read_at.append(time.monotonic())
+        time.sleep(0.08)
+        return read_run(folder)
+
+    monkeypatch.setattr(runs, "_read", slow)
+    while len(read_at) < 3:
+        with open(run / "metrics.jsonl", "a") as log:
+            log.write('{"step": 11, "loss": 0.5}\n')
+        records_of(run)
+    assert all(later - earlier > 0.3 for earlier, later in itertools.pairwise(read_at))
+
+
+def test_names_that_cannot_be_sent_are_left_out(tmp_path: Path) -> None:
+    for name in (b"bad\xff", b"line\nbreak", b"good"):
+        folder = os.fsencode(tmp_path) + b"/" + name
+        os.mkdir(folder)
+        with open(folder + b"/metrics.jsonl", "w") as log:
+            log.write('{"step": 1, "loss": 2.0, "note": "\\ud800"}\n')
+    assert runs_below(tmp_path) == ["good"]
+    assert records_of(tmp_path / "good").last_step == 1
+    assert filled("sentence", text="a\ud800b") == '<p class="b-sentence" role="status">a?b</p>'
 
 
 def test_progress_says_how_long_it_will_take(tmp_path: Path) -> None:
