@@ -199,7 +199,8 @@ def _quantised(config: Any, setup: TrainingSetup, compute: torch.dtype) -> Any:
 def draw_inputs(config: Any, setup: TrainingSetup, rng: Random) -> dict[str, torch.Tensor]:
     """Token ids as labels too; packed rows hold documents of random lengths."""
     shape = (setup.micro_batch_size, setup.sequence_length)
-    ids = torch.randint(3, config.vocab_size, shape, generator=torch.Generator().manual_seed(rng.randrange(2**31)))
+    vocab_size = config.get_text_config(decoder=True).vocab_size
+    ids = torch.randint(3, vocab_size, shape, generator=torch.Generator().manual_seed(rng.randrange(2**31)))
     inputs = {"input_ids": ids, "labels": ids}
     if setup.packing:
         rows = []

@@ -51,6 +51,11 @@ COLUMNS = {
     "name": "model type", "packing": "packed rows", "full": "full", "lora": "LoRA", "full_fsdp2": "full, FSDP2",
     "lora_fsdp2": "LoRA, FSDP2", **{f"checkpointing_{kind}": f"checkpointing {kind}" for kind in POLICIES},
 }  # fmt: skip
+# Of Qwen 4's indexed attention.
+_INDEXER = {
+    "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 128,
+    "indexer_compress_ratio": 4,
+}  # fmt: skip
 # What a configuration class leaves out, or gives in a size that does not go with the rest.
 _FILLED: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {
@@ -66,6 +71,9 @@ _FILLED: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "ministral": {"num_key_value_heads": 8, "head_dim": 128},
     "nemotron": {"num_key_value_heads": 8},
+    "qwen4_exp": {"text_config": _INDEXER},
+    "qwen4_exp_text": _INDEXER,
+    "reformer": {"axial_pos_embds": False},
     "xlm": {"causal": True},
     "xmod": {"default_language": "en_XX"},
 }

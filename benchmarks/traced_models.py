@@ -14,6 +14,7 @@ again, what failed only where `--only` names it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import gc
 import json
@@ -22,6 +23,7 @@ import statistics
 import tempfile
 import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from os import environ
 from pathlib import Path
@@ -31,8 +33,9 @@ from typing import Any
 import torch
 from planner_measure import _own_peak
 from planner_models import draw_inputs
+from start_check_scan import RESULTS as START_CHECK
 from start_check_scan import architectures, versions
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
 from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy, apply_checkpointing
 from accel_scale.modeling.adapter_targets import exclusion, untrainable_linears
@@ -41,7 +44,6 @@ from accel_scale.modeling.model_class import dropouts_of
 from accel_scale.optimization.fast_loss import add_fast_lm_head
 from accel_scale.optimization.optimizers import create_optimizer
 from accel_scale.planning.cost.memory import predict_memory
-from accel_scale.planning.models.model_config import MODEL_TYPES
 from accel_scale.planning.models.traced import facts_of_any
 from accel_scale.planning.models.training_setup import TrainingSetup
 from accel_scale.planning.tape.families import has_kernel
@@ -53,6 +55,10 @@ SETUPS = {
     "full": {"method": "full", "precision": "fp32", "checkpointing": "none"},
     "lora": {"method": "lora", "precision": "fp32", "checkpointing": "full"},
 }
+
+
+# Fewer learned positions than the rows have tokens.
+_FILLED: dict[str, dict[str, int]] = {"blenderbot": {"max_position_embeddings": 512}}
 
 
 @dataclass(frozen=True)
@@ -73,7 +79,24 @@ class Row:
         return self.predicted_bytes / self.measured_bytes - 1 if self.measured_bytes else 0.0
 
 
-def trained_model(config: Any, setup: TrainingSetup) -> Any:
+def all_architectures() -> Iterator[tuple[str, PreTrainedConfig]]:
+    """Those of the start check's scan, and the decoders of encoder-decoders, alone."""
+    yield from architectures()
+    for config_class in dict.fromkeys(MODEL_FOR_CAUSAL_LM_MAPPING):
+        with contextlib.suppress(Exception):  # whatever its own validation raises
+            config = config_class(**_FILLED.get(config_class.model_type, {}))
+            if config.is_encoder_decoder:
+                config.is_encoder_decoder, config.is_decoder = False, True
+                yield config_class.model_type, config
+
+
+def takes_own_logits(model_type: str) -> bool:
+    """Whether the start check has the recipe compute the loss from the model's own logits."""
+    found = json.loads(START_CHECK.read_text(encoding="utf-8"))["architectures"].get(model_type, {})
+    return str(found.get("full")) == "own logits"
+
+
+def trained_model(config: PreTrainedConfig, setup: TrainingSetup) -> Any:
     """The model as the recipe would train it, from random weights."""
     import peft
     from transformers import AutoModelForCausalLM
@@ -87,13 +110,14 @@ def trained_model(config: Any, setup: TrainingSetup) -> Any:
             task_type="CAUSAL_LM",
         )
         model = peft.get_peft_model(model, adapters)
-    add_fast_lm_head(model.get_base_model() if setup.trains_adapters else model)
+    base = model.get_base_model() if setup.trains_adapters else model
+    add_fast_lm_head(base, from_logits=takes_own_logits(config.model_type))
     if setup.checkpointing != "none":
         apply_checkpointing(model, CheckpointingPolicy.parse(setup.checkpointing))
     return model.train()
 
 
-def measured_peak(config: Any, setup: TrainingSetup) -> int:
+def measured_peak(config: PreTrainedConfig, setup: TrainingSetup) -> int:
     """Bytes in tensors at the highest point of a step, the optimizer's states there already."""
     model = trained_model(config, setup)
     inputs = draw_inputs(config, setup, Random(0))
@@ -116,11 +140,11 @@ def measured_peak(config: Any, setup: TrainingSetup) -> int:
     return int(_own_peak(step, model, optimizer))
 
 
-def measure(config: Any, name: str) -> Row:
+def measure(config: PreTrainedConfig, name: str) -> Row:
     """One architecture, trained as `SETUPS[name]` says."""
     model_type, text = config.model_type, config.get_text_config(decoder=True)
     config = text if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING else config
-    how = "modelled" if model_type in MODEL_TYPES else "traced"
+    how = "traced"
     setup = TrainingSetup(**SETUPS[name], packing=False, micro_batch_size=2, sequence_length=256)
     torch.manual_seed(0)
     try:
@@ -134,6 +158,7 @@ def measure(config: Any, name: str) -> Row:
         return Row(model_type, name, how, problem=f"no small configuration: {_short(error)}")
     try:
         facts = facts_of_any(tiny.to_dict(), name=model_type)
+        how = "traced" if facts.traced_config else "modelled"
         if not facts.traced_config and not has_kernel(facts, "sdpa"):
             setup = replace(setup, attention="eager")
             tiny._attn_implementation = "eager"
@@ -235,7 +260,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as cache:
         environ["XDG_CACHE_HOME"] = cache
         for name in options.setups:
-            for model_type, config in list(architectures())[first::step]:
+            for model_type, config in list(all_architectures())[first::step]:
                 if options.only is not None and model_type not in options.only:
                     continue
                 known = rows.get((model_type, name))

@@ -151,7 +151,9 @@ def request_notes(request: Request) -> list[str]:
         notes.append(f"micro-batches count rows, {recipe.rows_per_example} for each example of {recipe.script}.")
     if recipe.rewards:
         notes.append("the head has one score in the place of the vocabulary's logits.")
-    if request.fixed.get("reference_model") and "full" in request.methods:
+    if request.fixed.get("reference_model") and not all(
+        METHOD_FACTS[name].trains_adapters for name in request.methods
+    ):
         notes.append("a frozen reference model is counted: its weights and its forward pass.")
     if request.stack != OURS:
         stack = STACKS[request.stack]

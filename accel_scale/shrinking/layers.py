@@ -8,7 +8,7 @@ from typing import Any
 from accel_scale.errors import ConfigError
 
 MIN_LAYERS = 2
-_NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks")
+_NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks", "num_decoder_layers")
 # Lists of one entry a layer that stand for the number of layers where no name does.
 _KINDS = ("layers_block_type", "layer_types")
 # Lists of the layers that have something.

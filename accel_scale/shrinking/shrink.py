@@ -17,44 +17,25 @@ from accel_scale.errors import ConfigError
 from accel_scale.modeling.model_class import language_model_class
 from accel_scale.shrinking.layers import MIN_LAYERS, first_of, num_layers, set_all, shrink_layers
 from accel_scale.shrinking.model_source import load_model_config, own_tokenizer
+from accel_scale.shrinking.sizes import (
+    EXPAND,
+    EXPERTS_PER_TOKEN,
+    FEED_FORWARD,
+    HEAD_DIM,
+    HIDDEN,
+    LIMITS,
+    NUM_EXPERTS,
+    NUM_HEADS,
+    NUM_KV_HEADS,
+    STATE_HEADS,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-HEAD_DIM = 16
 MAX_BODY_PARAMETERS = 20_000_000
-
-# The names that configurations give to the same quantity.
-_HIDDEN = ("hidden_size", "n_embd", "d_model", "emb_dim", "embedding_dim")
-_NUM_HEADS = ("num_attention_heads", "n_head", "n_heads", "attention_heads")
-_NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_n_heads")
-_FEED_FORWARD = (
-    "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size",
-    "intermediate_size_mlp", "ffn_dim", "ffn_hidden_size", "n_inner", "d_inner", "expert_ffn_hidden_size",
-    "moe_shared_expert_intermediate_size", "dense_intermediate_size", "attention_hidden_size",
-    "pronunciation_embed_dim", "shape_embed_dim",
-)  # fmt: skip
-_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "zero_expert_num")
-_EXPERTS_PER_TOKEN = (
-    "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k", "moe_topk", "top_k_experts"
-)  # fmt: skip
-# State-space layers: heads and their sizes, which together are `expand` times as wide as the hidden size.
-_STATE_HEADS = (
-    ("mamba_n_heads", "mamba_d_head"), ("mamba_num_heads", "mamba_head_dim"), ("n_mamba_heads", "mamba_headdim"),
-    ("num_heads", "head_dim"),
-)  # fmt: skip
-_EXPAND = ("mamba_expand", "expand")
-# Upper limits of what is neither of the above: latent and linear attention, expert groups, windows, per-layer inputs.
-_LIMITS = {
-    "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": HEAD_DIM, "qk_rope_head_dim": HEAD_DIM,
-    "v_head_dim": HEAD_DIM, "rotary_dim": HEAD_DIM, "linear_key_head_dim": HEAD_DIM, "linear_value_head_dim": HEAD_DIM,
-    "linear_head_dim": HEAD_DIM, "linear_num_heads": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-    "global_head_dim": HEAD_DIM, "n_group": 2, "topk_group": 1,
-    "n_shared_experts": 1, "sliding_window": 32, "attention_chunk_size": 32, "hidden_size_per_layer_input": 16,
-    "num_nextn_predict_layers": 0, "state_size": 16, "mamba_d_state": 16, "ssm_state_size": 16, "time_step_rank": 8,
-    "mamba_dt_rank": 8, "chunk_size": 32, "mamba_chunk_size": 32, "n_groups": 2, "mamba_n_groups": 2,
-    "mamba_ngroups": 2, "adapter_rank": 8, "laurel_rank": 8, "window_size": 32, "context_length": 256,
-}  # fmt: skip
+# Values of a configuration, as it is written to a file.
+Stored = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -201,23 +182,23 @@ def _shrink_other(part: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _shrink_widths(old: Mapping[str, Any], new: dict[str, Any]) -> None:
-    hidden, heads = first_of(old, _HIDDEN), first_of(old, _NUM_HEADS, default=4)
-    kv_heads = first_of(old, _NUM_KV_HEADS, default=heads)
+    hidden, heads = first_of(old, HIDDEN), first_of(old, NUM_HEADS, default=4)
+    kv_heads = first_of(old, NUM_KV_HEADS, default=heads)
     group = min(8, heads // kv_heads)
     new_kv_heads = min(kv_heads, 4 if group == 1 else 2)
     new_heads = new_kv_heads * group
-    set_all(new, _NUM_HEADS, new_heads)
-    set_all(new, _NUM_KV_HEADS, new_kv_heads)
+    set_all(new, NUM_HEADS, new_heads)
+    set_all(new, NUM_KV_HEADS, new_kv_heads)
     attention_is_as_wide = not old.get("head_dim") or old["head_dim"] * heads == hidden
     new_hidden = new_heads * HEAD_DIM + (0 if attention_is_as_wide else 2 * HEAD_DIM)
-    set_all(new, _HIDDEN, new_hidden)
+    set_all(new, HIDDEN, new_hidden)
     if old.get("head_dim"):
         new["head_dim"] = HEAD_DIM
     _shrink_feed_forward(old, new, new_hidden / hidden)
     for key in ("d_head", "attention_head_dim"):
         if isinstance(old.get(key), int):
             new[key] = new.get("attention_hidden_size", new_hidden) // new_heads
-    for key, limit in _LIMITS.items():
+    for key, limit in LIMITS.items():
         if isinstance(old.get(key), int):
             new[key] = min(old[key], limit)
     if isinstance(old.get("qk_head_dim"), int):
@@ -226,27 +207,47 @@ def _shrink_widths(old: Mapping[str, Any], new: dict[str, Any]) -> None:
         new["word_embed_proj_dim"] = new_hidden
     if "rope_parameters" in old:
         new["rope_parameters"] = _shrink_rope(old["rope_parameters"], old, hidden // heads)
+    if "axial_pos_embds_dim" in old:  # Reformer's positions are two parts of the hidden size
+        new["axial_pos_embds_dim"] = [new_hidden // 4, new_hidden - new_hidden // 4]
     for changes in (new.get("per_layer_config") or {}).values():
-        changes |= {"head_dim": 2 * HEAD_DIM} if "head_dim" in changes else {}
+        _shrink_changes(changes, old, new)
+
+
+def _shrink_changes(changes: dict[str, Any], old: Stored, new: Stored) -> None:
+    """Sizes that one layer has in the place of the model's own."""
+    before, latent = {**old, **changes}, ("qk_nope_head_dim", "qk_rope_head_dim")
+    _shrink_heads(changes, new)
+    changes |= {key: min(changes[key], limit) for key, limit in LIMITS.items() if isinstance(changes.get(key), int)}
+    if "head_dim" in changes:
+        changes["head_dim"] = 2 * HEAD_DIM
+    if (
+        all(isinstance(before.get(key), int) for key in latent)
+        and sum(before[k] for k in latent) == before["head_dim"]
+    ):
+        changes["head_dim"] = sum({**new, **changes}[key] for key in latent)
 
 
 def _shrink_feed_forward(old: Mapping[str, Any], new: dict[str, Any], ratio: float) -> None:
-    for key in _FEED_FORWARD:
+    for key in FEED_FORWARD:
         if isinstance(old.get(key), int):
             new[key] = _scaled(old[key], ratio)
         elif isinstance(old.get(key), list):
             new[key] = [_scaled(width, ratio) for width in new[key]]
 
 
-def _shrink_section(section: Mapping[str, Any], old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+def _shrink_section(section: Stored, old: Stored, new: Stored) -> dict[str, Any]:
     """Sizes of attention, experts or an encoder that stand in a dictionary of their own, as DBRX and GIT have them."""
-    small, hidden = dict(section), first_of(new, _HIDDEN)
-    set_all(small, _HIDDEN, hidden)
-    set_all(small, _NUM_HEADS, first_of(new, _NUM_HEADS, default=1))
-    set_all(small, _NUM_KV_HEADS, first_of(new, (*_NUM_KV_HEADS, *_NUM_HEADS), default=1))
-    _shrink_feed_forward(section, small, hidden / first_of(old, _HIDDEN))
+    small, hidden = dict(section), first_of(new, HIDDEN)
+    set_all(small, HIDDEN, hidden)
+    _shrink_heads(small, new)
+    _shrink_feed_forward(section, small, hidden / first_of(old, HIDDEN))
     _shrink_experts(section, small)
     return small
+
+
+def _shrink_heads(small: dict[str, Any], new: Stored) -> None:
+    set_all(small, NUM_HEADS, first_of(new, NUM_HEADS, default=1))
+    set_all(small, NUM_KV_HEADS, first_of(new, (*NUM_KV_HEADS, *NUM_HEADS), default=1))
 
 
 def _scaled(width: int, ratio: float) -> int:
@@ -255,11 +256,11 @@ def _scaled(width: int, ratio: float) -> int:
 
 def _shrink_states(new: dict[str, Any]) -> None:
     """Heads of state-space layers that fill `expand` times the hidden size."""
-    expand = first_of(new, _EXPAND, default=0)
-    for heads, head_dim in _STATE_HEADS if expand else ():
+    expand = first_of(new, EXPAND, default=0)
+    for heads, head_dim in STATE_HEADS if expand else ():
         if new.get(heads) is not None and new.get(head_dim) is not None:
             new[head_dim] = HEAD_DIM
-            new[heads] = expand * first_of(new, _HIDDEN) // HEAD_DIM
+            new[heads] = expand * first_of(new, HIDDEN) // HEAD_DIM
             new |= {"mamba_d_ssm": new[heads] * HEAD_DIM} if new.get("mamba_d_ssm") is not None else {}
 
 
@@ -280,10 +281,10 @@ def _shrink_rope(rope: Any, old: Mapping[str, Any], default_head_dim: int) -> An
 
 
 def _shrink_experts(old: Mapping[str, Any], new: dict[str, Any]) -> None:
-    for key in _NUM_EXPERTS:
+    for key in NUM_EXPERTS:
         if isinstance(old.get(key), int):
             new[key] = min(old[key], 4)
-    for key in _EXPERTS_PER_TOKEN:
+    for key in EXPERTS_PER_TOKEN:
         if isinstance(old.get(key), int):
             new[key] = min(old[key], 2)
 

@@ -21,6 +21,7 @@ from accel_scale.tracing.skeletons import build
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
+_WEIGHTS = torch.bfloat16
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _EXPERTS_PER_TOKEN = (
     "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k", "moe_topk", "top_k_experts"
@@ -35,7 +36,7 @@ def read_facts(values: Mapping[str, object], *, name: str, place: str) -> ModelF
         ConfigError: if it cannot build it.
     """
     with torch.device("meta"):
-        skeleton = build(values, dtype=torch.bfloat16, attention=None, place=place)
+        skeleton = build(values, dtype=_WEIGHTS, attention=None, place=place)
     model, config = skeleton.model, skeleton.model.config
     stack = list(skeleton.layers or [])
     adapted = Adapted(
@@ -85,7 +86,8 @@ def _whole(model: PreTrainedModel, layers: tuple[LayerFacts, ...], name: str, te
         embedding_size=0 if table.shape[1] == hidden else table.shape[1],
         embedding_name=_name_of(model, model.get_input_embeddings()),
         has_head=head is not None,
-        buffer_bytes=sum(buffer.numel() * buffer.itemsize for buffer in model.buffers()),
+        buffer_bytes=sum(value.numel() * value.itemsize for value in model.buffers() if value.dtype is not _WEIGHTS),
+        buffer_values=sum(value.numel() for value in model.buffers() if value.dtype is _WEIGHTS),
         traced_config=text,
     )
     rest = sum(parameter.numel() for parameter in model.parameters()) - facts.num_params
@@ -187,7 +189,7 @@ def adapted_parameters(values: Mapping[str, object], place: str) -> dict[str, in
 
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = build(values, dtype=torch.bfloat16, attention=None, place=place).model
+        model = build(values, dtype=_WEIGHTS, attention=None, place=place).model
         if not any(value.dim() == 3 for value in model.parameters()):
             return {}
         exclude = exclusion(untrainable_linears(model))

@@ -15,6 +15,11 @@ from torch.utils._pytree import tree_leaves
 
 from accel_scale.measuring.storages import storages
 
+# What a mask may stand for places in.
+_INDEXING = {
+    torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default,
+    torch.ops.aten._index_put_impl_.default, torch.ops.aten._unsafe_index_put.default,
+}  # fmt: skip
 # By segment: bytes, and the segment in which what is freed was allocated.
 Segments = dict[str, list[tuple[int, str]]]
 
@@ -60,6 +65,8 @@ class Recorder(TorchDispatchMode):
         if func is torch.ops.aten._grouped_mm.default:
             # torch's shape function (2.13) refuses fp32, which its kernels take.
             func, args, kwargs = torch.ops.aten.new_empty.default, (args[0], _grouped_shape(*args[:3])), {}
+        if func in _INDEXING:
+            args = (args[0], self._places(args[1]), *args[2:])
         known = {id(storage) for storage in storages((args, kwargs or {}))}
         result = func(*args, **(kwargs or {}))
         heir = self._summed(func, args, result)
@@ -67,6 +74,16 @@ class Recorder(TorchDispatchMode):
             if id(storage) not in known and id(storage) not in self._sizes:
                 self._count(storage, heir)
         return result
+
+    def _places(self, indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Masks among `indices` as places: as many as are true."""
+        found: list[torch.Tensor | None] = []
+        for index in indices:
+            if index is None or index.dtype is not torch.bool:
+                found.append(index)
+                continue
+            found += [index.new_empty(self._num_found(index.numel()), dtype=torch.long)] * index.dim()
+        return found
 
     def _num_found(self, size: int) -> int:
         """How many of a mask of `size` are true: all experts where it asks which have tokens, else one's share."""

@@ -3,25 +3,44 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+
+import torch
 
 from accel_scale.errors import ConfigError
 from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.models.traced import Document
 from accel_scale.planning.models.training_setup import TrainingSetup
-from accel_scale.planning.traced.polynomials import Point, fitted, highest, interpolated, summed, value_of
+from accel_scale.planning.traced.polynomials import (
+    Point,
+    Polynomial,
+    fitted,
+    interpolated,
+    powers_of,
+    summed,
+    value_of,
+)
 from accel_scale.planning.traced.steps import windows_of
+from accel_scale.tracing.cache import read_cache
 from accel_scale.tracing.facts import read_facts
 from accel_scale.tracing.skeletons import not_built
 from accel_scale.tracing.step import FakeStep
 
-__all__ = ["facts_of", "traced_fit"]
+__all__ = ["facts_of", "kept_layers", "traced_fit"]
 
-_GRID = [(rows, 2**power) for power in range(6, 19, 2) for rows in (1, 8, 64)]
+# Sizes at one of which every segment's highest point is looked for.
+_GRID = [(rows, round(2 ** (step / 2))) for step in range(37) for rows in (1, 4, 16, 64)]
 # Lengths are multiples of this, which chunks of state-space layers divide.
 _UNIT = 256
+# Of one row some operations only look at what they copy of several.
+_ROWS = (2, 3)
+# Parts of a segment whose highest points are followed where its tensors are not.
+_PARTS = 8
+Mark = tuple[float, list[float]]
 # A model that loops over tokens runs only so many of them.
 _FEW = 32
 
@@ -41,40 +60,69 @@ def facts_of(values: Mapping[str, object], *, name: str, place: str) -> ModelFac
         raise not_built(str(values.get("model_type")), place, error) from None
 
 
-def traced_fit(facts: ModelFacts, setup: TrainingSetup, *, is_cuda: bool, is_tracked: bool) -> Document:
+def traced_fit(
+    facts: ModelFacts, setup: TrainingSetup, *, is_cuda: bool, is_tracked: bool, is_exact: bool = False
+) -> Document:
     """Bytes of a step of a few layers, by segment, for every number of rows and length.
 
     Of each segment ``net`` is what it leaves, ``peaks`` are what is the highest at some size. ``exact`` says that the
     model's tensors follow no polynomial, and the fit is of this number of rows and this length alone.
+
+    Args:
+        facts: Of the model.
+        setup: How it is trained.
+        is_cuda: Whether CUDA's kernels run.
+        is_tracked: Whether a memory tracker watches.
+        is_exact: Whether it is known already that they follow none.
 
     Raises:
         ConfigError: if the model cannot take the step.
     """
     try:
         with _quiet():
-            step = FakeStep(facts, setup, is_cuda=is_cuda, is_tracked=is_tracked)
             try:
-                segments, exact = _segments(step, facts, setup)
+                step = FakeStep(facts, setup, is_cuda=is_cuda, is_tracked=is_tracked)
+                segments, exact = _segments(step, facts, setup, is_exact)
             except Exception:  # layers that cannot do without the others
                 step = FakeStep(facts, setup, is_cuda=is_cuda, is_tracked=is_tracked, is_whole=True)
-                segments, exact = _segments(step, facts, setup)
+                segments, exact = _segments(step, facts, setup, is_exact)
     except ConfigError:
         raise
     except Exception as error:  # of the model's own code
-        reason = " ".join(str(error).split())[:160] or type(error).__name__
-        raise ConfigError(
-            f"{facts.model_type!r} takes no step without weights ({type(error).__name__}: {reason}).",
-            place=facts.name,
-            fix="leave it to the start check, or plan with a model of similar shape.",
-        ) from None
+        raise _not_run(facts, "takes no step", error) from None
     return {
         "segments": segments,
         "stands_for": step.stands_for,
         "kinds": step.kinds,
         "hidden_bytes": step.hidden_bytes,
         "hidden_size": facts.hidden_size,
+        "takes_logits": step.takes_logits,
         "exact": exact,
     }
+
+
+def kept_layers(facts: ModelFacts, setup: TrainingSetup) -> list[Document]:
+    """What the model's layers keep of earlier tokens.
+
+    Raises:
+        ConfigError: if it cannot answer without weights, or keeps them in a way of its own.
+    """
+    try:
+        with _quiet():
+            return [asdict(layer) for layer in read_cache(facts, setup)]
+    except ConfigError:
+        raise
+    except Exception as error:  # of the model's own code
+        raise _not_run(facts, "answers nothing", error) from None
+
+
+def _not_run(facts: ModelFacts, what: str, error: Exception) -> ConfigError:
+    reason = " ".join(str(error).split())[:160] or type(error).__name__
+    return ConfigError(
+        f"{facts.model_type!r} {what} without weights ({type(error).__name__}: {reason}).",
+        place=facts.name,
+        fix="leave it to the start check, or plan with a model of similar shape.",
+    )
 
 
 @contextlib.contextmanager
@@ -90,7 +138,9 @@ def _quiet() -> Iterator[None]:
         logging.disable(disabled)
 
 
-def _segments(step: FakeStep, facts: ModelFacts, setup: TrainingSetup) -> tuple[Document, bool]:
+def _segments(step: FakeStep, facts: ModelFacts, setup: TrainingSetup, is_exact: bool) -> tuple[Document, bool]:
+    if is_exact:
+        return _at(_marks(step.run(setup.micro_batch_size, setup.sequence_length))), True
     loops = _loops_over_tokens(step, facts)
     unit = _FEW if loops else _UNIT
     below = [window for window in windows_of(facts.traced_config) if window < setup.sequence_length]
@@ -99,14 +149,17 @@ def _segments(step: FakeStep, facts: ModelFacts, setup: TrainingSetup) -> tuple[
         # Learned positions end there.
         start, unit = 1, max(1, facts.max_positions // 5)
     # Ratios of the sizes are products of different primes for every power of rows and length.
-    points = [(1, start * unit), (2, 3 * start * unit), (3, 5 * start * unit)]
-    if not loops:
-        runs = [step.run(*point) for point in points]
-        if len({_shape(run) for run in runs}) == 1 and (found := _by_tensor(runs, points)) is not None:
+    near, far = (2, 3) if loops else (3, 5)
+    points = [(1, start * unit), (2, near * start * unit), (3, far * start * unit)]
+    runs = {} if loops else {point: step.run(*point) for point in points}
+    if runs and len({_shape(run) for run in runs.values()}) == 1:
+        found = _by_tensor(list(runs.values()), points)
+        if found is not None:
             return found, False
-    lengths = (start * unit, (start + 1) * unit, (start + 2) * unit)
-    found = _by_mark([_marks(step.run(rows, length)) for rows in (1, 2) for length in lengths], lengths)
-    last = (3, (start + 4) * unit)
+    lengths = [length for _, length in points]
+    few, many = ([_marks(runs.get((rows, n)) or step.run(rows, n)) for n in lengths] for rows in _ROWS)
+    found = _by_mark(few, many, lengths)
+    last = (2, 4 * start * unit)
     if loops or _is_right(found, _marks(step.run(*last)), last):
         return found, False
     return _at(_marks(step.run(setup.micro_batch_size, setup.sequence_length))), True
@@ -147,44 +200,67 @@ def _by_tensor(runs: Sequence[dict[str, list[int]]], points: Sequence[Point]) ->
             if polynomial is None:
                 return None
             events.append(polynomial)
-        found[name] = {"net": summed(events), "peaks": highest(events, _GRID)}
+        found[name] = {"net": summed(events), "peaks": _highest(events)}
     return found
 
 
-def _marks(run: dict[str, list[int]]) -> dict[str, tuple[float, float]]:
-    """What each segment leaves, and its highest point."""
+def _highest(events: Sequence[Polynomial]) -> list[Polynomial]:
+    """Of the running sums of `events`, those that are the highest at some size."""
+    if not events:
+        return [summed(events)]
+    sums = torch.tensor(events, dtype=torch.float64).cumsum(0)
+    sizes = torch.tensor([powers_of(*point) for point in _GRID], dtype=torch.float64)
+    highest, places = (sums @ sizes.T).max(0)
+    found = sorted(set(places[highest > 0].tolist()))
+    return [sums[place].tolist() for place in found] or [summed([])]
+
+
+def _marks(run: dict[str, list[int]]) -> dict[str, Mark]:
+    """What each segment leaves, and its highest point in each part of its events."""
     found = {}
     for name, events in run.items():
-        total = peak = 0
-        for event in events:
-            total += event
-            peak = max(peak, total)
-        found[name] = (float(total), float(peak))
-    found.pop("head", None)
+        if name == "head":
+            continue
+        sums = list(itertools.accumulate(events)) or [0]
+        places = [len(sums) * part // _PARTS for part in range(_PARTS + 1)]
+        peaks = [max(sums[begin:end], default=sums[-1]) for begin, end in itertools.pairwise(places)]
+        found[name] = (float(sums[-1]), [float(max(peak, 0)) for peak in peaks])
     return found
 
 
-def _by_mark(marks: Sequence[dict[str, tuple[float, float]]], lengths: tuple[int, int, int]) -> Document:
-    """Polynomials of each segment's marks, where tensors come in numbers that depend on the length."""
-    found: Document = {}
-    for name in marks[0]:
-        net, peak = (interpolated([mark.get(name, (0.0, 0.0))[k] for mark in marks], lengths) for k in (0, 1))
-        found[name] = {"net": net, "peaks": [peak]}
-    return found
+def _by_mark(few: Sequence[dict[str, Mark]], many: Sequence[dict[str, Mark]], lengths: Sequence[int]) -> Document:
+    """Polynomials of each segment's marks, where tensors come in numbers that depend on the length.
+
+    The highest point of a segment moves with the length, that of each part of it little.
+    """
+    nothing: Mark = (0.0, [0.0] * _PARTS)
+
+    def through(name: str, value: Callable[[Mark], float]) -> Polynomial:
+        one, other = ([value(mark.get(name, nothing)) for mark in marks] for marks in (few, many))
+        return interpolated(one, other, _ROWS, lengths)
+
+    return {
+        name: {
+            "net": through(name, lambda mark: mark[0]),
+            "peaks": [through(name, lambda mark, part=part: mark[1][part]) for part in range(_PARTS)],  # type: ignore[misc]
+        }
+        for name in few[0]
+    }
 
 
-def _is_right(found: Document, marks: dict[str, tuple[float, float]], point: Point) -> bool:
-    for name, (net, peak) in marks.items():
-        part = found.get(name)
+def _is_right(found: Document, marks: dict[str, Mark], point: Point) -> bool:
+    for name, (net, peaks) in marks.items():
+        part, peak = found.get(name), max(peaks)
         if part is None or abs(value_of(part["net"], *point) - net) > 1e-3 * max(peak, abs(net)):
             return False
-        if abs(value_of(part["peaks"][0], *point) - peak) > 1e-2 * peak:
+        if abs(max(value_of(polynomial, *point) for polynomial in part["peaks"]) - peak) > 1e-2 * peak:
             return False
     return True
 
 
-def _at(marks: dict[str, tuple[float, float]]) -> Document:
+def _at(marks: dict[str, Mark]) -> Document:
     """Of one size."""
     return {
-        name: {"net": [net, 0, 0, 0, 0, 0], "peaks": [[peak, 0, 0, 0, 0, 0]]} for name, (net, peak) in marks.items()
+        name: {"net": [net, 0, 0, 0, 0, 0], "peaks": [[max(peaks), 0, 0, 0, 0, 0]]}
+        for name, (net, peaks) in marks.items()
     }

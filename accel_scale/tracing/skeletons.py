@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 Kind = tuple[object, ...]
-_NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks")
+_NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks", "num_decoder_layers")
 # Attributes of modules that differ from layer to layer and change nothing about their tensors.
 _POSITIONS = ("layer_idx", "layer_id", "layer_number", "layer_index", "block_idx", "idx", "name", "training")
 
@@ -112,14 +112,18 @@ def not_built(model_type: str, place: str, error: Exception) -> ConfigError:
     )
 
 
-def _decoder_layers(model: nn.Module) -> nn.ModuleList | None:
-    """The stack of layers with the most parameters, outside of other stacks."""
+def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
+    """The stack of the language model's layers: of those in no other stack and of its number the largest."""
     stacks: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer in stacks)
         if isinstance(module, nn.ModuleList) and not inside and len(module) > 1:
             stacks[name] = module
-    return max(stacks.values(), key=lambda stack: sum(p.numel() for p in stack.parameters()), default=None)
+    config = model.config.get_text_config(decoder=True)
+    numbers = {getattr(config, name, None) for name in _NUM_LAYERS}
+    # A tower for pictures may have more layers and more parameters.
+    known = [stack for stack in stacks.values() if len(stack) in numbers] or list(stacks.values())
+    return max(known, key=lambda stack: sum(p.numel() for p in stack.parameters()), default=None)
 
 
 def _kind(layer: nn.Module) -> Kind:

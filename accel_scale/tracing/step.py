@@ -16,18 +16,23 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from accel_scale.errors import ConfigError
 from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy, apply_checkpointing
 from accel_scale.modeling.adapter_targets import exclusion, untrainable_linears
+from accel_scale.optimization.fast_loss import head_transform
 from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.models.training_setup import TrainingSetup, period_of
 from accel_scale.planning.tape.tables import is_padded
 from accel_scale.tracing.cuda_kernels import CudaKernels, recomputing_in_kernels
 from accel_scale.tracing.facts import expert_count
+from accel_scale.tracing.head_operations import HeadOperations
 from accel_scale.tracing.recording import Recorder, Segments, watched
 from accel_scale.tracing.skeletons import Skeleton, build, plain_masks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_DTYPES = {2: torch.bfloat16, 4: torch.float32}
+# Tokens that show which operations there are.
+_FEW = 32
+# By bytes per value.
+DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
 
 class FakeStep:
@@ -37,7 +42,9 @@ class FakeStep:
         chosen: Places of its layers in the whole model.
         stands_for: For every layer of the whole model, which of `chosen` stands for it.
         kinds: For every layer of the whole model, the number of its kind.
-        hidden_bytes: Bytes per value of the last hidden states, known after a run.
+        hidden_bytes: Bytes per value of the last hidden states, or of the logits, known after a run.
+        takes_logits: Whether the loss is computed from the model's own logits, for a head that is more than a product
+            with a factor and a cap. Then the trace ends there, else at the last hidden states.
     """
 
     def __init__(
@@ -45,21 +52,45 @@ class FakeStep:
     ) -> None:
         self.setup, self.is_cuda, self.is_tracked = setup, is_cuda, is_tracked
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        dtype = _DTYPES[setup.trained_bytes if setup.trains_all else setup.frozen_bytes]
+        dtype = DTYPES[setup.trained_bytes if setup.trains_all else setup.frozen_bytes]
         attention = "eager" if setup.attention == "eager" else None
         with torch.device("meta"):
             self.skeleton = build(json.loads(facts.traced_config), dtype=dtype, attention=attention, place=facts.name)
         self.hidden_bytes = dtype.itemsize
         self.is_tied = facts.tied_embeddings
         self.num_experts = max(1, expert_count(self.skeleton.model.config))
-        self._prepare(setup)
-        self.chosen, self.stands_for, self.kinds = representatives(self.skeleton, period_of(setup))
-        if is_whole:
+        period = period_of(setup)
+        self.chosen, self.stands_for, self.kinds = representatives(self.skeleton, period)
+        if is_whole or self.skeleton.layers is None:
             self.chosen = self.stands_for = list(range(len(self.kinds)))
-        elif self.skeleton.layers is not None:
+            self._prepare(setup)
+        elif period > 1:
+            # Which layers are checkpointed is decided among all of them.
+            self._prepare(setup)
             self.skeleton.keep(self.chosen)
+        else:
+            self.skeleton.keep(self.chosen)
+            self._prepare(setup)
         with self.mode:
-            _make_fake(self.skeleton.model)
+            make_fake(self.skeleton.model)
+        self.takes_logits = not facts.num_scores and self._computes_own_logits()
+
+    def _computes_own_logits(self) -> bool:
+        """Whether between the last hidden states and the logits there is more than this project's loss repeats."""
+        model = self.skeleton.model
+        if model.base_model is model:
+            return False
+        head = HeadOperations(head_transform(model.config))
+        handle = model.base_model.register_forward_hook(lambda *args: head.begin())
+        with plain_masks(), self.mode, torch.no_grad(), self._recorder(), head, self._kernels():
+            model(input_ids=torch.zeros(1, _FEW, dtype=torch.long), use_cache=False)
+        handle.remove()
+        return head.is_own
+
+    def _recorder(self) -> Recorder:
+        return Recorder(
+            adds_in_place=not self.is_tracked, is_padded=is_padded(self.setup), num_experts=self.num_experts
+        )
 
     def _prepare(self, setup: TrainingSetup) -> None:
         model: nn.Module = self.skeleton.model
@@ -89,9 +120,7 @@ class FakeStep:
     def _record(self, rows: int, length: int) -> Segments:
         setup, model = self.setup, self.skeleton.model
         layers: Sequence[nn.Module] = list(self.skeleton.layers or [])
-        recorder = Recorder(
-            adds_in_place=not self.is_tracked, is_padded=is_padded(setup), num_experts=self.num_experts
-        )
+        recorder = self._recorder()
         with ExitStack() as stack:
             stack.enter_context(plain_masks())
             stack.enter_context(self.mode)
@@ -103,11 +132,11 @@ class FakeStep:
                 stack.enter_context(recomputing_in_kernels(model))
             stack.enter_context(recorder)
             with self._kernels():
-                hidden = _body(model)(**inputs, use_cache=False)[0]
+                hidden = (model if self.takes_logits else body_of(model))(**inputs, use_cache=False)[0]
                 recorder.mark("head")
                 self.hidden_bytes = hidden.dtype.itemsize
                 tied: torch.Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
-                if tied.requires_grad and self.is_tied:
+                if tied.requires_grad and self.is_tied and not self.takes_logits:
                     tied.grad = torch.zeros_like(tied)
                 loss = _Loss.apply(hidden, recorder)
                 del hidden
@@ -146,7 +175,7 @@ def representatives(skeleton: Skeleton, period: int) -> tuple[list[int], list[in
     return chosen, stands_for, [numbers[kind] for kind in kinds]
 
 
-def _make_fake(model: nn.Module) -> None:
+def make_fake(model: nn.Module) -> None:
     """Weights and buffers on the meta device become fake ones on the CPU; shared ones stay shared."""
     made: dict[int, torch.Tensor] = {}
     for module in model.modules():
@@ -161,7 +190,7 @@ def _make_fake(model: nn.Module) -> None:
                 held[name] = made[id(value)]  # type: ignore[assignment]
 
 
-def _body(model: PreTrainedModel) -> nn.Module:
+def body_of(model: PreTrainedModel) -> nn.Module:
     """The model without its head, which the planner counts itself."""
     body: nn.Module = model.base_model
     if body is not model:
@@ -194,9 +223,9 @@ def _adapted(skeleton: Skeleton, setup: TrainingSetup, is_cuda: bool) -> nn.Modu
         ) from None
     for parameter in model.parameters():
         if parameter.requires_grad:
-            parameter.data = parameter.data.to(_DTYPES[setup.trained_bytes])
+            parameter.data = parameter.data.to(DTYPES[setup.trained_bytes])
     if setup.quantises_base:
-        _quantise(model, _DTYPES[setup.compute_bytes], leaves_casts=setup.autocast and is_cuda)
+        _quantise(model, DTYPES[setup.compute_bytes], leaves_casts=setup.autocast and is_cuda)
     return model.train()
 
 

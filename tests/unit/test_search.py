@@ -16,7 +16,7 @@ from accel_scale.planning.cost.memory import predict_memory
 from accel_scale.planning.cost.strategies import choices, conflict
 from accel_scale.planning.cost.timing import predict_time
 from accel_scale.planning.models.catalogue import load_model_facts
-from accel_scale.planning.models.training_setup import ParallelSetup, TrainingSetup
+from accel_scale.planning.models.training_setup import LoraSetup, ParallelSetup, TrainingSetup
 from accel_scale.planning.search.changes import cheapest_changes
 from accel_scale.planning.search.launch_writing import launch_yaml
 from accel_scale.planning.search.recipe_choices import PRETRAIN_PLAN, SFT_PLAN
@@ -156,6 +156,27 @@ def test_an_unknown_speed_prefers_the_simplest_and_the_fewest_micro_batches():
     assert plan.best.setup.checkpointing == "none"
     efforts = [candidate.choice.effort for candidate in plan.candidates]
     assert efforts == sorted(efforts)
+
+
+def test_on_one_gpu_8_bit_states_come_before_offload_where_they_make_the_same_room():
+    """On a T4 two rows of 1,024 tokens fit with 8-bit states or with offloaded ones, and one row with neither."""
+    asked = request("mistralai/Mistral-7B-v0.1", "T4", methods=("qlora",), sequence_length=1024)
+    asked = replace(asked, fixed={"precision": "fp16", "lora": LoraSetup(dropout=0.05)})
+    found = search(asked).candidates
+    assert (found[0].choice.label, found[0].setup.optimizer) == ("one GPU", "adamw_torch_8bit")
+    offloaded = next(c for c in found if c.choice.label == "ZeRO-2 + CPU offload")
+    assert offloaded.setup.micro_batch_size == found[0].setup.micro_batch_size == 2
+    assert offloaded.time.step_seconds > found[0].time.step_seconds
+    fused = search(replace(asked, fixed={**asked.fixed, "optimizer": "adamw_torch_fused"})).candidates
+    assert next(c for c in fused if c.choice.label == "one GPU").setup.micro_batch_size == 1
+
+
+def test_on_one_gpu_offload_comes_first_where_only_it_has_room_for_a_faster_micro_batch():
+    asked = request("Qwen/Qwen3-8B", "T4", methods=("qlora",), sequence_length=2048)
+    found = search(replace(asked, fixed={"precision": "fp16", "lora": LoraSetup(dropout=0.05)})).candidates
+    assert (found[0].choice.label, found[1].choice.label) == ("ZeRO-2 + CPU offload", "one GPU")
+    assert found[0].setup.micro_batch_size == 2 * found[1].setup.micro_batch_size
+    assert found[0].time.step_seconds * 1.03 < found[1].time.step_seconds
 
 
 def test_host_memory_rules_out_offload():

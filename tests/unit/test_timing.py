@@ -24,6 +24,7 @@ from accel_scale.planning.cost.flops import (
 from accel_scale.planning.cost.rank_share import stage_imbalance
 from accel_scale.planning.cost.timing import optimizer_traffic_bytes, predict_time
 from accel_scale.planning.models.model_facts import LayerFacts, LinearFacts, MixtureFacts, ModelFacts
+from accel_scale.planning.models.parameters import lora_params
 from accel_scale.planning.models.training_setup import LoraSetup, ParallelSetup, TrainingSetup
 
 A100 = Machine(find_gpu("A100-80GB"), num_gpus=8)
@@ -239,6 +240,16 @@ def test_slow_loaders_show() -> None:
     starved = predict_time(FACTS, SETUP, A100, loader_tokens_per_second=100.0)
     assert fed.data_seconds == 0
     assert starved.step_seconds == pytest.approx(2 * 4096 / 100)
+
+
+def test_offloaded_gradients_come_back_for_every_micro_batch_but_the_first() -> None:
+    """Four micro-batches in the place of one: three times there and back, 2 bytes a parameter of the adapters."""
+    parallel = ParallelSetup(strategy="zero2", num_gpus=1, offload_optimizer="cpu")
+    once = replace(SETUP, method="lora", parallel=parallel, accumulation=1)
+    adapters = lora_params(FACTS, once.lora)
+    more = predict_time(FACTS, replace(once, accumulation=4), A100).offload_seconds
+    more -= predict_time(FACTS, once, A100).offload_seconds
+    assert more == pytest.approx(3 * 2 * 2 * adapters / A100.gpu.pcie_bandwidth())
 
 
 def test_offload_says_what_it_assumes() -> None:

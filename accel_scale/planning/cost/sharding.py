@@ -68,7 +68,7 @@ def _torch(model: ModelFacts, setup: TrainingSetup, groups: ParameterGroups, opt
     trained, width = groups.trainable / shards, setup.trained_bytes
     frozen = frozen_weight_bytes(setup, groups) / shards
     weights, gradients = trained * width * _copies(setup) + frozen, trained * width
-    weights += model.buffer_bytes * _copies(setup)
+    weights += _buffers(model, setup) * _copies(setup)
     if setup.steps_in_backward:
         # One parameter's at a time, the largest of which is the embedding's.
         gradients = min(trained, model.embedding_params) * width
@@ -82,6 +82,11 @@ def _torch(model: ModelFacts, setup: TrainingSetup, groups: ParameterGroups, opt
     if optimizer.on_host:
         return StateBytes(weights, 0, gradients, 0, 0, extra, max(host, states + 2 * gradients))
     return StateBytes(weights, 0, gradients, states, update, extra, host)
+
+
+def _buffers(model: ModelFacts, setup: TrainingSetup) -> float:
+    """Bytes of what lies beside the parameters."""
+    return model.buffer_bytes + model.buffer_values * (setup.trained_bytes if setup.trains_all else setup.frozen_bytes)
 
 
 def _copies(setup: TrainingSetup) -> int:
@@ -110,7 +115,7 @@ def _deepspeed(
     gradient_shards = shards if parallel.shards_gradients else 1
     trained = groups.trainable
     weights = (trained * width * _copies(setup) + frozen_weight_bytes(setup, groups)) / weight_shards
-    weights += model.buffer_bytes * _copies(setup)
+    weights += _buffers(model, setup) * _copies(setup)
     masters = trained * 4 / shards if width < 4 else 0.0
     gradients = trained * width / gradient_shards
     # The optimizer steps on an fp32 copy of its part of the gradients, a sub-group at a time under ZeRO-3.

@@ -240,8 +240,12 @@ def _offload(facts: ModelFacts, setup: TrainingSetup, machine: Machine) -> tuple
             bandwidth = ASSUMED_HOST_BANDWIDTH
             assumptions.append(f"host memory bandwidth {bandwidth / 1e9:.0f} GB/s (assumed; set --host_bandwidth)")
         ranks = min(parallel.num_gpus, machine.gpus_per_node)
-        # Gradients to the host and updated weights back, 2 bytes each.
-        seconds += 2 * setup.compute_bytes * trained / machine.gpu.pcie_bandwidth()
+        # Gradients to the host and updated weights back, 2 bytes each. ZeRO-2 and 3 fetch the sum of earlier
+        # micro-batches' gradients, add the next and store it again (DeepSpeed 0.19,
+        # `async_accumulate_grad_in_cpu_via_gpu`).
+        returns = parallel.is_deepspeed and parallel.shards_gradients
+        moves = 2 + (2 * (setup.accumulation - 1) if returns else 0)
+        seconds += moves * setup.compute_bytes * trained / machine.gpu.pcie_bandwidth()
         seconds += (
             CPU_ADAM_VALUES * (4 if parallel.is_deepspeed else setup.trained_bytes) * trained * ranks / bandwidth
         )

@@ -135,6 +135,7 @@ class ModelFacts:
         has_embedding: Whether the token embedding is here; not in later stages of a pipeline.
         has_head: Whether the head is; not in earlier stages.
         buffer_bytes: Of tensors that lie beside the parameters each in a type of its own (masks, tables of positions).
+        buffer_values: Of such tensors that are in the type of the weights: how many values.
         num_scores: Of a head that scores rows, as a reward model's; 0: the head predicts tokens.
         traced_config: The config.json, as text, of a model whose layers are traced rather than modelled by hand; empty
             for others.
@@ -175,6 +176,7 @@ class ModelFacts:
     has_embedding: bool = True
     has_head: bool = True
     buffer_bytes: int = 0
+    buffer_values: int = 0
     num_scores: int = 0
     traced_config: str = ""
 

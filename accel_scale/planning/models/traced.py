@@ -24,7 +24,7 @@ from accel_scale.planning.models.training_setup import TrainingSetup
 _TRACER = "accel_scale.tracing.service"
 _VERSIONED = ("torch", "transformers", "peft", "accel-scale")
 # Counts up when what is written to the cache changes.
-_FORMAT = 3
+_FORMAT = 4
 
 Document = dict[str, Any]
 
@@ -35,8 +35,13 @@ class Tracer(Protocol):
     def facts_of(self, values: Mapping[str, object], *, name: str, place: str) -> ModelFacts:
         """Shapes and parameters of the real class."""
 
-    def traced_fit(self, facts: ModelFacts, setup: TrainingSetup, *, is_cuda: bool, is_tracked: bool) -> Document:
+    def traced_fit(
+        self, facts: ModelFacts, setup: TrainingSetup, *, is_cuda: bool, is_tracked: bool, is_exact: bool
+    ) -> Document:
         """Bytes of a step by segment, as polynomials of rows and length."""
+
+    def kept_layers(self, facts: ModelFacts, setup: TrainingSetup) -> list[Document]:
+        """What layers keep of earlier tokens: how many layers, their window, bytes of a row and of a token."""
 
 
 def tracer() -> Tracer:
@@ -65,6 +70,8 @@ def facts_of_any(config: Mapping[str, object], *, name: str, place: str | None =
     """
     model_type = config.get("model_type") if isinstance(config, Mapping) else None
     modelled = model_type in MODEL_TYPES or model_type == "gemma3"
+    if model_type == "bert" and config.get("is_decoder"):
+        modelled = False  # by hand there is the encoder
     if modelled or not isinstance(model_type, str):
         return facts_from_config(config, name=name, place=place)
     text = _text_of(config)

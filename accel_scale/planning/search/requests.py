@@ -10,6 +10,7 @@ from typing import Any
 
 from accel_scale.errors import ConfigError
 from accel_scale.facts import hardware
+from accel_scale.facts.methods import METHOD_FACTS
 from accel_scale.facts.names import AUTO_POLICY, PRECISIONS
 from accel_scale.facts.optimizer_specs import modelled_optimizer
 from accel_scale.facts.precisions import PRECISION_FACTS
@@ -189,7 +190,7 @@ def _fixed(wish: Wish, recipe: PlannedRecipe, model: ModelFacts, gpu: hardware.G
     dropout = 0.0 if recipe.disables_dropout else dropout
     saved = ("score",) if recipe.rewards else ()
     lora = LoraSetup(whole(wish.lora_r, "--lora_r"), targets, wish.use_dora, saved, dropout)
-    if wish.method != "full":
+    if any(METHOD_FACTS[method].trains_adapters for method in methods_of(wish.method, recipe)):
         lora_params(model, lora)
     packing = recipe.packs(wish.packing)
     fixed: dict[str, Any] = {"precision": _precision(wish, gpu), "packing": packing, "lora": lora}

@@ -213,9 +213,15 @@ def _settings(request: Request, choice: ParallelChoice, method: str) -> Iterator
 
 
 def _optimizers(method: str, choice: ParallelChoice) -> tuple[str, ...]:
-    """Those to choose from: adapters' states are too small to matter, and 8-bit ones are not for shared weights."""
-    if METHOD_FACTS[method].trains_adapters or choice.parallel.is_divided:
+    """Those to choose from; 8-bit states are not for shared weights.
+
+    Adapters' states are small, but on one GPU 8-bit ones may make room for a larger micro-batch, as DeepSpeed's
+    offload does. bitsandbytes pages no state as small as an adapter's.
+    """
+    if choice.parallel.is_divided:
         return LEAN_OPTIMIZERS[:1]
+    if METHOD_FACTS[method].trains_adapters:
+        return LEAN_OPTIMIZERS[: 2 if choice.parallel.kind.is_single else 1]
     return LEAN_OPTIMIZERS
 
 

@@ -35,6 +35,24 @@ def scores_loss(ops: Ops, x: Tensor, weight: Parameter, num_scores: int) -> Tens
     return ops.tape.record(ops.new(1, FP32), [scores], [], lambda grad: [ops.new(numel, itemsize)])
 
 
+def logits_loss(ops: Ops, setup: TrainingSetup, logits: Tensor) -> Tensor:
+    """`accel_scale.optimization.fast_loss.logits_loss` of logits that the model itself computed."""
+    total, itemsize = logits.numel, logits.itemsize
+    values = total - total / setup.sequence_length
+    block = ops.new(values, itemsize) if setup.micro_batch_size > 1 else logits.view(values)
+    block = ops.tape.record(block, [logits], [], lambda grad: [ops.new(total, itemsize)])
+    return cross_entropy(ops, block)
+
+
+def cross_entropy(ops: Ops, logits: Tensor) -> Tensor:
+    """In fp32: log-softmax, negative log-likelihood."""
+    upcast = ops.cast(logits, FP32)
+    numel = upcast.numel
+    log_probs = ops.new(numel, FP32)
+    ops.tape.record(log_probs, [upcast], [log_probs], lambda grad: [ops.new(numel, FP32)])
+    return ops.tape.record(ops.new(1, FP32), [log_probs], [], lambda grad: [ops.new(numel, FP32)])
+
+
 class Head:
     """Call it with the last normalised hidden states; the result is the scalar loss."""
 
@@ -66,7 +84,7 @@ class Head:
             logits = ops.scale(logits)
             logits = ops.elementwise(logits, saves_input=False)
             logits = ops.scale(logits)
-        return self._cross_entropy(logits)
+        return cross_entropy(self.ops, logits)
 
     def _in_outputs(self, x: Tensor) -> Tensor:
         """torchtune's `CEWithChunkedOutputLoss`: all chunks of logits at once, one after the other in fp32."""
@@ -76,7 +94,7 @@ class Head:
         outputs = [ops.linear(part, self.weight, self.vocab, self.bias) for part in parts]
         parts.clear()
         for output in outputs:
-            one = self._compiled(output) if self.setup.compile else self._cross_entropy(output)
+            one = self._compiled(output) if self.setup.compile else cross_entropy(ops, output)
             loss = one if loss is None else ops.add(loss, one)
         assert loss is not None
         return loss
@@ -85,14 +103,6 @@ class Head:
         """Cast and loss in one kernel that keeps the logits as they came."""
         ops, numel, itemsize = self.ops, logits.numel, logits.itemsize
         return ops.tape.record(ops.new(1, FP32), [logits], [logits], lambda grad: [ops.new(numel, itemsize)])
-
-    def _cross_entropy(self, logits: Tensor) -> Tensor:
-        """In fp32: log-softmax, negative log-likelihood."""
-        ops, upcast = self.ops, self.ops.cast(logits, FP32)
-        numel = upcast.numel
-        log_probs = ops.new(numel, FP32)
-        ops.tape.record(log_probs, [upcast], [log_probs], lambda grad: [ops.new(numel, FP32)])
-        return ops.tape.record(ops.new(1, FP32), [log_probs], [], lambda grad: [ops.new(numel, FP32)])
 
     def _select(self, x: Tensor) -> Tensor:
         """All states but each row's last, which predicts nothing; several rows are copied into one block."""

@@ -24,7 +24,7 @@ def fitted(values: Sequence[float], points: Sequence[Point]) -> Polynomial | Non
     Almost every tensor is a number times a power of the length, once or for every row: two sizes tell which, the third
     verifies it. Others are sums of two such terms, of which the third size leaves one.
     """
-    (a, b, c), powers = values, [_powers(*point) for point in points]
+    (a, b, c), powers = values, [powers_of(*point) for point in points]
     for k in range(6):
         scale = a / powers[0][k]
         if scale * powers[1][k] == b and scale * powers[2][k] == c:
@@ -42,15 +42,20 @@ def fitted(values: Sequence[float], points: Sequence[Point]) -> Polynomial | Non
     return None
 
 
-def _powers(rows: int, length: int) -> tuple[int, ...]:
+def powers_of(rows: int, length: int) -> tuple[int, ...]:
+    """What the coefficients are multiplied by."""
     return (1, length, length**2, rows, rows * length, rows * length**2)
 
 
-def interpolated(values: Sequence[float], lengths: Sequence[int]) -> Polynomial:
-    """The polynomial through six values: one row at three lengths, then two rows at them."""
-    one, two = (_quadratic(values[k : k + 3], lengths) for k in (0, 3))
-    per_row = [b - a for a, b in zip(one, two, strict=True)]
-    return [a - b for a, b in zip(one, per_row, strict=True)] + per_row
+def interpolated(few: Sequence[float], many: Sequence[float], rows: Point, lengths: Sequence[int]) -> Polynomial:
+    """The polynomial through six values: those of `few` and of `many` rows, each at three lengths.
+
+    Args:
+        rows: How many are few, and how many many.
+    """
+    per_row = [(b - a) / (rows[1] - rows[0]) for a, b in zip(few, many, strict=True)]
+    fixed = [a - rows[0] * b for a, b in zip(few, per_row, strict=True)]
+    return _quadratic(fixed, lengths) + _quadratic(per_row, lengths)
 
 
 def _quadratic(values: Sequence[float], lengths: Sequence[int]) -> list[float]:
@@ -60,22 +65,6 @@ def _quadratic(values: Sequence[float], lengths: Sequence[int]) -> list[float]:
     square = (second - first) / (x2 - x0)
     slope = first - square * (x0 + x1)
     return [y0 - slope * x0 - square * x0**2, slope, square]
-
-
-def highest(events: Sequence[Polynomial], grid: Sequence[Point]) -> list[Polynomial]:
-    """Of the running sums of `events`, those that are the highest at some size of `grid`."""
-    found: dict[int, Polynomial] = {}
-    for rows, length in grid:
-        powers = _powers(rows, length)
-        total = best = 0.0
-        at = -1
-        for index, event in enumerate(events):
-            total += sum(c * p for c, p in zip(event, powers, strict=True) if c)
-            if total > best:
-                best, at = total, index
-        if at >= 0 and at not in found:
-            found[at] = summed(events[: at + 1])
-    return list(found.values()) or [list(_ZERO)]
 
 
 def summed(polynomials: Sequence[Polynomial]) -> Polynomial:

@@ -12,7 +12,7 @@ from accel_scale.planning.models.training_setup import TrainingSetup, check_poli
 from accel_scale.planning.tape import activations
 from accel_scale.planning.tape.activations import StepBytes
 from accel_scale.planning.tape.families import FAMILIES
-from accel_scale.planning.tape.head import Head, scores_loss
+from accel_scale.planning.tape.head import Head, logits_loss, scores_loss
 from accel_scale.planning.tape.linears import Weights
 from accel_scale.planning.tape.ops import Ops
 from accel_scale.planning.tape.tables import is_padded
@@ -20,7 +20,9 @@ from accel_scale.planning.tape.tape import Tape
 from accel_scale.planning.tape.tensors import Parameter
 from accel_scale.planning.traced.polynomials import value_of
 
-_WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "local_attention", "index_topk")
+_WINDOWS = (
+    "sliding_window", "attention_chunk_size", "window_size", "local_attention", "index_topk", "indexer_budget"
+)  # fmt: skip
 
 
 def step_bytes(
@@ -55,7 +57,7 @@ def _traced(model: ModelFacts, setup: TrainingSetup, is_cuda: bool, is_tracked: 
     stands_for: list[int] = fit["stands_for"]
     forward = max(through(name) for name in ["embed", *(f"forward {index}" for index in stands_for), "finish"])
     hidden = rows * length * fit["hidden_size"] * fit["hidden_bytes"]
-    at_head, kept, left = _head(model, setup, hidden, fit["hidden_bytes"], is_cuda, is_tracked)
+    at_head, kept, left = _head(model, setup, fit, is_cuda, is_tracked)
     loss = live + at_head
     through("leave")
     saved = live + kept
@@ -86,16 +88,22 @@ def _edge(kinds: list[int], period: int) -> int:
 
 
 def _head(
-    model: ModelFacts, setup: TrainingSetup, hidden: float, itemsize: int, is_cuda: bool, is_tracked: bool
+    model: ModelFacts, setup: TrainingSetup, fit: Document, is_cuda: bool, is_tracked: bool
 ) -> tuple[float, float, float]:
-    """Head and loss on the tape, relative to the last hidden states: the highest, what waits, what is left."""
+    """Head and loss on the tape, relative to what the trace ends with, the last hidden states or the logits: the
+    highest, what waits, what is left."""
     autocast = setup.compute_bytes if setup.autocast else None
     tape = Tape(autocast_bytes=autocast, adds_in_place=not is_tracked, is_cuda=is_cuda)
-    ops, weights = Ops(tape), Weights(setup, frozenset())
+    ops, weights, itemsize = Ops(tape), Weights(setup, frozenset()), fit["hidden_bytes"]
     family = replace(FAMILIES["llama"], scales_logits="scaled" in model.layer_variant)
-    entry = Parameter(hidden / itemsize, itemsize)
-    x = tape.record(ops.new(hidden / itemsize, itemsize), [entry], [], lambda grad: [grad.view()])
-    if model.num_scores:
+    width = model.vocab_size if fit["takes_logits"] else fit["hidden_size"]
+    values = setup.micro_batch_size * setup.sequence_length * width
+    given = values * itemsize
+    entry = Parameter(values, itemsize)
+    x = tape.record(ops.new(values, itemsize), [entry], [], lambda grad: [grad.view()])
+    if fit["takes_logits"]:
+        loss = logits_loss(ops, setup, x)
+    elif model.num_scores:
         loss = scores_loss(ops, x, weights.base("score", model.head_params), model.num_scores)
     else:
         weight = weights.base("embed_tokens" if model.tied_embeddings else "lm_head", model.embedding_params)
@@ -105,22 +113,24 @@ def _head(
     tape.leave_autocast()
     kept = tape.meter.live_bytes
     tape.backward(loss)
-    return tape.meter.peak_bytes - hidden, kept - hidden, tape.meter.live_bytes - hidden
+    return tape.meter.peak_bytes - given, kept - given, tape.meter.live_bytes - given
 
 
 def fit_of(model: ModelFacts, setup: TrainingSetup, is_cuda: bool, is_tracked: bool) -> Document:
-    """From the cache of files, or by a trace."""
+    """From the cache of files, or by a trace. Where no fit holds for every size, each size has its own."""
     text, key = model.traced_config, _key(model, setup, is_cuda, is_tracked)
     known = _known(text)
-    if key not in known:
-        exact = f"{key} {setup.micro_batch_size}x{setup.sequence_length}"
-        if exact in known:
-            return known[exact]
-        fit = tracer().traced_fit(model, setup, is_cuda=is_cuda, is_tracked=is_tracked)
-        key = exact if fit["exact"] else key
-        known[key] = fit
+    exact = f"{key} {setup.micro_batch_size}x{setup.sequence_length}"
+    fit = known.get(key, {})
+    if fit.get("exact"):
+        fit = known.get(exact, fit)
+    if "segments" not in fit:
+        fit = tracer().traced_fit(
+            model, setup, is_cuda=is_cuda, is_tracked=is_tracked, is_exact=bool(fit.get("exact"))
+        )
+        known |= {key: {"exact": True}, exact: fit} if fit["exact"] else {key: fit}
         write_trace(text, {"fits": known})
-    return known[key]
+    return fit
 
 
 @functools.lru_cache(maxsize=16)
@@ -134,7 +144,7 @@ def _key(model: ModelFacts, setup: TrainingSetup, is_cuda: bool, is_tracked: boo
     parts: list[object] = [setup.checkpointing if setup.checkpointing != "offload" else "full", is_tracked]
     parts += [setup.trained_bytes, setup.frozen_bytes if setup.trains_adapters else 0]
     parts += [setup.compute_bytes if setup.autocast else 0, is_cuda and setup.autocast]
-    parts += [setup.attention == "eager", is_padded(setup)]
+    parts += [setup.attention == "eager", is_padded(setup), model.num_scores > 0]
     parts += [sum(setup.sequence_length > window for window in windows_of(model.traced_config))]
     if setup.trains_adapters:
         lora = setup.lora
