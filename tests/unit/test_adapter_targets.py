@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, get_peft_model
@@ -168,3 +170,18 @@ def test_what_is_still_a_linear_layer(kind, is_linear, dtype):
 
     assert _is_linear(kind(6, 4, device="meta", dtype=dtype)) == is_linear
     assert _is_linear(kind(6, 4)), "with weights it is not run"
+
+
+def test_every_flag_of_adapters_reaches_them() -> None:
+    skeleton = skeleton_of(CONFIG_MAPPING["llama"](**DENSE))
+    given = ModelConfig(
+        lora_r=5, lora_alpha=11, lora_dropout=0.25, lora_target_modules=["q_proj"], lora_modules_to_save=["norm"],
+        use_rslora=True, use_dora=True,
+    )  # fmt: skip
+    config = lora_config(given, skeleton)
+    assert (config.r, config.lora_alpha, config.lora_dropout, config.target_modules) == (5, 11, 0.25, {"q_proj"})
+    assert (config.modules_to_save, config.use_rslora, config.use_dora, config.bias) == (["norm"], True, True, "none")
+    fewer = SimpleNamespace(lora_r=4, lora_alpha=8, lora_dropout=0.0, lora_target_modules="all-linear")
+    plain = lora_config(fewer, skeleton)
+    assert (plain.modules_to_save, plain.use_rslora, plain.use_dora) == (None, False, False)
+    assert (plain.target_parameters, plain.task_type) == (None, "CAUSAL_LM")
