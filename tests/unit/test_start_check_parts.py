@@ -59,7 +59,7 @@ def test_what_is_small_is_rounding_alone() -> None:
 
     for loss, expected, gradient, small in (
         (1.0, 1.0, 0.0, True), (0.5 + 0.9 * LOSS_TOLERANCE, 0.5, 0.0, True),
-        (0.5 + 1.1 * LOSS_TOLERANCE, 0.5, 0.0, False),
+        (0.5 + 1.1 * LOSS_TOLERANCE, 0.5, 0.0, False), (LOSS_TOLERANCE, 0.0, GRADIENT_TOLERANCE, True),
         (8.0 * (1 + 0.9 * LOSS_TOLERANCE), 8.0, 0.0, True), (8.0 * (1 - 1.1 * LOSS_TOLERANCE), 8.0, 0.0, False),
         (1.0, 1.0, GRADIENT_TOLERANCE, True), (1.0, 1.0, 1.1 * GRADIENT_TOLERANCE, False),
         (NAN, 1.0, 0.0, False), (1.0, NAN, 0.0, False), (1.0, 1.0, NAN, False),
