@@ -440,6 +440,15 @@ def test_pickled_code_is_not_run(start, tmp_path, monkeypatch):
     assert not mark.exists()
 
 
+def test_other_settings_are_refused_unless_they_are_allowed_or_not_compared(start):
+    saved(start, settings={"lr": 1})
+    with pytest.raises(ConfigError, match="lr"):
+        start(settings={"lr": 2}).manager.resume("auto")
+    assert start(settings={"lr": 2}).manager.resume("auto", compare=False).step == 6
+    assert start(settings={"lr": 2}, allow_changed_settings=True).manager.resume("auto").step == 6
+    assert start(settings={"lr": 1}).manager.resume("auto").step == 6
+
+
 def test_counts(start):
     with pytest.raises(ConfigError, match="keep_last is 0"):
         start(keep_last=0)

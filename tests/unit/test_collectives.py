@@ -107,6 +107,8 @@ def test_named_links() -> None:
     assert find_link("InfiniBand NDR") == find_link("ib_ndr") == named_links()["ib-ndr"]
     with pytest.raises(ConfigError, match="did you mean nvlink-h100"):
         find_link("nvlink-h10")
+    with pytest.raises(ConfigError, match=r"did you mean ib-ndr\?"):
+        find_link("ib")
 
 
 @given(st.sampled_from([op for op in OPS if op != "point_to_point"]), st.floats(1e3, 1e10))

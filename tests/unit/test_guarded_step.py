@@ -302,6 +302,8 @@ def test_a_gate_that_was_told_nothing_does_what_the_optimizer_does():
 
 def test_a_step_is_finished_once():
     loop = Loop()
+    with pytest.raises(RuntimeError, match="finish comes after"):
+        loop.step.finish()
     loop.take()
     with pytest.raises(RuntimeError, match="finish comes after"):
         loop.step.finish()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,14 @@ from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy, a
 from accel_scale.optimization.fast_loss import head_loss
 from accel_scale.parallel.pipelines import evaluate
 from accel_scale.parallel.pipelines.loss import repeatable
-from accel_scale.parallel.pipelines.split import costs_of, owned_parameters, split_model, stage_layers, stage_of
+from accel_scale.parallel.pipelines.split import (
+    _skeleton,
+    costs_of,
+    owned_parameters,
+    split_model,
+    stage_layers,
+    stage_of,
+)
 
 BASE = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -214,6 +222,18 @@ def test_a_loss_that_is_gone_back_through_twice_gives_the_same_gradients():
     head.requires_grad_(False)
     (3 * repeatable(loss)(part, hidden, target, power=4)).backward()
     torch.testing.assert_close(hidden.grad, expected[0])
+
+
+def test_a_forward_that_was_replaced_on_a_module_is_that_of_its_copy() -> None:
+    """Another module's method stays that module's."""
+    pair = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    pair[0].forward = types.MethodType(lambda self, x: x * self.factor, pair[0])
+    pair[0].factor, pair[0].borrowed = 3.0, pair[1].forward
+    copied = _skeleton(pair, {})[0]
+    copied.factor = 5.0
+    assert (copied(torch.ones(1)).item(), pair[0](torch.ones(1)).item()) == (5.0, 3.0)
+    assert copied.borrowed.__self__ is pair[1]
+    assert copied.weight is pair[0].weight
 
 
 class Wires:

@@ -218,3 +218,23 @@ def test_a_revision_and_leave_to_run_code_reach_all_that_is_loaded(monkeypatch: 
     assert asked.pop() == ("model", "m", expected)
     run_config(PretrainModelArguments(model_config="d/config.json", **REMOTE), 64, TOKENIZER)
     assert asked == [("file", "d/config.json", {"tokenizer": TOKENIZER, "trust_remote_code": True})]
+
+
+@pytest.mark.parametrize(("flags", "reads_all"), [({"tokenizer": "char"}, True), ({"train_tokenizer": True}, False)])
+def test_characters_are_those_of_all_texts_and_a_vocabulary_is_learnt_from_a_sample(
+    flags: dict[str, Any], reads_all: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def sample(data: Any, **options: Any) -> Any:
+        asked.append(options)
+        yield from ["abc " * 50, "xyz " * 50]
+
+    monkeypatch.setattr("accel_scale.data.pretraining.sampling.sample_texts", sample)
+    args = PretrainModelArguments(vocab_size=270, **flags)
+    made = pretrain_model.run_tokenizer(args, PretrainDataArguments(), str(tmp_path), default=EMBEDDED)
+    assert made.decode(made("cab")["input_ids"]).startswith("cab")
+    assert [("max_bytes" in options) for options in asked] == [reads_all]
+    assert not reads_all or asked[0]["max_bytes"] > 1e15
+    kept = pretrain_model.run_tokenizer(args, PretrainDataArguments(), str(tmp_path), default=EMBEDDED)
+    assert (len(kept), len(asked)) == (len(made), 1), "what was made is kept"

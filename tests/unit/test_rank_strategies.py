@@ -464,6 +464,12 @@ def test_weights_that_are_stored_by_their_plain_names_go_on_as_they_were(copy: b
     if copy:
         first.step()  # training goes on
     write(tmp_path)
+    stored = dist_cp.FileSystemReader(tmp_path / "model_parallel").read_metadata().state_dict_metadata
+    assert sorted(stored) == [
+        *(f"model.{name}" for name in ("one.bias", "one.weight", "other.bias", "seen")),
+        *(f"optimizer.{name}.{key}" for name in ("one.bias", "one.weight", "other.bias")
+          for key in ("exp_avg", "exp_avg_sq", "step")),
+    ], "a weight with two names once"  # fmt: skip
     first = Alone(Twice()).step(3)
     for stepped in (0, 1):
         again = Alone(Twice(), rate=0.5).step(stepped)

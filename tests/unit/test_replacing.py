@@ -94,6 +94,7 @@ def test_groups_keep_their_parameters_names_and_settings():
     assert (first["name"], first["lr"], first["weight_decay"]) == ("head", 1e-3, 0.3)
     assert (first["betas"], first["eps"]) == ((0.9, 0.95), 1e-6)
     assert (second["lr"], second["weight_decay"], second["betas"]) == (5e-4, 0.01, (0.8, 0.9))
+    assert new.defaults["lr"] == 1e-3, "of groups that are added later"
 
 
 def test_names_of_parameters_stay():

@@ -372,4 +372,7 @@ def test_a_rate_raised_with_the_batch_wants_a_warm_up(values, given, said):
         assert "8 times as large" in line
         assert line.endswith(said)
     assert advice(raised, 32) is None  # not raised
+    usual = {name: value for name, value in raised.items() if name != "lr_base_batch_size"}
+    assert advice(usual, 32) is None
+    assert (advice(usual, 33) is None) == (said is None), "of 32 where nothing is said"
     assert advice({**raised, "scale_lr_from_batch_size": None}, 256) is None

@@ -80,6 +80,8 @@ def test_groups_read_all_rows_and_a_group_the_same(num_processes, size):
         read_rows_in_groups(accelerator, size)
         loader = accelerator.prepare_data_loader(DataLoader(range(24), batch_size=2))
         assert accelerator._dataloaders == [loader]
+        if size > 1:
+            assert loader.device == accelerator.device, "batches come to the device"
         return [batch.tolist() for batch in loader]
 
     def of_group(group: int) -> list[list[int]]:

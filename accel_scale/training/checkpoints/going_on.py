@@ -123,7 +123,7 @@ class Course:
 
     def _compare(self, folder: Path, before: Mapping[str, Any]) -> None:
         if not self.allow_changed_settings:
-            refuse_changes(folder, before, self.settings, place=self.place, allow=ALLOW_FLAG)
+            refuse_changes(folder, before, self.settings, place=self.place)
 
     def say_finished(self, summary: dict[str, Any], *, is_main: bool) -> dict[str, Any]:
         """What an earlier start of the same command came to; nothing is trained or written."""

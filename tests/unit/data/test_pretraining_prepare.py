@@ -25,6 +25,7 @@ from accel_scale.data.pretraining import (
     sample_texts,
     train_tokenizer,
 )
+from accel_scale.data.pretraining.prepared import is_prepared
 from accel_scale.errors import ConfigError
 
 BYTE = load_pretraining_tokenizer("byte")
@@ -167,6 +168,15 @@ def test_what_was_prepared_for_another_run_is_refused(tmp_path: Path, write_json
         prepare_data(path, tokenizer=BYTE, output_dir=str(tmp_path))
     with pytest.raises(ConfigError, match="has tokens and no text"):
         next(sample_texts(folder))
+
+
+def test_a_folder_is_known_by_its_plan_and_by_its_manifest(tmp_path: Path) -> None:
+    for names in ([], ["plan.json"], ["manifest.json"], ["plan.json", "manifest.json"]):
+        folder = tmp_path / "-".join(["of", *names])
+        folder.mkdir()
+        for name in names:
+            (folder / name).write_text("{}")
+        assert is_prepared(str(folder)) == bool(names)
 
 
 def test_damaged_shards_are_found(tmp_path: Path, write_jsonl) -> None:
