@@ -80,6 +80,27 @@ def test_a_pair_is_two_rows_beside_a_reference_that_is_another_model_only_where_
 
 
 @pytest.mark.parametrize(
+    ("values", "rows", "reference"),
+    [
+        ({}, 8 * 2, "none"), ({"beta": None}, 8 * 2, "none"), ({"beta": 0.0}, 8 * 2, "none"),
+        ({"beta": 0.04}, 8 * 2, "before"), ({"steps_per_generation": 3}, 8 * 3, "none"),
+        ({"generation_batch_size": 40}, 40, "none"), ({"generation_batch_size": 0}, 1, "none"),
+    ],
+)  # fmt: skip
+def test_answers_are_written_for_a_step_and_scored_beside_a_reference_where_a_penalty_asks_for_one(
+    values: dict[str, Any], rows: int, reference: str
+) -> None:
+    settings = settle("--gradient_accumulation_steps 2", launch=GPU)
+    settings.recipe = replace(SFT_PLAN, generates=True)
+    settings.values.update({"max_completion_length": 192, "beta": 0.0, **values})
+    found = setup_of(settings, launched(), "sdpa")
+    assert found.generation is not None
+    assert (found.generation.rows, found.generation.completion_length) == (rows, 192)
+    assert found.sequence_length == found.generation.total_length == found.generation.prompt_length + 192
+    assert (found.reference_model, found.reference_pass) == (reference == "before", reference)
+
+
+@pytest.mark.parametrize(
     ("flags", "place", "says"),
     [
         ("--method lora --load_in_8bit", "--load_in_8bit", "8-bit base"),

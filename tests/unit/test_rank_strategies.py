@@ -665,3 +665,37 @@ def test_groups_and_steps_of_a_converted_checkpoint_are_each_ones_own(tmp_path: 
     assert (model.seen.item(), torch.equal(model.one.weight, before)) == (4.0, True)
     accelerator._models = [nn.Linear(2, 2)]
     _load_buffers(accelerator, tmp_path / "nowhere")  # nothing to look for
+
+
+def test_errors_of_deepspeeds_writer_wait_until_every_rank_is_through() -> None:
+    from accel_scale.training.checkpoints.zero import errors_kept_for_later
+
+    calls: list[Any] = []
+
+    def fails(error: Exception) -> Any:
+        def call(*args: Any, **options: Any) -> None:
+            calls.append((*args, options))
+            raise error
+
+        return call
+
+    writer = SimpleNamespace(save=fails(OSError("disk full")), makedirs=fails(RuntimeError("no folder")), name="w")
+    copy_script = fails(OSError("no script"))
+    engine = SimpleNamespace(checkpoint_engine=writer, _copy_recovery_script=copy_script)
+
+    def write() -> None:
+        with errors_kept_for_later(engine) as kept:
+            assert (kept, kept.checkpoint_engine.name) == (engine, "w")
+            kept.checkpoint_engine.save("state", path="p")
+            kept.checkpoint_engine.makedirs("folder", exist_ok=True)
+            kept._copy_recovery_script("script")
+
+    with pytest.raises(OSError, match="disk full"):
+        write()
+    assert calls == [("state", {"path": "p"}), ("folder", {"exist_ok": True}), ("script", {})]
+    assert (engine.checkpoint_engine, engine._copy_recovery_script) == (writer, copy_script)
+    with pytest.raises(KeyError), errors_kept_for_later(engine):
+        raise KeyError
+    assert engine.checkpoint_engine is writer
+    with errors_kept_for_later(engine):
+        pass
