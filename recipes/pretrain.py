@@ -99,8 +99,7 @@ def check(run: Run) -> None:
     from accel_scale.launching.memory_cap import cap_device_memory
     from accel_scale.starting.recipe_start import check_settings
 
-    if run.start.announcement:
-        run.say(run.start.announcement)
+    run.say_start()
     args = run.args
     for line in check_settings(run.settings, run.start, optim=args.optim, max_grad_norm=args.max_grad_norm):
         run.say(f"warning: {line}")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from accel_scale.flags.common import PLANS, OptimizerArguments, SharedArguments, _flag
 from accel_scale.flags.ddp import DdpArguments
+from accel_scale.flags.trackers import TrackerArguments
 
 
 @dataclass
@@ -66,7 +67,7 @@ class PretrainDataArguments:
 
 
 @dataclass
-class PretrainArguments(SharedArguments, OptimizerArguments, DdpArguments):
+class PretrainArguments(SharedArguments, OptimizerArguments, TrackerArguments, DdpArguments):
     """How it is trained. `None` means: decided by the launch file, the device or another flag."""
 
     output_dir: str = _flag("outputs/pretrain", "Where checkpoints, logs and the model go.")
@@ -107,8 +108,6 @@ class PretrainArguments(SharedArguments, OptimizerArguments, DdpArguments):
     resume: str = _flag(
         "auto", "auto: the newest good checkpoint in --output_dir; no: refuse to overwrite; or a path."
     )
-    report_to: list[str] = _flag([], "Trackers: tensorboard, wandb, trackio, mlflow …")
-    run_name: str | None = _flag(None, "Name of the run in a tracker.")
     plan: str | None = _flag(
         None, "check: predict memory before loading, refuse what would not fit. Default: check on CUDA, else off.",
         choices=tuple(p for p in PLANS if p != "auto"),

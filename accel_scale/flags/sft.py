@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from accel_scale.flags.common import OptimizerArguments
 from accel_scale.flags.ddp import DdpHookArguments
 from accel_scale.flags.library import SHIPPED, LaterClass, make_table
+from accel_scale.flags.trackers import TrackerArguments
 
 
 @dataclass
@@ -30,7 +31,7 @@ class ModelDefaults:
 
 
 @dataclass
-class TrainerDefaults(OptimizerArguments):
+class TrainerDefaults(OptimizerArguments, TrackerArguments):
     """Over the configuration of any of TRL's trainers: every optimizer and schedule as a choice, quiet output."""
 
     resume_from_checkpoint: str | None = field(

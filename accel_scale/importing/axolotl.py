@@ -171,7 +171,7 @@ def _hub_and_trackers(draft: Draft) -> None:
         draft.flags["push_to_hub"] = True
         draft.set("hub_model_id", draft.get("hub_model_id"), "hub_model_id")
     if draft.is_on("wandb_project"):
-        draft.set("report_to", "wandb", "wandb_project")
-        draft.note("wandb_project", CHECK, f"set WANDB_PROJECT={draft.get('wandb_project')} in the environment")
+        draft.flags["report_to"] = "wandb"
+        draft.set("project", draft.get("wandb_project"), "wandb_project")
     elif draft.is_on("use_tensorboard"):
         draft.set("report_to", "tensorboard", "use_tensorboard")

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
+from accel_scale.secrets import without_secrets
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from accel_scale.flags.pretraining import PretrainArguments
     from accel_scale.settings.resolved import Resolved
+
+_PLAIN = (int, float, str, bool)  # what trackers take as settings
 
 
 def plain_accelerator(
@@ -33,11 +38,17 @@ def plain_accelerator(
         program: Begins the line that says which rank was missing.
 
     Raises:
-        ConfigError: for a tracker that is not installed, or a DeepSpeed file that contradicts the flags.
+        ConfigError: for a DeepSpeed file that contradicts the flags.
     """
     from accelerate import Accelerator
-    from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs, LoggerType, TorchDynamoPlugin
+    from accelerate.utils import (
+        GradientAccumulationPlugin,
+        InitProcessGroupKwargs,
+        ProjectConfiguration,
+        TorchDynamoPlugin,
+    )
 
+    from accel_scale.flags.trackers import chosen_trackers
     from accel_scale.launching.cpu_process import use_onednn_in_fp32
     from accel_scale.modeling.precision import enable_fp16_on_cpu
     from accel_scale.training.ddp.gradient_numbers import use_gradient_numbers
@@ -54,29 +65,14 @@ def plain_accelerator(
     handler = InitProcessGroupKwargs(timeout=backend_timeout(args.collective_timeout))
     # Functions that say the same whenever they are called, in layers that are compiled.
     warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`")
-    # Said below, as an error.
-    warnings.filterwarnings("ignore", message=".*no supported trackers are currently installed.*")
-    if unknown := sorted(set(args.report_to) - set(LoggerType.list())):
-        raise ConfigError(
-            f"{', '.join(unknown)} is no tracker that Accelerate knows.",
-            place="--report_to",
-            fix=f"choose from {', '.join(LoggerType.list())}.",
-        )
     accelerator = Accelerator(
         mixed_precision=settings.precision.mixed_precision,
         gradient_accumulation_plugin=accumulating,
         dynamo_plugin=dynamo,
         kwargs_handlers=[handler],
-        log_with=args.report_to or None,
-        project_dir=args.output_dir,
+        log_with=chosen_trackers(args.report_to, in_trainer=False) or None,
+        project_config=ProjectConfiguration(args.output_dir, logging_dir=str(Path(args.output_dir) / "runs")),
     )
-    installed = {str(getattr(tracker, "value", tracker)) for tracker in accelerator.log_with}
-    if missing := set(args.report_to) - {"all"} - installed:
-        raise ConfigError(
-            f"{', '.join(sorted(missing))} is not installed.",
-            place="--report_to",
-            fix="pip install 'accel-scale[tracking]', or remove it.",
-        )
     plugin = accelerator.state.deepspeed_plugin
     if plugin is not None:
         _tell_deepspeed(plugin.deepspeed_config, args, settings.accumulation)
@@ -87,6 +83,18 @@ def plain_accelerator(
     use_ddp_settings(accelerator, DdpSettings.of(args))
     watch_accelerator(accelerator, args.collective_timeout, program)
     return accelerator
+
+
+def start_trackers(accelerator: Accelerator, args: PretrainArguments, values: Mapping[str, object]) -> None:
+    """Start the trackers of ``--report_to`` with the run's settings; without one, nothing happens.
+
+    Args:
+        values: Flag → value; credentials are left out.
+    """
+    kept = {name: value for name, value in without_secrets(dict(values)).items() if isinstance(value, _PLAIN)}
+    named = {"wandb": {"name": args.run_name}, "mlflow": {"run_name": args.run_name}}
+    named["trackio"] = {"name": args.run_name, "resume": "allow"}
+    accelerator.init_trackers(args.project, config=kept, init_kwargs=named)
 
 
 def _tell_deepspeed(config: dict[str, Any], args: PretrainArguments, accumulation: int) -> None:

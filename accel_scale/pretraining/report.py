@@ -17,6 +17,7 @@ from accel_scale.measuring.meters import (
     peak_memory_bytes,
 )
 from accel_scale.reporting.step_lines import StepFigures, StepLines
+from accel_scale.reporting.trackers import tracked_names
 from accel_scale.training.ddp.gradient_numbers import loss_scale_of
 from accel_scale.training.ddp.hooks import hook_figures
 from accel_scale.units import format_bytes
@@ -68,6 +69,7 @@ class PretrainReport:
     def start(self) -> None:
         """The table before the first step, trackers and the progress bar."""
         from accel_scale.measuring.peak_flops import model_flops, peak_flops
+        from accel_scale.pretraining.accelerator import start_trackers
         from accel_scale.reporting.run_starts import write_start
 
         run, args = self.run, self.run.args
@@ -76,9 +78,7 @@ class PretrainReport:
         )
         self.peak, origin = peak_flops(run.accelerator.device, run.settings.precision.compute_dtype)
         self._mfu_basis = f"{counted}; peak {self.peak / 1e12:.3g} TFLOP/s per rank ({origin})"
-        if args.report_to:
-            settings = {k: v for k, v in run.settings.values.items() if isinstance(v, (int, float, str, bool))}
-            run.accelerator.init_trackers(args.run_name or "accel-scale-pretrain", config=settings)
+        start_trackers(run.accelerator, args, run.settings.values)
         if not run.is_main:
             return
         planned = {"num_steps": run.length.num_steps, "plan": run.plan and run.plan.as_dict()}
@@ -197,8 +197,7 @@ class PretrainReport:
 
     def _log(self, values: dict[str, float]) -> None:
         self.metrics.write(self.run.step, **values)
-        if self.run.args.report_to:
-            self.run.accelerator.log(values, step=self.run.step)
+        self.run.accelerator.log(tracked_names({**values, "global_step": self.run.step}), step=self.run.step)
 
     def evaluated(self, evaluation: Evaluation) -> None:
         """Log a validation."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypedDict, cast
 
 from accel_scale.errors import ConfigError
 from accel_scale.flags.parsing import ParsedFlags
+from accel_scale.flags.trackers import refuse_unknown_trackers
 from accel_scale.modeling.scratch import parse_count
 from accel_scale.optimization.schedules import schedule_name
 from accel_scale.pretraining.trunk import ScheduleSettings
@@ -73,6 +74,7 @@ def refuse_contradictions(parsed: ParsedFlags) -> None:
     for name in ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"):
         if name in given and given.get("method") != "lora":
             raise _refuse(parsed, name, f"--{name} does nothing without adapters.", "add --method lora.")
+    refuse_unknown_trackers(given.get("report_to"), place=parsed.place("report_to"), in_trainer=False)
     _refuse_tokenizers(parsed)
     _refuse_lengths(parsed)
     _refuse_branches(parsed)

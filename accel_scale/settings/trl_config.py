@@ -17,7 +17,7 @@ from accel_scale.flags.sft import (
     RLOODefaults,
     SFTDefaults,
 )
-from accel_scale.secrets import move_token_to_environment
+from accel_scale.secrets import move_token_to_environment, without_secrets
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -75,8 +75,9 @@ class _TrainerSettings(_TrainingArguments):
             validate_on_cpu(self, super()._validate_args)
 
     def to_dict(self) -> dict[str, Any]:
-        """As the base class, with the names the user wrote."""
-        return {**super().to_dict(), "optim": self.optimizer_name, "lr_scheduler_type": self.schedule_name}
+        """As the base class, with the names the user wrote, and without credentials: trackers get it."""
+        known = {**super().to_dict(), "optim": self.optimizer_name, "lr_scheduler_type": self.schedule_name}
+        return dict(without_secrets(known))
 
 
 @dataclass

@@ -13,6 +13,7 @@ from accel_scale.errors import ConfigError
 from accel_scale.facts.names import Preferences
 from accel_scale.flags.paths import as_list, named_inputs
 from accel_scale.flags.rewards import RewardArguments, check_rewards
+from accel_scale.flags.trackers import refuse_unknown_trackers
 from accel_scale.modeling.model_class import DROPOUTS
 from accel_scale.modeling.precision import wanted_precision
 from accel_scale.settings.preference_losses import refuse_losses
@@ -274,6 +275,7 @@ def refuse_settings(parsed: ParsedFlags) -> None:
     """
     given = parsed.explicit
     refuse_trl_flags(given, parsed.place, device_type="not known yet")
+    refuse_unknown_trackers(given.get("report_to"), place=parsed.place("report_to"), in_trainer=True)
     if given.get("eval_on_start") and str(given.get("eval_strategy") or "no") == "no":
         raise ConfigError(
             "nothing is evaluated.", place=parsed.place("eval_on_start"), fix="add --eval_strategy steps or epoch."

@@ -17,6 +17,7 @@ from accel_scale.flags.guard import GuardArguments
 from accel_scale.flags.library import FlagClass
 from accel_scale.flags.parsing import ParsedFlags, parse_flags
 from accel_scale.flags.paths import DATA_FLAGS, MODEL_FLAGS, named_inputs
+from accel_scale.flags.trackers import require_trackers
 from accel_scale.launching.hub_reach import require_on_hub
 from accel_scale.launching.machine import is_surely_cpu
 from accel_scale.launching.run_folder import OutputFolder
@@ -75,6 +76,7 @@ def check_command_line(
         check_stored_row_length(folder, longest, place=parsed.place("max_length"))
     refuse_unreadable(parsed, world_size=int(os.environ.get("WORLD_SIZE", "1")))
     refuse(parsed)
+    require_trackers(parsed.explicit.get("report_to"), place=parsed.place("report_to"))
     if is_surely_cpu(parsed.explicit.get("use_cpu") or is_true(os.environ.get("ACCELERATE_USE_CPU", "false"))):
         refuse_trl_flags(parsed.explicit, parsed.place, device_type="cpu")
 

@@ -26,6 +26,7 @@ class Start:
         announcement: What a rehearsal on CPU processes says of itself; None in an ordinary run.
         facts: Launch and machine in the terms of `resolve`.
         folder: Where the run writes, and what must not be there.
+        notes: What the user should know of the trackers.
     """
 
     launch: LaunchEnvironment
@@ -33,6 +34,7 @@ class Start:
     announcement: str | None
     facts: LaunchFacts
     folder: OutputFolder
+    notes: tuple[str, ...] = ()
 
 
 @dataclass
@@ -85,6 +87,11 @@ class RecipeRun:
             "origins": self.settings.sources,
         }
 
+    def say_start(self) -> None:
+        """Print what the start has to say, on one process."""
+        for line in filter(None, (self.start.announcement, *self.start.notes)):
+            self.say(line)
+
     def say(self, line: str) -> None:
         """Print one line, on one process."""
         if self.is_main:
@@ -120,7 +127,20 @@ def start_recipe(parsed: ParsedFlags, *, output_dir: str) -> Start:
         tune_cpu_process()
     elif steps_on_host(launch, parsed.explicit.get("optim")):
         use_cores_of_host(machine.num_cores, launch.local_world_size)
-    return Start(launch, machine, announcement, facts, output_folder(parsed, output_dir))
+    notes = tuple(_settle_trackers(parsed))
+    return Start(launch, machine, announcement, facts, output_folder(parsed, output_dir), notes)
+
+
+def _settle_trackers(parsed: ParsedFlags) -> list[str]:
+    """Before their libraries are imported."""
+    from accel_scale.flags.trackers import DEFAULT_PROJECT, chosen_trackers, require_trackers
+    from accel_scale.reporting.trackers import settle_trackers
+
+    given = parsed.explicit
+    require_trackers(given.get("report_to"), place=parsed.place("report_to"))
+    names = chosen_trackers(given.get("report_to"), in_trainer=True)
+    project = str(given.get("project") or DEFAULT_PROJECT)
+    return settle_trackers(names, os.environ, project=project, is_chosen="project" in given)
 
 
 def output_folder(parsed: ParsedFlags, output_dir: str) -> OutputFolder:

@@ -16,6 +16,7 @@ from accel_scale.errors import ConfigError
 from accel_scale.facts.optimizer_specs import steps_in_backward
 from accel_scale.flags.guard import unjudgeable
 from accel_scale.flags.guard_settings import GuardSettings
+from accel_scale.trainers.tracker_names import text_writers
 from accel_scale.training.checkpoints.row_ids import number_rows, take_row_ids
 from accel_scale.training.guard.controls import make_gate
 from accel_scale.training.guard.guard import Guard
@@ -54,7 +55,9 @@ class GuardMixin:
         # TRL's trainers that generate and reward; `GRPOTrainer` and its kin have no cost that falls.
         spikes = self.guard_settings.loss_spikes and not hasattr(trainer, "reward_funcs")
         self.guard = Guard(replace(self.guard_settings, loss_spikes=spikes))
-        self._judge = StepJudge(trainer.accelerator, self.guard, trainer.args.output_dir)
+        self._judge = StepJudge(
+            trainer.accelerator, self.guard, trainer.args.output_dir, writers=lambda: text_writers(trainer)
+        )
         self._parts: list[MicroBatch] = []
         self._row_ids: list[Any] = []
         self._judged_steps, self._logged_steps, self._logged_drops, self._dropped_loss = 0, 0, 0, 0.0

@@ -20,6 +20,7 @@ from accel_scale.modeling.precision import enable_fp16_on_cpu
 from accel_scale.optimization.schedules import create_schedule
 from accel_scale.report_page.leaving import leave_stopped
 from accel_scale.settings.trl_config import RecipeConfig
+from accel_scale.trainers.tracker_names import use_tracker_names
 from accel_scale.training.ddp.gradient_numbers import loss_scale_of, use_gradient_numbers
 from accel_scale.training.ddp.hooks import hook_figures
 from accel_scale.training.evaluation.exact_match import ExactMatch, exact_match
@@ -97,6 +98,7 @@ class RecipeTrainerMixin(_TrainerBase):
         self.add_callback(StepCallback())
         if questions:
             self.add_callback(_AnswerCallback(self))
+        use_tracker_names(self)
         show_progress(self, self._tokens_per_second)
 
     def refuse_rows(self) -> None:

@@ -63,8 +63,7 @@ def check_run(run: TrainerRun) -> None:
     from accel_scale.start_check import check_sft_start, settle_open
     from accel_scale.starting.recipe_start import check_settings
 
-    if run.start.announcement:
-        run.say(run.start.announcement)
+    run.say_start()
     settings, values = run.settings, run.settings.values
     optim, max_grad_norm, longest = (recipe_value(settings, name) for name in ("optim", "max_grad_norm", "max_length"))
     warnings = check_settings(settings, run.start, optim=optim, max_grad_norm=max_grad_norm)

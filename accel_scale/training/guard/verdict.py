@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 
 from accel_scale.ending.leaving import let_go_of_collectives
 from accel_scale.facts.exit_statuses import GUARD_STATUS
+from accel_scale.reporting.trackers import TextWriter, send_alert
 from accel_scale.training.guard.events import append_event, console_line
 from accel_scale.training.guard.guard import Decision, Guard
 
@@ -61,6 +62,7 @@ class StepJudge:
         guard: None judges nothing.
         output_dir: Where ``guard_events.jsonl`` is written.
         say: Prints one line; called on one process.
+        writers: TensorBoard's, which get events as text; those of the accelerator's own trackers otherwise.
     """
 
     def __init__(
@@ -70,9 +72,11 @@ class StepJudge:
         output_dir: str | Path,
         *,
         say: Callable[[str], None] | None = None,
+        writers: Callable[[], Iterable[TextWriter]] | None = None,
     ) -> None:
         self._accelerator, self._guard, self._output_dir = accelerator, guard, output_dir
         self._say = say or _print_now
+        self._writers = writers or self._own_writers
 
     def judge(
         self,
@@ -150,7 +154,15 @@ class StepJudge:
             "micro_batches": parts,
         }
         append_event(self._output_dir, event)
-        self._say(console_line(event))
+        line = console_line(event)
+        self._say(line)
+        title = f"guard: step {step_number}: {outcome.action}"
+        text = line.removeprefix("warning: ")
+        send_alert(title, text, step=step_number, is_error=outcome.action == "stop", writers=self._writers())
+
+    def _own_writers(self) -> list[TextWriter]:
+        trackers = getattr(self._accelerator, "trackers", ())
+        return [tracker.writer for tracker in trackers if tracker.name == "tensorboard"]
 
 
 def joined(micro_batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

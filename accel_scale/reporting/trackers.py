@@ -1,0 +1,141 @@
+"""Trackers while a run goes on: what their libraries find in the environment, and events as alerts."""
+
+from __future__ import annotations
+
+import contextlib
+import netrc
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import urlsplit
+
+from accel_scale.secrets import is_secret, mask
+
+_LONGEST_TAG = 5000  # MLflow takes 8000 characters
+_EVALUATED = ("perplexity",)  # figures of a validation whose names do not say so
+_WANDB_CREDENTIALS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
+
+
+class TextWriter(Protocol):
+    """TensorBoard's `SummaryWriter`, as far as events need it."""
+
+    def add_text(self, tag: str, text_string: str, global_step: int) -> object: ...
+
+    def flush(self) -> object: ...
+
+
+def settle_trackers(
+    names: Sequence[str], environment: MutableMapping[str, str], *, project: str, is_chosen: bool = False
+) -> list[str]:
+    """Set what the libraries of trackers read, before they are imported; what the user has set stays.
+
+    wandb writes files only, unless the user has logged in or set ``WANDB_MODE``; mlflow sends no usage statistics.
+
+    Args:
+        names: Trackers of the run.
+        environment: `os.environ`.
+        project: Of ``--project``.
+        is_chosen: Whether the user named it; it then wins over the libraries' own variables.
+
+    Returns:
+        Lines to say.
+    """
+    lines = []
+    for name, variable in (("wandb", "WANDB_PROJECT"), ("mlflow", "MLFLOW_EXPERIMENT_NAME")):
+        if name in names and (is_chosen or variable not in environment):
+            environment[variable] = project
+    if "mlflow" in names:
+        environment.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    if "wandb" in names and not environment.get("WANDB_MODE") and not _has_wandb_login(environment):
+        environment["WANDB_MODE"] = "offline"
+        environment.setdefault("WANDB_ERROR_REPORTING", "false")
+        folder = Path(environment.get("WANDB_DIR") or ".") / "wandb"
+        lines.append(f"wandb: offline, as nobody is logged in; wandb sync {folder}/offline-run-* uploads the run.")
+    if names:
+        sys.argv[1:] = masked_words(sys.argv[1:])  # wandb keeps the command line with the run
+    return lines
+
+
+def _has_wandb_login(environment: MutableMapping[str, str]) -> bool:
+    """Whether wandb would find credentials: in the environment, or where ``wandb login`` writes them."""
+    if any(environment.get(name) for name in _WANDB_CREDENTIALS):
+        return True
+    host = urlsplit(environment.get("WANDB_BASE_URL") or "https://api.wandb.ai").netloc
+    named = [environment["NETRC"]] if environment.get("NETRC") else ["~/.netrc", "~/_netrc"]
+    for path in named:
+        with contextlib.suppress(OSError, netrc.NetrcParseError):
+            if netrc.netrc(os.path.expanduser(path)).authenticators(host):
+                return True
+    return False
+
+
+def masked_words(words: Sequence[str]) -> list[str]:
+    """A command line's words with credentials replaced, be they in a word or after a flag that holds one."""
+    masked = [mask(word) for word in words]
+    for at, word in enumerate(words):
+        name, has_value, _ = word.removeprefix("--").replace("-", "_").partition("=")
+        if word.startswith("--") and is_secret(name):
+            if has_value:
+                masked[at] = f"{word.partition('=')[0]}=***"
+            elif at + 1 < len(words):
+                masked[at + 1] = "***"
+    return masked
+
+
+def tracked_names(values: Mapping[str, float]) -> dict[str, float]:
+    """Figures by the names that transformers' callbacks give them: ``train/loss``, ``eval/loss``."""
+    return {
+        f"eval/{name.removeprefix('eval_')}"
+        if name.startswith("eval_") or name in _EVALUATED
+        else f"train/{name}": value
+        for name, value in values.items()
+    }
+
+
+def send_alert(title: str, text: str, *, step: int, is_error: bool, writers: Iterable[TextWriter] = ()) -> None:
+    """Tell every tracker of this process that something happened; call it on one process.
+
+    trackio and wandb have alerts; TensorBoard gets a text, MLflow a tag of the run. A tracker that fails is a warning.
+
+    Args:
+        title: Short, and another one for each event: wandb holds back what it has said a minute ago.
+        writers: TensorBoard's.
+    """
+    for send in (_to_trackio, _to_wandb, _to_mlflow):
+        with _warning_of_failure(send.__name__.removeprefix("_to_")):
+            send(title, text, step, is_error)
+    for writer in writers:
+        with _warning_of_failure("tensorboard"):
+            writer.add_text("alerts", f"{title}: {text}", step)
+            writer.flush()
+
+
+@contextlib.contextmanager
+def _warning_of_failure(name: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # whatever a tracker raises, it is no reason to end a run
+        print(f"warning: {name} did not take an alert: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+
+
+def _to_trackio(title: str, text: str, step: int, is_error: bool) -> None:
+    trackio = sys.modules.get("trackio")
+    run = trackio.context_vars.current_run.get() if trackio is not None else None
+    if trackio is not None and run is not None:
+        level = trackio.AlertLevel.ERROR if is_error else trackio.AlertLevel.WARN
+        with contextlib.redirect_stdout(None):  # the run has said it already
+            run.alert(title=title, text=text, level=level, step=step)
+
+
+def _to_wandb(title: str, text: str, step: int, is_error: bool) -> None:
+    wandb = sys.modules.get("wandb")
+    if wandb is not None and wandb.run is not None:
+        wandb.run.alert(title=title, text=text, level="ERROR" if is_error else "WARN")
+
+
+def _to_mlflow(title: str, text: str, step: int, is_error: bool) -> None:
+    mlflow = sys.modules.get("mlflow")
+    if mlflow is not None and mlflow.active_run() is not None:
+        mlflow.set_tag(f"alert.step_{step}", f"{title}: {text}"[:_LONGEST_TAG])
