@@ -95,10 +95,13 @@ class Job:
             )
 
     def finish(self) -> None:
-        process = self.start()
+        self.check(self.start())
+
+    def check(self, process: subprocess.Popen[bytes]) -> None:
+        """It must end by itself, and well."""
         if process.wait():
             text = self.log.read_text(errors="replace")
-            raise SystemExit(f"{self.strategy}: ended with {process.returncode}\n{text[-3000:]}")
+            raise SystemExit(f"{self.strategy}: ended with {process.returncode}\n{text[-6000:]}")
 
     def kill(self, process: subprocess.Popen[bytes]) -> None:
         """SIGKILL to the launcher and everything below it: ranks have sessions of their own, and would save."""
@@ -157,6 +160,7 @@ def kill_at_random(job: Job, generator: random.Random, longest: float, *, in_sav
         time.sleep(0.001)
     time.sleep(pause / 40 if in_save else 0)
     if process.poll() is not None:
+        job.check(process)
         return "had ended"
     job.kill(process)
     return "while saving" if any(partial.glob("checkpoint-*")) else "between saves"

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
 from accel_scale.facts.device import PACKED_ATTENTION, check_attention_name
+from accel_scale.modeling.model_class import numbers_of_layers
 from accel_scale.modeling.packed_attention import register_packed_attention
 from accel_scale.modeling.packed_mask import with_known_mask
 
@@ -69,8 +70,9 @@ def score_matrix_note(attention: str, *, device: Device, dtype: torch.dtype, mod
     the flash kernel serves them: others fall back to products of length × length in fp32.
     """
     text = model_config.get_text_config()
-    heads, size = getattr(text, "num_attention_heads", None), _head_size(model_config) or 0
-    grouped = (getattr(text, "num_key_value_heads", None) or heads) != heads and size <= _FLASH_MAX_HEAD_SIZE
+    heads, size = numbers_of_layers(text, "num_attention_heads"), _head_size(model_config) or 0
+    keys = numbers_of_layers(text, "num_key_value_heads") or heads
+    grouped = set(keys) != set(heads) and size <= _FLASH_MAX_HEAD_SIZE
     if attention != "sdpa" or not grouped or not device.is_nvidia or _shares_key_heads(device, dtype, size):
         return None
     return (
@@ -251,11 +253,12 @@ def _name(model_class: Any) -> str:
 
 
 def _head_size(config: Any) -> int | None:
+    """The widest of all layers."""
     text_config = config.get_text_config()
-    if getattr(text_config, "head_dim", None):
-        return int(text_config.head_dim)
-    hidden, heads = getattr(text_config, "hidden_size", None), getattr(text_config, "num_attention_heads", None)
-    return hidden // heads if hidden and heads else None
+    if sizes := numbers_of_layers(text_config, "head_dim"):
+        return max(sizes)
+    hidden, heads = getattr(text_config, "hidden_size", None), numbers_of_layers(text_config, "num_attention_heads")
+    return hidden // min(heads) if hidden and heads else None
 
 
 def _refuse(problem: str, fix: str) -> ConfigError:

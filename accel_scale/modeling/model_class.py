@@ -152,3 +152,16 @@ def refuse_other_models(config: PreTrainedConfig, *, name: str, place: str) -> N
             place=place,
             fix=fix,
         )
+
+
+def numbers_of_layers(config: Any, name: str) -> list[int]:
+    """What a configuration says of `name`, once for all layers or, where they differ (Gemma 4's heads), for each.
+
+    Such configurations raise when the number of the whole is read.
+    """
+    if name in (getattr(config, "per_layer_attributes", None) or ()):
+        values = [getattr(layer, name, None) for layer in config.per_layer_config]
+    else:
+        found = getattr(config, name, None)
+        values = list(found) if isinstance(found, list | tuple) else [found]
+    return [value for value in values if isinstance(value, int) and value]

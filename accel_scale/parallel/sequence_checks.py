@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 from accel_scale.errors import ConfigError
+from accel_scale.modeling.model_class import numbers_of_layers
 
 # Layers that read other positions only through attention, whose functions and masks see whole rows.
 _ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -49,9 +51,15 @@ def check_sequence_parallel(config: Any, sp_size: int, row_length: int, attentio
 
 
 def _check_heads(config: Any, sp_size: int, tp_size: int) -> None:
-    """Each rank needs as many query heads as every other, and whole key heads, of its own or shared ones."""
-    heads = config.num_attention_heads
-    keys = getattr(config, "num_key_value_heads", None) or heads
+    """Each rank needs as many query heads of a layer as every other, and whole key heads, of its own or shared."""
+    all_heads = numbers_of_layers(config, "num_attention_heads")
+    all_keys = numbers_of_layers(config, "num_key_value_heads") or all_heads
+    layers = zip(all_heads, all_keys, strict=True) if len(all_heads) == len(all_keys) else product(all_heads, all_keys)
+    for heads, keys in sorted(set(layers)):
+        _check_layer(heads, keys, sp_size, tp_size)
+
+
+def _check_layer(heads: int, keys: int, sp_size: int, tp_size: int) -> None:
     local_heads, local_keys = heads // tp_size, max(1, keys // tp_size)
     shared = f" on each of {tp_size} tensor-parallel ranks" if tp_size > 1 else ""
     if heads % tp_size or local_heads % sp_size:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
 from accel_scale.facts.methods import METHOD_FACTS
+from accel_scale.modeling.model_class import numbers_of_layers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -148,10 +149,8 @@ def _divided_sizes(config: Any, plan: dict[str, str]) -> dict[str, int]:
         fields["num_key_value_heads"] = "key-value heads"
     sizes: dict[str, int] = {}
     for field, name in fields.items():
-        value = getattr(config, field, None)
-        for number in value if isinstance(value, list | tuple) else [value]:
-            if number:
-                sizes[f"{number} {name}"] = int(number)
+        for number in numbers_of_layers(config, field):
+            sizes[f"{number} {name}"] = number
     return sizes
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from peft import get_peft_model
@@ -18,12 +20,16 @@ from transformers import (
 from trl import ModelConfig
 
 from accel_scale.errors import ConfigError
+from accel_scale.facts.device import CPU, Device
 from accel_scale.merging.adapter import merge_adapter
 from accel_scale.modeling.adapters import lora_config
+from accel_scale.modeling.attention import resolve_attention, score_matrix_note
 from accel_scale.modeling.loading import load_config, load_model, skeleton_of
-from accel_scale.modeling.model_class import language_model_class
+from accel_scale.modeling.model_class import language_model_class, numbers_of_layers
+from accel_scale.parallel.sequence_checks import _check_heads
 from accel_scale.shrinking.model_source import load_model_config
 from accel_scale.shrinking.shrink import write_shrunken_model
+from accel_scale.training.checkpoints.settings import model_record
 from accel_scale.training.saving.verification import CheckpointMismatch, verify_checkpoint
 
 IDS = torch.randint(3, 50, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -131,3 +137,49 @@ def test_models_of_other_kinds_are_refused(tmp_path):
 
 def test_text_models_keep_their_class():
     assert language_model_class(CONFIG_MAPPING["llama"]()) is AutoModelForCausalLM
+
+
+def gemma4(**sizes):
+    """Heads of Gemma 4's full-attention layers are wider, and its configuration refuses to name one number."""
+    from transformers import Gemma4TextConfig
+
+    layers = ["sliding_attention", "full_attention"] * 2
+    wide = {"num_hidden_layers": 4, "num_attention_heads": 8, "head_dim": 64, "global_head_dim": 128}
+    return Gemma4TextConfig(**wide, layer_types=layers, attention_k_eq_v=True, **sizes)
+
+
+def test_numbers_that_differ_between_layers_are_read_of_each():
+    config = gemma4(num_key_value_heads=4, num_global_key_value_heads=2)
+    with pytest.raises(RuntimeError, match="per-layer"):
+        config.head_dim  # noqa: B018
+    assert numbers_of_layers(config, "head_dim") == [64, 128, 64, 128]
+    assert numbers_of_layers(config, "num_key_value_heads") == [4, 2, 4, 2]
+    assert numbers_of_layers(config, "num_attention_heads") == [8]
+    assert numbers_of_layers(config, "no_such_thing") == []
+    assert model_record(config, None)["head_dim"] == [64, 128, 64, 128]
+
+
+def test_sequence_parallel_ranks_need_whole_heads_of_every_layer():
+    layers = gemma4(num_key_value_heads=4, num_global_key_value_heads=3)
+    with pytest.raises(ConfigError, match="3 key heads"):
+        _check_heads(layers, 2, 1)
+    _check_heads(gemma4(num_key_value_heads=4, num_global_key_value_heads=2), 2, 1)
+
+
+@pytest.mark.slow
+def test_every_configuration_whose_layers_differ_can_be_resolved():
+    """What the recipes ask of a configuration before a model is loaded."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    found = []
+    for config_class in dict.fromkeys(MODEL_FOR_CAUSAL_LM_MAPPING):
+        with contextlib.suppress(Exception):  # no defaults
+            config = config_class()
+            if config.get_text_config().is_heterogeneous:
+                found.append(config)
+    assert {"gemma4", "gemma4_text"} <= {config.model_type for config in found}
+    card = Device("cuda", "H100", capability=(9, 0))
+    for config in found:
+        assert resolve_attention(None, device=CPU, dtype=torch.bfloat16, packing=True, model_config=config)
+        score_matrix_note("sdpa", device=card, dtype=torch.bfloat16, model_config=config)
+        assert model_record(config, None)["hidden_size"]

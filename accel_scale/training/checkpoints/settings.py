@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_scale.errors import ConfigError
+from accel_scale.modeling.model_class import numbers_of_layers
 
 # Flags and arguments, of recipes, transformers and TRL, that change what is learned. Left out is what does not: how
 # many ranks and micro-batches a global batch is split into, what is logged and saved, processes that load data.
@@ -111,7 +112,8 @@ def refuse_changes(
 def model_record(config: Any, name: str | None) -> dict[str, Any]:
     """The architecture's numbers, and which weights training began from."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    shape = {field: getattr(text, field) for field in _SHAPE if isinstance(getattr(text, field, None), int)}
+    numbers = {field: found for field in _SHAPE if (found := numbers_of_layers(text, field))}
+    shape = {field: found[0] if len(found) == 1 else found for field, found in numbers.items()}
     vocabulary = getattr(text, "vocab_size", None)
     record = {"type": getattr(config, "model_type", type(config).__name__), **shape, "vocabulary": vocabulary}
     return {**record, "weights": _weights_name(name)} if name else record
