@@ -1,4 +1,6 @@
-"""Runs the notebooks of this folder and keeps their outputs: `python notebooks/run.py [NAME…]`.
+"""Runs the notebooks of this folder and keeps their outputs: `python notebooks/run.py [--plans] [NAME…]`.
+
+With ``--plans`` only cells that ask the planner are run, which takes seconds: after a change of its figures.
 
 Needs the extra `dev`. What differs from machine to machine (paths, times of execution, versions of the kernel) is not
 kept, nor is what goes to standard error.
@@ -7,6 +9,7 @@ kept, nor is what goes to standard error.
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 TIMEOUT_SECONDS = 600  # of one cell
+PLAN_CELL = "%%bash\naccel-scale plan"
 
 
 def executed(path: Path) -> NotebookNode:
@@ -36,17 +40,31 @@ def executed(path: Path) -> NotebookNode:
         coalesce_streams=True,
         resources={"metadata": {"path": str(path.parent)}},
     )
-    # Commands of the cells are those of this environment, and the package is the one beside the notebooks.
-    programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    own = {
-        "PATH": programs,
+    client.execute(env=environment())
+    return notebook
+
+
+def environment() -> dict[str, str]:
+    """For the cells: commands are those of this Python, and the package is the one beside the notebooks."""
+    return {
+        **os.environ,
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         "PYTHONPATH": str(ROOT),
         "NO_COLOR": "1",
         "OMP_WAIT_POLICY": "passive",
         "HF_HUB_OFFLINE": "1",
         "DS_ACCELERATOR": "cpu",  # else DeepSpeed says the time and that it found no other
     }
-    client.execute(env={**os.environ, **own})
+
+
+def planned(notebook: NotebookNode) -> NotebookNode:
+    """The notebook, changed in place, with what its cells for the planner print now."""
+    for cell in notebook.cells:
+        if cell.source.startswith(PLAN_CELL):
+            own = {**environment(), "COLUMNS": "118"}  # as the first cell sets it
+            words = ["bash", "-c", cell.source.partition("\n")[2]]
+            done = subprocess.run(words, cwd=ROOT, env=own, stdout=subprocess.PIPE, text=True, check=True)
+            cell.outputs[0].text = done.stdout
     return notebook
 
 
@@ -76,9 +94,11 @@ def main() -> None:
     """Run the notebooks that are named, or all."""
     import nbformat
 
+    names = [word for word in sys.argv[1:] if word != "--plans"]
     for path in sorted(HERE.glob("*.ipynb")):
-        if len(sys.argv) == 1 or path.stem in sys.argv[1:]:
-            nbformat.write(cleaned(executed(path)), path)
+        if not names or path.stem in names:
+            again = planned(nbformat.read(path, as_version=4)) if "--plans" in sys.argv else cleaned(executed(path))
+            nbformat.write(again, path)
             print(f"written  {path.relative_to(ROOT)}")
 
 

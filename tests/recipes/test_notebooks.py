@@ -158,5 +158,5 @@ def test_it_runs_from_top_to_bottom(name, run):
     notebook = run.cleaned(run.executed(FOLDER / f"{name}.ipynb"))
     SEEN[name](notebook)
     for before, now in zip(committed(name)["cells"], notebook.cells, strict=True):
-        if source(now).startswith("%%bash\naccel-scale plan"):  # else: python notebooks/run.py
+        if source(now).startswith(run.PLAN_CELL):  # else: python notebooks/run.py --plans
             assert printed(now) == printed(before)
