@@ -22,7 +22,7 @@ def add_doctor_tab() -> None:
                 [_DROPPED, *launch_names()], value=_DROPPED, label="Launch file", elem_id="doctor-launch-name"
             )
             launch = gr.File(
-                label="Launch file, and DeepSpeed's JSON if it names one",
+                label="Launch file, with DeepSpeed's JSON",
                 file_count="multiple",
                 file_types=[*_KINDS, ".json"],
                 elem_id="doctor-launch",

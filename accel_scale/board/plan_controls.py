@@ -74,7 +74,7 @@ CONTROLS: tuple[Control, ...] = (
         "per_device_train_batch_size", "Micro-batch", None, most=1_048_576, info="open: the fastest that fits"
     ),
     Control("lora_r", "LoRA rank", 16, most=65_536),
-    Control(NO_PACKING, "Rows hold one document each and are padded", False),
+    Control(NO_PACKING, "Padded, not packed", False),
     Control("gpus_per_node", "GPUs per server", None, most=65_536, info="open: 8"),
     Control(
         "network", "Network between servers", None, tuple(NETWORK_GBIT_PER_SECOND), takes_others=True,

@@ -79,7 +79,7 @@ def _component(control: Control) -> Component:
 
     name = f"plan-{control.name}"
     if isinstance(control.value, bool):
-        return gr.Checkbox(control.value, label=control.label, elem_id=name)
+        return gr.Checkbox(control.value, label=control.label, elem_id=name, min_width=250)
     label, info = control.label, control.info or None
     if control.choices:
         choices = control.choices if control.value is not None else (_OPEN, *control.choices)
@@ -95,9 +95,8 @@ def _component(control: Control) -> Component:
             min_width=320 if control.name == MODEL else 180,
             scale=2 if control.name == MODEL else 1,
         )
-    if control.most:
-        number = None if control.value is None else int(control.value)
-        return gr.Number(number, precision=0, label=label, info=info, elem_id=name, min_width=180)
+    if control.most and control.value is not None:  # an open number would be shown as 0
+        return gr.Number(int(control.value), precision=0, label=label, info=info, elem_id=name, min_width=180)
     return gr.Textbox("", max_lines=1, label=label, info=info, elem_id=name, min_width=180)
 
 

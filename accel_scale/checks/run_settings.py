@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from accel_scale.errors import ConfigError
 from accel_scale.facts.methods import METHOD_FACTS
 from accel_scale.units import parse_duration
 
@@ -122,7 +124,14 @@ def _use_reentrant(values: Mapping[str, Any]) -> bool | None:
     for name in _REENTRANT_FLAGS:
         options = values.get(name)
         if isinstance(options, str):
-            options = json.loads(options)
+            with contextlib.suppress(ValueError, RecursionError):
+                options = json.loads(options)
+        if options and not isinstance(options, Mapping):
+            raise ConfigError(
+                f"{values[name]!r} is no mapping.",
+                place=f"--{name}",
+                fix="""write it like '{"use_reentrant": false}'.""",
+            )
         if options and "use_reentrant" in options:
             return bool(options["use_reentrant"])
     return None

@@ -333,7 +333,7 @@ with held(folder):
     if user:
         os.setuid(user)
     print("held", flush=True)
-    time.sleep(60)
+    time.sleep(600)
 """
 
 
@@ -366,7 +366,9 @@ def run(tmp_path: Path) -> Path:
 @pytest.fixture
 def stranger() -> Iterator[subprocess.Popen[bytes]]:
     """A process of this user that has nothing to do with any run."""
-    process = subprocess.Popen([sys.executable, "-c", "import signal, time\nsignal.signal(15, print)\ntime.sleep(60)"])
+    process = subprocess.Popen(
+        [sys.executable, "-c", "import signal, time\nsignal.signal(15, print)\ntime.sleep(600)"]
+    )
     yield process
     process.kill()
     process.wait()

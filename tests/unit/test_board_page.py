@@ -301,6 +301,13 @@ def test_a_plan_is_asked_for_and_taken_away(browser: Browser, board: ServedBoard
         assert "--max_length 4096" in page.input_value("#plan-command textarea")
         page.wait_for_function("document.querySelector('#plan-recipe textarea').value.includes('max_length: 4096')")
         assert page.input_value("#what-if-max_length input[type=number]") == "4096"
+        # What is open stays open, and can be set.
+        page.click("text=More settings")
+        assert page.input_value("#plan-per_device_train_batch_size input") == ""
+        page.fill("#plan-per_device_train_batch_size input", "2")
+        page.keyboard.press("Enter")
+        page.wait_for_function("document.querySelector('#plan-command textarea').value.includes('batch_size 2')")
+        page.wait_for_function("document.querySelector('#plan-recipe textarea').value.includes('batch_size: 2')")
         # Another setting of the table, and its files.
         first = page.input_value("#plan-launch textarea")
         page.click("#plan-chosen input")
