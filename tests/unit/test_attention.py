@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
+    CONFIG_MAPPING,
     BloomConfig,
     FalconConfig,
     Gemma2Config,
@@ -130,7 +131,13 @@ def test_rows_packed_by_trl_are_isolated(strategy):
 
 
 @pytest.mark.parametrize(
-    ("config", "layers"), [(MambaConfig(), "carry a state"), (Qwen3NextConfig(), "linear_attention layers")]
+    ("config", "layers"),
+    [
+        (MambaConfig(), "carry a state"),
+        (Qwen3NextConfig(), "linear_attention layers"),
+        (CONFIG_MAPPING["rwkv"](), "rwkv models carry a state"),  # by its class alone
+        (CONFIG_MAPPING["minimax"](), "linear_attention layers"),  # by its layers alone
+    ],
 )
 def test_a_state_is_read_from_a_configuration(config, layers):
     with pytest.raises(ConfigError, match=f"{layers}.* --packing false"):

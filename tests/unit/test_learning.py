@@ -279,6 +279,14 @@ def test_an_evaluation_batch_without_labels_does_not_lower_the_mean() -> None:
     assert Losses([], []).evaluation_loop(batches).metrics["eval_loss"] == 1.5
     assert LosingLearner([], []).evaluation_loop(batches).metrics["eval_loss"] == 2.0
     assert LosingLearner([], []).evaluation_loop(batches[:1]).metrics["eval_loss"] == 2.0
+    looked_through = LosingLearner([], [])
+    loader = Loader(batches[1:2])
+    loader.dataset = Dataset.from_dict({"labels": [[-100, -100, -100]]})
+    assert looked_through.evaluation_loop(loader).metrics["eval_loss"] == 0.0, "nothing to weigh it by"
+
+
+class Loader(list):
+    """Batches that know their rows."""
 
 
 def test_a_guard_says_how_many_steps_it_did_not_take() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from accel_scale.optimization import loss as loss_module
-from accel_scale.optimization.batch_splitting import split
+from accel_scale.optimization.batch_splitting import num_rows, split
 from accel_scale.optimization.loss import chunked_cross_entropy, count_loss_tokens, default_chunk_size
 
 VOCAB, HIDDEN = 23, 8
@@ -145,6 +145,8 @@ def test_a_packed_row_is_cut_between_documents_nearest_to_its_middle() -> None:
 def test_what_has_no_entry_for_each_row_is_not_cut() -> None:
     whole = batch([[1, 2], [3, 4]]) | {"pixel_values": torch.zeros(7, 3)}
     assert [part.factor for part in split(whole, 1)] == [1.0, 0.0]
+    assert num_rows({"pixel_values": torch.zeros(3, 2), "scale": torch.tensor(1.0)}) == 3, "of its first tensor"
+    assert num_rows({"names": ["a"]}) == num_rows([torch.zeros(2)]) == 0
     listed = split(batch([[1, 2], [3, 4]]) | {"names": ["a", "b"], "scale": 2.0}, 1)
     assert [part.inputs["names"] for part in listed] == [["a"], ["b"]]
     assert [part.inputs["scale"] for part in listed] == [2.0, 2.0]

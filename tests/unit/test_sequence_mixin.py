@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderDispatcher
+from datasets import IterableDataset
 from torch.utils.data import DataLoader
 
 from accel_scale.errors import ConfigError
@@ -89,6 +91,10 @@ def test_groups_read_all_rows_and_a_group_the_same(num_processes, size):
         assert all(one == alike[0] for one in alike)
         return alike[0]
 
+    streamed = OneOf(num_processes, num_processes - 1)
+    read_rows_in_groups(streamed, size)
+    stream = IterableDataset.from_generator(lambda: ({"n": n} for n in range(24)))
+    assert not isinstance(streamed.prepare_data_loader(DataLoader(stream, batch_size=2)), DataLoaderDispatcher)
     groups = [of_group(group) for group in range(num_processes // size)]
     seen = sorted(row for batches in groups for batch in batches for row in batch)
     assert seen == list(range(24))

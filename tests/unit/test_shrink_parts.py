@@ -51,6 +51,8 @@ S, F = "sliding_attention", "full_attention"
          {"attn_layer_period": 3, "attn_layer_offset": 2}),
         ({"num_hidden_layers": 8, "attn_layer_period": 4, "attn_layer_offset": None}, [0, 1],
          {"attn_layer_period": 4}),
+        ({"num_hidden_layers": 4, "attn_layer_period": 8, "attn_layer_offset": 6}, [0, 1],  # none is due
+         {"attn_layer_period": 8, "attn_layer_offset": 6}),
         ({"num_hidden_layers": 6, "moe_layers": [2, 4]}, [0, 2], {"moe_layers": [1]}),
         ({"num_hidden_layers": 6, "num_kv_shared_layers": 2}, [0, 4], {"num_kv_shared_layers": 1}),
         ({"num_hidden_layers": 6, "max_window_layers": 1}, [0, 1], {"max_window_layers": 1}),

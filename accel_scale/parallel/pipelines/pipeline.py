@@ -61,7 +61,6 @@ class Pipeline:
 
     Attributes:
         has_first_stage, has_last_stage: What this rank holds.
-        last_stage_rank: Rank in `group` that has the losses.
     """
 
     def __init__(
@@ -81,7 +80,6 @@ class Pipeline:
         self.group, self.device, self.settings = group, torch.device(device), settings
         self.num_micro_batches = num_micro_batches
         self.has_first_stage, self.has_last_stage = 0 in stage_indices, num_stages - 1 in stage_indices
-        self.last_stage_rank = (num_stages - 1) % dist.get_world_size(group)
         loss = head_loss if loss is None else loss
         for part in self.parts:
             stage = stage_of(part)
