@@ -14,7 +14,7 @@ CORES := $(shell nproc 2>/dev/null || echo 1)
 # Launches of two processes wait for each other and for imports most of the time: two files of tests at once.
 WORKERS ?= 2
 
-.PHONY: sft pretrain dpo grpo reward test test-fast coverage soak lint format docs clean debian ops
+.PHONY: sft pretrain dpo kto grpo reward test test-fast coverage soak lint format docs clean debian ops
 
 sft: $(STAMP)  ## Fine-tune the embedded model on the embedded data and report exact match before and after
 	OMP_NUM_THREADS=$(CORES) $(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/sft.py
@@ -24,6 +24,9 @@ pretrain: $(STAMP)  ## Pretrain the embedded model's shape on the embedded text,
 
 dpo: $(STAMP)  ## Tune the embedded model to pairs of a right and a wrong answer
 	OMP_NUM_THREADS=$(CORES) $(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/dpo.py
+
+kto: $(STAMP)  ## Tune the embedded model to single answers that are labelled right or wrong
+	OMP_NUM_THREADS=$(CORES) $(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/kto.py
 
 grpo: $(STAMP)  ## Fine-tune the embedded model for a few steps, then reward its right answers
 	OMP_NUM_THREADS=$(CORES) $(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/sft.py \

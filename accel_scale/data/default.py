@@ -70,17 +70,19 @@ DEFAULT_PREFERENCES = MappingProxyType(
     }
 )
 
-# Flags of recipes/kto.py on the embedded answers where the user sets none.
+# Flags of recipes/kto.py on the embedded answers where the user sets none. Wrong answers weigh little: the base model
+# has not been tuned to answer yet, and with equal weights it unlearns that (no held-out question is right afterwards).
 DEFAULT_LABELS = MappingProxyType(
     {
         "learning_rate": 1e-3,
         "lr_scheduler_type": "linear",
         "warmup_ratio": 0.05,
         "adam_beta2": 0.95,
+        "undesirable_weight": 0.1,
         "per_device_train_batch_size": 32,
         "max_length": 128,
-        "max_steps": 300,
-        "precision": "bf16",
+        "max_steps": 200,
+        "precision": "fp32",  # TRL adds up log-probabilities in the precision of the run
         "checkpointing_policy": "none",
         "logging_steps": 20,
         "save_strategy": "no",

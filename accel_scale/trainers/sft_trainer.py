@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 from trl import DPOTrainer, KTOTrainer, SFTTrainer
@@ -122,3 +124,20 @@ class ScaleKTOTrainer(_ReferenceBase, KTOTrainer):
         """As every trainer's, with how much higher good answers are rewarded than bad ones, where a log had both."""
         margins = [e["rewards/margins"] for e in self.state.log_history if "rewards/margins" in e]
         return {**super().figures(), "margins": margins}
+
+    def _compute_loss(self, model: nn.Module, inputs: dict[str, torch.Tensor], return_outputs: bool) -> object:
+        """As TRL's; what is gathered from the ranks, the KL term and figures of the log, is in fp32 on all of them.
+
+        TRL 1.16 adds up the rewards of a rank without a good answer, or without a bad one, from an empty fp32 tensor;
+        under bf16 those of the others are none, and the ranks send each other tensors of different sizes.
+        """
+        gather = self.accelerator.gather_for_metrics
+
+        def in_fp32(values: torch.Tensor) -> torch.Tensor:
+            return gather(values.float() if values.is_floating_point() else values)
+
+        self.accelerator.gather_for_metrics = in_fp32
+        try:
+            return super()._compute_loss(model, inputs, return_outputs)
+        finally:
+            self.accelerator.gather_for_metrics = gather

@@ -107,13 +107,34 @@ def test_the_first_loss_is_that_of_a_model_equal_to_its_reference(tmp_path: Path
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_no_flags_train_on_embedded_answers(tmp_path: Path) -> None:
-    given = ["--max_steps", "4", "--exact_match_samples", "5", "--logging_steps", "1"]
-    given += ["--eval_strategy", "steps", "--eval_steps", "4"]
+def test_ranks_that_have_one_kind_of_answer_each_train_in_bf16(tmp_path: Path) -> None:
+    folder = write_labelled(tmp_path / "rows", count=24)
+    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    lines = [json.dumps({**row, "label": n % 4 < 2}) + "\n" for n, row in enumerate(rows)]
+    (folder / "train.jsonl").write_text("".join(lines))
+    given = ["--model_name_or_path", default_model_path(), "--dataset_name", str(folder)]
+    entries = logged(launched("ddp", "bf16", "kto", tmp_path / "out", *given))
+    assert len(entries) == 5
+    assert all({"rewards/chosen", "rewards/rejected", "rewards/margins"} <= entry.keys() for entry in entries)
+    assert entries[-1]["rewards/chosen"] != entries[0]["rewards/chosen"] == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("steps", [4, pytest.param(0, marks=pytest.mark.soak)])
+def test_no_flags_learn_right_answers_from_wrong_ones(steps: int, tmp_path: Path) -> None:
+    """`make kto`, whole in the soaks."""
+    given = ["--max_steps", str(steps), "--exact_match_samples", "5", "--logging_steps", "1"] if steps else []
+    given += ["--eval_strategy", "steps", "--eval_steps", str(steps)] if steps else []
     command = [sys.executable, str(REPOSITORY / "recipes/kto.py"), "--output_dir", str(tmp_path), *given]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads((tmp_path / "run_summary.json").read_text())
     assert "good over bad" in done.stdout
-    assert summary["steps"] == 4
-    assert summary["eval_loss"] > 0
+    assert summary["steps"] == (steps or 200)
+    if steps:
+        assert summary["eval_loss"] > 0
+    else:
+        assert summary["margins"][-1] > 3
+        assert summary["exact_match"]["before"]["accuracy"] <= 0.1
+        assert summary["exact_match"]["after"]["accuracy"] >= 0.4
