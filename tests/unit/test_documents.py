@@ -137,6 +137,24 @@ def test_readme_quotes_what_its_command_prints(capsys, monkeypatch):
     assert quoted == printed
 
 
+def test_the_readmes_pictures_are_light_load_nothing_and_show_todays_plan():
+    """`python docs/pictures.py` makes them again."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    pictures = [ROOT / target for target in _LINK.findall(text) if target.endswith((".svg", ".png"))]
+    assert {path.name for path in pictures} >= {"plan.svg", "rehearsal.svg", "guarded.png"}
+    for path in pictures:
+        assert path.stat().st_size < 300_000, path
+        drawn = path.read_text(encoding="utf-8").replace("http://www.w3.org/", "") if path.suffix == ".svg" else ""
+        assert "http" not in drawn
+        assert "@import" not in drawn
+    plan = (ROOT / "docs" / "pictures" / "plan.svg").read_text(encoding="utf-8").replace("&#160;", " ")
+    rows = re.findall(
+        r"^│(one GPU|ZeRO-2 \+ CPU offload) .*│ +([\d.]+ ± [\d.]+ GiB) │ +([\d.]+ s) │", text, re.MULTILINE
+    )
+    assert len(rows) == 3
+    assert [cell for row in rows for cell in row if cell not in plan] == []
+
+
 def defined_in(path: Path) -> set[str]:
     """Names that a module defines or imports at its top."""
     names: set[str] = set()
