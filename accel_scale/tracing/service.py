@@ -159,9 +159,15 @@ def _segments(step: FakeStep, facts: ModelFacts, setup: TrainingSetup, is_exact:
     lengths = [length for _, length in points]
     few, many = ([_marks(runs.get((rows, n)) or step.run(rows, n)) for n in lengths] for rows in _ROWS)
     found = _by_mark(few, many, lengths)
-    last = (2, 4 * start * unit)
-    if loops or _is_right(found, _marks(step.run(*last)), last):
+    last = 4 * start * unit
+    mark = _marks(step.run(2, last))
+    if _is_right(found, mark, (2, last)):
         return found, False
+    if loops:
+        # Too short for a curve: on from the two longest in a straight line.
+        more = _marks(step.run(3, last))
+        few, many = ([*marks[2:], then, _onward(marks[2], then)] for marks, then in ((few, mark), (many, more)))
+        return _by_mark(few, many, (lengths[2], last, 2 * last - lengths[2])), False
     return _at(_marks(step.run(setup.micro_batch_size, setup.sequence_length))), True
 
 
@@ -226,6 +232,14 @@ def _marks(run: dict[str, list[int]]) -> dict[str, Mark]:
         peaks = [max(sums[begin:end], default=sums[-1]) for begin, end in itertools.pairwise(places)]
         found[name] = (float(sums[-1]), [float(max(peak, 0)) for peak in peaks])
     return found
+
+
+def _onward(before: dict[str, Mark], after: dict[str, Mark]) -> dict[str, Mark]:
+    """As far from `after` as that is from `before`."""
+    return {
+        name: (2 * net - before[name][0], [2 * b - a for a, b in zip(before[name][1], peaks, strict=True)])
+        for name, (net, peaks) in after.items()
+    }
 
 
 def _by_mark(few: Sequence[dict[str, Mark]], many: Sequence[dict[str, Mark]], lengths: Sequence[int]) -> Document:
