@@ -5,7 +5,7 @@ On a GPU the wall is its own clock: a step ends when the device comes by an even
     python benchmarks/measured_run.py report.json path/to/script.py --flags of --the script
 
 A callback is added to the ones every transformers `Trainer` starts with; the script is not touched. Tokens without
-padding are those the trainer itself logs as `num_tokens`.
+padding are those the trainer itself logs as `num_tokens`; where it logs none, those of the batches it was given.
 """
 
 from __future__ import annotations
@@ -29,6 +29,11 @@ def reset_peak_resident_bytes() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
+def count_tokens(input_ids: Any, pad_token_id: int) -> int:
+    """Tokens of a batch without padding."""
+    return int((input_ids != pad_token_id).sum())
+
+
 def add_recorder(report: dict[str, Any]) -> None:
     """Make every `Trainer` of this process write its steps, logs and memory into `report`."""
     import torch
@@ -37,6 +42,13 @@ def add_recorder(report: dict[str, Any]) -> None:
     from accel_scale.measuring.meters import clock_of, peak_device_bytes
 
     clock, marks = clock_of("cuda" if torch.cuda.is_available() else "cpu"), []
+    seen = 0
+    training_step = trainer.Trainer.training_step
+
+    def counted(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal seen
+        seen += count_tokens(inputs["input_ids"], self.processing_class.pad_token_id)
+        return training_step(self, model, inputs, *args, **kwargs)
 
     class Recorder(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -49,7 +61,7 @@ def add_recorder(report: dict[str, Any]) -> None:
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
             if logs and "loss" in logs:
-                report["logs"].append([state.global_step, logs["num_tokens"], logs["loss"]])
+                report["logs"].append([state.global_step, logs.get("num_tokens", seen), logs["loss"]])
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             clock.now()  # all marks have been reached
@@ -60,6 +72,17 @@ def add_recorder(report: dict[str, Any]) -> None:
 
     # A list that `Trainer.__init__` copies (checked on transformers 5.23); an empty report tells if it moves.
     trainer.DEFAULT_CALLBACKS.append(Recorder)
+    trainer.Trainer.training_step = counted
+
+
+def run_script(script: str, flags: list[str]) -> None:
+    """Run a script as python does; returns where it exits with 0."""
+    sys.argv = [script, *flags]
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as ended:
+        if ended.code:
+            raise
 
 
 def main() -> None:
@@ -67,11 +90,10 @@ def main() -> None:
     report_path, script, *flags = sys.argv[1:]
     report: dict[str, Any] = {}
     add_recorder(report)
-    sys.argv = [script, *flags]
     sys.path[0] = str(Path(script).resolve().parent)
-    runpy.run_path(script, run_name="__main__")
+    run_script(script, flags)
     if not report.get("logs"):
-        raise RuntimeError(f"{script} logged no step with num_tokens and loss.")
+        raise RuntimeError(f"{script} logged no step with a loss.")
     Path(report_path).write_text(json.dumps(report))
 
 

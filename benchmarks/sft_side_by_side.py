@@ -1,6 +1,7 @@
-"""Fine-tuning side by side: TRL's script with its defaults, TRL's script tuned by hand, and recipes/sft.py.
+"""Fine-tuning side by side: TRL's script with its defaults and tuned by hand, other tools, and recipes/sft.py.
 
     python benchmarks/sft_side_by_side.py                    # writes benchmarks/results/sft_side_by_side.{json,md}
+    python benchmarks/sft_side_by_side.py --llama_factory_python lf/bin/python --torchtune_python tt/bin/python
     python benchmarks/sft_side_by_side.py --workloads embedded --repeats 1 --num_rows 400 --results /tmp/results
 
 What is the same for all: model, rows, one pass over them, learning rate and its schedule, optimizer, and tokens per
@@ -10,6 +11,11 @@ tokens without padding ÷ wall time from the first logged step to the last, so s
 waiting for data are not; tokens per CPU-second say the same where other work disturbs the clock. Memory is the
 high-water mark of resident memory while training. The evaluation loss is computed afterwards, from the saved
 folders, by one function in fp32. `--workloads gsm8k` takes an hour on a CPU without bf16 arithmetic, TRL's default.
+
+LLaMA-Factory and torchtune pin libraries of their own, so each needs an environment of its own (python -m venv, a CPU
+build of torch, and the tool); without its flag a tool is left out and the table says so. Each takes part with its
+defaults and with the fastest of some tunings (benchmarks/sft_tools.py). torchtune trains with its own cosine schedule,
+for it has no linear one, and drops the last incomplete batch. axolotl is not here: the table says why.
 """
 
 from __future__ import annotations
@@ -22,13 +28,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 from machine import PACKAGES, machine  # noqa: E402
+from sft_tools import NOT_MEASURED, TOOLS, Contestant, documents_per_step, versions  # noqa: E402
 from sft_workloads import WORKLOADS, Workload, document_lengths, tokenize  # noqa: E402
 
 LOGGING_STEPS = 1
@@ -41,21 +48,12 @@ _FIGURES = (
 )
 
 
-@dataclass(frozen=True)
-class Contestant:
-    """A script and its flags."""
-
-    name: str
-    script: Path
-    flags: tuple[str, ...]
-
-
 def contestants(workload: Workload) -> dict[str, list[Contestant]]:
     """By group: `trl_defaults`, the candidates for `trl_tuned`, and `accel_scale`."""
     import trl
 
     lengths = document_lengths(workload)
-    documents_per_step = workload.tokens_per_step * len(lengths) / sum(lengths)
+    documents = documents_per_step(workload)
     common = (
         f"--model_name_or_path={workload.model}",
         "--num_train_epochs=1",
@@ -69,7 +67,7 @@ def contestants(workload: Workload) -> dict[str, list[Contestant]]:
     trl_common = (*common, f"--dataset_name={workload.data}", "--use_cpu=True")
 
     def padded(name: str, micro_batch: int, *flags: str) -> Contestant:
-        accumulation = max(1, round(documents_per_step / micro_batch))
+        accumulation = max(1, round(documents / micro_batch))
         batch = (f"--per_device_train_batch_size={micro_batch}", f"--gradient_accumulation_steps={accumulation}")
         return Contestant(name, trl_script, (*trl_common, *batch, *flags))
 
@@ -103,8 +101,7 @@ def run_once(contestant: Contestant, workload: Workload, folder: Path, *, num_th
     """Train once in a process of its own; returns speed, memory, losses."""
     folder.mkdir(parents=True)
     report_path = folder / "report.json"
-    command = [sys.executable, str(REPOSITORY / "benchmarks" / "measured_run.py"), str(report_path)]
-    command += [str(contestant.script), *contestant.flags, f"--output_dir={folder / 'model'}"]
+    command = contestant.command(report_path, folder / "model")
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": str(num_threads),
@@ -112,6 +109,8 @@ def run_once(contestant: Contestant, workload: Workload, folder: Path, *, num_th
         "CUDA_VISIBLE_DEVICES": "",
         "TOKENIZERS_PARALLELISM": "false",
     }
+    if contestant.python != sys.executable:  # its environment has neither this project nor its benchmarks
+        environment["PYTHONPATH"] = f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'benchmarks'}"
     process = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
     if process.returncode:
         raise RuntimeError(f"{contestant.name} failed:\n{process.stdout[-3000:]}\n{process.stderr[-3000:]}")
@@ -127,7 +126,7 @@ def run_once(contestant: Contestant, workload: Workload, folder: Path, *, num_th
         "num_steps": len(ended),
         "num_tokens": report["logs"][-1][1],
         "losses": [[tokens, loss] for _, tokens, loss in report["logs"]],
-        "evaluation_loss": evaluation_loss(folder / "model", workload),
+        "evaluation_loss": evaluation_loss(folder / "model" / contestant.saved_in, workload),
     }
 
 
@@ -151,19 +150,33 @@ def evaluation_loss(model_path: Path, workload: Workload, num_documents: int = 1
 # ── Comparison ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def compare(workload: Workload, *, repeats: int, num_threads: int, folder: Path, tune: bool) -> dict[str, Any]:
-    """Choose the fastest tuning of TRL's script, then run the three in turns."""
-    groups = contestants(workload)
-    candidates = groups["trl_tuned"] if tune else []
+def tuned(candidates: list[Contestant], workload: Workload, folder: Path, num_threads: int) -> dict[str, Any]:
+    """What every candidate reached, by name."""
     tried = {}
     for index, candidate in enumerate(candidates):
-        result = run_once(candidate, workload, folder / f"candidate{index}", num_threads=num_threads)
+        result = run_once(candidate, workload, folder / str(index), num_threads=num_threads)
         tried[candidate.name] = {key: result[key] for key in _FIGURES}
         print(f"  tuning: {candidate.name}: {result['tokens_per_second']:,.0f} tokens/s", flush=True)
-    chosen = groups["trl_defaults"] + groups["accel_scale"]
-    if candidates:
-        best = max(candidates, key=lambda c: tried[c.name]["tokens_per_second"])
-        chosen.insert(1, Contestant(f"TRL tuned ({best.name})", best.script, best.flags))
+    return tried
+
+
+def compare(
+    workload: Workload, *, repeats: int, num_threads: int, folder: Path, tune: bool, pythons: dict[str, str]
+) -> dict[str, Any]:
+    """Choose the fastest tuning of every tool, then run them all in turns; `pythons` are those of the other tools."""
+    groups = contestants(workload)
+    families = {"TRL": (groups["trl_defaults"][0], groups["trl_tuned"])}
+    for key, python in pythons.items():
+        defaults, *candidates = TOOLS[key].contestants(workload, python)
+        families[TOOLS[key].title] = replace(defaults, name=f"{TOOLS[key].title} defaults"), candidates
+    chosen, tried = [], {}
+    for title, (defaults, candidates) in families.items():
+        chosen.append(defaults)
+        if tune:
+            tried[title] = tuned(candidates, workload, folder / f"tuning {title}", num_threads)
+            best = max(candidates, key=lambda c: tried[title][c.name]["tokens_per_second"])
+            chosen.append(replace(best, name=f"{title} tuned ({best.name})"))
+    chosen += groups["accel_scale"]
     runs: dict[str, list[dict[str, Any]]] = {contestant.name: [] for contestant in chosen}
     for repeat in range(repeats):
         for index, contestant in enumerate(chosen):
@@ -185,6 +198,16 @@ def compare(workload: Workload, *, repeats: int, num_threads: int, folder: Path,
     }
 
 
+def notes(results: dict[str, Any]) -> list[str]:
+    """Which tools took part in which versions, and why others did not."""
+    found = []
+    for key, tool in TOOLS.items():
+        versions = results["tools"].get(key)
+        said = ", ".join(f"{name} {version}" for name, version in versions.items()) if versions else ""
+        found.append(f"{tool.title}: {said}." if said else f"{tool.title} was not measured: no --{key}_python.")
+    return [*found, NOT_MEASURED]
+
+
 def table(results: dict[str, Any]) -> str:
     """The results as Markdown."""
     info = results["machine"]
@@ -196,6 +219,7 @@ def table(results: dict[str, Any]) -> str:
         f"commit {info['commit']}, load average {info['load_average']:.1f} at the start; {results['repeats']} "
         "interleaved runs each, medians. "
         "Made by `python benchmarks/sft_side_by_side.py`, whose first lines say what is equal and how it is measured.",
+        *("".join(("\n", note)) for note in notes(results)),
     ]
     for name, workload in results["workloads"].items():
         rows = workload["contestants"]
@@ -210,9 +234,9 @@ def table(results: dict[str, Any]) -> str:
                 cells += [f"{row[key]:,.0f}", f"{row[key] / base[key]:.2f}"]
             cells += [f"{row[key] / 2**20:,.0f}" for key in ("peak_resident_bytes", "training_resident_bytes")]
             lines.append(f"| {' | '.join(cells)} | {row['evaluation_loss']:.4f} |")
-        if workload["tuning"]:
-            tried = ", ".join(f"{key} {value['tokens_per_second']:,.0f}" for key, value in workload["tuning"].items())
-            lines += ["", f"Tunings of TRL's script that were tried, in tokens/s: {tried}."]
+        for title, tunings in workload["tuning"].items():
+            tried = ", ".join(f"{key} {value['tokens_per_second']:,.0f}" for key, value in tunings.items())
+            lines += ["", f"Tunings of {title} that were tried, in tokens/s: {tried}."]
     return "\n".join(lines) + "\n"
 
 
@@ -223,13 +247,19 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--num_threads", type=int, default=2)
     parser.add_argument("--num_rows", type=int, default=None, help="Use only the first rows of each data set.")
-    parser.add_argument("--no_tuning", action="store_true", help="Leave the tuned contestant out.")
+    parser.add_argument("--no_tuning", action="store_true", help="Leave the tuned contestants out.")
+    for key, tool in TOOLS.items():
+        parser.add_argument(f"--{key}_python", help=f"Python of an environment with {tool.title}.")
     parser.add_argument("--results", type=Path, default=REPOSITORY / "benchmarks" / "results")
     options = parser.parse_args(argv)
+    pythons = {key: path for key in TOOLS if (path := getattr(options, f"{key}_python"))}
+    if pythons and "gsm8k" in options.workloads:
+        parser.error("the other tools read chat messages, which gsm8k has not: compare them on the embedded workload.")
     results: dict[str, Any] = {
         "machine": machine(),
         "num_threads": options.num_threads,
         "repeats": options.repeats,
+        "tools": {key: versions(python, TOOLS[key]) for key, python in pythons.items()},
         "workloads": {},
     }
     with tempfile.TemporaryDirectory() as temporary:
@@ -243,6 +273,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
                 num_threads=options.num_threads,
                 folder=folder,
                 tune=not options.no_tuning,
+                pythons=pythons,
             )
     options.results.mkdir(parents=True, exist_ok=True)
     (options.results / "sft_side_by_side.json").write_text(json.dumps(results, indent=1) + "\n")
