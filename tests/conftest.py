@@ -53,6 +53,14 @@ def _small_numbers_are_numbers() -> None:
     torch.set_flush_denormal(False)
 
 
+@pytest.fixture(autouse=True)
+def _products_are_torchs_own() -> Iterator[None]:
+    """Pretraining chooses who multiplies in fp32 for its process's life; a recipe that ran in this one has ended."""
+    yield
+    if (torch := sys.modules.get("torch")) is not None and hasattr(torch, "set_float32_matmul_precision"):
+        torch.set_float32_matmul_precision("highest")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _no_launch_is_left_behind() -> Iterator[None]:
     """The next module starts outside any launch: what a distributed run sets belongs in a process of its own."""

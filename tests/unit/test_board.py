@@ -473,9 +473,10 @@ def test_without_the_extra_one_line_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "gradio", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as end:
         main(["board"])
     assert end.value.code == 2
     line = "accel-scale board: Gradio is not installed. Fix: pip install 'accel-scale[board]'\n"
     assert capsys.readouterr().err.endswith(line)
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) == before
