@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import inspect
 import re
 import sys
@@ -125,6 +126,9 @@ def check_targets(
     from peft.tuners.lora import LoraLayer, ParamWrapper
 
     kind, given = model.config.model_type, copy.deepcopy(config.target_modules)
+    modules, parameters = ([name for name, _ in found] for found in (model.named_modules(), model.named_parameters()))
+    _refuse_absent("lora_modules_to_save", config.modules_to_save, modules, kind, place)
+    _refuse_absent("lora_target_parameters", config.target_parameters, parameters, kind, place)
     trial = copy.deepcopy(config)
     trial.lora_dropout, trial.use_dora = 0.0, False
     try:
@@ -154,6 +158,18 @@ def check_targets(
             fix=f"use 0; {attention}.",
         )
     config.lora_dropout = 0.0
+
+
+def _refuse_absent(
+    flag: str, wanted: Iterable[str] | None, names: list[str], kind: str, place: Callable[[str], str]
+) -> None:
+    """PEFT passes over what it does not find among `names`, by whose ends it looks, and trains the rest."""
+    for word in [wanted] if isinstance(wanted, str) else wanted or ():
+        if not any(name == word or name.endswith(f".{word}") for name in names):
+            parts = word.count(".") + 1
+            ends = {".".join(name.split(".")[-parts:]) for name in names if name and not name[-1].isdigit()}
+            close = difflib.get_close_matches(word, ends, 3) or sorted(ends)[:8]
+            raise ConfigError(f"{kind} has no {word!r}.", place=place(flag), fix=f"choose from {', '.join(close)}.")
 
 
 def _refuse_unmatched(

@@ -125,6 +125,21 @@ def test_targets_that_would_train_nothing_are_refused(targets):
     assert "\n" not in error.value.one_line()
 
 
+@pytest.mark.parametrize(
+    ("flag", "words", "fix"),
+    [
+        ("lora_modules_to_save", ["lm_head", "embed_token"], "embed_tokens"),
+        ("lora_target_parameters", ["experts.gate_up_projs"], "experts.gate_up_proj"),
+    ],
+)
+def test_modules_and_parameters_that_are_not_there_are_refused(flag, words, fix):
+    """PEFT trains the rest without a word."""
+    with pytest.raises(ConfigError, match=f"has no '{words[-1]}'") as error:
+        lora_config(ModelConfig(**{flag: words}), skeleton_of(config_of("mixtral")), dropout_is_set=False)
+    assert error.value.place == f"--{flag}"
+    assert fix in error.value.one_line()
+
+
 def test_one_pattern_stands_for_all_layers():
     names = [f"model.layers.{index}.mamba.dt_proj" for index in range(40)]
     assert exclusion(names) == r"model\.layers\.\d+\.mamba\.dt_proj"
