@@ -151,8 +151,11 @@ def test_committed_notebooks_are_small_and_of_no_machine(name):
             assert target.startswith("https://") or (FOLDER / target.partition("#")[0]).exists(), target
 
 
+LONG = ("grpo_rewards", "your_own_trainer")  # a minute and more each
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.soak] * (name in LONG)) for name in NAMES])
 def test_it_runs_from_top_to_bottom(name, run):
     pytest.importorskip("nbclient")
     notebook = run.cleaned(run.executed(FOLDER / f"{name}.ipynb"))
