@@ -27,7 +27,7 @@ import sft_soak  # noqa: E402
 from memory_recovery_run import plant  # noqa: E402
 
 # Half passes add the same losses in another order.
-TOLERANCE = {"cuda": 5e-3, "cpu": 5e-5}
+TOLERANCE = {"cuda": 5e-3, "cpu": 1e-5}
 _STEPS, _KILLS = 12, 2
 
 
@@ -45,6 +45,8 @@ def in_the_pass(cases: Cases) -> str:
         "dataset_name": written_documents(cases.folder, 2000 if cases.on_gpu else 80),
         "method": "lora", "checkpointing_policy": "none", "max_length": length, "max_steps": 3, "plan": "off",
         "per_device_train_batch_size": micro_batch, "gradient_accumulation_steps": 1,
+        # Some CPUs have bf16, and would choose it: rounding would hide a wrong sum.
+        **({} if cases.on_gpu else {"precision": "fp32"}),
     }  # fmt: skip
     undisturbed = train(cases.folder / "undisturbed", **flags)
     if cases.on_gpu:
