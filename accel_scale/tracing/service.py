@@ -171,7 +171,6 @@ def _segments(step: FakeStep, facts: ModelFacts, setup: TrainingSetup, is_exact:
     return _at(_marks(step.run(setup.micro_batch_size, setup.sequence_length))), True
 
 
-_MOST_EVENTS = 800
 _LOOPING: dict[str, bool] = {}
 
 
@@ -179,10 +178,8 @@ def _loops_over_tokens(step: FakeStep, facts: ModelFacts) -> bool:
     """Whether more tokens are more operations; then few of them are run. Asked once for a model."""
     text = facts.traced_config
     if text not in _LOOPING:
-        few = _num_events(step.run(1, _FEW))
-        # A loop over 32 tokens shows: without one a layer has a few hundred events.
-        is_suspect = few > _MOST_EVENTS * len(step.chosen or [0])
-        _LOOPING[text] = is_suspect and _num_events(step.run(1, 2 * _FEW)) > 1.5 * few
+        few, more = (_num_events(step.run(1, length)) for length in (_FEW, 2 * _FEW))
+        _LOOPING[text] = more > 1.5 * few
     return _LOOPING[text]
 
 
