@@ -95,6 +95,7 @@ def traced_fit(
         "stands_for": step.stands_for,
         "kinds": step.kinds,
         "hidden_bytes": step.hidden_bytes,
+        "given_bytes": step.given_bytes,
         "hidden_size": facts.hidden_size,
         "takes_logits": step.takes_logits,
         "exact": exact,

@@ -42,7 +42,8 @@ class FakeStep:
         chosen: Places of its layers in the whole model.
         stands_for: For every layer of the whole model, which of `chosen` stands for it.
         kinds: For every layer of the whole model, the number of its kind.
-        hidden_bytes: Bytes per value of the last hidden states, or of the logits, known after a run.
+        hidden_bytes: Bytes per value of the last hidden states, known after a run.
+        given_bytes: Bytes per value of what the loss is given: those states, or the model's own logits.
         takes_logits: Whether the loss is computed from the model's own logits, for a head that is more than a product
             with a factor and a cap. Then the trace ends there, else at the last hidden states.
     """
@@ -56,7 +57,7 @@ class FakeStep:
         attention = "eager" if setup.attention == "eager" else None
         with torch.device("meta"):
             self.skeleton = build(json.loads(facts.traced_config), dtype=dtype, attention=attention, place=facts.name)
-        self.hidden_bytes = dtype.itemsize
+        self.hidden_bytes = self.given_bytes = dtype.itemsize
         self.is_tied = facts.tied_embeddings
         self.num_experts = max(1, expert_count(self.skeleton.model.config))
         period = period_of(setup)
@@ -81,7 +82,12 @@ class FakeStep:
         if model.base_model is model:
             return False
         head = HeadOperations(head_transform(model.config))
-        handle = model.base_model.register_forward_hook(lambda *args: head.begin())
+
+        def begin(module: nn.Module, args: object, output: Sequence[torch.Tensor]) -> None:
+            self.hidden_bytes = output[0].dtype.itemsize
+            head.begin()
+
+        handle = model.base_model.register_forward_hook(begin)
         with plain_masks(), self.mode, torch.no_grad(), self._recorder(), head, self._kernels():
             model(input_ids=torch.zeros(1, _FEW, dtype=torch.long), use_cache=False)
         handle.remove()
@@ -132,14 +138,16 @@ class FakeStep:
                 stack.enter_context(recomputing_in_kernels(model))
             stack.enter_context(recorder)
             with self._kernels():
-                hidden = (model if self.takes_logits else body_of(model))(**inputs, use_cache=False)[0]
+                given = (model if self.takes_logits else body_of(model))(**inputs, use_cache=False)[0]
                 recorder.mark("head")
-                self.hidden_bytes = hidden.dtype.itemsize
+                self.given_bytes = given.dtype.itemsize
+                if not self.takes_logits:
+                    self.hidden_bytes = self.given_bytes
                 tied: torch.Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
                 if tied.requires_grad and self.is_tied and not self.takes_logits:
                     tied.grad = torch.zeros_like(tied)
-                loss = _Loss.apply(hidden, recorder)
-                del hidden
+                loss = _Loss.apply(given, recorder)
+                del given
                 recorder.mark("leave")
             recorder.mark("head")
             recorder.is_backward = True

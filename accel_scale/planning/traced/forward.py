@@ -12,7 +12,7 @@ from accel_scale.planning.tape.ops import FP32, Ops
 from accel_scale.planning.tape.tape import Tape
 from accel_scale.planning.tape.tensors import Tensor
 from accel_scale.planning.traced.polynomials import value_of
-from accel_scale.planning.traced.steps import fit_of
+from accel_scale.planning.traced.steps import fit_of, given_tensor, traced_loss
 
 # fp32 copies of a step's logits while a token is drawn: as the model returns them, as `generate` takes them, their
 # probabilities, and the random numbers of `torch.multinomial`.
@@ -104,10 +104,22 @@ def _of_trace(model: ModelFacts, setup: TrainingSetup, is_cuda: bool, draws: boo
     fit = fit_of(model, replace(setup, checkpointing="full"), is_cuda, False)
     rows, length = setup.micro_batch_size, setup.sequence_length
     peaks = {name: max(value_of(p, rows, length) for p in part["peaks"]) for name, part in fit["segments"].items()}
-    embedded = value_of(fit["segments"]["embed"]["net"], rows, length)
-    layers = max(peaks["embed"], embedded + max(peaks[f"forward {index}"] for index in set(fit["stands_for"])))
+    nets = {name: value_of(part["net"], rows, length) for name, part in fit["segments"].items()}
     hidden = rows * length * fit["hidden_size"] * fit["hidden_bytes"]
+    live, layers = nets["embed"], peaks["embed"]
+    for index in fit["stands_for"]:
+        layers = max(layers, live + peaks[f"forward {index}"])
+        # Its input goes; weights that were cast for autocast stay.
+        live += nets[f"forward {index}"] - hidden
     tape = Tape(autocast_bytes=setup.compute_bytes if setup.autocast else None, is_cuda=is_cuda)
+    ops = Ops(tape)
     with tape.muted():
-        _draw(Ops(tape), model, setup, Tensor(None, hidden / fit["hidden_bytes"], fit["hidden_bytes"]))
-    return ForwardBytes(layers, embedded + hidden + tape.meter.peak_bytes)
+        if draws:
+            states = ops.new(hidden / fit["hidden_bytes"], fit["hidden_bytes"])
+            _draw(ops, model, setup, states)
+        else:
+            traced_loss(ops, model, setup, fit, given_tensor(ops, model, setup, fit))
+    head = tape.meter.peak_bytes
+    if fit["takes_logits"] and not draws:
+        head = max(head, hidden + peaks["finish"])
+    return ForwardBytes(layers, live + head)

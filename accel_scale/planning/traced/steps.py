@@ -17,7 +17,7 @@ from accel_scale.planning.tape.linears import Weights
 from accel_scale.planning.tape.ops import Ops
 from accel_scale.planning.tape.tables import is_padded
 from accel_scale.planning.tape.tape import Tape
-from accel_scale.planning.tape.tensors import Parameter
+from accel_scale.planning.tape.tensors import Parameter, Tensor
 from accel_scale.planning.traced.polynomials import value_of
 
 _WINDOWS = (
@@ -94,26 +94,35 @@ def _head(
     highest, what waits, what is left."""
     autocast = setup.compute_bytes if setup.autocast else None
     tape = Tape(autocast_bytes=autocast, adds_in_place=not is_tracked, is_cuda=is_cuda)
-    ops, weights, itemsize = Ops(tape), Weights(setup, frozenset()), fit["hidden_bytes"]
-    family = replace(FAMILIES["llama"], scales_logits="scaled" in model.layer_variant)
-    width = model.vocab_size if fit["takes_logits"] else fit["hidden_size"]
-    values = setup.micro_batch_size * setup.sequence_length * width
-    given = values * itemsize
-    entry = Parameter(values, itemsize)
-    x = tape.record(ops.new(values, itemsize), [entry], [], lambda grad: [grad.view()])
-    if fit["takes_logits"]:
-        loss = logits_loss(ops, setup, x)
-    elif model.num_scores:
-        loss = scores_loss(ops, x, weights.base("score", model.head_params), model.num_scores)
-    else:
-        weight = weights.base("embed_tokens" if model.tied_embeddings else "lm_head", model.embedding_params)
-        bias = weights.base("lm_head.bias", model.vocab_size) if model.head_bias else None
-        loss = Head(ops, model, family, setup, weight, bias)(x)
+    ops = Ops(tape)
+    x = given_tensor(ops, model, setup, fit)
+    given = x.numel * x.itemsize
+    x = tape.record(x, [Parameter(x.numel, x.itemsize)], [], lambda grad: [grad.view()])
+    loss = traced_loss(ops, model, setup, fit, x)
     del x
     tape.leave_autocast()
     kept = tape.meter.live_bytes
     tape.backward(loss)
     return tape.meter.peak_bytes - given, kept - given, tape.meter.live_bytes - given
+
+
+def given_tensor(ops: Ops, model: ModelFacts, setup: TrainingSetup, fit: Document) -> Tensor:
+    """What a trace ends with and the loss is given: the last hidden states, or the logits."""
+    width = model.vocab_size if fit["takes_logits"] else fit["hidden_size"]
+    return ops.new(setup.micro_batch_size * setup.sequence_length * width, fit["given_bytes"])
+
+
+def traced_loss(ops: Ops, model: ModelFacts, setup: TrainingSetup, fit: Document, x: Tensor) -> Tensor:
+    """Head and loss of what a trace ends with."""
+    weights = Weights(setup, frozenset())
+    if fit["takes_logits"]:
+        return logits_loss(ops, setup, x)
+    if model.num_scores:
+        return scores_loss(ops, x, weights.base("score", model.head_params), model.num_scores)
+    weight = weights.base("embed_tokens" if model.tied_embeddings else "lm_head", model.embedding_params)
+    bias = weights.base("lm_head.bias", model.vocab_size) if model.head_bias else None
+    family = replace(FAMILIES["llama"], scales_logits="scaled" in model.layer_variant)
+    return Head(ops, model, family, setup, weight, bias)(x)
 
 
 def fit_of(model: ModelFacts, setup: TrainingSetup, is_cuda: bool, is_tracked: bool) -> Document:

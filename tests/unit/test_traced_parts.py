@@ -1,0 +1,228 @@
+"""Parts of a trace, each with numbers: own logits, masks as indices, loops over tokens, caches, forward passes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from accel_scale.errors import ConfigError
+from accel_scale.planning.models.model_config import facts_from_config
+from accel_scale.planning.models.model_facts import ModelFacts
+from accel_scale.planning.models.traced import facts_of_any
+from accel_scale.planning.models.training_setup import TrainingSetup
+from accel_scale.planning.traced.forward import forward_bytes
+from accel_scale.planning.traced.kept import KeptLayer
+from accel_scale.planning.traced.polynomials import value_of
+from accel_scale.planning.traced.steps import step_bytes
+from accel_scale.tracing import service
+from accel_scale.tracing.cache import _fitted, read_cache
+from accel_scale.tracing.head_operations import HeadOperations
+from accel_scale.tracing.recording import Recorder
+from accel_scale.tracing.step import FakeStep
+
+FP32 = TrainingSetup(precision="fp32", packing=False, checkpointing="none", micro_batch_size=2, sequence_length=64)
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 512}
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+MODERN = {**SIZES, **SPECIAL, "cls_token_id": 1, "sep_token_id": 2}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def config_of(model_type: str, num_layers: int = 2, **fields: object) -> dict[str, object]:
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(model_type, num_hidden_layers=num_layers, **{**SIZES, **SPECIAL, **fields})
+    return json.loads(json.dumps(config.to_dict(), default=str))
+
+
+def small(model_type: str, **fields: object) -> ModelFacts:
+    return facts_of_any(config_of(model_type, **fields), name=model_type)  # type: ignore[arg-type]
+
+
+# ── Own logits ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("cap", "factor", "operations", "is_own"),
+    [
+        (None, 1.0, lambda x: x @ x.T, False),
+        (None, 1.0, lambda x: torch.nn.functional.linear(x, x, x[0, 0]).float()[None], False),
+        (None, 1.0, lambda x: (x @ x.T) * 1.0, False),
+        (None, 1.0, lambda x: (x @ x.T) * 0.5, True),
+        (None, 0.5, lambda x: (x @ x.T) * 0.5, False),
+        (None, 0.5, lambda x: torch.tanh(x @ x.T) * 0.5, True),
+        (30.0, 1.0, lambda x: torch.tanh((x @ x.T) / 30.0) * 30.0, False),
+        (None, 1.0, lambda x: torch.nn.functional.gelu(x) @ x.T, True),
+        (30.0, 0.5, lambda x: torch.nn.functional.layer_norm(x, (4,)) @ x.T, True),
+    ],
+)
+def test_a_head_is_own_where_it_does_more_than_the_configuration_states(cap, factor, operations, is_own) -> None:
+    x = torch.ones(4, 4)
+    with HeadOperations((cap, factor)) as head:
+        torch.nn.functional.gelu(x)  # of the layers
+        head.begin()
+        operations(x)
+    assert head.is_own is is_own
+
+
+def test_the_loss_of_own_logits_is_taken_from_whole_logits() -> None:
+    """ModernBERT's decoder has a dense layer and a norm before the product. Logits of 2 × 64 tokens and 512 words."""
+    step = FakeStep(small("modernbert-decoder", **MODERN), FP32, is_cuda=False, is_tracked=True)
+    plain = FakeStep(small("ernie4_5", num_key_value_heads=2, head_dim=16), FP32, is_cuda=False, is_tracked=True)
+    assert (step.takes_logits, plain.takes_logits) == (True, False)
+    logits, states = 2 * 64 * 512 * 4, 2 * 64 * 64 * 4
+    ends = [max(size for size, _ in one._record(2, 64)["finish"]) for one in (step, plain)]
+    assert ends == [logits, states]
+
+
+def test_what_layers_hold_is_as_wide_as_their_states_and_not_as_the_logits() -> None:
+    """Under bf16's autocast states are in fp32 and logits in bf16; offloaded are the inputs of all layers but one."""
+    facts = small("modernbert-decoder", num_layers=4, **MODERN)
+    setup = replace(FP32, precision="bf16")
+    here, away = (step_bytes(facts, replace(setup, checkpointing=name), is_cuda=False) for name in ("full", "offload"))
+    assert here.saved_bytes - away.saved_bytes == 3 * 2 * 64 * 64 * 4
+
+
+# ── Masks as indices ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "size", "found"),
+    [(1, 128, 128), (8, 128, 16), (8, 8, 8), (8, 9, 8), (8, 10, 1), (200, 1000, 5)],
+)
+def test_a_mask_stands_for_as_many_places_as_are_true(num_experts: int, size: int, found: int) -> None:
+    """Rows of 3 fp32 values: of one expert its share, of a question as long as the experts are many all of them."""
+    with FakeTensorMode(), Recorder(adds_in_place=True, is_padded=False, num_experts=num_experts) as recorder:
+        rows, mask = torch.empty(size, 3), torch.empty(size, dtype=torch.bool)
+        taken = rows[mask]
+        rows[mask] = torch.empty(found, 3)
+        assert rows[None][mask[None]].shape == (found, 3)
+    assert taken.shape == (found, 3)
+    assert found * 3 * 4 in [bytes_ for bytes_, _ in recorder.segments["embed"]]
+
+
+# ── Loops over tokens ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Loop:
+    """A step whose every token is an operation that leaves `of(rows, length)` bytes in all."""
+
+    chosen = (0,)
+
+    def __init__(self, of) -> None:
+        self.of, self.sizes = of, []
+
+    def run(self, rows: int, length: int) -> dict[str, list[int]]:
+        self.sizes.append((rows, length))
+        total = self.of(rows, length)
+        return {"forward 0": [*[total // length] * (length - 1), total - total // length * (length - 1)]}
+
+
+def found_by(step: Loop, text: str) -> tuple[dict, bool]:
+    facts = replace(facts_from_config({"model_type": "llama", **SIZES}, name="it"), traced_config=text)
+    return service._segments(cast(FakeStep, step), facts, FP32, False)
+
+
+def net(found: dict, rows: int, length: int) -> float:
+    return value_of(found["forward 0"]["net"], rows, length)
+
+
+def test_a_loop_over_tokens_is_run_for_few_of_them() -> None:
+    step = Loop(lambda rows, length: rows * length * (40 + length))
+    found, exact = found_by(step, '{"is": "curved"}')
+    assert not exact
+    assert max(length for _, length in step.sizes) == 128
+    assert net(found, 4, 4096) == pytest.approx(4 * 4096 * (40 + 4096))
+
+
+def test_where_a_curve_is_wrong_a_line_goes_on_from_the_two_longest() -> None:
+    """A buffer of 80 tokens fills first: 96 tokens and 128 lie on the line, those before do not."""
+
+    def of(rows: int, length: int) -> int:
+        return rows * (1000 * length + 50 * min(length, 80) ** 2)
+
+    step = Loop(of)
+    found, exact = found_by(step, '{"is": "bent"}')
+    assert not exact
+    assert [net(found, rows, length) for rows, length in ((1, 96), (3, 128), (4, 4096))] == pytest.approx(
+        [of(1, 96), of(3, 128), of(4, 4096)]
+    )
+    assert max(length for _, length in step.sizes) == 128
+
+
+def test_without_a_loop_what_no_curve_meets_is_of_one_size() -> None:
+    class NoLoop(Loop):
+        def run(self, rows: int, length: int) -> dict[str, list[int]]:
+            self.sizes.append((rows, length))
+            return {"forward 0": [self.of(rows, length)]}
+
+    step = NoLoop(lambda rows, length: rows * 2 ** (length // 64))
+    found, exact = found_by(step, '{"is": "of one size"}')
+    assert exact
+    assert net(found, 9, 9999) == 2 * 2
+    assert step.sizes[-1] == (2, 64)
+
+
+# ── Caches ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "expected"),
+    [
+        # Keys and values: 2 heads of 16 values.
+        ("ernie4_5", {"num_key_value_heads": 2, "head_dim": 16}, [KeptLayer(2, None, ((0.0, 128.0), (0.0, 128.0)))]),
+        ("ministral", {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 32},
+         [KeptLayer(2, 32, ((0.0, 128.0), (0.0, 128.0)))]),
+        # A convolution over 3 tokens keeps 64 channels of them.
+        ("lfm2", {"num_key_value_heads": 2, "layer_types": ["conv", "full_attention"], "conv_L_cache": 3},
+         [KeptLayer(1, None, ((64 * 3 * 4.0, 0.0),)), KeptLayer(1, None, ((0.0, 128.0), (0.0, 128.0)))]),
+    ],
+)  # fmt: skip
+def test_a_cache_is_read_from_the_class(model_type: str, fields: dict, expected: Sequence[KeptLayer]) -> None:
+    assert read_cache(small(model_type, **fields), FP32) == expected
+
+
+def test_a_cache_of_a_models_own_is_refused() -> None:
+    with pytest.raises(ConfigError, match="rwkv models keep what they know of earlier tokens elsewhere than in"):
+        read_cache(small("rwkv", attention_hidden_size=64, context_length=64), FP32)
+
+
+def test_sizes_that_are_no_line_are_not_fitted() -> None:
+    """The third length decides, and as many tensors as before."""
+    line, bent = [(None, [40 + 8 * n]) for n in (16, 32, 48)], [(None, [n * n]) for n in (16, 32, 48)]
+    assert _fitted([[layer] for layer in line], (16, 32, 48)) == [KeptLayer(1, None, ((40.0, 8.0),))]
+    assert _fitted([[layer] for layer in bent], (16, 32, 48)) is None
+    assert _fitted([[line[0]], [line[1]], [(None, [424, 1])]], (16, 32, 48)) is None
+    assert _fitted([[(8, [])]] * 3, (16, 32, 48)) == []
+
+
+def test_a_prompt_lies_there_whole_until_it_is_read() -> None:
+    layer = KeptLayer(1, 32, ((100.0, 0.0), (0.0, 4.0)))
+    assert layer.part_bytes(2, 48, reads=True) == [200.0, 2 * 4 * 48]
+    assert layer.part_bytes(2, 48) == [200.0, 2 * 4 * 32]
+    assert layer.attended_bytes(2, 48) == 2 * 4 * 32
+
+
+# ── Passes without gradients ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_traced_forward_pass_has_the_bytes_of_the_tape(precision: str) -> None:
+    """A reference's head computes tiles of logits; weights that are cast for autocast stay until that ends."""
+    config = config_of("qwen3", num_layers=6, num_key_value_heads=2, head_dim=16, vocab_size=4096)
+    modelled, traced = facts_from_config(config, name="by hand"), service.facts_of(config, name="traced", place="here")
+    setup = replace(FP32, precision=precision, loss="log_probs", micro_batch_size=4, sequence_length=256)
+    for draws in (False, True):
+        expected, found = (forward_bytes(facts, setup, is_cuda=False, draws=draws) for facts in (modelled, traced))
+        assert found.layers_bytes == pytest.approx(expected.layers_bytes, rel=0.12)
+        assert found.head_bytes == pytest.approx(expected.head_bytes, rel=0.2 if draws else 0.01)
