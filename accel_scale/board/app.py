@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 from accel_scale.board.environment import LOCAL_NAMES, prepare
 from accel_scale.board.guarding import OnlyThePage
 from accel_scale.board.rendering import sendable, style
+from accel_scale.board.uploads import MOST_BYTES
 from accel_scale.errors import ConfigError, first_line
 
 if TYPE_CHECKING:
@@ -20,7 +22,6 @@ if TYPE_CHECKING:
 
 TITLE = "accel-scale board"
 FIRST_PORT = 7860
-MOST_UPLOADED_BYTES = 256 * 1024
 _WAITING_CLICKS = 100
 _FONTS = ["system-ui", "sans-serif"]  # of the reader's system: none is loaded
 # Gradio's light greys are too light to read.
@@ -103,7 +104,7 @@ def start(
             enable_monitoring=False,
             mcp_server=False,
             footer_links=[],
-            max_file_size=MOST_UPLOADED_BYTES,
+            max_file_size=MOST_BYTES,
             allowed_paths=[],
             app_kwargs={"middleware": [Middleware(OnlyThePage, hosts=hosts)]},
             theme=theme,
@@ -134,7 +135,8 @@ def _board_class() -> type[Blocks]:
     import gradio as gr
 
     class Board(gr.Blocks):
-        """A page whose server says a mistake in one line: what a request got wrong is no reason for a traceback."""
+        """A page whose server reports a failed request in one line, with the place of the error: any client can send
+        a malformed one, so it gets no traceback."""
 
         async def process_api(self, *args: object, **kwargs: object) -> dict[str, object]:
             try:
@@ -144,8 +146,9 @@ def _board_class() -> type[Blocks]:
             except Exception as error:
                 from accel_scale.secrets import mask
 
-                line = mask(f"{type(error).__name__}: {first_line(error)}")
-                print(f"accel-scale board: a request was not answered ({line}).", file=sys.stderr, flush=True)
+                where = traceback.extract_tb(error.__traceback__)[-1]
+                line = f"{type(error).__name__} at {Path(where.filename).name}:{where.lineno}: {first_line(error)}"
+                print(f"accel-scale board: a request was not answered ({mask(line)}).", file=sys.stderr, flush=True)
                 raise gr.Error("This cannot be answered.", print_exception=False) from None
 
     return Board

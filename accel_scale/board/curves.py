@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from accel_scale.report_page.charts import Chart, Series, charts_of
@@ -108,7 +108,7 @@ def _values(series: Iterable[Series]) -> list[float]:
     return [value for line in series for _, value in line.points]
 
 
-def _path(line: Series, across, up) -> str:  # type: ignore[no-untyped-def]
+def _path(line: Series, across: Callable[[float], float], up: Callable[[float], float]) -> str:
     points = [(1000 * across(step), 1000 - 1000 * up(value)) for step, value in thinned(line.points, _MOST_POINTS)]
     if len(points) == 1:
         x, y = points[0]

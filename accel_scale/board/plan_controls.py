@@ -98,7 +98,7 @@ def settings_of(values: Sequence[Value]) -> dict[str, str | bool]:
     """
     found: dict[str, str | bool] = {}
     for control, value in zip(CONTROLS, values, strict=True):
-        if isinstance(value, bool):
+        if isinstance(control.value, bool):
             found |= {control.name: True} if value else {}
         elif value is not None and (text := _text(control, value)):
             found[control.name] = text

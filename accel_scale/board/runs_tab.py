@@ -22,6 +22,7 @@ from accel_scale.board.runs import (
 from accel_scale.board.stopping import RunProcess, process_of, stop
 from accel_scale.errors import ConfigError
 from accel_scale.report_page.figures import ENDS, key_figures, without_home
+from accel_scale.report_page.leaving import PAGE_NAME
 from accel_scale.report_page.page import event_row, render, start_rows, write_page
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ class RunsView:
 
         try:
             folder = folder_of(self._root, name or "")
-            target = served_folder() / "reports" / folder.name / "report.html"
+            target = served_folder() / "reports" / folder.relative_to(self._root) / PAGE_NAME
             target.parent.mkdir(parents=True, exist_ok=True)
             write_page(render([records_of(folder)]), target)
         except ConfigError as error:

@@ -96,10 +96,10 @@ def _verified(folder: Path) -> Iterator[tuple[Process, int | None]]:
         if not _catches_sigterm(pid):
             raise _refusal(f"process {pid} would end without saving", fix="wait until its first step.")
         yield process, descriptor
-    except psutil.Error as error:
-        raise _refusal(f"process {pid} cannot be looked at ({type(error).__name__})") from None
-    except OSError:
+    except (psutil.NoSuchProcess, ProcessLookupError):
         raise _refusal(f"process {pid} has ended", fix="look again.") from None
+    except (psutil.Error, OSError) as error:
+        raise _refusal(f"process {pid} cannot be looked at ({type(error).__name__})") from None
     finally:
         if descriptor is not None:
             os.close(descriptor)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from accel_scale.errors import first_line
 from accel_scale.facts.exit_statuses import EXIT_STOPPED
 from accel_scale.reporting.run_starts import has_open_start, size_of_starts, write_end
+from accel_scale.secrets import mask
 
 if TYPE_CHECKING:
     from accel_scale.starting.recipe_start import RecipeRun
@@ -57,14 +58,14 @@ def leave_report(folder: Path, error: BaseException | None, *, since: int = 0) -
     path = folder / PAGE_NAME
     with _terminated_later():
         try:
+            write_end(folder, error)  # first: what the page needs may be missing
             from accel_scale.report_page.page import render, write_page
             from accel_scale.report_page.reading import read_run
 
-            write_end(folder, error)
             write_page(render([read_run(folder)]), path)
         except Exception as failure:  # a page is no reason to lose a run
-            why = getattr(failure, "strerror", None) or f"{type(failure).__name__}: {first_line(failure)}"
-            line = f"warning: {path} was not written ({why}). Fix: accel-scale report {folder} makes it again."
+            why = getattr(failure, "strerror", None) or mask(f"{type(failure).__name__}: {first_line(failure)}")
+            line = f"warning: {path} was not written ({why}). Fix: resolve that, then run accel-scale report {folder}."
             print(line, file=sys.stderr, flush=True)
 
 

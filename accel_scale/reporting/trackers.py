@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
 
+from accel_scale.errors import first_line
 from accel_scale.secrets import is_secret, mask
 
 _LONGEST_TAG = 5000  # MLflow takes 8000 characters
@@ -117,7 +118,8 @@ def _warning_of_failure(name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # whatever a tracker raises, it is no reason to end a run
-        print(f"warning: {name} did not take an alert: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        why = mask(f"{type(error).__name__}: {first_line(error)}")
+        print(f"warning: {name} did not take an alert ({why}).", file=sys.stderr, flush=True)
 
 
 def _to_trackio(title: str, text: str, step: int, is_error: bool) -> None:

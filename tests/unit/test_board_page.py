@@ -37,6 +37,7 @@ WIDTHS = (375, 800, 1600)
 SECRET = "canary-4711"
 # A warning of its client whenever an upload has ended.
 FROM_GRADIO = "Method not implemented."
+REFUSED_BY_GRADIO = {"ComponentProcessingError", "InvalidPathError"}
 LAUNCH = "distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n  fsdp_version: 1\n"
 
 
@@ -201,7 +202,10 @@ def test_fifty_clicks_at_once_and_hostile_values_are_answered(board: ServedBoard
         assert answer["msg"] == "process_completed" or answer.get("status") in (400, 422, 503), (data, answer)
     assert sum("16.6 ± 2.0 GiB" in json.dumps(answer, ensure_ascii=False) for answer in answers) >= 8
     assert not Path("/tmp/hit").exists()
-    assert "Traceback" not in board.log.read_text()
+    log = board.log.read_text()
+    assert "Traceback" not in log
+    # Refused by Gradio before any code of the board has seen the value.
+    assert set(re.findall(r"was not answered \((\w+) at \w+\.py:\d+: ", log)) == REFUSED_BY_GRADIO
 
 
 def test_another_host_is_warned_of_and_cannot_stop_runs(root: Path, tmp_path: Path) -> None:

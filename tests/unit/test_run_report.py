@@ -10,6 +10,7 @@ import math
 import os
 import re
 import signal
+import sys
 import time
 from html.parser import HTMLParser
 from pathlib import Path
@@ -315,13 +316,23 @@ def test_a_page_that_cannot_be_written_is_a_line(
         os.truncate(filler, filler.stat().st_size - 8192)  # a little, for the record of the end
     (line,) = [line for line in capsys.readouterr().err.splitlines() if PAGE_NAME in line]
     assert line == (
-        f"warning: {folder / PAGE_NAME} was not written (No space left on device). Fix: accel-scale report {folder} "
-        "makes it again."
+        f"warning: {folder / PAGE_NAME} was not written (No space left on device). Fix: resolve that, then "
+        f"run accel-scale report {folder}."
     )
     assert not list(folder.glob("report.html*"))
     filler.unlink()
     assert main(["report", str(folder)]) == 0
     assert (folder / PAGE_NAME).is_file()
+
+
+def test_a_page_that_cannot_be_made_does_not_cost_the_record_of_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "accel_scale.report_page.page", None)  # as if a library that it needs was missing
+    with leaves_report(tmp_path, is_main=True):
+        write_run(tmp_path, steps=3, finished=False)
+    assert json.loads((tmp_path / STARTS_NAME).read_text().splitlines()[-1])["end"]["how"] == "finished"
+    assert f"{PAGE_NAME} was not written (ModuleNotFoundError: " in capsys.readouterr().err
 
 
 def test_a_signal_waits_until_the_page_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from accel_scale.errors import ConfigError
 from accel_scale.flags.trackers import TRACKERS, chosen_trackers, refuse_unknown_trackers, require_trackers
-from accel_scale.reporting.trackers import masked_words, settle_trackers, tracked_names
+from accel_scale.reporting.trackers import masked_words, send_alert, settle_trackers, tracked_names
 
 TOKEN = "hf_" + "a" * 30
 
@@ -120,6 +120,18 @@ def test_a_command_line_is_kept_without_its_credentials(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["sft.py", *words])
     settled(tmp_path, {}, "trackio")
     assert sys.argv == ["sft.py", *expected]
+
+
+def test_a_tracker_that_fails_is_a_warning_of_one_line_without_credentials(capsys):
+    class Failing:
+        def add_text(self, tag, text_string, global_step):
+            raise OSError(f"no answer from https://user:{TOKEN}@host/\nwhat the server sent")
+
+        def flush(self): ...
+
+    send_alert("step 3: skip", "spike", step=3, is_error=False, writers=[Failing()])
+    line = "warning: tensorboard did not take an alert (OSError: no answer from https://user:***@host/).\n"
+    assert capsys.readouterr().err == line
 
 
 def test_names_are_those_of_transformers_callbacks():
