@@ -10,7 +10,7 @@ from pathlib import Path
 
 from accel_scale.errors import ConfigError
 from accel_scale.launching.folder_lock import is_taken
-from accel_scale.report_page.figures import ENDS, formatted
+from accel_scale.report_page.figures import ENDS, formatted, state_of
 from accel_scale.report_page.reading import RunRecords, number, read_run, table
 from accel_scale.reporting.metrics_log import METRICS_NAME
 from accel_scale.reporting.run_starts import STARTS_NAME
@@ -135,7 +135,7 @@ def overview_row(root: Path, name: str) -> dict[str, str]:
     losses, speeds = run.series.get("loss", ()), run.series.get("tokens_per_second", ())
     return {
         "run": name,
-        "how": run.how if run.how in ENDS else "unknown",
+        "how": state_of(run)[0],
         "state": ENDS.get(run.how, run.how),
         "progress": progress_of(run).text,
         "loss": formatted(losses[-1][1], "number") if losses else "",

@@ -21,7 +21,7 @@ from accel_scale.board.runs import (
 )
 from accel_scale.board.stopping import RunProcess, process_of, stop
 from accel_scale.errors import ConfigError
-from accel_scale.report_page.figures import ENDS, key_figures, without_home
+from accel_scale.report_page.figures import key_figures, state_of, without_home
 from accel_scale.report_page.leaving import PAGE_NAME
 from accel_scale.report_page.page import event_row, render, start_rows, write_page
 
@@ -152,13 +152,12 @@ class RunsView:
             run = records_of(self._root / name)
         except ConfigError as error:
             return refused(error)
-        why = run.starts[-1].why if run.starts else ""
-        words = ENDS.get(run.how, run.how)
+        how, state = state_of(run)
         return filled(
             "run",
             name=name,
-            run=run,
-            state=f"{words}: {why}" if why and run.how in ("error", "guard") else words,
+            how=how,
+            state=state,
             what=strategy_of(run),
             progress=progress_of(run),
             key=key_figures(run),

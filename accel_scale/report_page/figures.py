@@ -22,10 +22,18 @@ ENDS = {
     "killed": "ended without a word",
     "unknown": "no record of its end",
 }
+_WITH_REASON = ("error", "guard")  # ends that say why
 _INSTALLED = str(Path(__file__).resolve().parents[2]) + "/"
 _LONGEST_VALUE = 600  # characters
 # Different in every run, whatever it is.
 _OWN_NAMES = frozenset({"output_dir", "run_name", "logging_dir", "resume_from_checkpoint", "resume"})
+
+
+def state_of(run: RunRecords) -> tuple[str, str]:
+    """How a run ended: a name of `ENDS`, and in words, with the reason where it failed."""
+    words, why = ENDS.get(run.how, run.how), run.starts[-1].why if run.starts else ""
+    how = run.how if run.how in ENDS else "unknown"
+    return how, f"{words}: {why}" if why and how in _WITH_REASON else words
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from accel_scale.errors import ConfigError
 from accel_scale.report_page import figures
@@ -18,6 +19,9 @@ from accel_scale.report_page.reading import RunRecords, number, table
 from accel_scale.report_page.thinning import points_per_series
 from accel_scale.units import format_bytes
 from accel_scale.version import __version__
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 MOST_BYTES = 2_000_000
 # In the first bytes of every page; a file without it is somebody else's.
@@ -82,17 +86,8 @@ def render(runs: Sequence[RunRecords]) -> str:
 def _filled(
     views: Sequence[RunView], charts: Sequence[Chart], settings: Sequence[figures.Setting], share: float
 ) -> str:
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
-    environment = Environment(
-        loader=FileSystemLoader(_PAGE),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"formatted": figures.formatted, "bare": figures.without_home}
     most = points_per_series(sum(len(chart.series) for chart in charts), share=share)
     style = _asset("uPlot.min.css") + _asset("page.css")
     scripts = [_asset("uPlot.iife.min.js"), _asset("page.js")]
@@ -101,24 +96,44 @@ def _filled(
         "base-uri 'none'; form-action 'none'"
     )
     each = [dict(view.facts) for view in views]
-    return environment.get_template("page.html.j2").render(
-        generator=GENERATOR,
-        version=__version__,
-        policy=policy,
-        style=Markup(style),
-        scripts=[Markup(script) for script in scripts],
-        license=_asset("LICENSE-uPlot.txt"),
-        data=Markup(in_script({"labels": [view.label for view in views], "charts": _numbered(charts, most)})),
-        views=views,
-        charts=[chart for chart in charts if not chart.is_more],
-        more=[chart for chart in charts if chart.is_more],
-        settings=settings,
-        differences=figures.differing(settings) if len(views) > 1 else [],
-        keys=figures.side_by_side([view.key for view in views]),
-        facts=figures.side_by_side(each),
-        versions=figures.side_by_side([view.versions for view in views]),
-        most_rows=_MOST_ROWS,
+    return (
+        templates_in(_PAGE)
+        .get_template("page.html.j2")
+        .render(
+            generator=GENERATOR,
+            version=__version__,
+            policy=policy,
+            style=Markup(style),
+            scripts=[Markup(script) for script in scripts],
+            license=_asset("LICENSE-uPlot.txt"),
+            data=Markup(in_script({"labels": [view.label for view in views], "charts": _numbered(charts, most)})),
+            views=views,
+            charts=[chart for chart in charts if not chart.is_more],
+            more=[chart for chart in charts if chart.is_more],
+            settings=settings,
+            differences=figures.differing(settings) if len(views) > 1 else [],
+            keys=figures.side_by_side([view.key for view in views]),
+            facts=figures.side_by_side(each),
+            versions=figures.side_by_side([view.versions for view in views]),
+            most_rows=_MOST_ROWS,
+        )
     )
+
+
+@cache
+def templates_in(folder: Path) -> Environment:
+    """Templates that escape everything that is put into them, and format figures as the report does."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    found = Environment(
+        loader=FileSystemLoader(folder),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    found.filters |= {"formatted": figures.formatted, "bare": figures.without_home}
+    return found
 
 
 def in_script(value: object) -> str:
@@ -142,12 +157,11 @@ def _hash(text: str) -> str:
 
 
 def _view(run: RunRecords, label: str, prediction: PredictedRun) -> RunView:
-    why = run.starts[-1].why if run.starts else ""
-    words = figures.ENDS.get(run.how, run.how)
+    how, state = figures.state_of(run)
     return RunView(
         label=label,
-        how=run.how if run.how in figures.ENDS else "unknown",
-        state=f"{words}: {why}" if why and run.how in ("error", "guard") else words,
+        how=how,
+        state=state,
         key=figures.key_figures(run),
         facts=figures.facts_of(run),
         versions=figures.versions_of(run),
