@@ -17,7 +17,7 @@ from accel_scale.errors import ConfigError
 from accel_scale.planning.search import questions
 from accel_scale.planning.search.branches import branch_of
 from accel_scale.planning.search.plan import Candidate, Plan
-from accel_scale.planning.search.requests import amount, build_request, flag_places, model_for_recipe
+from accel_scale.planning.search.requests import build_request, flag_places, model_for_recipe
 from accel_scale.planning.search.search import search
 from accel_scale.planning.search.wish import Wish
 from accel_scale.planning.search.writing import RecipeChoices, WrittenPlan, plan_files
@@ -75,12 +75,8 @@ def answer(settings: Settings) -> Answered:
     Raises:
         ConfigError: for what cannot be planned.
     """
-    tokens, price = (amount(_text(settings, name), f"--{name}") for name in BUDGET)
-    if price is not None and tokens is None:
-        raise ConfigError(
-            "there is nothing to price.", place="--price_per_gpu_hour", fix="add a token budget, like 1B."
-        )
-    return Answered(settings, planned(wish_of(settings)), Budgeted(tokens, price))
+    budget = Budgeted.of_flags(*(_text(settings, name) for name in BUDGET))
+    return Answered(settings, planned(wish_of(settings)), budget)
 
 
 @lru_cache(maxsize=64)

@@ -62,8 +62,11 @@ CONTROLS: tuple[Control, ...] = (
     Control("num_gpus", "GPUs", 1, most=65_536, is_basic=True, info="all together"),
     Control("method", "Method", "auto", (*METHODS, "auto"), is_basic=True, info="auto: any of them"),
     Control("max_length", "Row length", 2048, most=16_777_216, is_basic=True, info="tokens"),
-    Control("global_batch_size", "Batch per step", 64, most=1_048_576, is_basic=True, info="sequences, all GPUs"),
-    Control("recipe", "Recipe", "sft", tuple(PLANNED_RECIPES)),
+    Control(
+        "global_batch_size", "Batch per step", int(Wish.global_batch_size), most=1_048_576, is_basic=True,
+        info="sequences, all GPUs",
+    ),
+    Control("recipe", "Recipe", str(Wish.recipe), tuple(PLANNED_RECIPES)),
     Control("precision", "Precision", None, PRECISIONS, info="open: bf16 if supported"),
     Control("optim", "Optimizer", None, LEAN_OPTIMIZERS, takes_others=True, info="open: fused AdamW, or 8-bit states"),
     Control(
@@ -73,7 +76,7 @@ CONTROLS: tuple[Control, ...] = (
     Control(
         "per_device_train_batch_size", "Micro-batch", None, most=1_048_576, info="open: the fastest that fits"
     ),
-    Control("lora_r", "LoRA rank", 16, most=65_536),
+    Control("lora_r", "LoRA rank", int(Wish.lora_r), most=65_536),
     Control(NO_PACKING, "Padded, not packed", False),
     Control("gpus_per_node", "GPUs per server", None, most=65_536, info="open: 8"),
     Control(

@@ -18,14 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.cli import plan_questions
-from accel_scale.errors import ConfigError
 from accel_scale.facts.names import METHODS, PIPELINE_SCHEDULES, PRECISIONS
-from accel_scale.facts.stacks import OURS, STACKS
+from accel_scale.facts.stacks import STACKS
 from accel_scale.planning.search.recipe_choices import PLANNED_RECIPES
+from accel_scale.planning.search.wish import Wish
 
 if TYPE_CHECKING:
     from accel_scale.planning.search.recipe_choices import PlannedRecipe
-    from accel_scale.planning.search.requests import Wish
     from accel_scale.planning.search.search import Plan, Request
     from accel_scale.planning.search.writing import WrittenPlan
 
@@ -46,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     training = parser.add_argument_group("training, as the recipe's flags")
     training.add_argument(
-        "--method", default="full", help=f"{', '.join(METHODS)}, or auto: any of them (default: full)"
+        "--method", default=Wish.method, help=f"{', '.join(METHODS)}, or auto: any of them (default: %(default)s)"
     )
     training.add_argument("--precision", help=f"{', '.join(PRECISIONS)} (default: bf16 if supported)")
     training.add_argument("--optim", help="optimizer (default: fused AdamW, or 8-bit states if they help)")
@@ -58,7 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--per_device_train_batch_size", metavar="N", help="micro-batch (default: the fastest that fits)"
     )
     training.add_argument(
-        "--global_batch_size", metavar="N", default="64", help="sequences per optimizer step (default: 64)"
+        "--global_batch_size",
+        metavar="N",
+        default=Wish.global_batch_size,
+        help="sequences per optimizer step (default: %(default)s)",
     )
     training.add_argument("--max_length", metavar="TOKENS", help="tokens per row (default: 2048)")
     training.add_argument("--mean_length", metavar="TOKENS", help="mean tokens of a row without padding")
@@ -76,10 +78,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     training.add_argument("--packing", nargs="?", const="true", default="true", help="true or false (default: true)")
     training.add_argument("--no_packing", action="store_true", help="rows hold one document each and are padded")
-    training.add_argument("--lora_r", metavar="RANK", default="16", help="rank of the adapters (default: 16)")
-    training.add_argument("--lora_target_modules", nargs="+", metavar="NAME", default=["all-linear"])
     training.add_argument(
-        "--lora_dropout", metavar="P", default="0.05", help="dropout of the adapters (default: 0.05)"
+        "--lora_r", metavar="RANK", default=Wish.lora_r, help="rank of the adapters (default: %(default)s)"
+    )
+    training.add_argument("--lora_target_modules", nargs="+", metavar="NAME", default=Wish.lora_target_modules)
+    training.add_argument(
+        "--lora_dropout", metavar="P", default=Wish.lora_dropout, help="dropout of the adapters (default: %(default)s)"
     )
     training.add_argument("--use_dora", action="store_true", help="adapters with a magnitude vector")
     training.add_argument(
@@ -89,9 +93,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sharing = parser.add_argument_group("ranks that share the model, as recipes/pretrain.py's flags")
     sharing.add_argument(
         "--recipe",
-        default="sft",
+        default=Wish.recipe,
         help=f"recipe that will run it: {', '.join(PLANNED_RECIPES)} (the last for tensor and pipeline parallelism), "
-        "or a script that declares a RECIPE (default: sft)",
+        "or a script that declares a RECIPE (default: %(default)s)",
     )
     sharing.add_argument("--tp_size", metavar="N", help="tensor parallelism (default: tried if nothing simpler fits)")
     sharing.add_argument("--pp_size", metavar="N", help="pipeline stages (default: as --tp_size)")
@@ -114,7 +118,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--beta", metavar="WEIGHT", help="above 0 a reference is kept (default: 0 of grpo, 0.05 of rloo)"
     )
     training.add_argument(
-        "--stack", default=OURS, help=f"plan what this stack would need: {', '.join(STACKS)} (default: {OURS})"
+        "--stack",
+        default=Wish.stack,
+        help=f"plan what this stack would need: {', '.join(STACKS)} (default: %(default)s)",
     )
     answer = parser.add_argument_group("answer")
     answer.add_argument(
@@ -147,27 +153,23 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from accel_scale.planning.search.requests import amount, flag_places, whole
+    from accel_scale.planning.search.requests import flag_places, whole
     from accel_scale.planning.search.search import search
     from accel_scale.reporting import plan_json, plan_tables
 
     top = whole(args.top, "--top")
-    tokens = amount(args.tokens, "--tokens")
-    price = amount(args.price_per_gpu_hour, "--price_per_gpu_hour")
-    if price is not None and tokens is None:
-        raise ConfigError("there is nothing to price.", place="--price_per_gpu_hour", fix="add --tokens, like 1B.")
+    budget = plan_tables.Budgeted.of_flags(args.tokens, args.price_per_gpu_hour)
     plan_questions.check(args)
     wish = _wish(args)
     with flag_places():
-        status = plan_questions.answer(args, wish, tokens)
+        status = plan_questions.answer(args, wish, budget.tokens)
     if status is not None:
         return status
     request, notes = _request(args, wish)
     with flag_places():
         is_extreme = args.longest or args.largest_batch
         plan = plan_questions.extreme(args, request, notes) if is_extreme else search(request)
-        written = _write(args, plan, tokens) if args.write and plan.best else None
-        budget = plan_tables.Budgeted(tokens, price)
+        written = _write(args, plan, budget.tokens) if args.write and plan.best else None
         if args.json:
             print(json.dumps(plan_json.as_dict(plan, budget, notes, written), indent=2))
         else:
@@ -181,7 +183,7 @@ def _run(args: argparse.Namespace) -> int:
 def _wish(args: argparse.Namespace) -> Wish:
     """What was typed, as the planner takes it."""
     from accel_scale.planning.models.catalogue import is_on_hub
-    from accel_scale.planning.search.requests import Wish, one_of
+    from accel_scale.planning.search.requests import one_of
 
     if is_on_hub(args.model):
         from accel_scale.launching.hub_reach import give_up_if_unreachable

@@ -16,6 +16,7 @@ from accel_scale.planning.models.training_setup import TrainingSetup
 from accel_scale.planning.search.branches import branch_of
 from accel_scale.planning.search.changes import as_flag, cheapest_changes, launch_label
 from accel_scale.planning.search.recipe_choices import PRETRAIN_PLAN, SFT_PLAN
+from accel_scale.planning.search.requests import amount
 from accel_scale.planning.search.search import Candidate, Plan, Rejection, Request, search
 from accel_scale.planning.search.writing import WrittenPlan
 from accel_scale.reporting.plan_terms import print_terms
@@ -33,6 +34,18 @@ class Budgeted:
 
     tokens: float | None = None
     price_per_gpu_hour: float | None = None
+
+    @classmethod
+    def of_flags(cls, tokens: str | None, price_per_gpu_hour: str | None) -> Budgeted:
+        """From what was typed.
+
+        Raises:
+            ConfigError: for what is no amount, and a price without a token budget.
+        """
+        budget = cls(amount(tokens, "--tokens"), amount(price_per_gpu_hour, "--price_per_gpu_hour"))
+        if budget.price_per_gpu_hour is not None and budget.tokens is None:
+            raise ConfigError("there is nothing to price.", place="--price_per_gpu_hour", fix="add --tokens, like 1B.")
+        return budget
 
 
 def print_plan(plan: Plan, budget: Budgeted, notes: Sequence[str], *, top: int, explain: bool) -> None:
