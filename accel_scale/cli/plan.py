@@ -205,7 +205,7 @@ def _request(args: argparse.Namespace, wish: Wish) -> tuple[Request, list[str]]:
     request = build_request(wish)
     notes = plan_tables.request_notes(request)
     if args.dataset_name and args.mean_length is None and Path(args.dataset_name).exists():
-        from accel_scale.cli.plan_lengths import measured
+        from accel_scale.measuring.row_lengths import measured
 
         request, note = measured(request, args.model, args.dataset_name, args.columns)
         notes.append(note)

@@ -24,8 +24,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_scale.cli.recipe_words import mark_recipe, work_folder
 from accel_scale.errors import ConfigError
+from accel_scale.rehearsing.recipe_words import mark_recipe, work_folder
 
 if TYPE_CHECKING:
     from accel_scale.flags.command_line import RecipeCommand

@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accel_scale.cli.recipe_words import mark_recipe, work_folder
 from accel_scale.errors import ConfigError
+from accel_scale.rehearsing.recipe_words import mark_recipe, work_folder
 
 if TYPE_CHECKING:
     from accel_scale.network.link_fit import MeasuredLinks

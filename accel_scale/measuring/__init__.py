@@ -1,1 +1,1 @@
-"""Meters: tokens per second, memory, collectives."""
+"""Meters: tokens per second, memory, collectives, row lengths."""

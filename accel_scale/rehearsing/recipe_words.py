@@ -1,4 +1,4 @@
-"""Shared by commands that run a recipe: where its words begin, and a working folder."""
+"""Shared by commands that run a recipe small: where its words begin, and a working folder."""
 
 from __future__ import annotations
 
