@@ -10,11 +10,11 @@ from typing import Any
 from accel_scale.errors import ConfigError
 from accel_scale.facts.strategies import Refusal, strategy_named
 
-_Options = Mapping[str, Callable[[Any], Any]]
+_Options = Mapping[str, Callable[[str], object]]
 _DEFAULT = "use --optim adamw_torch_fused."
 
 
-def _boolean(text: Any) -> bool:
+def _boolean(text: object) -> bool:
     value = str(text).lower()
     if value not in ("true", "1", "yes", "false", "0", "no"):
         raise ValueError(text)
@@ -113,6 +113,7 @@ _FLATTENED = Refusal(
     "ZeRO flattens weights, and torchao keeps fp32 states for every tensor that its blocks do not divide",
     "use --optim adamw_bnb_8bit, whose states have 8 bits at any size.",
 )
+_NO_4BIT = Refusal("torchao 0.18 cannot compile its 4-bit step for the sharded tensors of FSDP2", _SHARDED_8BIT)
 
 _ADEMAMIX_OPTIONS: _Options = {
     **dict.fromkeys(("beta1", "beta2", "beta3", "alpha", "eps"), float),
@@ -136,6 +137,15 @@ def _bnb(summary: str, num_states: int, bits: int, *, options: _Options | None =
 
 def _torch(summary: str, num_states: int, **facts: Any) -> OptimizerSpec:
     return OptimizerSpec(f"torch {summary}", num_states=num_states, in_torch=True, **facts)
+
+
+def _torchao(bits: int, *, whole_checkpoints: bool = True, fsdp: Refusal | None = None) -> OptimizerSpec:
+    """torchao's AdamW with quantised states."""
+    refused = {"zero": _FLATTENED} | ({"fsdp": fsdp} if fsdp is not None else {})
+    return OptimizerSpec(
+        f"torchao AdamW, {bits}-bit states", *_TORCHAO, _TORCHAO_OPTIONS, state_bits=bits, compiles=True,
+        whole_checkpoints=whole_checkpoints, refused=refused,
+    )  # fmt: skip
 
 
 OPTIMIZERS: dict[str, OptimizerSpec] = {
@@ -169,30 +179,10 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
     "ademamix_8bit": _bnb("AdEMAMix", 3, 8, options=_ADEMAMIX_OPTIONS),
     "paged_ademamix_32bit": _bnb("AdEMAMix", 3, 32, options=_ADEMAMIX_OPTIONS, is_paged=True),
     "paged_ademamix_8bit": _bnb("AdEMAMix", 3, 8, options=_ADEMAMIX_OPTIONS, is_paged=True),
-    "adamw_torch_8bit": OptimizerSpec(
-        "torchao AdamW, 8-bit states",
-        *_TORCHAO,
-        _TORCHAO_OPTIONS,
-        state_bits=8,
-        compiles=True,
-        # Gathered states hold AsyncCollectiveTensors, which `torch.load` refuses (torch 2.13, torchao 0.18).
-        whole_checkpoints=False,
-        refused={"zero": _FLATTENED},
-    ),
+    # Gathered states hold AsyncCollectiveTensors, which `torch.load` refuses (torch 2.13, torchao 0.18).
+    "adamw_torch_8bit": _torchao(8, whole_checkpoints=False),
     # transformers asks torchao for blocks of 256 (5.23); torchao's own default for 4 bits is 128.
-    "adamw_torch_4bit": OptimizerSpec(
-        "torchao AdamW, 4-bit states",
-        *_TORCHAO,
-        _TORCHAO_OPTIONS,
-        state_bits=4,
-        compiles=True,
-        refused={
-            "fsdp": Refusal(
-                "torchao 0.18 cannot compile its 4-bit step for the sharded tensors of FSDP2", _SHARDED_8BIT
-            ),
-            "zero": _FLATTENED,
-        },
-    ),
+    "adamw_torch_4bit": _torchao(4, fsdp=_NO_4BIT),
     "adamw_cpu_offload": OptimizerSpec(
         "torchao's offload: states and step of AdamW in host memory, overlapping the backward pass",
         *_TORCHAO,
