@@ -8,6 +8,8 @@ from typing import Any
 from accel_scale.errors import ConfigError
 
 MIN_LAYERS = 2
+# Values of a configuration, as it is written to a file.
+Stored = Mapping[str, Any]
 _NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks", "num_decoder_layers")
 # Lists of one entry a layer that stand for the number of layers where no name does.
 _KINDS = ("layers_block_type", "layer_types")
@@ -17,7 +19,7 @@ _INDEX_LISTS = ("moe_layers", "hybrid_layer_ids", "attn_layer_indices")
 _PERIODS = (("attn_layer_period", "attn_layer_offset"), ("expert_layer_period", "expert_layer_offset"))
 
 
-def num_layers(values: Mapping[str, Any]) -> int:
+def num_layers(values: Stored) -> int:
     """How many layers a configuration's values describe."""
     for key in (*_NUM_LAYERS, *_KINDS):
         if values.get(key) is not None:
@@ -25,7 +27,7 @@ def num_layers(values: Mapping[str, Any]) -> int:
     return first_of(values, _NUM_LAYERS)
 
 
-def chosen_layers(old: Mapping[str, Any], min_layers: int = MIN_LAYERS) -> list[int]:
+def chosen_layers(old: Stored, min_layers: int = MIN_LAYERS) -> list[int]:
     """Indices of the layers to keep: the first of every kind, two that share weights, and at least `min_layers`."""
     count = num_layers(old)
     of_kind: dict[tuple[object, ...], list[int]] = {}
@@ -39,7 +41,7 @@ def chosen_layers(old: Mapping[str, Any], min_layers: int = MIN_LAYERS) -> list[
     return sorted(chosen)
 
 
-def shrink_layers(old: Mapping[str, Any], new: dict[str, Any], min_layers: int) -> None:
+def shrink_layers(old: Stored, new: dict[str, Any], min_layers: int) -> None:
     """Cut `new` to the layers that are kept of `old`."""
     chosen = chosen_layers(old, min_layers)
     set_all(new, _NUM_LAYERS, len(chosen))
@@ -68,7 +70,7 @@ def shrink_layers(old: Mapping[str, Any], new: dict[str, Any], min_layers: int) 
         new["attention_types"] = [[[kind], 1] for kind in new["attention_layers"]]
 
 
-def _layer_kind(old: Mapping[str, Any], index: int) -> tuple[object, ...]:
+def _layer_kind(old: Stored, index: int) -> tuple[object, ...]:
     """What tells layer `index` from others: its entry in every list, and whether it has experts."""
     per_layer = tuple(str(old[key][index]) for key in _per_layer_keys(old))
     listed = tuple(index in old[key] for key in _index_lists(old))
@@ -77,27 +79,27 @@ def _layer_kind(old: Mapping[str, Any], index: int) -> tuple[object, ...]:
     return (*per_layer, *listed, *due, own, _is_dense(old, index), _shares_keys(old, index))
 
 
-def _per_layer_keys(old: Mapping[str, Any]) -> list[str]:
+def _per_layer_keys(old: Stored) -> list[str]:
     count, others = num_layers(old), _INDEX_LISTS
     lists = [key for key, value in old.items() if isinstance(value, list) and len(value) == count > 1]
     return [key for key in lists if key not in others and key != "attention_types"]
 
 
-def _index_lists(old: Mapping[str, Any]) -> list[str]:
+def _index_lists(old: Stored) -> list[str]:
     return [key for key in _INDEX_LISTS if isinstance(old.get(key), list)]
 
 
-def _periods(old: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _periods(old: Stored) -> list[tuple[str, str]]:
     listed = any(old.get(key) for key in _KINDS)  # which layers have attention, said one by one
     periods = [names for names in _PERIODS if old.get(names[0]) and old.get(names[1]) is not None]
     return [names for names in periods if not (listed and names[0] == "attn_layer_period")]
 
 
-def _is_due(old: Mapping[str, Any], index: int, period: str, offset: str) -> bool:
+def _is_due(old: Stored, index: int, period: str, offset: str) -> bool:
     return bool(index % old[period] == old[offset])
 
 
-def _is_dense(old: Mapping[str, Any], index: int) -> bool:
+def _is_dense(old: Stored, index: int) -> bool:
     """Whether a mixture-of-experts model has a plain feed-forward at `index` (Qwen's and DeepSeek's conventions)."""
     step = old.get("decoder_sparse_step") or 1
     listed = index in (old.get("mlp_only_layers") or ())
@@ -105,17 +107,17 @@ def _is_dense(old: Mapping[str, Any], index: int) -> bool:
     return listed or (index + 1) % step != 0 or index < first
 
 
-def _shares_keys(old: Mapping[str, Any], index: int) -> bool:
+def _shares_keys(old: Stored, index: int) -> bool:
     """Whether layer `index` takes its keys and values from an earlier one, as the last layers of Gemma 3n do."""
     return index >= num_layers(old) - (old.get("num_kv_shared_layers") or 0)
 
 
-def _shares_weights(old: Mapping[str, Any], index: int) -> bool:
+def _shares_weights(old: Stored, index: int) -> bool:
     """Whether the layers of this kind are one block of weights, as Zamba's are; transformers ties two or more."""
     return (old.get("layers_block_type") or [])[index : index + 1] == ["hybrid"]
 
 
-def first_of(values: Mapping[str, Any], names: Iterable[str], *, default: int | None = None) -> int:
+def first_of(values: Stored, names: Iterable[str], *, default: int | None = None) -> int:
     """The value under the first of `names` that is there."""
     for name in names:
         if values.get(name) is not None:

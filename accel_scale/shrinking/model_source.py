@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from accel_scale.errors import ConfigError, first_line
 from accel_scale.launching.hub_reach import unreachable_hub
 from accel_scale.modeling.model_class import refuse_other_models
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 
 def load_model_config(
@@ -47,7 +47,9 @@ def load_model_config(
     return config
 
 
-def own_tokenizer(name_or_path: str, *, revision: str | None, trust_remote_code: bool) -> Any:
+def own_tokenizer(
+    name_or_path: str, *, revision: str | None, trust_remote_code: bool
+) -> PreTrainedTokenizerBase | None:
     """The model's tokenizer, or None where it cannot be had."""
     from transformers import AutoTokenizer
 

@@ -8,14 +8,13 @@ beside the embeddings.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
 from accel_scale.modeling.model_class import language_model_class
-from accel_scale.shrinking.layers import MIN_LAYERS, first_of, num_layers, set_all, shrink_layers
+from accel_scale.shrinking.layers import MIN_LAYERS, Stored, first_of, num_layers, set_all, shrink_layers
 from accel_scale.shrinking.model_source import load_model_config, own_tokenizer
 from accel_scale.shrinking.sizes import (
     EXPAND,
@@ -31,11 +30,9 @@ from accel_scale.shrinking.sizes import (
 )
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 MAX_BODY_PARAMETERS = 20_000_000
-# Values of a configuration, as it is written to a file.
-Stored = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -181,7 +178,7 @@ def _shrink_other(part: PreTrainedConfig) -> PreTrainedConfig:
         return type(part).from_dict(values)
 
 
-def _shrink_widths(old: Mapping[str, Any], new: dict[str, Any]) -> None:
+def _shrink_widths(old: Stored, new: dict[str, Any]) -> None:
     hidden, heads = first_of(old, HIDDEN), first_of(old, NUM_HEADS, default=4)
     kv_heads = first_of(old, NUM_KV_HEADS, default=heads)
     group = min(8, heads // kv_heads)
@@ -227,7 +224,7 @@ def _shrink_changes(changes: dict[str, Any], old: Stored, new: Stored) -> None:
         changes["head_dim"] = sum({**new, **changes}[key] for key in latent)
 
 
-def _shrink_feed_forward(old: Mapping[str, Any], new: dict[str, Any], ratio: float) -> None:
+def _shrink_feed_forward(old: Stored, new: dict[str, Any], ratio: float) -> None:
     for key in FEED_FORWARD:
         if isinstance(old.get(key), int):
             new[key] = _scaled(old[key], ratio)
@@ -264,13 +261,13 @@ def _shrink_states(new: dict[str, Any]) -> None:
             new |= {"mamba_d_ssm": new[heads] * HEAD_DIM} if new.get("mamba_d_ssm") is not None else {}
 
 
-def _shrink_rope(rope: Any, old: Mapping[str, Any], default_head_dim: int) -> Any:
+def _shrink_rope(rope: object, old: Stored, default_head_dim: int) -> object:
     """Per-frequency lists (longrope's factors) cut to the frequencies that the smaller head has."""
     if not isinstance(rope, dict):
         return rope
     old_head_dim = old.get("head_dim") or default_head_dim
 
-    def cut(value: Any) -> Any:
+    def cut(value: object) -> object:
         if isinstance(value, dict):
             return {key: cut(item) for key, item in value.items()}
         if isinstance(value, list) and value and all(isinstance(item, (int, float)) for item in value):
@@ -280,7 +277,7 @@ def _shrink_rope(rope: Any, old: Mapping[str, Any], default_head_dim: int) -> An
     return cut(rope)
 
 
-def _shrink_experts(old: Mapping[str, Any], new: dict[str, Any]) -> None:
+def _shrink_experts(old: Stored, new: dict[str, Any]) -> None:
     for key in NUM_EXPERTS:
         if isinstance(old.get(key), int):
             new[key] = min(old[key], 4)
@@ -289,6 +286,6 @@ def _shrink_experts(old: Mapping[str, Any], new: dict[str, Any]) -> None:
             new[key] = min(old[key], 2)
 
 
-def _special_tokens(tokenizer: Any, own: bool) -> dict[str, int | None]:
+def _special_tokens(tokenizer: PreTrainedTokenizerBase, own: bool) -> dict[str, int | None]:
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     return {} if own else {name: getattr(tokenizer, name) for name in names}
