@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from accel_scale.errors import ConfigError
+from accel_scale.shrinking.sizes import NUM_LAYERS
 
 MIN_LAYERS = 2
 # Values of a configuration, as it is written to a file.
 Stored = Mapping[str, Any]
-_NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks", "num_decoder_layers")
 # Lists of one entry a layer that stand for the number of layers where no name does.
 _KINDS = ("layers_block_type", "layer_types")
 # Lists of the layers that have something.
@@ -21,10 +21,10 @@ _PERIODS = (("attn_layer_period", "attn_layer_offset"), ("expert_layer_period", 
 
 def num_layers(values: Stored) -> int:
     """How many layers a configuration's values describe."""
-    for key in (*_NUM_LAYERS, *_KINDS):
+    for key in (*NUM_LAYERS, *_KINDS):
         if values.get(key) is not None:
             return len(values[key]) if key in _KINDS else values[key]
-    return first_of(values, _NUM_LAYERS)
+    return first_of(values, NUM_LAYERS)
 
 
 def chosen_layers(old: Stored, min_layers: int = MIN_LAYERS) -> list[int]:
@@ -44,7 +44,7 @@ def chosen_layers(old: Stored, min_layers: int = MIN_LAYERS) -> list[int]:
 def shrink_layers(old: Stored, new: dict[str, Any], min_layers: int) -> None:
     """Cut `new` to the layers that are kept of `old`."""
     chosen = chosen_layers(old, min_layers)
-    set_all(new, _NUM_LAYERS, len(chosen))
+    set_all(new, NUM_LAYERS, len(chosen))
     for key in _per_layer_keys(old):
         new[key] = [old[key][index] for index in chosen]
     for key in _index_lists(old):

@@ -5,6 +5,7 @@ from __future__ import annotations
 HEAD_DIM = 16
 
 # The names that configurations give to the same quantity.
+NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks", "num_decoder_layers")
 HIDDEN = ("hidden_size", "n_embd", "d_model", "emb_dim", "embedding_dim")
 NUM_HEADS = (
     "num_attention_heads", "n_head", "n_heads", "attention_heads", "encoder_attention_heads",

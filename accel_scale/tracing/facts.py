@@ -16,16 +16,13 @@ from accel_scale.modeling.adapter_targets import exclusion, untrainable_linears
 from accel_scale.modeling.model_class import DROPOUTS
 from accel_scale.optimization.fast_loss import head_transform
 from accel_scale.planning.models.model_facts import LayerFacts, LinearFacts, MixtureFacts, ModelFacts
+from accel_scale.shrinking.sizes import EXPERTS_PER_TOKEN, NUM_EXPERTS
 from accel_scale.tracing.skeletons import build
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 _WEIGHTS = torch.bfloat16
-_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_EXPERTS_PER_TOKEN = (
-    "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k", "moe_topk", "top_k_experts"
-)  # fmt: skip
 _WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "chunk_size")
 
 
@@ -125,7 +122,7 @@ def _linears(layer: nn.Module, config: PretrainedConfig, adapted: Adapted) -> tu
     found: Counter[tuple[str, int, int, bool, bool, bool]] = Counter()
     stacked: list[LinearFacts] = []
     num_experts = expert_count(config)
-    active = int(_first(config, _EXPERTS_PER_TOKEN) or 1)
+    active = int(_first(config, EXPERTS_PER_TOKEN) or 1)
     for path, module in layer.named_modules():
         name, is_expert = path.rpartition(".")[2], ".experts." in f".{path}."
         if isinstance(module, (nn.Linear, Conv1D)):
@@ -234,7 +231,7 @@ def _first(config: PretrainedConfig, names: tuple[str, ...]) -> int | None:
 def expert_count(config: PretrainedConfig) -> int:
     """Routed experts of a layer; 0 without."""
     part = getattr(config, "ffn_config", None)
-    return int(_first(config, _NUM_EXPERTS) or (_first(part, _NUM_EXPERTS) if part is not None else 0) or 0)
+    return int(_first(config, NUM_EXPERTS) or (_first(part, NUM_EXPERTS) if part is not None else 0) or 0)
 
 
 def _name_of(model: nn.Module, wanted: nn.Module) -> str:

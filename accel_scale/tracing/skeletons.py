@@ -14,12 +14,12 @@ from torch import nn
 
 from accel_scale.errors import ConfigError
 from accel_scale.quiet import quiet_imports
+from accel_scale.shrinking.sizes import NUM_LAYERS
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 Kind = tuple[object, ...]
-_NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks", "num_decoder_layers")
 # Attributes of modules that differ from layer to layer and change nothing about their tensors.
 _POSITIONS = ("layer_idx", "layer_id", "layer_number", "layer_index", "block_idx", "idx", "name", "training")
 
@@ -54,7 +54,7 @@ class Skeleton:
                 # Some classes refuse lists that do not go with the number of layers, which changes with them.
                 if isinstance(value, list) and len(value) == total:
                     vars(config)[name] = [value[index] for index in chosen]
-                elif name in _NUM_LAYERS and value == total:
+                elif name in NUM_LAYERS and value == total:
                     vars(config)[name] = len(chosen)
 
 
@@ -120,7 +120,7 @@ def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
         if isinstance(module, nn.ModuleList) and not inside and len(module) > 1:
             stacks[name] = module
     config = model.config.get_text_config(decoder=True)
-    numbers = {getattr(config, name, None) for name in _NUM_LAYERS}
+    numbers = {getattr(config, name, None) for name in NUM_LAYERS}
     # A tower for pictures may have more layers and more parameters.
     known = [stack for stack in stacks.values() if len(stack) in numbers] or list(stacks.values())
     return max(known, key=lambda stack: sum(p.numel() for p in stack.parameters()), default=None)
