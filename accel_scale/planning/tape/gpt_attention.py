@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from accel_scale.planning.tape.attention import Attention
+from accel_scale.planning.tape.attention import Attention, spelt_attention
 from accel_scale.planning.tape.experts import gathered
 from accel_scale.planning.tape.ops import FP32, Ops
 from accel_scale.planning.tape.rotation import rotate, turned
 from accel_scale.planning.tape.tables import Tables
 from accel_scale.planning.tape.tensors import Tensor
-from accel_scale.planning.tape.unfused_attention import spelt_attention
 
 _POSITION_BYTES = 8
 

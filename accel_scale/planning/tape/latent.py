@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from accel_scale.planning.tape.attention import Attention
+from accel_scale.planning.tape.attention import Attention, spelt_attention
 from accel_scale.planning.tape.linears import linear
 from accel_scale.planning.tape.norms import rms_norm
 from accel_scale.planning.tape.ops import FP32, Ops
 from accel_scale.planning.tape.rotation import rotate
 from accel_scale.planning.tape.tables import Tables
 from accel_scale.planning.tape.tensors import Tensor
-from accel_scale.planning.tape.unfused_attention import spelt_attention
 
 
 class LatentAttention(Attention):

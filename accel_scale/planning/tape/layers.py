@@ -6,17 +6,19 @@ from collections.abc import Callable
 
 from accel_scale.planning.models.model_facts import LayerFacts, ModelFacts
 from accel_scale.planning.models.training_setup import TrainingSetup
-from accel_scale.planning.tape.activation_functions import WRITTEN_OUT, bloom_gelu, written_out_gelu
 from accel_scale.planning.tape.attention import Attention
 from accel_scale.planning.tape.experts import mixture
 from accel_scale.planning.tape.families import Family
 from accel_scale.planning.tape.gpt_attention import BloomAttention, FalconAttention, GptjAttention
 from accel_scale.planning.tape.latent import LatentAttention
 from accel_scale.planning.tape.linears import Weights, linear
-from accel_scale.planning.tape.ops import Ops
+from accel_scale.planning.tape.ops import FP32, Ops
 from accel_scale.planning.tape.tables import Tables
 from accel_scale.planning.tape.tensors import Tensor
 from accel_scale.planning.tape.tiles import tiled, tiled_norm
+
+# Activation functions that transformers writes out in torch operations.
+_WRITTEN_OUT = ("gelu_new", "gelu_fast")
 
 _ATTENTIONS: dict[str, type[Attention]] = {
     "interface": Attention,
@@ -190,7 +192,41 @@ class Layer:
     def activate(self, x: Tensor) -> Tensor:
         """The activation function."""
         if self.model.model_type == "bloom":
-            return bloom_gelu(self.ops, x)
-        if self.model.activation in WRITTEN_OUT:
-            return written_out_gelu(self.ops, x)
+            return _bloom_gelu(self.ops, x)
+        if self.model.activation in _WRITTEN_OUT:
+            return _written_out_gelu(self.ops, x)
         return self.ops.elementwise(x, saves_input=self.model.activation != "relu")
+
+
+def _written_out_gelu(ops: Ops, x: Tensor) -> Tensor:
+    """``0.5 * x * (1 + tanh(c * (x + 0.044715 * x³)))`` in single operations."""
+    half = ops.scale(x)
+    # CUDA's autocast takes powers in fp32, and what follows stays there.
+    is_wide = ops.tape.is_cuda and ops.tape.autocast_bytes is not None
+    source = ops.cast(x, FP32) if is_wide else x
+    # Nothing in between has a name.
+    return ops.mul(
+        half,
+        ops.shift(
+            ops.elementwise(
+                ops.scale(ops.add(x, ops.scale(ops.elementwise(source, temporaries=2)))), saves_input=False
+            )
+        ),
+    )
+
+
+def _bloom_gelu(ops: Ops, x: Tensor) -> Tensor:
+    """BLOOM's: one autograd function that saves its input; at most four values live at a time, five backward."""
+    numel, itemsize = x.numel, x.itemsize
+    temporaries = [ops.new(numel, itemsize) for _ in range(4)]
+    del temporaries
+
+    def backward(grad: Tensor) -> list[Tensor | None]:
+        temporaries = [ops.new(numel, itemsize) for _ in range(5)]
+        del temporaries
+        tanh_and_factor = [ops.new(numel, itemsize) for _ in range(2)]
+        result = ops.new(numel, itemsize)
+        del tanh_and_factor
+        return [result]
+
+    return ops.custom([x], numel, itemsize, [x], backward)
