@@ -1,7 +1,13 @@
 """What the planner chooses and refuses, and why, for many requests: a change of its answers is noticed.
 
-Where a change is meant: `python tests/unit/test_planned_choices.py` writes the table anew, and its difference is what
-users would be told instead.
+The table is a snapshot. `python tests/unit/test_planned_choices.py` writes it anew, and each line of its difference is
+judged by what the change is about:
+
+- A setting moves up only where its predicted step became shorter, or where it is the simplest within 3 %.
+- A setting disappears only where it no longer fits or cannot run, and the reason given for it is true.
+- A line whose model, card and flags the change does not concern is a defect, however small.
+
+That settings fit, keep the batch and come fastest first is tested beside it, whatever the table says.
 """
 
 from __future__ import annotations
@@ -19,6 +25,7 @@ from accel_scale.facts.names import METHODS
 from accel_scale.planning.models.catalogue import load_model_facts
 from accel_scale.planning.models.training_setup import GenerationSetup, LoraSetup
 from accel_scale.planning.search.model_parallel import Degrees
+from accel_scale.planning.search.plan import Plan
 from accel_scale.planning.search.recipe_choices import PRETRAIN_PLAN, SFT_PLAN
 from accel_scale.planning.search.search import Request, search
 
@@ -93,10 +100,15 @@ REQUESTS: dict[str, tuple[str, Machine, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@functools.cache
+def planned(name: str) -> Plan:
+    model, place, rest = REQUESTS[name]
+    return search(Request(load_model_facts(model), place, **rest))
+
+
 def chosen(name: str) -> list[str]:
     """A line for each candidate, the best first, and for each strategy that is refused."""
-    model, place, rest = REQUESTS[name]
-    plan = search(Request(load_model_facts(model), place, **rest))
+    plan = planned(name)
     lines = [f"{plan.num_considered} considered"]
     for candidate in plan.candidates:
         setup = candidate.setup
@@ -116,6 +128,22 @@ def table() -> dict[str, list[str]]:
 @pytest.mark.parametrize("name", REQUESTS)
 def test_the_choices_are_those_of_the_table(name: str) -> None:
     assert chosen(name) == table()[name]
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_what_is_chosen_fits_keeps_the_batch_and_comes_fastest_first(name: str) -> None:
+    """Of settings within 3 % of the fastest the simplest comes first."""
+    plan = planned(name)
+    asked, waiting = plan.request, [candidate.time for candidate in plan.candidates]
+    for candidate in plan.candidates:
+        fastest = min((time.step_seconds for time in waiting if time is not None), default=None)
+        time = waiting.pop(0)
+        assert (time is None) is (fastest is None)
+        assert time is None or time.step_seconds <= 1.03 * fastest
+        assert candidate.memory.high_bytes <= asked.machine.gpu.memory_bytes
+        assert candidate.setup.global_batch_size == asked.global_batch_size
+        assert candidate.setup.micro_batch_size % asked.recipe.rows_per_example == 0
+        assert all(getattr(candidate.setup, key) == value for key, value in asked.fixed.items() if key != "generation")
 
 
 def write() -> None:

@@ -1,7 +1,11 @@
 """Which rules speak for which launch file on which machine, for many settings: a change is noticed.
 
-Where one is meant: `python tests/unit/test_rule_table.py` writes the table anew, and its difference is where users
-would be told something else.
+The table is a snapshot. `python tests/unit/test_rule_table.py` writes it anew, and each line of the difference is judged:
+
+- Where a rule now speaks, an error names a launch that fails on that machine, a warning one that loses something.
+- Where a rule is now silent, the launch runs.
+- The rule's own test, in test_checks.py, test_rule_branches.py or a file beside them, shows it.
+- Rules, machines and launch files that the change does not concern stay as they are.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """What is changed of every family's configuration where it is made tiny: a change is noticed.
 
-Where one is meant: `python tests/unit/test_shrunken_sizes.py` writes the table anew, and the slow tests of
-tests/unit/test_shrink.py train such models.
+The table is a snapshot. `python tests/unit/test_shrunken_sizes.py` writes it anew, and the difference is judged by
+`pytest tests/unit/test_shrink.py tests/unit/test_shrink_parts.py`, slow tests included: such a model trains, has every
+kind of module that the real one has, and keeps its ratio of heads. Families that the change does not concern stay as
+they are, and a size that grows needs a reason.
 """
 
 from __future__ import annotations
