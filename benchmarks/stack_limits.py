@@ -3,8 +3,8 @@
     python benchmarks/stack_limits.py            # prints the table
     python benchmarks/stack_limits.py --write    # and writes benchmarks/results/stack_limits.md
 
-Of a row that just fits a card is known that the card is about full: the error is the predicted memory of the device
-over the card's size. The rows and their sources are in `benchmarks/data/context_limits.yaml`.
+The longest row that fits a card about fills it, so the error is the predicted memory of the device over the card's
+size. The rows and their sources are in `benchmarks/data/context_limits.yaml`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def limits() -> list[Limit]:
     for document in yaml.safe_load(ROWS.read_text(encoding="utf-8")):
         for row in document["rows"]:
             for card, tokens in row["tokens"].items():
-                # On a card that everything fits, so that there is a plan where the prediction is above the card.
+                # On a card that holds everything: the prediction may exceed the published card.
                 planned = plan(
                     row["model"],
                     gpu="1000GiB",
