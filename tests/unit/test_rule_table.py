@@ -1,6 +1,6 @@
 """Which rules speak for which launch file on which machine, for many settings: a change is noticed.
 
-The table is a snapshot. `python tests/unit/test_rule_table.py` writes it anew, and each line of the difference is judged:
+The table is a snapshot. `python tests/unit/test_rule_table.py` writes it anew, and each changed line is judged:
 
 - Where a rule now speaks, an error names a launch that fails on that machine, a warning one that loses something.
 - Where a rule is now silent, the launch runs.
