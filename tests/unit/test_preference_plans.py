@@ -50,6 +50,15 @@ def test_the_references_pass_takes_time_and_room_beside_the_graph():
     assert within / before == pytest.approx(1 + 1 / 4, rel=0.01), "one more pass beside three and the recomputation"
 
 
+def test_a_share_of_one_row_is_too_small_for_ktos_kl_term_and_says_so():
+    wish = {"gpu": "H100", "num_gpus": "4", "recipe": "kto", "method": "lora", "strategy": ["DDP"]}
+    (refused,) = plan("Llama-3.2-1B", global_batch_size=4, **wish).rejections
+    assert refused.reason == "a micro-batch has at least 2 rows, for the KL term."
+    found = plan("Llama-3.2-1B", global_batch_size=8, **wish).best
+    assert found is not None
+    assert (found.setup.micro_batch_size, found.setup.accumulation) == (2, 1)
+
+
 def test_the_kl_term_of_labelled_answers_takes_two_passes_more_and_a_second_row():
     settings = {"gpu": "H100", "method": "lora", "recipe": "kto", "checkpointing_policy": "full"}
     settings |= {"per_device_train_batch_size": 2}

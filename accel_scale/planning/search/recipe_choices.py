@@ -79,7 +79,7 @@ class PlannedRecipe:
         """Which flag the recipe lacks for `setup`; None where it has all."""
         policy, flags = setup.checkpointing, self.flags
         if setup.micro_batch_size < setup.least_rows:
-            return f"a micro-batch has {setup.least_rows} rows at least, for the KL term"
+            return f"a micro-batch has at least {setup.least_rows} rows, for the KL term"
         switches = {"none": flags, "full": flags & {"checkpointing_policy", "gradient_checkpointing"}}
         if not switches.get(policy, flags & {"checkpointing_policy"}):
             return f"{self.script} has no --checkpointing_policy for {policy} checkpointing"

@@ -179,7 +179,8 @@ def _settings(request: Request, choice: ParallelChoice, method: str) -> Iterator
     policies = (fixed.pop("checkpointing"),) if "checkpointing" in fixed else ("full", "selective", "none")
     optimizers = (fixed.pop("optimizer"),) if "optimizer" in fixed else _optimizers(method, choice)
     least = 2 if fixed.get("kl_rows") else 1
-    divisors = tuple(size for size in _divisors(per_rank) if size >= least)
+    # A whole share that is too small stays, and its reason is told.
+    divisors = tuple(size for size in _divisors(per_rank) if size >= least or size == per_rank)
     micro_batches = (fixed.pop("micro_batch_size"),) if "micro_batch_size" in fixed else divisors
     micro_batches = tuple(size for size in micro_batches if size % request.recipe.rows_per_example == 0)
     # All that a step is trained on is written before it.
