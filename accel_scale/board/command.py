@@ -86,14 +86,12 @@ def _refuse_taken(interface: str, port: int) -> None:
 
     try:
         with socket.socket() as probe:
-            probe.setsockopt(
-                socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-            )  # as servers have it: one that ended is no reason
+            # As servers set it: a port whose server has just ended can be used.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((interface, port))
     except OSError as error:
-        raise ConfigError(
-            f"cannot be served on ({error.strerror}).", place=f"--port {port}", fix="name another."
-        ) from None
+        why = f"cannot be used ({error.strerror})."
+        raise ConfigError(why, place=f"--port {port}", fix="name another.") from None
 
 
 def _port(text: str) -> int:

@@ -19,6 +19,7 @@ from accel_scale.board.uploads import Dropped, read_all
 from accel_scale.errors import ConfigError
 from accel_scale.facts.exit_statuses import CONFIG_STATUS
 from accel_scale.planning.search.recipe_choices import PLANNED_RECIPES
+from accel_scale.secrets import mask
 from accel_scale.shipped import launch_names
 from accel_scale.units import format_bytes
 
@@ -155,6 +156,9 @@ def _run(words: Sequence[str], folder: Path) -> _Diagnosis:
         found: _Diagnosis = json.loads(done.stdout)
         return found
     except ValueError:
-        last = (done.stderr.strip().splitlines() or ["nothing"])[-1]
-        said = last if done.returncode == CONFIG_STATUS else "it ended with an error"
+        said = (done.stderr.strip().splitlines() or ["nothing"])[-1]
+        if done.returncode != CONFIG_STATUS:  # a bug: what it says is for the terminal, not for visitors of the page
+            line = f"the doctor ended with status {done.returncode} ({mask(said)})"
+            print(f"accel-scale board: {line}.", file=sys.stderr, flush=True)
+            said = "it ended with an error."
         raise ConfigError(f"no diagnosis: {said}", place="doctor", fix="run it in a terminal.") from None

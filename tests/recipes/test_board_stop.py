@@ -17,39 +17,17 @@ from accel_scale.facts.exit_statuses import EXIT_STOPPED
 
 pytestmark = pytest.mark.slow
 STEPS = 400
+TWO_RANKS = ("-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/ddp.yaml", "--num_processes=2")
 
 
 def command(python: str, folder: Path, steps: int, *launcher: str) -> list[str]:
-    words = [python, *launcher, "recipes/sft.py", "--output_dir", str(folder), "--max_steps", str(steps)]
-    return [
-        *words,
-        "--logging_steps",
-        "1",
-        "--save_strategy",
-        "no",
-        "--exact_match_samples",
-        "0",
-        "--max_length",
-        "64",
-    ]
+    flags = ["--logging_steps", "1", "--save_strategy", "no", "--exact_match_samples", "0", "--max_length", "64"]
+    return [python, *launcher, "recipes/sft.py", "--output_dir", str(folder), "--max_steps", str(steps), *flags]
 
 
 @pytest.mark.parametrize(
     ("launcher", "status"),
-    [
-        ((), EXIT_STOPPED),
-        (
-            (
-                "-m",
-                "accelerate.commands.launch",
-                "--config_file",
-                "accelerate_configs/ddp.yaml",
-                "--num_processes",
-                "2",
-            ),
-            1,
-        ),
-    ],
+    [((), EXIT_STOPPED), (TWO_RANKS, 1)],
     ids=["alone", "two ranks"],
 )
 def test_a_run_is_followed_stopped_and_continued(

@@ -88,15 +88,7 @@ class ServedBoard:
 def served(folder: Path, *words: str) -> Iterator[ServedBoard]:
     """Run `accel-scale board` with `words`, its log in `folder`, and end it by Ctrl-C."""
     port, log = free_port(), folder / "board.log"
-    command = [
-        sys.executable,
-        "-m",
-        "accel_scale.cli.main",
-        "board",
-        "--port",
-        str(port),
-        *words,
-    ]  # the last port counts
+    command = [sys.executable, "-m", "accel_scale.cli.main", "board", "--port", str(port), *words]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONUNBUFFERED": "1", "TMPDIR": str(folder)}
     with open(log, "wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, cwd=folder, env=environment)

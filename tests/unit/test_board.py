@@ -21,6 +21,7 @@ from report_runs import write_run
 
 from accel_scale.board import bars, plan_answers, runs
 from accel_scale.board.curves import pictures_of
+from accel_scale.board.doctor_answers import diagnosis
 from accel_scale.board.plan_controls import CONTROLS, command_of, settings_of
 from accel_scale.board.rendering import filled
 from accel_scale.board.runs import folder_of, overview_row, progress_of, records_of, runs_below, stamp_of
@@ -28,6 +29,7 @@ from accel_scale.board.stopping import RunProcess, process_of, stop
 from accel_scale.board.uploads import read_dropped
 from accel_scale.cli.main import main
 from accel_scale.errors import ConfigError
+from accel_scale.facts.exit_statuses import CONFIG_STATUS
 from accel_scale.launching.folder_lock import LOCK_FILE
 from accel_scale.report_page.reading import RunRecords, read_run
 from accel_scale.reporting.plan_json import as_dict
@@ -214,6 +216,25 @@ def test_paths_that_lead_out_of_the_folder_are_replaced(tmp_path: Path) -> None:
 def test_what_is_no_file_of_settings_is_refused(tmp_path: Path, text: bytes, name: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         read_dropped(dropped(tmp_path, text, name))
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "logged"),
+    [
+        (CONFIG_STATUS, "accel-scale doctor: error: --x: no.", ""),
+        (1, "it ended with an error.", "accel-scale board: the doctor ended with status 1 (KeyError: 'hf_***').\n"),
+    ],
+)
+def test_a_doctor_that_fails_is_said_and_its_bugs_stay_in_the_terminal(
+    status: int, said: str, logged: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    last = said if status == CONFIG_STATUS else f"Traceback\nKeyError: 'hf_{'a' * 30}'"
+    done = subprocess.CompletedProcess([], status, "", last)
+    monkeypatch.setattr("accel_scale.board.doctor_answers.subprocess.run", lambda *words, **options: done)
+    with pytest.raises(ConfigError) as caught:
+        diagnosis(None, [], "sft", [])
+    assert caught.value.problem == f"no diagnosis: {said}"
+    assert capsys.readouterr().err == logged
 
 
 # ── Runs ─────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -223,9 +223,7 @@ def test_a_port_that_is_taken_is_one_line(board: ServedBoard, capsys: pytest.Cap
     with pytest.raises(SystemExit) as end:
         main(["board", "--port", port])
     assert end.value.code == 2
-    line = (
-        f"accel-scale board: error: --port {port}: cannot be served on (Address already in use). Fix: name another.\n"
-    )
+    line = f"accel-scale board: error: --port {port}: cannot be used (Address already in use). Fix: name another.\n"
     assert capsys.readouterr().err == line
 
 
