@@ -67,9 +67,6 @@ def freeze_other_parts(model: PreTrainedModel) -> None:
     for name, parameter in model.named_parameters():
         if not name.startswith(prefix) and id(parameter) not in kept:
             parameter.requires_grad_(False)
-    # Parts name layers of theirs that this model lacks, such as a text tower's; FSDP2 looks for every one of them.
-    present = {type(module).__name__ for module in model.modules()}
-    model._no_split_modules = present & set(model._no_split_modules or ())
 
 
 def is_multimodal(config: Any) -> bool:

@@ -1,7 +1,8 @@
-"""What Accelerate's FSDP2 preparation leaves out: buffers of a checkpoint, and weights that several layers share.
+"""What Accelerate's FSDP2 preparation leaves out: buffers, weights that layers share, layers that are not there.
 
-Both stand in for functions of `accelerate.utils.fsdp_utils` (checked on 1.15.0): `fsdp2_load_full_state_dict` and
-`fsdp2_prepare_auto_wrap_policy`. tests/distributed/test_architectures_sharded.py fails when they move.
+These stand in for `fsdp2_load_full_state_dict` and `fsdp2_prepare_auto_wrap_policy` of `accelerate.utils.fsdp_utils`
+and for `FullyShardedDataParallelPlugin.set_auto_wrap_policy` (checked on 1.15.0);
+tests/distributed/test_architectures_sharded.py and tests/unit/test_fsdp2_preparation.py fail when they move.
 """
 
 from __future__ import annotations
@@ -16,12 +17,35 @@ if TYPE_CHECKING:
 
     import torch
     from torch import nn
+    from transformers import PreTrainedModel
 
 
 def mend_fsdp2_preparation() -> None:
     """Let every model be prepared by Accelerate for FSDP2. Call before; twice is harmless."""
+    _name_present_layers()
     _keep_shared_weights_together()
     _send_buffers()
+
+
+def _name_present_layers() -> None:
+    """Leave out layers that a model names and lacks, such as those of Gemma 4's towers in its text model.
+
+    Accelerate looks for every one of them (`Could not find the transformer layer class`).
+    """
+    from accelerate import FullyShardedDataParallelPlugin
+
+    choose = FullyShardedDataParallelPlugin.set_auto_wrap_policy
+    if getattr(choose, "names_present_layers", False):
+        return
+
+    @functools.wraps(choose)
+    def choose_policy(plugin: FullyShardedDataParallelPlugin, model: PreTrainedModel) -> None:
+        if named := getattr(model, "_no_split_modules", None):
+            model._no_split_modules = {type(module).__name__ for module in model.modules()} & set(named)
+        choose(plugin, model)
+
+    choose_policy.names_present_layers = True  # type: ignore[attr-defined]
+    FullyShardedDataParallelPlugin.set_auto_wrap_policy = choose_policy
 
 
 def _keep_shared_weights_together() -> None:

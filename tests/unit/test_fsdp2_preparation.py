@@ -5,9 +5,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
+from accelerate import FullyShardedDataParallelPlugin
+from accelerate.utils import fsdp_utils
 from torch import nn
+from transformers import CONFIG_MAPPING
 
 from accel_scale.modeling.fsdp2_preparation import mend_fsdp2_preparation, modules_that_share
+from accel_scale.modeling.model_class import language_model_class
 
 
 class Layer(nn.Module):
@@ -26,7 +31,6 @@ class Model(nn.Module):
 
 def groups(model: nn.Module) -> list[str]:
     """Names of the modules to which Accelerate gives a group."""
-    from accelerate.utils import fsdp_utils
     from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
     plugin = SimpleNamespace(auto_wrap_policy=transformer_auto_wrap_policy, transformer_cls_names_to_wrap=None)
@@ -36,10 +40,10 @@ def groups(model: nn.Module) -> list[str]:
 
 @pytest.fixture
 def mended(monkeypatch: pytest.MonkeyPatch) -> None:
-    from accelerate.utils import fsdp_utils
-
     for name in ("fsdp2_prepare_auto_wrap_policy", "fsdp2_load_full_state_dict"):
         monkeypatch.setattr(fsdp_utils, name, getattr(fsdp_utils, name))
+    choose = FullyShardedDataParallelPlugin.set_auto_wrap_policy
+    monkeypatch.setattr(FullyShardedDataParallelPlugin, "set_auto_wrap_policy", choose)
     mend_fsdp2_preparation()
 
 
@@ -65,3 +69,25 @@ def test_a_module_in_two_layers_has_one_group() -> None:
     model = Model(Layer(attention), Layer(attention))
     assert groups(model) == ["layers.0.attention", "layers.0.own", "layers.1.own"]
     assert modules_that_share(Model(Layer(), Layer())) == set()
+
+
+HEADS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+TEXT = {"vocab_size": 64, "intermediate_size": 32, "num_key_value_heads": 1, "head_dim": 16, **HEADS}
+VISION = {**HEADS, "intermediate_size": 32, "image_size": 28, "patch_size": 14}
+OWN = {
+    "gemma3": {"text_config": TEXT, "vision_config": VISION},
+    "gemma4_text": {**TEXT, "vocab_size_per_layer_input": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+}
+
+
+@pytest.mark.usefixtures("mended")
+@pytest.mark.parametrize("kind", OWN)
+def test_layers_that_a_model_names_and_lacks_are_left_out(kind: str) -> None:
+    """A text model names those of its family's towers, and a model with a tower those of the text tower it lacks."""
+    config = CONFIG_MAPPING[kind](**OWN[kind])
+    with torch.device("meta"):
+        model = language_model_class(config).from_config(config)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+    plugin.set_auto_wrap_policy(model)
+    policy = fsdp_utils.fsdp2_prepare_auto_wrap_policy(plugin, model)
+    assert all(policy(layer) for layer in model.get_decoder().layers)

@@ -70,8 +70,6 @@ def test_text_trains_the_language_model_alone(base, tmp_path):
     model = load_model(str(base), dtype=torch.float32)
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
     assert frozen
-    assert model._no_split_modules  # what FSDP2 shards by must be there
-    assert set(model._no_split_modules) <= {type(module).__name__ for module in model.modules()}
     assert all("vision_tower" in name or "multi_modal_projector" in name for name in frozen)
     model.train()(input_ids=IDS, labels=IDS).loss.backward()
     assert {name for name, p in model.named_parameters() if p.grad is None} == frozen
