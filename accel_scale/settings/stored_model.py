@@ -81,8 +81,9 @@ def _refuse_kind(config: Mapping[str, object], name: str, place: str, *, rewards
     if not rewards:
         refuse_scoring(architectures, name=name, place=place)
     elif has_scores(architectures):
-        labels = config.get("id2label")
-        refuse_classes(len(labels) if isinstance(labels, Mapping) else 2, name=name, place=place)
+        labels, number = config.get("id2label"), config.get("num_labels")
+        number = len(labels) if isinstance(labels, Mapping) else number
+        refuse_classes(number if isinstance(number, int) else 2, name=name, place=place)
 
 
 def _refuse_shapes(facts: ModelFacts, shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from activation_models import FIELDS
 from said_early import said_with_imports
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from accel_scale.data.default import default_model_path
@@ -40,6 +40,17 @@ def test_a_saved_model_and_adapters_on_each_of_its_linears_pass(architecture: st
     with pytest.raises(ConfigError, match="has no module 'q_prj'"):
         refuse_stored_model(flags(tmp_path, lora_target_modules=["q_prj"]))
     refuse_stored_model(flags(tmp_path, lora_target_modules=[r".*\.q_prj"]))  # PEFT reads patterns
+
+
+@pytest.mark.parametrize("labels", [{"num_labels": 1}, {"id2label": {"0": "LABEL_0"}}])
+def test_a_reward_model_says_its_one_score_in_either_way(labels: dict[str, object], tmp_path: Path) -> None:
+    scoring = {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}
+    (tmp_path / "config.json").write_text(json.dumps({**scoring, **labels}))
+    assert AutoConfig.from_pretrained(tmp_path).num_labels == 1
+    refuse_stored_model(flags(tmp_path), rewards=True)
+    (tmp_path / "config.json").write_text(json.dumps({**scoring, "num_labels": 3}))
+    with pytest.raises(ConfigError, match="into 3 classes"):
+        refuse_stored_model(flags(tmp_path), rewards=True)
 
 
 def changed(**values: object) -> Callable[[Path], None]:
