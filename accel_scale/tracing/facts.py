@@ -7,13 +7,14 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from statistics import multimode
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from accel_scale.modeling.adapter_targets import exclusion, untrainable_linears
-from accel_scale.modeling.model_class import DROPOUTS
+from accel_scale.modeling.model_class import DROPOUTS, numbers_of_layers
 from accel_scale.optimization.fast_loss import head_transform
 from accel_scale.planning.models.model_facts import LayerFacts, LinearFacts, MixtureFacts, ModelFacts
 from accel_scale.shrinking.sizes import EXPERTS_PER_TOKEN, NUM_EXPERTS
@@ -217,15 +218,8 @@ def _window(layer: nn.Module) -> int | None:
 
 
 def _first(config: PretrainedConfig, names: tuple[str, ...]) -> int | None:
-    for name in names:
-        try:
-            value = getattr(config, name, None)
-        except Exception:  # configurations whose layers differ refuse what is not one number
-            continue
-        value = max(value, default=None) if isinstance(value, (list, tuple)) else value
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return value
-    return None
+    """The first of `names` that `config` has a number for; where layers differ, that of most of them."""
+    return next((max(multimode(found)) for name in names if (found := numbers_of_layers(config, name))), None)
 
 
 def expert_count(config: PretrainedConfig) -> int:

@@ -72,6 +72,16 @@ def test_an_unknown_model_is_planned_and_the_second_plan_needs_no_torch(tmp_path
     assert float(again.stdout) == first.memory.peak_bytes
 
 
+def test_heads_that_differ_between_layers_are_those_of_most_layers():
+    from accel_scale.tracing.facts import read_facts
+
+    kinds = {"num_hidden_layers": 6, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2}
+    heads = {"head_dim": 32, "global_head_dim": 64, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+    config = small_config("gemma4_text", **kinds, **heads, vocab_size_per_layer_input=512)
+    facts = read_facts(config, name="gemma4", place="here")
+    assert (facts.num_heads, facts.num_kv_heads, facts.head_dim) == (4, 2, 32)
+
+
 def test_a_config_that_builds_nothing_is_refused_in_one_line():
     with pytest.raises(ConfigError, match="'no_such_model' is not modelled and cannot be built") as caught:
         facts_of_any({"model_type": "no_such_model"}, name="it")
