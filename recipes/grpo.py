@@ -15,11 +15,12 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from accel_scale.ending.user_errors import user_errors
+from accel_scale.ending.user_errors import exit_if_not_saved, user_errors
 from accel_scale.flags.library import load_classes
 from accel_scale.flags.parsing import ParsedFlags, parse_flags
 from accel_scale.quiet import quiet_imports
 from accel_scale.recipe_specs.grpo import GRPO
+from accel_scale.report_page.leaving import held_folder
 from accel_scale.starting.begin import begin
 from accel_scale.trainers.rewarded_run import RewardedRun, load_generating_model, load_prompts, resolve_rewarded_run
 from accel_scale.trainers.trainer_run import (
@@ -27,7 +28,7 @@ from accel_scale.trainers.trainer_run import (
     course_of_run,
     report_end,
     report_start,
-    set_loaders,
+    settle_data,
     settle_trainer,
     trainer_options,
 )
@@ -42,9 +43,6 @@ quiet_imports()  # before the libraries that would print at import
 
 def main(argv: list[str] | None = None) -> dict[str, object] | None:
     """Run the recipe; returns what `run_summary.json` holds."""
-    from accel_scale.ending.user_errors import exit_if_not_saved
-    from accel_scale.report_page.leaving import held_folder
-
     started = time.perf_counter()
     parsed = parse_flags(FLAG_CLASSES, argv, program=PROGRAM, description=__doc__)
     run = resolve_run(parsed)
@@ -78,7 +76,7 @@ def make_trainer(run: RewardedRun) -> ScaleGRPOTrainer:
     from accel_scale.settings.trl_config import RecipeGRPOConfig
     from accel_scale.trainers.grpo_trainer import ScaleGRPOTrainer
 
-    set_loaders(run)
+    settle_data(run)
     args = run.settings.build(RecipeGRPOConfig)
     model, stop_token = load_generating_model(run, args)
     trainer = ScaleGRPOTrainer(reward_funcs=run.rewards, **trainer_options(run, args, model))

@@ -15,11 +15,12 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from accel_scale.ending.user_errors import user_errors
+from accel_scale.ending.user_errors import exit_if_not_saved, user_errors
 from accel_scale.flags.library import load_classes
 from accel_scale.flags.parsing import ParsedFlags, parse_flags
 from accel_scale.quiet import quiet_imports
 from accel_scale.recipe_specs.kto import KTO
+from accel_scale.report_page.leaving import held_folder
 from accel_scale.starting.begin import begin
 from accel_scale.trainers.reference import load_with_reference
 from accel_scale.trainers.trainer_run import (
@@ -29,7 +30,7 @@ from accel_scale.trainers.trainer_run import (
     prepare_chat,
     report_end,
     report_start,
-    set_loaders,
+    settle_data,
     settle_trainer,
     trainer_options,
 )
@@ -45,9 +46,6 @@ quiet_imports()  # before the libraries that would print at import
 
 def main(argv: list[str] | None = None) -> dict[str, object] | None:
     """Run the recipe; returns what `run_summary.json` holds."""
-    from accel_scale.ending.user_errors import exit_if_not_saved
-    from accel_scale.report_page.leaving import held_folder
-
     started = time.perf_counter()
     parsed = parse_flags(FLAG_CLASSES, argv, program=PROGRAM, description=__doc__)
     run = resolve_run(parsed)
@@ -81,11 +79,8 @@ def resolve_run(parsed: ParsedFlags) -> TrainerRun:
 def load_data(run: TrainerRun) -> None:
     """Answers to train on, others to evaluate where asked for, and the questions of the exact-match report."""
     from accel_scale.data.default import default_labelled
-    from accel_scale.settings.planned_setup import recipe_value
 
-    folder = f"{recipe_value(run.settings, 'output_dir')}/data"
-    load_rows(run, lambda heldout: default_labelled(folder, heldout=heldout), preferences="labels")
-    run.plan = run.plan and run.plan.for_data(run.data.train, run.tokenizer)
+    load_rows(run, lambda folder, heldout: default_labelled(folder, heldout=heldout), preferences="labels")
 
 
 def make_trainer(run: TrainerRun) -> ScaleKTOTrainer:
@@ -93,7 +88,7 @@ def make_trainer(run: TrainerRun) -> ScaleKTOTrainer:
     from accel_scale.settings.trl_config import RecipeKTOConfig
     from accel_scale.trainers.sft_trainer import ScaleKTOTrainer
 
-    set_loaders(run)
+    settle_data(run)
     args = run.settings.build(RecipeKTOConfig)
     stop_token = prepare_chat(run)
     model, reference = load_with_reference(run, args)

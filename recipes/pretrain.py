@@ -15,7 +15,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from accel_scale.ending.user_errors import user_errors
+from accel_scale.ending.user_errors import exit_if_not_saved, user_errors
 from accel_scale.flags.guard import GuardArguments
 from accel_scale.flags.library import load_classes
 from accel_scale.flags.parallel import ParallelArguments
@@ -24,6 +24,7 @@ from accel_scale.flags.pretraining import PretrainArguments, PretrainDataArgumen
 from accel_scale.pretraining.run import Run
 from accel_scale.quiet import quiet_imports
 from accel_scale.recipe_specs.pretrain import PRETRAIN
+from accel_scale.report_page.leaving import held_folder
 from accel_scale.starting.begin import begin
 
 if TYPE_CHECKING:  # torch is slow to import: not before the command line has been checked
@@ -44,9 +45,6 @@ quiet_imports()  # before the libraries that would print at import
 
 def main(argv: list[str] | None = None) -> dict[str, object] | None:
     """Run the recipe; returns what `run_summary.json` holds."""
-    from accel_scale.ending.user_errors import exit_if_not_saved
-    from accel_scale.report_page.leaving import held_folder
-
     started = time.perf_counter()
     parsed = parse_flags(FLAG_CLASSES, argv, program=PROGRAM, description=__doc__)
     run = resolve_run(parsed)

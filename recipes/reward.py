@@ -15,11 +15,12 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from accel_scale.ending.user_errors import user_errors
+from accel_scale.ending.user_errors import exit_if_not_saved, user_errors
 from accel_scale.flags.library import load_classes
 from accel_scale.flags.parsing import ParsedFlags, parse_flags
 from accel_scale.quiet import quiet_imports
 from accel_scale.recipe_specs.reward import REWARD
+from accel_scale.report_page.leaving import held_folder
 from accel_scale.starting.begin import begin
 from accel_scale.trainers.trainer_run import (
     TrainerRun,
@@ -28,7 +29,7 @@ from accel_scale.trainers.trainer_run import (
     load_run_model,
     report_end,
     report_start,
-    set_loaders,
+    settle_data,
     settle_trainer,
     trainer_options,
 )
@@ -44,9 +45,6 @@ quiet_imports()  # before the libraries that would print at import
 
 def main(argv: list[str] | None = None) -> dict[str, object] | None:
     """Run the recipe; returns what `run_summary.json` holds."""
-    from accel_scale.ending.user_errors import exit_if_not_saved
-    from accel_scale.report_page.leaving import held_folder
-
     started = time.perf_counter()
     parsed = parse_flags(FLAG_CLASSES, argv, program=PROGRAM, description=__doc__)
     run = resolve_run(parsed)
@@ -80,16 +78,13 @@ def resolve_run(parsed: ParsedFlags) -> TrainerRun:
 def load_data(run: TrainerRun) -> None:
     """Pairs to train on, and pairs to rank where asked for."""
     from accel_scale.data.default import default_pairs
-    from accel_scale.settings.planned_setup import recipe_value
 
-    folder = f"{recipe_value(run.settings, 'output_dir')}/data"
     load_rows(
         run,
-        lambda heldout: default_pairs(folder, heldout=heldout, of_any_task=True),
+        lambda folder, heldout: default_pairs(folder, heldout=heldout, of_any_task=True),
         preferences="pairs",
         questions=False,
     )
-    run.plan = run.plan and run.plan.for_data(run.data.train, run.tokenizer)
 
 
 def make_trainer(run: TrainerRun) -> ScaleRewardTrainer:
@@ -100,7 +95,7 @@ def make_trainer(run: TrainerRun) -> ScaleRewardTrainer:
     from accel_scale.settings.trl_config import RecipeRewardConfig
     from accel_scale.trainers.reward_trainer import ScaleRewardTrainer
 
-    set_loaders(run)
+    settle_data(run)
     args = run.settings.build(RecipeRewardConfig)
     ensure_chat_template(
         run.tokenizer, conversational=run.data.conversational, chat_template_path=args.chat_template_path

@@ -14,11 +14,12 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from accel_scale.ending.user_errors import user_errors
+from accel_scale.ending.user_errors import exit_if_not_saved, user_errors
 from accel_scale.flags.library import load_classes
 from accel_scale.flags.parsing import ParsedFlags, parse_flags
 from accel_scale.quiet import quiet_imports
 from accel_scale.recipe_specs.sft import SFT
+from accel_scale.report_page.leaving import held_folder
 from accel_scale.starting.begin import begin
 from accel_scale.trainers.trainer_run import (
     TrainerRun,
@@ -28,7 +29,7 @@ from accel_scale.trainers.trainer_run import (
     prepare_chat,
     report_end,
     report_start,
-    set_loaders,
+    settle_data,
     settle_trainer,
     trainer_options,
 )
@@ -44,9 +45,6 @@ quiet_imports()  # before the libraries that would print at import
 
 def main(argv: list[str] | None = None) -> dict[str, object] | None:
     """Run the recipe; returns what `run_summary.json` holds."""
-    from accel_scale.ending.user_errors import exit_if_not_saved
-    from accel_scale.report_page.leaving import held_folder
-
     started = time.perf_counter()
     parsed = parse_flags(FLAG_CLASSES, argv, program=PROGRAM, description=__doc__)
     run = resolve_run(parsed)
@@ -89,9 +87,8 @@ def load_data(run: TrainerRun) -> None:
     from accel_scale.settings.trl_config import RecipeSFTConfig
     from accel_scale.training.guard.learning import refuse_long_prompts
 
-    load_rows(run, lambda heldout: default_data_paths()[heldout])
+    load_rows(run, lambda _, heldout: default_data_paths()[heldout])
     refuse_long_prompts(run.data.train, run.tokenizer, run.settings.values, max_length=RecipeSFTConfig.max_length)
-    run.plan = run.plan and run.plan.for_data(run.data.train, run.tokenizer)
 
 
 def make_trainer(run: TrainerRun) -> ScaleSFTTrainer:
@@ -99,7 +96,7 @@ def make_trainer(run: TrainerRun) -> ScaleSFTTrainer:
     from accel_scale.settings.trl_config import RecipeSFTConfig
     from accel_scale.trainers.sft_trainer import ScaleSFTTrainer
 
-    set_loaders(run)
+    settle_data(run)
     args = run.settings.build(RecipeSFTConfig)
     stop_token = prepare_chat(
         run, assistant_only_loss=args.assistant_only_loss, chat_template_path=args.chat_template_path

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from accel_scale.errors import ConfigError
 from accel_scale.flags.parsing import ParsedFlags
 from accel_scale.flags.rewards import RewardArguments
 from accel_scale.planning.search.recipe_choices import PlannedRecipe
@@ -13,8 +14,10 @@ from accel_scale.trainers.trainer_run import TrainerRun, load_run_model, prepare
 from accel_scale.trainers.trainer_start import load_rows, resolve_trainer_run
 
 if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
     from transformers import PreTrainedModel
 
+    from accel_scale.data.loading import LoadedData
     from accel_scale.settings.trl_config import RecipeGRPOConfig, RecipeRLOOConfig
     from accel_scale.trainers.rewards import RewardFunction
 
@@ -48,11 +51,39 @@ def resolve_rewarded_run(parsed: ParsedFlags, plan: PlannedRecipe) -> RewardedRu
 def load_prompts(run: RewardedRun) -> None:
     """Prompts and answers to train on, others to evaluate where asked for, and the questions of exact match."""
     from accel_scale.data.default import default_data_paths
-    from accel_scale.trainers.prompts import as_prompts
 
-    load_rows(run, lambda heldout: default_data_paths()[heldout])
+    load_rows(run, lambda _, heldout: default_data_paths()[heldout])
     run.data = as_prompts(run.data, place=run.settings.sources.get("dataset_name", "--dataset_mixture"))
-    run.plan = run.plan and run.plan.for_data(run.data.train, run.tokenizer)
+
+
+def as_prompts(data: LoadedData, *, place: str) -> LoadedData:
+    """`data` with ``prompt`` and ``answer``: the last turn of the assistant, or the completion, is the answer.
+
+    Args:
+        data: Rows of ``messages``, or of ``prompt`` and ``completion``.
+        place: Where the data were named.
+
+    Raises:
+        ConfigError: for rows of plain text, which have no prompt.
+    """
+    from accel_scale.training.evaluation.exact_match import prompt_and_answer
+
+    if data.format == "text":
+        raise ConfigError(
+            "rows of plain text have no prompt to answer.",
+            place=place,
+            fix="name the columns, e.g. --columns prompt=question completion=answer.",
+        )
+
+    def convert(row: dict[str, object], index: int) -> dict[str, object]:
+        prompt, answer = prompt_and_answer(row, index)
+        return {"prompt": prompt, "answer": answer}
+
+    def converted(rows: Dataset | IterableDataset) -> Dataset | IterableDataset:
+        gone = [name for name in rows.column_names if name not in ("prompt", "answer", "task")]
+        return rows.map(convert, with_indices=True, remove_columns=gone)
+
+    return replace(data, train=converted(data.train), test=None if data.test is None else converted(data.test))
 
 
 def load_generating_model(run: RewardedRun, args: RecipeGRPOConfig | RecipeRLOOConfig) -> tuple[PreTrainedModel, str]:

@@ -146,11 +146,12 @@ def load_run_model(run: TrainerRun, args: RecipeConfig) -> PreTrainedModel:
     return model
 
 
-def set_loaders(run: TrainerRun) -> None:
-    """How batches are read, from cores and data."""
+def settle_data(run: TrainerRun) -> None:
+    """What depends on the rows: the memory they need, refused if it is not there, and how they are read."""
     from accel_scale.data.loaders import loader_settings
 
     settings = run.settings
+    run.plan = run.plan and run.plan.for_data(run.data.train, run.tokenizer)
     for name, value in loader_settings(
         device_type=run.device_type,
         num_rows=run.data.num_rows,

@@ -57,7 +57,7 @@ def resolve_trainer_run(
 
 def load_rows(
     run: TrainerRun,
-    embedded_path: Callable[[bool], str],
+    embedded_path: Callable[[str, bool], str],
     *,
     preferences: Preferences | None = None,
     questions: bool = True,
@@ -65,7 +65,8 @@ def load_rows(
     """Load `run.data`, with rows to evaluate where asked for, and `run.questions` of the exact-match report.
 
     Args:
-        embedded_path: Path of the embedded rows: of the held-out ones for True, else of those to train on.
+        embedded_path: Path of the embedded rows: of the held-out ones for True, else of those to train on. What has
+            to be made of them first is written to the folder that it is given.
         preferences: Rows are pairs of a better and a worse answer, or answers with labels.
         questions: Whether the recipe reports exact match.
 
@@ -74,14 +75,16 @@ def load_rows(
     """
     from accel_scale.data.default import default_dataset
     from accel_scale.data.loading import load_training_data
+    from accel_scale.settings.planned_setup import recipe_value
 
     script, scale, values = run.script, run.settings.scale, run.settings.values
     evaluates = str(values.get("eval_strategy", "no")) != "no"
     embedded = not script.dataset_name and not scale.dataset_mixture
     usual = EMBEDDED_QUESTIONS if embedded else 0
     num_questions = (usual if scale.exact_match_samples is None else scale.exact_match_samples) if questions else 0
+    folder = f"{recipe_value(run.settings, 'output_dir')}/data" if embedded else ""
     run.data = load_training_data(
-        embedded_path(False) if embedded else script.dataset_name,
+        embedded_path(folder, False) if embedded else script.dataset_name,
         config=script.dataset_config,
         split=script.dataset_train_split,
         test_split=script.dataset_test_split if (evaluates or num_questions) and not embedded else None,
@@ -96,6 +99,6 @@ def load_rows(
         preferences=preferences,
     )
     if embedded and evaluates:
-        run.data = run.data.with_test(load_training_data(embedded_path(True), preferences=preferences).train)
+        run.data = run.data.with_test(load_training_data(embedded_path(folder, True), preferences=preferences).train)
     asked = default_dataset()[1] if embedded else run.data.test  # the embedded rows name their task
     run.questions = list(islice((row for row in asked or () if row.get("label", True)), num_questions))

@@ -19,7 +19,7 @@ from accel_scale.data.loading import load_training_data
 from accel_scale.errors import ConfigError
 from accel_scale.flags.parsing import parse_flags
 from accel_scale.recipe_specs.grpo import GRPO
-from accel_scale.trainers.prompts import as_prompts
+from accel_scale.trainers.rewarded_run import as_prompts
 from accel_scale.trainers.rewards import exact_match, number, reward_functions
 
 REPOSITORY = Path(__file__).resolve().parents[2]
