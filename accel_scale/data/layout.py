@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from accel_scale.data.columns import check_columns
 from accel_scale.data.turns import is_rich, turn_keys_of
 from accel_scale.errors import ConfigError
-from accel_scale.facts.names import COLUMN_ROLES as ROLES
 from accel_scale.facts.names import Preferences
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ class Layout:
     Args:
         format: What was found: ``messages``, ``sharegpt``, ``prompt_completion``, ``alpaca`` or ``text``; where
             preferences are read, ``preference`` or ``labelled``.
-        columns: (role, column) pairs; the roles are `ROLES` plus alpaca's ``instruction``, ``input``, ``output``.
+        columns: (role, column) pairs; the roles: `COLUMN_ROLES`, and alpaca's ``instruction``, ``input``, ``output``.
         turn_keys: The two keys of a turn where the main columns hold lists of turns, else None.
         rich: Turns have more than role and content (tool calls, reasoning), kept as JSON.
         chat: Alpaca rows become user and assistant turns; otherwise Alpaca's own prompt text.
@@ -92,51 +91,6 @@ class Layout:
         return Features({**dict.fromkeys(names[self.target], value), **label, **dict.fromkeys(self.keeps, text)})
 
 
-def parse_columns(items: Iterable[str] | Mapping[str, str]) -> dict[str, str]:
-    """``["prompt=question", …]`` → ``{"prompt": "question", …}``.
-
-    Raises:
-        ConfigError: no ``=``, a role that does not exist (with the nearest that does), or one named twice.
-    """
-    pairs = list(items.items()) if isinstance(items, Mapping) else [_split_pair(item) for item in items]
-    mapping: dict[str, str] = {}
-    for role, column in pairs:
-        if role not in ROLES:
-            near = difflib.get_close_matches(role, ROLES, n=1)
-            fix = f"did you mean {near[0]}={column}?" if near else f"use one of {', '.join(ROLES)}."
-            raise ConfigError(f"{role!r} is not a role a column can have.", place="--columns", fix=fix)
-        if role in mapping:
-            raise ConfigError(f"the role {role!r} is mapped twice.", place="--columns", fix="map it once.")
-        mapping[role] = column
-    mains = [name for name in ("messages", "prompt", "text") if name in mapping]
-    if "completion" in mapping and "prompt" not in mains:
-        mains.append("prompt")
-    if len(mains) > 1:
-        raise ConfigError(
-            f"the roles {' and '.join(sorted(set(mapping) & set(ROLES[:4])))} belong to different formats.",
-            place="--columns",
-            fix="map messages, or prompt and completion, or text.",
-        )
-    return mapping
-
-
-def _split_pair(item: str) -> tuple[str, str]:
-    role, equals, column = item.partition("=")
-    if not equals or not role or not column:
-        raise ConfigError(f"{item!r} is not role=column.", place="--columns", fix="write e.g. prompt=question.")
-    return role, column
-
-
-def check_columns(mapping: Mapping[str, str], columns: Sequence[str], source: str) -> None:
-    """ConfigError if a mapped column is not one of `columns`, naming the nearest."""
-    for role, column in mapping.items():
-        if column in columns:
-            continue
-        near = difflib.get_close_matches(column, columns, n=1)
-        fix = f"did you mean {role}={near[0]}?" if near else f"{source} has the columns {', '.join(columns)}."
-        raise ConfigError(f"{source} has no column {column!r}.", place=f"--columns {role}={column}", fix=fix)
-
-
 def detect_layout(
     source: str,
     rows: Sequence[Mapping[str, Any]],
@@ -153,7 +107,7 @@ def detect_layout(
     Args:
         source: How errors call it.
         rows: The first rows, as dictionaries.
-        mapping: role → column, from `parse_columns`.
+        mapping: role → column, from `columns.parse_columns`.
         columns: All column names; by default those of `rows`.
         chat: See `Layout.chat`.
         preferences: Read ``pairs`` of a better and a worse answer, chosen and rejected, with or without prompt; or

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.data.bad_rows import SkipLog, check_on_bad_row
-from accel_scale.data.layout import Layout, parse_columns
+from accel_scale.data.columns import parse_columns
+from accel_scale.data.layout import Layout
 from accel_scale.data.mixture import MixtureItem, common_layouts, mix, parse_mixture, shares
 from accel_scale.data.rows import RichTurnsFound
 from accel_scale.data.sources import MissingSplit, check_saved, find_source

@@ -271,24 +271,13 @@ def _kept_operators() -> frozenset[Any]:
     import torch
 
     names = (
-        "_scaled_dot_product_flash_attention.default",
-        "_scaled_dot_product_flash_attention_for_cpu.default",
-        "_scaled_dot_product_efficient_attention.default",
-        "_scaled_dot_product_cudnn_attention.default",
+        "_scaled_dot_product_flash_attention.default", "_scaled_dot_product_flash_attention_for_cpu.default",
+        "_scaled_dot_product_efficient_attention.default", "_scaled_dot_product_cudnn_attention.default",
         "_scaled_dot_product_fused_attention_overrideable.default",
-        "_flash_attention_forward.default",
-        "_efficient_attention_forward.default",
-        "mm.default",
-        "mm.dtype",
-        "addmm.default",
-        "addmm.dtype",
-        "bmm.default",
-        "bmm.dtype",
-        "baddbmm.default",
-        "_scaled_mm.default",
-        "_grouped_mm.default",
-        "_scaled_grouped_mm.default",
-    )
+        "_flash_attention_forward.default", "_efficient_attention_forward.default",
+        "mm.default", "mm.dtype", "addmm.default", "addmm.dtype", "bmm.default", "bmm.dtype", "baddbmm.default",
+        "_scaled_mm.default", "_grouped_mm.default", "_scaled_grouped_mm.default",
+    )  # fmt: skip
     overloads = (_overload(torch.ops.aten, *name.split(".")) for name in names)
     return frozenset(overload for overload in overloads if overload is not None)
 
