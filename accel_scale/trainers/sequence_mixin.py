@@ -163,6 +163,7 @@ def check_on_twin(config: PreTrainedConfig, size: int) -> None:
     """
     from accel_scale.facts.device import CPU
     from accel_scale.modeling.attention import resolve_attention
+    from accel_scale.modeling.model_class import numbers_of_layers
     from accel_scale.start_check.twin import NoTwin, build_twin, undisturbed
 
     group, _ = dist.new_subgroups(group_size=size, backend="gloo")
@@ -172,6 +173,6 @@ def check_on_twin(config: PreTrainedConfig, size: int) -> None:
             twin = build_twin(config, attention=attention)
         except NoTwin:
             return
-        if twin.config.get_text_config().num_attention_heads % size == 0:
+        if all(n % size == 0 for n in numbers_of_layers(twin.config.get_text_config(), "num_attention_heads")):
             enable_ulysses(twin, group)
             check_ulysses(twin, group)
