@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import itertools
 import json
 import os
 import re
@@ -13,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import pytest
 import yaml
@@ -34,6 +35,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 pytestmark = pytest.mark.slow
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium")
 WIDTHS = (375, 800, 1600)
+SCHEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
 SECRET = "canary-4711"
 # A warning of its client whenever an upload has ended.
 FROM_GRADIO = "Method not implemented."
@@ -262,9 +264,9 @@ def browser() -> Iterator[Browser]:
 
 
 @contextlib.contextmanager
-def opened(browser: Browser, board: ServedBoard, *, width: int = 1280, scheme: str = "light") -> Iterator[Page]:
+def opened(browser: Browser, board: ServedBoard) -> Iterator[Page]:
     """The page once its first plan is there; it says nothing on the console and asks nobody else for anything."""
-    page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)  # type: ignore[arg-type]
+    page = browser.new_page(viewport={"width": 1280, "height": 900}, color_scheme="light")
     said: list[str] = []
     asked: list[str] = []
     page.on("console", lambda message: said.append(message.text) if message.text != FROM_GRADIO else None)
@@ -412,22 +414,20 @@ def test_runs_are_followed_and_stopped(browser: Browser, board: ServedBoard, roo
 
 
 @needs_chromium
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_finds_nothing_to_mend_and_nothing_sticks_out(
-    browser: Browser, board: ServedBoard, root: Path, scheme: str
-) -> None:
+def test_axe_finds_nothing_to_mend_and_nothing_sticks_out(browser: Browser, board: ServedBoard, root: Path) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe is not installed").Axe()
-    with holding(root / "runs" / "live"), opened(browser, board, scheme=scheme) as page:
-        background = page.evaluate("getComputedStyle(document.body).backgroundColor")
-        assert (background == "rgb(255, 255, 255)") == (scheme == "light")
+    with holding(root / "runs" / "live"), opened(browser, board) as page:
         page.click("text=More settings")
         page.evaluate("document.querySelectorAll('details').forEach(each => each.open = true)")
         for tab, waits_for in (("Plan", "#plan-button"), ("Doctor", "#doctor-button"), ("Runs", ".b-chart")):
             show(page, tab, waits_for)
             page.mouse.move(0, 0)
-            for width in WIDTHS:
+            for width, scheme in itertools.product(WIDTHS, SCHEMES):
                 page.set_viewport_size({"width": width, "height": 900})
+                page.emulate_media(color_scheme=scheme)
                 page.wait_for_timeout(300)  # until the tab has faded in, and menus have moved
-                assert page.evaluate("document.documentElement.scrollWidth") <= width, (tab, width)
+                background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+                assert (background == "rgb(255, 255, 255)") == (scheme == "light"), (tab, width, scheme)
+                assert page.evaluate("document.documentElement.scrollWidth") <= width, (tab, width, scheme)
                 found = axe.run(page).response["violations"]
-                assert [(tab, width, each["id"], each["nodes"][0]["html"][:200]) for each in found] == []
+                assert [(tab, width, scheme, each["id"], each["nodes"][0]["html"][:200]) for each in found] == []
