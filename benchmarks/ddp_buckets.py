@@ -21,7 +21,8 @@ from typing import Any
 from accel_scale.cli.comm_measure import num_processes, on_processes
 from accel_scale.errors import ConfigError
 from accel_scale.launching.local_processes import progress_bar
-from accel_scale.planning.search.requests import amount, whole
+from accel_scale.planning.search.request_words import whole
+from accel_scale.planning.search.requests import amount
 from accel_scale.reporting.comm_tables import format_short
 
 DEFAULT_CAP_MB = 25.0

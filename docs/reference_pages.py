@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 import accel_scale
+from accel_scale.cli import plan
 from accel_scale.flags.library import SHIPPED, FlagClass, FlagTable, LaterClass
 from accel_scale.flags.parsing import build_parser
 from accel_scale.planning.search.recipe_choices import PLANNED_RECIPES
@@ -29,10 +30,10 @@ TRAINERS = tuple(name for name in PLANNED_RECIPES if name != "pretrain")
 
 _FLAGS_INTRO = """# Flags
 
-Every flag of every recipe, as declared in the code; `python docs/refresh.py` writes this page. The same names are keys
-of the recipes' YAML files. [fine-tuning.md](fine-tuning.md) and [pretraining.md](pretraining.md) explain the ones that
-most runs set. Flags of TRL and transformers are cut to their first sentence; the recipe's `--help` has the rest. This
-page knows {versions}.
+Every flag of every recipe and of `accel-scale plan`, as declared in the code; `python docs/refresh.py` writes this
+page. A recipe's flags are also the keys of its YAML file. [fine-tuning.md](fine-tuning.md) and
+[pretraining.md](pretraining.md) explain the ones that most runs set. Flags of TRL and transformers are cut to their
+first sentence; the recipe's `--help` has the rest. This page knows {versions}.
 
 A switch takes `true` or `false`; a bare `--flag` means `true`. One that is on by default also has a `--no_flag`. An
 empty default means that the recipe, the launch file or the device decides, or that nothing is set.
@@ -68,8 +69,17 @@ def flag_rows(classes: Sequence[FlagClass], table: FlagTable | None) -> list[Fla
     return list(rows.values())
 
 
+def plan_rows() -> list[FlagRow]:
+    """Flags of `accel-scale plan`, in the order of its `--help`."""
+    parser = argparse.ArgumentParser()
+    plan.add_arguments(parser)
+    return [
+        _row(action, is_ours=True) for action in parser._actions if action.option_strings and action.dest != "help"
+    ]
+
+
 def _row(action: argparse.Action, *, is_ours: bool) -> FlagRow:
-    text = " ".join((action.help or "").replace("%%", "%").split())
+    text = " ".join((action.help or "").replace("%%", "%").replace(" (default: %(default)s)", "").split())
     if not is_ours:
         text = re.split(r"(?<=[^.][^.][.!?]) +(?=[A-Z`'])", text)[0]
     if action.choices is not None:
@@ -118,6 +128,7 @@ def flags_page() -> str:
     page += ["## pretrain.py\n", _table(rows["pretrain"])]
     page += ["## tune.py\n", "They come after the recipe's path, and the recipe's own flags after `--`.\n"]
     page.append(_table(flag_rows((module_at(folder / "tune.py").TuneArguments,), None)))
+    page += ["## accel-scale plan\n", "[planning.md](planning.md) shows them at work.\n", _table(plan_rows())]
     return "\n".join(page)
 
 

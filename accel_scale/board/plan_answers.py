@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from accel_scale.board import bars
-from accel_scale.board.plan_controls import BUDGET, MODEL, command_of, wish_of
+from accel_scale.board.plan_controls import command_of, wish_of
 from accel_scale.board.rendering import filled
 from accel_scale.errors import ConfigError
 from accel_scale.planning.search import questions
@@ -19,7 +19,7 @@ from accel_scale.planning.search.branches import branch_of
 from accel_scale.planning.search.plan import Candidate, Plan
 from accel_scale.planning.search.requests import build_request, flag_places, model_for_recipe
 from accel_scale.planning.search.search import search
-from accel_scale.planning.search.wish import Wish
+from accel_scale.planning.search.wish import BUDGET, MODEL, Wish
 from accel_scale.planning.search.writing import RecipeChoices, WrittenPlan, plan_files
 from accel_scale.reporting.plan_tables import (
     Budgeted,
@@ -75,7 +75,7 @@ def answer(settings: Settings) -> Answered:
     Raises:
         ConfigError: for what cannot be planned.
     """
-    budget = Budgeted.of_flags(*(_text(settings, name) for name in BUDGET))
+    budget = Budgeted.of_flags(*(_text(settings, flag.name) for flag in BUDGET))
     return Answered(settings, planned(wish_of(settings)), budget)
 
 
@@ -200,7 +200,7 @@ def written(answered: Answered, candidate: Candidate) -> WrittenPlan:
         ConfigError: for a setting that the recipe cannot run.
     """
     settings = answered.settings
-    model = str(settings[MODEL])
+    model = str(settings[MODEL.name])
     length = int(settings["max_length"]) if "max_length" in settings else None
     choices = RecipeChoices(model_for_recipe(model), tokens=answered.budget.tokens, max_length=length)
     folder = FOLDER / model.rpartition("/")[2].lower()

@@ -5,89 +5,26 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from accel_scale.errors import ConfigError
-from accel_scale.facts.hardware import NETWORK_GBIT_PER_SECOND, catalogue
-from accel_scale.facts.names import METHODS, PRECISIONS
-from accel_scale.facts.optimizer_specs import LEAN_OPTIMIZERS
 from accel_scale.launching.hub_reach import require_on_hub
-from accel_scale.planning.models.catalogue import full_names, is_on_hub
-from accel_scale.planning.search.recipe_choices import PLANNED_RECIPES
-from accel_scale.planning.search.wish import Wish
+from accel_scale.planning.models.catalogue import is_on_hub
+from accel_scale.planning.search.wish import FLAGS, MODEL, Flag, Value, Wish
 
-Value = str | int | bool | None
-MODEL, NO_PACKING = "model", "no_packing"
-# Flags that say what a job costs; they are no part of the request.
-BUDGET = ("tokens", "price_per_gpu_hour")
 _LONGEST_TEXT = 200  # characters
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+CONTROLS: tuple[Flag, ...] = tuple(flag for flag in (MODEL, *FLAGS) if flag.label)
 
 
-@dataclass(frozen=True)
-class Control:
-    """One flag on the page.
-
-    Attributes:
-        name: Of the flag, without dashes.
-        label: Above it.
-        value: At the start; None: open.
-        choices: To pick from.
-        takes_others: Whether anything else may be typed.
-        most: The largest number; 0 for text.
-        info: Below the label.
-        is_basic: Whether it is seen before "More" is opened.
-    """
-
-    name: str
-    label: str
-    value: Value = None
-    choices: tuple[str, ...] = ()
-    takes_others: bool = False
-    most: int = 0
-    info: str = ""
-    is_basic: bool = False
+def name_of(control: Flag) -> str:
+    """The flag that the control sets: what is on by default is switched off."""
+    return f"no_{control.name}" if control.off else control.name
 
 
-CONTROLS: tuple[Control, ...] = (
-    Control(
-        MODEL, "Model", "meta-llama/Llama-3.1-8B", full_names(), takes_others=True, is_basic=True,
-        info="of the catalogue, or owner/name on the hub",
-    ),
-    Control(
-        "gpu", "Card", "RTX 4090", tuple(gpu.name for gpu in catalogue()), takes_others=True, is_basic=True,
-        info="or its memory, like 24GiB",
-    ),
-    Control("num_gpus", "GPUs", 1, most=65_536, is_basic=True, info="all together"),
-    Control("method", "Method", "auto", (*METHODS, "auto"), is_basic=True, info="auto: any of them"),
-    Control("max_length", "Row length", 2048, most=16_777_216, is_basic=True, info="tokens"),
-    Control(
-        "global_batch_size", "Batch per step", int(Wish.global_batch_size), most=1_048_576, is_basic=True,
-        info="sequences, all GPUs",
-    ),
-    Control("recipe", "Recipe", str(Wish.recipe), tuple(PLANNED_RECIPES)),
-    Control("precision", "Precision", None, PRECISIONS, info="open: bf16 if supported"),
-    Control("optim", "Optimizer", None, LEAN_OPTIMIZERS, takes_others=True, info="open: fused AdamW, or 8-bit states"),
-    Control(
-        "checkpointing_policy", "Activation checkpointing", None, ("none", "selective", "full", "offload"),
-        takes_others=True, info="open: the fastest that fits",
-    ),
-    Control(
-        "per_device_train_batch_size", "Micro-batch", None, most=1_048_576, info="open: the fastest that fits"
-    ),
-    Control("lora_r", "LoRA rank", int(Wish.lora_r), most=65_536),
-    Control(NO_PACKING, "Padded, not packed", False),
-    Control("gpus_per_node", "GPUs per server", None, most=65_536, info="open: 8"),
-    Control(
-        "network", "Network between servers", None, tuple(NETWORK_GBIT_PER_SECOND), takes_others=True,
-        info="or bytes per second, like 25GB",
-    ),
-    Control("host_memory", "Host memory of a server", None, info="like 512GiB; open: not checked"),
-    Control("nvme", "Speed of NVMe drives", None, info="per second, like 6GB"),
-    Control("tokens", "Token budget", None, info="like 1B: adds hours"),
-    Control("price_per_gpu_hour", "Price of a GPU and hour", None, info="any currency; needs a token budget"),
-)  # fmt: skip
+def start_of(control: Flag) -> Value:
+    """What the control shows at the start; None: open."""
+    return False if control.off else control.default if control.start is None else control.start
 
 
 def settings_of(values: Sequence[Value]) -> dict[str, str | bool]:
@@ -101,32 +38,32 @@ def settings_of(values: Sequence[Value]) -> dict[str, str | bool]:
     """
     found: dict[str, str | bool] = {}
     for control, value in zip(CONTROLS, values, strict=True):
-        if isinstance(control.value, bool):
-            found |= {control.name: True} if value else {}
+        if isinstance(control.default, bool):
+            found |= {name_of(control): True} if value else {}
         elif value is not None and (text := _text(control, value)):
             found[control.name] = text
-    _check_model(str(found.get(MODEL, "")))
+    _check_model(str(found.get(MODEL.name, "")))
     return found
 
 
 def wish_of(settings: Mapping[str, str | bool]) -> Wish:
     """The same as the planner takes it."""
-    words = {name: value for name, value in settings.items() if name not in (*BUDGET, NO_PACKING)}
-    return Wish(**words, packing=not settings.get(NO_PACKING, False))  # type: ignore[arg-type]
+    words = {name: value for name, value in settings.items() if name in Wish.__dataclass_fields__}
+    return Wish(**words, packing=not settings.get("no_packing", False))  # type: ignore[arg-type]
 
 
 def command_of(settings: Mapping[str, str | bool], *more: str) -> str:
     """The command line that answers the same, with the words `more` after it."""
-    words = ["accel-scale", "plan", str(settings[MODEL])]
+    words = ["accel-scale", "plan", str(settings[MODEL.name])]
     for name, value in settings.items():
         if value is True:
             words.append(f"--{name}")
-        elif name != MODEL and value != getattr(Wish, name, None):
+        elif name != MODEL.name and value != getattr(Wish, name, None):
             words += [f"--{name}", str(value)]
     return shlex.join([*words, *more])
 
 
-def _text(control: Control, value: Value) -> str:
+def _text(control: Flag, value: Value) -> str:
     text = str(value).strip()
     place = f"--{control.name}"
     if len(text) > _LONGEST_TEXT:

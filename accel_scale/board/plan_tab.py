@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 from accel_scale.board import plan_answers
 from accel_scale.board.environment import served_folder
 from accel_scale.board.events import listen
-from accel_scale.board.plan_controls import CONTROLS, MODEL, Control, Value, command_of, settings_of
+from accel_scale.board.plan_controls import CONTROLS, command_of, name_of, settings_of, start_of
 from accel_scale.board.rendering import refused
 from accel_scale.errors import ConfigError
+from accel_scale.planning.search.wish import MODEL, Flag, Value
 
 if TYPE_CHECKING:
     from gradio import Blocks
@@ -74,29 +75,27 @@ def add_plan_tab(page: Blocks) -> None:
     listen([chosen.input], _files_of_chosen, [settings, chosen], files, queue="plan")
 
 
-def _component(control: Control) -> Component:
+def _component(control: Flag) -> Component:
     import gradio as gr
 
-    name = f"plan-{control.name}"
-    if isinstance(control.value, bool):
-        return gr.Checkbox(control.value, label=control.label, elem_id=name, min_width=250)
+    name, value = f"plan-{name_of(control)}", start_of(control)
     label, info = control.label, control.info or None
+    if isinstance(value, bool):
+        return gr.Checkbox(value, label=label, elem_id=name, min_width=250)
     if control.choices:
-        choices = control.choices if control.value is not None else (_OPEN, *control.choices)
-        value = control.value or _OPEN
-        others = control.takes_others
+        choices = control.choices() if callable(control.choices) else control.choices
         return gr.Dropdown(
-            choices,
-            value=value,
-            allow_custom_value=others,
+            choices if value is not None else (_OPEN, *choices),
+            value=value or _OPEN,
+            allow_custom_value=control.takes_others,
             label=label,
             info=info,
             elem_id=name,
-            min_width=320 if control.name == MODEL else 180,
-            scale=2 if control.name == MODEL else 1,
+            min_width=320 if control is MODEL else 180,
+            scale=2 if control is MODEL else 1,
         )
-    if control.most and control.value is not None:  # an open number would be shown as 0
-        return gr.Number(int(control.value), precision=0, label=label, info=info, elem_id=name, min_width=180)
+    if control.most and value is not None:  # an open number would be shown as 0
+        return gr.Number(int(value), precision=0, label=label, info=info, elem_id=name, min_width=180)
     return gr.Textbox("", max_lines=1, label=label, info=info, elem_id=name, min_width=180)
 
 

@@ -18,7 +18,7 @@ from accel_scale.planning.cost.links import (
     NamedLink,
     find_link,
 )
-from accel_scale.planning.search.requests import whole
+from accel_scale.planning.search.request_words import whole
 from accel_scale.units import parse_bytes
 
 # Without --gpus_per_node: the usual server.
@@ -172,7 +172,7 @@ def parse_ops(words: Sequence[str] | None, default: Sequence[str]) -> tuple[str,
         ConfigError: naming the nearest.
     """
     from accel_scale.network.collectives import OPS
-    from accel_scale.planning.search.requests import one_of
+    from accel_scale.planning.search.request_words import one_of
 
     if words is None:
         return tuple(default)

@@ -27,7 +27,7 @@ def run_measurement(args: argparse.Namespace) -> int:
     from accel_scale.launching.local_processes import choose_backend
     from accel_scale.measuring.collective_runs import DEFAULT_REPEATS, measure_levels
     from accel_scale.network.link_fit import default_path, save_links, worst_and_median
-    from accel_scale.planning.search.requests import whole
+    from accel_scale.planning.search.request_words import whole
     from accel_scale.reporting.comm_tables import print_measured
 
     ops, repeats = (
@@ -110,7 +110,7 @@ def num_processes(args: argparse.Namespace) -> int:
     import torch
 
     from accel_scale.launching.local_processes import launched_processes
-    from accel_scale.planning.search.requests import whole
+    from accel_scale.planning.search.request_words import whole
 
     launched = launched_processes()
     if launched and args.processes is not None:

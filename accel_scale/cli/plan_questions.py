@@ -13,7 +13,7 @@ from accel_scale.errors import ConfigError
 if TYPE_CHECKING:
     from accel_scale.planning.cost.inference import InferenceEstimate
     from accel_scale.planning.search.plan import Plan, Request
-    from accel_scale.planning.search.requests import Wish
+    from accel_scale.planning.search.wish import Wish
 
 _SIZES = re.compile(r"(\d+)[x×](\d+)")
 # Each has an answer of its own.

@@ -27,8 +27,9 @@ from accel_scale.launching.launch_file import LaunchFile, read_launch_file
 from accel_scale.launching.machine import PACKAGES, Folder, LocalMachine
 from accel_scale.planning.models.training_setup import TrainingSetup
 from accel_scale.planning.search.recipe_choices import PRETRAIN_PLAN, SFT_PLAN
-from accel_scale.planning.search.requests import Wish, build_request
+from accel_scale.planning.search.requests import build_request
 from accel_scale.planning.search.search import Candidate, Plan, Request, search
+from accel_scale.planning.search.wish import Wish
 from accel_scale.planning.search.writing import RecipeChoices, WrittenPlan, plan_files, write_files
 from accel_scale.recipe_specs.sft import SFT
 from accel_scale.settings.planned_setup import setup_of

@@ -22,7 +22,7 @@ from report_runs import write_run
 from accel_scale.board import bars, plan_answers, runs
 from accel_scale.board.curves import pictures_of
 from accel_scale.board.doctor_answers import diagnosis
-from accel_scale.board.plan_controls import CONTROLS, command_of, settings_of
+from accel_scale.board.plan_controls import CONTROLS, command_of, name_of, settings_of, start_of
 from accel_scale.board.rendering import filled
 from accel_scale.board.runs import folder_of, overview_row, progress_of, records_of, runs_below, stamp_of
 from accel_scale.board.stopping import RunProcess, process_of, stop
@@ -39,7 +39,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 def asked(**values: object) -> dict[str, str | bool]:
     """What the controls say, with `values` in the place of their first ones."""
-    return settings_of([values.get(control.name, control.value) for control in CONTROLS])  # type: ignore[misc]
+    return settings_of([values.get(name_of(control), start_of(control)) for control in CONTROLS])  # type: ignore[misc]
 
 
 # ── Plans ────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -14,7 +14,7 @@ from accel_scale.cli import plan
 from accel_scale.flags.common import PLANS, ScaleArguments
 from accel_scale.flags.library import LaterClass
 from accel_scale.flags.parsing import parse_flags
-from accel_scale.planning.search.requests import Wish
+from accel_scale.planning.search.wish import Wish
 from accel_scale.recipe_specs.finding import load_recipe
 from accel_scale.shipped import recipe_names, recipe_script
 
@@ -57,7 +57,7 @@ def test_the_planners_flags_of_training_are_the_recipes() -> None:
             assert names <= known | trl | own, names - known - trl - own
 
 
-def test_the_planners_defaults_are_stated_once_more_and_agree() -> None:
+def test_the_planners_defaults_on_the_command_line_are_those_of_a_wish() -> None:
     typed = vars(planner().parse_args(["m"]))
     for field in dataclasses.fields(Wish):
         if field.default is dataclasses.MISSING or field.name == "packing":

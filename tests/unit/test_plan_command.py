@@ -15,8 +15,9 @@ import pytest
 from accel_scale.cli.main import main
 from accel_scale.errors import ConfigError
 from accel_scale.facts.hardware import Machine, find_gpu
-from accel_scale.planning.search.requests import Wish, build_request, model_for_recipe, with_lengths
+from accel_scale.planning.search.requests import build_request, model_for_recipe, with_lengths
 from accel_scale.planning.search.search import search
+from accel_scale.planning.search.wish import Wish
 
 GIB = 2**30
 SMALL = {

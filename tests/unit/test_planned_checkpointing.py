@@ -19,7 +19,8 @@ from accel_scale.launching.environment import LaunchEnvironment
 from accel_scale.launching.strategy import LaunchStrategy
 from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy
 from accel_scale.planning.models.catalogue import catalogue_config
-from accel_scale.planning.search.requests import Wish, build_request
+from accel_scale.planning.search.requests import build_request
+from accel_scale.planning.search.wish import Wish
 from accel_scale.settings.planned_checkpointing import settle_checkpointing
 from accel_scale.settings.planned_choice import resolve_planned
 from accel_scale.settings.resolved import LaunchFacts, Resolved

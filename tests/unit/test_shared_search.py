@@ -22,8 +22,9 @@ from accel_scale.planning.search.model_parallel import (
     sharing_conflict,
 )
 from accel_scale.planning.search.recipe_choices import PRETRAIN_PLAN, SFT_PLAN
-from accel_scale.planning.search.requests import Wish, build_request
+from accel_scale.planning.search.requests import build_request
 from accel_scale.planning.search.search import Request, search
+from accel_scale.planning.search.wish import Wish
 from accel_scale.planning.tape.activations import _walk
 
 GIB = 2**30

@@ -15,12 +15,12 @@ from accel_scale.planning.search import questions
 from accel_scale.planning.search.plan import Plan
 from accel_scale.planning.search.prices import prices_of
 from accel_scale.planning.search.questions import PlanDifference, PricedPlan
-from accel_scale.planning.search.requests import SWITCHES, Wish, build_request, flag_places
+from accel_scale.planning.search.requests import build_request, flag_places
 from accel_scale.planning.search.search import search
+from accel_scale.planning.search.wish import LISTS, SWITCHES, Wish
 
 Setting = str | int | float | bool | Sequence[str] | None
 _SETTINGS = tuple(field.name for field in fields(Wish) if field.name != "model")
-_LISTS = ("lora_target_modules", "strategy")
 
 
 def plan(model: str, **settings: Setting) -> Plan:
@@ -171,7 +171,7 @@ def _wish(model: str, settings: Mapping[str, Setting], place: str) -> Wish:
 
 def _as_typed(name: str, value: Setting) -> str | bool | tuple[str, ...]:
     """The value as `Wish` has it: text as on the command line, except switches and lists."""
-    if name in _LISTS:
+    if name in LISTS:
         return (value,) if isinstance(value, str) else tuple(str(item) for item in value)  # type: ignore[union-attr]
     if isinstance(value, bool):
         return str(value).lower() if name in SWITCHES else value

@@ -11,8 +11,9 @@ from accel_scale.planning.models.training_setup import TrainingSetup
 from accel_scale.planning.search.longest import longest_rows
 from accel_scale.planning.search.plan import Candidate, Plan, Request
 from accel_scale.planning.search.prices import Price
-from accel_scale.planning.search.requests import SWITCHES, Wish, build_request
+from accel_scale.planning.search.requests import build_request
 from accel_scale.planning.search.search import search
+from accel_scale.planning.search.wish import SWITCHES, Wish
 
 __all__ = ["PlanDifference", "PricedPlan", "cheapest_plans", "compare", "difference", "largest_batch", "longest_row"]
 

@@ -30,18 +30,6 @@ from accel_scale.planning.search.wish import SWITCHES, Wish
 from accel_scale.planning.tape.families import has_kernel
 from accel_scale.units import parse_bytes
 
-__all__ = [
-    "SWITCHES",
-    "Wish",
-    "amount",
-    "build_request",
-    "flag_places",
-    "model_for_recipe",
-    "one_of",
-    "whole",
-    "with_lengths",
-]
-
 DEFAULT_LENGTH = 2048
 # The planner's own names of what the user sets by a flag.
 _FLAGS = {
