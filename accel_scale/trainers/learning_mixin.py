@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 
 from accel_scale.modeling.gathering import gather_values
 from accel_scale.optimization.loss import count_loss_tokens
@@ -144,5 +144,5 @@ class _Begin(TrainerCallback):
     def __init__(self, trainer: LearningMixin) -> None:
         self._trainer = trainer
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         self._trainer.begin(state.global_step)

@@ -154,16 +154,16 @@ class MemoryWatch(StepMemory, TrainerCallback):
             self._answers = tuple(map(max, self._answers, self._owner.answer_sizes))
         return loss
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, args: object, state: object, control: object, **kwargs: object) -> None:
         self._step_begins()
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(self, args: object, state: object, control: object, **kwargs: object) -> None:
         if self._tracker is not None and self._is_tracing:
             self._pass_peak, self._before_update = self._tracker.peak_bytes, self._tracker.live_bytes
             if self._traces_update:
                 self._tracker.__enter__()
 
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_optimizer_step(self, args: object, state: object, control: object, **kwargs: object) -> None:
         if self._tracker is not None and self._is_tracing:
             if self._traces_update:
                 self._tracker.__exit__(None, None, None)
@@ -173,7 +173,7 @@ class MemoryWatch(StepMemory, TrainerCallback):
             made = self._tracker.live_bytes - self._before_update
             self._peaks = (max(self._tracker.peak_bytes, self._pass_peak + made), 0)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
         self._step_ended()
 
 

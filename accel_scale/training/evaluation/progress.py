@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
-from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from accel_scale.measuring.meters import ThroughputMeter, peak_memory_bytes
 from accel_scale.reporting.metrics_log import MetricsLog
 from accel_scale.reporting.run_starts import write_start
 from accel_scale.reporting.step_lines import StepFigures, StepLines
+
+Logs = dict[str, float] | None
 
 
 class ProgressLines(TrainerCallback):
@@ -26,15 +35,15 @@ class ProgressLines(TrainerCallback):
         self._lines: StepLines | None = None
         self._num_skipped = 0
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         if state.is_world_process_zero:
             self._lines = StepLines(state.max_steps, first_step=state.global_step, bar=self._bar)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         if self._lines is not None:
             self._lines.stepped(state.global_step)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+    def on_log(self, args: object, state: object, control: object, logs: Logs = None, **kwargs: object) -> None:
         if self._lines is None or not logs:
             return
         self._num_skipped += int(logs.get("skipped_steps", 0))
@@ -51,7 +60,7 @@ class ProgressLines(TrainerCallback):
         if "eval_loss" in logs:
             self._lines.say(f"evaluation loss {float(logs['eval_loss']):.4f}")
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
         if self._lines is not None:
             self._lines.close()
 
@@ -62,7 +71,7 @@ class MeterCallback(TrainerCallback):
     def __init__(self, meter: ThroughputMeter) -> None:
         self._meter = meter
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         # transformers' own callback, which decides what follows a step, comes first.
         follows = control.should_log or control.should_evaluate or control.should_save or control.should_training_stop
         self._meter.end_step(settle=follows or state.global_step >= state.max_steps)
@@ -74,10 +83,10 @@ class MetricsCallback(TrainerCallback):
     def __init__(self) -> None:
         self._log: MetricsLog | None = None
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._log = MetricsLog(args.output_dir, state.is_world_process_zero, resumed_step=state.global_step)
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: object) -> None:
+        self._log = MetricsLog(str(args.output_dir), state.is_world_process_zero, resumed_step=state.global_step)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+    def on_log(self, args: object, state: TrainerState, control: object, logs: Logs = None, **kwargs: object) -> None:
         # The last entry sums the run up ("train_loss"); `run_summary.json` does that.
         if self._log is not None and logs and ("loss" in logs or any(name.startswith("eval_") for name in logs)):
             self._log.write(state.global_step, **{k: float(v) for k, v in logs.items() if v is not None})

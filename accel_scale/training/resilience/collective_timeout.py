@@ -6,7 +6,7 @@ import math
 from datetime import timedelta
 from typing import Any
 
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 
 from accel_scale.ending.leaving import let_go_of_collectives
 from accel_scale.errors import ConfigError
@@ -55,11 +55,11 @@ class StepCallback(TrainerCallback):
     def __init__(self) -> None:
         self._step = 0
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         self._step = state.global_step + 1
         follow_steps(lambda: self._step)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         self._step = state.global_step + 1
 
 
