@@ -40,6 +40,6 @@ def derive_accumulation(global_batch_size: int, micro_batch_size: int, world_siz
 def _largest_micro_batch(global_batch_size: int, micro_batch_size: int, world_size: int) -> int | None:
     """The largest micro-batch up to `micro_batch_size` that divides the global batch over the ranks."""
     per_rank, rest = divmod(global_batch_size, world_size)
-    if rest or not per_rank:
+    if rest:
         return None
     return max(size for size in range(1, min(micro_batch_size, per_rank) + 1) if per_rank % size == 0)

@@ -160,8 +160,6 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                     if grad_hidden is not None:
                         grad_hidden[begin : begin + chunk_size] = grad @ head.weight
                     grads.add(grad, chunk)
-        ctx.mark_non_differentiable(num_correct)
-        ctx.set_materialize_grads(False)
         ctx.options, ctx.compute_dtype = options, compute_dtype
         ctx.in_forward = (grad_hidden, grads.weight, grads.bias)
         is_later = (needs_weight or needs_bias) and not head_in_forward
@@ -171,10 +169,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return total, num_correct
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         scale = grad_outputs[0]
-        if scale is None:
-            return None, None, None, None, None
         if ctx.in_forward is None:
             raise RuntimeError("The gradients of chunked_cross_entropy are used up by the first backward pass.")
         grad_hidden, grad_weight, grad_bias = ctx.in_forward

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import platform
 import subprocess
@@ -124,6 +125,29 @@ def test_a_chosen_precision_of_products_stays(fp32_precision, monkeypatch) -> No
     assert fp32_precision() == "high"
 
 
+class Rounded(torch.Tensor):
+    """What is multiplied with it is rounded to bf16 first, as oneDNN does on CPUs with AMX."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        plain = [value.as_subclass(torch.Tensor) if isinstance(value, cls) else value for value in args]
+        first, *rest = plain
+        return func(first.bfloat16().float() if first.is_floating_point() else first, *rest, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("rounds", "precision"), [(True, "highest"), (False, "medium")])
+def test_a_processor_that_rounds_keeps_torchs_products(
+    rounds: bool, precision: str, fp32_precision, monkeypatch
+) -> None:
+    monkeypatch.delenv("ONEDNN_DEFAULT_FPMATH_MODE", raising=False)
+    unit = torch.eye(128)
+    monkeypatch.setattr(torch, "eye", lambda size: unit.as_subclass(Rounded) if rounds else unit)
+    text = _cpu("AuthenticAMD", "avx512f")
+    monkeypatch.setattr(cpu_process, "open", lambda *given, **options: io.StringIO(text), raising=False)
+    assert use_onednn_in_fp32() is not rounds
+    assert fp32_precision() == precision
+
+
 @pytest.mark.parametrize("name", ["MALLOC_ARENA_MAX", "GLIBC_TUNABLES", "LD_PRELOAD"])
 def test_own_settings_are_left_alone(name: str) -> None:
     assert not keep_freed_memory({name: "4"})
@@ -145,6 +169,18 @@ def test_a_step_in_host_memory_has_the_nodes_cores(monkeypatch, cores: int, rank
         monkeypatch.setattr(cpu_process, "_launcher_environment", lambda said=environment: said)
         assert use_cores_of_host(cores, ranks) is None
     assert found == [threads]
+
+
+def test_a_process_that_trains_keeps_few_compiled_products_unless_told_otherwise(monkeypatch) -> None:
+    flushed, kept = [], []
+    monkeypatch.setattr(torch, "set_flush_denormal", flushed.append)
+    monkeypatch.setattr(cpu_process, "keep_freed_memory", lambda: kept.append(True))
+    monkeypatch.setenv("LRU_CACHE_CAPACITY", "7")
+    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "put back")
+    del os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"]
+    cpu_process.tune_cpu_process()
+    assert (flushed, kept) == ([True], [True])
+    assert [os.environ[name] for name in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")] == ["7", "24"]
 
 
 def test_without_a_launcher_nothing_set_is_nothing_chosen(monkeypatch) -> None:

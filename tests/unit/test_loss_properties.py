@@ -63,6 +63,23 @@ def test_many_chunks_in_bf16_sum_the_heads_gradient_in_fp32(head_grad_bytes, mon
     assert ((found - expected).norm() / expected.norm()).item() < 0.01
 
 
+@pytest.mark.parametrize(("spare_bytes", "num_products"), [(0, 3), (-1, 6), (1, 3)])
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_a_large_heads_logits_are_computed_twice_and_a_small_ones_once(
+    spare_bytes, num_products, is_frozen, monkeypatch
+) -> None:
+    """Its gradient waits for the backward pass where it is larger, counted in fp32; a frozen head has none."""
+    monkeypatch.setattr(loss_module, "_HEAD_GRAD_IN_FORWARD_BYTES", 4 * VOCAB * HIDDEN + spare_bytes)
+    calls, logits = [], loss_module._Head.logits
+    monkeypatch.setattr(loss_module._Head, "logits", lambda *given: calls.append(1) or logits(*given))
+    hidden, weight, _ = inputs(1, 9, 3, torch.bfloat16)
+    loss = chunked_cross_entropy(hidden, weight.detach() if is_frozen else weight, torch.ones(1, 9, dtype=torch.long),
+                                 chunk_size=3)  # fmt: skip
+    assert len(calls) == 3
+    loss.backward()
+    assert len(calls) == (3 if is_frozen else num_products)
+
+
 def test_gradients_of_a_bias_and_of_a_frozen_head() -> None:
     hidden, weight, labels = inputs(2, 9, 3)
     bias = torch.zeros(VOCAB, requires_grad=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -154,6 +155,9 @@ def test_numbers_that_differ_between_layers_are_read_of_each():
     assert numbers_of_layers(config, "num_key_value_heads") == [4, 2, 4, 2]
     assert numbers_of_layers(config, "num_attention_heads") == [8]
     assert numbers_of_layers(config, "no_such_thing") == []
+    named = SimpleNamespace(heads=[4, 0, None, 2], width=8, none=0, word="8", per_layer_attributes=None)
+    found = [numbers_of_layers(named, name) for name in ("heads", "width", "none", "word")]
+    assert found == [[4, 2], [8], [], []]
     assert model_record(config, None)["head_dim"] == [64, 128, 64, 128]
 
 

@@ -208,6 +208,7 @@ def test_scales_every_group_and_learning_rates_held_in_tensors():
     [
         (1875, {"warmup_ratio": 0.03}, 57),
         (100, {"warmup_steps": 7}, 7),
+        (100, {"warmup_steps": 1}, 1),
         (100, {"warmup_steps": 0.07}, 7),
         (3, {"warmup_ratio": 0.03}, 1),
         (100, {}, 0),
@@ -224,6 +225,9 @@ def test_other_schedules_are_transformers_own():
     floor = _optimizer(lr=1.0)
     with_floor = create_schedule(floor, "cosine_with_min_lr", num_training_steps=4, min_lr_ratio=0.3)
     assert _learning_rates(floor, with_floor, 5)[4] == pytest.approx(0.3)
+    named = _optimizer(lr=1.0)
+    with_floor = create_schedule(named, "cosine_warmup_with_min_lr", num_training_steps=4, min_lr_ratio=0.3)
+    assert 0.3 < min(_learning_rates(named, with_floor, 4)) < 0.5
 
 
 @pytest.mark.parametrize(
@@ -235,6 +239,11 @@ def test_other_schedules_are_transformers_own():
         (
             "cosine_with_min_lr",
             {"min_lr_ratio": 0.1, "scheduler_kwargs": {"min_lr_rate": 0.2}},
+            "--min_lr_ratio",
+        ),
+        (
+            "cosine_warmup_with_min_lr",
+            {"min_lr_ratio": 0.1, "scheduler_kwargs": {"min_lr": 1e-5}},
             "--min_lr_ratio",
         ),
         ("cosine", {"warmup_ratio": 0.1, "warmup_steps": 5}, "--warmup_ratio"),
@@ -327,6 +336,16 @@ def test_every_setting_reaches_a_schedule_of_transformers():
             name, optimizer=theirs, num_warmup_steps=5, num_training_steps=20, scheduler_specific_kwargs=kwargs
         )
         assert _learning_rates(ours, schedule, 20) == pytest.approx(_learning_rates(theirs, reference, 20))
+
+
+def test_a_decay_takes_a_tenth_of_the_run_by_its_root_where_nothing_is_said():
+    optimizer = _optimizer(lr=1.0)
+    schedule = create_schedule(optimizer, "wsd", num_training_steps=40, warmup_steps=1)
+    rates = _learning_rates(optimizer, schedule, 41)
+    assert rates[:37] == [1.0] * 37
+    assert rates[37:] == pytest.approx([1 - math.sqrt(share / 4) for share in (1, 2, 3, 4)])
+    # One step of ten, not all of them: there is room for half a run of decay.
+    create_schedule(_optimizer(), "wsd", num_training_steps=10, warmup_steps=1, decay_ratio=0.5)
 
 
 def test_a_floor_of_nothing_is_a_floor():
