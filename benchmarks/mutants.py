@@ -1,4 +1,4 @@
-"""Mutants of a module: small changes of its code, made by cosmic-ray's operators and by four of our own.
+"""Mutants of a module: small changes of its code, made by cosmic-ray's operators and by seven of our own.
 
 What cannot change a result is left out by rule: annotations, docstrings and messages, decorators and their arguments,
 printing and raising, assertions, imports, paths, private constants of a module (sizes of buffers, patterns), and
@@ -48,6 +48,16 @@ _FROM_COSMIC_RAY = (
 _MESSAGES = re.compile(
     r"(print|say|_say|warn|warning|error|info|debug|write_line|Finding|ConfigError|\w+Error|Damaged|perf_counter)"
 )
+# Calls without arguments that a tensor, a text or a list goes through.
+_PASSED_THROUGH = {
+    "abs", "bool", "clone", "contiguous", "copy", "cpu", "detach", "double", "exp", "flatten", "float", "int", "log",
+    "long", "lower", "sqrt", "square", "squeeze", "strip",
+}  # fmt: skip
+_OTHER_TYPES = {
+    "float32": "bfloat16", "float64": "float32", "bfloat16": "float32", "float16": "bfloat16", "int64": "int32",
+    "long": "int32",
+}  # fmt: skip
+_OTHER_REDUCTIONS = {'"sum"': '"mean"', '"mean"': '"sum"', "MAX": "SUM", "SUM": "MAX", "AVG": "SUM", "MIN": "MAX"}
 _SWAPPED = {"min": "max", "max": "min", "any": "all", "all": "any", "floor": "ceil", "ceil": "floor"}
 _KEYWORDS_OF_NO_MATTER = ("strict", "daemon", "encoding", "indent", "flush", "place", "fix")
 _PATH = re.compile(r"[\"']|\b(folder|path|name|directory|root|staged|beside|MANIFEST|\w+_dir)\b")
@@ -119,9 +129,42 @@ class DropCondition(_OnTexts):
                 yield "".join(child.get_code() for child in kept).strip()
 
 
+class DropMethod(_OnTexts):
+    """`x.detach()` is `x`."""
+
+    def replacements(self, node: Any) -> Iterator[str]:
+        if node.type != "atom_expr":
+            return
+        for index in range(1, len(node.children) - 1):
+            name, call = node.children[index : index + 2]
+            if call.get_code().strip() == "()" and name.get_code().strip().removeprefix(".") in _PASSED_THROUGH:
+                kept = [*node.children[:index], *node.children[index + 2 :]]
+                yield "".join(child.get_code() for child in kept).strip()
+
+
+class OtherType(_OnTexts):
+    """A narrower type of torch's, or a wider one."""
+
+    def replacements(self, node: Any) -> Iterator[str]:
+        if node.type == "name" and node.value in _OTHER_TYPES:
+            dot = node.get_previous_leaf()
+            if dot.value == "." and dot.get_previous_leaf().value == "torch":
+                yield _OTHER_TYPES[node.value]
+
+
+class OtherReduction(_OnTexts):
+    """A mean for a sum, a sum for a maximum."""
+
+    def replacements(self, node: Any) -> Iterator[str]:
+        is_member = node.type == "name" and node.get_previous_leaf() and node.get_previous_leaf().value == "."
+        if (is_member or node.type == "string") and node.value in _OTHER_REDUCTIONS:
+            yield _OTHER_REDUCTIONS[node.value]
+
+
+_OWN = (DropStatement, DropKeyword, SwapMinMax, DropCondition, DropMethod, OtherType, OtherReduction)
 OPERATORS: dict[str, Operator] = {
     **{name: get_operator(f"core/{name}")() for name in _FROM_COSMIC_RAY},
-    **{kind.__name__: kind() for kind in (DropStatement, DropKeyword, SwapMinMax, DropCondition)},
+    **{kind.__name__: kind() for kind in _OWN},
 }
 
 

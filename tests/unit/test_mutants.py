@@ -24,6 +24,7 @@ def judge(loss: float, *, floor: float = 0.5, names: list[str] | None = None) ->
     state.value = min(loss, 3)
     state.close()
     print("step", 4 + 5)
+    total = state.all_reduce(value.detach().abs().max(), torch.float32, ReduceOp.MAX, how="sum")
     return [name for name in sorted(names, reverse=True) if not name][-1]
 '''
 
@@ -44,13 +45,21 @@ def test_what_is_changed_and_what_is_not(mutants: Any) -> None:
             if text is not None:
                 one = mutants.described("m.py", SOURCE, text, operator, occurrence)
                 found.setdefault(one.line, set()).add(one.after)
-    assert set(found) == {5, 8, 11, 13, 14, 16}
+    assert set(found) == {5, 8, 11, 13, 14, 16, 17}
     assert found[5] == {"LIMIT: int | None = 8", "LIMIT: int | None = 6"}
     assert {"if loss <= floor and names is not None:", "if loss < floor or names is not None:"} <= found[11]
     assert {"if loss < floor:", "if names is not None:"} <= found[11]
     assert {"pass", "state.value = max(loss, 3)", "state.value = min(loss, 4)"} <= found[13]
     assert found[14] == {"pass"}
-    assert "return [name for name in sorted(names, **{}) if not name][-1]" in found[16]
+    reduced = "total = state.all_reduce({}, torch.{}, ReduceOp.{}, how={})"
+    assert {
+        reduced.format("value.abs().max()", "float32", "MAX", '"sum"'),
+        reduced.format("value.detach().max()", "float32", "MAX", '"sum"'),
+        reduced.format("value.detach().abs().max()", "bfloat16", "MAX", '"sum"'),
+        reduced.format("value.detach().abs().max()", "float32", "SUM", '"sum"'),
+        reduced.format("value.detach().abs().max()", "float32", "MAX", '"mean"'),
+    } <= found[16]
+    assert "return [name for name in sorted(names, **{}) if not name][-1]" in found[17]
     assert mutants.sites(SOURCE) == mutants.sites(SOURCE), "a seed draws the same ones again"
 
 
