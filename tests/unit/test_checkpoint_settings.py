@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -51,6 +52,25 @@ def test_what_changes_learning_is_kept_and_the_rest_is_not() -> None:
     }  # fmt: skip
     assert kept(found) == found
     assert len(set(MEANING)) == len(MEANING)
+
+
+# Of TRL's flags that its SFTConfig does not have: how answers are generated and shown, and what depends on the ranks.
+NOT_LEARNT = re.compile(
+    r"(vllm_|log_|use_transformers|transformers_|ds3_).*|use_vllm|cache_implementation|num_completions_to_print|"
+    r"num_generations_eval|generation_batch_size|steps_per_generation|max_tool_calling_iterations|"
+    r"cast_lm_head_to_fp32|precompute_ref_(log_probs|batch_size)"
+)
+
+
+def test_every_flag_of_a_loss_is_compared() -> None:
+    from accel_scale.flags.library import SHIPPED
+
+    classes = json.loads(SHIPPED.read_text(encoding="utf-8"))["classes"]
+    flags = {name: {flag["dest"] for flag in found["flags"]} for name, found in classes.items()}
+    for name in ("DPO", "KTO", "GRPO", "RLOO", "Reward"):
+        own = flags[f"trl:{name}Config"] - flags["trl:SFTConfig"]
+        assert {flag for flag in own - set(MEANING) if not NOT_LEARNT.fullmatch(flag)} == set(), name
+    assert {"rewards", "router_aux_loss_coef", "truncation_mode"} <= set(MEANING)
 
 
 def test_adapters_settings_mean_nothing_without_adapters() -> None:

@@ -20,6 +20,7 @@ MEANING = (
     # data
     "dataset_config", "dataset_train_split", "dataset_mixture", "columns", "on_bad_row", "max_length", "packing",
     "packing_strategy", "padding_free", "isolate_documents", "completion_only_loss", "assistant_only_loss",
+    "truncation_mode",
     "chat_template_path", "eos_token", "train_sampling_strategy", "validation_share", "text_column",
     "text_documents", "train_tokenizer", "vocab_size", "shuffle_dataset", "max_prompt_length",
     "max_completion_length",
@@ -36,7 +37,15 @@ MEANING = (
     "num_generations", "temperature", "desirable_weight", "undesirable_weight", "loss_weights", "label_smoothing",
     "f_divergence_type", "f_alpha_divergence_coef", "discopop_tau", "ld_alpha", "use_weighting", "sync_ref_model",
     "ref_model_mixup_alpha", "ref_model_sync_steps", "disable_dropout", "center_rewards_coefficient",
-    "normalize_advantages", "reward_clip_range",
+    "router_aux_loss_coef",
+    # answers and their rewards
+    "rewards", "reward_weights", "multi_objective_aggregation", "scale_rewards", "normalize_advantages",
+    "reward_clip_range", "top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs", "chat_template_kwargs",
+    "num_iterations", "epsilon", "epsilon_high", "delta", "importance_sampling_level", "mask_truncated_completions",
+    "off_policy_mask_threshold", "use_bias_correction_kl", "top_entropy_quantile", "entropy_coef",
+    "use_adaptive_entropy", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target",
+    "sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg",
+    "vespo_lambda_neg",
 )  # fmt: skip
 # What a run may have chosen by itself and keeps when it goes on; if the user sets it otherwise, it is no other run.
 KEPT = ("checkpointing_policy", "fused_kernels")
