@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from gradio import Blocks
 
 TITLE = "accel-scale board"
-FIRST_PORT = 7860
 _WAITING_CLICKS = 100
 _FONTS = ["system-ui", "sans-serif"]  # of the reader's system: none is loaded
 # Gradio's light greys are too light to read.
@@ -79,7 +78,7 @@ def start(
 
     Args:
         host: Interface to listen on.
-        port: None: the first that is free from `FIRST_PORT` on.
+        port: None: the first that is free from 7860 on.
         hosts: Names by which requests may call this server; none: any.
 
     Raises:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from accel_scale.checks.case import Case, Finding, Rule, error, warning
-
-# torch's hook refuses to begin before two steps are done: DDP builds its buckets again after the first.
-FIRST_POWERSGD_STEP = 3
-DEFAULT_POWERSGD_STEP = 100
+from accel_scale.facts.names import FIRST_POWERSGD_STEP, POWERSGD_STEP
 
 
 def _powersgd_flag(case: Case) -> str | None:
@@ -99,7 +96,7 @@ def powersgd_flags(case: Case) -> Finding | None:
 def powersgd_never_begins(case: Case) -> Finding | None:
     """A run that ends before PowerSGD begins."""
     run = case.run
-    start = run.powersgd_start_step or DEFAULT_POWERSGD_STEP
+    start = run.powersgd_start_step or POWERSGD_STEP
     if run.ddp_comm_hook != "powersgd" or not 0 < run.max_steps < start:
         return None
     problem = f"PowerSGD begins with step {start}, and the run has {run.max_steps}."

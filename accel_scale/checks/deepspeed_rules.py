@@ -118,8 +118,7 @@ def nvme_folder(case: Case) -> Finding | None:
     if not p.nvme_paths:
         return error(place, "NVMe offload has no nvme_path.", "add the folder to write to.")
     for path in p.nvme_paths:
-        folder = case.machine.folders.get(path)
-        if folder is not None and not folder.writable:
+        if not case.machine.folders.get(path, True):
             return error(place, f"{path} cannot be written.", "write a folder of yours on a local NVMe.")
     return None
 

@@ -224,8 +224,7 @@ def dropout_in_shared_layers(case: Case) -> Finding | None:
 
 def output_folder(case: Case) -> Finding | None:
     """An output folder that cannot be written."""
-    folder = case.machine.folders.get(case.run.output_dir)
-    if folder is None or folder.writable:
+    if case.machine.folders.get(case.run.output_dir, True):
         return None
     return error(case.run.place("output_dir"), f"{case.run.output_dir} cannot be written.", "choose another folder.")
 

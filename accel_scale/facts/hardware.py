@@ -17,8 +17,6 @@ from accel_scale.units import format_bytes, parse_bytes
 if TYPE_CHECKING:
     from accel_scale.network.link_fit import MeasuredLinks
 
-DTYPES = ("fp32", "tf32", "fp16", "bf16", "fp8")
-
 # CUDA context, loaded kernels and cuBLAS workspaces of one PyTorch process: 0.5–0.9 GiB seen on A100.
 CONTEXT_BYTES = int(0.7 * 2**30)
 # Of a card given by its size only: a 24 GiB GeForce reports 23.5 GiB, so 2% less than what is printed on the box.
@@ -56,7 +54,7 @@ class Gpu:
         name: The catalogue's name, or what the user gave.
         memory_bytes: What CUDA or ROCm reports as the card's total, which is below the figure on the box.
         memory_bandwidth: Bytes per second from and to its own memory.
-        peak_flops: Dense FLOP/s by dtype (`DTYPES`), with fp32 accumulation.
+        peak_flops: Dense FLOP/s by dtype (fp32, tf32, fp16, bf16, fp8), with fp32 accumulation.
         link: ``nvlink``, ``infinity_fabric`` or ``pcie``.
         link_bytes_per_second: To the other GPUs of its server, one way.
         pcie_bytes_per_second: To the host, one way.

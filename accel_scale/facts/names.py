@@ -46,4 +46,8 @@ FUSED_LABEL = "Liger's"
 AUTO_POLICY = "auto"
 AUTO_POLICIES = ("none", "selective", "every_2", "full")
 PRECISIONS = tuple(PRECISION_FACTS)
+DDP_HOOKS = ("none", "bf16", "fp16", "powersgd")
+POWERSGD_RANK, POWERSGD_STEP = 4, 100  # by default
+# torch's hook refuses to begin before two steps are done: DDP builds its buckets again after the first.
+FIRST_POWERSGD_STEP = 3
 DECAY_SHAPES = ("1-sqrt", "linear", "cosine")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from accel_scale.facts.names import DDP_HOOKS, POWERSGD_RANK, POWERSGD_STEP
 from accel_scale.flags.common import _flag
-
-HOOKS = ("none", "bf16", "fp16", "powersgd")
 
 
 @dataclass
@@ -16,11 +15,11 @@ class DdpHookArguments:
     ddp_comm_hook: str = _flag(
         "none",
         "DDP: gradient compression. none, bf16 or fp16 (cast before sending), or powersgd (low-rank factors).",
-        choices=HOOKS,
+        choices=DDP_HOOKS,
     )
-    powersgd_rank: int | None = _flag(None, "PowerSGD: rank of the factors. Default: 4.")
+    powersgd_rank: int | None = _flag(None, f"PowerSGD: rank of the factors. Default: {POWERSGD_RANK}.")
     powersgd_start_step: int | None = _flag(
-        None, "PowerSGD: optimizer step at which compression starts. Default: 100."
+        None, f"PowerSGD: optimizer step at which compression starts. Default: {POWERSGD_STEP}."
     )
 
 

@@ -27,19 +27,6 @@ FLASH_PACKAGES = {"flash_attention_2": "flash-attn", "flash_attention_3": "flash
 
 
 @dataclass(frozen=True)
-class Folder:
-    """A folder that a run would write to.
-
-    Attributes:
-        writable: Whether files can be created there, or the folder itself can.
-        free_bytes: Free space of its file system.
-    """
-
-    writable: bool
-    free_bytes: int
-
-
-@dataclass(frozen=True)
 class LocalMachine:
     """What the checks need to know about a machine. The defaults are a bare CPU machine with nothing installed.
 
@@ -63,7 +50,7 @@ class LocalMachine:
     host_memory_bytes: int = 0
     python_version: str = ""
     system: str = ""
-    folders: Mapping[str, Folder] = field(default_factory=dict)
+    folders: Mapping[str, bool] = field(default_factory=dict)
     stale_locks: tuple[str, ...] = ()
     unheld_locks: tuple[str, ...] = ()
 
@@ -97,16 +84,16 @@ def detect_machine(folders: Iterable[str | Path] = ()) -> LocalMachine:
         host_memory_bytes=psutil.virtual_memory().total,
         python_version=platform.python_version(),
         system=f"{platform.system()} {platform.release()}",
-        folders={str(name): describe_folder(Path(name)) for name in folders},
+        folders={str(name): is_writable(Path(name)) for name in folders},
         stale_locks=stale_build_locks(),
         unheld_locks=unheld_build_locks(),
     )
 
 
-def installed_packages() -> dict[str, str]:
-    """Version of each of `PACKAGES` that is installed."""
+def installed_packages(names: Iterable[str] = PACKAGES) -> dict[str, str]:
+    """Version of each of the packages that is installed."""
     versions = {}
-    for name in PACKAGES:
+    for name in names:
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -114,13 +101,12 @@ def installed_packages() -> dict[str, str]:
     return versions
 
 
-def describe_folder(path: Path) -> Folder:
-    """Whether `path` (or, where it does not exist yet, its nearest parent) can be written to, and the space left."""
+def is_writable(path: Path) -> bool:
+    """Whether files can be created in `path`, or, where it does not exist yet, in its nearest parent."""
     existing = path.absolute()
     while not existing.exists():
         existing = existing.parent
-    writable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
-    return Folder(writable, shutil.disk_usage(existing).free)
+    return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
 
 
 def _detect_accelerators() -> dict[str, Any]:

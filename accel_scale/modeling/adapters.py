@@ -115,7 +115,6 @@ def quantization_config(
     *,
     precision: Precision,
     strategy: str = "single",
-    device_type: str = "cpu",
     place: Callable[[str], str] = "--{}".format,
 ) -> BitsAndBytesConfig | None:
     """How the frozen base is loaded: in 4 bits, in 8 bits, or (`None`) as it is.

@@ -64,7 +64,7 @@ def packed_attention_forward(
         and query.shape[2] == key.shape[2]
     )
     if is_plain:
-        query, key, value = _in_autocast_dtype(query, key, value)
+        query, key, value = in_autocast_dtype(query, key, value)
         with torch.autocast(query.device.type, enabled=False):
             if layout is not None:
                 return _attend_packed(query, key, value, layout, dropout, scaling), None
@@ -79,8 +79,8 @@ def packed_attention_forward(
     )
 
 
-def _in_autocast_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """`tensors` in the type in which autocast would compute SDPA (rotary embeddings leave queries in fp32)."""
+def in_autocast_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """`tensors` in the type in which autocast computes attention: rotary embeddings leave queries and keys in fp32."""
     device_type = tensors[0].device.type
     if not torch.is_autocast_enabled(device_type):
         return tensors

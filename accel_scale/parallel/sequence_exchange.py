@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.distributed import _functional_collectives as collectives
 
+from accel_scale.modeling.packed_attention import in_autocast_dtype
+
 
 def to_whole_rows(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: Any, size: int
@@ -29,7 +31,7 @@ def to_whole_rows(
     num_key_heads = key.shape[1]
     if num_key_heads < size:
         key, value = (tensor.repeat_interleave(size // num_key_heads, 1) for tensor in (key, value))
-    tensors = _in_one_dtype(query, key, value)
+    tensors = in_autocast_dtype(query, key, value)
     batch_size, _, length, _ = query.shape
     # (batch, heads, length, size) → (ranks, batch, length, features of that rank's heads)
     sent = [
@@ -71,12 +73,3 @@ def gather_positions(position_ids: torch.Tensor, group: Any, size: int) -> torch
     """(batch, T ÷ size) position ids of this rank to the (batch, T) of the whole rows."""
     gathered = collectives.wait_tensor(collectives.all_gather_single(position_ids.contiguous(), 0, group))
     return gathered.unflatten(0, (size, -1)).transpose(0, 1).reshape(position_ids.shape[0], -1)
-
-
-def _in_one_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """In autocast's type, in which attention computes anyway: rotary embeddings leave queries and keys in fp32."""
-    device_type = tensors[0].device.type
-    if not torch.is_autocast_enabled(device_type):
-        return tensors
-    dtype = torch.get_autocast_dtype(device_type)
-    return tuple(tensor.to(dtype) for tensor in tensors)

@@ -62,10 +62,10 @@ def _set_batch(scale: ScaleSettings, arguments: Any) -> None:
     if accumulation is not None:
         arguments.gradient_accumulation_steps = accumulation
     if before != (arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps):
-        _derive_generation_batch(arguments, *before)
+        _derive_generation_batch(arguments, before[1])
 
 
-def _derive_generation_batch(arguments: Any, old_micro: int, old_accumulation: int) -> None:
+def _derive_generation_batch(arguments: Any, old_accumulation: int) -> None:
     """What TRL's configurations for online methods derive from the batch when they are made (TRL 1.16).
 
     GRPO, RLOO and their kin hold completions per generation and micro-batches that use them. Left to TRL, they follow

@@ -10,8 +10,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from accel_scale.checks.ddp_rules import FIRST_POWERSGD_STEP
 from accel_scale.data.default import labelled_of, pairs_of
+from accel_scale.facts.names import FIRST_POWERSGD_STEP
 from accel_scale.flags.command_line import RecipeCommand
 from accel_scale.flags.paths import without_weight
 from accel_scale.launching.launch_file import LaunchFile

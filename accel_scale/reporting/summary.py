@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import json
 import os
 import platform
@@ -11,13 +10,10 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from accel_scale.launching.machine import PACKAGES, installed_packages
 from accel_scale.secrets import without_secrets
 
 SUMMARY_NAME = "run_summary.json"
-_PACKAGES = (
-    "accel-scale", "torch", "transformers", "accelerate", "trl", "peft", "bitsandbytes", "datasets", "deepspeed",
-    "torchao", "flash-attn", "optuna",
-)  # fmt: skip
 
 
 def write_summary(folder: str | os.PathLike[str], content: dict[str, Any], *, name: str = SUMMARY_NAME) -> Path:
@@ -46,13 +42,7 @@ def described(content: dict[str, object]) -> dict[str, object]:
 
 def installed_versions() -> dict[str, str]:
     """Version of every package that shapes a run, by distribution name; absent ones are left out."""
-    versions = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
+    return {"python": platform.python_version(), **installed_packages((*PACKAGES, "optuna"))}
 
 
 def machine() -> dict[str, Any]:

@@ -125,7 +125,7 @@ def load_run_model(run: TrainerRun, args: RecipeConfig) -> PreTrainedModel:
     settings = run.settings
     options = args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {}  # TRL has read text by now
     quantization = adapters.quantization_config(
-        run.model_args, precision=settings.precision, strategy=run.launch.strategy, device_type=run.device_type
+        run.model_args, precision=settings.precision, strategy=run.launch.strategy
     )
     model = loading.load_model(
         run.model_name,

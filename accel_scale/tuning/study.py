@@ -19,8 +19,6 @@ from accel_scale.tuning.ownership import fail_abandoned, is_interrupted, retry
 from accel_scale.tuning.space import SearchSpace
 from accel_scale.tuning.trials import Interrupted, TrialFailed, TrialSettings, run_trial
 
-SAMPLERS = ("tpe", "random", "grid")
-PRUNERS = ("median", "halving", "none")
 HEARTBEAT_SECONDS, GRACE_SECONDS = 30, 120
 MAX_FIRST_FAILURES = 3
 _ATTRIBUTE = "accel_scale"

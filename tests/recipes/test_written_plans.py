@@ -24,7 +24,7 @@ from accel_scale.facts.hardware import find_gpu
 from accel_scale.flags.parsing import ParsedFlags
 from accel_scale.launching import machine as machine_module
 from accel_scale.launching.launch_file import LaunchFile, read_launch_file
-from accel_scale.launching.machine import PACKAGES, Folder, LocalMachine
+from accel_scale.launching.machine import PACKAGES, LocalMachine
 from accel_scale.planning.models.training_setup import TrainingSetup
 from accel_scale.planning.search.recipe_choices import PRETRAIN_PLAN, SFT_PLAN
 from accel_scale.planning.search.requests import build_request
@@ -54,7 +54,7 @@ def cuda(request: Request) -> LocalMachine:
     return LocalMachine(
         accelerator=device_of(gpu),
         num_devices=planned.gpus_per_node,
-        folders={"outputs": Folder(True, 2**40)},
+        folders={"outputs": True},
         **TOOLS,
     )
 

@@ -24,7 +24,7 @@ from accel_scale.facts.device import Device, device_named
 from accel_scale.launching.build_locks import remove_abandoned_locks, stale_build_locks, unheld_build_locks
 from accel_scale.launching.environment import LaunchEnvironment, current_launch
 from accel_scale.launching.launch_file import LaunchFile, read_launch_file
-from accel_scale.launching.machine import PACKAGES, Folder, LocalMachine, describe_folder
+from accel_scale.launching.machine import PACKAGES, LocalMachine, is_writable
 
 ROOT = Path(__file__).parents[2]
 ALL_RULES = {
@@ -388,9 +388,9 @@ def test_global_batch():
 
 def test_output_folder():
     run = RunSettings(output_dir="/proc/out")
-    locked = dataclasses.replace(LAPTOP, folders={"/proc/out": Folder(False, 0)})
+    locked = dataclasses.replace(LAPTOP, folders={"/proc/out": False})
     fires("output_folder", run, single(), locked, place="--output_dir")
-    silent("output_folder", run, single(), dataclasses.replace(LAPTOP, folders={"/proc/out": Folder(True, 1)}))
+    silent("output_folder", run, single(), dataclasses.replace(LAPTOP, folders={"/proc/out": True}))
 
 
 def test_data_parallel_fallback():
@@ -656,7 +656,7 @@ def test_accelerate_really_drops_the_nvme_path(monkeypatch):
 def test_nvme_folder(edited):
     file = shipped("zero_infinity")
     place = file.place("zero_optimization.offload_param.nvme_path")
-    locked = dataclasses.replace(AMPERE, folders={"nvme_offload": Folder(False, 0)})
+    locked = dataclasses.replace(AMPERE, folders={"nvme_offload": False})
     fires("nvme_folder", RunSettings(), file, locked, place=place, says="nvme_offload")
     silent("nvme_folder", RunSettings(), file, AMPERE)
     nowhere = edited("zero_infinity", json=('"nvme_path": "nvme_offload"', '"fast_init": false'))
@@ -785,10 +785,10 @@ def test_settings_from_flags(tmp_path):
 
 
 def test_folder_facts(tmp_path):
-    assert describe_folder(tmp_path / "new" / "deeper").writable
+    assert is_writable(tmp_path / "new" / "deeper")
     file = tmp_path / "file"
     file.touch()
-    assert not describe_folder(file / "below").writable
+    assert not is_writable(file / "below")
 
 
 def test_errors_come_first_and_the_first_is_raised():

@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from plan_schema import problems_of
 
 from accel_scale import cheapest, inference_memory, largest_batch, longest_row, plan, what_if
 from accel_scale.cli.main import main
 from accel_scale.errors import ConfigError
 from accel_scale.planning.search.prices import read_prices
-from accel_scale.reporting.plan_schema import problems_of
 
 MODEL = "meta-llama/Llama-3.1-8B"
 PRICES = "H100: 2.40\nRTX 4090: 0.40\nA100 80GB SXM: {price: 1.35, num_gpus: [8]}\n"

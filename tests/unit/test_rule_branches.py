@@ -12,7 +12,7 @@ from accel_scale.checks import ddp_rules, deepspeed_rules, launch_rules, precisi
 from accel_scale.checks.case import Case
 from accel_scale.checks.run_settings import RunSettings
 from accel_scale.facts.device import CPU, Device, device_named
-from accel_scale.launching.machine import PACKAGES, Folder, LocalMachine
+from accel_scale.launching.machine import PACKAGES, LocalMachine
 from accel_scale.launching.strategy import LaunchStrategy
 
 Check = Callable[..., Any]
@@ -215,7 +215,7 @@ def test_drives_among_the_launch_files_own_keys(section: dict, key: str | None) 
 def test_folders_on_drives() -> None:
     rule = deepspeed_rules.nvme_folder
     check(rule, None, {}, {}, **DRIVES)
-    locked = replace(A100, folders={"a": Folder(True, 1), "b": Folder(False, 0)})
+    locked = replace(A100, folders={"a": True, "b": False})
     check(rule, "launch zero_optimization.offload_param.nvme_path | b cannot be written", {}, {}, locked, **DRIVES)
     states = {**DRIVES, "offload_params": "none", "nvme_paths": ()}
     check(rule, "launch zero_optimization.offload_optimizer.nvme_path | has no nvme_path", {}, {}, **states)

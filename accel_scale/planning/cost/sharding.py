@@ -74,7 +74,7 @@ def _torch(model: ModelFacts, setup: TrainingSetup, groups: ParameterGroups, opt
         gradients = min(trained, model.embedding_params) * width
     states = trained * optimizer.state_bytes(width)
     update = trained * width * optimizer.transient_copies
-    host, whole = _load_bytes(model, setup, groups), _whole_on_card(setup, groups)
+    host, whole = _load_bytes(setup, groups), _whole_on_card(setup, groups)
     if parallel.offloads_params:
         # FSDP's offload keeps weights, gradients and states on the host and steps there.
         return StateBytes(0, 0, 0, 0, 0, whole, max(host, weights + gradients + states + update))
@@ -122,7 +122,7 @@ def _deepspeed(
     part = trained / shards
     update = 4 * (min(part, DEEPSPEED_SUB_GROUP) if parallel.shards_weights else part) if width < 4 else 0.0
     states = part * optimizer.state_bytes(4)
-    host, whole = _load_bytes(model, setup, groups), _whole_on_card(setup, groups)
+    host, whole = _load_bytes(setup, groups), _whole_on_card(setup, groups)
     if parallel.offloads_optimizer:
         pinned = part * (4 + 4) + states
         host = max(host, pinned if parallel.offload_optimizer == "cpu" else 3 * 12 * min(part, DEEPSPEED_SUB_GROUP))
@@ -134,7 +134,7 @@ def _deepspeed(
     return StateBytes(weights, masters, gradients, states, update, max(0.0, whole - weights), host)
 
 
-def _load_bytes(model: ModelFacts, setup: TrainingSetup, groups: ParameterGroups) -> float:
+def _load_bytes(setup: TrainingSetup, groups: ParameterGroups) -> float:
     """Host memory of one rank while loading: safetensors are mapped, so a copy exists where weights are cast."""
     width = setup.trained_bytes if setup.trains_all else setup.frozen_bytes
     whole = groups.base * width

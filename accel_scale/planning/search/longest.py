@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from accel_scale.errors import ConfigError
@@ -37,6 +38,11 @@ def longest_rows(request: Request, *, at_most: int | None = None) -> Plan:
             place="--max_length longest",
             fix="take a smaller model, --method qlora, or more cards.",
         )
+    return last_that_fits(plan_for, best, fits, fails)
+
+
+def last_that_fits(plan_for: Callable[[int], Plan], best: Plan, fits: int, fails: int) -> Plan:
+    """The plan for the largest number for which something fits: `best` is the one for `fits`; `fails` is too large."""
     while fails - fits > 1:
         middle = (fits + fails) // 2
         found = plan_for(middle)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from accel_scale.errors import ConfigError
 from accel_scale.planning.cost.timing import Budget
 from accel_scale.planning.models.training_setup import TrainingSetup
-from accel_scale.planning.search.longest import longest_rows
+from accel_scale.planning.search.longest import last_that_fits, longest_rows
 from accel_scale.planning.search.plan import Candidate, Plan, Request
 from accel_scale.planning.search.prices import Price
 from accel_scale.planning.search.requests import build_request
@@ -99,14 +99,7 @@ def largest_batch(request: Request) -> Plan:
         )
     while fails < _MOST_ROWS and (found := plan_for(fails)).best is not None:
         best, fits, fails = found, fails, 2 * fails
-    while fails - fits > 1:
-        middle = (fits + fails) // 2
-        found = plan_for(middle)
-        if found.best is None:
-            fails = middle
-        else:
-            best, fits = found, middle
-    return best
+    return last_that_fits(plan_for, best, fits, fails)
 
 
 def cheapest_plans(wish: Wish, prices: Iterable[Price], tokens: float) -> list[PricedPlan]:

@@ -12,7 +12,8 @@ from accelerate.utils import DistributedDataParallelKwargs
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from accel_scale.errors import ConfigError
-from accel_scale.training.ddp.powersgd import DEFAULT_RANK, DEFAULT_START_STEP, CountedBytes, PowerSgd
+from accel_scale.facts.names import POWERSGD_RANK, POWERSGD_STEP
+from accel_scale.training.ddp.powersgd import CountedBytes, PowerSgd
 
 # Accelerate keeps the model as it was before DDP wrapped it, loops have it wrapped: both lead to the hook.
 _HOOKS: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()
@@ -71,8 +72,8 @@ class DdpSettings:
 
     bucket_cap_mb: int | None = None
     comm_hook: str = "none"
-    powersgd_rank: int = DEFAULT_RANK
-    powersgd_start_step: int = DEFAULT_START_STEP
+    powersgd_rank: int = POWERSGD_RANK
+    powersgd_start_step: int = POWERSGD_STEP
 
     @classmethod
     def of(cls, args: Any) -> DdpSettings:

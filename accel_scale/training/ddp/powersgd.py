@@ -16,10 +16,6 @@ from typing import Any
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-DEFAULT_RANK, DEFAULT_START_STEP = 4, 100
-# DDP builds its buckets again after the first step, and torch's hook refuses to begin before two are done.
-FIRST_START_STEP = 3
-
 
 @dataclass(frozen=True)
 class FactorShape:
@@ -68,7 +64,7 @@ class PowerSgd(CountedBytes):
     Args:
         parameters: Name → parameter, of all that DDP reduces.
         rank: Of the factors.
-        start_step: Gradients travel whole before this optimizer step, counted from 1; at least `FIRST_START_STEP`.
+        start_step: Gradients travel whole before this optimizer step, counted from 1; at least `FIRST_POWERSGD_STEP`.
 
     Attributes:
         is_stateful: There is something to save, and to take back when a step is dropped.

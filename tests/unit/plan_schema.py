@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import cast
 
 Rule = Mapping[str, object]
-SCHEMA = Path(__file__).resolve().parents[1] / "assets" / "plan.schema.json"
+SCHEMA = Path(__file__).resolve().parents[2] / "accel_scale/assets/plan.schema.json"
 
 _TYPES: Mapping[str, tuple[type, ...]] = {
     "object": (dict,), "array": (list, tuple), "string": (str,), "integer": (int,), "number": (int, float),
