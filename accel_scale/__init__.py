@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from accel_scale.launching.memory_cap import cap_device_memory as cap_device_memory
     from accel_scale.launching.rehearsal import enable_rehearsal_if_needed as enable_rehearsal_if_needed
     from accel_scale.merging.adapter import merge_adapter as merge_adapter
-    from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy as CheckpointingPolicy
     from accel_scale.modeling.activation_checkpointing import apply_checkpointing as apply_checkpointing
+    from accel_scale.modeling.recomputing.policies import CheckpointingPolicy as CheckpointingPolicy
     from accel_scale.optimization.batch import derive_accumulation as derive_accumulation
     from accel_scale.optimization.fast_loss import FastLossMixin as FastLossMixin
     from accel_scale.optimization.loss import chunked_cross_entropy as chunked_cross_entropy

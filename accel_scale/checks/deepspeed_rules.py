@@ -6,6 +6,7 @@ from typing import Any
 
 from accel_scale.checks.case import Case, Finding, Rule, error, warning
 from accel_scale.checks.recipe_rules import optimizer_of
+from accel_scale.facts.checkpointing import NOT_REENTRANT, kind_of
 from accel_scale.launching.strategy import is_true
 
 # Keys that Accelerate refuses beside a deepspeed_config_file (`DeepSpeedPlugin._deepspeed_config_checks`, 1.15.0).
@@ -219,7 +220,7 @@ def reentrant_needed(case: Case) -> Finding | None:
     run = case.run
     if not case.parallel.kind.partitions_weights or not run.trains_adapters or not case.checkpoints:
         return None
-    if run.checkpointing_policy in ("selective", "attention", "mlp"):
+    if run.checkpointing_policy is not None and kind_of(run.checkpointing_policy) in NOT_REENTRANT:
         return error(
             run.place("checkpointing_policy"),
             f"{run.checkpointing_policy} checkpointing cannot recompute under ZeRO-3 with adapters.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from accel_scale.checks.case import Case, Finding, Rule, error, warning
+from accel_scale.facts.checkpointing import SEGMENTS, kind_of
 from accel_scale.launching.strategy import is_true
 
 # Keys that FSDP2 does not have; Accelerate drops them without a word.
@@ -211,6 +212,18 @@ def checkpointing_twice(case: Case) -> Finding | None:
     )
 
 
+def segments_of_sharded_layers(case: Case) -> Finding | None:
+    """FSDP2 and ZeRO-3 gather the weights of one layer at a time, for its forward and its backward pass."""
+    policy, kind = case.run.checkpointing_policy, case.parallel.kind
+    if policy is None or kind_of(policy) != SEGMENTS or not kind.shards_weights:
+        return None
+    return error(
+        case.run.place("checkpointing_policy"),
+        f"{kind.label} gathers weights layer by layer, so that {policy} would gather them once more.",
+        "use --checkpointing_policy full, or accelerate_configs/zero2.yaml, which leaves weights whole.",
+    )
+
+
 def trainer_launch_flags(case: Case) -> Finding | None:
     """``--fsdp`` or ``--deepspeed`` of the Trainer beside a launch file."""
     for flag in ("deepspeed", "fsdp"):
@@ -256,6 +269,7 @@ LAUNCH_RULES: tuple[Rule, ...] = (
     fsdp_reshard,
     fsdp_wrapping,
     checkpointing_twice,
+    segments_of_sharded_layers,
     trainer_launch_flags,
     cpu_flag,
 )

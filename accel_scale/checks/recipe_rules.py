@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from accel_scale.checks.case import Case, Finding, Rule, error, warning
+from accel_scale.facts.checkpointing import SEGMENTS, kind_of
 from accel_scale.facts.device import ATTENTION_NAMES
 from accel_scale.launching.machine import FLASH_PACKAGES, PACKAGES
 from accel_scale.modeling.fused.liger import why_no_kernels
@@ -137,6 +138,18 @@ def compiled_packing(case: Case) -> Finding | None:
     )
 
 
+def compiled_segments(case: Case) -> Finding | None:
+    """Segments begin in one layer and end in another, under hooks that a compiled layer does not run."""
+    run = case.run
+    if not run.torch_compile or run.checkpointing_policy is None or kind_of(run.checkpointing_policy) != SEGMENTS:
+        return None
+    return error(
+        run.place("torch_compile"),
+        f"compiled layers are not recomputed in {run.checkpointing_policy}.",
+        "leave --torch_compile out, or use --checkpointing_policy full.",
+    )
+
+
 def packing_context_parallel(case: Case) -> Finding | None:
     """Ring context parallelism drops the mask that keeps packed documents apart; Ulysses keeps it."""
     if not case.run.packing or case.parallel.context_parallel_size == case.parallel.sequence_parallel_size:
@@ -238,6 +251,7 @@ RECIPE_RULES: tuple[Rule, ...] = (
     packing_mixes_documents,
     packing_attention,
     compiled_packing,
+    compiled_segments,
     packing_context_parallel,
     streaming_needs_steps,
     slow_tokenisation,

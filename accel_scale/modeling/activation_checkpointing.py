@@ -2,84 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
-import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
+from accel_scale.facts.checkpointing import NOT_REENTRANT, SEGMENTS, SUBLAYERS, layers_at_once
 from accel_scale.modeling.activation_offload import checkpoint_with_offload
+from accel_scale.modeling.recomputing.policies import CheckpointingPolicy as CheckpointingPolicy
+from accel_scale.modeling.recomputing.segments import release_segments, split_into_segments
 
 if TYPE_CHECKING:
     from torch import nn
-
-POLICY_KINDS = ("none", "full", "every_n", "selective", "attention", "mlp", "offload")
-_SUGGESTIONS = ("none", "full", "every_2", "every_3", "every_4", "selective", "attention", "mlp", "offload")
-_SUBLAYERS = ("attention", "mlp")  # policies of one part of each layer
-_EVERY_N = re.compile(r"every_([0-9]+)")
-
-
-@dataclass(frozen=True)
-class CheckpointingPolicy:
-    """What the backward pass recomputes.
-
-    Args:
-        kind: ``none``; ``full``: every layer keeps its input only; ``every_n``: layers 0, n, 2n, … do so;
-            ``selective``: every layer, except that attention and matrix product outputs are kept;
-            ``attention``, ``mlp``: that part of every layer keeps its input only, the rest all it needs;
-            ``offload``: like full, with the layer inputs kept in host memory.
-        every_n: Distance between checkpointed layers; 1 unless `kind` is ``every_n``.
-        in_tiles: Whether MLPs and norms run over slices of the rows, each of which is recomputed by itself.
-    """
-
-    kind: str
-    every_n: int = 1
-    in_tiles: bool = False
-
-    def __post_init__(self) -> None:
-        if self.in_tiles and self.kind in ("selective", *_SUBLAYERS):
-            raise ConfigError(
-                f"{self.kind} checkpointing keeps the products of whole rows, which tiles are there to drop.",
-                place="--long_rows",
-                fix="use --checkpointing_policy offload or full.",
-            )
-        if self.kind not in POLICY_KINDS or self.every_n < 1 or (self.every_n == 1) == (self.kind == "every_n"):
-            raise ConfigError(
-                f"kind={self.kind!r} with every_n={self.every_n} is not a checkpointing policy.",
-                fix=f"use one of {', '.join(_SUGGESTIONS)}.",
-            )
-
-    @classmethod
-    def parse(cls, text: str, *, place: str = "--checkpointing_policy") -> CheckpointingPolicy:
-        """The policy called `text`: ``none|full|every_2|every_3|…|selective|attention|mlp|offload``.
-
-        Raises:
-            ConfigError: naming the nearest policy.
-        """
-        name = str(text).strip().lower().replace("-", "_")
-        match = _EVERY_N.fullmatch(name)
-        if match and int(match.group(1)) >= 1:
-            every_n = int(match.group(1))
-            return cls("full") if every_n == 1 else cls("every_n", every_n)
-        if name in POLICY_KINDS and name != "every_n":
-            return cls(name)
-        nearest = difflib.get_close_matches(name, _SUGGESTIONS, n=1, cutoff=0.4)
-        hint = f"did you mean {nearest[0]}? " if nearest else ""
-        raise ConfigError(
-            f"{text!r} is not a checkpointing policy.",
-            place=place,
-            fix=f"{hint}use none, full, every_2 (or any every_n), selective, attention, mlp or offload.",
-        )
-
-    def __str__(self) -> str:
-        return f"every_{self.every_n}" if self.kind == "every_n" else self.kind
-
-    @property
-    def label(self) -> str:
-        """For tables: with ``, in tiles`` where that is so."""
-        return f"{self}, in tiles" if self.in_tiles else str(self)
 
 
 def apply_checkpointing(
@@ -97,14 +31,15 @@ def apply_checkpointing(
     Args:
         model: An HF `PreTrainedModel` or `PeftModel` (its own layers are used, and adapters on a frozen or 4-bit base
             learn), or any module with a stack of blocks.
-        use_reentrant: DeepSpeed ZeRO-3 with PEFT needs True; ``selective`` and parts of layers do not work with it.
+        use_reentrant: DeepSpeed ZeRO-3 with PEFT needs True; ``selective``, parts of layers and segments do not work
+            with it.
         blocks: Dotted name of the `ModuleList`/`Sequential` of blocks in a plain module; None finds it.
         tile_rows: Tokens per tile of an MLP, for a policy in tiles; None: as many as a hidden state has values.
 
     Raises:
         ConfigError: if the model or the combination cannot be checkpointed this way.
     """
-    if use_reentrant and policy.kind in ("selective", *_SUBLAYERS):
+    if use_reentrant and policy.kind in NOT_REENTRANT:
         raise ConfigError(
             f"checkpointing policy {policy} does not work with reentrant checkpointing, which DeepSpeed "
             "ZeRO-3 with PEFT requires.",
@@ -150,7 +85,8 @@ def _apply_to_hf(model: Any, policy: CheckpointingPolicy, use_reentrant: bool) -
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     for module in model.modules():
         _release(module)
-    if policy.kind in ("none", *_SUBLAYERS) and model.is_activation_checkpointing:
+        release_segments(module)
+    if policy.kind in ("none", *SUBLAYERS, SEGMENTS) and model.is_activation_checkpointing:
         model.activation_checkpointing_disable()
     if policy.kind == "none":
         return layers
@@ -163,11 +99,14 @@ def _apply_to_hf(model: Any, policy: CheckpointingPolicy, use_reentrant: bool) -
         )
     if policy.every_n > len(layers):
         raise ConfigError(
-            f"{policy} asks for more layers between checkpoints than the {len(layers)} that {name} has.",
+            f"{policy} asks for more layers than the {len(layers)} that {name} has.",
             place="--checkpointing_policy",
-            fix=f"use every_{len(layers)} at most, or none.",
+            fix=f"use {str(policy).split('_')[0]}_{len(layers)} at most, or none.",
         )
-    if policy.kind in _SUBLAYERS:
+    if policy.kind == SEGMENTS:
+        _split(model, layers, policy)
+        return layers
+    if policy.kind in SUBLAYERS:
         from accel_scale.modeling.tiling.layers import part_of
 
         for layer in layers:
@@ -181,6 +120,28 @@ def _apply_to_hf(model: Any, policy: CheckpointingPolicy, use_reentrant: bool) -
         for layer in layers:
             layer._gradient_checkpointing_func = run  # type: ignore[assignment]
     return layers
+
+
+def _split(model: nn.Module, layers: Sequence[nn.Module], policy: CheckpointingPolicy) -> None:
+    """`layers` in segments, each list of them by itself."""
+    from torch import nn
+
+    found = set(layers)
+    owned = [
+        (module, [layer for layer in child if layer in found])
+        for module in model.modules()
+        for child in module.children()
+        if isinstance(child, nn.ModuleList)
+    ]
+    stacks = [(owner, stack) for owner, stack in owned if stack]
+    if sum(len(stack) for _, stack in stacks) != len(layers):
+        raise ConfigError(
+            f"layers of {type(model).__name__} are not in lists, one after the other.",
+            place="--checkpointing_policy",
+            fix="use full or every_2.",
+        )
+    for owner, stack in stacks:
+        split_into_segments(owner, stack, layers_at_once(str(policy), len(stack)))
 
 
 def _recompute(module: nn.Module, run: Callable[..., object]) -> None:
@@ -197,20 +158,32 @@ def _release(module: nn.Module) -> None:
 def _apply_to_plain(
     model: nn.Module, policy: CheckpointingPolicy, use_reentrant: bool, blocks: str | None
 ) -> Sequence[nn.Module]:
-    if policy.kind in _SUBLAYERS:
+    if policy.kind in SUBLAYERS:
         raise ConfigError(
             f"only transformers' models say which part of a block is its {policy.kind}.",
             place="--checkpointing_policy",
             fix="use full, every_2 or selective.",
         )
+    from torch import nn
+
     stack: Any = find_blocks(model, blocks)
+    for module in model.modules():
+        release_segments(module)
+    if policy.kind == SEGMENTS:
+        # A list has no forward pass of its own.
+        owner = stack if isinstance(stack, nn.Sequential) else _parent(model, stack)
+        split_into_segments(owner, stack, layers_at_once(str(policy), len(stack)))
     for index, block in enumerate(stack):
         _release(block)
-        if policy.kind == "none" or index % policy.every_n:
+        if policy.kind in ("none", SEGMENTS) or index % policy.every_n:
             continue
         run = checkpoint_with_offload if policy.kind == "offload" else _checkpoint
         _recompute(block, functools.partial(run, **_checkpoint_kwargs(policy, use_reentrant)))
     return list(stack)
+
+
+def _parent(model: nn.Module, child: nn.Module) -> nn.Module:
+    return next(module for module in model.modules() if any(part is child for part in module.children()))
 
 
 def _checkpointed_forward(forward: Any, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -28,7 +28,8 @@ class ScalePlugin(ScaleSettings):
 
     Args:
         precision: ``fp32``, ``fp16``, ``bf16``, ``bf16_true`` or ``fp8``; must agree with the launch.
-        checkpointing_policy: ``none``, ``full``, ``every_2`` …, ``selective``, ``attention``, ``mlp`` or ``offload``.
+        checkpointing_policy: ``none``, ``full``, ``every_2`` …, ``selective``, ``attention``, ``mlp``, ``segments``,
+            ``segments_2`` … or ``offload``.
         attention: ``eager``, ``sdpa``, ``flash_attention_2``, ``flash_attention_3`` or ``flex_attention``.
         adapter: A PEFT configuration; the script's model becomes its frozen base. In a plain loop it needs
             `optimizer`, because the script's own holds the base's weights.

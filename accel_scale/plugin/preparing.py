@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
+from accel_scale.facts.checkpointing import SEGMENTS
 from accel_scale.facts.strategies import Strategy
 from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy, apply_checkpointing
 from accel_scale.modeling.checkpoint_names import remember_used_conversions
@@ -81,6 +82,12 @@ def prepare_model(
 
             convert_to_fp8(model, emulate=precision.fp8_emulate)
     if policy is not None:
+        if policy.kind == SEGMENTS and strategy.shards_weights:
+            raise ConfigError(
+                f"{strategy.label} gathers weights layer by layer, so that {policy} would gather them once more.",
+                place="checkpointing_policy",
+                fix="use full, or a launch file that leaves weights whole, e.g. accelerate_configs/zero2.yaml.",
+            )
         # Reentrant checkpointing is the only one that ZeRO-3's partitioned frozen weights survive.
         use_reentrant = strategy.partitions_weights and hasattr(model, "peft_config")
         apply_checkpointing(model, policy, use_reentrant=use_reentrant)

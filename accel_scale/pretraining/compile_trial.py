@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, MutableMapping
 from typing import TYPE_CHECKING
 
+from accel_scale.facts.checkpointing import SEGMENTS
 from accel_scale.modeling.gathering import broadcast_from_main, gather_values
 
 if TYPE_CHECKING:
@@ -62,7 +63,8 @@ class CompileTrial:
         """
         is_whole = run.parallel is None and not run.launch.parallel.kind.shards_states
         is_open = run.model_args.torch_compile is None and not run.data_args.isolate_documents
-        can_try = is_open and is_whole and run.accelerator.device.type == "cpu"
+        is_traceable = run.settings.checkpointing.kind != SEGMENTS
+        can_try = is_open and is_whole and is_traceable and run.accelerator.device.type == "cpu"
         return cls(run.model, run.say, can_try=can_try, state=run.compiling)
 
     @property

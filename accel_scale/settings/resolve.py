@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from accel_scale.errors import ConfigError
+from accel_scale.facts.checkpointing import POLICY_CHOICES
 from accel_scale.facts.methods import METHOD_FACTS
 from accel_scale.facts.names import AUTO_POLICY
 from accel_scale.facts.strategies import strategy_named
@@ -217,7 +218,7 @@ def _policy_of_options(options: dict[str, Any], place: str) -> str:
         raise ConfigError(
             f"these checkpointing options cannot be combined: {options}.",
             place=place,
-            fix="use --checkpointing_policy none, full, every_2, selective, attention, mlp or offload.",
+            fix=f"use --checkpointing_policy {POLICY_CHOICES}.",
         )
     if "every_n_layers" in known:
         return f"every_{known['every_n_layers']}"

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError, first_line
+from accel_scale.facts.checkpointing import SEGMENTS
 from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy, apply_checkpointing
 from accel_scale.modeling.tiling.layers import num_with_experts
 from accel_scale.optimization.fast_loss import add_fast_lm_head
@@ -262,14 +263,14 @@ def _with_adapter(base: Any, run: PlannedRun) -> Any:
 
 def _for_few_layers(policy: CheckpointingPolicy, model: Any) -> CheckpointingPolicy:
     """`policy` with a distance that the twin's layers allow."""
-    if policy.kind != "every_n":
+    if policy.kind not in ("every_n", SEGMENTS):
         return policy
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     num_layers = sum(isinstance(module, GradientCheckpointingLayer) for module in model.modules())
-    every = min(policy.every_n, num_layers)
-    kind = "every_n" if every > 1 else "full"
-    return dataclasses.replace(policy, kind=kind, every_n=every)
+    fewest = 2 if policy.kind == SEGMENTS else 1
+    every = min(max(policy.every_n, fewest), num_layers)
+    return dataclasses.replace(policy, kind=policy.kind if every > 1 else "full", every_n=every)
 
 
 def _adapters_to_leave_out(

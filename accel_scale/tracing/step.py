@@ -14,6 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from accel_scale.errors import ConfigError
+from accel_scale.facts.checkpointing import SUBLAYERS
 from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy, apply_checkpointing
 from accel_scale.modeling.adapter_targets import exclusion, untrainable_linears
 from accel_scale.optimization.fast_loss import head_transform
@@ -106,7 +107,7 @@ class FakeStep:
             policy = "full" if setup.checkpointing == "offload" else setup.checkpointing
             if policy != "none":
                 apply_checkpointing(model, CheckpointingPolicy.parse(policy))
-                if setup.trains_adapters and policy not in ("attention", "mlp"):
+                if setup.trains_adapters and policy not in SUBLAYERS:
                     self.skeleton.model.enable_input_require_grads()
 
     def run(self, rows: int, length: int) -> dict[str, list[int]]:

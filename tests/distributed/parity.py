@@ -48,6 +48,11 @@ MODEL_PARALLEL_FILES = {
     "3d": "pp2 x tp2 x fsdp2",
     "fsdp2_tp": "fsdp2 x tp2",
 }
+# What is exact whatever the launch is switched on in some: layers recomputed together, where they lie whole.
+EXACT_FLAGS = {
+    "zero1": ["--checkpointing_policy", "segments"],
+    "zero2": ["--checkpointing_policy", "segments_3"],
+}
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,8 @@ def results(name: str) -> dict[str, Result]:
         RunFailed: some method failed; the message holds the end of its log.
     """
     with tempfile.TemporaryDirectory(prefix=f"parity-{name}-") as folder:
-        flags = {method: recipe_flags(method, Path(folder)) for method in METHODS}
+        extra = EXACT_FLAGS.get(name, [])
+        flags = {method: [*recipe_flags(method, Path(folder)), *extra] for method in METHODS}
         return run_launch(name, flags, Path(folder))
 
 

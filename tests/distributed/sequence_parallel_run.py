@@ -59,6 +59,7 @@ CASES: dict[str, tuple[str, str, bool, str, bool]] = {
     "llama, packed": ("llama", "sdpa_packed", True, "none", False),
     "llama, packed, eager": ("llama", "eager", True, "none", False),
     "llama, packed, selective": ("llama", "sdpa_packed", True, "selective", False),
+    "llama, packed, segments": ("llama", "sdpa_packed", True, "segments_2", False),
     "llama, packed, offload": ("llama", "sdpa", True, "offload", False),
     "llama, packed, bf16": ("llama", "sdpa_packed", True, "full", True),
     "qwen3, packed": ("qwen3", "sdpa_packed", True, "none", False),

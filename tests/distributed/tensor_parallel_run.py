@@ -46,6 +46,7 @@ FIELDS: dict[str, dict[str, Any]] = {
 CASES: dict[str, tuple[str, str, bool, str, bool]] = {
     "llama": ("llama", "sdpa", False, "none", False),
     "llama, packed, selective": ("llama", "sdpa_packed", True, "selective", False),
+    "llama, packed, segments": ("llama", "sdpa_packed", True, "segments_2", False),
     "qwen3, bf16": ("qwen3", "sdpa_packed", True, "full", True),
     "qwen3, packed": ("qwen3", "sdpa_packed", True, "offload", False),
     "gemma": ("gemma", "sdpa", False, "none", False),

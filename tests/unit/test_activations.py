@@ -38,9 +38,12 @@ LLAMA_SETUPS = {
     "selective": replace(PLAIN, checkpointing="selective", precision="bf16"),
     "attention recomputed": replace(PLAIN, checkpointing="attention"),
     "mlp recomputed": replace(PLAIN, checkpointing="mlp", precision="bf16"),
+    "segments": replace(PLAIN, checkpointing="segments"),
+    "segments of three, bf16": replace(PLAIN, checkpointing="segments_3", precision="bf16"),
     "offload": replace(PLAIN, checkpointing="offload"),
     "lora": LORA,
     "lora, checkpointed": replace(LORA, checkpointing="full"),
+    "lora, segments": replace(LORA, checkpointing="segments_2"),
     "lora of two projections": replace(LORA, lora=LoraSetup(rank=4, targets=("q_proj", "v_proj"))),
     "dora": replace(LORA, lora=LoraSetup(rank=8, dora=True)),
     "padded": replace(PLAIN, mean_length=72),
@@ -120,7 +123,7 @@ def test_packed_rows_without_a_mask_within_the_padding_of_their_buckets():
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "gpt2", "qwen3_moe"])
-@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+@pytest.mark.parametrize("checkpointing", ["none", "full", "selective", "segments_5"])
 def test_a_few_walked_layers_say_what_all_would(architecture, checkpointing):
     fields = {**FIELDS[architecture]} | ({"n_layer": 24} if architecture == "gpt2" else {"num_hidden_layers": 24})
     facts = facts_from_config(CONFIG_MAPPING[architecture](**fields).to_dict(), name=architecture)
@@ -136,6 +139,15 @@ def test_figures_of_the_chunked_loss_are_the_real_ones():
     assert head.CHUNK_LOGITS == real_loss._CHUNK_LOGITS
     assert head.LONG_ROWS_LOGITS == real_loss._LONG_ROWS_LOGITS
     assert head.HEAD_GRAD_IN_FORWARD_BYTES == real_loss._HEAD_GRAD_IN_FORWARD_BYTES
+
+
+def test_segments_are_as_long_as_the_root_of_the_number_of_layers():
+    facts = load_model_facts("meta-llama/Llama-3.1-8B")
+    kept = {name: step_bytes(facts, replace(PLAIN, checkpointing=name)) for name in ("segments", "segments_6", "full")}
+    assert kept["segments"] == kept["segments_6"]
+    # Of 32 layers 6 keep an input: 26 inputs less than under full.
+    less = kept["full"].saved_bytes - kept["segments"].saved_bytes
+    assert less == 26 * PLAIN.micro_batch_size * PLAIN.sequence_length * facts.hidden_size * 4
 
 
 def test_full_checkpointing_keeps_one_input_per_layer():

@@ -25,7 +25,7 @@ from accel_scale.modeling.activation_checkpointing import (
 )
 from accel_scale.modeling.activation_offload import offload_stats
 
-POLICIES = ["full", "every_2", "every_3", "selective", "attention", "mlp", "offload"]
+POLICIES = ["full", "every_2", "every_3", "selective", "attention", "mlp", "segments", "segments_3", "offload"]
 NUM_LAYERS, HIDDEN, BATCH, LENGTH = 4, 64, 2, 128
 
 
@@ -72,6 +72,9 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
         ("Every-12", CheckpointingPolicy("every_n", 12)),
         ("selective", CheckpointingPolicy("selective")),
         ("offload", CheckpointingPolicy("offload")),
+        ("segments", CheckpointingPolicy("segments")),
+        ("segments_1", CheckpointingPolicy("full")),
+        ("Segments-3", CheckpointingPolicy("segments", 3)),
     ],
 )
 def test_policies_parse(text, expected):
@@ -86,6 +89,8 @@ def test_policies_parse(text, expected):
         ("ofload", "offload"),
         ("every_0", "every_"),
         ("every_n", "every_"),
+        ("segment_2", "segments_2"),
+        ("segments_0", "segments_2"),
     ],
 )
 def test_bad_policy_names_the_nearest(text, nearest):
@@ -94,7 +99,7 @@ def test_bad_policy_names_the_nearest(text, nearest):
 
 
 def test_policy_prints_as_it_is_written():
-    for text in ("none", "full", "every_3", "selective", "offload"):
+    for text in ("none", "full", "every_3", "selective", "segments", "segments_3", "offload"):
         assert str(CheckpointingPolicy.parse(text)) == text
 
 
@@ -105,7 +110,7 @@ def test_gradients_are_those_without_checkpointing(family):
     assert len(expected) == len(list(model.parameters()))
     for text in [*POLICIES, "none"]:
         apply_checkpointing(model, CheckpointingPolicy.parse(text))
-        assert model.is_activation_checkpointing == (text not in ("none", "attention", "mlp"))
+        assert model.is_activation_checkpointing == (text in ("full", "every_2", "every_3", "selective", "offload"))
         actual = gradients(model)
         assert all(torch.equal(actual[name], grad) for name, grad in expected.items()), text
     for text in ("full", "every_2", "offload"):
@@ -208,7 +213,7 @@ def test_adapters_learn_on_a_frozen_base(text, in_4bit, tmp_path):
     for name, grad in expected.items():
         assert grad.abs().max() > 0
         assert torch.allclose(actual[name], grad, rtol=0, atol=1e-6), name
-    if text not in ("selective", "attention", "mlp"):
+    if text in ("full", "every_2", "every_3", "offload"):
         apply_checkpointing(peft_model, CheckpointingPolicy.parse(text), use_reentrant=True)
         reentrant = gradients(peft_model)
         assert all(torch.allclose(reentrant[name], grad, rtol=0, atol=1e-6) for name, grad in expected.items())
@@ -219,9 +224,65 @@ def test_reentrant_refuses_what_it_cannot_do():
         apply_checkpointing(tiny_model("llama"), CheckpointingPolicy.parse("selective"), use_reentrant=True)
 
 
-def test_more_distance_than_layers_is_refused():
-    with pytest.raises(ConfigError, match="every_4 at most"):
-        apply_checkpointing(tiny_model("llama"), CheckpointingPolicy.parse("every_9"))
+@pytest.mark.parametrize("kind", ["every", "segments"])
+def test_more_distance_than_layers_is_refused(kind):
+    with pytest.raises(ConfigError, match=f"{kind}_4 at most"):
+        apply_checkpointing(tiny_model("llama"), CheckpointingPolicy.parse(f"{kind}_9"))
+
+
+def test_a_segment_keeps_the_input_of_its_first_layer_alone():
+    model, ids = tiny_model("llama"), batch()
+    input_bytes = BATCH * LENGTH * HIDDEN * 4
+
+    def saved(text: str) -> int:
+        apply_checkpointing(model, CheckpointingPolicy.parse(text))
+        return saved_activation_bytes(lambda: model.model(input_ids=ids).last_hidden_state)
+
+    full = saved("full")
+    # Segments of 2 and 2, 3 and 1, and all 4 layers.
+    assert {text: full - saved(text) for text in ("segments", "segments_3", "segments_4")} == {
+        "segments": 2 * input_bytes,
+        "segments_3": 2 * input_bytes,
+        "segments_4": 3 * input_bytes,
+    }
+
+
+def test_a_forward_pass_that_fails_in_a_segment_leaves_no_hooks():
+    model, ids = tiny_model("llama"), batch()
+    expected = gradients(model)
+    apply_checkpointing(model, CheckpointingPolicy.parse("segments_4"))
+    weight = model.model.layers[2].mlp.up_proj.weight
+    weight.data, whole = weight.data[:, :1], weight.data
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(input_ids=ids, labels=ids)
+    x = torch.ones(3, requires_grad=True)
+    assert x.exp().grad_fn._saved_result.shape == (3,), "saved as it is, under no hook of a segment"
+    weight.data = whole
+    assert all(torch.equal(gradients(model)[name], grad) for name, grad in expected.items())
+
+
+class Reordered(nn.Module):
+    """Does something to hidden states between its blocks, leaves one out, or calls them in another order."""
+
+    def __init__(self, order: tuple[int, ...], offset: float = 0.0) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
+        self.order, self.offset = order, offset
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index in self.order:
+            x = self.blocks[index](x)
+            x = x + self.offset if self.offset else x
+        return x
+
+
+@pytest.mark.parametrize("model", [Reordered((0, 1, 2, 3), 0.5), Reordered((0, 1, 2)), Reordered((0, 2, 1, 3))])
+def test_layers_that_are_no_chain_are_not_recomputed_together(model):
+    apply_checkpointing(model.train(), CheckpointingPolicy.parse("segments_2"))
+    with pytest.raises(ConfigError, match="from layer to layer"):
+        model(torch.ones(1, 4)).sum().backward()
+    apply_checkpointing(model, CheckpointingPolicy.parse("full"))
+    model(torch.ones(1, 4)).sum().backward()
 
 
 class Block(nn.Module):

@@ -524,6 +524,22 @@ def test_checkpointing_twice(edited):
     silent(rule, RunSettings(), shipped("fsdp2"), AMPERE)
 
 
+def test_segments_of_sharded_layers():
+    rule, run = "segments_of_sharded_layers", RunSettings(checkpointing_policy="segments_3")
+    for name, label in (("fsdp2", "FSDP2"), ("zero3", "ZeRO-3")):
+        fires(rule, run, shipped(name), AMPERE, place="--checkpointing_policy", says=f"{label} gathers", fix="full")
+        silent(rule, RunSettings(checkpointing_policy="every_2"), shipped(name), AMPERE)
+    for name in ("ddp", "zero2", "single_gpu"):
+        silent(rule, run, shipped(name), AMPERE)
+
+
+def test_compiled_segments():
+    rule, run = "compiled_segments", RunSettings(checkpointing_policy="segments", torch_compile=True)
+    fires(rule, run, shipped("ddp"), LAPTOP, place="--torch_compile", says="segments", fix="full")
+    silent(rule, dataclasses.replace(run, checkpointing_policy="full"), shipped("ddp"), LAPTOP)
+    silent(rule, dataclasses.replace(run, torch_compile=False), shipped("ddp"), LAPTOP)
+
+
 def test_trainer_launch_flags():
     fires("trainer_launch_flags", RunSettings(deepspeed="ds.json"), single(), AMPERE, place="--deepspeed")
     fires("trainer_launch_flags", RunSettings(fsdp="full_shard"), single(), AMPERE, place="--fsdp")

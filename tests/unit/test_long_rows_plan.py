@@ -52,7 +52,8 @@ def test_the_flag_sets_tiles_and_the_policy_that_goes_with_them(flags: str, devi
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        ("--checkpointing_policy selective", "selective checkpointing keeps the products"),
+        ("--checkpointing_policy selective", "selective checkpointing keeps what whole rows"),
+        ("--checkpointing_policy segments", "segments checkpointing keeps what whole rows"),
         ("--label_smoothing_factor 0.1", "needs the logits of whole rows"),
         ("--loss_type dft", "needs the logits of whole rows"),
         ("--precision fp8 --fp8_emulate", "fp8 scales a product by the largest value"),

@@ -114,6 +114,8 @@ def test_selective_checkpointing_does_not_go_with_a_split_backward_pass():
     with pytest.raises(ConfigError, match="selective checkpointing"):
         check_pipeline(config, PipelineSettings("zero_bubble"), 2, 4, checkpointing="selective")
     check_pipeline(config, PipelineSettings("1f1b"), 2, 4, checkpointing="selective")
+    with pytest.raises(ConfigError, match="recomputed as a whole"):
+        check_pipeline(config, PipelineSettings("1f1b"), 2, 4, checkpointing="segments_2")
     check_pipeline(config, PipelineSettings("zero_bubble"), 2, 4, checkpointing="full")
 
 

@@ -199,9 +199,9 @@ def test_shares_of_the_peak_by_architecture(card: str, products: float, attentio
 
 def test_what_is_not_recomputed_takes_no_time() -> None:
     shares = {"none": 0, "selective": 0, "full": 1, "offload": 1, "attention": 1 / 3, "mlp": 2 / 3, "every_1": 1,
-              "every_2": 1 / 2, "every_10": 1 / 10}  # fmt: skip
+              "every_2": 1 / 2, "every_10": 1 / 10, "segments": 1, "segments_4": 1}  # fmt: skip
     assert {policy: recomputed_fraction(policy) for policy in shares} == pytest.approx(shares)
-    for policy in ("every_0", "every_", "some", "every_2 "):
+    for policy in ("every_0", "every_", "some", "every_2 ", "segments_0"):
         with pytest.raises(ConfigError, match="not a checkpointing policy"):
             recomputed_fraction(policy)
 
@@ -344,11 +344,12 @@ def test_settings_that_do_not_exist_are_refused_with_those_that_do(changes: dict
 
 
 def test_policies_and_their_periods() -> None:
-    for policy, period in (("full", 1), ("every_1", 1), ("every_12", 12), ("mlp", 1), ("offload", 1)):
+    for policy, period in (("full", 1), ("every_1", 1), ("every_12", 12), ("mlp", 1), ("offload", 1),
+                           ("segments_3", 3)):  # fmt: skip
         setup = TrainingSetup(checkpointing=policy)
         check_policy(setup)
         assert period_of(setup) == period
-    for policy in ("every_0", "every_", "every_2x", "some", ""):
+    for policy in ("every_0", "every_", "every_2x", "some", "", "segments_", "every"):
         with pytest.raises(ConfigError, match="not a checkpointing policy") as refused:
             check_policy(TrainingSetup(checkpointing=policy))
         assert refused.value.place == "checkpointing"

@@ -252,7 +252,7 @@ DEEPSPEED_ROWS: list[tuple[Check, str | None, dict, dict, dict]] = [
     (deepspeed_rules.zero3_saving, None, {}, {},
      {"name": "zero3", "deepspeed": {"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": "true"}}}),
     *((deepspeed_rules.reentrant_needed, f"{policy} checkpointing cannot", {"method": "lora",
-       "checkpointing_policy": policy}, {}, {"name": "zero3"}) for policy in ("selective", "attention", "mlp")),
+       "checkpointing_policy": policy}, {}, {"name": "zero3"}) for policy in ("selective", "mlp", "segments_2")),
     (deepspeed_rules.reentrant_needed, "--activation_checkpointing_kwargs | remove use_reentrant", {"method": "qlora",
       "checkpointing_policy": "full", "use_reentrant": False}, {}, {"name": "zero3"}),
     (deepspeed_rules.reentrant_needed, None, {"method": "lora", "checkpointing_policy": "none",

@@ -169,7 +169,7 @@ def test_whoever_sees_what_it_must_not_is_found(
         check(LLAMA, rows=rows)
 
 
-@pytest.mark.parametrize("policy", ["full", "every_2", "selective", "offload"])
+@pytest.mark.parametrize("policy", ["full", "every_2", "selective", "segments", "offload"])
 def test_recomputation_that_is_not_the_same_is_found(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
     """A block that computes 1% more when the backward pass runs it again."""
     forward = modeling_llama.LlamaMLP.forward

@@ -62,7 +62,7 @@ def test_a_script_is_checked_and_its_mistakes_are_found(tmp_path):
     assert "accel_scale.plugin.plugin.ScalePlugin" in revealed[0]
     assert revealed[1] == "accel_scale.plugin.scaled_accelerator.ScaledAccelerator"
     assert revealed[2] == "list[int]"
-    assert revealed[4] == "accel_scale.modeling.activation_checkpointing.CheckpointingPolicy"
+    assert revealed[4] == "accel_scale.modeling.recomputing.policies.CheckpointingPolicy"
     assert revealed[5] == "str"
     assert "AbstractContextManager" in revealed[6] or "_GeneratorContextManager" in revealed[6]
     errors = {int(line.split(":")[1]) for line in lines if ": error:" in line}

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from accel_scale.errors import ConfigError
+from accel_scale.facts.checkpointing import SEGMENTS, kind_of
 from accel_scale.facts.names import PIPELINE_SCHEDULES
 
 _PLACE, _SCHEDULE_PLACE = "--pp_size", "--pp_schedule"
@@ -95,6 +96,12 @@ def check_pipeline(
             "the schedule zero_bubble runs backward passes twice, which selective checkpointing does not allow.",
             place="--checkpointing_policy",
             fix="use none or full, or the schedule 1f1b.",
+        )
+    if kind_of(checkpointing) == SEGMENTS:
+        raise ConfigError(
+            "a pipeline calls the layers of its stages one by one, and segments are recomputed as a whole.",
+            place="--checkpointing_policy",
+            fix="use full or every_2.",
         )
     _check_micro_batches(settings, pp_size, num_micro_batches)
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from accel_scale.errors import ConfigError
+from accel_scale.facts.checkpointing import POLICY_CHOICES, SEGMENTS, kind_of, number_in
 from accel_scale.planning.models.model_facts import LayerFacts, LinearFacts, ModelFacts
 from accel_scale.planning.models.parameters import adapter_rank, parameter_groups
 from accel_scale.planning.models.training_setup import TrainingSetup
-
-_EVERY_N = re.compile(r"every_([1-9][0-9]*)")
 
 
 @dataclass(frozen=True)
@@ -124,19 +122,19 @@ def recomputed_fraction(checkpointing: str) -> float:
     Raises:
         ConfigError: if it is not a policy.
     """
-    if checkpointing in ("none", "selective"):
+    kind = kind_of(checkpointing)
+    if kind in ("none", "selective"):
         return 0.0
-    if checkpointing in ("full", "offload"):
+    if kind in ("full", "offload", SEGMENTS):
         return 1.0
-    if checkpointing in _SUBLAYER_SHARES:
-        return _SUBLAYER_SHARES[checkpointing]
-    match = _EVERY_N.fullmatch(checkpointing)
-    if match:
-        return 1 / int(match.group(1))
+    if kind in _SUBLAYER_SHARES:
+        return _SUBLAYER_SHARES[kind]
+    if kind == "every_n":
+        return 1 / number_in(checkpointing)[1]
     raise ConfigError(
         f"{checkpointing!r} is not a checkpointing policy.",
         place="checkpointing",
-        fix="use none, full, selective, attention, mlp, offload or every_2, every_3 ….",
+        fix=f"use {POLICY_CHOICES}.",
     )
 
 

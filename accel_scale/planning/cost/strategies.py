@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from accel_scale.facts.checkpointing import NOT_REENTRANT, SEGMENTS, kind_of
 from accel_scale.facts.optimizer_specs import modelled_optimizer
 from accel_scale.facts.strategies import HYBRID, ONE_GPU, VARIANTS
 from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.models.training_setup import ParallelSetup, TrainingSetup
 from accel_scale.planning.tape.families import changes_products, tiles_conflict
 from accel_scale.planning.traced.steps import division_conflict
-
-# What reentrant checkpointing, which ZeRO-3 needs under adapters, cannot do.
-_NOT_REENTRANT = ("selective", "attention", "mlp")
 
 
 @dataclass(frozen=True)
@@ -62,6 +60,8 @@ def conflict(setup: TrainingSetup, model: ModelFacts | None = None) -> str | Non
     if model is not None and (reason := tiles_conflict(model, setup)):
         return reason
     parallel, optimizer = setup.parallel, setup.optimizer
+    if kind_of(setup.checkpointing) == SEGMENTS and (parallel.kind.shards_weights or parallel.pipeline_parallel > 1):
+        return "layers that are gathered or staged one by one are not recomputed in segments"
     if setup.long_rows and (parallel.tensor_parallel > 1 or parallel.pipeline_schedule == "zero_bubble"):
         return "MLPs are not computed in tiles under tensor parallelism or the schedule zero_bubble"
     if setup.sync_each_batch and not parallel.can_sync_each_batch:
@@ -79,6 +79,6 @@ def conflict(setup: TrainingSetup, model: ModelFacts | None = None) -> str | Non
     )
     if refusal is not None:
         return f"{optimizer} does not work there: {refusal[1].reason}"
-    if parallel.kind.partitions_weights and setup.trains_adapters and setup.checkpointing in _NOT_REENTRANT:
+    if parallel.kind.partitions_weights and setup.trains_adapters and kind_of(setup.checkpointing) in NOT_REENTRANT:
         return f"ZeRO-3 with adapters cannot recompute under {setup.checkpointing} checkpointing"
     return None

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from accel_scale.errors import ConfigError
+from accel_scale.facts.checkpointing import POLICY_CHOICES, SEGMENTS, kind_of, layers_at_once, number_in
 from accel_scale.facts.device import ATTENTION_NAMES, PACKED_ATTENTION
 from accel_scale.facts.methods import METHOD_FACTS
 from accel_scale.facts.names import FUSED_PARTS, METHODS, PIPELINE_SCHEDULES, PRECISIONS
 from accel_scale.facts.precisions import DTYPE_BYTES, PRECISION_FACTS, REDUCE_DTYPES
 from accel_scale.facts.strategies import OFFLOADS, STRATEGIES
 from accel_scale.planning.models.parallel_setup import ParallelSetup as ParallelSetup
-
-_EVERY_LAYERS = re.compile(r"every_([0-9]+)")
-_CHECKPOINTING = ("none", "full", "selective", "attention", "mlp", "offload")
 
 ATTENTIONS = tuple(name for name in ATTENTION_NAMES if name != PACKED_ATTENTION)  # that one counts as sdpa
 REFERENCE_PASSES = ("none", "before", "within")
@@ -231,9 +228,15 @@ def _positive(name: str, value: float) -> None:
 
 
 def period_of(setup: TrainingSetup) -> int:
-    """Of how many layers one is checkpointed."""
-    match = _EVERY_LAYERS.fullmatch(setup.checkpointing)
-    return int(match.group(1)) if match else 1
+    """After how many layers the checkpointing policy begins anew."""
+    return number_in(setup.checkpointing)[1]
+
+
+def with_segments(setup: TrainingSetup, num_layers: int) -> TrainingSetup:
+    """`setup` with the size of its segments in the name of its policy, where it has segments of a model's own size."""
+    if setup.checkpointing != SEGMENTS:
+        return setup
+    return replace(setup, checkpointing=f"{SEGMENTS}_{layers_at_once(SEGMENTS, num_layers)}")
 
 
 def check_policy(setup: TrainingSetup) -> None:
@@ -242,10 +245,9 @@ def check_policy(setup: TrainingSetup) -> None:
     Raises:
         ConfigError: with those that there are.
     """
-    policy = setup.checkpointing
-    if policy not in _CHECKPOINTING and not (_EVERY_LAYERS.fullmatch(policy) and period_of(setup)):
+    if kind_of(setup.checkpointing) is None:
         raise ConfigError(
-            f"{policy!r} is not a checkpointing policy.",
+            f"{setup.checkpointing!r} is not a checkpointing policy.",
             place="checkpointing",
-            fix="use none, full, every_2 (or any every_n), selective, attention, mlp or offload.",
+            fix=f"use {POLICY_CHOICES}.",
         )

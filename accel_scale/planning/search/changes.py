@@ -20,7 +20,10 @@ def cheapest_changes(request: Request, setup: TrainingSetup, count: int = 3) -> 
     changes = [
         ("--per_device_train_batch_size", _smaller_batches(setup, request.recipe.rows_per_example)),
         ("--sync_each_batch", [replace(setup, sync_each_batch=True)] if setup.accumulation > 1 else []),
-        ("--checkpointing_policy", [replace(setup, checkpointing=p) for p in ("selective", "full", "offload")]),
+        (
+            "--checkpointing_policy",
+            [replace(setup, checkpointing=p) for p in ("selective", "full", "segments_2", "offload")],
+        ),
         ("--long_rows", [replace(setup, long_rows=True, checkpointing=p) for p in (setup.checkpointing, "offload")]),
         ("--optim", [replace(setup, optimizer=o) for o in reversed(LEAN_OPTIMIZERS[1:])]),
         ("--method", [replace(setup, method=m, reference_model=False) for m in _ADAPTER_METHODS if m != setup.method]),

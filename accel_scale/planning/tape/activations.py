@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 
+from accel_scale.facts.checkpointing import SEGMENTS, SUBLAYERS, kind_of
 from accel_scale.planning.models.model_facts import LayerFacts, ModelFacts
 from accel_scale.planning.models.parameters import adapter_rank
-from accel_scale.planning.models.training_setup import TrainingSetup, check_policy, period_of
+from accel_scale.planning.models.training_setup import TrainingSetup, check_policy, period_of, with_segments
 from accel_scale.planning.tape.families import Family, check_setup, family_of
 from accel_scale.planning.tape.head import Head, scores_loss
 from accel_scale.planning.tape.layers import Layer
@@ -76,6 +79,7 @@ def step_bytes(
             attention that it does not have.
     """
     check_policy(setup)
+    setup = with_segments(setup, model.num_layers)
     family_of(model)
     check_setup(model, setup)
     model = tensor_parallel_share(model, setup.parallel.tensor_parallel)
@@ -165,6 +169,7 @@ class ShadowModel:
 
     def __init__(self, ops: Ops, model: ModelFacts, setup: TrainingSetup) -> None:
         self.ops, self.model, self.setup, self.family = ops, model, setup, _family(model, setup)
+        self._kind = kind_of(setup.checkpointing)
         self.rows = setup.micro_batch_size * setup.sequence_length / setup.parallel.sequence_parallel
         self.outside = Weights(setup, frozenset())
         self.adapted = _adapted_modules(model, setup)
@@ -190,7 +195,7 @@ class ShadowModel:
         ops.tape.record(x, [table], [], lambda grad: [ops.new(numel, itemsize)])
         if self.family.embedding_scale == "tensor":
             x = ops.scale(x)
-        if self.setup.trains_adapters and self.setup.checkpointing not in ("none", "attention", "mlp"):
+        if self.setup.trains_adapters and self._kind not in ("none", *SUBLAYERS, SEGMENTS):
             # The embedding's result becomes a leaf, which keeps its gradient for as long as the graph.
             self.entry = Parameter(x.numel, itemsize)
             assert self.entry.node is not None
@@ -229,26 +234,35 @@ class ShadowModel:
         width = self.rows / self.setup.micro_batch_size * self.model.hidden_size
         return ops.tape.record(ops.new(width, itemsize), [positions], [], lambda grad: [ops.new(numel, itemsize)])
 
-    def run_layers(self, x: Tensor, note) -> Tensor:  # type: ignore[no-untyped-def]
+    def run_layers(self, x: Tensor, note: Callable[[], None]) -> Tensor:
         """Every layer, by the checkpointing policy."""
-        policy = self.setup.checkpointing
-        for index, facts in enumerate(self.model.each_layer()):
-            assert self.tables is not None
-            tables = self.tables.of_window(facts.sliding_window)
-            weights = Weights(self.setup, self.adapted)
-            self.weights.append(weights)
-            layer = Layer(self.ops, self.model, facts, self.family, self.setup, weights, tables)
+        layers = (self._layer(facts) for facts in self.model.each_layer())
+        if self._kind != SEGMENTS:
+            return self._chain(layers, x, note)
+        while segment := list(itertools.islice(layers, period_of(self.setup))):
+            x = self.ops.tape.checkpoint(functools.partial(self._chain, segment, x, note), [x])
+        return x
+
+    def _chain(self, layers: Iterable[Layer], x: Tensor, note: Callable[[], None]) -> Tensor:
+        for index, layer in enumerate(layers):
             layer.returned = [] if self.family.returns_weights else None
-            x = self.ops.tape.mark(self._run(layer, x, index, policy), note)
+            x = self.ops.tape.mark(self._run(layer, x, index), note)
             self.returned, layer.returned = layer.returned, None
         return x
 
-    def _run(self, layer: Layer, x: Tensor, index: int, policy: str) -> Tensor:
-        if policy in ("none", "attention", "mlp") or index % period_of(self.setup):
+    def _run(self, layer: Layer, x: Tensor, index: int) -> Tensor:
+        if self._kind in ("none", *SUBLAYERS, SEGMENTS) or index % period_of(self.setup):
             return layer(x)
-        if policy == "offload":
+        if self._kind == "offload":
             return self._offloaded(layer, x, index)
-        return self.ops.tape.checkpoint(lambda: layer(x), [x], keeps_products=policy == "selective")
+        return self.ops.tape.checkpoint(lambda: layer(x), [x], keeps_products=self._kind == "selective")
+
+    def _layer(self, facts: LayerFacts) -> Layer:
+        assert self.tables is not None
+        tables = self.tables.of_window(facts.sliding_window)
+        weights = Weights(self.setup, self.adapted)
+        self.weights.append(weights)
+        return Layer(self.ops, self.model, facts, self.family, self.setup, weights, tables)
 
     def _offloaded(self, layer: Layer, x: Tensor, index: int) -> Tensor:
         """A checkpoint whose input lives in host memory and comes back; a CPU copies it to other memory of its own."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from accel_scale.errors import ConfigError
+from accel_scale.facts.checkpointing import NOT_REENTRANT, SUBLAYERS, kind_of
 from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.models.styles import STYLES
 from accel_scale.planning.models.training_setup import ATTENTIONS, TrainingSetup
@@ -188,8 +189,8 @@ def tiles_conflict(model: ModelFacts, setup: TrainingSetup) -> str | None:
         return None
     if not (_family(model.model_type) or _LLAMA).has_mlp:
         return f"the layers of {model.name} have no MLP that can be computed in tiles"
-    if setup.checkpointing == "selective":
-        return "selective checkpointing keeps the products that tiles are there to drop"
+    if kind_of(setup.checkpointing) in NOT_REENTRANT:
+        return f"{setup.checkpointing} checkpointing keeps what tiles are there to drop"
     return "fp8 scales a product by all of its tokens" if setup.precision == "fp8" else None
 
 
@@ -218,7 +219,7 @@ def check_setup(model: ModelFacts, setup: TrainingSetup) -> None:
         )
     if conflict := tiles_conflict(model, setup):
         raise ConfigError(f"{conflict}.", place="long_rows", fix="leave it out, and use offload checkpointing.")
-    if setup.checkpointing in ("attention", "mlp") and family_of(model).block not in ("sequential", "both", "after"):
+    if setup.checkpointing in SUBLAYERS and family_of(model).block not in ("sequential", "both", "after"):
         raise ConfigError(
             f"{setup.checkpointing} checkpointing of {model.name} is not modelled.",
             place="checkpointing",

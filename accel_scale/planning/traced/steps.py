@@ -6,6 +6,8 @@ import functools
 import json
 from dataclasses import replace
 
+from accel_scale.errors import ConfigError
+from accel_scale.facts.checkpointing import SEGMENTS, kind_of
 from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.models.traced import Document, read_trace, tracer, write_trace
 from accel_scale.planning.models.training_setup import TrainingSetup, check_policy, period_of
@@ -36,6 +38,8 @@ def step_bytes(
     if not model.traced_config:
         return activations.step_bytes(model, setup, is_cuda=is_cuda, is_tracked=is_tracked)
     check_policy(setup)
+    if kind_of(setup.checkpointing) == SEGMENTS and (reason := division_conflict(model, setup)):
+        raise ConfigError(f"{reason}.", place="checkpointing", fix="use full or every_2.")
     return _traced(model, setup, is_cuda, is_tracked)
 
 
@@ -176,6 +180,8 @@ def division_conflict(model: ModelFacts, setup: TrainingSetup) -> str | None:
         return None
     if setup.parallel.model_parallel > 1:
         return f"layers of {model.model_type} models are traced whole and are not divided"
+    if kind_of(setup.checkpointing) == SEGMENTS:
+        return f"layers of {model.model_type} models are traced one by one, not in segments"
     if setup.long_rows or setup.fused:
         return f"layers of {model.model_type} models are not traced in tiles or with Liger's kernels"
     return None

@@ -1,0 +1,1 @@
+"""Activation checkpointing: its policies, and layers that are recomputed several at once."""
