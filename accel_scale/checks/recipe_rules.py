@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from accel_scale.checks.case import Case, Finding, Rule, error, warning
 from accel_scale.facts.checkpointing import SEGMENTS, kind_of
 from accel_scale.facts.device import ATTENTION_NAMES
+from accel_scale.facts.vllm import why_no_vllm, why_no_weights
 from accel_scale.launching.machine import FLASH_PACKAGES, PACKAGES
 from accel_scale.modeling.fused.liger import why_no_kernels
 
@@ -235,6 +236,24 @@ def dropout_in_shared_layers(case: Case) -> Finding | None:
     )
 
 
+def vllm_generation(case: Case) -> Finding | None:
+    """vLLM where it is not, or where TRL (1.16) cannot give it the weights that are trained."""
+    run, num_ranks = case.run, case.launch.num_processes or 1
+    if not run.use_vllm:
+        return None
+    shared = run.vllm_tensor_parallel_size
+    if run.vllm_mode == "colocate" and num_ranks % shared:
+        why = f"{num_ranks} processes are not groups of {shared}."
+        return error(run.place("vllm_tensor_parallel_size"), why, f"use a number that divides {num_ranks}.")
+    weights = why_no_weights(
+        is_quantised=run.is_4bit or run.load_in_8bit,
+        trains_adapters=run.trains_adapters,
+        is_fsdp=case.parallel.kind.is_fsdp,
+    )
+    reason = weights or why_no_vllm(is_installed=case.machine.has("vllm"), device_type=case.device.type)
+    return error(run.place("use_vllm"), *reason) if reason else None
+
+
 def output_folder(case: Case) -> Finding | None:
     """An output folder that cannot be written."""
     if case.machine.folders.get(case.run.output_dir, True):
@@ -259,5 +278,6 @@ RECIPE_RULES: tuple[Rule, ...] = (
     global_batch,
     dropout_with_flex,
     dropout_in_shared_layers,
+    vllm_generation,
     output_folder,
 )

@@ -74,6 +74,9 @@ class RunSettings:
     resume_num_ranks: int | None = None
     fp8_emulate: bool = False
     model_dropout: float | None = None
+    use_vllm: bool = False
+    vllm_mode: str = "colocate"
+    vllm_tensor_parallel_size: int = 1
     tp_size: int | None = None
     sp_size: int | None = None
     pp_size: int | None = None  # None: the recipe has no such flag, and does not share its model between ranks

@@ -155,9 +155,10 @@ def _write(args: argparse.Namespace, plan: Plan, tokens: float | None) -> Writte
     dataset = args.dataset_name
     if dataset is not None and Path(dataset).exists():
         dataset = str(Path(dataset).resolve())
-    given = tuple(
-        (name, getattr(args, name)) for name in ("num_generations", "beta") if getattr(args, name) is not None
-    )
+    names = ("num_generations", "beta", "vllm_gpu_memory_utilization")
+    given = tuple((name, getattr(args, name)) for name in names if getattr(args, name) is not None)
+    if args.vllm_gpu_memory_utilization is not None:
+        given = (*given, ("use_vllm", "true"))
     recipe = RecipeChoices(model_for_recipe(args.model), dataset, tuple(args.columns), tokens, settings=given)
     if args.max_length is not None:
         recipe = replace(recipe, max_length=int(args.max_length))

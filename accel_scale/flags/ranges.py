@@ -127,6 +127,13 @@ RANGES: Mapping[str, FlagRange] = {
     "tp_size": _COUNT,
     "pp_size": _COUNT,
     "pp_stages_per_rank": _COUNT,
+    # vLLM
+    "vllm_gpu_memory_utilization": FlagRange(0, 1, above=True),
+    "vllm_max_model_length": _COUNT,
+    "vllm_tensor_parallel_size": _COUNT,
+    "vllm_server_port": FlagRange(1, 65535),
+    "vllm_group_port": FlagRange(1, 65535),
+    "vllm_server_timeout": _POSITIVE,
     # guard
     "guard_window": FlagRange(4),
     "guard_min_steps": FlagRange(2),

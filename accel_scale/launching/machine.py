@@ -21,7 +21,7 @@ from accel_scale.launching.build_locks import stale_build_locks, unheld_build_lo
 # Distribution names; versions come from their metadata, nothing is imported.
 PACKAGES = (
     "accel-scale", "torch", "accelerate", "transformers", "trl", "peft", "datasets", "bitsandbytes", "deepspeed",
-    "torchao", "flash-attn", "flash-attn-3", "kernels", "transformer-engine", "liger-kernel", "ninja", "wandb",
+    "torchao", "flash-attn", "flash-attn-3", "kernels", "transformer-engine", "liger-kernel", "vllm", "ninja", "wandb",
 )  # fmt: skip
 FLASH_PACKAGES = {"flash_attention_2": "flash-attn", "flash_attention_3": "flash-attn-3"}
 

@@ -12,6 +12,7 @@ from accel_scale.planning.search.recipe_choices import GRPO_PLAN
 from accel_scale.recipe_specs.sft import SFT
 from accel_scale.recipe_specs.spec import MICRO_BATCH_SIZE
 from accel_scale.settings.trl_refused import refuse_grpo
+from accel_scale.settings.vllm_flags import VLLM_FLAGS
 
 GRPO = replace(
     SFT,
@@ -20,10 +21,10 @@ GRPO = replace(
     refuse=refuse_grpo,
     rehearsal=replace(
         SFT.rehearsal,
-        # Each of the two rows of a rank is an answer to the same prompt.
+        # vLLM needs a GPU. Each of the two rows of a rank is an answer to the same prompt.
         values={**SFT.rehearsal.values, "num_generations": MICRO_BATCH_SIZE},
         at_most={**SFT.rehearsal.at_most, "max_completion_length": 16},
-        dropped=(*SFT.rehearsal.dropped, "steps_per_generation", "generation_batch_size"),
+        dropped=(*SFT.rehearsal.dropped, "steps_per_generation", "generation_batch_size", *VLLM_FLAGS),
     ),
     plan=GRPO_PLAN,
 )

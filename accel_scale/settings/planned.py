@@ -84,6 +84,8 @@ class RunPlan:
 
     def refuse(self) -> None:
         """Raise a `ConfigError` if the run may not fit: predicted, available, largest term, what would help."""
+        if self.setup.vllm is not None:
+            self.setup.vllm.refuse_weights(self.facts.num_params)
         if self.fits:
             return
         name, size = max(memory_terms(self.memory), key=lambda term: term[1])
@@ -245,7 +247,7 @@ def planned_as(
     facts = facts.as_reward_model() if settings.recipe.rewards else facts
     if recipe_value(settings, "disable_dropout"):
         facts = replace(facts, attention_dropout=0.0, embedding_dropout=0.0, residual_dropout=0.0)
-    setup = setup_of(settings, launch, attention, shared)
+    setup = setup_of(settings, launch, attention, shared, card_bytes=target.machine.gpu.memory_bytes)
     place = next((settings.sources[flag] for flag in ("plan_gpu", "plan") if settings.sources.get(flag)), "--plan")
     plan = predict(facts, setup, target, place=place)
     return replace(plan, rows_per_example=settings.recipe.rows_per_example)

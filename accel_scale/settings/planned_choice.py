@@ -177,6 +177,7 @@ _KEPT = (
     "reference_model",
     "reference_pass",
     "kl_rows",
+    "vllm",
 )
 
 

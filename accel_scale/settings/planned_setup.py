@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 from accel_scale.errors import ConfigError
 from accel_scale.facts import hardware
 from accel_scale.facts.device import PACKED_ATTENTION
-from accel_scale.planning.models.training_setup import GenerationSetup, LoraSetup, ParallelSetup, TrainingSetup
+from accel_scale.planning.models.training_setup import (
+    GenerationSetup,
+    LoraSetup,
+    ParallelSetup,
+    TrainingSetup,
+    VllmSetup,
+)
 from accel_scale.planning.search.preferences import PROMPT_TOKENS, reference_of_rewards
 from accel_scale.settings.trl_refused import flag_of_whole_logits
 from accel_scale.units import parse_bytes
@@ -22,7 +28,6 @@ if TYPE_CHECKING:
 
 # Flags of `GRPOConfig` that change what is held, and what is not modelled about each.
 _UNPLANNED_REWARDS = {
-    "use_vllm": "vLLM's share of the card is",
     "use_transformers_continuous_batching": "the cache of continuous batching is",
     "cast_lm_head_to_fp32": "a head in fp32 is",
     "sync_ref_model": "a reference that follows the model is",
@@ -89,9 +94,17 @@ def target_of(settings: Resolved, launch: LaunchEnvironment) -> Target:
 
 
 def setup_of(
-    settings: Resolved, launch: LaunchEnvironment, attention: str, shared: SharedModel | None = None
+    settings: Resolved,
+    launch: LaunchEnvironment,
+    attention: str,
+    shared: SharedModel | None = None,
+    *,
+    card_bytes: float = 0.0,
 ) -> TrainingSetup:
     """A recipe's settings in the planner's terms.
+
+    Args:
+        card_bytes: Memory of a card, of which vLLM takes a share.
 
     Raises:
         ConfigError: for what the planner does not model: an 8-bit base, adapters by pattern, rows of no known length.
@@ -105,7 +118,8 @@ def setup_of(
     length = recipe_value(settings, length_flag)
     if length is None:
         raise ConfigError(f"without --{length_flag} rows can have any length.", place=f"--{length_flag}")
-    return _of_rewards(settings, _of_rows(settings, launch, attention, model_args, int(length), shared))
+    rows = _of_rows(settings, launch, attention, model_args, int(length), shared)
+    return _of_rewards(settings, rows, card_bytes)
 
 
 def _of_rows(
@@ -143,7 +157,7 @@ def _of_rows(
     )
 
 
-def _of_rewards(settings: Resolved, setup: TrainingSetup) -> TrainingSetup:
+def _of_rewards(settings: Resolved, setup: TrainingSetup, card_bytes: float) -> TrainingSetup:
     """`setup` with the answers that the recipe writes, after prompts of `PROMPT_TOKENS` until the data are known.
 
     Raises:
@@ -165,8 +179,21 @@ def _of_rewards(settings: Resolved, setup: TrainingSetup) -> TrainingSetup:
         setup,
         sequence_length=written.total_length,
         generation=written,
+        vllm=_vllm_of(settings, card_bytes),
         reference_model=reference["reference_model"] and not settings.trains_adapters,
         reference_pass=reference["reference_pass"],
+    )
+
+
+def _vllm_of(settings: Resolved, card_bytes: float) -> VllmSetup | None:
+    if not recipe_value(settings, "use_vllm"):
+        return None
+    if recipe_value(settings, "vllm_mode") == "server":
+        return VllmSetup()
+    return VllmSetup(
+        float(recipe_value(settings, "vllm_gpu_memory_utilization")) * card_bytes,
+        sleeps=bool(recipe_value(settings, "vllm_enable_sleep_mode")),
+        tensor_parallel=int(recipe_value(settings, "vllm_tensor_parallel_size")),
     )
 
 

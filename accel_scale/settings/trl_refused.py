@@ -18,6 +18,7 @@ from accel_scale.modeling.model_class import DROPOUTS
 from accel_scale.modeling.precision import wanted_precision
 from accel_scale.settings.preference_losses import refuse_losses
 from accel_scale.settings.stored_model import refuse_stored_model
+from accel_scale.settings.vllm_flags import refuse_vllm_flags
 
 if TYPE_CHECKING:
     from accel_scale.flags.parsing import ParsedFlags
@@ -217,6 +218,7 @@ def refuse_grpo(parsed: ParsedFlags) -> None:
     for name, why in refused.items():
         if given.get(name):
             raise ConfigError(f"{why}.", place=parsed.place(name), fix="remove it.")
+    refuse_vllm_flags(parsed)
     check_rewards(given.get("rewards") or RewardArguments().rewards, given.get("reward_weights"))
     clip = given.get("reward_clip_range")
     if clip is not None and not (len(clip) == 2 and clip[0] < clip[1]):

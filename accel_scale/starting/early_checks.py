@@ -28,6 +28,7 @@ from accel_scale.modeling.stored_weights import stored_shapes
 from accel_scale.optimization.batch import derive_accumulation
 from accel_scale.optimization.optimizers import parse_optim_args
 from accel_scale.settings.trl_refused import refuse_trl_flags
+from accel_scale.settings.vllm_flags import require_vllm
 from accel_scale.units import parse_duration
 
 _ONLY_TELL = {"--help", "-h", "--print_config", "--print-config"}
@@ -77,7 +78,9 @@ def check_command_line(
     refuse_unreadable(parsed, world_size=int(os.environ.get("WORLD_SIZE", "1")))
     refuse(parsed)
     require_trackers(parsed.explicit.get("report_to"), place=parsed.place("report_to"))
-    if is_surely_cpu(parsed.explicit.get("use_cpu") or is_true(os.environ.get("ACCELERATE_USE_CPU", "false"))):
+    on_cpu = is_surely_cpu(parsed.explicit.get("use_cpu") or is_true(os.environ.get("ACCELERATE_USE_CPU", "false")))
+    require_vllm(parsed.explicit, place=parsed.place("use_vllm"), device_type="cpu" if on_cpu else None)
+    if on_cpu:
         refuse_trl_flags(parsed.explicit, parsed.place, device_type="cpu")
 
 

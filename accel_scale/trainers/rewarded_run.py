@@ -97,8 +97,17 @@ def load_generating_model(run: RewardedRun, args: RecipeGRPOConfig | RecipeRLOOC
     stop_token = prepare_chat(run)
     model = load_run_model(run, args)
     add_stop_token(model, run.tokenizer, stop_token)
+    if args.use_vllm:
+        given = args.generation_kwargs if isinstance(args.generation_kwargs, dict) else {}  # TRL has read text by now
+        args.generation_kwargs = {**stops_of(model), **given}
     if run.model_args.model_revision != "main":
         options = {**options, "revision": run.model_args.model_revision}
     if options and args.beta and not run.settings.trains_adapters:
         args.model_init_kwargs = options
     return model, stop_token
+
+
+def stops_of(model: PreTrainedModel) -> dict[str, list[int]]:
+    """What ends an answer, for vLLM: it reads the model's files, which may know of fewer tokens than `model`."""
+    found = model.generation_config.eos_token_id
+    return {"stop_token_ids": [found] if isinstance(found, int) else list(found or ())}

@@ -11,14 +11,20 @@ from pathlib import Path
 
 import pytest
 import trl.scripts
-from trl import GRPOTrainer
-from trl.trainer import rloo_trainer
+from transformers import PreTrainedModel
+from trl import GRPOConfig, GRPOTrainer
+from trl.trainer import grpo_trainer, rloo_trainer
 
+from accel_scale.checks import recipe_rules
 from accel_scale.data.default import default_model_path
 from accel_scale.data.loading import load_training_data
 from accel_scale.errors import ConfigError
 from accel_scale.flags.parsing import parse_flags
 from accel_scale.recipe_specs.grpo import GRPO
+from accel_scale.recipe_specs.rloo import RLOO
+from accel_scale.recipe_specs.spec import RecipeSpec
+from accel_scale.settings import vllm_flags
+from accel_scale.settings.vllm_flags import VLLM_FLAGS
 from accel_scale.trainers.rewarded_run import as_prompts
 from accel_scale.trainers.rewards import exact_match, number, reward_functions
 
@@ -147,6 +153,76 @@ def test_what_is_not_done_where_the_model_generates_is_refused(flags: list[str],
     with pytest.raises(ConfigError, match="remove") as refused:
         GRPO.refuse(parse_flags(GRPO.flags, given, program="grpo.py"))
     assert named in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "place", "says"),
+    [
+        ("--vllm_mode server", "--vllm_mode", "add --use_vllm true"),
+        ("--vllm_importance_sampling_mode token_mask", "--vllm_importance_sampling_mode", "add --use_vllm true"),
+        ("--use_vllm --vllm_mode beside", "--vllm_mode", "beside is no mode. Fix: use colocate or server"),
+        ("--use_vllm --vllm_server_host gpu7", "--vllm_server_host", "add --vllm_mode server"),
+        ("--use_vllm --vllm_mode server --vllm_tensor_parallel_size 2", "--vllm_tensor_parallel_size", "`vllm serve`"),
+        ("--use_vllm --vllm_mode server --vllm_server_base_url http://a:1 --vllm_server_port 2", "--vllm_server_port",
+         "names host and port"),
+        ("--use_vllm --cache_implementation static", "--cache_implementation", "and vLLM does"),
+        ("--use_vllm --ds3_gather_for_generation false", "--ds3_gather_for_generation", "whole weights"),
+        ("--use_vllm --vllm_gpu_memory_utilization 1.2", "--vllm_gpu_memory_utilization", "at most 1"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("recipe", [GRPO, RLOO], ids=["grpo", "rloo"])
+def test_flags_of_vllm_that_would_be_ignored_are_refused(
+    recipe: RecipeSpec, flags: str, place: str, says: str
+) -> None:
+    if "importance_sampling" in flags and recipe is RLOO:
+        return  # GRPO's alone
+    given = ["--model_name_or_path", "m", "--dataset_name", "d", *flags.split()]
+    with pytest.raises(ConfigError) as refused:
+        recipe.refuse(parse_flags(recipe.flags, given, program=recipe.program))
+    assert refused.value.place == place
+    assert says in str(refused.value)
+
+
+def test_every_flag_of_vllm_is_known_and_left_out_of_a_rehearsal() -> None:
+    config = vars(GRPOConfig)["__dataclass_fields__"]
+    assert {name for name in config if "vllm" in name} == set(VLLM_FLAGS)
+    assert set(VLLM_FLAGS) <= set(GRPO.rehearsal.dropped)
+
+
+def test_vllm_is_given_the_weights_of_each_step_and_what_ends_an_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but vLLM itself, in whose place transformers writes the answers here."""
+    engines: list[EngineOfTests] = []
+
+    class EngineOfTests:
+        def __init__(self, model: PreTrainedModel, **options: object) -> None:
+            self.model, self.options, self.loaded = model, options, list[float]()
+            engines.append(self)
+
+        def sync_weights(self) -> None:
+            self.loaded.append(float(sum(weight.detach().double().abs().sum() for weight in self.model.parameters())))
+
+        def generate(self, prompts: list[list[int]], num_generations: int, **unused: object) -> tuple[object, ...]:
+            written = [[50 + n % 4, 51, 2] for n, _ in enumerate(prompts)]
+            return prompts, written, [[[-1.0]] * 3 for _ in prompts], None
+
+    monkeypatch.setattr(grpo_trainer, "VLLMGeneration", EngineOfTests)
+    for module in (vllm_flags, recipe_rules):
+        monkeypatch.setattr(module, "why_no_vllm", lambda **asked: None)
+    data = write_questions(tmp_path / "data", answer="completion")
+    flags = f"--model_name_or_path {default_model_path()} --dataset_name {data} --max_steps 3 --precision fp32"
+    flags += " --logging_steps 1 --save_strategy no --learning_rate 1e-3 --temperature 2"
+    flags += " --use_vllm --vllm_gpu_memory_utilization 0.4"
+    flags += f" --vllm_importance_sampling_mode token_truncate --rewards {REWARDS}:even_characters"
+    load_recipe("grpo").main([*flags.split(), "--output_dir", str(tmp_path / "out")])
+    (engine,) = engines
+    assert len(set(engine.loaded)) == 3, "other weights at each step"
+    told = {name: engine.options[name] for name in ("mode", "gpu_memory_utilization", "temperature")}
+    assert told == {"mode": "colocate", "gpu_memory_utilization": 0.4, "temperature": 2.0}
+    assert engine.options["generation_kwargs"] == {"stop_token_ids": [2, 0]}, "<|im_end|>, and the model's own"
+    summary = json.loads((tmp_path / "out" / "run_summary.json").read_text())
+    assert len(summary["rewards"]) == 3
 
 
 def test_prompts_and_answers_come_from_any_layout_but_plain_text(tmp_path: Path) -> None:

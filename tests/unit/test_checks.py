@@ -379,6 +379,24 @@ def test_dropout_where_it_would_not_be_that_of_the_model():
     silent("changing_batch", dataclasses.replace(run, global_batch_size=None), single(), AMPERE)
 
 
+def test_vllm_needs_a_gpu_a_package_and_weights_that_trl_can_give_it():
+    rule, run = "vllm_generation", RunSettings(use_vllm=True, vllm_tensor_parallel_size=2)
+    lora, four_bit = (dataclasses.replace(run, method=name) for name in ("lora", "qlora"))
+    vllm = bare(AMPERE, "vllm")
+    fires(rule, run, shipped("ddp"), vllm, place="--use_vllm", says="not installed", fix="'accel-scale[vllm]'")
+    fires(rule, run, shipped("ddp"), LAPTOP, place="--use_vllm", says="CUDA GPUs, and this run computes on cpu")
+    fires(rule, lora, shipped("fsdp2"), AMPERE, place="--use_vllm", says="FSDP shards", fix="DDP or DeepSpeed")
+    fires(rule, four_bit, shipped("ddp"), AMPERE, place="--use_vllm", says="rounds", fix="--method lora or full")
+    odd = dataclasses.replace(run, vllm_tensor_parallel_size=3)
+    fires(rule, odd, shipped("ddp"), AMPERE, place="--vllm_tensor_parallel_size", says="not groups of 3")
+    silent(rule, dataclasses.replace(odd, vllm_mode="server"), shipped("ddp"), AMPERE)
+    silent(rule, dataclasses.replace(odd, use_vllm=False), shipped("ddp"), LAPTOP)
+    for name in ("ddp", "fsdp2", "zero2", "zero3"):
+        silent(rule, run, shipped(name), AMPERE)
+    for name in ("ddp", "zero3"):
+        silent(rule, lora, shipped(name), AMPERE)
+
+
 def test_global_batch():
     run = RunSettings(global_batch_size=24, per_device_train_batch_size=8)
     fires("global_batch", run, shipped("ddp"), AMPERE, place="--global_batch_size", fix="multiple of 16")

@@ -34,6 +34,7 @@ from accel_scale.planning.models.training_setup import (
     LoraSetup,
     ParallelSetup,
     TrainingSetup,
+    VllmSetup,
     check_policy,
     period_of,
 )
@@ -261,6 +262,29 @@ def test_answers_are_written_beside_their_keys_and_values() -> None:
     # TRL gathers what the other seven cards hold, for as long as it generates.
     assert writing["gathered weights"] == pytest.approx(2 * N - writing["weights"])
     assert "generation" not in {phase.name for phase in predict_memory(LLAMA, sharing("zero3", 8)).phases}
+
+
+def test_vllm_holds_its_share_of_the_card_beside_the_training() -> None:
+    """20 GB of it: always, or where it sleeps while answers are written; nothing where it is a server elsewhere."""
+    setup = replace(sharing("zero3", 8), generation=GenerationSetup(8, 64, 448))
+    alone = predict_memory(LLAMA, setup)
+    held, asleep, server = (
+        predict_memory(LLAMA, replace(setup, vllm=found))
+        for found in (VllmSetup(2e10), VllmSetup(2e10, sleeps=True), VllmSetup())
+    )
+    plain, beside = ({p.name: p.total_bytes for p in found.phases} for found in (alone, held))
+    assert {name: beside[name] - plain[name] for name in plain if name != "generation"} == {
+        name: 0 if name == "load" else 2e10 for name in plain if name != "generation"
+    }
+    writing = {p.name: dict(p.terms) for p in held.phases}["generation"]
+    assert "key-value cache" not in writing, "it lies in vLLM's share"
+    assert writing["gathered weights"] == LLAMA.vocab_size * LLAMA.hidden_size * 4, "one parameter after the other"
+    assert asleep.peak_phase.name == "generation"
+    assert asleep.peak_bytes == held.phases[-1].total_bytes < held.peak_bytes
+    assert server.peak_bytes == held.peak_bytes - 2e10
+    merged = predict_memory(LLAMA, replace(setup, method="lora", vllm=VllmSetup(2e10)))
+    terms = dict(merged.phases[-1].terms)
+    assert terms["gathered weights"] == pytest.approx(2 * N - terms["weights"]), "adapters are merged into all of them"
 
 
 def test_layers_are_walked_once_for_all_settings_that_leave_their_tensors_alone() -> None:

@@ -15,8 +15,8 @@ from accel_scale.facts.hardware import Machine, find_gpu
 from accel_scale.launching.environment import LaunchEnvironment
 from accel_scale.launching.strategy import LaunchStrategy
 from accel_scale.parallel.layout import ParallelLayout
-from accel_scale.planning.models.training_setup import LoraSetup, ParallelSetup, TrainingSetup
-from accel_scale.planning.search.recipe_choices import SFT_PLAN
+from accel_scale.planning.models.training_setup import LoraSetup, ParallelSetup, TrainingSetup, VllmSetup
+from accel_scale.planning.search.recipe_choices import GRPO_PLAN, SFT_PLAN
 from accel_scale.settings.planned_setup import SharedModel, parallel_of, recipe_value, setup_of, target_of
 from accel_scale.settings.resolved import LaunchFacts
 
@@ -98,6 +98,23 @@ def test_answers_are_written_for_a_step_and_scored_beside_a_reference_where_a_pe
     assert (found.generation.rows, found.generation.completion_length) == (rows, 192)
     assert found.sequence_length == found.generation.total_length == found.generation.prompt_length + 192
     assert (found.reference_model, found.reference_pass) == (reference == "before", reference)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, VllmSetup(0.3 * 80)), ({"vllm_gpu_memory_utilization": 0.5}, VllmSetup(40)),
+        ({"vllm_enable_sleep_mode": True, "vllm_tensor_parallel_size": 2}, VllmSetup(0.3 * 80, True, 2)),
+        ({"vllm_mode": "server"}, VllmSetup()), ({"use_vllm": False}, None),
+    ],
+)  # fmt: skip
+def test_vllm_holds_a_share_of_the_card_where_it_runs_beside_the_training(
+    values: dict[str, Any], expected: VllmSetup | None
+) -> None:
+    settings = settle("", launch=GPU)
+    settings.recipe = GRPO_PLAN
+    settings.values.update({"use_vllm": True, **values})
+    assert setup_of(settings, launched(), "sdpa", card_bytes=80).vllm == expected
 
 
 @pytest.mark.parametrize(

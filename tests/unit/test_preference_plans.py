@@ -6,10 +6,11 @@ import pytest
 
 from accel_scale import plan
 from accel_scale.errors import ConfigError
+from accel_scale.facts.hardware import find_gpu
 from accel_scale.planning.cost.generation import cache_bytes, generation_bytes
 from accel_scale.planning.cost.memory import predict_memory
 from accel_scale.planning.models.catalogue import load_model_facts
-from accel_scale.planning.models.training_setup import GenerationSetup, TrainingSetup
+from accel_scale.planning.models.training_setup import GenerationSetup, TrainingSetup, VllmSetup
 from accel_scale.planning.tape.head import TILE_TOKENS, TILE_VOCABULARY
 from accel_scale.planning.traced.forward import forward_bytes
 
@@ -126,6 +127,28 @@ def test_a_plan_of_rewards_is_a_maximum_over_writing_and_training():
     assert cache == 128 * 1024 * 32 * 2 * 8 * 128 * 2
     assert many.time.generation_seconds > 0
     assert many.time.step_seconds > many.time.generation_seconds
+
+
+def test_answers_by_vllm_take_its_share_of_the_card_and_no_method_that_it_gets_no_weights_of():
+    settings = {"gpu": "H100", "recipe": "grpo", "max_completion_length": 2048}
+    ours = plan(MODEL, method="lora", **settings).best
+    theirs = plan(MODEL, method="lora", vllm_gpu_memory_utilization=0.3, **settings).best
+    card = find_gpu("H100").memory_bytes
+    assert theirs.setup.vllm == VllmSetup(0.3 * card)
+    assert ours.setup.vllm is None
+    shares = [dict(phase.terms).get("vLLM's share", 0) for phase in theirs.memory.phases]
+    assert shares == [0, *[0.3 * card] * (len(shares) - 1)]
+    refused = plan(MODEL, method="qlora", vllm_gpu_memory_utilization=0.3, **settings)
+    assert refused.best is None
+    assert "quantised base rounds" in refused.rejections[0].reason
+    sharded = plan(MODEL, method="lora", vllm_gpu_memory_utilization=0.3, num_gpus=8, strategy="FSDP2", **settings)
+    assert sharded.best is None
+    assert "FSDP shards" in sharded.rejections[0].reason
+    with pytest.raises(ConfigError, match=r"does not hold its weights, 15.* GiB.*raise it") as small:
+        plan(MODEL, method="lora", vllm_gpu_memory_utilization=0.1, **settings)
+    assert small.value.place == "--vllm_gpu_memory_utilization"
+    with pytest.raises(ConfigError, match="plan with --recipe grpo"):
+        plan(MODEL, gpu="H100", vllm_gpu_memory_utilization=0.3)
 
 
 def test_a_weight_of_the_penalty_keeps_a_reference():

@@ -113,6 +113,7 @@ def _of_rank(share: RankShare, setup: TrainingSetup, *, is_cuda: bool, is_tracke
     phases = _phases(share.facts, setup, states, step, buffers) + _passes_beside(
         share.facts, setup, states, step, is_cuda=is_cuda
     )
+    phases = tuple(_beside_vllm(phase, setup) for phase in phases)
     overhead = gpu_overhead(setup, is_cuda=is_cuda)
     peak = max(phase.total_bytes for phase in phases)
     reserved, device, low, high = _interval(peak, step, overhead)
@@ -236,7 +237,14 @@ def _passes_beside(
         kept = max(states.gradient_bytes, moved.waiting_gradient_bytes) if setup.accumulation > 1 else 0.0
         waiting = (("gradients", kept), ("activations and loss", step.saved_bytes), ("reference's pass", passed))
         phases.append(Phase("reference", (*resident, *waiting, gathered)))
-    if setup.generation is not None:
+    if setup.generation is not None and setup.vllm is not None:
+        # TRL hands over one parameter after the other; adapters are merged into all of them at the same time.
+        whole = model.num_params * setup.compute_bytes - states.weight_bytes
+        largest = model.vocab_size * model.hidden_size * setup.trained_bytes
+        handed = max(0.0, whole) if setup.trains_adapters else largest
+        gathered = ("gathered weights", handed if setup.parallel.kind.partitions_weights else 0.0)
+        phases.append(Phase("generation", (*resident, gathered)))
+    elif setup.generation is not None:
         found = generation_bytes(model, _generation_setup(setup), is_cuda=is_cuda)
         if setup.parallel.kind.partitions_weights:
             # TRL gathers all weights for as long as it generates.
@@ -245,6 +253,13 @@ def _passes_beside(
         parts = (("key-value cache", found.cache_bytes), ("generation's pass", found.pass_bytes))
         phases.append(Phase("generation", (*resident, *parts, gathered)))
     return tuple(phases)
+
+
+def _beside_vllm(phase: Phase, setup: TrainingSetup) -> Phase:
+    """`phase` with what vLLM holds then: it starts once the model is there, and may sleep but where it generates."""
+    if setup.vllm is None or phase.name == "load" or (setup.vllm.sleeps and phase.name != "generation"):
+        return phase
+    return replace(phase, terms=(*phase.terms, ("vLLM's share", setup.vllm.held_bytes)))
 
 
 def _generation_setup(setup: TrainingSetup) -> TrainingSetup:

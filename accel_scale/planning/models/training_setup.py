@@ -13,6 +13,7 @@ from accel_scale.facts.names import FUSED_PARTS, METHODS, PIPELINE_SCHEDULES, PR
 from accel_scale.facts.precisions import DTYPE_BYTES, PRECISION_FACTS, REDUCE_DTYPES
 from accel_scale.facts.strategies import OFFLOADS, STRATEGIES
 from accel_scale.planning.models.parallel_setup import ParallelSetup as ParallelSetup
+from accel_scale.units import format_bytes
 
 ATTENTIONS = tuple(name for name in ATTENTION_NAMES if name != PACKED_ATTENTION)  # that one counts as sdpa
 REFERENCE_PASSES = ("none", "before", "within")
@@ -59,6 +60,36 @@ class GenerationSetup:
 
 
 @dataclass(frozen=True)
+class VllmSetup:
+    """vLLM, which writes the answers of a `GenerationSetup` in transformers' place.
+
+    Attributes:
+        held_bytes: What it holds of each card that trains, weights and cache; 0: it is a server elsewhere.
+        sleeps: Whether it gives that back while the model trains.
+        tensor_parallel: Cards that share its weights.
+    """
+
+    held_bytes: float = 0.0
+    sleeps: bool = False
+    tensor_parallel: int = 1
+
+    def refuse_weights(self, num_params: float) -> None:
+        """Refuse a share of the card that 16-bit weights alone would fill.
+
+        Raises:
+            ConfigError: with both sizes.
+        """
+        weights = 2 * num_params / self.tensor_parallel
+        if 0 < self.held_bytes <= weights:
+            raise ConfigError(
+                f"vLLM's share of the card, {format_bytes(self.held_bytes)}, does not hold its weights, "
+                f"{format_bytes(weights)}, and a cache.",
+                place="--vllm_gpu_memory_utilization",
+                fix="raise it, or --vllm_tensor_parallel_size, or use --vllm_mode server.",
+            )
+
+
+@dataclass(frozen=True)
 class TrainingSetup:
     """One way to train; validated when made.
 
@@ -92,6 +123,7 @@ class TrainingSetup:
         kl_rows: Whether as many rows again, of prompts with other rows' answers, are scored by the model and by what
             its reference does in a micro-batch, without gradients: KTO's KL term.
         generation: What is written before a step; None without it.
+        vllm: What writes it, where transformers does not.
         quantises_whole: Whether every card holds a whole 4-bit base before it is sharded, as transformers loads it.
         steps_in_backward: Whether each parameter is updated as soon as its gradient is there, which is then freed.
         parallel: How ranks share the work.
@@ -121,6 +153,7 @@ class TrainingSetup:
     reference_pass: str = "none"
     kl_rows: bool = False
     generation: GenerationSetup | None = None
+    vllm: VllmSetup | None = None
     quantises_whole: bool = True
     steps_in_backward: bool = False
     parallel: ParallelSetup = field(default_factory=ParallelSetup)

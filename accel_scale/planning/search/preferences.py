@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import TypedDict
 
 from accel_scale.errors import ConfigError
-from accel_scale.planning.models.training_setup import GenerationSetup
+from accel_scale.planning.models.model_facts import ModelFacts
+from accel_scale.planning.models.training_setup import GenerationSetup, VllmSetup
 from accel_scale.planning.search.recipe_choices import PlannedRecipe
-from accel_scale.planning.search.request_words import whole
+from accel_scale.planning.search.request_words import share, whole
 from accel_scale.planning.search.wish import Wish
 
 # TRL's default (1.16) of an answer's bound. Prompts have none, and this is of one whose length nobody knows.
 COMPLETION_TOKENS = PROMPT_TOKENS = 512
-_OF_GENERATION = ("num_generations", "max_prompt_length", "max_completion_length", "beta")
+_SHARE = "vllm_gpu_memory_utilization"
+_OF_GENERATION = ("num_generations", "max_prompt_length", "max_completion_length", "beta", _SHARE)
 
 
 class Fields(TypedDict, total=False):
@@ -23,15 +25,18 @@ class Fields(TypedDict, total=False):
     reference_pass: str
     kl_rows: bool
     generation: GenerationSetup
+    vllm: VllmSetup
 
 
-def preference_fields(wish: Wish, recipe: PlannedRecipe, batch: int) -> Fields:
+def preference_fields(wish: Wish, recipe: PlannedRecipe, batch: int, model: ModelFacts, card_bytes: float) -> Fields:
     """The fields of `TrainingSetup` that reference and generation decide; a generation's rows are left to the search.
 
     Args:
         wish: What was typed.
         recipe: The recipe that will run.
         batch: Rows per optimizer step over all ranks.
+        model: That will answer.
+        card_bytes: Memory of a card.
 
     Raises:
         ConfigError: for what the recipe has no use for, and groups of answers that do not fill the batch.
@@ -65,6 +70,10 @@ def preference_fields(wish: Wish, recipe: PlannedRecipe, batch: int) -> Fields:
         )
     prompt = whole(wish.max_prompt_length or str(PROMPT_TOKENS), "--max_prompt_length")
     answer = whole(wish.max_completion_length or str(COMPLETION_TOKENS), "--max_completion_length")
+    if wish.vllm_gpu_memory_utilization is not None:
+        held = share(wish.vllm_gpu_memory_utilization, f"--{_SHARE}") * card_bytes
+        found = {**found, "vllm": VllmSetup(held)}
+        found["vllm"].refuse_weights(model.num_params)
     return {
         **found,
         **reference_of_rewards(_beta(wish.beta, recipe)),

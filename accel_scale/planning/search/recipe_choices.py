@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from accel_scale.facts.vllm import why_no_weights
 from accel_scale.planning.models.training_setup import TrainingSetup
 
 # Flags that a plan sets in both recipes of the project.
@@ -91,9 +92,20 @@ class PlannedRecipe:
             return f"{self.script} has no --long_rows"
         if setup.precision in ("bf16_true", "fp8") and "precision" not in flags:
             return f"{self.script} has no --precision for {setup.precision}"
+        if setup.vllm is not None and (reason := _why_no_vllm(setup)):
+            return reason
         if setup.accumulation > 1 and not flags & {"global_batch_size", "gradient_accumulation_steps"}:
             return f"{self.script} has no --gradient_accumulation_steps"
         return None
+
+
+def _why_no_vllm(setup: TrainingSetup) -> str | None:
+    reason = why_no_weights(
+        is_quantised=setup.quantises_base,
+        trains_adapters=setup.trains_adapters,
+        is_fsdp=setup.parallel.kind.is_fsdp,
+    )
+    return reason and reason[0].removesuffix(".")
 
 
 SFT_PLAN = PlannedRecipe(

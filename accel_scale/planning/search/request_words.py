@@ -1,4 +1,4 @@
-"""Single words of a request: whole numbers, and names out of a list."""
+"""Single words of a request: whole numbers, shares, and names out of a list."""
 
 from __future__ import annotations
 
@@ -31,3 +31,18 @@ def one_of(text: str, known: Iterable[str], place: str) -> str:
         hint = f"did you mean {near[0]}? " if near else ""
         raise ConfigError(f"{text!r} is unknown.", place=place, fix=f"{hint}use one of {', '.join(known)}.")
     return text
+
+
+def share(text: str, place: str) -> float:
+    """A number from 0 up to, and without, 1.
+
+    Raises:
+        ConfigError: for anything else.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise ConfigError(f"{text!r} is not a share.", place=place, fix="write it like 0.05.")
+    return value

@@ -23,7 +23,7 @@ from accel_scale.planning.models.training_setup import ATTENTIONS, LoraSetup
 from accel_scale.planning.search.preferences import preference_fields
 from accel_scale.planning.search.recipe_choices import PLANNED_RECIPES, PlannedRecipe
 from accel_scale.planning.search.request_strategy import degrees_of, methods_of, schedule_of, strategy_label
-from accel_scale.planning.search.request_words import one_of, whole
+from accel_scale.planning.search.request_words import one_of, share, whole
 from accel_scale.planning.search.search import Request, may_share
 from accel_scale.planning.search.stacks import stack_named
 from accel_scale.planning.search.wish import SWITCHES, Wish
@@ -67,7 +67,7 @@ def build_request(wish: Wish, *, detect: Callable[[], hardware.Machine | None] |
         if recipe.always_packs and not wish.packing:
             raise ConfigError(f"{recipe.script} fills its rows.", place="--no_packing", fix="remove it.")
         batch *= recipe.rows_per_example
-        fixed |= {**preference_fields(wish, recipe, batch)}
+        fixed |= {**preference_fields(wish, recipe, batch, model, machine.gpu.memory_bytes)}
         generation = fixed.get("generation")
         request = Request(
             model,
@@ -124,16 +124,6 @@ def flag_places() -> Iterator[None]:
         raise ConfigError(error.problem, place=_FLAGS[error.place], fix=error.fix) from None
 
 
-def _share(text: str, place: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1:
-        raise ConfigError(f"{text!r} is not a share.", place=place, fix="write it like 0.05.")
-    return value
-
-
 def _machine(wish: Wish, detect: Callable[[], hardware.Machine | None]) -> hardware.Machine:
     if wish.gpu is None:
         base = detect()
@@ -174,7 +164,7 @@ def _recipe(wished: str | PlannedRecipe) -> PlannedRecipe:
 
 def _fixed(wish: Wish, recipe: PlannedRecipe, model: ModelFacts, gpu: hardware.Gpu) -> dict[str, Any]:
     """The fields of `TrainingSetup` that are decided."""
-    targets, dropout = tuple(wish.lora_target_modules), _share(wish.lora_dropout, "--lora_dropout")
+    targets, dropout = tuple(wish.lora_target_modules), share(wish.lora_dropout, "--lora_dropout")
     dropout = 0.0 if recipe.disables_dropout else dropout
     saved = ("score",) if recipe.rewards else ()
     lora = LoraSetup(whole(wish.lora_r, "--lora_r"), targets, wish.use_dora, saved, dropout)

@@ -177,6 +177,9 @@ class Wish:
     beta: str | None = _flag(
         None, "above 0 a reference is kept (default: 0 of grpo, 0.05 of rloo)", PREFERENCES, metavar="WEIGHT"
     )
+    vllm_gpu_memory_utilization: str | None = _flag(
+        None, "grpo, rloo: vLLM writes the answers in this share of each card", PREFERENCES, metavar="SHARE"
+    )
     strategy: tuple[str, ...] = _flag((), 'only this strategy, e.g. "ZeRO-2"; repeatable', ANSWER)
 
 
