@@ -26,6 +26,7 @@ from accel_scale.planning.cost.memory import predict_memory
 from accel_scale.planning.cost.rank_share import stage_layers
 from accel_scale.planning.cost.sharding import NF4_DOUBLE_BYTES, state_bytes
 from accel_scale.planning.cost.timing import predict_time
+from accel_scale.planning.cost.traffic import layer_traffic
 from accel_scale.planning.cost.transfers import transfers
 from accel_scale.planning.models.catalogue import load_model_facts
 from accel_scale.planning.models.parameters import adapter_rank, parameter_groups, quantised_weights
@@ -188,14 +189,41 @@ def test_gpu_and_host_wait_for_each_other_where_they_are_close() -> None:
     ("card", "products", "attention"),
     [
         ("A100-80GB", 0.75, 0.43), ("H100", 0.62, 0.26), ("B200", 0.5, 0.26), ("MI300X", 0.28, 0.43),
-        ("RTX 4090", 0.75, 0.43), ("V100 32GB", 0.75, 0.43), ("RTX 5090", 0.75, 0.43),
+        # Power to spare, and half as many products for each fp32 unit: near the peak in both.
+        ("RTX 4090", 0.96, 0.86), ("RTX 5090", 0.97, 0.86), ("H20", 0.96, 0.80),
+        # Little power for their peak.
+        ("L4", 0.58, 0.51), ("L40S", 0.68, 0.58), ("V100 32GB", 0.75, 0.55), ("GH200", 0.62, 0.26),
     ],
 )  # fmt: skip
-def test_shares_of_the_peak_by_architecture(card: str, products: float, attention: float) -> None:
-    capability = find_gpu(card).compute_capability
-    assert EFFICIENCY.matmul_fraction(capability) == products
-    assert EFFICIENCY.attention_share(capability) == attention
-    assert (EFFICIENCY.matmul_fraction(None), EFFICIENCY.attention_share(None)) == (0.75, 0.43)
+def test_shares_of_the_peak(card: str, products: float, attention: float) -> None:
+    gpu = find_gpu(card)
+    assert EFFICIENCY.matmul_fraction(gpu) == pytest.approx(products, abs=0.005)
+    assert EFFICIENCY.attention_share(gpu) == pytest.approx(attention, abs=0.005)
+
+
+def test_cards_of_unknown_power_have_their_architectures_share() -> None:
+    """0.75 × (700 W / 989.4 TFLOP/s over 400 / 312) ^ ⅓, and the fitted constants without watts or peaks."""
+    h100 = find_gpu("H100 SXM")
+    assert EFFICIENCY.matmul_fraction(h100) == pytest.approx(0.75 * (700 / 989.4 / (400 / 312)) ** (1 / 3))
+    assert EFFICIENCY.matmul_fraction(replace(h100, watts=None)) == 0.62
+    unknown = replace(h100, watts=None, peak_flops=None, compute_capability=None)
+    assert (EFFICIENCY.matmul_fraction(unknown), EFFICIENCY.attention_share(unknown)) == (0.75, 0.43)
+
+
+def test_traffic_of_a_layer_is_its_kernels() -> None:
+    """Llama: two RMS norms of six kernels, two sums, rotation of 40 heads of 64, SwiGLU; GPT-2 has other kernels."""
+    layer, hidden, width = LLAMA.layers[0], 2048, LLAMA.intermediate_size
+    plain = TrainingSetup(precision="bf16_true", loss="full")
+    rotated = 64 * (LLAMA.num_heads + LLAMA.num_kv_heads)
+    attention = 4 * LLAMA.num_heads * 64
+    assert layer_traffic(LLAMA, layer, plain) == 84 * hidden + 20 * rotated + attention + 10 * width
+    assert layer_traffic(LLAMA, layer, replace(plain, compile=True)) == 16 * hidden + 4 * rotated + 6 * width
+    gpt2 = load_model_facts("openai-community/gpt2")
+    layer, hidden = gpt2.layers[0], gpt2.hidden_size
+    assert layer_traffic(gpt2, layer, plain) == (2 * 4 + 12 + 4) * hidden + 36 * 4 * hidden
+    assert layer_traffic(gpt2, layer, TrainingSetup()) == (2 * 20 + 12 + 4) * hidden + 36 * 4 * hidden
+    fused = replace(gpt2, activation="gelu")
+    assert layer_traffic(fused, layer, plain) == (2 * 4 + 12 + 4) * hidden + 4 * 4 * hidden
 
 
 def test_what_is_not_recomputed_takes_no_time() -> None:

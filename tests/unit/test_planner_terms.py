@@ -281,6 +281,10 @@ def test_offloaded_steps_take_what_pcie_and_host_memory_take() -> None:
     assert held == pytest.approx(2 * 2 * N / 4 / pcie + 7 * 4 * N / 100e9)
     weights = predict_time(LLAMA, sharing("zero3", 4, offload_params="cpu"), known).offload_seconds
     assert weights == pytest.approx(2 * 2 * N / 4 / pcie)
+    quantised = replace(sharing("zero3", 4, offload_params="cpu"), method="qlora")
+    packed = predict_time(LLAMA, quantised, known).offload_seconds
+    assert packed == pytest.approx(2 * gathered_weight_bytes(LLAMA, quantised) / 4 / pcie)
+    assert packed < 0.5 * weights, "a base in 4 bits travels in 4 bits"
     drives = predict_time(LLAMA, sharing("zero3", 4, offload_params="nvme"), known).offload_seconds
     assert drives == pytest.approx(weights + 2 * 2 * N / 5e9)
     states_too = predict_time(LLAMA, sharing("zero3", 4, offload_optimizer="nvme"), known).offload_seconds

@@ -10,14 +10,13 @@ from accel_scale.planning.cost.flops import (
     adapted_linears,
     hardware_flops_per_token,
     recomputed_fraction,
-    trained_params,
 )
-from accel_scale.planning.models.model_facts import LayerFacts, ModelFacts
-from accel_scale.planning.models.parameters import quantised_weights
+from accel_scale.planning.cost.traffic import NF4_DEQUANTISE_BYTES, step_traffic_per_token, weight_traffic
+from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.models.training_setup import TrainingSetup
 
-# Reading 4 bits and constants, writing 16-bit weights, reading them again in the product, in bytes per weight.
-NF4_DEQUANTISE_BYTES = 4.6
+# The card that the shares were fitted on: board power per TFLOP/s of its 16-bit peak.
+_A100_WATTS_PER_TERAFLOP = 400 / 312
 
 
 @dataclass(frozen=True)
@@ -25,23 +24,22 @@ class Efficiency:
     """Constants of the time model, fitted to 83 published speeds of torchtune, torchtitan, torchao, litgpt, Qwen and
     DeepSpeed, most of them on A100, some on H100, H200, RTX 4090 and MI300X.
 
-    Median error on the fitted rows: 3–17% by source. Fitted without a source, it is predicted to 6–19%, but torchtitan
-    to 43%: nothing else shows fp8 and long rows on Hopper. Rows left out of the fit (GPTQ kernels, unpacked data of
-    unknown length, ring attention, a power-limited B200) are predicted to 11–45%. Blackwell's share is not fitted.
+    Median error on the fitted rows: 3–17% by source; on rows that nothing was fitted to, see docs/planner_accuracy.md.
+    Blackwell's share is not fitted.
 
     Attributes:
-        ampere_fraction, hopper_fraction, blackwell_fraction, cdna_fraction: Of the dense 16-bit peak, in the products
-            of a training step. Alone, a large product reaches 0.87 on an A100 and 0.80 on an H100; in a long run
-            clocks fall to the power limit. Consumer Ada and Blackwell (8.9, 12.0) count as Ampere.
+        ampere_fraction: Of the 16-bit peak of an A100, in the products of a training step. Alone, a large product
+            reaches 0.87; in a long run clocks fall to the power limit. Power grows with the third power of the clock,
+            so other cards' shares follow from the cube root of their board power per TFLOP/s. An H100 gets 0.62.
+        unbound_fraction: The largest share: of cards with power to spare for their peak (GeForce, H20, A10G).
+        hopper_fraction, blackwell_fraction, cdna_fraction: Of architectures whose power does not tell, or is unknown.
         fp8_fraction: Of the fp8 peak over that of bf16: scaling and casts take part of the gain.
-        attention_fraction, hopper_attention_fraction: Of the 16-bit peak, in flash (2) or sdpa attention; kernels made
-            for Ampere leave half of Hopper idle.
-        eager_attention_bytes: Traffic of each score that eager attention writes and reads, one forward pass.
-        layer_bytes_eager: Traffic of norms, rotary embeddings, activations and residuals in one forward pass, in bytes
-            per token and unit of hidden + intermediate size.
-        layer_bytes_compiled: The same under torch.compile.
-        adapter_bytes: The same per unit of in + out features of an adapted matrix (dropout, scale, sum, casts), eager.
-        loss_bytes: Traffic of logits and loss, whole step, per token and vocabulary entry.
+        attention_fraction, blackwell_attention_fraction: Of the 16-bit peak, in flash (2) or sdpa attention, where the
+            card's other speeds do not tell.
+        hopper_attention_flops: Of products in attention's kernels made for Ampere, which leave most of Hopper idle.
+        softmax_factor: Seconds of attention's softmax, in fp32 units, over its products' at the fp32 peak. From the
+            0.43 of the peak that attention reaches on an A100.
+        traffic_factor: What layers move over what their elementwise kernels were counted to (`layer_traffic`).
         launch_seconds: Between two eager kernels on the host.
         base_kernels, adapter_kernels, quantised_kernels: In one forward pass of a layer: its body, each adapter, each
             dequantised matrix.
@@ -50,21 +48,21 @@ class Efficiency:
         bandwidth_fraction: Of the memory bandwidth, in elementwise kernels and optimizers.
         overlap_fraction: Of the computation, behind which communication that may overlap hides; 0 under ZeRO-3, whose
             measured steps are the sum of both.
-        low_factor, high_factor: Of 83 fitted rows 98% took between these times the estimate, of 39 left out 56%.
+        low_factor, high_factor: Of 136 rows of the data 77% took between these times the estimate, of 122 that nothing
+            was fitted to 87%.
     """
 
     ampere_fraction: float = 0.75
+    unbound_fraction: float = 0.97
     hopper_fraction: float = 0.62
     blackwell_fraction: float = 0.50
     cdna_fraction: float = 0.28
     fp8_fraction: float = 0.70
     attention_fraction: float = 0.43
-    hopper_attention_fraction: float = 0.26
-    eager_attention_bytes: float = 20.0
-    layer_bytes_eager: float = 50.0
-    layer_bytes_compiled: float = 9.0
-    adapter_bytes: float = 6.0
-    loss_bytes: float = 20.0
+    blackwell_attention_fraction: float = 0.26
+    hopper_attention_flops: float = 337e12
+    softmax_factor: float = 0.062
+    traffic_factor: float = 1.2
     launch_seconds: float = 11e-6
     base_kernels: float = 45.0
     adapter_kernels: float = 14.0
@@ -76,14 +74,27 @@ class Efficiency:
     low_factor: float = 0.8
     high_factor: float = 1.3
 
-    def matmul_fraction(self, compute_capability: str | None) -> float:
-        """Of the dense 16-bit peak, by architecture."""
+    def matmul_fraction(self, gpu: Gpu) -> float:
+        """Of the dense 16-bit peak, in matrix products."""
+        major, peak = _major(gpu.compute_capability), (gpu.peak_flops or {}).get("bf16")
+        if major in (8, 9, 12) and gpu.watts and peak:
+            power = gpu.watts / (peak / 1e12) / _A100_WATTS_PER_TERAFLOP
+            return min(self.unbound_fraction, self.ampere_fraction * power ** (1 / 3))
         by_major = {0: self.cdna_fraction, 9: self.hopper_fraction, 10: self.blackwell_fraction}
-        return by_major.get(_major(compute_capability), self.ampere_fraction)
+        return by_major.get(major, self.ampere_fraction)
 
-    def attention_share(self, compute_capability: str | None) -> float:
-        """Of the dense 16-bit peak in attention, by architecture."""
-        return self.hopper_attention_fraction if _major(compute_capability) in (9, 10) else self.attention_fraction
+    def attention_share(self, gpu: Gpu) -> float:
+        """Of the dense 16-bit peak, in attention: its products and its softmax take turns."""
+        major, peaks = _major(gpu.compute_capability), gpu.peak_flops or {}
+        half, single = peaks.get("bf16") or peaks.get("fp16"), peaks.get("fp32")
+        if major == 10:
+            return self.blackwell_attention_fraction
+        if major == 0 or not half or not single:
+            return self.attention_fraction
+        products = self.matmul_fraction(gpu)
+        if major == 9:
+            products = min(products, self.hopper_attention_flops / half)
+        return 1 / (1 / products + self.softmax_factor * half / single)
 
 
 EFFICIENCY = Efficiency()
@@ -135,7 +146,7 @@ def micro_batch_time(
     flops = hardware_flops_per_token(facts, setup, document_length=document_length)
     matmul = tokens * _matmul_seconds(flops, setup, gpu, efficiency) / ranks
     bandwidth = gpu.bandwidth() * efficiency.bandwidth_fraction
-    traffic = tokens * _bytes_per_token(facts, setup, efficiency) + _weight_traffic(facts, setup)
+    traffic = tokens * step_traffic_per_token(facts, setup, efficiency.traffic_factor) + weight_traffic(facts, setup)
     launch = _launch_seconds(facts, setup, efficiency) / parallel.pipeline_parallel
     # A forward pass that only scores is one more of the step's passes.
     more = 1 + setup.scoring_passes / (3 + recomputed_fraction(setup.checkpointing))
@@ -171,7 +182,7 @@ def generation_seconds(
 def _matmul_seconds(flops: FlopsPerToken, setup: TrainingSetup, gpu: Gpu, efficiency: Efficiency) -> float:
     """Per token, all ranks' share."""
     dtype = {"fp32": "fp32", "fp16": "fp16"}.get(setup.precision, "bf16")
-    fraction = efficiency.matmul_fraction(gpu.compute_capability)
+    fraction = efficiency.matmul_fraction(gpu)
     peak = gpu.flops(dtype)
     layers = peak * fraction
     if setup.precision == "fp8":
@@ -180,49 +191,8 @@ def _matmul_seconds(flops: FlopsPerToken, setup: TrainingSetup, gpu: Gpu, effici
     attention = flops.attention * passes
     head = flops.head * (3 if setup.trains_all else 2)
     products = flops.total - attention - head
-    attention_speed = peak * efficiency.attention_share(gpu.compute_capability)
+    attention_speed = peak * efficiency.attention_share(gpu)
     return products / layers + head / (peak * fraction) + attention / attention_speed
-
-
-def _bytes_per_token(facts: ModelFacts, setup: TrainingSetup, efficiency: Efficiency) -> float:
-    per_unit = efficiency.layer_bytes_compiled if setup.compile else efficiency.layer_bytes_eager
-    scale = setup.compute_bytes / 2
-    forward = 0.0
-    for layer in facts.layers:
-        adapted = adapted_linears(layer, setup)
-        features = sum(linear.active_copies * (linear.in_features + linear.out_features) for linear in adapted)
-        width = facts.hidden_size + _active_width(facts, layer)
-        forward += (
-            layer.count * per_unit * (width + efficiency.adapter_bytes / efficiency.layer_bytes_eager * features)
-        )
-        if setup.attention == "eager":
-            forward += layer.count * efficiency.eager_attention_bytes * facts.num_heads * setup.sequence_length
-    # Norms and activations run again wherever anything is recomputed, matrix products kept or not.
-    recomputed = 1.0 if setup.checkpointing == "selective" else recomputed_fraction(setup.checkpointing)
-    loss = efficiency.loss_bytes * facts.head_width * (0.5 if setup.loss == "liger" else 1.0)
-    return (forward * (3 + recomputed) + loss) * scale
-
-
-def _active_width(facts: ModelFacts, layer: LayerFacts) -> int:
-    """Intermediate units a token passes through."""
-    mixture = layer.mixture
-    if mixture is None:
-        return facts.intermediate_size
-    return mixture.experts_per_token * mixture.expert_intermediate_size + mixture.shared_intermediate_size
-
-
-def _weight_traffic(facts: ModelFacts, setup: TrainingSetup) -> float:
-    """Bytes per micro-batch that do not depend on tokens: weights read by every pass, gradients added, casts, NF4."""
-    passes = 3 if setup.trains_all else 2
-    passes_with_recompute = passes + recomputed_fraction(setup.checkpointing)
-    traffic = facts.num_params * setup.compute_bytes * passes_with_recompute
-    trained = trained_params(facts, setup)
-    traffic += 3 * setup.trained_bytes * trained
-    if setup.autocast and not setup.parallel.shards_weights:
-        traffic += (setup.trained_bytes + setup.compute_bytes) * trained
-    if setup.quantises_base:
-        traffic += NF4_DEQUANTISE_BYTES * quantised_weights(facts) * (2 + recomputed_fraction(setup.checkpointing))
-    return traffic
 
 
 def _launch_seconds(facts: ModelFacts, setup: TrainingSetup, efficiency: Efficiency) -> float:

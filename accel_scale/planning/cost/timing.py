@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from accel_scale.errors import ConfigError
 from accel_scale.facts.hardware import ASSUMED_HOST_BANDWIDTH, Machine
 from accel_scale.facts.optimizer_specs import modelled_optimizer
-from accel_scale.planning.cost.communication import collective_seconds, step_collectives
+from accel_scale.planning.cost.communication import collective_seconds, gathered_weight_bytes, step_collectives
 from accel_scale.planning.cost.efficiency import EFFICIENCY, Efficiency, generation_seconds, micro_batch_time
 from accel_scale.planning.cost.flops import (
     hardware_flops_per_token,
@@ -61,7 +61,7 @@ class TimeEstimate:
         data_seconds: Waiting for the loader, where its speed was given.
         generation_seconds: Writing the answers that a step is trained on.
         step_seconds: Their sum, without `communication_seconds`.
-        low_seconds, high_seconds: Where 84% of 122 published measurements lay around the estimate.
+        low_seconds, high_seconds: Where four of five published measurements lay around the estimate.
         tokens_per_second: All ranks, without padding.
         mfu: 6N + attention FLOPs per position over the peak of the compute dtype, whatever the method.
         hfu: The FLOPs really done (recomputation, frozen weights) over the same peak.
@@ -253,7 +253,7 @@ def _offload(facts: ModelFacts, setup: TrainingSetup, machine: Machine) -> tuple
             seconds += 24 * trained * ranks / _nvme(machine)
     if parallel.offloads_params:
         # Forward and backward each fetch a rank's shard; recomputation uses the backward pass's.
-        moved = 2 * facts.num_params * setup.compute_bytes / shards * setup.accumulation
+        moved = 2 * gathered_weight_bytes(facts, setup) / shards * setup.accumulation
         seconds += moved / machine.gpu.pcie_bandwidth()
         if parallel.offload_params == "nvme":
             seconds += moved * min(parallel.num_gpus, machine.gpus_per_node) / _nvme(machine)
