@@ -10,19 +10,19 @@ from pathlib import Path
 from accel_scale.errors import ConfigError
 from accel_scale.launching.hub_reach import require_on_hub
 from accel_scale.planning.models.catalogue import is_on_hub
-from accel_scale.planning.search.wish import FLAGS, MODEL, Flag, Value, Wish
+from accel_scale.planning.search.wish import FLAGS, MODEL, PlanFlag, Value, Wish
 
 _LONGEST_TEXT = 200  # characters
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-CONTROLS: tuple[Flag, ...] = tuple(flag for flag in (MODEL, *FLAGS) if flag.label)
+CONTROLS: tuple[PlanFlag, ...] = tuple(flag for flag in (MODEL, *FLAGS) if flag.label)
 
 
-def name_of(control: Flag) -> str:
+def name_of(control: PlanFlag) -> str:
     """The flag that the control sets: what is on by default is switched off."""
     return f"no_{control.name}" if control.off else control.name
 
 
-def start_of(control: Flag) -> Value:
+def start_of(control: PlanFlag) -> Value:
     """What the control shows at the start; None: open."""
     return False if control.off else control.default if control.start is None else control.start
 
@@ -63,7 +63,7 @@ def command_of(settings: Mapping[str, str | bool], *more: str) -> str:
     return shlex.join([*words, *more])
 
 
-def _text(control: Flag, value: Value) -> str:
+def _text(control: PlanFlag, value: Value) -> str:
     text = str(value).strip()
     place = f"--{control.name}"
     if len(text) > _LONGEST_TEXT:

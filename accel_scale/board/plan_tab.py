@@ -11,7 +11,7 @@ from accel_scale.board.events import listen
 from accel_scale.board.plan_controls import CONTROLS, command_of, name_of, settings_of, start_of
 from accel_scale.board.rendering import refused
 from accel_scale.errors import ConfigError
-from accel_scale.planning.search.wish import MODEL, Flag, Value
+from accel_scale.planning.search.wish import MODEL, PlanFlag, Value
 
 if TYPE_CHECKING:
     from gradio import Blocks
@@ -75,7 +75,7 @@ def add_plan_tab(page: Blocks) -> None:
     listen([chosen.input], _files_of_chosen, [settings, chosen], files, queue="plan")
 
 
-def _component(control: Flag) -> Component:
+def _component(control: PlanFlag) -> Component:
     import gradio as gr
 
     name, value = f"plan-{name_of(control)}", start_of(control)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.cli import plan_questions
-from accel_scale.planning.search.wish import ANSWER, FLAGS, LISTS, MODEL, TRAINING, Flag, Wish
+from accel_scale.planning.search.wish import ANSWER, FLAGS, LISTS, MODEL, TRAINING, PlanFlag, Wish
 
 if TYPE_CHECKING:
     from accel_scale.planning.search.recipe_choices import PlannedRecipe
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     plan_questions.add_arguments(parser)
 
 
-def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
+def _add(group: argparse._ArgumentGroup, flag: PlanFlag) -> None:
     name, default = f"--{flag.name}", flag.default
     if flag.is_switch or flag.off:
         start = "true" if flag.off else None

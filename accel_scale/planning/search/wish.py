@@ -22,7 +22,7 @@ _MOST_ROWS, _MOST_CARDS, _MOST_TOKENS = 2**20, 2**16, 2**24
 
 
 @dataclass(frozen=True)
-class Flag:
+class PlanFlag:
     """One flag of `accel-scale plan`, and how the page of `accel-scale board` asks for it.
 
     Attributes:
@@ -183,22 +183,22 @@ class Wish:
     strategy: tuple[str, ...] = _flag((), 'only this strategy, e.g. "ZeRO-2"; repeatable', ANSWER)
 
 
-MODEL = Flag(
+MODEL = PlanFlag(
     "model", None, "the model to train", label="Model", info="of the catalogue, or owner/name on the hub",
     start="meta-llama/Llama-3.1-8B", choices=full_names, takes_others=True, is_basic=True,
 )  # fmt: skip
 # What a job costs; no part of a `Wish`.
 BUDGET = (
-    Flag(
+    PlanFlag(
         "tokens", None, "token budget, e.g. 1B: adds hours, energy and price", ANSWER, "D",
         label="Token budget", info="like 1B: adds hours",
     ),
-    Flag(
+    PlanFlag(
         "price_per_gpu_hour", None, "in any currency", ANSWER, "PRICE",
         label="Price of a GPU and hour", info="any currency; needs a token budget",
     ),
 )  # fmt: skip
-FLAGS = (*(Flag(f.name, f.default, **f.metadata) for f in fields(Wish)[1:]), *BUDGET)
+FLAGS = (*(PlanFlag(f.name, f.default, **f.metadata) for f in fields(Wish)[1:]), *BUDGET)
 # Settings that are true or false, and open where they are not given.
 SWITCHES = tuple(flag.name for flag in FLAGS if flag.is_switch)
 # Those of several words.
