@@ -25,8 +25,8 @@ class Efficiency:
     DeepSpeed, most of them on A100, some on H100, H200, RTX 4090 and MI300X.
 
     Median error on the fitted rows: 3–17% by source. 122 speeds of llm-foundry, FSDP-QLoRA and ms-swift guided the
-    choice of `traffic_factor`, `unbound_fraction` and `softmax_factor` (median error 9%); 38 of fms-acceleration guided
-    nothing (11%). Blackwell's share is not fitted.
+    choice of `traffic_factor`, `unbound_fraction` and `softmax_factor` (median error 9%); 38 of fms-acceleration did
+    not (11%). Blackwell's share is not fitted.
 
     Attributes:
         ampere_fraction: Of the 16-bit peak of an A100, in the products of a training step. Alone, a large product
