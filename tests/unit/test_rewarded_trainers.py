@@ -242,7 +242,7 @@ def test_a_reference_that_trl_loads_is_loaded_as_the_model(
         model_args=SimpleNamespace(model_revision=revision),
         settings=SimpleNamespace(trains_adapters=adapters),
     )
-    args: Any = SimpleNamespace(model_init_kwargs=options, beta=beta)
+    args: Any = SimpleNamespace(model_init_kwargs=options, beta=beta, use_vllm=False)
     assert rewarded_run.load_generating_model(run, args) == ("model", "<end>")
     assert stopped == [("model", "tokenizer", "<end>")]
     assert args.model_init_kwargs == kept
