@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from accel_scale.data.default import default_dataset, default_model_path
 from accel_scale.errors import ConfigError
-from accel_scale.training.evaluation.exact_match import exact_match, normalize_answer
+from accel_scale.training.evaluation.exact_match import _greedy_config, exact_match, normalize_answer
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +112,21 @@ def test_decoding_ignores_the_models_own_sampling_settings(model, tokenizer, say
     sampled = exact_match(model, tokenizer, sayings, max_new_tokens=8, num_examples=100)
     model.generation_config.update(**{key: saved[key] for key in ("do_sample", "temperature", "repetition_penalty")})
     assert sampled.examples == greedy.examples
+
+
+@pytest.mark.parametrize(("pad", "filled"), [(3, 3), (0, 0), (None, 5)])
+def test_plain_greedy_decoding_is_asked_for(pad, filled):
+    named = SimpleNamespace(eos_token_id=7, pad_token_id=pad)
+    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=[9, 5]))
+    config = _greedy_config(model, named, 4)
+    plain = {"max_new_tokens": 4, "do_sample": False, "num_beams": 1, "temperature": 1.0, "top_p": 1.0, "top_k": 50}
+    plain |= {"repetition_penalty": 1.0, "use_cache": True, "eos_token_id": [5, 7, 9], "pad_token_id": filled}
+    assert {name: getattr(config, name) for name in plain} == plain
+    named.eos_token_id, model.generation_config.eos_token_id = None, 2
+    assert _greedy_config(model, named, 4).eos_token_id == [2]
+    model.generation_config.eos_token_id = None
+    with pytest.raises(ConfigError, match="names an end token"):
+        _greedy_config(model, named, 4)
 
 
 @pytest.mark.parametrize(
