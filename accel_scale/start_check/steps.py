@@ -61,7 +61,7 @@ def take_step(model: Any, inputs: Mapping[str, Any], loss_of: LossOf) -> Step:
     """Forward and backward of `model` in training mode; its gradients are None again afterwards."""
     model.train()
     same_draws()
-    model.zero_grad(set_to_none=True)
+    model.zero_grad()
     loss = loss_of(model, dict(inputs))
     loss.backward()
     gradients = {
@@ -69,7 +69,7 @@ def take_step(model: Any, inputs: Mapping[str, Any], loss_of: LossOf) -> Step:
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     }
-    model.zero_grad(set_to_none=True)
+    model.zero_grad()
     return Step(float(loss.detach()), gradients)
 
 

@@ -634,6 +634,40 @@ def test_means_of_a_trainer_weigh_by_their_labels(tmp_path) -> None:
         Below.compute_loss = usual
 
 
+@pytest.mark.parametrize(
+    ("error", "has_begun", "stops"),
+    [
+        (None, True, False),
+        (None, False, False),
+        (torch.OutOfMemoryError("CUDA out of memory."), True, True),
+        (torch.OutOfMemoryError("CUDA out of memory."), False, False),
+        (ValueError("mine"), True, False),
+    ],
+)
+def test_a_trainers_recovery_ends_with_its_training(error, has_begun, stops, monkeypatch) -> None:
+    ends = []
+    recovery = SimpleNamespace(close=lambda: ends.append("closed"), stop_run=lambda why: ends.append(why))
+
+    def train(self, *given, **more):
+        assert self.memory_recovery is None, "that of an earlier training is gone"
+        self.memory_recovery = recovery if has_begun else None
+        if error is not None:
+            raise error
+        return given, more
+
+    monkeypatch.setattr(Below, "train", train, raising=False)
+    made = WithRecovery.__new__(WithRecovery)
+    made.memory_recovery = "an earlier one"
+    if error is None:
+        assert made.train(1, resume=2) == ((1,), {"resume": 2})
+    elif stops:
+        made.train()
+    else:
+        with pytest.raises(type(error)):
+            made.train()
+    assert ends == [error] * stops + ["closed"] * has_begun
+
+
 def test_recovery_that_is_switched_off_leaves_the_step(tmp_path) -> None:
     made = trainer_of(tmp_path)
     made.recover_from_oom = False

@@ -248,6 +248,28 @@ def test_a_reference_that_trl_loads_is_loaded_as_the_model(
     assert args.model_init_kwargs == kept
 
 
+def test_a_rewarded_run_is_the_recipes_run_with_what_it_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
+    from accel_scale.data.default import DEFAULT_REWARDING
+    from accel_scale.starting import early_checks
+    from accel_scale.trainers.rewards import number
+
+    ranks, values = [], {"reward_weights": [1.0]}
+    settings = SimpleNamespace(values=values, build=lambda kind: kind(rewards=["number"]))
+    usual = SimpleNamespace(settings=settings, start="start", script="script", model_args="model")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setattr(early_checks, "refuse_groups", lambda parsed, world_size: ranks.append(world_size))
+    monkeypatch.setattr(rewarded_run, "resolve_trainer_run", lambda parsed, plan, preset: {
+        ("parsed", "plan", id(DEFAULT_REWARDING)): usual}[parsed, plan, id(preset)])  # fmt: skip
+    parsed, plan = "parsed", "plan"
+    run = rewarded_run.resolve_rewarded_run(parsed, plan)  # type: ignore[arg-type]
+    found = (run.settings, run.start, run.script, run.model_args)
+    assert found == (settings, "start", "script", "model")
+    assert (run.rewards, ranks) == ([number], [3])
+    values["reward_weights"] = [1.0, 2.0]
+    with pytest.raises(ConfigError, match="1 rewards and 2 weights"):
+        rewarded_run.resolve_rewarded_run(parsed, plan)  # type: ignore[arg-type]
+
+
 # ── Trackers ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

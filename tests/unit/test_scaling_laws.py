@@ -190,6 +190,24 @@ def test_intervals_are_those_of_the_seed_and_none_without_resamples(monkeypatch:
     assert all(math.isnan(low) and math.isnan(high) for low, high in none.intervals.values())
 
 
+def test_runs_drawn_again_are_of_several_sizes_and_token_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scaling_fit, "_STARTS", ((6.0, 6.0, 0.5, 0.5, 0.2),))
+    law = LAWS["chinchilla"].law
+    assert isinstance(law, LossLaw)
+    runs = runs_of(law)  # run 5 i + j has size i and token count j
+    draws = [np.arange(25) // 5, np.arange(25) % 5 * 5, np.arange(25)]  # one size, one token count, all
+    asked: list[tuple[int, int, int]] = []
+
+    class Drawing:
+        def integers(self, low: int, high: int, size: int) -> np.ndarray:
+            asked.append((low, high, size))
+            return draws[len(asked) - 1]
+
+    monkeypatch.setattr(np.random, "default_rng", lambda seed: Drawing())
+    fit_runs(runs, resamples=1)
+    assert asked == [(0, 25, 25)] * 3
+
+
 def test_the_slopes_that_the_fit_follows_are_those_of_its_distance() -> None:
     """Of log L(N, D) − log loss by each constant, and of Huber's loss beyond a thousandth."""
     data = np.log(np.array([[1e8, 2e9, 3.0], [1e9, 2e10, 2.4], [7e9, 1e11, 2.2]]))

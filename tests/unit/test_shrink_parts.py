@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 from accel_scale.data.default import default_model_path
 from accel_scale.errors import ConfigError
 from accel_scale.shrinking import shrink
-from accel_scale.shrinking.layers import chosen_layers, first_of, num_layers, set_all, shrink_layers
+from accel_scale.shrinking.layers import _is_dense, chosen_layers, first_of, num_layers, set_all, shrink_layers
 from accel_scale.start_check import twin
 
 S, F = "sliding_attention", "full_attention"
@@ -230,3 +230,17 @@ def test_a_twin_of_a_seed_is_small_and_the_same() -> None:
     assert not weights[0].equal(weights[2])
     assert all(parameter.dtype == torch.float32 for parameter in one.parameters())
     assert config.use_cache, "the run's own configuration stays"
+
+
+@pytest.mark.parametrize(
+    ("config", "dense"),
+    [
+        ({}, []),
+        ({"decoder_sparse_step": 3}, [0, 1, 3, 4]),
+        ({"decoder_sparse_step": 3, "mlp_only_layers": [2]}, [0, 1, 2, 3, 4]),
+        ({"decoder_sparse_step": 0, "first_k_dense_replace": 2, "num_dense_layers": 1}, [0, 1]),
+        ({"num_dense_layers": 3, "mlp_only_layers": None}, [0, 1, 2]),
+    ],
+)
+def test_layers_without_experts_are_known_by_their_numbers(config: dict[str, Any], dense: list[int]) -> None:
+    assert [index for index in range(6) if _is_dense(config, index)] == dense

@@ -116,7 +116,7 @@ def step_collectives(facts: ModelFacts, setup: TrainingSetup) -> tuple[Collectiv
     else:
         collectives += _replicated(facts, setup, model_ranks)
     collectives += _tensor(facts, setup) + _pipeline(facts, setup) + _sequence(facts, setup)
-    return tuple(entry for entry in collectives if entry.workers > 1 and entry.num_bytes > 0)
+    return tuple(entry for entry in collectives if entry.workers > 1)
 
 
 def gathered_weight_bytes(facts: ModelFacts, setup: TrainingSetup) -> float:

@@ -38,9 +38,8 @@ def save_atomically(folder: str | Path) -> Iterator[Path]:
     staged = staging_root(folder if inside else folder.parent) / folder.name
     if process_index() == 0:
         shutil.rmtree(staged, ignore_errors=True)
-        staged.mkdir(parents=True)
     wait_for_everyone()
-    staged.mkdir(parents=True, exist_ok=True)  # nodes that do not share a filesystem
+    staged.mkdir(parents=True, exist_ok=True)  # by every process: nodes may not share a filesystem
     try:
         yield staged
     except BaseException:

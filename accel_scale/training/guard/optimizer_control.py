@@ -107,7 +107,7 @@ class StepGate:
 
     def zero_grad(self) -> None:
         """Free the gradients."""
-        self.model.zero_grad(set_to_none=True)
+        self.model.zero_grad()
 
 
 @contextlib.contextmanager

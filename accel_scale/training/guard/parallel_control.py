@@ -58,4 +58,4 @@ class ParallelGate(StepGate):
     def zero_grad(self) -> None:
         """Free the gradients."""
         for part in self._shared.parts:
-            part.zero_grad(set_to_none=True)
+            part.zero_grad()

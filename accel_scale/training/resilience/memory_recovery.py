@@ -251,7 +251,7 @@ class MemoryRecovery:
 
     def _restart(self) -> None:
         self._verdict = _FINE
-        self._model.zero_grad(set_to_none=True)
+        self._model.zero_grad()
         _free_memory()
         if self._on_discard is not None:
             self._on_discard()
