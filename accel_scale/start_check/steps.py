@@ -65,7 +65,7 @@ def take_step(model: Any, inputs: Mapping[str, Any], loss_of: LossOf) -> Step:
     loss = loss_of(model, dict(inputs))
     loss.backward()
     gradients = {
-        name: None if parameter.grad is None else parameter.grad.detach()
+        name: None if parameter.grad is None else parameter.grad
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     }

@@ -19,6 +19,7 @@ from accel_scale.flags.parsing import parse_flags
 from accel_scale.launching.environment import LaunchEnvironment
 from accel_scale.launching.machine import PACKAGES, LocalMachine
 from accel_scale.launching.strategy import LaunchStrategy
+from accel_scale.modeling import attention as attention_module
 from accel_scale.modeling import packed_attention
 from accel_scale.modeling.attention import choose_kernels, resolve_attention, score_matrix_note
 from accel_scale.optimization.optimizers import check_optimizer
@@ -90,6 +91,21 @@ def findings_on(device: Device, *, world_size: int = 1, mixed_precision: str | N
 def attention_on(device: Device, precision: str, *, packing: bool, requested: str | None = None) -> str:
     dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[precision]
     return resolve_attention(requested, device=device, dtype=dtype, packing=packing, model_config=GROUPED)
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_kernels_of_the_hub_need_their_package(is_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import utils
+
+    monkeypatch.setattr(utils, "is_kernels_available", lambda: is_there)
+    name = "kernels-community/flash-attn2"
+    if is_there:
+        assert attention_module._check_kernel(name, "cuda") == name
+    else:
+        with pytest.raises(ConfigError, match="the kernels package, which is not installed"):
+            attention_module._check_kernel(name, "cuda")
+    with pytest.raises(ConfigError, match="is a kernel for accelerators and this run is on a CPU"):
+        attention_module._check_kernel(name, "cpu")
 
 
 def refused(device: Device, requested: str, precision: str) -> bool:

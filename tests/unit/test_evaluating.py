@@ -113,6 +113,15 @@ def test_sums_over_ranks() -> None:
     assert reduce_sum(Ranks(torch.tensor([3.0, 4.0])), values).tolist() == [4.0, 6.0]
 
 
+def test_a_sum_over_ranks_comes_back_to_the_host() -> None:
+    class OnCard(torch.Tensor):
+        def cpu(self) -> Any:
+            return "on the host"
+
+    ranks: Any = SimpleNamespace(num_processes=2, device="cpu", reduce=lambda values, how: values.as_subclass(OnCard))
+    assert reduce_sum(ranks, torch.ones(2)) == "on the host"
+
+
 def test_ranks_that_share_rows_count_them_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks of one product, two stages: each rank hears of the same rows, and the first stage has no loss."""
     from accel_scale.parallel import model_parallel

@@ -223,6 +223,21 @@ def test_what_cannot_be_guarded_is_refused(tmp_path):
         loop.step.finish()
 
 
+@pytest.mark.parametrize(
+    ("has_lomo", "inner"),
+    [(True, "AdamW"), (False, "DummyOptim"), (False, "LayerWiseDummyOptimizer"), (False, "AdamW")],
+)
+def test_optimizers_that_step_in_the_backward_pass_are_refused(has_lomo, inner, monkeypatch):
+    loop = Loop()
+    monkeypatch.setattr(loop.accelerator, "has_lomo_optimizer", has_lomo)
+    loop.optimizer.optimizer = type(inner, (), {})()
+    if inner == "AdamW" and not has_lomo:
+        make_gate(loop.accelerator, loop.model, loop.optimizer)
+    else:
+        with pytest.raises(ConfigError, match=f"{inner} changes weights in the backward pass"):
+            make_gate(loop.accelerator, loop.model, loop.optimizer)
+
+
 def test_rolling_back_and_around_a_batch_ends_as_if_it_had_not_come(tmp_path):
     guard = Guard(GuardSettings(policy="rollback"))
     loop = Loop(guard=guard, output_dir=tmp_path)

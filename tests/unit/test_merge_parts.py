@@ -95,6 +95,19 @@ def test_shards_are_as_large_as_was_asked_and_no_larger(tmp_path: Path, sizes: l
     assert stored_shapes(tmp_path) == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
+def test_names_are_read_file_by_file(tmp_path: Path) -> None:
+    for file, names in (("model-1.safetensors", "dab"), ("model-2.safetensors", "c")):
+        save_file({name: torch.zeros(1) for name in names}, tmp_path / file)
+    files = {
+        "a": "model-1.safetensors",
+        "c": "model-2.safetensors",
+        "d": "model-1.safetensors",
+        "b": "model-1.safetensors",
+    }
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    assert SafetensorsReader(tmp_path).names() == ["a", "b", "d", "c"]
+
+
 def test_what_fits_one_shard_is_one_file_without_an_index(tmp_path: Path) -> None:
     writer = ShardWriter(tmp_path, max_shard_bytes=100)
     matrix = torch.arange(6.0).view(2, 3).T

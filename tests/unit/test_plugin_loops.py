@@ -17,10 +17,12 @@ from test_plugin import bare, tiny
 from torch.optim.lr_scheduler import OneCycleLR
 
 from accel_scale.errors import ConfigError
+from accel_scale.plugin import scaled_accelerator
 from accel_scale.plugin.loop_settings import require_parts, set_accumulation
 from accel_scale.plugin.plugin import ScalePlugin
 from accel_scale.plugin.preparing import adapt_optimizer, step_once_per_update
 from accel_scale.plugin.replacing import replace_optimizer
+from accel_scale.training.saving.verification import VerifyResult
 
 
 @pytest.fixture(autouse=True)
@@ -122,6 +124,13 @@ def test_an_optimizer_is_refused_where_its_strategy_has_no_use_for_it() -> None:
     assert replace_optimizer(optimizer, "adamw_bnb_8bit", device_type="cpu", strategy="ddp")
     with pytest.raises(ConfigError, match="adamw_bnb_8bit"):
         replace_optimizer(optimizer, "adamw_bnb_8bit", device_type="cpu", strategy="fsdp2")
+
+
+def test_what_was_read_back_of_several_models_is_one_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = [VerifyResult(3, 0.5, 1.0, "a"), VerifyResult(4, 0.25, 2.0, "b")]
+    monkeypatch.setattr(scaled_accelerator, "verify_checkpoint", lambda model, folder: results.pop(0))
+    found = scaled_accelerator._verify([torch.nn.Linear(1, 1)] * 2, tmp_path)
+    assert found == VerifyResult(7, 0.5, 3.0, "a + b")
 
 
 def test_the_first_state_is_read_back_of_every_model_and_no_later_one(tmp_path: Path) -> None:

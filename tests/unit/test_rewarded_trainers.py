@@ -270,6 +270,30 @@ def test_a_rewarded_run_is_the_recipes_run_with_what_it_rewards(monkeypatch: pyt
         rewarded_run.resolve_rewarded_run(parsed, plan)  # type: ignore[arg-type]
 
 
+def test_vllm_is_told_what_ends_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    from accel_scale.modeling import loading
+
+    ends = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=7))
+    monkeypatch.setattr(rewarded_run, "load_run_model", lambda run, args: ends)
+    monkeypatch.setattr(rewarded_run, "prepare_chat", lambda run: "<end>")
+    monkeypatch.setattr(loading, "add_stop_token", lambda *given: None)
+    run: Any = SimpleNamespace(
+        tokenizer="tokenizer",
+        model_args=SimpleNamespace(model_revision="main"),
+        settings=SimpleNamespace(trains_adapters=False),
+    )
+    for stop, given, expected in (
+        (7, None, {"stop_token_ids": [7]}),
+        ([7, 9], {"seed": 1}, {"stop_token_ids": [7, 9], "seed": 1}),
+        (7, {"stop_token_ids": [3]}, {"stop_token_ids": [3]}),
+        (None, {}, {"stop_token_ids": []}),
+    ):
+        ends.generation_config.eos_token_id = stop
+        args: Any = SimpleNamespace(model_init_kwargs=None, beta=0.0, use_vllm=True, generation_kwargs=given)
+        rewarded_run.load_generating_model(run, args)
+        assert args.generation_kwargs == expected
+
+
 # ── Trackers ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

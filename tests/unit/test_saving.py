@@ -373,6 +373,17 @@ def test_verification_reads_sharded_files(tmp_path):
     assert verify_checkpoint(model, tmp_path).num_tensors == len(list(model.parameters()))
 
 
+def test_verification_reads_what_fsdp_gathers_into_one_file(tmp_path):
+    model = tiny_llama()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model_fsdp.bin")
+    found = verify_checkpoint(model, tmp_path)
+    assert (found.num_tensors, found.source) == (len(model.state_dict()), "pytorch_model_fsdp.bin")
+    with torch.no_grad():
+        model.model.norm.weight[3] += 1
+    with pytest.raises(CheckpointMismatch, match=r"model\.norm\.weight differs by up to 1"):
+        verify_checkpoint(model, tmp_path)
+
+
 def test_verification_sees_one_flipped_bit(saved):
     model, folder = saved
     path = folder / "model.safetensors"

@@ -6,10 +6,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from accel_scale.errors import ConfigError
@@ -25,6 +27,7 @@ from accel_scale.tracing import service
 from accel_scale.tracing.cache import _fitted, read_cache
 from accel_scale.tracing.head_operations import HeadOperations
 from accel_scale.tracing.recording import Recorder
+from accel_scale.tracing.skeletons import Skeleton
 from accel_scale.tracing.step import FakeStep
 
 FP32 = TrainingSetup(precision="fp32", packing=False, checkpointing="none", micro_batch_size=2, sequence_length=64)
@@ -91,6 +94,24 @@ def test_what_layers_hold_is_as_wide_as_their_states_and_not_as_the_logits() -> 
     setup = replace(FP32, precision="bf16")
     here, away = (step_bytes(facts, replace(setup, checkpointing=name), is_cuda=False) for name in ("full", "offload"))
     assert here.saved_bytes - away.saved_bytes == 3 * 2 * 64 * 64 * 4
+
+
+def test_a_model_of_few_layers_has_a_configuration_of_as_many() -> None:
+    """Lists with an entry for each layer follow, and other lists of another length do not."""
+    layers = nn.ModuleList(nn.Linear(1, 1) for _ in range(4))
+    config = SimpleNamespace(num_hidden_layers=4, n_layer=5, layer_types=list("abcd"), dims=[1, 2], heads=4)
+    inner, model = nn.Module(), nn.Module()
+    inner.layers, inner.config, model.inner = layers, config, inner
+    kept = [layers[1], layers[3]]
+    Skeleton(cast(Any, model), layers).keep([1, 3])
+    assert list(layers) == kept
+    assert vars(config) == {
+        "num_hidden_layers": 2,
+        "n_layer": 5,
+        "layer_types": ["b", "d"],
+        "dims": [1, 2],
+        "heads": 4,
+    }
 
 
 # ── Masks as indices ─────────────────────────────────────────────────────────────────────────────────────────────────
