@@ -34,7 +34,9 @@ SHARED = {
     "adapter_rank": 4, "mamba_ngroups": 1,
 }  # fmt: skip
 OWN = {"deepseek_v3": LATENT, "zamba2": SHARED, "mixtral": {"output_router_logits": True, "router_aux_loss_coef": 0.5}}
-METHODS = {"deepseek_v3": "full", "mixtral": "lora", "gemma3": "full", "zamba2": "full"}
+METHODS = {"deepseek_v3": "full", "mixtral": "lora", "gemma3": "full", "zamba2": "full", "llava": "full"}
+# TRL's own loss, whose fused head takes an untied head's weight without calling it.
+FLAGS = {"llava": ["--loss_type", "dft"]}
 ALONE = ("mixtral", "zamba2")  # also trained by one process
 
 
@@ -44,7 +46,12 @@ def write(kind: str, folder: Path) -> None:
     sizes = {**SIZES, "vocab_size": len(tokenizer)}
     special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
     torch.manual_seed(0)
-    if kind == "gemma3":
+    if kind == "llava":
+        text = {**sizes, "model_type": "llama", "tie_word_embeddings": False}
+        vision = {**VISION, "model_type": "clip_vision_model", "image_size": 28, "patch_size": 14}
+        config = CONFIG_MAPPING[kind](text_config=text, vision_config=vision, image_token_index=600, **special)
+        model = AutoModelForImageTextToText.from_config(config)
+    elif kind == "gemma3":
         parts = {"vision_config": {**VISION, "image_size": 28, "patch_size": 14}, "mm_tokens_per_image": 4}
         config = CONFIG_MAPPING[kind](text_config={**sizes, "head_dim": 8}, image_token_index=600, **parts, **special)
         model = AutoModelForImageTextToText.from_config(config)
@@ -71,7 +78,7 @@ def results(name: str) -> dict[str, parity.Result]:
         flags = {}
         for kind in ALONE if name == "cpu" else METHODS:
             write(kind, Path(parent) / f"{kind}-base")
-            flags[kind] = parity.recipe_flags(METHODS[kind], Path(parent))
+            flags[kind] = [*parity.recipe_flags(METHODS[kind], Path(parent)), *FLAGS.get(kind, [])]
             flags[kind][flags[kind].index("--model_name_or_path") + 1] = str(Path(parent) / f"{kind}-base")
         flags["pretraining"] = parity.pretrain_flags(Path(parent) / "mixtral-base", Path(parent))
         found = parity.run_launch(name, flags, Path(parent))
