@@ -10,11 +10,16 @@ padding are those the trainer itself logs as `num_tokens`; where it logs none, t
 
 from __future__ import annotations
 
+import importlib.abc
+import importlib.machinery
+import importlib.util
 import json
 import runpy
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 
@@ -75,6 +80,30 @@ def add_recorder(report: dict[str, Any]) -> None:
     trainer.Trainer.training_step = counted
 
 
+class WhenTrainerIsImported(importlib.abc.MetaPathFinder):
+    """Calls a function when the script has imported transformers' trainer, and imports nothing before that."""
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        self.then = then
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        """The module's own spec, with a loader that calls the function after the module has run."""
+        if name != "transformers.trainer":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        assert spec is not None
+        assert spec.loader is not None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            self.then()
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
 def run_script(script: str, flags: list[str]) -> None:
     """Run a script as python does; returns where it exits with 0."""
     sys.argv = [script, *flags]
@@ -89,7 +118,7 @@ def main() -> None:
     """Entry point; everything after the script's path is the script's."""
     report_path, script, *flags = sys.argv[1:]
     report: dict[str, Any] = {}
-    add_recorder(report)
+    sys.meta_path.insert(0, WhenTrainerIsImported(lambda: add_recorder(report)))
     sys.path[0] = str(Path(script).resolve().parent)
     run_script(script, flags)
     if not report.get("logs"):

@@ -1,9 +1,9 @@
 """What Accelerate's FSDP2 preparation leaves out: buffers, shared weights, layers that are not there, heads.
 
 These stand in for three functions of `accelerate.utils.fsdp_utils` (`fsdp2_load_full_state_dict`,
-`fsdp2_prepare_auto_wrap_policy`, `_find_final_norm`)
-and for `FullyShardedDataParallelPlugin.set_auto_wrap_policy` (checked on 1.15.0);
-tests/distributed/test_architectures_sharded.py and tests/unit/test_fsdp2_preparation.py fail when they move.
+`fsdp2_prepare_auto_wrap_policy`, `_find_final_norm`) and for `FullyShardedDataParallelPlugin.set_auto_wrap_policy`
+(checked on 1.15.0). tests/distributed/test_architectures_sharded.py and tests/unit/test_fsdp2_preparation.py fail when
+they move.
 """
 
 from __future__ import annotations
@@ -93,34 +93,35 @@ def modules_that_share(model: nn.Module) -> set[int]:
 def _keep_head_with_norm() -> None:
     """Put a trained head into a group with the norm before it, in Llama 4 and models with images too.
 
-    A head in a group of its own is gathered only when it is called. A fused loss such as TRL's takes its weight without
-    a call, and gathers it in a way that leaves each rank with the gradient of its own tokens alone.
+    A head in a group of its own is gathered only when it is called. A fused loss such as TRL's takes its weight
+    without a call, and gathers it in a way that leaves each rank with the gradient of its own tokens alone.
     """
     from accelerate.utils import fsdp_utils
 
-    find: Any = fsdp_utils._find_final_norm
+    find: Callable[[PreTrainedModel], nn.Module | None] = fsdp_utils._find_final_norm
     if getattr(find, "looks_in_decoders", False):
         return
 
     @functools.wraps(find)
-    def find_norm(model: nn.Module) -> nn.Module | None:
-        norm: nn.Module | None = find(model)
+    def find_norm(model: PreTrainedModel) -> nn.Module | None:
+        norm = find(model)
         return norm if norm is not None else _norm_of_decoder(model)
 
     find_norm.looks_in_decoders = True  # type: ignore[attr-defined]
     fsdp_utils._find_final_norm = find_norm
 
 
-def _norm_of_decoder(model: Any) -> nn.Module | None:
+def _norm_of_decoder(model: PreTrainedModel) -> nn.Module | None:
     """The last norm among the children of the decoder, or of the child that holds the input embeddings."""
     embedding, head = (
         getattr(model, name, lambda: None)() for name in ("get_input_embeddings", "get_output_embeddings")
     )
-    if embedding is None or head is None or not head.weight.requires_grad:
+    weight = getattr(head, "weight", None)
+    if embedding is None or weight is None or not weight.requires_grad:
         return None
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
-    for backbone in (decoder, *model.children()):
-        inside = set() if backbone is None else set(backbone.modules())
+    for backbone in filter(None, (decoder, *model.children())):
+        inside = set(backbone.modules())
         if embedding in inside and head not in inside:
             norms = [child for child in backbone.children() if "norm" in type(child).__name__.lower()]
             return norms[-1] if norms else None

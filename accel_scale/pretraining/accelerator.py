@@ -51,10 +51,12 @@ def plain_accelerator(
     from accel_scale.flags.trackers import chosen_trackers
     from accel_scale.launching.cpu_process import use_onednn_in_fp32
     from accel_scale.modeling.precision import enable_fp16_on_cpu
+    from accel_scale.starting.sparing_imports import unwrap_without_deepspeed
     from accel_scale.training.ddp.gradient_numbers import use_gradient_numbers
     from accel_scale.training.ddp.hooks import DdpSettings, use_ddp_settings
     from accel_scale.training.resilience.collective_timeout import backend_timeout, watch_accelerator
 
+    unwrap_without_deepspeed()
     if ranks_share_model:
         for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG"):
             os.environ[name] = "false"

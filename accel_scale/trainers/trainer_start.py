@@ -31,6 +31,10 @@ def resolve_trainer_run(
     Raises:
         ConfigError: for settings that contradict each other, the launch file or the machine.
     """
+    from accel_scale.starting.sparing_imports import import_peft_without_bitsandbytes, unwrap_without_deepspeed
+
+    import_peft_without_bitsandbytes()
+    unwrap_without_deepspeed()
     from trl import ScriptArguments  # slow, as all of TRL is
 
     from accel_scale.data.default import default_model_path
