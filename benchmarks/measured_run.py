@@ -118,7 +118,10 @@ def main() -> None:
     """Entry point; everything after the script's path is the script's."""
     report_path, script, *flags = sys.argv[1:]
     report: dict[str, Any] = {}
-    sys.meta_path.insert(0, WhenTrainerIsImported(lambda: add_recorder(report)))
+    if "transformers.trainer" in sys.modules:  # an interpreter that had it before the script
+        add_recorder(report)
+    else:
+        sys.meta_path.insert(0, WhenTrainerIsImported(lambda: add_recorder(report)))
     sys.path[0] = str(Path(script).resolve().parent)
     run_script(script, flags)
     if not report.get("logs"):
