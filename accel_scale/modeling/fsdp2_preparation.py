@@ -105,14 +105,18 @@ def _keep_head_with_norm() -> None:
     @functools.wraps(find)
     def find_norm(model: PreTrainedModel) -> nn.Module | None:
         norm = find(model)
-        return norm if norm is not None else _norm_of_decoder(model)
+        return norm if norm is not None else _before_head(model)
 
     find_norm.looks_in_decoders = True  # type: ignore[attr-defined]
     fsdp_utils._find_final_norm = find_norm
 
 
-def _norm_of_decoder(model: PreTrainedModel) -> nn.Module | None:
-    """The last norm among the children of the decoder, or of the child that holds the input embeddings."""
+def _before_head(model: PreTrainedModel) -> nn.Module | None:
+    """The last norm among the children of the decoder, or of the child that holds the input embeddings.
+
+    The decoder itself where it has none, as in HRM or Qwen 4: what is in none of its layers' groups joins the head's.
+    None where a tied head shares a group with its embeddings, which are called first.
+    """
     embedding, head = (
         getattr(model, name, lambda: None)() for name in ("get_input_embeddings", "get_output_embeddings")
     )
@@ -124,7 +128,8 @@ def _norm_of_decoder(model: PreTrainedModel) -> nn.Module | None:
         inside = set(backbone.modules())
         if embedding in inside and head not in inside:
             norms = [child for child in backbone.children() if "norm" in type(child).__name__.lower()]
-            return norms[-1] if norms else None
+            alone = None if weight is embedding.weight else backbone
+            return norms[-1] if norms else alone
     return None
 
 

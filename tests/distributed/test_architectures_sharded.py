@@ -33,10 +33,15 @@ SHARED = {
     "layers_block_type": ["linear_attention", "hybrid"] * 3, "num_mem_blocks": 1, "attention_hidden_size": 64,
     "adapter_rank": 4, "mamba_ngroups": 1,
 }  # fmt: skip
-OWN = {"deepseek_v3": LATENT, "zamba2": SHARED, "mixtral": {"output_router_logits": True, "router_aux_loss_coef": 0.5}}
-METHODS = {"deepseek_v3": "full", "mixtral": "lora", "gemma3": "full", "zamba2": "full", "llava": "full"}
+# Its norms are inside of its stacks: none is found beside the head.
+STACKS = {"num_key_value_heads": 4, "num_layers_per_stack": 1, "head_dim": 8, "H_cycles": 1, "L_cycles": 1}
+OWN = {
+    "deepseek_v3": LATENT, "zamba2": SHARED, "hrm_text": STACKS,
+    "mixtral": {"output_router_logits": True, "router_aux_loss_coef": 0.5},
+}  # fmt: skip
+METHODS = dict.fromkeys(("deepseek_v3", "gemma3", "hrm_text", "llava", "zamba2"), "full") | {"mixtral": "lora"}
 # TRL's own loss, whose fused head takes an untied head's weight without calling it.
-FLAGS = {"llava": ["--loss_type", "dft"]}
+FLAGS = {name: ["--loss_type", "dft"] for name in ("hrm_text", "llava")}
 ALONE = ("mixtral", "zamba2")  # also trained by one process
 
 

@@ -13,7 +13,9 @@ sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 
 import start_check_scan as scan  # noqa: E402
 
-from accel_scale.start_check.twin import undisturbed  # noqa: E402
+from accel_scale.modeling.fsdp2_preparation import mend_fsdp2_preparation  # noqa: E402
+from accel_scale.modeling.loading import skeleton_of  # noqa: E402
+from accel_scale.start_check.twin import tiny_config, undisturbed  # noqa: E402
 
 RESULTS = json.loads(scan.RESULTS.read_text(encoding="utf-8"))
 # Packed and refused, windowed, capped, scaled, mixtures, a state, a head of several layers, positions in the bias.
@@ -45,3 +47,26 @@ def test_a_scanned_architecture_is_found_the_same_again(name: str) -> None:
         recorded = RESULTS["architectures"][name]
         found = scan.check_architecture(config) | scan.check_policies(config, recorded)
     assert found == {key: value for key, value in recorded.items() if not key.endswith("_fsdp2")}
+
+
+@pytest.mark.slow
+def test_a_head_of_its_own_shares_a_group_with_a_module_before_it_in_every_architecture() -> None:
+    """Else FSDP2 leaves it each rank's own gradient where a fused loss takes its weight without a call."""
+    from accelerate.utils import fsdp_utils
+
+    mend_fsdp2_preparation()
+    looked_at, alone = 0, []
+    with undisturbed():
+        for name, config in scan.architectures():
+            try:
+                model = skeleton_of(tiny_config(config))
+            except Exception:  # it does not build; the scan says why
+                continue
+            head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+            if head is None or embedding is None or head.weight is embedding.weight:
+                continue
+            looked_at += 1
+            if fsdp_utils._find_final_norm(model) is None:
+                alone.append(name)
+    assert looked_at >= 90
+    assert alone == []
