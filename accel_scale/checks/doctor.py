@@ -12,6 +12,7 @@ from typing import Any, TextIO
 from accel_scale.checks.case import Finding, Launch
 from accel_scale.checks.registry import check_run
 from accel_scale.checks.run_settings import RunSettings
+from accel_scale.launching.gpu_links import describe_links
 from accel_scale.launching.machine import PACKAGES, LocalMachine
 from accel_scale.units import format_bytes
 
@@ -67,6 +68,7 @@ def describe_machine(machine: LocalMachine) -> dict[str, str]:
     return {
         "system": f"{machine.system}, Python {machine.python_version}",
         "accelerators": device,
+        **({"links": describe_links(machine.gpu_links)} if machine.gpu_links else {}),
         "arithmetic": ", ".join(["fp32", "fp16", *arithmetic]),
         "host": f"{machine.num_cores} cores, {format_bytes(machine.host_memory_bytes)}",
         "DeepSpeed builds with": ", ".join(f"{name} {'yes' if there else 'NO'}" for name, there in tools.items()),

@@ -9,6 +9,7 @@ from accel_scale.checks.checkpoint_rules import CHECKPOINT_RULES
 from accel_scale.checks.ddp_rules import DDP_RULES
 from accel_scale.checks.deepspeed_rules import DEEPSPEED_RULES
 from accel_scale.checks.launch_rules import LAUNCH_RULES
+from accel_scale.checks.machine_rules import MACHINE_RULES
 from accel_scale.checks.precision_rules import PRECISION_RULES
 from accel_scale.checks.recipe_rules import RECIPE_RULES
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 def check_run(run: RunSettings, launch: Launch, machine: LocalMachine) -> list[Finding]:
     """All findings of all rules, errors first. Pure: asks nothing but its arguments."""
     case = Case(run, launch, machine)
-    rules = (*PRECISION_RULES, *RECIPE_RULES, *LAUNCH_RULES, *DEEPSPEED_RULES, *DDP_RULES, *CHECKPOINT_RULES)
+    rules = (*PRECISION_RULES, *RECIPE_RULES, *LAUNCH_RULES, *DEEPSPEED_RULES, *DDP_RULES)
+    rules += (*CHECKPOINT_RULES, *MACHINE_RULES)
     findings = [finding for rule in rules if (finding := rule(case)) is not None]
     return sorted(findings, key=lambda finding: finding.level)

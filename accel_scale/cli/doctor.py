@@ -46,6 +46,7 @@ def arrange(words: Sequence[str]) -> list[str]:
 def run(args: argparse.Namespace) -> int:
     """Print the diagnosis; 1 if it has errors."""
     from accel_scale.checks.doctor import as_json, diagnose, print_diagnosis
+    from accel_scale.launching.gpu_links import with_gpu_links
     from accel_scale.launching.machine import detect_machine
 
     more: list[Finding] = []
@@ -53,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
     spec, parsed = _recipe_flags(args.recipe, more)
     settings = RunSettings() if parsed is None else RunSettings.from_flags(_values(spec, parsed), parsed.origins)
     machine = detect_machine([settings.output_dir, *launch.parallel.nvme_paths])
+    machine = with_gpu_links(machine, launch.file_values.get("gpu_ids"))
     if parsed is not None:
         more += _refusals_of_the_recipe(spec, parsed, launch, machine)
     diagnosis = diagnose(settings, launch, machine, more=more)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from accel_scale.errors import ConfigError
 from accel_scale.facts.device import CPU, Device
 from accel_scale.launching.build_locks import stale_build_locks, unheld_build_locks
 
@@ -38,6 +39,8 @@ class LocalMachine:
         folders: Facts on the folders asked about, by the name they were asked with.
         stale_locks: Locks of extension builds that were killed.
         unheld_locks: These, and locks of builds that were killed a moment ago or run on another machine.
+        gpu_links: What joins each GPU and each other, as ``NV12`` or ``SYS``; empty where nobody has asked or it is
+            not known (`gpu_links.with_gpu_links`).
     """
 
     accelerator: Device = CPU
@@ -53,6 +56,7 @@ class LocalMachine:
     folders: Mapping[str, bool] = field(default_factory=dict)
     stale_locks: tuple[str, ...] = ()
     unheld_locks: tuple[str, ...] = ()
+    gpu_links: tuple[tuple[str, ...], ...] = ()
 
     @property
     def device(self) -> str:
@@ -88,6 +92,24 @@ def detect_machine(folders: Iterable[str | Path] = ()) -> LocalMachine:
         stale_locks=stale_build_locks(),
         unheld_locks=unheld_build_locks(),
     )
+
+
+def refuse_native_windows(system: str | None = None) -> None:
+    """For what trains or launches.
+
+    Args:
+        system: As `LocalMachine.system`; None: this machine's.
+
+    Raises:
+        ConfigError: on Windows itself; Linux in it (WSL2) calls itself Linux.
+    """
+    name = platform.system() if system is None else system.partition(" ")[0]
+    if name == "Windows":
+        raise ConfigError(
+            "NCCL, DeepSpeed and the memory counters of the recipes do not exist on native Windows.",
+            place="this machine",
+            fix="install WSL2 (wsl --install), and run it there.",
+        )
 
 
 def installed_packages(names: Iterable[str] = PACKAGES) -> dict[str, str]:

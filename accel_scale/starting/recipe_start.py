@@ -103,6 +103,7 @@ def start_recipe(parsed: ParsedFlags, *, output_dir: str) -> Start:
     from accel_scale.launching.build_locks import use_own_ninja
     from accel_scale.launching.cpu_process import tune_cpu_process, use_cores_of_host
     from accel_scale.launching.environment import check_launch_variables, current_launch, tell_deepspeed_file
+    from accel_scale.launching.gpu_links import with_gpu_links
     from accel_scale.launching.machine import detect_device, detect_machine
     from accel_scale.launching.rehearsal import enable_rehearsal_if_needed
     from accel_scale.reporting.console import set_up_console
@@ -114,6 +115,8 @@ def start_recipe(parsed: ParsedFlags, *, output_dir: str) -> Start:
     if launch.parallel.is_deepspeed or _compiles_step(parsed.explicit.get("optim")):
         use_own_ninja()
     machine = detect_machine([output_dir, *launch.parallel.nvme_paths])
+    if max(launch.parallel.tensor_parallel_size, parsed.explicit.get("tp_size") or 1) > 1:
+        machine = with_gpu_links(machine)
     set_up_console(is_main=launch.rank == 0, verbose="log_level" in parsed.explicit)
     on_cpu = parsed.explicit.get("use_cpu") or launch.parallel.use_cpu
     facts = LaunchFacts(

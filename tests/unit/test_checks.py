@@ -15,6 +15,7 @@ from accel_scale.checks.case import Finding, refuse_errors
 from accel_scale.checks.checkpoint_rules import CHECKPOINT_RULES
 from accel_scale.checks.deepspeed_rules import DEEPSPEED_RULES, KEYS_OF_DEEPSPEED_FILE
 from accel_scale.checks.launch_rules import LAUNCH_RULES
+from accel_scale.checks.machine_rules import MACHINE_RULES
 from accel_scale.checks.precision_rules import PRECISION_RULES
 from accel_scale.checks.recipe_rules import RECIPE_RULES
 from accel_scale.checks.registry import check_run
@@ -29,7 +30,8 @@ from accel_scale.launching.machine import PACKAGES, LocalMachine, is_writable
 ROOT = Path(__file__).parents[2]
 ALL_RULES = {
     rule.__name__: rule
-    for rule in (*PRECISION_RULES, *RECIPE_RULES, *LAUNCH_RULES, *DEEPSPEED_RULES, *CHECKPOINT_RULES)
+    for rules in (PRECISION_RULES, RECIPE_RULES, LAUNCH_RULES, DEEPSPEED_RULES, CHECKPOINT_RULES, MACHINE_RULES)
+    for rule in rules
 }
 TOOLS: dict[str, Any] = {
     "packages": dict.fromkeys(PACKAGES, "1"),
@@ -796,6 +798,27 @@ def test_resumed_nvme():
     silent("resumed_nvme", RunSettings(), shipped("zero_infinity"), AMPERE)
     silent("resumed_nvme", run, shipped("zero3_offload"), AMPERE)
     silent("resumed_nvme", run, shipped("fsdp2_offload"), AMPERE)
+
+
+def test_native_windows():
+    windows = dataclasses.replace(LAPTOP, system="Windows 11")
+    fires("native_windows", RunSettings(), single(), windows, place="this machine", says="NCCL, DeepSpeed", fix="WSL2")
+    in_it = dataclasses.replace(LAPTOP, system="Linux 5.15.153.1-microsoft-standard-WSL2")
+    silent("native_windows", RunSettings(), single(), in_it)
+
+
+def test_tensor_parallelism_without_nvlink():
+    rule, run = "tensor_parallelism_without_nvlink", RunSettings(pp_size=1)
+    bridged = dataclasses.replace(AMPERE, gpu_links=(("X", "NV4"), ("NV4", "X")))
+    apart = dataclasses.replace(AMPERE, gpu_links=(("X", "SYS"), ("SYS", "X")))
+    file = shipped("tp")
+    place = file.place("parallelism_config.parallelism_config_tp_size")
+    found = fires(rule, run, file, apart, place=place, level="warning", says="ranks 0-1 are joined by SYS")
+    assert "accelerate_configs/fsdp2.yaml" in found.fix
+    for machine in (bridged, AMPERE, dataclasses.replace(apart, accelerator=LAPTOP.accelerator)):
+        silent(rule, run, file, machine)
+    silent(rule, run, shipped("fsdp2"), apart)
+    silent(rule, RunSettings(), file, apart)  # a recipe that does not share its model, which is refused
 
 
 def test_settings_from_flags(tmp_path):

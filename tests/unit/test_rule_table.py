@@ -35,7 +35,7 @@ MACHINES: dict[str, LocalMachine] = {
     "h": HOPPER,
     "a": AMPERE,
     "t": TURING,
-    "2": replace(AMPERE, num_devices=2, num_cores=4),
+    "2": replace(AMPERE, num_devices=2, num_cores=4, gpu_links=(("X", "PHB"), ("PHB", "X"))),
     "n": replace(bare(AMPERE, "deepspeed", "bitsandbytes", "torchao"), has_compiler=False, has_ninja=False),
 }
 CHANGES: tuple[dict[str, Any], ...] = (
