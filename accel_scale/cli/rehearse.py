@@ -74,6 +74,9 @@ def arrange(words: Sequence[str]) -> list[str]:
 
 def run(args: argparse.Namespace) -> int:
     """Rehearse and print the result; 1 if anything failed."""
+    from accel_scale.launching.machine import refuse_native_windows
+
+    refuse_native_windows()
     with work_folder(args.keep, "rehearsal-") as folder:
         return _rehearse(args, folder)
 

@@ -44,8 +44,10 @@ def arrange(words: Sequence[str]) -> list[str]:
 def run(args: argparse.Namespace) -> int:
     """Become the launcher: its exit status and signals are this command's."""
     from accel_scale.errors import ConfigError
+    from accel_scale.launching.machine import refuse_native_windows
     from accel_scale.shipped import recipe_script
 
+    refuse_native_windows()
     script = str(recipe_script(args.recipe))
     words = args.words[1:] if args.words[:1] == ["--"] else args.words
     if args.num_processes is not None and args.num_processes < 1:

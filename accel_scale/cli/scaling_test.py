@@ -48,6 +48,9 @@ def arrange(words: Sequence[str]) -> list[str]:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, then print."""
+    from accel_scale.launching.machine import refuse_native_windows
+
+    refuse_native_windows()
     with work_folder(args.keep, "scaling-test-") as folder:
         return _run(args, folder)
 

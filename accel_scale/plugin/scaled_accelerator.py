@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from accel_scale.data.worker_start import refuse_unpicklable
 from accel_scale.ending.leaving import let_go_of_collectives
 from accel_scale.errors import ConfigError
 from accel_scale.modeling.precision import enable_fp16_on_cpu
@@ -212,6 +213,8 @@ def prepare(scale: ScaleSettings, accelerator: Accelerator, parts: tuple[Any, ..
     require_parts(scale, trained, optimizers, schedules)
     global_batch_size = set_accumulation(scale, accelerator, loaders)
     check_accumulates(scale, accelerator)
+    for loader in loaders:
+        refuse_unpicklable(loader, place="DataLoader(num_workers=)")
     moved = {id(optimizer): schedules_of(optimizer, parts) for optimizer in optimizers if scale.moves_rates}
     replaced: dict[int, Any] = {}
     adapter_parameters: list[nn.Parameter] = []

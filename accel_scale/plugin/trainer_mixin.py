@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from transformers import Trainer
 
+from accel_scale.data.worker_start import refuse_unpicklable
 from accel_scale.errors import ConfigError
 from accel_scale.modeling.precision import enable_fp16_on_cpu
 from accel_scale.parallel.engine import strategy_of
@@ -24,6 +25,8 @@ from accel_scale.trainers.saving_mixin import AtomicSavingMixin
 from accel_scale.training.guard.learning import refuse_unlabelled
 
 if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
     from accel_scale.plugin.settings import ScaleSettings
 
 
@@ -90,6 +93,11 @@ class ScaleTrainerMixin(LearningMixin, GuardMixin, MemoryRecoveryMixin, OutputFo
         model = super().call_model_init(trial)
         is_ready = "accelerator" in vars(self)  # `__init__` calls this before it has one, and prepares it later
         return self._prepare(model) if is_ready else model
+
+    def get_train_dataloader(self) -> DataLoader[object]:
+        loader = super().get_train_dataloader()
+        refuse_unpicklable(loader, place="TrainingArguments(dataloader_num_workers=)")
+        return loader
 
     def _prepare(self, model: Any) -> Any:
         with self.scale.in_words_of_fields():

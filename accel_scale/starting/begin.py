@@ -14,6 +14,7 @@ from accel_scale.facts.exit_statuses import INTERRUPTED_STATUS
 from accel_scale.flags.library import FlagClass
 from accel_scale.flags.parsing import ParsedFlags
 from accel_scale.launching.environment import check_launch_variables
+from accel_scale.launching.machine import refuse_native_windows
 from accel_scale.starting.early_checks import check_command_line
 
 
@@ -26,6 +27,7 @@ def begin(program: str, flag_classes: Sequence[FlagClass], refuse: Callable[[Par
     """
     end_at_interrupt(program)
     with user_errors(program):
+        refuse_native_windows()
         begin_process()
         check_command_line(program, sys.argv[0], sys.argv[1:], flag_classes, refuse)
 

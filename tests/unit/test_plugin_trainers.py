@@ -272,3 +272,15 @@ def test_a_model_is_prepared_for_the_strategy_it_trains_under(
         **({"mended": True} if mends else {}),
         **({"remembered": True} if remembers else {}),
     }
+
+
+def test_workers_that_could_not_start_are_refused_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows and macOS hand a pickle to each worker."""
+    monkeypatch.setattr("multiprocessing.get_start_method", lambda allow_none=False: "spawn")
+    script = Script(tmp_path)
+    script.trainer.args.dataloader_num_workers = 1
+    script.trainer.data_collator = lambda batch: batch
+    with pytest.raises(ConfigError, match=r"dataloader_num_workers.*the collate_fn cannot be pickled"):
+        script.trainer.train()
