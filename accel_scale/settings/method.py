@@ -3,10 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from accel_scale.errors import ConfigError
 from accel_scale.facts.methods import METHOD_FACTS
 from accel_scale.facts.names import METHODS
+
+if TYPE_CHECKING:
+    from accel_scale.flags.parsing import ParsedFlags
+
+_OF_ADAPTERS = (
+    "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters", "lora_modules_to_save",
+    "use_rslora", "use_dora",
+)  # fmt: skip
+_OF_4BIT_BASES = ("bnb_4bit_quant_type", "bnb_4bit_quant_storage", "use_bnb_nested_quant")
+
+
+def refuse_idle_flags(parsed: ParsedFlags) -> None:
+    """Flags of adapters and of 4-bit bases in a run that has none.
+
+    Those of a file stay unsaid where the command line gives another method than that file's.
+
+    Raises:
+        ConfigError: for the first that is found.
+    """
+    given = parsed.explicit
+    if given.get("plan") == "auto" and given.get("method") is None:
+        return  # it is about to be chosen
+    method = resolve_method(
+        given.get("method"),
+        use_peft=given.get("use_peft"),
+        load_in_4bit=given.get("load_in_4bit"),
+        load_in_8bit=given.get("load_in_8bit"),
+        place=parsed.place,
+    )
+    facts, is_overridden = METHOD_FACTS[method], parsed.origins.get("method", "").startswith("--")
+    for names, has_them, what, fix in (
+        (_OF_ADAPTERS, facts.trains_adapters, "trains no adapter", "add --method lora"),
+        (_OF_4BIT_BASES, facts.quantises_base, "has no 4-bit base", "add --method qlora"),
+    ):
+        for name in () if has_them else names:
+            if given.get(name) in (None, False) or (is_overridden and not parsed.place(name).startswith("--")):
+                continue
+            raise ConfigError(
+                f"does nothing under --method {method}, which {what}.",
+                place=parsed.place(name),
+                fix=f"{fix}, or remove it.",
+            )
 
 
 def resolve_method(

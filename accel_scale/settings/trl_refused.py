@@ -16,6 +16,7 @@ from accel_scale.flags.rewards import RewardArguments, check_rewards
 from accel_scale.flags.trackers import refuse_unknown_trackers
 from accel_scale.modeling.model_class import DROPOUTS
 from accel_scale.modeling.precision import wanted_precision
+from accel_scale.settings.method import refuse_idle_flags
 from accel_scale.settings.preference_losses import refuse_losses
 from accel_scale.settings.stored_model import refuse_stored_model
 from accel_scale.settings.vllm_flags import refuse_vllm_flags
@@ -278,6 +279,7 @@ def refuse_settings(parsed: ParsedFlags) -> None:
     given = parsed.explicit
     refuse_trl_flags(given, parsed.place, device_type="not known yet")
     refuse_unknown_trackers(given.get("report_to"), place=parsed.place("report_to"), in_trainer=True)
+    refuse_idle_flags(parsed)
     if given.get("eval_on_start") and str(given.get("eval_strategy") or "no") == "no":
         raise ConfigError(
             "nothing is evaluated.", place=parsed.place("eval_on_start"), fix="add --eval_strategy steps or epoch."

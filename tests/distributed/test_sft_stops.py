@@ -78,6 +78,10 @@ def test_a_signal_to_the_launcher(inputs: Path, tmp_path: Path, name: str, numbe
         line = f"saved {found.folder.name} after {stopped_by}; the same command continues from there"
         assert line in said
         assert '<span class="state stopped">' in (out / "report.html").read_text()
+        deadline = time.monotonic() + SECONDS_LEFT * others
+        while not said.rstrip().endswith(line) and time.monotonic() < deadline:  # said again after the launcher's end
+            time.sleep(0.1)
+            said = log_of(out).read_text(errors="replace")
         assert said.rstrip().endswith(line) or number == signal.SIGKILL  # torch warns that the store is gone
     finally:
         for process in [psutil.Process(launcher.pid)] if launcher.poll() is None else []:

@@ -18,6 +18,7 @@ from accel_scale.optimization.schedules import create_schedule
 from accel_scale.settings.resolve import resolve, set_usual_schedule
 from accel_scale.settings.resolved import LaunchFacts, Resolved
 from accel_scale.settings.trl_config import RecipeModelConfig, RecipeSFTConfig
+from accel_scale.settings.trl_refused import refuse_settings
 
 CLASSES = (ScriptArguments, RecipeSFTConfig, RecipeModelConfig, ScaleArguments)
 GPU = LaunchFacts(device=Device("cuda"))
@@ -32,6 +33,37 @@ def test_qlora_by_one_flag_and_by_trls_own() -> None:
     for args in (["--method qlora"], ["--use_peft --load_in_4bit"]):
         model = settle(*args).build(RecipeModelConfig)
         assert (model.use_peft, model.load_in_4bit, model.use_bnb_nested_quant) == (True, True, True)
+
+
+@pytest.mark.parametrize(
+    ("args", "place", "says"),
+    [
+        ("--lora_r 64", "--lora_r", "under --method full, which trains no adapter"),
+        ("--method full --use_dora", "--use_dora", "trains no adapter"),
+        (
+            "--method lora --use_bnb_nested_quant",
+            "--use_bnb_nested_quant",
+            "under --method lora, which has no 4-bit base",
+        ),
+        ("--use_peft --load_in_8bit --bnb_4bit_quant_type fp4", "--bnb_4bit_quant_type", "has no 4-bit base"),
+    ],
+)
+def test_flags_of_another_method_are_refused(args: str, place: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        refuse_settings(parse_flags(CLASSES, args.split(), program="sft.py"))
+    assert caught.value.place == place
+
+
+def test_flags_of_another_method_are_accepted_where_the_method_is_replaced_or_chosen(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("method: qlora\nlora_r: 8\nbnb_4bit_quant_type: nf4\n")
+    for args in ([], ["--method", "full"], ["--method", "lora"]):
+        refuse_settings(parse_flags(CLASSES, ["--config_file", str(file), *args], program="sft.py"))
+    refuse_settings(parse_flags(CLASSES, ["--plan", "auto", "--lora_r", "8"], program="sft.py"))
+    file.write_text("lora_r: 8\n")
+    with pytest.raises(ConfigError, match="does nothing") as caught:
+        refuse_settings(parse_flags(CLASSES, ["--config_file", str(file)], program="sft.py"))
+    assert caught.value.place == f"{file}:1"
 
 
 @pytest.mark.parametrize(

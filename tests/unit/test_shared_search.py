@@ -256,6 +256,9 @@ def test_a_bubble_costs_time():
         ({"recipe": "pretrain", "method": "qlora"}, "--method", "does not train by qlora"),
         ({"recipe": "pretran"}, "--recipe", "did you mean pretrain"),
         ({"strategy": ("FSDP2 x TP2",)}, "--strategy", "add --recipe pretrain"),
+        ({"lora_r": "64"}, "--lora_r", "does nothing under --method full"),
+        ({"lora_dropout": "0.2"}, "--lora_dropout", "does nothing under --method full"),
+        ({"use_dora": True}, "--use_dora", "does nothing under --method full"),
     ],
 )
 def test_what_is_asked_for_is_checked(wish, place, message):

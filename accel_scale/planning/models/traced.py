@@ -24,7 +24,7 @@ from accel_scale.planning.models.training_setup import TrainingSetup
 _TRACER = "accel_scale.tracing.service"
 _VERSIONED = ("torch", "transformers", "peft", "accel-scale")
 # Counts up when what is written to the cache changes.
-_FORMAT = 5
+_FORMAT = 6
 
 Document = dict[str, Any]
 

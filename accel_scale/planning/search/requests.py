@@ -170,6 +170,8 @@ def _fixed(wish: Wish, recipe: PlannedRecipe, model: ModelFacts, gpu: hardware.G
     lora = LoraSetup(whole(wish.lora_r, "--lora_r"), targets, wish.use_dora, saved, dropout)
     if any(METHOD_FACTS[method].trains_adapters for method in methods_of(wish.method, recipe)):
         lora_params(model, lora)
+    else:
+        _refuse_adapter_flags(wish)
     packing = recipe.packs(wish.packing)
     fixed: dict[str, Any] = {"precision": _precision(wish, gpu), "packing": packing, "lora": lora}
     if wish.optim is not None:
@@ -192,6 +194,16 @@ def _fixed(wish: Wish, recipe: PlannedRecipe, model: ModelFacts, gpu: hardware.G
     if fixed.get("long_rows"):
         fixed.setdefault("checkpointing", "offload")
     return fixed
+
+
+def _refuse_adapter_flags(wish: Wish) -> None:
+    for name in ("lora_r", "lora_target_modules", "lora_dropout", "use_dora"):
+        if getattr(wish, name) != Wish.__dataclass_fields__[name].default:
+            raise ConfigError(
+                f"does nothing under --method {wish.method}, which trains no adapter.",
+                place=f"--{name}",
+                fix="add --method lora, or remove it.",
+            )
 
 
 def _precision(wish: Wish, gpu: hardware.Gpu) -> str:

@@ -25,6 +25,8 @@ from accel_scale.planning.traced.polynomials import value_of
 _WINDOWS = (
     "sliding_window", "attention_chunk_size", "window_size", "local_attention", "index_topk", "indexer_budget"
 )  # fmt: skip
+# Beside a model's fits: of every setting without one, each size has its own.
+_EXACT = "exact"
 
 
 def step_bytes(
@@ -134,14 +136,12 @@ def fit_of(model: ModelFacts, setup: TrainingSetup, is_cuda: bool, is_tracked: b
     text, key = model.traced_config, _key(model, setup, is_cuda, is_tracked)
     known = _known(text)
     exact = f"{key} {setup.micro_batch_size}x{setup.sequence_length}"
-    fit = known.get(key, {})
-    if fit.get("exact"):
-        fit = known.get(exact, fit)
+    # Where one setting's tensors follow no polynomial, looking for one in the others costs more than it may save.
+    is_exact = _EXACT in known and "segments" not in known.get(key, {})
+    fit = known.get(exact if is_exact else key, {})
     if "segments" not in fit:
-        fit = tracer().traced_fit(
-            model, setup, is_cuda=is_cuda, is_tracked=is_tracked, is_exact=bool(fit.get("exact"))
-        )
-        known |= {key: {"exact": True}, exact: fit} if fit["exact"] else {key: fit}
+        fit = tracer().traced_fit(model, setup, is_cuda=is_cuda, is_tracked=is_tracked, is_exact=is_exact)
+        known |= {_EXACT: {}, exact: fit} if fit["exact"] else {key: fit}
         write_trace(text, {"fits": known})
     return fit
 
