@@ -15,6 +15,9 @@ class ConfigError(ValueError):
     """
 
     def __init__(self, problem: str, *, place: str | None = None, fix: str | None = None) -> None:
+        if problem.startswith("Caught ") and "DataLoader worker" in problem:
+            # torch raises what a worker raised once more, with the worker's traceback in place of the arguments.
+            problem = problem.strip().splitlines()[-1].partition(": ")[2]
         self.problem, self.place, self.fix = problem, place, fix
         super().__init__(self.one_line())
 

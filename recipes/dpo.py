@@ -79,7 +79,7 @@ def load_data(run: TrainerRun) -> None:
     """Pairs to train on, pairs to evaluate where asked for, and the questions of the exact-match report."""
     from accel_scale.data.default import default_pairs
 
-    load_rows(run, lambda folder, heldout: default_pairs(folder, heldout=heldout), preferences="pairs")
+    load_rows(run, lambda folder, heldout: default_pairs(folder, heldout=heldout), rows_with="pairs")
 
 
 def make_trainer(run: TrainerRun) -> ScaleDPOTrainer:

@@ -80,7 +80,7 @@ def load_data(run: TrainerRun) -> None:
     """Answers to train on, others to evaluate where asked for, and the questions of the exact-match report."""
     from accel_scale.data.default import default_labelled
 
-    load_rows(run, lambda folder, heldout: default_labelled(folder, heldout=heldout), preferences="labels")
+    load_rows(run, lambda folder, heldout: default_labelled(folder, heldout=heldout), rows_with="labels")
 
 
 def make_trainer(run: TrainerRun) -> ScaleKTOTrainer:

@@ -82,7 +82,7 @@ def load_data(run: TrainerRun) -> None:
     load_rows(
         run,
         lambda folder, heldout: default_pairs(folder, heldout=heldout, of_any_task=True),
-        preferences="pairs",
+        rows_with="pairs",
         questions=False,
     )
 

@@ -15,6 +15,14 @@ from accel_scale.errors import ConfigError
 ON_BAD_ROW = ("error", "skip")
 
 
+class UnusableRow(Exception):
+    """Why a row cannot be used: a reason for the tally, and a detail for the message."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(reason)
+        self.reason, self.detail = reason, detail
+
+
 @dataclass(frozen=True)
 class BadRow:
     """One unusable row: `place` is ``file:line`` (or ``file: row n`` where files have no lines), both 1-based.

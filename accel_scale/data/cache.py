@@ -30,7 +30,7 @@ def cache_key(files: Sequence[str], *settings: object) -> str:
 
 def _code_digest() -> bytes:
     folder = Path(__file__).parent
-    names = ("bad_rows", "files", "layout", "reading", "rows", "spans", "turns")
+    names = ("bad_rows", "files", "images", "layout", "reading", "rows", "spans", "turns")
     return hashlib.sha256(b"".join((folder / f"{name}.py").read_bytes() for name in names)).digest()
 
 

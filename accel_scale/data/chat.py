@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from accel_scale.errors import ConfigError, first_line
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 _PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+_PARTS_PROBE: list[dict[str, object]] = [
+    {**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in _PROBE
+]
 # Put after a template that does not end the assistant's last turn: the EOS token, trained where the reply is.
 _STOP = "{{ eos_token }}"
 _MARKED_STOP = "{% generation %}{{ eos_token }}{% endgeneration %}"
@@ -143,6 +146,12 @@ def ensure_stop_token(
         token = end_of_turn_token(tokenizer)
         if token is not None:
             return token
+        return _end_with_eos(tokenizer, tokenizer)
+    return _known_eos(tokenizer)
+
+
+def _known_eos(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The EOS token, which must be one token."""
     eos_token = tokenizer.eos_token
     if eos_token is None:
         raise ConfigError(
@@ -156,13 +165,48 @@ def ensure_stop_token(
             place="--eos_token",
             fix="name a token that is one special token, and load the tokenizer with split_special_tokens=False.",
         )
-    if conversational:
-        from trl.chat_template_utils import has_generation_markers
-
-        template = _template(tokenizer)
-        stop = _MARKED_STOP if has_generation_markers(template) else _STOP
-        _set_template(tokenizer, template + _SUFFIX.replace("STOP", stop))
     return str(eos_token)
+
+
+def _end_with_eos(holder: PreTrainedTokenizerBase, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Let the template of `holder` end the assistant's last turn with the EOS token, and return that."""
+    from trl.chat_template_utils import has_generation_markers
+
+    eos_token = _known_eos(tokenizer)
+    template = _template(holder)
+    stop = _MARKED_STOP if has_generation_markers(template) else _STOP
+    _set_template(holder, template + _SUFFIX.replace("STOP", stop))
+    return eos_token
+
+
+def ensure_image_chat(
+    processor: ProcessorMixin, *, assistant_only_loss: bool = False, chat_template_path: str | None = None
+) -> str:
+    """As `ensure_chat_template` and `ensure_stop_token`, of a processor whose template writes turns of parts.
+
+    Args:
+        processor: Gets the template of a `chat_template_path`, a ``.jinja`` file.
+
+    Raises:
+        ConfigError: as there.
+    """
+    holder = cast("PreTrainedTokenizerBase", processor)  # its template is kept where a tokenizer's is
+    tokenizer = processor.tokenizer
+    ensure_chat_template(
+        holder, conversational=True, assistant_only_loss=assistant_only_loss, chat_template_path=chat_template_path
+    )
+    try:
+        text = holder.apply_chat_template(_PARTS_PROBE, tokenize=False)
+    except Exception as error:  # whatever a template of an unknown kind raises
+        raise ConfigError(
+            f"the chat template does not take turns of parts: {first_line(error)}.",
+            place="--chat_template_path" if chat_template_path else "--model_name_or_path",
+            fix="pass --chat_template_path with a .jinja file that writes {'type': 'text'} and {'type': 'image'}.",
+        ) from error
+    stop = last_stop_token(tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer)
+    if stop is not None:
+        return str(tokenizer.convert_ids_to_tokens(stop))
+    return _end_with_eos(holder, tokenizer)
 
 
 def end_of_turn_token(tokenizer: PreTrainedTokenizerBase) -> str | None:

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.ipc
 import pyarrow.parquet
 
-from accel_scale.data.rows import UnusableRow
+from accel_scale.data.bad_rows import UnusableRow
 from accel_scale.data.sources import file_kind
 from accel_scale.data.spans import BOM, Span, lines_of, open_bytes
 from accel_scale.errors import ConfigError

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.data.columns import check_columns
+from accel_scale.data.images import IMAGE_COLUMNS
 from accel_scale.data.turns import is_rich, turn_keys_of
 from accel_scale.errors import ConfigError
-from accel_scale.facts.names import Preferences
+from accel_scale.facts.names import RowsWith
 
 if TYPE_CHECKING:
     from datasets import Features
@@ -39,6 +40,7 @@ class Layout:
         chat: Alpaca rows become user and assistant turns; otherwise Alpaca's own prompt text.
         target: TRL's format: ``messages``, ``prompt_completion``, ``text``, ``preference`` or ``labelled``.
         extras: Which of ``answer`` and ``tools`` come out beside it (null where this source has none).
+        images: How far images are read while rows are, where rows have them: ``opened``, or ``whole``.
     """
 
     format: str
@@ -48,6 +50,7 @@ class Layout:
     chat: bool = True
     target: str = "messages"
     extras: tuple[str, ...] = ()
+    images: str = ""
 
     def column(self, role: str) -> str | None:
         """The column that holds `role`, or None."""
@@ -63,7 +66,7 @@ class Layout:
     @property
     def conversational(self) -> bool:
         """Rows come out as turns, which need a chat template."""
-        if self.target == "messages" or self.turn_keys is not None:
+        if self.target == "messages" or self.turn_keys is not None or self.images:
             return True
         return self.format == "alpaca" and self.chat
 
@@ -75,6 +78,10 @@ class Layout:
     def as_messages(self) -> Layout:
         """The same rows, coming out as ``messages``."""
         return replace(self, target="messages")
+
+    def sampled(self) -> Layout:
+        """The same for a first look: images are not read to their end."""
+        return replace(self, images="opened") if self.images else self
 
     def features(self) -> Features:
         """`datasets.Features` of the normalised rows."""
@@ -88,7 +95,9 @@ class Layout:
         names["preference"] = ("prompt", "chosen", "rejected") if self.column("prompt") else ("chosen", "rejected")
         names["labelled"] = ("prompt", "completion")
         label = {"label": Value("bool")} if self.target == "labelled" else {}
-        return Features({**dict.fromkeys(names[self.target], value), **label, **dict.fromkeys(self.keeps, text)})
+        image = List({"bytes": Value("binary"), "path": text, "place": text})
+        beside = {**label, **dict.fromkeys(self.keeps, text), **({"images": image} if self.images else {})}
+        return Features({**dict.fromkeys(names[self.target], value), **beside})
 
 
 def detect_layout(
@@ -98,7 +107,7 @@ def detect_layout(
     mapping: Mapping[str, str] | None = None,
     columns: Sequence[str] | None = None,
     chat: bool = True,
-    preferences: Preferences | None = None,
+    rows_with: RowsWith | None = None,
 ) -> Layout:
     """Decide the layout of a source from a sample of its rows (plain Python values).
 
@@ -110,7 +119,7 @@ def detect_layout(
         mapping: role → column, from `columns.parse_columns`.
         columns: All column names; by default those of `rows`.
         chat: See `Layout.chat`.
-        preferences: Read ``pairs`` of a better and a worse answer, chosen and rejected, with or without prompt; or
+        rows_with: Read ``pairs`` of a better and a worse answer, chosen and rejected, with or without prompt; or
             answers with ``labels``, true for a good one: prompt and completion, or messages that end with it.
 
     Raises:
@@ -119,15 +128,17 @@ def detect_layout(
     names = list(columns or dict.fromkeys(name for row in rows for name in row))
     mapping = dict(mapping or {})
     check_columns(mapping, names, source)
-    if preferences is None:
+    if rows_with in (None, "images"):
         found = _main_columns(mapping, names, rows)
     else:
-        found = (_pair_columns if preferences == "pairs" else _labelled_columns)(mapping, names)
+        found = (_pair_columns if rows_with == "pairs" else _labelled_columns)(mapping, names)
         if found is None:
-            raise _no_preferences(source, names, rows, preferences)
+            raise _no_preferences(source, names, rows, rows_with)
     if found is None:
         raise _unrecognised(source, names, rows)
     name, main = found
+    if rows_with == "images":
+        main["images"] = _image_column(source, names, rows, mapping, name)
     extras = {role: mapping.get(role, role) for role in ("answer", "tools")}
     extras["system"] = mapping.get("system") or next((c for c in SYSTEM_COLUMNS if c in names), "")
     for role, column in extras.items():
@@ -154,10 +165,11 @@ def detect_layout(
         name,
         tuple(main.items()),
         turn_keys,
-        rich=rich,
+        rich=rich or rows_with == "images",  # turns are parts: text and places of images
         chat=chat,
         target=targets.get(name, "prompt_completion"),
         extras=tuple(role for role in ("answer", "tools") if role in main),
+        images="whole" if rows_with == "images" else "",
     )
 
 
@@ -206,14 +218,41 @@ def _labelled_columns(mapping: dict[str, str], names: list[str]) -> tuple[str, d
     return None
 
 
+def _image_column(
+    source: str, names: Sequence[str], rows: Sequence[Mapping[str, object]], mapping: Mapping[str, str], name: str
+) -> str:
+    """The column of images, in rows that can be shown with them."""
+    column = mapping.get("images") or next((column for column in IMAGE_COLUMNS if column in names), None)
+    columns = describe_columns(names, rows)
+    if column is None:
+        raise ConfigError(
+            f"{source} has no column of images; its columns are {columns}.",
+            place="--dataset_name",
+            fix="name it, e.g. --columns images=photo, or train rows of text with recipes/sft.py.",
+        )
+    if name == "text":
+        raise ConfigError(
+            f"{source} holds plain text, which has no question to show an image in; its columns are {columns}.",
+            place="--dataset_name",
+            fix="say which columns are what, e.g. --columns prompt=question completion=answer.",
+        )
+    if "tools" in (mapping, *names):
+        raise ConfigError(
+            f"{source} has tools, which TRL does not write into rows with images.",
+            place="--dataset_name",
+            fix="remove the column.",
+        )
+    return column
+
+
 def _no_preferences(
-    source: str, names: Sequence[str], rows: Sequence[Mapping[str, Any]], preferences: Preferences
+    source: str, names: Sequence[str], rows: Sequence[Mapping[str, Any]], rows_with: RowsWith
 ) -> ConfigError:
     what, columns = "answers with labels", "prompt=question completion=answer label=is_good"
-    if preferences == "pairs":
+    if rows_with == "pairs":
         what, columns = "pairs of answers", "prompt=question chosen=better rejected=worse"
     fix = f"say which columns are what, e.g. --columns {columns}."
-    if preferences == "labels" and {"chosen", "rejected"} <= set(names):
+    if rows_with == "labels" and {"chosen", "rejected"} <= set(names):
         fix = "train on pairs with recipes/dpo.py, or write a row for each answer, with a label."
     return ConfigError(
         f"{source} holds no {what}; its columns are {describe_columns(names, rows)}.", place="--dataset_name", fix=fix

@@ -15,7 +15,7 @@ from accel_scale.data.mixture import MixtureItem, common_layouts, mix, parse_mix
 from accel_scale.data.rows import RichTurnsFound
 from accel_scale.data.sources import MissingSplit, check_saved, find_source
 from accel_scale.errors import ConfigError
-from accel_scale.facts.names import Preferences
+from accel_scale.facts.names import RowsWith
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -77,7 +77,7 @@ def load_training_data(
     mixture: Sequence[str] = (),
     seed: int = 42,
     chat: bool = True,
-    preferences: Preferences | None = None,
+    rows_with: RowsWith | None = None,
     shuffle_buffer_rows: int = SHUFFLE_BUFFER_ROWS,
 ) -> LoadedData:
     """Find, read, check and normalise training data.
@@ -97,7 +97,7 @@ def load_training_data(
         mixture: ``source=weight`` items instead of `source`; see `accel_scale.data.mixture.mix`.
         seed: For shuffles and draws; ranks that share it see the same order.
         chat: The model has a chat template: alpaca rows become turns, otherwise Alpaca's prompt text.
-        preferences: Rows are ``pairs`` of a better and a worse answer (`chosen` and `rejected`), or have ``labels``.
+        rows_with: Rows are ``pairs`` of a better and a worse answer (`chosen` and `rejected`), or have ``labels``.
 
     Raises:
         ConfigError: anything about the data that needs the user: the message says where and what to do.
@@ -105,7 +105,7 @@ def load_training_data(
     check_on_bad_row(on_bad_row)
     items = _items(source, config, mixture)
     opened = _open(items, split, streaming=streaming)
-    layouts = _layouts(opened, parse_columns(columns), chat=chat, preferences=preferences)
+    layouts = _layouts(opened, parse_columns(columns), chat=chat, rows_with=rows_with)
     try:
         return _load(opened, layouts, items, split, test_split, on_bad_row, streaming, seed, shuffle_buffer_rows)
     except RichTurnsFound:
@@ -121,7 +121,7 @@ def check_local_data(
     test_split: str | None = None,
     columns: Sequence[str] | Mapping[str, str] = (),
     mixture: Sequence[str] = (),
-    preferences: Preferences | None = None,
+    rows_with: RowsWith | None = None,
     on_bad_row: str = "error",
 ) -> list[Layout]:
     """Refuse local files whose splits, columns or first rows cannot be trained on, as `load_training_data` would.
@@ -143,7 +143,7 @@ def check_local_data(
     if not all(found.kind == "files" for found in sources):
         return []
     opened = _open(items, split, streaming=False)
-    layouts = _layouts(opened, parse_columns(columns), chat=True, preferences=preferences)
+    layouts = _layouts(opened, parse_columns(columns), chat=True, rows_with=rows_with)
     if test_split is not None:
         _require_split(opened, test_split)
     for place, layout in zip(opened, layouts, strict=True):
@@ -183,7 +183,7 @@ def _open(items: Sequence[MixtureItem], split: str, *, streaming: bool) -> list[
 
 
 def _layouts(
-    opened: Sequence[Opened], mapping: dict[str, str], *, chat: bool, preferences: Preferences | None
+    opened: Sequence[Opened], mapping: dict[str, str], *, chat: bool, rows_with: RowsWith | None
 ) -> list[Layout]:
     layouts = []
     mapped_any = False
@@ -191,7 +191,7 @@ def _layouts(
         own = mapping if set(mapping.values()) <= set(source.column_names()) else {}
         mapped_any = mapped_any or bool(own)
         # Only one source of a mixture need have the mapped columns; a source on its own must.
-        layouts.append(source.layout(own if len(opened) > 1 else mapping, chat=chat, preferences=preferences))
+        layouts.append(source.layout(own if len(opened) > 1 else mapping, chat=chat, rows_with=rows_with))
     if mapping and not mapped_any:
         raise ConfigError(
             f"no source of the mixture has all the columns {', '.join(mapping.values())}.",

@@ -21,7 +21,7 @@ from accel_scale.data.rows import RichTurnsFound
 from accel_scale.data.sources import Source, canonical_split, file_kind, find_source, missing_split, not_whole
 from accel_scale.data.spans import Span, spans_of
 from accel_scale.errors import ConfigError, first_sentence
-from accel_scale.facts.names import Preferences
+from accel_scale.facts.names import RowsWith
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -52,10 +52,10 @@ class Opened(ABC):
         """Columns of the first file or of the data set."""
         return self._samples[0][1][0]
 
-    def layout(self, mapping: Mapping[str, str], *, chat: bool, preferences: Preferences | None = None) -> Layout:
+    def layout(self, mapping: Mapping[str, str], *, chat: bool, rows_with: RowsWith | None = None) -> Layout:
         """The layout of the rows; ConfigError if there is none or files differ in theirs."""
         found = [
-            (place, detect_layout(place, rows, mapping=mapping, columns=names, chat=chat, preferences=preferences))
+            (place, detect_layout(place, rows, mapping=mapping, columns=names, chat=chat, rows_with=rows_with))
             for place, (names, rows) in self._samples
         ]
         (first_place, first), *others = found
@@ -107,7 +107,7 @@ class _Files(Opened):
             if file_kind(path) in ("jsonl", "csv"):
                 policy = BadRowPolicy("error", SkipLog(os.devnull), count_others=False)
                 with contextlib.suppress(RichTurnsFound):  # read again with whole turns
-                    next(islice(file_rows(Span(path), layout, policy), SAMPLE_ROWS, None), None)
+                    next(islice(file_rows(Span(path), layout.sampled(), policy), SAMPLE_ROWS, None), None)
 
     def rows(self, layout: Layout, split: str, on_bad_row: str) -> tuple[Dataset, dict[str, int]]:
         files = self.source.files(split)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -13,28 +14,29 @@ from typing import Any
 
 import pyarrow as pa
 
-from accel_scale.data.bad_rows import BadRow, BadRowPolicy, place_of
+from accel_scale.data.bad_rows import BadRow, BadRowPolicy, UnusableRow, place_of
 from accel_scale.data.files import ROWS_PER_BATCH, Value, values_of
 from accel_scale.data.layout import TURN_ROLES, Layout
-from accel_scale.data.rows import RowConverter, UnusableRow
+from accel_scale.data.rows import RowConverter
 from accel_scale.data.sources import file_kind
 from accel_scale.data.spans import Span, lines_before
 from accel_scale.errors import ConfigError
 
 SAMPLE_ROWS = 1000
+ROWS_WITH_IMAGES_PER_BATCH = 50  # which may hold the images' bytes
 _LINE_KINDS = ("jsonl", "json", "csv", "text")
 
 
 def usable_rows(
-    values: Iterable[Value], layout: Layout, policy: BadRowPolicy, place: Callable[[int], str]
+    values: Iterable[Value], layout: Layout, policy: BadRowPolicy, place: Callable[[int], str], folder: str = ""
 ) -> Iterator[dict[str, Any]]:
-    """The good rows of `values`; `policy` is told of the bad ones, at `place(number)`."""
-    convert = RowConverter(layout)
+    """The good rows of `values`; `policy` is told of the bad ones, at `place(number)`. Paths begin in `folder`."""
+    convert = RowConverter(layout, folder)
     for number, value, fault in values:
         try:
             if fault is not None:
                 raise fault
-            row = convert(value)
+            row = convert(value, place(number))
         except UnusableRow as found:
             policy.handle(BadRow(place(number), found.reason, found.detail))
         else:
@@ -49,7 +51,8 @@ def file_rows(span: Span, layout: Layout, policy: BadRowPolicy) -> Iterator[dict
         return place_of(span.path, lines_before(span) + number, counts_lines=file_kind(span.path) in _LINE_KINDS)
 
     with _read_errors(span.path):
-        yield from usable_rows(values_of(span, dict(layout.columns).values()), layout, policy, place)
+        values = values_of(span, dict(layout.columns).values())
+        yield from usable_rows(values, layout, policy, place, os.path.dirname(span.path))
     policy.end_of_file()
 
 
@@ -63,7 +66,7 @@ def tables_of(rows: Iterator[dict[str, Any]], layout: Layout) -> Iterator[pa.Tab
     schema = layout.features().arrow_schema
     turns = [name for name in TURN_ROLES if name in schema.names] if layout.rich else []
     plain = pa.schema([(f.name, pa.list_(pa.string()) if f.name in turns else f.type) for f in schema])
-    while batch := list(islice(rows, ROWS_PER_BATCH)):
+    while batch := list(islice(rows, ROWS_WITH_IMAGES_PER_BATCH if layout.images else ROWS_PER_BATCH)):
         for row in batch if turns else ():
             row.update({name: [json.dumps(turn, ensure_ascii=False) for turn in row[name]] for name in turns})
         yield pa.Table.from_pylist(batch, schema=plain).cast(schema)

@@ -7,6 +7,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from accel_scale.data.bad_rows import UnusableRow
+from accel_scale.data.images import content_parts, images_of, is_blank_content, show_images
 from accel_scale.data.layout import Layout
 from accel_scale.data.turns import RICH_KEYS, as_turns
 
@@ -35,14 +37,6 @@ _KINDS = {str: "text", bool: "true or false", int: "a number", float: "a number"
 Turn = dict[str, Any]
 
 
-class UnusableRow(Exception):
-    """Why a row cannot be used: a reason for the tally, and a detail for the message."""
-
-    def __init__(self, reason: str, detail: str = "") -> None:
-        super().__init__(reason)
-        self.reason, self.detail = reason, detail
-
-
 class RichTurnsFound(Exception):
     """Turns with tool calls or reasoning, in rows after those that the layout was found from."""
 
@@ -50,18 +44,22 @@ class RichTurnsFound(Exception):
 class RowConverter:
     """Turns rows of a layout into TRL's format, as plain objects.
 
+    Args:
+        layout: Which columns hold what.
+        folder: Where paths of images begin, unless they are absolute.
+
     A row is unusable when a column has another type, a main one is missing or blank, a turn has an unknown role or
     nothing in it, or no turn is the assistant's. Speakers' names become template roles (`TURN_ROLES`); a system column
     becomes the first turn (or, in plain prompts, the first paragraph); alpaca's input follows the instruction after a
     blank line.
     """
 
-    def __init__(self, layout: Layout) -> None:
-        self._layout, self._columns = layout, dict(layout.columns)
+    def __init__(self, layout: Layout, folder: str = "") -> None:
+        self._layout, self._columns, self._folder = layout, dict(layout.columns), folder
         self._turn_roles, self._keeps, self._conversational = layout.turn_roles, layout.keeps, layout.conversational
 
-    def __call__(self, value: Any) -> dict[str, Any]:
-        """The row of `value`, a decoded object.
+    def __call__(self, value: Any, place: str = "") -> dict[str, Any]:
+        """The row of `value`, a decoded object that was found at `place`.
 
         Raises:
             UnusableRow: if it is none.
@@ -79,6 +77,8 @@ class RowConverter:
                 given[role] = _scalar_or_json(item, column)
             elif role == "label":
                 given[role] = _truth(item, column)
+            elif role == "images":
+                found = images_of(item, column, folder=self._folder, place=place, whole=self._layout.images == "whole")
             else:
                 given[role] = _text(item, f"`{column}`")
         if self._layout.format == "text":
@@ -91,10 +91,13 @@ class RowConverter:
             row = self._plain(given)
         if self._layout.target == "labelled":
             row["label"] = given["label"]
+        if self._layout.images:
+            show_images(row, len(found))
+            row["images"] = found
         return row | {role: given.get(role) for role in self._keeps}
 
     def _required(self, given: dict[str, Any], role: str) -> str:
-        if _is_blank(given.get(role)):
+        if is_blank_content(given.get(role)):
             raise UnusableRow(f"`{self._columns.get(role)}` is missing or empty")
         return given[role]
 
@@ -107,7 +110,7 @@ class RowConverter:
             reply = self._required(given, "output" if self._layout.format == "alpaca" else "completion")
             parts = {"prompt": [_turn_of("user", question)], "completion": [_turn_of("assistant", reply)]}
         opening = next(iter(parts.values()))
-        if not _is_blank(given.get("system")) and all(turn["role"] != "system" for turn in opening):
+        if not is_blank_content(given.get("system")) and all(turn["role"] != "system" for turn in opening):
             opening.insert(0, _turn_of("system", given["system"]))
         if self._layout.target == "messages":
             return {"messages": [turn for turns in parts.values() for turn in turns]}
@@ -121,22 +124,22 @@ class RowConverter:
         """`prompt`, `chosen` and `rejected` as text."""
         roles = ("prompt", "chosen", "rejected")
         row: dict[str, str] = {role: self._required(given, role) for role in roles if role in given}
-        if "prompt" in row and not _is_blank(given.get("system")):
+        if "prompt" in row and not is_blank_content(given.get("system")):
             row["prompt"] = f"{given['system']}\n\n{row['prompt']}"
         return row
 
     def _instruction(self, given: dict[str, Any]) -> str:
         instruction = self._required(given, "instruction")
-        return instruction if _is_blank(given.get("input")) else f"{instruction}\n\n{given['input']}"
+        return instruction if is_blank_content(given.get("input")) else f"{instruction}\n\n{given['input']}"
 
     def _plain(self, given: dict[str, Any]) -> dict[str, str]:
         """`prompt` and `completion` as text, for models without a chat template."""
-        has_system = not _is_blank(given.get("system"))
+        has_system = not is_blank_content(given.get("system"))
         if self._layout.format != "alpaca":
             prompt, completion = self._required(given, "prompt"), self._required(given, "completion")
             return {"prompt": f"{given['system']}\n\n{prompt}" if has_system else prompt, "completion": completion}
         request, preamble = self._required(given, "instruction"), ALPACA_WITHOUT_INPUT
-        if not _is_blank(given.get("input")):
+        if not is_blank_content(given.get("input")):
             request, preamble = f"{request}\n\n### Input:\n{given['input']}", ALPACA_WITH_INPUT
         preamble = given["system"] if has_system else preamble
         prompt = f"{preamble}\n\n### Instruction:\n{request}\n\n### Response:\n"
@@ -163,6 +166,8 @@ class RowConverter:
         speaker_key, content_key = self._layout.turn_keys
         speaker = _text(turn.get(speaker_key), f"`{speaker_key}` of a turn in `{column}`")
         content = turn.get(content_key)
+        if isinstance(content, list) and self._layout.images:
+            return {"role": speaker, "content": content_parts(content, column)}
         if isinstance(content, list):
             content = "".join(_part(part, column) for part in content)
         content = _text(content, f"`{content_key}` of a turn in `{column}`")
@@ -183,7 +188,7 @@ class RowConverter:
                 what = f"a turn with the unknown role {speaker!r}" if speaker else "a turn without a role"
                 raise UnusableRow(f"{what} in `{name}`")
         for turn in turns:
-            if _is_blank(turn["content"]):
+            if is_blank_content(turn["content"]):
                 if turn["role"] in ("user", "assistant") and len(turn) == 2:
                     raise UnusableRow(f"a turn without content in `{name}`")
                 turn["content"] = turn["content"] or ""
@@ -194,10 +199,6 @@ class RowConverter:
 
 def _turn_of(role: str, content: str) -> Turn:
     return {"role": role, "content": content}
-
-
-def _is_blank(text: str | None) -> bool:
-    return not text or text.isspace()
 
 
 def _kind(value: Any) -> str:

@@ -32,10 +32,11 @@ SCHEDULE_NAMES = (
 
 # What a column of the data can hold. `answer` is kept for exact match and `tools` for the chat template.
 COLUMN_ROLES = (
-    "messages", "prompt", "completion", "text", "system", "answer", "tools", "chosen", "rejected", "label",
+    "messages", "prompt", "completion", "text", "system", "answer", "tools", "chosen", "rejected", "label", "images",
 )  # fmt: skip
-# What rows say of answers: `pairs` of a better and a worse one, or single ones with `labels`, good or bad.
-Preferences: TypeAlias = Literal["pairs", "labels"]
+# What rows hold beside questions: `pairs` of a better and a worse answer, single ones with `labels`, good or bad, or
+# `images`.
+RowsWith: TypeAlias = Literal["pairs", "labels", "images"]
 METHODS = tuple(METHOD_FACTS)
 FUSED_KERNELS = ("auto", "on", "off")
 # What Liger may compute in the place of a model's own layers, and what that is called.

@@ -111,6 +111,20 @@ class RewardDefaults(TrainerDefaults):
     output_dir: str | None = field(default="outputs/reward", metadata={"help": "Where checkpoints and the result go."})
 
 
+@dataclass
+class VisionDefaults(TrainerDefaults):
+    """Over TRL's `SFTConfig`, for rows with images: they are not cut."""
+
+    output_dir: str | None = field(default="outputs/vision", metadata={"help": "Where checkpoints and the result go."})
+    max_length: int | None = field(
+        default=None,
+        metadata={
+            "help": "Tokens of a row, those of its images among them; longer rows are cut, and refused where that "
+            "cuts an image. Default: rows are not cut."
+        },
+    )
+
+
 def _library_classes(config: str, library: str, defaults: type) -> tuple[LaterClass, ...]:
     """What a recipe reads of TRL's flags; the classes themselves are in `settings.trl_config`."""
     module = "accel_scale.settings.trl_config"
@@ -127,9 +141,10 @@ KTO_LIBRARY_CLASSES = _library_classes("RecipeKTOConfig", "trl:KTOConfig", KTODe
 GRPO_LIBRARY_CLASSES = _library_classes("RecipeGRPOConfig", "trl:GRPOConfig", GRPODefaults)
 RLOO_LIBRARY_CLASSES = _library_classes("RecipeRLOOConfig", "trl:RLOOConfig", RLOODefaults)
 REWARD_LIBRARY_CLASSES = _library_classes("RecipeRewardConfig", "trl:RewardConfig", RewardDefaults)
+VISION_LIBRARY_CLASSES = _library_classes("RecipeVisionConfig", "trl:SFTConfig", VisionDefaults)
 SHIPPED_CLASSES = (
     *LIBRARY_CLASSES, *DPO_LIBRARY_CLASSES, *KTO_LIBRARY_CLASSES, *GRPO_LIBRARY_CLASSES, *RLOO_LIBRARY_CLASSES,
-    *REWARD_LIBRARY_CLASSES,
+    *REWARD_LIBRARY_CLASSES, *VISION_LIBRARY_CLASSES,
 )  # fmt: skip
 
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from peft import LoraConfig
     from transformers import PreTrainedModel
 
+# What models call the part between their vision tower and their language model.
+_PROJECTOR = re.compile(r"(?:^|\.)(?:\w*project(?:or|ion)|connector|merger\w*|\w*merger|aligner|resampler)\.")
 _READ_WEIGHT = re.compile(r"self\.(\w+)\.weight\b(?!\.(?:dtype|device|shape))")
 
 
@@ -67,6 +69,27 @@ def freeze_other_parts(model: PreTrainedModel) -> None:
     for name, parameter in model.named_parameters():
         if not name.startswith(prefix) and id(parameter) not in kept:
             parameter.requires_grad_(False)
+
+
+def train_vision_parts(model: PreTrainedModel, which: str, *, place: str = "--train_vision") -> None:
+    """Train of the parts that see the ``projector``, or ``all``; ``none`` leaves them frozen.
+
+    Raises:
+        ConfigError: if the model has no part of that name.
+    """
+    if which == "none":
+        return
+    prefix = language_prefix(model)
+    parts = {name: p for name, p in model.named_parameters() if not name.startswith(prefix)}
+    chosen = {name: p for name, p in parts.items() if which == "all" or _PROJECTOR.search(name)}
+    if not chosen:
+        found = sorted({".".join(name.split(".")[:2]) for name in parts})
+        raise ConfigError(
+            f"{model.config.model_type} has no projector among {', '.join(found)}.", place=place, fix="use all."
+        )
+    for parameter in chosen.values():
+        if parameter.is_floating_point():
+            parameter.requires_grad_(True)
 
 
 def is_multimodal(config: Any) -> bool:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from accel_scale.errors import ConfigError, first_line
 from accel_scale.modeling.model_class import (
+    as_image_model,
     as_reward_model,
     language_model_class,
     refuse_other_models,
@@ -31,11 +32,13 @@ def load_config(
     trust_remote_code: bool = False,
     dropout: float | None = None,
     rewards: bool = False,
+    images: bool = False,
 ) -> PretrainedConfig:
     """The model's configuration, before any weight is read; with `dropout` wherever the model has one.
 
     Args:
         rewards: It is for a reward model on the layers of the model, or is that of one.
+        images: It is for a model that is trained on images.
 
     Raises:
         ConfigError: if there is no such folder or hub repository, it cannot be reached, or it is of another kind.
@@ -61,6 +64,8 @@ def load_config(
         as_reward_model(config, name=name)
     else:
         refuse_reward_model(config, name=name)
+    if images:
+        as_image_model(config, name=name)
     if dropout is not None:
         set_dropout(config, dropout)
     return config
@@ -103,11 +108,13 @@ def load_model(
     trust_remote_code: bool = False,
     device_map: Any = None,
     rewards: bool = False,
+    images: bool = False,
     **model_kwargs: Any,
 ) -> PreTrainedModel:
     """A causal language model with its weights in `dtype`; parts for other things than text are frozen.
 
-    With `rewards` a model that scores rows; a language model's layers get a new head, from torch's random numbers.
+    With `images` the model as it is trained on them. With `rewards` a model that scores rows; a language model's
+    layers get a new head, from torch's random numbers.
 
     Call after `TrainingArguments` exists: under ZeRO-3 the weights are then partitioned while they load, and under
     FSDP with RAM-efficient loading only rank 0 reads them.
@@ -123,7 +130,9 @@ def load_model(
     if quantization_config is not None:
         model_kwargs["quantization_config"] = quantization_config
     try:
-        config = load_config(name, revision=revision, trust_remote_code=trust_remote_code, rewards=rewards)
+        config = load_config(
+            name, revision=revision, trust_remote_code=trust_remote_code, rewards=rewards, images=images
+        )
         if rewards:
             model_kwargs["num_labels"] = config.num_labels
         loaded: Any = language_model_class(config).from_pretrained(

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 
 _SCORING = "ForSequenceClassification"
+# Set on configurations in memory whose model is trained on images: some types have a text model of their own as well.
+_ON_IMAGES = "_trained_on_images"
 
 
 def language_model_class(config: PreTrainedConfig) -> Any:
@@ -29,6 +31,8 @@ def language_model_class(config: PreTrainedConfig) -> Any:
 
     if scores_rows(config):
         return AutoModelForSequenceClassification
+    if getattr(config, _ON_IMAGES, False):
+        return AutoModelForImageTextToText
     has_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     return (
         AutoModelForImageTextToText
@@ -65,6 +69,23 @@ def as_reward_model(config: PreTrainedConfig, *, name: str, place: str = "--mode
         )
     config.architectures = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[config.model_type]]
     config.num_labels = 1
+
+
+def as_image_model(config: PreTrainedConfig, *, name: str, place: str = "--model_name_or_path") -> None:
+    """Make `config` that of the model with its parts that see.
+
+    Raises:
+        ConfigError: if it has none.
+    """
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        raise ConfigError(
+            f"{name!r} takes no images: it is a model of text ({config.model_type}).",
+            place=place,
+            fix="give a vision-language model, or train it on text with recipes/sft.py.",
+        )
+    setattr(config, _ON_IMAGES, True)
 
 
 def refuse_classes(num_labels: int | None, *, name: str, place: str) -> None:

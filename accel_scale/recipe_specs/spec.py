@@ -16,7 +16,7 @@ from accel_scale.planning.search.recipe_choices import PlannedRecipe
 NUM_STEPS, CHECKPOINT_STEP = 4, 2
 MAX_LENGTH, MICRO_BATCH_SIZE = 256, 2
 
-DATA_KINDS = ("own", "rows", "pairs", "labels", "text")
+DATA_KINDS = ("own", "rows", "pairs", "labels", "images", "text")
 
 # Flags of transformers' `TrainingArguments` that keep a rehearsal short and make it save a checkpoint.
 TRAINER_STEPS: Mapping[str, object] = {
@@ -51,8 +51,8 @@ class RehearsalSpec:
         config_flag: Names a configuration that is trained from nothing, if the recipe has such a flag.
         size_flag: Says how large a model to train from nothing, if the recipe has such a flag.
         data: ``own``: the data are what the flags say; ``rows``: questions and answers, ``pairs``: those with a
-            rejected answer each, ``labels``: right and wrong answers, labelled, ``text``: plain text; all but the
-            first are replaced by embedded ones where they are not on this machine.
+            rejected answer each, ``labels``: right and wrong answers, labelled, ``images``: questions on images,
+            ``text``: plain text; all but the first are replaced by embedded ones where they are not on this machine.
         data_flag: Names the data.
         data_flags: Flags that describe the data; they go when the data are replaced.
         values: flag → its value in a rehearsal.

@@ -226,7 +226,8 @@ def mode_of(settings: Resolved) -> str:
         raise ConfigError(
             "--plan off plans for no card.", place=settings.sources.get("plan_gpu", "--plan_gpu"), fix="remove it."
         )
-    return scale.plan or ("check" if scale.plan_gpu or settings.launch.device_type == "cuda" else "off")
+    plans = (scale.plan_gpu or settings.launch.device_type == "cuda") and not settings.recipe.has_images
+    return scale.plan or ("check" if plans else "off")
 
 
 def planned_as(

@@ -16,6 +16,7 @@ from accel_scale.flags.sft import (
     RewardDefaults,
     RLOODefaults,
     SFTDefaults,
+    VisionDefaults,
 )
 from accel_scale.secrets import move_token_to_environment, without_secrets
 
@@ -110,6 +111,17 @@ class RecipeRewardConfig(_TrainerSettings, RewardDefaults, DdpHookArguments, Rew
     """TRL's `RewardConfig` with the recipe's flags and defaults."""
 
 
+@dataclass
+class RecipeVisionConfig(_TrainerSettings, VisionDefaults, DdpHookArguments, SFTConfig):  # type: ignore[misc]
+    """TRL's `SFTConfig` with the flags and defaults of rows with images."""
+
+
 RecipeConfig = (
-    RecipeSFTConfig | RecipeDPOConfig | RecipeKTOConfig | RecipeGRPOConfig | RecipeRLOOConfig | RecipeRewardConfig
+    RecipeSFTConfig
+    | RecipeDPOConfig
+    | RecipeKTOConfig
+    | RecipeGRPOConfig
+    | RecipeRLOOConfig
+    | RecipeRewardConfig
+    | RecipeVisionConfig
 )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from accel_scale.data.chat import refuse_plain_rows
 from accel_scale.data.loading import check_local_data
 from accel_scale.errors import ConfigError
-from accel_scale.facts.names import Preferences
+from accel_scale.facts.names import RowsWith
 from accel_scale.flags.paths import as_list, named_inputs
 from accel_scale.flags.rewards import RewardArguments, check_rewards
 from accel_scale.flags.trackers import refuse_unknown_trackers
@@ -89,13 +89,17 @@ def refuse_contradictions(parsed: ParsedFlags) -> None:
         ConfigError: for the first that is found.
     """
     refuse_settings(parsed)
-    _refuse_model_alone(parsed)
+    refuse_model_alone(parsed)
     refuse_stored_model(parsed)
-    _refuse_rows(parsed)
+    refuse_rows(parsed)
 
 
-def _refuse_rows(parsed: ParsedFlags, *, preferences: Preferences | None = None) -> None:
-    """Refuse files of rows that are here and cannot be trained on; a rehearsal replaces those that are not."""
+def refuse_rows(parsed: ParsedFlags, *, rows_with: RowsWith | None = None) -> None:
+    """Refuse files of rows that are here and cannot be trained on; a rehearsal replaces those that are not.
+
+    Raises:
+        ConfigError: for the first that is found.
+    """
     given = parsed.explicit
     named = named_inputs(lambda flag: as_list(given.get(flag)))
     names = [name for flag in ("dataset_name", "dataset_mixture") for name in named.get(flag, ())]
@@ -107,14 +111,19 @@ def _refuse_rows(parsed: ParsedFlags, *, preferences: Preferences | None = None)
             test_split=(given.get("dataset_test_split") or "test") if evaluates else None,
             columns=given.get("columns") or (),
             mixture=given.get("dataset_mixture") or (),
-            preferences=preferences,
+            rows_with=rows_with,
             on_bad_row=given.get("on_bad_row") or "error",
         )
         if given.get("assistant_only_loss") and layouts and not any(layout.conversational for layout in layouts):
             refuse_plain_rows(parsed.place("assistant_only_loss"))
 
 
-def _refuse_model_alone(parsed: ParsedFlags) -> None:
+def refuse_model_alone(parsed: ParsedFlags) -> None:
+    """Refuse a model without data to train it on.
+
+    Raises:
+        ConfigError: if it is so.
+    """
     given = parsed.explicit
     if given.get("model_name_or_path") and not (given.get("dataset_name") or given.get("dataset_mixture")):
         raise ConfigError(
@@ -141,9 +150,9 @@ def refuse_dpo(parsed: ParsedFlags) -> None:
             raise ConfigError(f"{why}.", place=parsed.place(name), fix="remove it.")
     refuse_losses(parsed)
     _refuse_reference(parsed)
-    _refuse_model_alone(parsed)
+    refuse_model_alone(parsed)
     refuse_stored_model(parsed)
-    _refuse_rows(parsed, preferences="pairs")
+    refuse_rows(parsed, rows_with="pairs")
 
 
 def _refuse_reference(parsed: ParsedFlags) -> None:
@@ -190,9 +199,9 @@ def refuse_kto(parsed: ParsedFlags) -> None:
         if is_refused:
             raise ConfigError(f"{why}.", place=parsed.place(name), fix=f"{fix}.")
     _refuse_reference(parsed)
-    _refuse_model_alone(parsed)
+    refuse_model_alone(parsed)
     refuse_stored_model(parsed)
-    _refuse_rows(parsed, preferences="labels")
+    refuse_rows(parsed, rows_with="labels")
 
 
 def refuse_grpo(parsed: ParsedFlags) -> None:
@@ -235,7 +244,7 @@ def refuse_grpo(parsed: ParsedFlags) -> None:
             fix="name --model_name_or_path, e.g. the --output_dir of recipes/sft.py.",
         )
     refuse_stored_model(parsed)
-    _refuse_rows(parsed)
+    refuse_rows(parsed)
 
 
 def refuse_reward(parsed: ParsedFlags) -> None:
@@ -265,9 +274,9 @@ def refuse_reward(parsed: ParsedFlags) -> None:
     for name, (is_refused, why, fix) in refused.items():
         if is_refused:
             raise ConfigError(f"{why}.", place=parsed.place(name), fix=f"{fix}.")
-    _refuse_model_alone(parsed)
+    refuse_model_alone(parsed)
     refuse_stored_model(parsed, rewards=True)
-    _refuse_rows(parsed, preferences="pairs")
+    refuse_rows(parsed, rows_with="pairs")
 
 
 def refuse_settings(parsed: ParsedFlags) -> None:

@@ -81,6 +81,7 @@ def check_run(run: TrainerRun) -> None:
         trust_remote_code=trusts,
         dropout=settings.scale.model_dropout,
         rewards=settings.recipe.rewards,
+        images=settings.recipe.has_images,
     )
     run.tokenizer = load_tokenizer(run.model_name, revision=revision, trust_remote_code=trusts)
     check_model(settings, run.model_config, run.tokenizer, default_length=longest)
@@ -135,6 +136,7 @@ def load_run_model(run: TrainerRun, args: RecipeConfig) -> PreTrainedModel:
         revision=run.model_args.model_revision,
         trust_remote_code=args.trust_remote_code,
         rewards=settings.recipe.rewards,
+        images=settings.recipe.has_images,
         **{**model_class.dropouts_of(run.model_config), **options},
     )
     fuse_agreed(settings.fused, model, settings.checkpointing)

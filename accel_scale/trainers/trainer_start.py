@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from itertools import islice
 from types import MappingProxyType
 
-from accel_scale.facts.names import Preferences
+from accel_scale.facts.names import RowsWith
 from accel_scale.flags.parsing import ParsedFlags
 from accel_scale.planning.search.recipe_choices import PlannedRecipe
 from accel_scale.trainers.trainer_run import TrainerRun
@@ -61,17 +61,17 @@ def resolve_trainer_run(
 
 def load_rows(
     run: TrainerRun,
-    embedded_path: Callable[[str, bool], str],
+    embedded_path: Callable[[str, bool], str] | None,
     *,
-    preferences: Preferences | None = None,
+    rows_with: RowsWith | None = None,
     questions: bool = True,
 ) -> None:
     """Load `run.data`, with rows to evaluate where asked for, and `run.questions` of the exact-match report.
 
     Args:
         embedded_path: Path of the embedded rows: of the held-out ones for True, else of those to train on. What has
-            to be made of them first is written to the folder that it is given.
-        preferences: Rows are pairs of a better and a worse answer, or answers with labels.
+            to be made of them first is written to the folder that it is given. None: there are none.
+        rows_with: Rows are pairs of a better and a worse answer, answers with labels, or have images.
         questions: Whether the recipe reports exact match.
 
     Raises:
@@ -83,12 +83,12 @@ def load_rows(
 
     script, scale, values = run.script, run.settings.scale, run.settings.values
     evaluates = str(values.get("eval_strategy", "no")) != "no"
-    embedded = not script.dataset_name and not scale.dataset_mixture
+    embedded = embedded_path is not None and not script.dataset_name and not scale.dataset_mixture
     usual = EMBEDDED_QUESTIONS if embedded else 0
     num_questions = (usual if scale.exact_match_samples is None else scale.exact_match_samples) if questions else 0
     folder = f"{recipe_value(run.settings, 'output_dir')}/data" if embedded else ""
     run.data = load_training_data(
-        embedded_path(folder, False) if embedded else script.dataset_name,
+        embedded_path(folder, False) if embedded and embedded_path else script.dataset_name,
         config=script.dataset_config,
         split=script.dataset_train_split,
         test_split=script.dataset_test_split if (evaluates or num_questions) and not embedded else None,
@@ -97,12 +97,12 @@ def load_rows(
         streaming=script.dataset_streaming,
         mixture=scale.dataset_mixture,
         seed=int(values.get("seed", 42) if values.get("data_seed") is None else values["data_seed"]),
-        chat=preferences is not None
+        chat=rows_with is not None
         or run.tokenizer.chat_template is not None
         or values.get("chat_template_path") is not None,
-        preferences=preferences,
+        rows_with=rows_with,
     )
-    if embedded and evaluates:
-        run.data = run.data.with_test(load_training_data(embedded_path(folder, True), preferences=preferences).train)
+    if embedded and embedded_path and evaluates:
+        run.data = run.data.with_test(load_training_data(embedded_path(folder, True), rows_with=rows_with).train)
     asked = default_dataset()[1] if embedded else run.data.test  # the embedded rows name their task
     run.questions = list(islice((row for row in asked or () if row.get("label", True)), num_questions))

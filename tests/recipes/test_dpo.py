@@ -73,11 +73,11 @@ def test_what_is_not_done_for_pairs_is_refused(flags: list[str], named: str) -> 
 def test_pairs_are_read_and_others_refused(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"question": "q", "chosen": "a", "rejected": "b"}\n')
-    data = load_training_data(str(rows), columns=["prompt=question"], preferences="pairs")
+    data = load_training_data(str(rows), columns=["prompt=question"], rows_with="pairs")
     assert data.train[0] == {"prompt": "q", "chosen": "a", "rejected": "b"}
     rows.write_text('{"question": "q", "answer": "a"}\n')
     with pytest.raises(ConfigError, match="no pairs of answers"):
-        load_training_data(str(rows), preferences="pairs")
+        load_training_data(str(rows), rows_with="pairs")
 
 
 def test_embedded_pairs_are_a_right_answer_and_another_rows(tmp_path: Path) -> None:

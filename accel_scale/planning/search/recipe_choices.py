@@ -37,6 +37,7 @@ class PlannedRecipe:
         generates: Whether the model writes the answers that it is trained on. Batch sizes count answers then.
         num_generations: Answers to each prompt, where it generates and nobody says how many.
         beta: Weight of the KL term, likewise.
+        has_images: Whether rows have images, which the planner does not count.
         rewards: Whether it trains a reward model: a head with one score per row in the place of the vocabulary's.
         config_class: Of its training configuration, in `settings.trl_config`.
         data_flag: Names the data; several are written as a list where `data_is_list`.
@@ -58,6 +59,7 @@ class PlannedRecipe:
     num_generations: int = 8
     beta: float = 0.0
     disables_dropout: bool = False
+    has_images: bool = False
     rewards: bool = False
     config_class: str = "RecipeSFTConfig"
     data_flag: str = "dataset_name"
@@ -167,6 +169,13 @@ REWARD_PLAN = PlannedRecipe(
     learning_rates={"full": 1e-5, "lora": 1e-4, "qlora": 1e-4},
     flags=DPO_PLAN.flags,
 )
+VISION_PLAN = PlannedRecipe(
+    "recipes/vision.py",
+    ("full", "lora", "qlora"),
+    has_images=True,
+    config_class="RecipeVisionConfig",
+    flags=SFT_PLAN.flags - {"packing", "sp_size", "long_rows"},
+)
 PRETRAIN_PLAN = PlannedRecipe(
     "recipes/pretrain.py",
     ("full", "lora"),
@@ -189,6 +198,7 @@ PLANNED_RECIPES = {
     "grpo": GRPO_PLAN,
     "rloo": RLOO_PLAN,
     "reward": REWARD_PLAN,
+    "vision": VISION_PLAN,
     "pretrain": PRETRAIN_PLAN,
 }
 

@@ -157,9 +157,16 @@ def _machine(wish: Wish, detect: Callable[[], hardware.Machine | None]) -> hardw
 
 
 def _recipe(wished: str | PlannedRecipe) -> PlannedRecipe:
-    return (
+    recipe = (
         wished if isinstance(wished, PlannedRecipe) else PLANNED_RECIPES[one_of(wished, PLANNED_RECIPES, "--recipe")]
     )
+    if recipe.has_images:
+        raise ConfigError(
+            "nothing is planned for images: the vision tower and the tokens of images are not counted.",
+            place="--recipe",
+            fix=f"try one step of {recipe.script} with --max_steps 1, or plan the language model alone with sft.",
+        )
+    return recipe
 
 
 def _fixed(wish: Wish, recipe: PlannedRecipe, model: ModelFacts, gpu: hardware.Gpu) -> dict[str, Any]:

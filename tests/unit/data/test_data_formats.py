@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from accel_scale.data.bad_rows import UnusableRow
 from accel_scale.data.columns import ROLES, parse_columns
 from accel_scale.data.layout import Layout, detect_layout
 from accel_scale.data.loading import load_training_data
-from accel_scale.data.rows import RowConverter, UnusableRow
+from accel_scale.data.rows import RowConverter
 from accel_scale.errors import ConfigError
 
 

@@ -53,7 +53,7 @@ def test_what_labelled_rows_become(
     row: dict[str, Any], columns: list[str], expected: dict[str, Any], streaming: bool, tmp_path: Path
 ) -> None:
     data = load_training_data(
-        written(tmp_path / "rows.jsonl", row), columns=columns, preferences="labels", streaming=streaming
+        written(tmp_path / "rows.jsonl", row), columns=columns, rows_with="labels", streaming=streaming
     )
     assert next(iter(data.train)) == expected
     assert data.train.features["label"] == Value("bool")
@@ -62,15 +62,15 @@ def test_what_labelled_rows_become(
 
 def test_labels_of_files_without_types_are_read(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("prompt,completion,label\nq,a,1\nq,b,FALSE\nq,c,true\n")
-    assert load_training_data(str(tmp_path / "rows.csv"), preferences="labels").train["label"] == [True, False, True]
+    assert load_training_data(str(tmp_path / "rows.csv"), rows_with="labels").train["label"] == [True, False, True]
 
 
 def test_tool_calls_go_through_whole_in_every_kind_of_preference(tmp_path: Path) -> None:
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]}
     labelled = written(tmp_path / "labelled.jsonl", {"prompt": [QUESTION], "completion": [call], "label": True})
-    assert load_training_data(labelled, preferences="labels").train[0]["completion"] == [call]
+    assert load_training_data(labelled, rows_with="labels").train[0]["completion"] == [call]
     pairs = written(tmp_path / "pairs.jsonl", {"prompt": [QUESTION], "chosen": [call], "rejected": [ANSWER]})
-    assert load_training_data(pairs, preferences="pairs").train[0]["chosen"] == [call]
+    assert load_training_data(pairs, rows_with="pairs").train[0]["chosen"] == [call]
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_tool_calls_go_through_whole_in_every_kind_of_preference(tmp_path: Path)
 )
 def test_rows_that_cannot_be_used_are_named(row: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=said):
-        load_training_data(written(tmp_path / "rows.jsonl", row), preferences="labels")
+        load_training_data(written(tmp_path / "rows.jsonl", row), rows_with="labels")
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_rows_that_cannot_be_used_are_named(row: dict[str, Any], said: str, tmp_
 )
 def test_other_rows_are_refused_before_the_libraries(row: dict[str, Any], fix: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refused:
-        check_local_data(written(tmp_path / "rows.jsonl", row), preferences="labels")
+        check_local_data(written(tmp_path / "rows.jsonl", row), rows_with="labels")
     assert fix in refused.value.one_line()
 
 
@@ -106,7 +106,7 @@ def test_text_and_turns_do_not_mix(tmp_path: Path) -> None:
     one = written(tmp_path / "text.jsonl", {"prompt": "q", "completion": "a", "label": True})
     other = written(tmp_path / "turns.jsonl", {"prompt": [QUESTION], "completion": [ANSWER], "label": True})
     with pytest.raises(ConfigError, match="turns in one and text in the other"):
-        load_training_data(mixture=[f"{one}=0.5", f"{other}=0.5"], preferences="labels")
+        load_training_data(mixture=[f"{one}=0.5", f"{other}=0.5"], rows_with="labels")
 
 
 def test_embedded_answers_are_those_of_the_pairs_in_another_order(tmp_path: Path) -> None:
