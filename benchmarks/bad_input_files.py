@@ -89,6 +89,7 @@ def _models(folder: Path, model: Path) -> dict[str, Path]:
         "lying_heads": copy("lying_heads", configured(num_key_value_heads=4)),
         "lying_vocabulary": copy("lying_vocabulary", configured(vocab_size=99999)),
         "big_tokenizer": copy("big_tokenizer", grown),
+        "vision": copy("vision", lambda made: (made / "processor_config.json").write_text("{}")),
         "broken_config": copy("broken_config", lambda made: (made / "config.json").write_text('{"model_type": ')),
     }
 
@@ -139,6 +140,7 @@ def _data(folder: Path, rows: list[dict[str, Any]]) -> dict[str, Path]:
             "unlabelled.jsonl", [{**pair, "label": [True, False, "maybe"][n % 3]} for n, pair in enumerate(pairs)]
         ),
         "half_saved": saved,
+        "pictured": written("pictured.jsonl", [{"messages": messages, "image": f"missing-{n}.png"} for n in range(2)]),
     }
 
 

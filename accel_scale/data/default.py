@@ -8,6 +8,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from datasets import Dataset
 
 # Flags of the recipe on the embedded data where the user sets none; measured, see the assets' README.
@@ -191,6 +193,20 @@ def labelled_of(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, object]]:
     ]
     random.Random(0).shuffle(labelled)
     return labelled
+
+
+def write_pictured(path: Path, rows: Iterable[Mapping[str, object]], *, count: int) -> None:
+    """The first `count` rows of ``messages`` to the file `path`, with a plain picture each beside it: ``images``."""
+    import itertools
+    import json
+
+    from PIL import Image
+
+    with path.open("w", encoding="utf-8") as file:
+        for number, row in enumerate(itertools.islice(rows, count)):
+            picture = f"picture-{number}.png"
+            Image.new("RGB", (96, 96), (number * 8 % 256, 128, 255 - number * 8 % 256)).save(path.parent / picture)
+            file.write(json.dumps({"messages": row["messages"], "images": [picture]}) + "\n")
 
 
 def default_pairs(folder: str, *, heldout: bool = False, of_any_task: bool = False) -> str:

@@ -11,6 +11,7 @@ from accel_scale.errors import ConfigError
 from accel_scale.launching.run_folder import OutputFolder
 from accel_scale.merging.files import ShardWriter
 from accel_scale.merging.weights import AdapterMerger, dtype_of
+from accel_scale.modeling.files import PROCESSOR_FILES
 from accel_scale.modeling.quantization_record import QUANTIZATION_FILE, read_quantization
 from accel_scale.modeling.stored_weights import local_folder
 from accel_scale.training.checkpoints.staging import save_atomically
@@ -173,5 +174,10 @@ def _write_small_files(merger: AdapterMerger, adapter: Path, base: Path, folder:
             tokenizer.save_pretrained(folder)
             if merger.rewards:  # scores are read at the last token that is no padding
                 merger.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+            break
+    for source in (adapter, base):  # a model that takes images has a processor too
+        if found := [source / name for name in PROCESSOR_FILES if (source / name).is_file()]:
+            for file in found:
+                shutil.copy(file, folder)
             break
     merger.config.save_pretrained(folder)

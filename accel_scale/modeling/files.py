@@ -13,6 +13,10 @@ from accel_scale.modeling.stored_weights import stored_shapes
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+# Of the processor that makes a model's inputs of images; one of the first two says that there is one.
+PROCESSOR_FILES = (
+    "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", "chat_template.json",
+)  # fmt: skip
 _OWN_CONFIG = "take the config.json that these weights were saved with."
 
 

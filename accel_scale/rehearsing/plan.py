@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from accel_scale.data.default import labelled_of, pairs_of
+from accel_scale.data.default import labelled_of, pairs_of, write_pictured
 from accel_scale.facts.names import FIRST_POWERSGD_STEP
 from accel_scale.flags.command_line import RecipeCommand
 from accel_scale.flags.paths import without_weight
@@ -20,6 +20,7 @@ from accel_scale.recipe_specs.sft import SFT
 from accel_scale.recipe_specs.spec import RecipeSpec
 
 NUM_ROWS = 256
+NUM_PICTURED_ROWS = 32
 # Runs a script that does not run on CPU processes by itself.
 RUNNER = str(Path(__file__).with_name("run_on_cpu.py"))
 # An NVMe buffer holds one tensor; no shrunken model has a larger one than its embedding.
@@ -228,6 +229,9 @@ def choose_data(
         return DataChoice(_first_lines(source, work / source.name) if is_lines else None)
     turns = has_chat_template or str(recipe.value("assistant_only_loss")).lower() == "true"
     path = work / "rehearsal_rows.jsonl"
+    if spec.rehearsal.data == "images":
+        write_pictured(path, fallback, count=NUM_PICTURED_ROWS)
+        return DataChoice(path, replaced=", ".join(absent) or None)
     with path.open("w", encoding="utf-8") as file:
         for row in islice(_stand_ins(fallback, spec.rehearsal.data), NUM_ROWS):
             file.write(json.dumps(row if turns else _as_text(row)) + "\n")

@@ -73,15 +73,24 @@ def _load(folder: Path) -> tuple[Any, dict[str, Any]]:
             AutoPeftModelForCausalLM,
             AutoPeftModelForSequenceClassification,
             PeftConfig,
+            PeftModel,
             get_peft_model_state_dict,
         )
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        from accel_scale.modeling.model_class import language_model_class
 
         dtype = torch.float32
         model: Any
-        if is_of_rewards(PeftConfig.from_pretrained(str(folder))):
+        adapter = PeftConfig.from_pretrained(str(folder))
+        kind = language_model_class(AutoConfig.from_pretrained(adapter.base_model_name_or_path))
+        if is_of_rewards(adapter):
             model = AutoPeftModelForSequenceClassification.from_pretrained(folder, dtype=dtype, num_labels=1)
-        else:
+        elif kind is AutoModelForCausalLM:
             model = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        else:  # a model of several modalities, which PEFT has no class for
+            base = kind.from_pretrained(adapter.base_model_name_or_path, dtype=dtype)
+            model = PeftModel.from_pretrained(base, str(folder))
         saved = _read_tensors(folder, "adapter_model*.safetensors")
         absent = set(saved) ^ set(get_peft_model_state_dict(model))
     else:

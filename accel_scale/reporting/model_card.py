@@ -20,11 +20,12 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # What stands in a text for a place on this machine: from a slash, a tilde or a drive that begins a word.
 _LOCAL_PATH = re.compile(r"(?<![\w.:/~\\-])(?:~?/|~?\\|[A-Za-z]:[/\\])[^\s,'\"=\[\](){}]*")
 _MARKDOWN = re.compile(r"([\\`*_\[\]|~#])")
+_TASKS = {"reward.py": "text-classification", "vision.py": "image-text-to-text"}
 _LEFT_OUT = ("output_dir", "hub_model_id", "run_name", "print_config", "resume_from_checkpoint", "resume")
 _WHAT = {
     "sft.py": "fine-tuned", "dpo.py": "tuned to pairs of answers", "kto.py": "tuned to labelled answers",
     "grpo.py": "trained on rewards", "rloo.py": "trained on rewards", "reward.py": "trained to score answers",
-    "pretrain.py": "pretrained",
+    "pretrain.py": "pretrained", "vision.py": "fine-tuned on images",
 }  # fmt: skip
 
 
@@ -124,7 +125,7 @@ def _front_matter(settings: Mapping[str, object], program: str, method: str) -> 
     data = [re.split(r"[:=]", name)[0] for name in _data_names(settings)]
     values: dict[str, object] = {
         "library_name": "transformers" if method == "full" else "peft",
-        "pipeline_tag": "text-classification" if program == "reward.py" else "text-generation",
+        "pipeline_tag": _TASKS.get(program, "text-generation"),
         "tags": ["accel-scale", program.removesuffix(".py"), *([method] if method != "full" else [])],
     }
     if _is_hub_id(model):
@@ -192,6 +193,8 @@ def _fenced(text: str, language: str) -> str:
 
 def _usage(repository: str, method: str, program: str) -> str:
     name = json.dumps(repository)
+    if program == "vision.py":
+        return _usage_with_images(name, method)
     kind = "SequenceClassification" if program == "reward.py" else "CausalLM"
     library, cls = ("transformers", f"AutoModelFor{kind}") if method == "full" else ("peft", f"AutoPeftModelFor{kind}")
     imports = [f"from {library} import {cls}", "from transformers import AutoTokenizer"]
@@ -199,3 +202,18 @@ def _usage(repository: str, method: str, program: str) -> str:
         imports = [f"from transformers import {cls}, AutoTokenizer"]
     loads = [f"model = {cls}.from_pretrained({name})", f"tokenizer = AutoTokenizer.from_pretrained({name})"]
     return "\n".join([*imports, "", *loads])
+
+
+def _usage_with_images(name: str, method: str) -> str:
+    cls = "AutoModelForImageTextToText"
+    lines = [f"from transformers import {cls}, AutoProcessor", ""]
+    if method == "full":
+        lines.append(f"model = {cls}.from_pretrained({name})")
+    else:
+        lines = [
+            "from peft import PeftConfig, PeftModel",
+            *lines,
+            f"base = PeftConfig.from_pretrained({name}).base_model_name_or_path",
+            f"model = PeftModel.from_pretrained({cls}.from_pretrained(base), {name})",
+        ]
+    return "\n".join([*lines, f"processor = AutoProcessor.from_pretrained({name})"])

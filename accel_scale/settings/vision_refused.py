@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING
 
 from accel_scale.data.images import require_pillow
 from accel_scale.errors import ConfigError
+from accel_scale.modeling.files import PROCESSOR_FILES
 from accel_scale.settings.stored_model import refuse_stored_model
 from accel_scale.settings.trl_refused import refuse_model_alone, refuse_rows, refuse_settings
 
 if TYPE_CHECKING:
     from accel_scale.flags.parsing import ParsedFlags
-
-PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 
 
 def refuse_vision(parsed: ParsedFlags) -> None:
@@ -43,6 +42,18 @@ def refuse_vision(parsed: ParsedFlags) -> None:
             "images are read through before training, not while it goes on",
             "remove it",
         ),
+        "train_sampling_strategy": (
+            given.get("train_sampling_strategy") in ("group_by_length", "batch_rebalance"),
+            "how long a row is with its images is not known before it is read",
+            "use random or sequential",
+        ),
+        "shuffle_dataset": (bool(given.get("shuffle_dataset")), "TRL shuffles rows of text alone", "remove it"),
+        "dataset_num_proc": (
+            given.get("dataset_num_proc") is not None,
+            "rows with images are not tokenised before training",
+            "remove it, and use --dataloader_num_workers",
+        ),
+        "dataset_kwargs": (given.get("dataset_kwargs") is not None, "rows with images are not prepared", "remove it"),
         "exact_match_samples": (
             bool(given.get("exact_match_samples")),
             "questions on images are not answered during training",
@@ -83,7 +94,7 @@ def refuse_vision(parsed: ParsedFlags) -> None:
 def _refuse_no_processor(parsed: ParsedFlags) -> None:
     """Refuse a local folder without the processor that makes a model's inputs of images."""
     folder = Path(str(parsed.explicit["model_name_or_path"])).expanduser()
-    if (folder / "config.json").is_file() and not any((folder / name).is_file() for name in PROCESSOR_FILES):
+    if (folder / "config.json").is_file() and not any((folder / name).is_file() for name in PROCESSOR_FILES[:2]):
         raise no_processor(str(folder), parsed.place("model_name_or_path"))
 
 
@@ -92,5 +103,5 @@ def no_processor(name: str, place: str = "--model_name_or_path", why: str = "") 
     return ConfigError(
         f"{name} has no processor for images{f' ({why})' if why else ''}.",
         place=place,
-        fix=f"give a model that takes images, with {' or '.join(PROCESSOR_FILES)} beside its weights.",
+        fix=f"give a model that takes images, with {' or '.join(PROCESSOR_FILES[:2])} beside its weights.",
     )

@@ -12,7 +12,7 @@ from accel_scale.launching.hub_reach import unreachable_hub
 from accel_scale.modeling.model_class import refuse_other_models
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 
 
 def load_model_config(
@@ -62,6 +62,20 @@ def own_tokenizer(
         return AutoTokenizer.from_pretrained(source, local_files_only=_is_out_of_reach(name_or_path), **options)
     except (OSError, ValueError):
         return None
+
+
+def own_processor(name_or_path: str, *, revision: str | None, trust_remote_code: bool) -> ProcessorMixin | None:
+    """The processor of a model with images, or None where it cannot be had or the model has none."""
+    from transformers import AutoProcessor, ProcessorMixin
+
+    path = Path(name_or_path)
+    source = str(path.parent) if path.is_file() else name_or_path
+    options = {"revision": revision, "trust_remote_code": trust_remote_code}
+    try:
+        found = AutoProcessor.from_pretrained(source, local_files_only=_is_out_of_reach(name_or_path), **options)
+    except (OSError, ValueError, ImportError, TypeError, KeyError, AttributeError):
+        return None
+    return found if isinstance(found, ProcessorMixin) else None
 
 
 @functools.lru_cache(maxsize=8)

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
+from accel_scale.modeling.adapter_targets import is_multimodal
 from accel_scale.modeling.model_class import language_model_class
 from accel_scale.shrinking.layers import MIN_LAYERS, Stored, first_of, num_layers, set_all, shrink_layers
-from accel_scale.shrinking.model_source import load_model_config, own_tokenizer
+from accel_scale.shrinking.model_source import load_model_config, own_processor, own_tokenizer
 from accel_scale.shrinking.sizes import (
     EXPAND,
     EXPERTS_PER_TOKEN,
@@ -102,6 +103,10 @@ def write_shrunken_model(
         )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    if own and is_multimodal(config):
+        processor = own_processor(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
+        if processor is not None:  # sizes of images are kept
+            processor.save_pretrained(folder)
     layers = (real_layers, num_layers(tiny.get_text_config(decoder=True).to_dict()))
     return ShrunkenModel(
         folder, type(model).__name__, layers, model.num_parameters(), own, bool(tokenizer.chat_template)
@@ -159,23 +164,34 @@ def shrink_model_config(
     text = config.get_text_config(decoder=True)
     if text is config or not parts:
         return shrink_config(config, vocab_size=vocab_size, min_layers=min_layers, **special_tokens)
+    small = shrink_config(text, vocab_size=vocab_size, min_layers=min_layers, **special_tokens)
+    widths = (first_of(text.to_dict(), HIDDEN, default=0), first_of(small.to_dict(), HIDDEN, default=0))
     for name, part in parts.items():
-        if part is text:
-            tiny = shrink_config(part, vocab_size=vocab_size, min_layers=min_layers, **special_tokens)
-        else:
-            tiny = _shrink_other(part)
-        setattr(config, name, tiny)
+        setattr(config, name, small if part is text else _shrink_other(part, *widths))
+    _hand_over(config, config.to_dict(), *widths)
     config.quantization_config = None
     return config
 
 
-def _shrink_other(part: PreTrainedConfig) -> PreTrainedConfig:
+def _shrink_other(part: PreTrainedConfig, text_width: int, new_text_width: int) -> PreTrainedConfig:
+    """A part for other things than text, which hands over what is as wide as the language model."""
+    old = part.to_dict()
     try:
-        return shrink_config(part)
+        tiny = shrink_config(part)
+        if isinstance(old.get("embed_dim"), int) and "hidden_size" in old:  # Qwen2-VL: its own width, and its output's
+            tiny.update({"embed_dim": HEAD_DIM * first_of(tiny.to_dict(), ("num_heads", *NUM_HEADS))})
     except (ConfigError, ValueError, TypeError, KeyError):
-        values = part.to_dict()
+        values = dict(old)
         set_all(values, ("num_hidden_layers", "num_layers", "depth", "n_layer"), 1)
-        return type(part).from_dict(values)
+        tiny = type(part).from_dict(values)
+    _hand_over(tiny, old, text_width, new_text_width)
+    return tiny
+
+
+def _hand_over(config: PreTrainedConfig, old: Stored, text_width: int, new_text_width: int) -> None:
+    """Keep what a vision tower gives as wide as the language model takes it."""
+    names = ["out_hidden_size", "projection_dim", *(["hidden_size"] if "embed_dim" in old else [])]
+    config.update({name: new_text_width for name in names if text_width and old.get(name) == text_width})
 
 
 def _shrink_widths(old: Stored, new: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ OF_RECIPE = {
     "--learning_rate 1e-4 --warmup_steps 0 --rewards tests/recipes/rewards_of_tests.py:even_characters",
     "reward": "--max_length 128 --save_strategy no --lora_dropout 0 --learning_rate 1e-4 --warmup_steps 0",
     "kto": "--max_length 128 --save_strategy no --lora_dropout 0 --learning_rate 1e-4 --warmup_steps 0",
+    "vision": "--save_strategy no --lora_dropout 0 --learning_rate 1e-3 --lr_scheduler_type constant",
     "dpo": "--max_length 128 --save_strategy no --lora_dropout 0 --learning_rate 1e-4 --warmup_steps 0",
 }
 

@@ -1,4 +1,4 @@
-"""recipes/vision.py trains on images as TRL's own trainer does, goes on after a kill, and names what it cannot take."""
+"""recipes/vision.py trains on images as TRL's own trainer does, goes on after a kill, and names bad rows."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_what_was_saved_sees_and_is_evaluated(made: Path, tmp_path: Path) -> Non
     (rows / "test.jsonl").write_text("".join(lines[:6]))
     words = recipe_words(made, "llava", out)
     words[words.index("--dataset_name") + 1] = str(rows)
-    run(REPOSITORY / "recipes/vision.py", *words, *"--max_steps 3 --eval_strategy steps --eval_steps 3".split())
+    run(REPOSITORY / "recipes/vision.py", *words, "--max_steps", 3, "--eval_strategy", "steps", "--eval_steps", 3)
     summary = json.loads((out / "run_summary.json").read_text())
     assert summary["recipe"] == "vision.py"
     assert summary["parts"] == {
@@ -224,6 +224,10 @@ def test_truncated_files_are_found_before_training_and_can_be_skipped(ending: st
         ("--truncation_mode keep_end", "keep_start"),
         ("--dataset_streaming true", "dataset_streaming"),
         ("--exact_match_samples 5", "--eval_strategy"),
+        ("--train_sampling_strategy group_by_length", "use random or sequential"),
+        ("--shuffle_dataset true", "shuffle_dataset"),
+        ("--dataset_num_proc 2", "--dataloader_num_workers"),
+        ("--dataset_kwargs {}", "dataset_kwargs"),
         ("--chat_template_path some/model", ".jinja"),
         ("--plan auto", "the vision tower and the tokens of images are not counted"),
         ("--plan check", "--max_steps 1"),
@@ -275,31 +279,27 @@ def test_rows_that_lose_their_images_to_max_length_are_named(made: Path, tmp_pat
     assert "Traceback" not in said
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_files_that_vanish_while_it_trains_are_named(workers: int, made: Path, tmp_path: Path) -> None:
-    """They were there when the rows were read; in a worker of the data loader too it is one line."""
-    from torch.utils.data import DataLoader
-    from transformers import AutoProcessor
-    from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
-
-    from accel_scale.data.image_batches import ImageCollator
-    from accel_scale.data.loading import load_training_data
-
+def test_files_that_vanish_while_it_trains_are_named(made: Path, tmp_path: Path) -> None:
+    """They were there when the rows were read; from a worker of the data loader too it is one line."""
     folder = broken(lambda *_: None, made, tmp_path / "rows")
-    rows: Any = load_training_data(str(folder), rows_with="images").train
-    collate = ImageCollator(
-        DataCollatorForVisionLanguageModeling(AutoProcessor.from_pretrained(made / "llava")), None, None
-    )
-    loader = DataLoader(rows, batch_size=2, collate_fn=collate, num_workers=workers)
-    assert [len(batch["pixel_values"]) for batch in loader][:2] == [3, 3]
     (folder / "pictures/1-0.png").write_text("not a picture")
-    line = ""
+    image = {"bytes": None, "path": f"{folder}/pictures/1-0.png", "place": f"{folder}/train.jsonl:2"}
+    script = tmp_path / "script.py"
+    script.write_text(f"""
+from torch.utils.data import DataLoader
+from accel_scale.data.image_batches import ImageCollator
+from accel_scale.errors import ConfigError
+for workers in (0, 1):
     try:
-        list(loader)
-    except ConfigError as error:  # pytest's own way keeps the worker
-        line = error.one_line()
-    assert line.startswith(f"{folder}/train.jsonl:2: the image {folder}/pictures/1-0.png can no longer be read: ")
-    assert line.endswith("put the file back, or leave the row out.")
+        list(DataLoader([{{"images": [{image}]}}], collate_fn=ImageCollator(None, None, None), num_workers=workers))
+    except ConfigError as error:
+        print(error.one_line())
+""")
+    expected = (
+        f"{folder}/train.jsonl:2: the image {folder}/pictures/1-0.png can no longer be read: cannot identify image "
+        f"file '{folder}/pictures/1-0.png'. Fix: put the file back, or leave the row out."
+    )
+    assert [line for line in run(script).splitlines() if "train.jsonl" in line] == [expected, expected]
 
 
 def test_turned_pictures_are_turned_as_datasets_turns_them(tmp_path: Path) -> None:
@@ -346,10 +346,88 @@ def test_a_stopped_run_goes_on_bit_for_bit(method: str, number: signal.Signals, 
         time.sleep(0.002)
     process.send_signal(number)
     output = process.communicate()[0]
-    assert process.returncode == {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: EXIT_STOPPED}[number], output[-3000:]
+    assert process.returncode == {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: EXIT_STOPPED}[number], output[
+        -3000:
+    ]
     process = start(stopped)
     output = process.communicate()[0]
     assert process.returncode == 0, output[-3000:]
     assert "checkpoint-" in output
     assert (stopped / weights).read_bytes() == (undisturbed / weights).read_bytes()
     assert "nothing is left to do" in start(stopped).communicate()[0]
+
+
+# ── Commands ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_merged_adapter_sees_as_the_base_with_it_does(made: Path, tmp_path: Path) -> None:
+    """With a projector that is trained whole beside the adapters."""
+    import torch
+    from peft import PeftModel
+    from PIL import Image
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    from accel_scale.merging.adapter import merge_adapter
+
+    out, merged = tmp_path / "out", tmp_path / "merged"
+    words = [*recipe_words(made, "llava", out), "--max_steps", "4", "--method", "lora", "--save_strategy", "no"]
+    said = run(REPOSITORY / "recipes/vision.py", *words, "--lora_modules_to_save", "multi_modal_projector")
+    assert "language model adapters" in said
+    merge_adapter(out, merged, check=False)
+    processor = AutoProcessor.from_pretrained(merged)
+    turn = {"role": "user", "content": [{"type": "image", "image": Image.effect_noise((40, 30), 90).convert("RGB")}]}
+    inputs = processor.apply_chat_template([[turn]], tokenize=True, return_dict=True, return_tensors="pt")
+    base = AutoModelForImageTextToText.from_pretrained(made / "llava", dtype=torch.float32)
+    with torch.no_grad():
+        untrained = base(**inputs).logits
+        expected = PeftModel.from_pretrained(base, str(out))(**inputs).logits
+        found = AutoModelForImageTextToText.from_pretrained(merged, dtype=torch.float32)(**inputs).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert (expected - untrained).abs().max() > 1e-2
+    before, after = (load_file(path / "model.safetensors") for path in (made / "llava", merged))
+    moved = {name for name in before if not before[name].equal(after[name])}
+    assert any("projector" in name for name in moved)
+    assert not any("vision_tower" in name for name in moved)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_rehearsal_shrinks_the_model_and_keeps_its_processor(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The data are not on this machine: embedded questions get pictures."""
+    from accel_scale.cli.main import main
+
+    given = f"--model_name_or_path {made / 'idefics3'} --dataset_name HuggingFaceM4/the_cauldron --train_vision all"
+    words = ["rehearse", "--config_file", "accelerate_configs/fsdp2.yaml", "--keep", str(tmp_path / "kept")]
+    assert main([*words, "recipes/vision.py", *given.split()]) == 0, capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "Idefics3ForConditionalGeneration" in said
+    assert "embedded rows in place of HuggingFaceM4/the_cauldron" in said
+    assert (tmp_path / "kept" / "model" / "processor_config.json").is_file()
+
+
+def test_nothing_is_planned_for_images(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from accel_scale.cli.main import main
+
+    for name in ("vision", str(REPOSITORY / "recipes/vision.py")):
+        with pytest.raises(SystemExit) as ended:
+            main(["plan", str(made / "llava"), "--gpu", "4090", "--recipe", name])
+        assert ended.value.code == 2
+        assert "the vision tower and the tokens of images are not counted" in capsys.readouterr().err
+
+
+def test_runs_on_a_gpu_plan_nothing_either() -> None:
+    from types import SimpleNamespace
+
+    from accel_scale.planning.search.recipe_choices import SFT_PLAN, VISION_PLAN
+    from accel_scale.settings.planned import mode_of
+
+    def mode(recipe: object) -> str:
+        scale, launch = SimpleNamespace(plan=None, plan_gpu=None), SimpleNamespace(device_type="cuda")
+        settings: Any = SimpleNamespace(scale=scale, launch=launch, recipe=recipe, sources={})
+        return mode_of(settings)
+
+    assert (mode(SFT_PLAN), mode(VISION_PLAN)) == ("check", "off")
