@@ -30,7 +30,7 @@ class StoredImage(TypedDict):
     place: str
 
 
-class Part(TypedDict, total=False):
+class TurnPart(TypedDict, total=False):
     """A part of a turn: text, or the place of an image."""
 
     type: str
@@ -123,13 +123,13 @@ def _check(image: StoredImage, *, whole: bool) -> None:
 # ── Turns ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def content_parts(content: Sequence[object], column: str) -> list[Part]:
+def content_parts(content: Sequence[object], column: str) -> list[TurnPart]:
     """The parts of a turn that is written as a list of them, without keys that hold nothing.
 
     Raises:
         UnusableRow: for parts that are neither text nor the place of an image.
     """
-    parts: list[Part] = []
+    parts: list[TurnPart] = []
     for item in content:
         if isinstance(item, str):
             parts.append({"type": "text", "text": item})
@@ -148,7 +148,7 @@ def content_parts(content: Sequence[object], column: str) -> list[Part]:
     return parts
 
 
-def is_blank_content(content: str | Sequence[Part] | None) -> bool:
+def is_blank_content(content: str | Sequence[TurnPart] | None) -> bool:
     """Whether a turn says and shows nothing."""
     if isinstance(content, str) or content is None:
         return not content or content.isspace()
@@ -176,17 +176,17 @@ def show_images(row: Mapping[str, object], count: int) -> None:
         first = next((turn for turn in turns if turn["role"] == "user"), None)
         if first is None:
             raise UnusableRow("no user turn to show an image in")
-        places: list[Part] = [{"type": "image"} for _ in range(count)]
+        places: list[TurnPart] = [{"type": "image"} for _ in range(count)]
         first["content"] = [*places, *first["content"]]
     elif found != count:
         raise UnusableRow("another number of images than of places for them", f"{count} and {found}")
 
 
-def _split(text: str) -> list[Part]:
+def _split(text: str) -> list[TurnPart]:
     """Text as parts; the line end that LLaVA's rows have beside a placeholder is the template's to write."""
     first, *others = text.split(PLACEHOLDER)
     pieces = [first.removesuffix("\n") if others else first]
-    parts: list[Part] = [{"type": "text", "text": pieces[0]}] if pieces[0] or not others else []
+    parts: list[TurnPart] = [{"type": "text", "text": pieces[0]}] if pieces[0] or not others else []
     for index, piece in enumerate(others):
         parts.append({"type": "image"})
         piece = piece.removeprefix("\n")

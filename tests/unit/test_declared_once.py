@@ -21,7 +21,7 @@ from accel_scale.shipped import recipe_names, recipe_script
 ROOT = Path(__file__).resolve().parents[2]
 SPECS = [load_recipe(recipe_script(name)).spec for name in recipe_names() if name != "tune"]
 # Flags of one name whose default or choices differ between the recipes, or between a loop and a trainer.
-DIFFERENT = {"output_dir", "method", "plan", "collective_timeout", "guard"}
+DIFFERENT = {"output_dir", "max_length", "method", "plan", "collective_timeout", "guard"}
 
 
 def own_classes() -> dict[str, type]:

@@ -244,3 +244,30 @@ def test_a_twin_of_a_seed_is_small_and_the_same() -> None:
 )
 def test_layers_without_experts_are_known_by_their_numbers(config: dict[str, Any], dense: list[int]) -> None:
     assert [index for index in range(6) if _is_dense(config, index)] == dense
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "paligemma", "llava", "idefics3", "gemma3"])
+def test_what_a_shrunken_tower_gives_fits_the_shrunken_language_model(family):
+    """Sizes of images stay, so that the processor's inputs fit."""
+    from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
+
+    config = CONFIG_MAPPING[family]()
+    width = config.get_text_config().hidden_size
+    if family.startswith("qwen"):  # as published models have it; the class's defaults do not go together
+        config.vision_config.update({"hidden_size" if family == "qwen2_vl" else "out_hidden_size": width})
+    if family in ("gemma3", "idefics3"):
+        config.vision_config.update({"image_size": 896 if family == "gemma3" else 364, "patch_size": 14})
+    side, patch = getattr(config.vision_config, "image_size", 0), config.vision_config.patch_size
+    tiny = shrink.shrink_model_config(config, vocab_size=128)
+    assert (getattr(tiny.vision_config, "image_size", 0), tiny.vision_config.patch_size) == (side, patch)
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(tiny)
+    if family.startswith("qwen"):
+        pixels = torch.randn(16, 3 * tiny.vision_config.temporal_patch_size * patch**2)
+        inputs = {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 4, 4]])}
+    else:
+        inputs = {"pixel_values": torch.randn(*((1, 1) if family == "idefics3" else (1,)), 3, side, side)}
+    with torch.no_grad():
+        found = model.model.get_image_features(**inputs).pooler_output
+    features = found if isinstance(found, torch.Tensor) else found[0]
+    assert features.shape[-1] == tiny.get_text_config().hidden_size < width

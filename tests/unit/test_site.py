@@ -55,12 +55,12 @@ def test_the_flags_page_has_every_flag_with_its_default_once_for_each_recipe():
     text = (DOCS / "flags.md").read_text(encoding="utf-8")
     sections = {part.partition("\n")[0]: part for part in text.split("\n## ")[1:]}
     names = {title: re.findall(r"^\| `--(\w+)` \|", part, re.MULTILINE) for title, part in sections.items()}
-    assert len(names) == 10
+    assert len(names) == 11
     for title, found in names.items():
         assert len(found) == len(set(found)) > 3, title
     assert "| `--packing` | `true` |" in sections["sft.py"]
     assert "| `--learning_rate` | `0.0006` |" in sections["pretrain.py"]
-    for recipe in ("sft.py", "dpo.py", "kto.py", "grpo.py", "rloo.py", "reward.py"):
+    for recipe in ("sft.py", "dpo.py", "kto.py", "grpo.py", "rloo.py", "reward.py", "vision.py"):
         assert not set(names[recipe]) & set(names["Fine-tuning recipes"])
     assert {"method", "max_steps", "guard", "seed"} <= set(names["Fine-tuning recipes"])
     assert [
