@@ -196,7 +196,7 @@ def ensure_image_chat(
         holder, conversational=True, assistant_only_loss=assistant_only_loss, chat_template_path=chat_template_path
     )
     try:
-        text = holder.apply_chat_template(_PARTS_PROBE, tokenize=False)
+        text = holder.apply_chat_template(_PARTS_PROBE, tokenize=False)  # type: ignore[arg-type]  # of parts
     except Exception as error:  # whatever a template of an unknown kind raises
         raise ConfigError(
             f"the chat template does not take turns of parts: {first_line(error)}.",
