@@ -11,13 +11,12 @@ from accel_scale.errors import ConfigError
 from accel_scale.facts.methods import METHOD_FACTS
 from accel_scale.facts.stacks import OURS, STACKS
 from accel_scale.planning.cost.overheads import gpu_overhead
-from accel_scale.planning.cost.timing import predict_time
 from accel_scale.planning.models.training_setup import TrainingSetup
 from accel_scale.planning.search.branches import branch_of
 from accel_scale.planning.search.changes import as_flag, cheapest_changes, launch_label
 from accel_scale.planning.search.recipe_choices import PRETRAIN_PLAN, SFT_PLAN
 from accel_scale.planning.search.requests import amount
-from accel_scale.planning.search.search import Candidate, Plan, Rejection, Request, search
+from accel_scale.planning.search.search import Candidate, Plan, Rejection, Request, search, why_no_time
 from accel_scale.planning.search.writing import WrittenPlan
 from accel_scale.reporting.plan_terms import print_terms
 from accel_scale.reporting.tables import format_count, format_seconds
@@ -184,7 +183,7 @@ def time_notes(plan: Plan) -> list[str]:
     for candidate in plan.candidates:
         if candidate.time is not None:
             notes += candidate.time.assumptions
-        elif (why := _why_no_time(plan.request, candidate)) is not None:
+        elif (why := why_no_time(plan.request, candidate.setup)) is not None:
             notes.append(f"no time for {candidate.choice.label}: {why}")
     reasons = list(dict.fromkeys(note.partition(": ")[2] for note in notes if note.startswith("no time for ")))
     said = [note for note in dict.fromkeys(notes) if not note.startswith("no time for ")]
@@ -201,15 +200,6 @@ def time_notes(plan: Plan) -> list[str]:
         who = "" if len(set(labels)) == len({c.choice.label for c in plan.candidates}) else " for "
         said.append(f"no time{who}{', '.join(dict.fromkeys(labels)) if who else ''}: {reason}")
     return said
-
-
-def _why_no_time(request: Request, candidate: Candidate) -> str | None:
-    try:
-        predict_time(request.model, candidate.setup, request.machine, document_length=request.document_length)
-    except ConfigError as error:
-        fix = "give --nvme, like 6GB." if error.place == "nvme" else error.fix
-        return f"{error.problem} Fix: {fix}"
-    return None
 
 
 # ── Nothing fits ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -42,7 +42,11 @@ def print_differences(differences: Sequence[PlanDifference]) -> None:
     table = _table("what if", ("change", "strategy", "batch, checkpointing, optimizer"), columns)
     for item in differences:
         table.add_row(*difference_cells(item))
-    plan_console().print(table)
+    console = plan_console()
+    console.print(table)
+    for item in differences:
+        if item.best is not None and item.reason:
+            console.print(f"note: {item.change or '(base)'}: no time: {item.reason}", soft_wrap=True, markup=False)
 
 
 def difference_cells(item: PlanDifference) -> list[str]:

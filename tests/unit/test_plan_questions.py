@@ -67,6 +67,13 @@ def test_a_change_is_compared_with_the_base():
     assert "8 GiB" in unfit.reason
 
 
+def test_a_change_without_a_time_says_why(capsys):
+    assert main(["plan", MODEL, "--gpu", "H100", "--num_gpus", "8", "--what_if", "num_gpus=16", "num_gpus=4"]) == 0
+    printed = capsys.readouterr().out
+    assert "note: num_gpus=16: no time: the network between servers is not known. Fix: give --network" in printed
+    assert printed.count("note: ") == 1
+
+
 def test_answering_counts_weights_and_cache():
     sixteen, four = inference_memory(MODEL, batch=8, length=4096)
     assert sixteen.weight_bytes == pytest.approx(8.03e9 * 2, rel=0.01)

@@ -12,7 +12,7 @@ from accel_scale.planning.search.longest import last_that_fits, longest_rows
 from accel_scale.planning.search.plan import Candidate, Plan, Request
 from accel_scale.planning.search.prices import Price
 from accel_scale.planning.search.requests import build_request
-from accel_scale.planning.search.search import search
+from accel_scale.planning.search.search import search, why_no_time
 from accel_scale.planning.search.wish import SWITCHES, Wish
 
 __all__ = ["PlanDifference", "PricedPlan", "cheapest_plans", "compare", "difference", "largest_batch", "longest_row"]
@@ -47,7 +47,7 @@ class PlanDifference:
         best: None if nothing fits.
         memory_bytes, step_seconds, tokens_per_second: Of that setting, less those of the base; None where either side
             has none.
-        reason: Why nothing fits.
+        reason: Why nothing fits, or why there is no time.
     """
 
     change: str
@@ -193,11 +193,12 @@ def difference(change: str, plan: Plan, base: Plan) -> PlanDifference:
     best, first = plan.best, base.best
     if best is None:
         return PlanDifference(change, None, reason=_why_nothing(plan))
+    untimed = why_no_time(plan.request, best.setup) or "" if best.time is None else ""
     if first is None:
-        return PlanDifference(change, best)
+        return PlanDifference(change, best, reason=untimed)
     memory = best.memory.device_bytes - first.memory.device_bytes
     if best.time is None or first.time is None:
-        return PlanDifference(change, best, memory)
+        return PlanDifference(change, best, memory, reason=untimed)
     return PlanDifference(
         change,
         best,

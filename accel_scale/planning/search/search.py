@@ -268,6 +268,16 @@ def time_of(request: Request, setup: TrainingSetup) -> TimeEstimate | None:
         return None
 
 
+def why_no_time(request: Request, setup: TrainingSetup) -> str | None:
+    """The speed that is not known, and the flag that gives it; None where `predict_time` answers."""
+    try:
+        predict_time(request.model, setup, request.machine, document_length=request.document_length)
+    except ConfigError as error:
+        fix = "give --nvme, like 6GB." if error.place == "nvme" else error.fix
+        return f"{error.problem} Fix: {fix}"
+    return None
+
+
 def _rank(found: list[Candidate]) -> list[Candidate]:
     """Fastest first, the simpler of two that are about as fast; those of unknown speed by simplicity."""
     timed = sorted((c for c in found if c.time is not None), key=lambda c: c.time.step_seconds)  # type: ignore[union-attr]
