@@ -32,6 +32,7 @@ class PlannedRun:
         packing_flag: What switches packing off in this recipe.
         log_probs: Whether the loss is made of log-probabilities by TRL's head, as that of pairs is.
         rewards: Whether it is a reward model, whose loss is of the scores of two rows.
+        images: Whether rows have images; the parts of the model that see are no part of the check.
         targets_given: Whether the user named the modules that get adapters.
     """
 
@@ -48,6 +49,7 @@ class PlannedRun:
     targets_given: bool = False
     log_probs: bool = False
     rewards: bool = False
+    images: bool = False
 
     @property
     def packs(self) -> bool:

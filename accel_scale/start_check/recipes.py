@@ -92,6 +92,7 @@ def check_sft_start(
         router_loss=0.0 if of_preferences else _router_loss(config, values.get("router_aux_loss_coef")),
         log_probs=log_probs,
         rewards=recipe.rewards,
+        images=recipe.has_images,
         packing_flag="--packing false --padding_free false" if values.get("padding_free") else "--packing false",
     )
     return _said(planned, settings, say)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from accel_scale.errors import ConfigError, first_line
 from accel_scale.facts.checkpointing import SEGMENTS
 from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy, apply_checkpointing
+from accel_scale.modeling.adapter_targets import freeze_other_parts
 from accel_scale.modeling.tiling.layers import num_with_experts
 from accel_scale.optimization.fast_loss import add_fast_lm_head
 from accel_scale.optimization.router_loss import router_coefficient
@@ -42,6 +43,8 @@ class TwinCheck:
         config = _with_router_loss(run.config, run.router_loss)
         base = build_twin(config, attention=attention.built_with, trust_remote_code=run.trust_remote_code)
         attention.switch_on(base)
+        if run.images:
+            freeze_other_parts(base)
         self.base: Any = base
         self.name = type(base).__name__
         self.model: Any = _with_adapter(base, run) if run.adapter is not None else base

@@ -18,9 +18,12 @@ TEMPLATE = """{%- for message in messages -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
 """
 COLOURS = {"red": (220, 30, 30), "green": (30, 200, 60), "blue": (30, 60, 220), "white": (240, 240, 240)}
-KINDS = ("llava", "idefics3")
+KINDS = ("llava", "idefics3", "gemma3")
 IMAGE = "<image>"
-_MORE_TOKENS = {"idefics3": ["<fake_token_around_image>", "<end_of_utterance>"]}
+_MORE_TOKENS = {
+    "idefics3": ["<fake_token_around_image>", "<end_of_utterance>"],
+    "gemma3": ["<start_of_image>", "<end_of_image>"],
+}
 _TEXT = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 48, "tie_word_embeddings": False, "max_position_embeddings": 512,
@@ -36,9 +39,13 @@ def write_model(kind: str, folder: Path) -> Path:
 
     from accel_scale.data.default import default_model_path
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(default_model_path())
-    tokenizer.add_tokens([IMAGE, *_MORE_TOKENS.get(kind, ())], special_tokens=True)
-    template = TEMPLATE.replace("IMAGE", IMAGE)
+    more = _MORE_TOKENS.get(kind, [])
+    named = {}
+    if kind == "gemma3":  # whose processor asks the tokenizer for them
+        named = {"extra_special_tokens": {"image_token": IMAGE, "boi_token": more[0], "eoi_token": more[1]}}
+    tokenizer: Any = AutoTokenizer.from_pretrained(default_model_path(), **named)
+    tokenizer.add_tokens([IMAGE, *more], special_tokens=True)
+    template = TEMPLATE.replace("IMAGE", more[0] if kind == "gemma3" else IMAGE)
     ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
     text = {**_TEXT, **ids, "vocab_size": len(tokenizer)}
     config = CONFIG_MAPPING[kind](**_parts(kind, text, tokenizer.convert_tokens_to_ids(IMAGE)), **ids)
@@ -56,6 +63,15 @@ def _parts(kind: str, text: dict[str, Any], image_id: int) -> dict[str, Any]:
             "text_config": {**text, "model_type": "llama"},
             "vision_config": tower,
             "image_token_index": image_id,
+        }
+    if kind == "gemma3":
+        return {
+            "text_config": {**text, "head_dim": 8, "tie_word_embeddings": True},
+            "vision_config": {**_TOWER, **size},
+            "image_token_index": image_id,
+            "boi_token_index": image_id + 1,
+            "eoi_token_index": image_id + 2,
+            "mm_tokens_per_image": 4,
         }
     return {
         "text_config": {**text, "model_type": "llama"},
@@ -76,6 +92,9 @@ def _processor(kind: str, tokenizer: Any, template: str) -> Any:
             images, tokenizer, patch_size=14, vision_feature_select_strategy="default", chat_template=template,
             num_additional_image_tokens=1,
         )  # fmt: skip
+    if kind == "gemma3":
+        images = transformers.Gemma3ImageProcessorPil(size={"height": _SIDE, "width": _SIDE})
+        return transformers.Gemma3Processor(images, tokenizer, chat_template=template, image_seq_length=4)
     images = transformers.Idefics3ImageProcessorPil(
         size={"longest_edge": _SIDE}, max_image_size={"longest_edge": _SIDE}, do_image_splitting=False
     )
