@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from accel_scale.errors import ConfigError
 
 if TYPE_CHECKING:
+    import torch
     from peft import LoraConfig
     from transformers import PreTrainedModel
 
@@ -79,17 +80,44 @@ def train_vision_parts(model: PreTrainedModel, which: str, *, place: str = "--tr
     """
     if which == "none":
         return
-    prefix = language_prefix(model)
-    parts = {name: p for name, p in model.named_parameters() if not name.startswith(prefix)}
-    chosen = {name: p for name, p in parts.items() if which == "all" or _PROJECTOR.search(name)}
+    parts = parts_beside_language(model)
+    seeing = {id(parameter) for parameters in parts.values() for parameter in parameters}
+    chosen = [
+        parameter
+        for name, parameter in model.named_parameters()
+        if id(parameter) in seeing and (which == "all" or _PROJECTOR.search(name))
+    ]
     if not chosen:
-        found = sorted({".".join(name.split(".")[:2]) for name in parts})
         raise ConfigError(
-            f"{model.config.model_type} has no projector among {', '.join(found)}.", place=place, fix="use all."
+            f"{model.config.model_type} has no projector among {', '.join(parts)}.", place=place, fix="use all."
         )
-    for parameter in chosen.values():
-        if parameter.is_floating_point():
-            parameter.requires_grad_(True)
+    for parameter in chosen:
+        parameter.requires_grad_(True)
+
+
+def parts_beside_language(model: PreTrainedModel) -> dict[str, list[torch.nn.Parameter]]:
+    """The parts for other things than text by name, with their weights; the head is none of them."""
+    prefix, head = language_prefix(model), model.get_output_embeddings()
+    heads = {id(parameter) for parameter in (head.parameters() if head is not None else ())}
+    found: dict[str, list[torch.nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if name.startswith(prefix) or id(parameter) in heads:
+            continue
+        words = name.split(".")
+        ends = (".".join(words[:length]) for length in range(1, len(words) + 1))
+        found.setdefault(next(end for end in ends if not prefix.startswith(f"{end}.")), []).append(parameter)
+    return found
+
+
+def unquantised_modules(model: PreTrainedModel) -> list[str]:
+    """Names of the modules that stay as they are where images are trained on a 4-bit base: all but the language model.
+
+    Args:
+        model: On the meta device.
+    """
+    from transformers.quantizers.base import get_keys_to_not_convert
+
+    return sorted({*get_keys_to_not_convert(model), *parts_beside_language(model)})
 
 
 def is_multimodal(config: Any) -> bool:

@@ -121,6 +121,7 @@ def course_of_run(run: TrainerRun, flag_classes: Sequence[FlagClass]) -> Course:
 def load_run_model(run: TrainerRun, args: RecipeConfig) -> PreTrainedModel:
     """The model in the dtype it is trained in, quantised where its base is frozen; sharded at load by ZeRO-3."""
     from accel_scale.modeling import adapters, loading, model_class, precision
+    from accel_scale.modeling.adapter_targets import unquantised_modules
     from accel_scale.modeling.fused.liger import fuse_agreed
 
     settings = run.settings
@@ -128,6 +129,8 @@ def load_run_model(run: TrainerRun, args: RecipeConfig) -> PreTrainedModel:
     quantization = adapters.quantization_config(
         run.model_args, precision=settings.precision, strategy=run.launch.strategy
     )
+    if quantization is not None and settings.recipe.has_images:
+        quantization.llm_int8_skip_modules = unquantised_modules(loading.skeleton_of(run.model_config))
     model = loading.load_model(
         run.model_name,
         dtype=settings.precision.frozen_dtype if settings.trains_adapters else settings.precision.model_dtype,

@@ -107,7 +107,7 @@ def prepare_images_chat(run: VisionRun, args: RecipeVisionConfig) -> str:
 
 def load_vision_model(run: VisionRun, args: RecipeVisionConfig) -> PreTrainedModel:
     """The model, with the parts that see frozen or trained as ``--train_vision`` says; says which are trained."""
-    from accel_scale.modeling.adapter_targets import language_prefix, train_vision_parts
+    from accel_scale.modeling.adapter_targets import parts_beside_language, train_vision_parts
 
     which = run.train_vision
     if which != "none" and run.settings.trains_adapters:
@@ -121,15 +121,9 @@ def load_vision_model(run: VisionRun, args: RecipeVisionConfig) -> PreTrainedMod
     if which == "all" and args.ddp_find_unused_parameters is None:
         args.ddp_find_unused_parameters = True  # a tower's last layers may not be looked at
     run.parts = {"language model": "adapters" if run.settings.trains_adapters else "trained"}
-    prefix = language_prefix(model)
-    trained: dict[str, list[bool]] = {}
-    for name, parameter in model.named_parameters():
-        if not name.startswith(prefix) and not name.startswith("lm_head"):
-            trained.setdefault(".".join(name.split(".")[:2]), []).append(parameter.requires_grad)
-    run.parts |= {
-        part: "trained" if all(flags) else "partly trained" if any(flags) else "frozen"
-        for part, flags in trained.items()
-    }
+    for part, parameters in parts_beside_language(model).items():
+        flags = {parameter.requires_grad for parameter in parameters}
+        run.parts[part] = "partly trained" if len(flags) > 1 else "trained" if flags == {True} else "frozen"
     run.say("parts: " + ", ".join(f"{part} {how}" for part, how in run.parts.items()))
     return model
 

@@ -362,6 +362,23 @@ def test_a_stopped_run_goes_on_bit_for_bit(method: str, number: signal.Signals, 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+def test_a_4_bit_base_keeps_the_parts_that_see_as_they_are_and_merges(made: Path, tmp_path: Path) -> None:
+    """A projector that is trained whole could not be in 4 bits."""
+    from accel_scale.merging.adapter import merge_adapter
+
+    out, merged = tmp_path / "out", tmp_path / "merged"
+    words = [*recipe_words(made, "llava", out), "--max_steps", "2", "--method", "qlora", "--save_strategy", "no"]
+    run(REPOSITORY / "recipes/vision.py", *words, "--lora_modules_to_save", "multi_modal_projector")
+    record = json.loads((out / "quantization_config.json").read_text())
+    assert record["llm_int8_skip_modules"] == ["lm_head", "model.multi_modal_projector", "model.vision_tower"]
+    assert "logits differ by at most" in merge_adapter(out, merged).check
+    before, after = (load_file(path / "model.safetensors") for path in (made / "llava", merged))
+    assert all(before[name].equal(after[name]) for name in before if "vision_tower" in name)
+    assert any(not before[name].equal(after[name]) for name in before if "projector" in name)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_merged_adapter_sees_as_the_base_with_it_does(made: Path, tmp_path: Path) -> None:
     """With a projector that is trained whole beside the adapters."""
     import torch

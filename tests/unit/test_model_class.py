@@ -23,10 +23,11 @@ from trl import ModelConfig
 from accel_scale.errors import ConfigError
 from accel_scale.facts.device import CPU, Device
 from accel_scale.merging.adapter import merge_adapter
+from accel_scale.modeling.adapter_targets import parts_beside_language, train_vision_parts, unquantised_modules
 from accel_scale.modeling.adapters import lora_config
 from accel_scale.modeling.attention import resolve_attention, score_matrix_note
 from accel_scale.modeling.loading import load_config, load_model, skeleton_of
-from accel_scale.modeling.model_class import language_model_class, numbers_of_layers
+from accel_scale.modeling.model_class import as_image_model, language_model_class, numbers_of_layers
 from accel_scale.parallel.sequence_checks import _check_heads
 from accel_scale.shrinking.model_source import load_model_config
 from accel_scale.shrinking.shrink import write_shrunken_model
@@ -185,3 +186,40 @@ def test_every_configuration_whose_layers_differ_can_be_resolved():
         assert resolve_attention(None, device=CPU, dtype=torch.bfloat16, packing=True, model_config=config)
         score_matrix_note("sdpa", device=card, dtype=torch.bfloat16, model_config=config)
         assert model_record(config, None)["hidden_size"]
+
+
+def test_models_that_are_trained_on_images_are_loaded_with_the_parts_that_see(base):
+    """Some types have a text model of their own as well, which plain text is trained with."""
+    config = load_config(str(base), images=True)
+    assert language_model_class(config) is AutoModelForImageTextToText
+    plain, with_images = CONFIG_MAPPING["llama4"](), CONFIG_MAPPING["llama4"]()
+    as_image_model(with_images, name="m")
+    assert language_model_class(plain) is AutoModelForCausalLM
+    assert language_model_class(with_images) is AutoModelForImageTextToText
+    with pytest.raises(ConfigError, match=r"takes no images: it is a model of text \(llama\)"):
+        as_image_model(CONFIG_MAPPING["llama"](), name="m")
+
+
+def test_the_parts_that_see_are_trained_by_name(base):
+    model = load_model(str(base), dtype=torch.float32, images=True)
+    parts = parts_beside_language(model)
+    assert sorted(parts) == ["model.multi_modal_projector", "model.vision_tower"]
+    skipped = unquantised_modules(skeleton_of(load_config(str(base), images=True)))
+    assert {"lm_head", *parts} <= set(skipped)
+    assert not any("layers" in name for name in skipped)
+
+    def trained():
+        return [part for part, weights in parts.items() if all(w.requires_grad for w in weights)]
+
+    assert trained() == []
+    train_vision_parts(model, "projector")
+    assert trained() == ["model.multi_modal_projector"]
+    train_vision_parts(model, "all")
+    assert sorted(trained()) == sorted(parts)
+
+
+def test_a_model_without_a_projector_says_which_parts_it_has():
+    text = CONFIG_MAPPING["llama"](**{**TEXT, "head_dim": 8})
+    model = AutoModelForCausalLM.from_config(text)
+    with pytest.raises(ConfigError, match="llama has no projector among"):
+        train_vision_parts(model, "projector")
