@@ -54,7 +54,7 @@ def _be(rank: int, num_ranks: int, function: Callable[[], Any], folder: Path) ->
     try:
         torch.set_num_threads(1)  # OpenMP's threads are the parent's
         places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
-        os.environ.update({name: str(value) for name, value in places.items()})
+        os.environ.update({name: str(value) for name, value in places.items()}, OMP_NUM_THREADS="1")
         for state in (AcceleratorState, GradientState, PartialState):
             state._reset_state()  # an earlier test of the parent may have been a run of one process
         store = dist.FileStore(str(folder / "store"), num_ranks)
