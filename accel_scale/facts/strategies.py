@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
 from accel_scale.errors import ConfigError
+from accel_scale.facts.zero_buffers import DEEPSPEED_BUFFERS, TUNED_BUFFERS, ZeroBuffers
 
 Engine = Literal["none", "ddp", "fsdp", "deepspeed", "megatron", "model_parallel"]
 Offload = Literal["none", "cpu", "nvme"]
@@ -217,6 +218,8 @@ class StrategyVariant:
         offload_optimizer: Where optimizer states live when not on the card.
         reshard_after_forward: Whether gathered weights are freed after the forward pass.
         for_one_gpu: Whether it is of use on a single GPU.
+        zero: Sizes of DeepSpeed's buffers.
+        is_open: Whether the planner considers it where no strategy is named.
     """
 
     label: str
@@ -226,6 +229,8 @@ class StrategyVariant:
     offload_optimizer: Offload = "none"
     reshard_after_forward: bool = True
     for_one_gpu: bool = False
+    zero: ZeroBuffers = DEEPSPEED_BUFFERS
+    is_open: bool = True
 
 
 # From the simplest to the last resort: nothing sharded, then the lowest stage that fits.
@@ -240,6 +245,8 @@ VARIANTS: tuple[StrategyVariant, ...] = (
     StrategyVariant("ZeRO-2 + CPU offload", "zero2", "zero2_offload", "none", "cpu", for_one_gpu=True),
     StrategyVariant("ZeRO-3 + CPU offload", "zero3", "zero3_offload", "cpu", "cpu", for_one_gpu=True),
     StrategyVariant("ZeRO-Infinity", "zero3", "zero_infinity", "nvme", "nvme", for_one_gpu=True),
+    StrategyVariant("ZeRO-2 tuned", "zero2", "zero2_tuned", zero=TUNED_BUFFERS, is_open=False),
+    StrategyVariant("ZeRO-3 tuned", "zero3", "zero3_tuned", zero=TUNED_BUFFERS, is_open=False),
 )
 ONE_GPU, HYBRID = "one GPU", "FSDP2 hybrid"
 # Launch files, and names that people use for them, whose label is not their name in other letters.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from accel_scale.errors import ConfigError
 from accel_scale.facts import hardware
 from accel_scale.facts.device import PACKED_ATTENTION
+from accel_scale.facts.zero_buffers import zero_buffers
 from accel_scale.planning.models.training_setup import (
     GenerationSetup,
     LoraSetup,
@@ -223,6 +224,7 @@ def parallel_of(
         tensor_parallel=strategy.tensor_parallel_size,
         sequence_parallel=strategy.context_parallel_size,
         in_engine=strategy.context_parallel_size > 1,
+        zero=zero_buffers(strategy.deepspeed.get("zero_optimization") or {}),
     )
 
 

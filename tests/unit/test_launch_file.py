@@ -40,6 +40,8 @@ STRATEGIES = {
     "zero3": ("zero3", "ZeRO-3", "bf16", 2),
     "zero2_offload": ("zero2", "ZeRO-2, CPU offload", "bf16", 2),
     "zero3_offload": ("zero3", "ZeRO-3, CPU offload", "bf16", 2),
+    "zero2_tuned": ("zero2", "ZeRO-2", None, 2),
+    "zero3_tuned": ("zero3", "ZeRO-3", None, 2),
     "zero_infinity": ("zero3", "ZeRO-3, NVMe offload", None, 2),
     "ddp_multinode": ("ddp", "DDP", "bf16", 16),
     "fsdp2_multinode": ("fsdp2", "FSDP2", "bf16", 16),

@@ -236,11 +236,12 @@ def test_what_is_not_recomputed_takes_no_time() -> None:
 
 
 def test_deepspeed_has_its_buckets_on_one_card_too() -> None:
-    for name, buckets in (("zero1", 1), ("zero2", 2), ("zero3", 1)):
-        assert transfers(LLAMA, sharing(name, 1)).bucket_bytes == buckets * 2 * 5e8
+    for name in ("zero1", "zero2", "zero3"):
+        assert transfers(LLAMA, sharing(name, 1)).bucket_bytes == 2 * 2 * 5e8
     assert transfers(LLAMA, sharing("fsdp2", 1)).gathered_bytes == 0
     few = replace(sharing("zero3", 1, method="lora"), lora=LoraSetup(4, ("q_proj",)))
-    assert transfers(LLAMA, few).bucket_bytes == 2 * 16 * 4 * (2048 + 2048)
+    assert transfers(LLAMA, few).bucket_bytes == 2 * 5e8
+    assert transfers(LLAMA, few).last_bucket_bytes == 2 * 5e8 + 2 * 16 * 4 * (2048 + 2048)
 
 
 def test_on_the_processor_nothing_is_added_to_tensors() -> None:
@@ -309,7 +310,7 @@ def test_vllm_holds_its_share_of_the_card_beside_the_training() -> None:
     assert writing["gathered weights"] == LLAMA.vocab_size * LLAMA.hidden_size * 4, "one parameter after the other"
     assert asleep.peak_phase.name == "generation"
     assert asleep.peak_bytes == held.phases[-1].total_bytes < held.peak_bytes
-    assert server.peak_bytes == held.peak_bytes - 2e10
+    assert server.peak_bytes == pytest.approx(held.peak_bytes - 2e10, rel=1e-9)
     merged = predict_memory(LLAMA, replace(setup, method="lora", vllm=VllmSetup(2e10)))
     terms = dict(merged.phases[-1].terms)
     assert terms["gathered weights"] == pytest.approx(2 * N - terms["weights"]), "adapters are merged into all of them"

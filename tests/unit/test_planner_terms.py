@@ -12,6 +12,7 @@ from accel_scale.errors import ConfigError
 from accel_scale.facts.hardware import Machine, find_gpu
 from accel_scale.facts.optimizer_specs import OPTIMIZERS as OPTIMIZER_FACTS
 from accel_scale.facts.optimizer_specs import modelled_optimizer as optimizer_facts
+from accel_scale.facts.zero_buffers import zero_buffers
 from accel_scale.planning.cost.communication import collective_seconds, gathered_weight_bytes, step_collectives
 from accel_scale.planning.cost.efficiency import EFFICIENCY
 from accel_scale.planning.cost.flops import trained_params
@@ -87,10 +88,11 @@ def test_an_optimizer_on_the_host_leaves_weights_and_gradients_on_the_card() -> 
 
 
 def test_zero_steps_on_fp32_copies_of_its_part_of_the_gradients() -> None:
-    assert states("zero1").update_bytes == 4 * N / 8
-    assert states("zero2", 1).update_bytes == 4 * N
-    assert states("zero3", 1).update_bytes == 4e9  # a sub-group of a billion at a time
-    assert states("zero3").update_bytes == 4 * N / 8
+    """And on these in one piece in 16 bits, which they are made of."""
+    assert states("zero1").update_bytes == 6 * N / 8
+    assert states("zero2", 1).update_bytes == 6 * N
+    assert states("zero3", 1).update_bytes == 6e9  # a sub-group of a billion at a time
+    assert states("zero3").update_bytes == 6 * N / 8
     fp32 = state_bytes_of(LLAMA, replace(sharing("zero2", 8), precision="fp32"))
     assert (fp32.master_bytes, fp32.update_bytes) == (0, 0)
 
@@ -114,18 +116,59 @@ def test_buckets_of_replicas_and_of_deepspeed() -> None:
     assert transfers(LLAMA, sharing()) == Transfers(0, 0, 0, 0, 0, 0, 0)
     assert transfers(LLAMA, sharing("fsdp2", 1)) == Transfers()
     ddp = transfers(LLAMA, sharing("ddp", 2))
-    assert ddp == Transfers(bucket_bytes=4 * N, last_bucket_bytes=4 * N)  # a second copy of fp32 gradients
+    # A second copy of fp32 gradients.
+    assert ddp == Transfers(bucket_bytes=4 * N, last_bucket_bytes=4 * N, step_bucket_bytes=4 * N)
     one, two, three = (transfers(LLAMA, sharing(name, 8)) for name in ("zero1", "zero2", "zero3"))
-    assert one.bucket_bytes == one.last_bucket_bytes == 2 * 5e8
-    assert two.bucket_bytes == two.last_bucket_bytes == 2 * 2 * 5e8  # one is reduced while the other fills
-    assert three.bucket_bytes == three.last_bucket_bytes == 2 * 5e8
-    live = min(LLAMA.layer_params, 1e9)
-    assert three.gathered_bytes == three.first_gathered_bytes == 2 * (live + LLAMA.embedding_params)
+    for found in (one, two, three):
+        assert found.bucket_bytes == 2 * 2 * 5e8  # a buffer, and the copy of it that is reduced
+    assert one.last_bucket_bytes == 2 * 2 * 5e8 + 2 * N / 8  # the rank's part, beside gradients that stay whole
+    assert two.last_bucket_bytes == three.last_bucket_bytes == 2 * 2 * 5e8
+    assert (one.step_bucket_bytes, two.step_bucket_bytes, three.step_bucket_bytes) == (0, 0, 2 * 5e8)
+    small = 16 * 2 * 2048 + 2048  # norms, which are not split
+    live = min(LLAMA.layer_params - small, 1e9) + 5e7  # those ahead come through a buffer
+    assert three.gathered_bytes == three.first_gathered_bytes == 2 * (live + small + LLAMA.embedding_params)
     assert one.gathered_bytes == two.gathered_bytes == 0
     lora = replace(sharing("zero2", 8), method="lora")
-    assert transfers(LLAMA, lora).bucket_bytes == 2 * 2 * trained_params(LLAMA, lora)
+    few = trained_params(LLAMA, lora)
+    assert transfers(LLAMA, lora).bucket_bytes == 2 * 5e8  # whole, however little will be in it
+    assert transfers(LLAMA, lora).last_bucket_bytes == 2 * 5e8 + 2 * few
+    assert transfers(LLAMA, lora, fills_buffers=True).last_bucket_bytes == 2 * 2 * few
     quantised = transfers(LLAMA, replace(sharing("zero3", 8), method="qlora"))
-    assert quantised.gathered_bytes == live + 2 * LLAMA.embedding_params
+    assert quantised.gathered_bytes == live + 2 * (small + LLAMA.embedding_params)
+
+
+def test_the_buffers_that_a_launch_file_names() -> None:
+    def moved(name: str, method: str = "full", **keys: object) -> Transfers:
+        return transfers(LLAMA, replace(sharing(name, 8, zero=zero_buffers(keys)), method=method))
+
+    assert moved("zero2") == transfers(LLAMA, sharing("zero2", 8))
+    assert moved("zero2", reduce_bucket_size=1e8).bucket_bytes == 2 * 2 * 1e8
+    assert moved("zero2", reduce_bucket_size=1e8, overlap_comm=True).bucket_bytes == 3 * 2 * 1e8
+    scattered = {"reduce_bucket_size": 1e8, "overlap_comm": True, "contiguous_gradients": False}
+    assert moved("zero2", **scattered).bucket_bytes == 2 * 2 * 1e8
+    assert moved("zero2", "lora", contiguous_gradients=False).bucket_bytes < 1e8
+    assert moved("zero3", reduce_bucket_size=1e8, overlap_comm=True).bucket_bytes == 2 * 2 * 1e8
+    # A bucket larger than the model is reduced once, at the end; whole gradients lie in it.
+    assert moved("zero1", reduce_bucket_size=2e9).bucket_bytes == 2 * 2e9
+    assert moved("zero1", reduce_bucket_size=2e9).last_bucket_bytes == 2 * 2e9
+    # `auto` is filled in from the hidden size, 2,048.
+    assert moved("zero2", reduce_bucket_size="auto").bucket_bytes == 2 * 2 * 2048**2
+    usual, few = moved("zero3"), {"stage3_max_live_parameters": 1e8, "stage3_max_reuse_distance": 1e8}
+    layers = LLAMA.layer_params - 33 * 2048
+    assert usual.gathered_bytes - moved("zero3", **few).gathered_bytes == 2 * (layers - 1e8)
+    ahead = moved("zero3", stage3_prefetch_bucket_size=1e7)
+    assert usual.gathered_bytes - ahead.gathered_bytes == 2 * (5e7 - 1e7)
+    none_ahead = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
+    layer = parameter_groups(LLAMA, sharing("zero3", 8)).largest_layer
+    assert moved("zero3", **none_ahead).gathered_bytes == 2 * (layer + 33 * 2048 + LLAMA.embedding_params)
+    # Key and value matrices, 512 × 2,048, are whole up to this size, and so not gathered.
+    assert moved("zero3", stage3_param_persistence_threshold=2**20).gathered_bytes == usual.gathered_bytes
+    whole = moved("zero3", stage3_param_persistence_threshold=2**20, stage3_max_live_parameters=1e8)
+    assert whole.gathered_bytes == 2 * (1e8 + 5e7 + 33 * 2048 + 16 * 2 * 512 * 2048 + LLAMA.embedding_params)
+    grouped = sharing("zero3", 1, zero=zero_buffers({"sub_group_size": 1e8}))
+    assert state_bytes_of(LLAMA, grouped).update_bytes == 6e8
+    reduced = replace(sharing("zero2", 8), reduce_dtype="fp32")
+    assert transfers(LLAMA, reduced).bucket_bytes == 2 * 5e8 + (2 + 4) * 5e8
 
 
 def test_what_fsdp_gathers_and_keeps_whole() -> None:
@@ -342,7 +385,9 @@ def test_what_each_phase_holds_under_each_strategy() -> None:
             assert found[name]["master weights"] == kept.master_bytes
             assert found[name]["optimizer states"] == kept.optimizer_bytes
         # Gradients of earlier micro-batches, whole where they are not reduced yet; none with one micro-batch.
-        earlier = max(kept.gradient_bytes, moved.waiting_gradient_bytes) if setup.accumulation > 1 else 0
+        # ZeRO-3 has one buffer for its part of them.
+        has_earlier = setup.accumulation > 1 or setup.parallel.strategy == "zero3"
+        earlier = max(kept.gradient_bytes, moved.waiting_gradient_bytes) if has_earlier else 0
         assert found["forward and loss"]["gradients"] == earlier
         assert found["backward, last layer"]["gradients"] == earlier
         assert found["forward and loss"]["gathered weights"] == moved.gathered_bytes
@@ -360,8 +405,7 @@ def test_what_each_phase_holds_under_each_strategy() -> None:
         assert found["backward, last layer"]["activations and loss"] == step.backward_top_bytes
         bottom = max(0.0, step.backward_bottom_bytes - step.gradient_bytes)
         assert found["backward, first layer"]["activations and loss"] == bottom
-        buckets = 0 if setup.parallel.strategy == "fsdp2" else moved.bucket_bytes
-        assert found["optimizer step"]["communication buckets"] == buckets
+        assert found["optimizer step"]["communication buckets"] == moved.step_bucket_bytes
         assert found["load"] == {
             "weights": kept.weight_bytes,
             "rest of the base, before it is sharded": kept.load_extra_bytes,

@@ -158,14 +158,14 @@ def test_an_unknown_speed_prefers_the_simplest_and_the_fewest_micro_batches():
     assert efforts == sorted(efforts)
 
 
-def test_on_one_gpu_8_bit_states_come_before_offload_where_they_make_the_same_room():
-    """On a T4 two rows of 1,024 tokens fit with 8-bit states or with offloaded ones, and one row with neither."""
+def test_on_one_gpu_8_bit_states_come_before_offload_whose_buffers_are_larger_than_the_states():
+    """On a T4 two rows of 1,024 tokens fit with 8-bit states; DeepSpeed's buffer of 1 GB takes more than it moves."""
     asked = request("mistralai/Mistral-7B-v0.1", "T4", methods=("qlora",), sequence_length=1024)
     asked = replace(asked, fixed={"precision": "fp16", "lora": LoraSetup(dropout=0.05)})
     found = search(asked).candidates
     assert (found[0].choice.label, found[0].setup.optimizer) == ("one GPU", "adamw_torch_8bit")
     offloaded = next(c for c in found if c.choice.label == "ZeRO-2 + CPU offload")
-    assert offloaded.setup.micro_batch_size == found[0].setup.micro_batch_size == 2
+    assert (found[0].setup.micro_batch_size, offloaded.setup.micro_batch_size) == (2, 1)
     assert offloaded.time.step_seconds > found[0].time.step_seconds
     fused = search(replace(asked, fixed={**asked.fixed, "optimizer": "adamw_torch_fused"})).candidates
     assert next(c for c in fused if c.choice.label == "one GPU").setup.micro_batch_size == 1

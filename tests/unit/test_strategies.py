@@ -33,6 +33,8 @@ def test_a_variant_is_what_its_launch_file_sets() -> None:
         found = parallel_of(parallel, 8, 8)
         asked = (variant.strategy, variant.offload_params, variant.offload_optimizer, variant.reshard_after_forward)
         assert (found.strategy, found.offload_params, found.offload_optimizer, found.reshard_after_forward) == asked
+        stage = found.kind.zero_stage or 0
+        assert found.zero.as_keys(stage) == variant.zero.as_keys(stage)
         assert (parallel.kind, parallel.label.split(",")[0]) == (STRATEGIES[variant.strategy], parallel.kind.label)
     assert {stem for stem in LAUNCH_FILE_LABELS if stem != "single"} <= {path.stem for path in FILES.glob("*.yaml")}
 

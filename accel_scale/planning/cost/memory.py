@@ -10,7 +10,7 @@ from accel_scale.planning.cost.generation import generation_bytes
 from accel_scale.planning.cost.overheads import MARGIN_SHARE, Overhead, gpu_overhead
 from accel_scale.planning.cost.rank_share import RankShare, rank_shares
 from accel_scale.planning.cost.sharding import StateBytes, state_bytes
-from accel_scale.planning.cost.transfers import replicates_by_unit, transfers
+from accel_scale.planning.cost.transfers import Transfers, replicates_by_unit, transfers
 from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.models.training_setup import ParallelSetup, TrainingSetup
 from accel_scale.planning.tape.activations import StepBytes
@@ -110,7 +110,8 @@ def _of_rank(share: RankShare, setup: TrainingSetup, *, is_cuda: bool, is_tracke
     # Of every micro-batch, as torch's `PipelineStage` allocates them once for all steps.
     hidden = setup.micro_batch_size * setup.sequence_length * share.facts.hidden_size * seen.trained_bytes
     buffers = share.num_received * setup.accumulation * hidden / setup.parallel.sequence_parallel
-    phases = _phases(share.facts, setup, states, step, buffers) + _passes_beside(
+    moved = transfers(share.facts, setup, fills_buffers=not (is_cuda or is_tracked))
+    phases = _phases(setup, states, step, moved, buffers) + _passes_beside(
         share.facts, setup, states, step, is_cuda=is_cuda
     )
     phases = tuple(_beside_vllm(phase, setup) for phase in phases)
@@ -152,7 +153,7 @@ def _casts_weights(setup: TrainingSetup) -> bool:
 
 
 def _phases(
-    model: ModelFacts, setup: TrainingSetup, states: StateBytes, step: StepBytes, pipeline_buffers: float
+    setup: TrainingSetup, states: StateBytes, step: StepBytes, moved: Transfers, pipeline_buffers: float
 ) -> tuple[Phase, ...]:
     """The moments at which memory can be highest."""
     resident: tuple[tuple[str, float], ...] = (
@@ -162,9 +163,10 @@ def _phases(
     )
     if pipeline_buffers:
         resident = (*resident, ("pipeline buffers", pipeline_buffers))
-    moved = transfers(model, setup)
     kept = states.gradient_bytes
-    from_earlier = max(kept, moved.waiting_gradient_bytes) if setup.accumulation > 1 else 0.0
+    # ZeRO-3 has one buffer for its part of the gradients, from the start.
+    has_earlier = setup.accumulation > 1 or setup.parallel.kind.partitions_weights
+    from_earlier = max(kept, moved.waiting_gradient_bytes) if has_earlier else 0.0
     if setup.parallel.pipeline_schedule == "gpipe":
         # Gradients come when the first of the micro-batches has gone.
         from_earlier = max(0.0, from_earlier - step.saved_bytes / setup.accumulation)
@@ -210,8 +212,8 @@ def _phases(
             *resident,
             ("gradients", kept),
             ("update", states.update_bytes),
-            # DDP's and ZeRO's buckets stay allocated; FSDP's are gone.
-            ("communication buckets", 0.0 if setup.parallel.kind.is_fsdp else moved.bucket_bytes),
+            # DDP's and ZeRO-3's buckets stay allocated.
+            ("communication buckets", moved.step_bucket_bytes),
         ),
     )
     load = Phase(

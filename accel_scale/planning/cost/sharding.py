@@ -14,12 +14,6 @@ from accel_scale.planning.models.training_setup import TrainingSetup
 NF4_BYTES = 0.5 + 4 / 64
 NF4_DOUBLE_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 
-# DeepSpeed's defaults, in elements: reduce_bucket_size and allgather_bucket_size, sub_group_size,
-# stage3_max_live_parameters, stage3_prefetch_bucket_size.
-DEEPSPEED_BUCKET = 5e8
-DEEPSPEED_SUB_GROUP = 1e9
-DEEPSPEED_LIVE = 1e9
-
 
 @dataclass(frozen=True)
 class StateBytes:
@@ -109,7 +103,7 @@ def _deepspeed(
     model: ModelFacts, setup: TrainingSetup, groups: ParameterGroups, optimizer: OptimizerSpec
 ) -> StateBytes:
     """ZeRO keeps 16-bit weights and gradients beside fp32 masters and states (Rajbhandari et al. 2020, section 3)."""
-    parallel = setup.parallel
+    parallel, sub_group = setup.parallel, setup.parallel.zero.sub_group
     shards, width = parallel.num_shards, setup.compute_bytes
     weight_shards = shards if parallel.shards_weights else 1
     gradient_shards = shards if parallel.shards_gradients else 1
@@ -118,20 +112,35 @@ def _deepspeed(
     weights += _buffers(model, setup) * _copies(setup)
     masters = trained * 4 / shards if width < 4 else 0.0
     gradients = trained * width / gradient_shards
-    # The optimizer steps on an fp32 copy of its part of the gradients, a sub-group at a time under ZeRO-3.
+    # The optimizer steps on an fp32 copy of its part of the gradients, made of one piece in their own dtype; a
+    # sub-group at a time under ZeRO-3.
     part = trained / shards
-    update = 4 * (min(part, DEEPSPEED_SUB_GROUP) if parallel.shards_weights else part) if width < 4 else 0.0
+    update = (4 + width) * (min(part, sub_group) if parallel.shards_weights else part) if width < 4 else 0.0
     states = part * optimizer.state_bytes(4)
     host, whole = _load_bytes(setup, groups), _whole_on_card(setup, groups)
     if parallel.offloads_optimizer:
         pinned = part * (4 + 4) + states
-        host = max(host, pinned if parallel.offload_optimizer == "cpu" else 3 * 12 * min(part, DEEPSPEED_SUB_GROUP))
+        host = max(host, pinned if parallel.offload_optimizer == "cpu" else 3 * 12 * min(part, sub_group))
         masters, states, update = 0.0, 0.0, 0.0
         gradients = 0.0 if parallel.shards_gradients else gradients
     if parallel.offloads_params:
         host += weights if parallel.offload_params == "cpu" else 0.0
         weights = 0.0
     return StateBytes(weights, masters, gradients, states, update, max(0.0, whole - weights), host)
+
+
+def small_params(model: ModelFacts, groups: ParameterGroups, setup: TrainingSetup) -> float:
+    """Parameters that ZeRO-3 keeps whole on every rank, because each holds few of them: norms, small matrices."""
+    limit = setup.parallel.zero.of_hidden_size(model.hidden_size).persistence
+    matrices = sum(
+        layer.count * linear.num_params
+        for layer in model.layers
+        for linear in layer.linears
+        if linear.copies * linear.in_features * linear.out_features <= limit
+    )
+    if setup.quantises_base:
+        matrices = 0
+    return matrices + (groups.layer_norms + groups.final_norm if model.hidden_size <= limit else 0)
 
 
 def _load_bytes(setup: TrainingSetup, groups: ParameterGroups) -> float:

@@ -22,11 +22,13 @@ class ParallelChoice:
         label: For tables.
         parallel: Its settings.
         effort: Rank among equals: the simpler, the lower.
+        is_open: Whether it is considered where no strategy is named.
     """
 
     label: str
     parallel: ParallelSetup
     effort: int
+    is_open: bool = True
 
 
 def choices(num_gpus: int, gpus_per_node: int) -> Iterator[ParallelChoice]:
@@ -43,8 +45,9 @@ def choices(num_gpus: int, gpus_per_node: int) -> Iterator[ParallelChoice]:
             reshard_after_forward=variant.reshard_after_forward,
             offload_optimizer=variant.offload_optimizer,
             offload_params=variant.offload_params,
+            zero=variant.zero,
         )
-        yield ParallelChoice(variant.label, parallel, effort)
+        yield ParallelChoice(variant.label, parallel, effort, variant.is_open)
     num_nodes = num_gpus // gpus_per_node
     if num_nodes > 1 and num_gpus % gpus_per_node == 0 and gpus_per_node > 1:
         parallel = ParallelSetup("fsdp2", num_gpus, gpus_per_node, num_replicas=num_nodes)

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from accel_scale.planning.cost.sharding import (
-    DEEPSPEED_BUCKET,
-    DEEPSPEED_LIVE,
-    frozen_layer_bytes,
-)
+from accel_scale.planning.cost.sharding import frozen_layer_bytes, small_params
 from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.models.parameters import ParameterGroups, parameter_groups
 from accel_scale.planning.models.training_setup import TrainingSetup
@@ -23,6 +19,7 @@ class Transfers:
         first_gathered_bytes: The same when the first layer runs backward, with nothing left to fetch.
         bucket_bytes: Communication buffers while gradients are reduced.
         last_bucket_bytes: The same for the last gradients, the embedding's and the head's.
+        step_bucket_bytes: What of them is there while the optimizer steps.
         unreduced_bytes: Gradients at the end of the backward pass that are still whole.
         waiting_gradient_bytes: Gradients of earlier micro-batches where they are not reduced before the last one.
         unreduced_share: Share of the sharded gradients that these will become.
@@ -35,10 +32,16 @@ class Transfers:
     unreduced_bytes: float = 0.0
     unreduced_share: float = 0.0
     waiting_gradient_bytes: float = 0.0
+    step_bucket_bytes: float = 0.0
 
 
-def transfers(model: ModelFacts, setup: TrainingSetup) -> Transfers:
-    """The transfers of a strategy; `model` as in `state_bytes`."""
+def transfers(model: ModelFacts, setup: TrainingSetup, *, fills_buffers: bool = False) -> Transfers:
+    """The transfers of a strategy.
+
+    Args:
+        model: As in `state_bytes`.
+        fills_buffers: Whether a buffer takes memory only where it has been written to, as in a processor's memory.
+    """
     parallel = setup.parallel
     if parallel.kind.is_single or (parallel.num_gpus == 1 and not parallel.is_deepspeed):
         return Transfers()
@@ -46,9 +49,9 @@ def transfers(model: ModelFacts, setup: TrainingSetup) -> Transfers:
     if parallel.kind.is_ddp and not replicates_by_unit(setup):
         # Buckets hold a second copy of the gradients: gradient_as_bucket_view is off by default.
         bucket = float(groups.trainable * setup.trained_bytes)
-        return Transfers(bucket_bytes=bucket, last_bucket_bytes=bucket)
+        return Transfers(bucket_bytes=bucket, last_bucket_bytes=bucket, step_bucket_bytes=bucket)
     if parallel.is_deepspeed:
-        return _deepspeed(model, setup, groups)
+        return _deepspeed(model, setup, groups, fills_buffers=fills_buffers)
     return _fsdp(model, setup, groups)
 
 
@@ -104,15 +107,32 @@ def _fsdp_pipeline(setup: TrainingSetup, groups: ParameterGroups, gathered: floa
     )
 
 
-def _deepspeed(model: ModelFacts, setup: TrainingSetup, groups: ParameterGroups) -> Transfers:
-    width = setup.compute_bytes
-    bucket = min(groups.trainable, DEEPSPEED_BUCKET) * width
+def _deepspeed(model: ModelFacts, setup: TrainingSetup, groups: ParameterGroups, *, fills_buffers: bool) -> Transfers:
+    """Gradients fill a buffer; its content is copied once more to be reduced, in another dtype where one is asked for.
+
+    `ZeroBuffers` says where that was read; tests/distributed/test_zero_buffers.py measures it.
+    """
+    zero, width = setup.parallel.zero.of_hidden_size(model.hidden_size), setup.compute_bytes
+    reduced = setup.reduce_bytes or width
+    filled = min(groups.trainable, zero.reduce_bucket)
+    held = zero.reduce_bucket if zero.contiguous and not fills_buffers else filled
+    copied = filled * (width if reduced == width else width + reduced)
+    # One that takes all gradients is reduced at the end; others are so from the last layer on.
+    first_copied = copied if groups.trainable > zero.reduce_bucket else 0.0
     if not setup.parallel.shards_weights:
-        # Reducing overlaps with the backward pass in two buckets.
-        bucket *= 2 if setup.parallel.shards_gradients else 1
-        return Transfers(bucket_bytes=bucket, last_bucket_bytes=bucket)
+        held *= width * (2 if zero.overlap and zero.contiguous else 1)
+        if setup.parallel.shards_gradients:
+            return Transfers(bucket_bytes=held + first_copied, last_bucket_bytes=held + copied)
+        # Gradients that stay whole are in the buffer where all are, and beside the rank's part of them elsewhere.
+        part = groups.trainable * width / setup.parallel.num_shards if first_copied else -filled * width
+        return Transfers(bucket_bytes=held + first_copied, last_bucket_bytes=held + copied + part)
+    held *= reduced
     per_param = 1 if setup.quantises_base else width
-    # Blocks up to the bound on live parameters; embedding and head are gathered whole, one at a time.
-    live = min(model.layer_params, DEEPSPEED_LIVE) * per_param
-    gathered = live + model.embedding_params * width
-    return Transfers(gathered, gathered, bucket, bucket)
+    # Blocks up to the bound on live parameters, those ahead twice (gathered ones are copied out of a buffer), and what
+    # is not split at all; embedding and head are gathered whole, one at a time.
+    small = small_params(model, groups, setup)
+    split = model.layer_params - small
+    ahead = min(split, zero.prefetch)
+    live = min(split, zero.max_live, max(zero.max_reuse, groups.largest_layer) + ahead)
+    gathered = (live + ahead) * per_param + (small + model.embedding_params) * width
+    return Transfers(gathered, gathered, held + first_copied, held + copied, step_bucket_bytes=held)

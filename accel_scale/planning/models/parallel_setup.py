@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from accel_scale.facts.strategies import Offloading, Strategy, strategy_named
+from accel_scale.facts.zero_buffers import DEEPSPEED_BUFFERS, ZeroBuffers
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class ParallelSetup(Offloading):
         stages_per_rank: Stages that each rank of a pipeline holds.
         in_engine: Whether the engine has the whole model and takes the ranks of a sequence for data-parallel ones, as
             in the fine-tuning recipe; else the recipe divides the model itself.
+        zero: Sizes of DeepSpeed's buffers.
     """
 
     strategy: str = "single"
@@ -41,6 +43,7 @@ class ParallelSetup(Offloading):
     pipeline_schedule: str = "1f1b"
     stages_per_rank: int = 1
     in_engine: bool = False
+    zero: ZeroBuffers = DEEPSPEED_BUFFERS
 
     @property
     def is_divided(self) -> bool:

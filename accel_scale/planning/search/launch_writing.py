@@ -8,11 +8,18 @@ from pathlib import Path
 
 from accel_scale.facts.optimizer_specs import modelled_optimizer
 from accel_scale.facts.precisions import PRECISION_FACTS
+from accel_scale.facts.zero_buffers import DEEPSPEED_BUFFERS
 from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.models.training_setup import ParallelSetup, TrainingSetup
 from accel_scale.planning.search.search import Candidate
 
-DEEPSPEED = "zero_infinity.json"
+DEEPSPEED = "deepspeed.json"
+_AUTOMATIC = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+)
 MARK = "Written by accel-scale plan"
 
 
@@ -21,7 +28,7 @@ def launch_yaml(candidate: Candidate, command: str, folder: Path) -> str:
     parallel, setup = candidate.setup.parallel, candidate.setup
     several = "MULTI_GPU" if parallel.num_gpus > 1 else "'NO'"
     kinds = {"none": several, "ddp": "MULTI_GPU", "fsdp": "FSDP", "deepspeed": "DEEPSPEED"}
-    uses_file = "nvme" in (parallel.offload_params, parallel.offload_optimizer)
+    uses_file = needs_file(parallel)
     lines = [f"# {about(candidate)}", "#", *_nodes_comment(parallel), f"#   {command}"]
     lines += ["compute_environment: LOCAL_MACHINE", f"distributed_type: {kinds[parallel.kind.engine]}"]
     precision = PRECISION_FACTS[setup.precision]
@@ -122,12 +129,12 @@ def _deepspeed(parallel: ParallelSetup, folder: Path) -> list[str]:
     if num_nodes(parallel) > 1:
         lines += ["  # One launcher per node, as torchrun does: no ssh between nodes and no hostfile needed."]
         lines += ["  deepspeed_multinode_launcher: standard"]
-    if "nvme" in (parallel.offload_params, parallel.offload_optimizer):
-        # `accelerate launch` does not pass a disk path on to DeepSpeed: all of it is in DeepSpeed's own file.
-        lines += ["  # Its nvme_path (twice) must be on a local NVMe: everything is read and written every step."]
+    if needs_file(parallel):
+        if _uses_nvme(parallel):
+            lines += ["  # Its nvme_path (twice) must be on a local NVMe: everything is read and written every step."]
         lines += ["  # Precision, accumulation and clipping are `auto` in there: the recipe's flags rule."]
         lines += [f"  deepspeed_config_file: {json.dumps(str((folder / DEEPSPEED).resolve()))}"]
-        return [*lines, "  zero3_init_flag: true"]
+        return [*lines, *(["  zero3_init_flag: true"] if parallel.shards_weights else [])]
     lines.append(f"  zero_stage: {parallel.kind.zero_stage}")
     for name, device in (("optimizer", parallel.offload_optimizer), ("param", parallel.offload_params)):
         if device != "none":
@@ -145,8 +152,31 @@ def _deepspeed(parallel: ParallelSetup, folder: Path) -> list[str]:
     return [*lines, "  gradient_accumulation_steps: auto", "  gradient_clipping: auto"]
 
 
+def needs_file(parallel: ParallelSetup) -> bool:
+    """Whether DeepSpeed needs a file of its own: `accelerate launch` passes on no disk path and no buffer's size."""
+    return parallel.is_deepspeed and (_uses_nvme(parallel) or parallel.zero != DEEPSPEED_BUFFERS)
+
+
+def _uses_nvme(parallel: ParallelSetup) -> bool:
+    return "nvme" in (parallel.offload_params, parallel.offload_optimizer)
+
+
 def deepspeed_json(model: ModelFacts, parallel: ParallelSetup, folder: Path) -> str:
-    """ZeRO-Infinity. A buffer holds a rank's share of the largest weight (elements, rounded up to a million)."""
+    """DeepSpeed's own file."""
+    if _uses_nvme(parallel):
+        content = _infinity(model, parallel, folder)
+    else:
+        stage = parallel.kind.zero_stage or 0
+        zero: dict[str, object] = {"stage": stage, **parallel.zero.as_keys(stage)}
+        if parallel.shards_weights:
+            zero["stage3_gather_16bit_weights_on_model_save"] = True
+        content = {"zero_optimization": zero}
+    content |= {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}, **dict.fromkeys(_AUTOMATIC, "auto")}
+    return json.dumps(content, indent=2) + "\n"
+
+
+def _infinity(model: ModelFacts, parallel: ParallelSetup, folder: Path) -> dict[str, object]:
+    """A buffer holds a rank's share of the largest weight (elements, rounded up to a million)."""
     largest = max(
         model.embedding_params,
         *(item.in_features * item.out_features * item.copies for layer in model.layers for item in layer.linears),
@@ -160,15 +190,7 @@ def deepspeed_json(model: ModelFacts, parallel: ParallelSetup, folder: Path) -> 
         "stage3_gather_16bit_weights_on_model_save": True,
     }
     aio = {"block_size": 2**20, "queue_depth": 8, "intra_op_parallelism": 1, "single_submit": False}
-    automatic = ("train_batch_size", "train_micro_batch_size_per_gpu")
-    content = {
-        "zero_optimization": zero,
-        "aio": {**aio, "overlap_events": True},
-        "bf16": {"enabled": "auto"},
-        "fp16": {"enabled": "auto"},
-        **dict.fromkeys((*automatic, "gradient_accumulation_steps", "gradient_clipping"), "auto"),
-    }
-    return json.dumps(content, indent=2) + "\n"
+    return {"zero_optimization": zero, "aio": {**aio, "overlap_events": True}}
 
 
 def about(candidate: Candidate) -> str:

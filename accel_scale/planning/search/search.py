@@ -125,7 +125,7 @@ def _try(request: Request, options: Iterable[ParallelChoice]) -> tuple[list[Cand
     rejected: list[Rejection] = []
     considered = 0
     for choice in options:
-        if request.strategies and choice.label not in request.strategies:
+        if choice.label not in request.strategies if request.strategies else not choice.is_open:
             continue
         for method in request.methods:
             best, rejection, count = _fastest(request, choice, method)

@@ -10,7 +10,15 @@ from pathlib import Path
 from accel_scale.errors import ConfigError
 from accel_scale.planning.cost.memory import MemoryEstimate
 from accel_scale.planning.models.training_setup import TrainingSetup
-from accel_scale.planning.search.launch_writing import DEEPSPEED, MARK, about, deepspeed_json, launch_yaml, num_nodes
+from accel_scale.planning.search.launch_writing import (
+    DEEPSPEED,
+    MARK,
+    about,
+    deepspeed_json,
+    launch_yaml,
+    needs_file,
+    num_nodes,
+)
 from accel_scale.planning.search.recipe_choices import RecipeChoices
 from accel_scale.planning.search.recipe_writing import recipe_lines
 from accel_scale.planning.search.search import Candidate, Request
@@ -57,7 +65,7 @@ def plan_files(request: Request, candidate: Candidate, recipe: RecipeChoices, fo
     command = _command(setup, launch_path, recipe_path, plan.script)
     head = [f"# {about(candidate)}", f"# {_fit(request, candidate.memory)}", "#"]
     files = {launch_path: "", recipe_path: "\n".join([*head, *recipe_lines(request, candidate, recipe)])}
-    if "nvme" in (setup.parallel.offload_params, setup.parallel.offload_optimizer):
+    if needs_file(setup.parallel):
         files[folder / DEEPSPEED] = deepspeed_json(request.model, setup.parallel, folder)
     files[launch_path] = launch_yaml(candidate, command, folder)
     words = ["accel-scale", "rehearse", "--config_file", str(launch_path), plan.script]
