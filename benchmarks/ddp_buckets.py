@@ -1,6 +1,7 @@
 """DDP's bucket size: times steps of a model of the wanted size for several sizes, and says which flag to use.
 
     python benchmarks/ddp_buckets.py --num_params 30M --processes 2
+    python benchmarks/ddp_buckets.py --num_params 30M --processes 2 --zero 2    # DeepSpeed's, in zero_buckets.py
     torchrun --nproc_per_node 8 benchmarks/ddp_buckets.py --model meta-llama/Llama-3.2-1B
 
 A bucket is reduced as soon as all of its gradients are there. Small buckets begin early and pay a latency each; large
@@ -14,7 +15,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +35,7 @@ _VOCABULARY, _SMALL_VOCABULARY, _SMALL = 32768, 2048, 20e6
 _BYTES_PER_PARAM = 12
 _SHARE_OF_MEMORY = 0.8
 # Times are taken in rounds over all sizes, so that what else the machine does falls on all of them.
-_ROUNDS = 3
+ROUNDS = 3
 _WARM_UP = 2
 
 
@@ -112,15 +113,15 @@ def sweep_buckets(place: Any, settings: SweepSettings) -> dict[str, Any]:
     """
     import torch
 
-    model = _model(settings).to(place.device)
+    model = made_model(settings).to(place.device)
     torch.manual_seed(place.rank)
     batch = torch.randint(0, 256, (settings.rows, settings.length), device=place.device)
     times: dict[float, list[float]] = {cap: [] for cap in settings.caps}
     buckets: dict[float, int] = {}
     alone: list[float] = []
-    steps = -(-settings.repeats // _ROUNDS)
-    with progress_bar(place, _ROUNDS * (1 + len(settings.caps)), "measuring") as bar:
-        for _ in range(_ROUNDS):
+    steps = -(-settings.repeats // ROUNDS)
+    with progress_bar(place, ROUNDS * (1 + len(settings.caps)), "measuring") as bar:
+        for _ in range(ROUNDS):
             alone += _step_times(model, batch, steps, place.device)
             bar.update()
             for cap in settings.caps:
@@ -129,15 +130,15 @@ def sweep_buckets(place: Any, settings: SweepSettings) -> dict[str, Any]:
                 buckets[cap] = _num_buckets(ddp)
                 del ddp
                 bar.update()
-    compute = _low(alone)
+    compute = low(alone)
     rows = [
         {
             "bucket_cap_mb": cap,
             "num_buckets": buckets[cap],
-            "seconds": _low(found),
+            "seconds": low(found),
             "median_seconds": sorted(found)[len(found) // 2],
-            "exposed_seconds": max(0.0, _low(found) - compute),
-            "noise": _noise(found, steps),
+            "exposed_seconds": max(0.0, low(found) - compute),
+            "noise": noise(found, steps),
         }
         for cap, found in times.items()
     ]
@@ -182,7 +183,7 @@ def conclusion(rows: Sequence[dict[str, Any]]) -> str:
     return f"use --ddp_bucket_cap_mb {best:g}{faster}"
 
 
-def _model(settings: SweepSettings) -> Any:
+def made_model(settings: SweepSettings) -> Any:
     """With random weights, in fp32."""
     import torch
     from transformers import AutoConfig, LlamaConfig
@@ -226,15 +227,26 @@ def _num_buckets(ddp: Any) -> int:
 
 def _step_times(model: Any, batch: Any, steps: int, device: Any) -> list[float]:
     """Seconds of `steps` forward and backward passes, each on the slowest rank."""
+
+    def passes() -> None:
+        model(input_ids=batch, labels=batch).loss.backward()
+
+    return slowest_times(passes, steps, device, before=lambda: model.zero_grad(set_to_none=True))
+
+
+def slowest_times(
+    step: Callable[[], None], steps: int, device: Any, *, before: Callable[[], None] = lambda: None
+) -> list[float]:
+    """Seconds that `step` takes, `steps` times after a warm-up, each on the slowest rank; collective."""
     import torch
     import torch.distributed as dist
 
     found = []
     for index in range(_WARM_UP + steps):
-        model.zero_grad(set_to_none=True)
+        before()
         dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
         started = time.perf_counter()
-        model(input_ids=batch, labels=batch).loss.backward()
+        step()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         if index >= _WARM_UP:
@@ -244,13 +256,13 @@ def _step_times(model: Any, batch: Any, steps: int, device: Any) -> list[float]:
     return slowest.tolist()
 
 
-def _noise(seconds: Sequence[float], steps_per_round: int) -> float:
+def noise(seconds: Sequence[float], steps_per_round: int) -> float:
     """By how much a round of the same work took longer than another one."""
-    rounds = [_low(seconds[at : at + steps_per_round]) for at in range(0, len(seconds), steps_per_round)]
+    rounds = [low(seconds[at : at + steps_per_round]) for at in range(0, len(seconds), steps_per_round)]
     return max(rounds) / min(rounds) - 1
 
 
-def _low(seconds: Sequence[float]) -> float:
+def low(seconds: Sequence[float]) -> float:
     """The lowest fifth's largest: what else the machine does only ever adds time."""
     ordered = sorted(seconds)
     return ordered[max(0, -(-len(ordered) // 5) - 1)]
@@ -266,6 +278,9 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--processes", metavar="N", help="to start here (default: one for each GPU, or 2 on the CPU)")
     parser.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl where each process has a GPU")
     parser.add_argument("--repeats", metavar="N", default="40", help="steps of each size (default: 40)")
+    parser.add_argument("--zero", choices=("2", "3"), help="time whole steps of this ZeRO stage instead of DDP's")
+    parser.add_argument("--buckets", nargs="+", metavar="ELEMENTS", help="with --zero: sizes (default: 100K to 500M)")
+    parser.add_argument("--write", action="store_true", help="with --zero: keep the table in benchmarks/results")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     return parser.parse_args(words)
 
@@ -276,6 +291,9 @@ def run(args: argparse.Namespace) -> None:
         problem = "nothing says" if args.model is None else "--model and --num_params both say"
         fix = "give --model or --num_params, one of them."
         raise ConfigError(f"{problem} which model.", place="command line", fix=fix)
+    alone = next((name for name in ("buckets", "write") if getattr(args, name)), None)
+    if alone is not None and not args.zero:
+        raise ConfigError("does nothing for DDP.", place=f"--{alone}", fix="add --zero 2 or 3, or remove it.")
     caps = [amount(text, "--bucket_caps") for text in args.bucket_caps]
     settings = SweepSettings(
         model=args.model,
@@ -287,6 +305,9 @@ def run(args: argparse.Namespace) -> None:
     )
     processes = num_processes(args)
     settings.check(processes)
+    if args.zero:
+        _run_zero(args, settings, processes)
+        return
     found = on_processes(args, sweep_buckets, processes, settings)
     if found is None:
         return  # another rank speaks
@@ -302,6 +323,18 @@ def run(args: argparse.Namespace) -> None:
         times = (format_short(row[f"{name}seconds"]) for name in ("", "median_", "exposed_"))
         print(f"{row['bucket_cap_mb']:>19g} {row['num_buckets']:>8} {' '.join(f'{text:>10}' for text in times)}")
     print(conclusion(rows))
+
+
+def _run_zero(args: argparse.Namespace, settings: SweepSettings, processes: int) -> None:
+    import zero_buckets
+
+    sizes = [round(amount(text, "--buckets") or 0) for text in args.buckets or zero_buckets.DEFAULT_SIZES]
+    found = on_processes(args, zero_buckets.sweep_zero, processes, settings, int(args.zero), sizes)
+    if found is None:
+        return  # another rank speaks
+    model = settings.model or f"a Llama-like model of {settings.count / 1e6:.0f}M parameters"
+    about = f"{processes} processes: {model}, {settings.rows} × {settings.length} tokens each"
+    zero_buckets.report(found, int(args.zero), about, write=args.write)
 
 
 if __name__ == "__main__":
