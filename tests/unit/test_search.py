@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from accel_scale.errors import ConfigError
 from accel_scale.facts.hardware import Machine, find_gpu
 from accel_scale.facts.names import METHODS
+from accel_scale.facts.zero_buffers import TUNED_BUFFERS
 from accel_scale.planning.cost.memory import predict_memory
 from accel_scale.planning.cost.strategies import choices, conflict
 from accel_scale.planning.cost.timing import predict_time
@@ -57,9 +58,24 @@ def test_every_branch_is_answered():
     plan = search(request("Llama-3.1-8B", "A100-80GB-SXM", 4, methods=METHODS))
     answered = [(c.choice.label, c.setup.method) for c in plan.candidates]
     answered += [(r.label, r.method) for r in plan.rejections]
-    labels = [choice.label for choice in choices(4, 4)]
+    labels = [choice.label for choice in choices(4, 4) if choice.is_open]
     assert sorted(answered) == sorted((label, method) for label in labels for method in METHODS)
     assert all(rejection.reason for rejection in plan.rejections)
+
+
+def test_tuned_buffers_are_planned_where_their_launch_file_is_named():
+    asked = request(
+        "Llama-3.1-8B", "H100", 8, sequence_length=8192, fixed={"checkpointing": "full", "micro_batch_size": 4}
+    )
+    files = ("ZeRO-2", "ZeRO-2 tuned", "ZeRO-3", "ZeRO-3 tuned")
+    found = {c.choice.label: c for c in search(replace(asked, strategies=files)).candidates}
+    assert set(found) == set(files)
+    two, tuned_two, three, tuned_three = (found[name].memory for name in files)
+    # In the backward pass: three buffers of 0.2 GB for two of 1 GB; and 0.4 for 2 GB, with 0.1 GB more ahead.
+    by_phase = [{phase.name: phase.total_bytes for phase in memory.phases} for memory in (two, tuned_two)]
+    assert by_phase[0]["backward, last layer"] - by_phase[1]["backward, last layer"] == pytest.approx(2e9 - 6e8)
+    assert three.peak_bytes - tuned_three.peak_bytes > 1e9
+    assert found["ZeRO-3 tuned"].setup.parallel.zero == TUNED_BUFFERS
 
 
 def test_what_is_found_fits_keeps_the_batch_and_can_run():

@@ -98,3 +98,19 @@ def test_nothing_compares_a_strategys_name() -> None:
                 strings = {n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
                 assert not strings & names, f"{path.relative_to(ROOT)}:{node.lineno} compares {strings & names}"
     assert isinstance(strategies.strategy_named("ddp"), Strategy)
+
+
+@pytest.mark.parametrize("name", ["zero2_tuned", "zero3_tuned"])
+def test_a_written_plan_keeps_the_buffers_it_was_made_for(name: str, tmp_path: Path) -> None:
+    from accel_scale.cli.main import main
+
+    words = ["meta-llama/Llama-3.2-1B", "--gpu", "H100", "--num_gpus", "8", "--strategy", name]
+    assert main(["plan", *words, "--method", "full", "--write", str(tmp_path)]) == 0
+    file = read_launch_file(tmp_path / "launch.yaml")
+    assert file.deepspeed_file is not None
+    shipped = read_launch_file(FILES / f"{name}.yaml")
+    assert parallel_of(file.parallel, 8, 8) == parallel_of(shipped.parallel, 8, 8)
+    assert file.values["deepspeed_config"].get("zero3_init_flag") == shipped.values["deepspeed_config"].get(
+        "zero3_init_flag"
+    )
+    assert file.parallel.deepspeed == shipped.parallel.deepspeed
