@@ -19,6 +19,22 @@ _OF_ADAPTERS = (
 _OF_4BIT_BASES = ("bnb_4bit_quant_type", "bnb_4bit_quant_storage", "use_bnb_nested_quant")
 
 
+def method_of(parsed: ParsedFlags) -> str:
+    """The method that the user's flags name.
+
+    Raises:
+        ConfigError: as `resolve_method`.
+    """
+    given = parsed.explicit
+    return resolve_method(
+        given.get("method"),
+        use_peft=given.get("use_peft"),
+        load_in_4bit=given.get("load_in_4bit"),
+        load_in_8bit=given.get("load_in_8bit"),
+        place=parsed.place,
+    )
+
+
 def refuse_idle_flags(parsed: ParsedFlags) -> None:
     """Flags of adapters and of 4-bit bases in a run that has none.
 
@@ -30,13 +46,7 @@ def refuse_idle_flags(parsed: ParsedFlags) -> None:
     given = parsed.explicit
     if given.get("plan") == "auto" and given.get("method") is None:
         return  # it is about to be chosen
-    method = resolve_method(
-        given.get("method"),
-        use_peft=given.get("use_peft"),
-        load_in_4bit=given.get("load_in_4bit"),
-        load_in_8bit=given.get("load_in_8bit"),
-        place=parsed.place,
-    )
+    method = method_of(parsed)
     facts, is_overridden = METHOD_FACTS[method], parsed.origins.get("method", "").startswith("--")
     for names, has_them, what, fix in (
         (_OF_ADAPTERS, facts.trains_adapters, "trains no adapter", "add --method lora"),

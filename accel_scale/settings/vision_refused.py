@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 from accel_scale.data.images import require_pillow
 from accel_scale.errors import ConfigError
+from accel_scale.facts.methods import METHOD_FACTS
 from accel_scale.modeling.files import PROCESSOR_FILES
+from accel_scale.settings.method import method_of
 from accel_scale.settings.stored_model import refuse_stored_model
 from accel_scale.settings.trl_refused import refuse_model_alone, refuse_rows, refuse_settings
 
@@ -25,7 +27,7 @@ def refuse_vision(parsed: ParsedFlags) -> None:
     refuse_settings(parsed)
     given = parsed.explicit
     template = str(given.get("chat_template_path") or "")
-    adapters = given.get("method") in ("lora", "qlora") or given.get("use_peft") or given.get("load_in_4bit")
+    adapters = METHOD_FACTS[method_of(parsed)].trains_adapters
     sees = str(given.get("train_vision") or "none")
     refused: dict[str, tuple[bool, str, str]] = {
         "packing": (bool(given.get("packing")), "rows with images are not packed", "remove it"),
@@ -71,7 +73,7 @@ def refuse_vision(parsed: ParsedFlags) -> None:
         ),
         "plan_gpu": (given.get("plan_gpu") is not None, "memory is not predicted for images", "remove it"),
         "train_vision": (
-            bool(adapters) and sees != "none",
+            adapters and sees != "none",
             f"{sees} is trained as it is, not by adapters",
             "use --method full, or --lora_modules_to_save with the projector's name",
         ),
