@@ -33,6 +33,7 @@ def launched(
     """Run `recipe`, or a `script` that takes its flags, under the launch file `name` into `folder`."""
     launcher = {"fp32": "no"}.get(precision, precision)
     words = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(processes)]
+    words += ["--main_process_port", "0"]  # two that start at once would both find the default one free
     words += ["--mixed_precision", launcher]
     words += ["--config_file", f"accelerate_configs/{name}.yaml", script or f"recipes/{recipe}.py"]
     words += ["--output_dir", str(folder)]

@@ -17,7 +17,10 @@ from accel_scale.facts.exit_statuses import EXIT_STOPPED
 
 pytestmark = pytest.mark.slow
 STEPS = 400
-TWO_RANKS = ("-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/ddp.yaml", "--num_processes=2")
+TWO_RANKS = [
+    *("-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/ddp.yaml"),
+    *("--num_processes=2", "--main_process_port=0"),
+]
 
 
 def command(python: str, folder: Path, steps: int, *launcher: str) -> list[str]:

@@ -56,7 +56,7 @@ def lines_of(out: str) -> list[re.Match[str]]:
 
 def test_fine_tuning_on_two_processes(repository: Path, shared_data: Path, small_gsm8k: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/ddp.yaml"]
-    command += ["recipes/sft.py", "--model_name_or_path", str(shared_data / "stories260k")]
+    command += ["--main_process_port", "0", "recipes/sft.py", "--model_name_or_path", str(shared_data / "stories260k")]
     command += ["--dataset_name", str(small_gsm8k), "--columns", "prompt=question", "completion=answer"]
     command += ["--dataset_test_split", "train", "--eval_strategy", "steps", "--eval_steps", "4"]
     command += [

@@ -15,7 +15,7 @@ SFT = ["recipes/sft.py"]
 
 
 def launch(repository: Path, *args: str, launch_file: str | None = "cpu.yaml") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "accelerate.commands.launch"]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
     if launch_file:
         command += ["--config_file", f"accelerate_configs/{launch_file}"]
     # Accelerate's launcher remarks on threads unless they are chosen. Ranks that share cores take one each.

@@ -124,7 +124,7 @@ def test_a_written_plan_runs(num_gpus, flags, label, tmp_path):
     words = [str(default_model_path()), *SMALL, "--num_gpus", str(num_gpus), "--max_length", "64"]
     _, recipe = plan(tmp_path, *words, "--dataset_name", str(text), *flags)
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "launch.yaml")]
-    run = [*launch, "recipes/pretrain.py", "--config_file", str(tmp_path / "recipe.yaml")]
+    run = [*launch, "--main_process_port", "0", "recipes/pretrain.py", "--config_file", str(tmp_path / "recipe.yaml")]
     run += ["--output_dir", str(tmp_path / "out"), "--max_steps", "2", "--plan", "check", "--eval_rows", "8"]
     done = subprocess.run(
         run, cwd=ROOT, capture_output=True, text=True, timeout=380, env={**os.environ, "OMP_NUM_THREADS": "1"}

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from launched_recipe import OF_RECIPE, STEPS, launched
+from pictures import write_model, write_pictures
 
 TRACKERS = ("trackio", "tensorboard", "wandb", "mlflow")
 MODEL = "accel_scale/assets/default/model"
@@ -47,6 +48,10 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         flags += [] if request.param == "pretrain" else ["--hub_token", TOKEN]
         flags += ["--model_name_or_path", MODEL] if request.param in ("grpo", "rloo") else []
         flags += _GUARDED.get(request.param, "").split()
+        if request.param == "vision":
+            write_model("llava", folder / "model")
+            write_pictures(folder / "rows")
+            flags += ["--model_name_or_path", str(folder / "model"), "--dataset_name", str(folder / "rows")]
         launched("ddp", "fp32", request.param, folder / "run", *flags)
     return folder
 
