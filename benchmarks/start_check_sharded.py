@@ -16,10 +16,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from accel_scale.errors import ConfigError, first_line
 from accel_scale.modeling.fsdp2_preparation import modules_that_share
 from accel_scale.optimization.fast_loss import add_fast_lm_head
-from accel_scale.start_check import check_start
+from accel_scale.start_check import PlannedRun, Verdict, check_start
 from accel_scale.start_check.flash_on_cpu import attention_on_cpu
 from accel_scale.start_check.steps import Step, difference, same_draws, take_step
-from accel_scale.start_check.twin import NoTwin, undisturbed
+from accel_scale.start_check.twin import undisturbed
 from accel_scale.start_check.twin_check import TwinCheck, recipe_loss
 
 
@@ -32,44 +32,35 @@ def check_sharded(config: PreTrainedConfig) -> dict[str, Any]:
     """{"full_fsdp2": …, "lora_fsdp2": …}: with packed rows where the model takes them, else with padded ones."""
     found: dict[str, str] = {}
     for method in ("full", "lora"):
-        for rows, attention in (("packed", None), ("padded", None), ("padded", "sdpa"), ("padded", "eager")):
+        for rows in ("packed", "padded"):
             dist.barrier()
-            text, before = _outcome(config, method, rows, attention), found.get(f"{method}_fsdp2", "")
-            if attention is None or not text.startswith("start check"):
-                found[f"{method}_fsdp2"] = text
-            if not text.startswith("refused") or (attention is None and "not causal" in before + text):
+            found[f"{method}_fsdp2"] = _outcome(config, method, rows)
+            if not found[f"{method}_fsdp2"].startswith("refused"):
                 break
     return found
 
 
-def _outcome(config: PreTrainedConfig, method: str, rows: str, attention: str | None) -> str:
+def _outcome(config: PreTrainedConfig, method: str, rows: str) -> str:
+    """What the check decides, as on every rank of a run, and whether the sharded twin then takes the same step."""
+    from start_check_scan import outcome, planned
+
     try:
-        with undisturbed():
-            text = _sharded(config, method, rows, attention)
-            if text.startswith("differs"):
-                _whole_is_accepted(config, method, rows)
+        run = planned(config, method, rows)
+        verdict = check_start(run)
+        text = outcome(verdict)
+        if text.startswith("start check: skipped"):
             return text
+        with undisturbed():
+            gap = _sharded(dataclasses.replace(run, attention=verdict.attention), verdict)
+        return text if gap is None else f"differs: {gap}"
     except ConfigError as error:
         return f"refused: {error.problem}"
-    except NoTwin as reason:
-        return f"start check: skipped, {reason}"
     except Exception as error:  # what the engine says about an architecture is a result
         return f"fails: {type(error).__name__}: {first_line(error)}"
 
 
-def _whole_is_accepted(config: PreTrainedConfig, method: str, rows: str) -> None:
-    """ConfigError where the check refuses the model unsharded as well, as it does on every rank of a run."""
-    from start_check_scan import planned
-
-    check_start(planned(config, method, rows))
-
-
-def _sharded(config: PreTrainedConfig, method: str, rows: str, attention_name: str | None) -> str:
-    from start_check_scan import planned
-
-    run = planned(config, method, rows)
-    if attention_name is not None:
-        run = dataclasses.replace(run, attention=attention_name)
+def _sharded(run: PlannedRun, verdict: Verdict) -> str | None:
+    """How the step of the twin that two processes shard differs from its own step as a whole, if it does."""
     with attention_on_cpu(run.attention) as attention:
         check = TwinCheck(run, attention)
         own = check.own_step()
@@ -83,18 +74,9 @@ def _sharded(config: PreTrainedConfig, method: str, rows: str, attention_name: s
         with torch.no_grad():
             check.logits = check.model(**inputs, use_cache=False).logits
         check.refuse_leak()
-        seen = ""
-        for from_logits in (False, True):
-            add_fast_lm_head(check.base, from_logits=from_logits)
-            try:
-                gap = difference(_sharded_step(check), own)
-            except Exception as error:  # a head that the recipe does not know
-                seen = f"{type(error).__name__}: {first_line(error)}"
-                continue
-            if gap.is_small:
-                return "own logits" if from_logits else "equal"
-            seen = str(gap)
-    return f"differs: {seen}"
+        add_fast_lm_head(check.base, from_logits=verdict.loss_from_logits)
+        gap = difference(_sharded_step(check), own)
+        return None if gap.is_small else str(gap)
 
 
 def _sharded_step(check: TwinCheck) -> Step:
