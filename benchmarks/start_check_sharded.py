@@ -31,12 +31,13 @@ def process_group() -> None:
 def check_sharded(config: PreTrainedConfig) -> dict[str, Any]:
     """{"full_fsdp2": …, "lora_fsdp2": …}: with packed rows where the model takes them, else with padded ones."""
     found: dict[str, str] = {}
+    rows = "packed"
     for method in ("full", "lora"):
-        for rows in ("packed", "padded"):
-            dist.barrier()
-            found[f"{method}_fsdp2"] = _outcome(config, method, rows)
-            if not found[f"{method}_fsdp2"].startswith("refused"):
-                break
+        dist.barrier()
+        found[f"{method}_fsdp2"] = _outcome(config, method, rows)
+        if method == "full" and found["full_fsdp2"].startswith("refused"):
+            rows = "padded"
+            found["full_fsdp2"] = _outcome(config, method, rows)
     return found
 
 
@@ -48,13 +49,16 @@ def _outcome(config: PreTrainedConfig, method: str, rows: str) -> str:
         run = planned(config, method, rows)
         verdict = check_start(run)
         text = outcome(verdict)
-        if text.startswith("start check: skipped"):
-            return text
+    except ConfigError as error:
+        return f"refused: {error.problem}"
+    except Exception as error:  # of the configuration, before there is a model
+        return f"start check: skipped, {type(error).__name__}: {first_line(error)}"
+    if text.startswith("start check: skipped"):
+        return text
+    try:
         with undisturbed():
             gap = _sharded(dataclasses.replace(run, attention=verdict.attention), verdict)
         return text if gap is None else f"differs: {gap}"
-    except ConfigError as error:
-        return f"refused: {error.problem}"
     except Exception as error:  # what the engine says about an architecture is a result
         return f"fails: {type(error).__name__}: {first_line(error)}"
 
