@@ -279,6 +279,45 @@ def test_rows_that_lose_their_images_to_max_length_are_named(made: Path, tmp_pat
     assert "Traceback" not in said
 
 
+def test_only_rows_that_lose_tokens_of_an_image_are_refused(made: Path) -> None:
+    """TRL's collator with a real processor: text alone is cut as elsewhere, and the row is named by its place."""
+    from transformers import AutoProcessor
+    from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
+
+    from accel_scale.data.image_batches import ImageCollator
+
+    processor = AutoProcessor.from_pretrained(made / "llava")
+    token = processor.tokenizer.convert_tokens_to_ids("<image>")
+    picture = {"bytes": None, "path": str(made / "rows/pictures/1-0.png")}
+
+    def row(number: int, *question: str) -> dict[str, Any]:
+        parts = [{"type": "text", "text": text} if text else {"type": "image"} for text in question]
+        turns = [{"role": "user", "content": parts}]
+        turns += [{"role": "assistant", "content": [{"type": "text", "text": "It is red."}]}]
+        return {"messages": turns, "images": [{**picture, "place": f"rows:{number}"}]}
+
+    def collate(limit: int | None, *rows: dict[str, Any]) -> Any:
+        trls = DataCollatorForVisionLanguageModeling(processor, max_length=limit)
+        return ImageCollator(trls, token, limit)(rows)
+
+    first, last = row(1, "", "Which colour?"), row(2, "Which colour?", "")
+    whole = collate(None, first, last)["input_ids"]
+    (shown,) = set((whole == token).sum(1).tolist())
+    image_ends = [int((ids == token).nonzero().max()) + 1 for ids in whole]
+    assert image_ends[0] < image_ends[1] < whole.shape[1]
+    for limit in (image_ends[1], image_ends[1] + 1):  # ends after both images
+        cut = collate(limit, first, last)["input_ids"]
+        assert cut.shape[1] == limit
+        assert set((cut == token).sum(1).tolist()) == {shown}
+    with pytest.raises(ConfigError, match=f"the row has {whole.shape[1]} tokens, and --max_length") as refused:
+        collate(image_ends[1] - 1, first, last)
+    assert refused.value.place == "rows:2"
+    assert collate(image_ends[1] - 1, first)["input_ids"].shape[1] == image_ends[1] - 1
+    with pytest.raises(ConfigError, match="does not take this row") as refused:
+        collate(None, row(3, "Which colour?"))
+    assert refused.value.place == "rows:3"
+
+
 def test_files_that_vanish_while_it_trains_are_named(made: Path, tmp_path: Path) -> None:
     """They were there when the rows were read; from a worker of the data loader too it is one line."""
     folder = broken(lambda *_: None, made, tmp_path / "rows")

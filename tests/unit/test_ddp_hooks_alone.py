@@ -169,6 +169,7 @@ def test_a_run_goes_on_from_what_was_saved(monkeypatch: pytest.MonkeyPatch) -> N
     assert (saved["step"], saved["rank"], saved["errors"].keys()) == (4, 2, set(ALL))
     assert saved["factors"].keys() == {"a", "b", "d"}
     held = {name: tensor.clone() for name, tensor in saved["errors"].items()}
+    factors = {name: tensor.clone() for name, tensor in saved["factors"].items()}
     again, others = made()
     for number in range(1, 4):  # of another run, which must leave nothing
         step(again, others, 50 + number, *LAYOUTS[3])
@@ -176,6 +177,7 @@ def test_a_run_goes_on_from_what_was_saved(monkeypatch: pytest.MonkeyPatch) -> N
     for number in range(5, 8):
         assert_same(step(again, others, number, *LAYOUTS[2]), step(hook, owned, number, *LAYOUT))
     assert_same(saved["errors"], held)  # a copy
+    assert_same(saved["factors"], factors)
     # Another number of ranks: the mean of all errors. As many: one's own.
     states = [{**saved, "errors": {n: torch.full_like(t, float(i)) for n, t in held.items()}} for i in (1, 5, 6)]
     again.load_state_dict(states, 0)

@@ -87,6 +87,10 @@ KINDS = {
     "head of a tied model": ("tied", {"target_modules": QV, "modules_to_save": ["lm_head"]}),
     "embedding of a tied model": ("tied", {"target_modules": [*QV, "embed_tokens"]}),
     "tied adapters": ("tied", {"target_modules": [*QV, "embed_tokens", "lm_head"], "ensure_weight_tying": True}),
+    "tied copies": (
+        "tied",
+        {"target_modules": QV, "modules_to_save": ["embed_tokens", "lm_head"], "ensure_weight_tying": True},
+    ),
     "trained tokens": ("tied", {"target_modules": QV, "trainable_token_indices": [3, 5]}),
 }
 
@@ -115,14 +119,14 @@ def test_merged_logits_are_those_of_base_and_adapter(bases, tmp_path, kind):
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_tied_embeddings_stay_tied_only_where_they_are_equal(bases, tmp_path):
     tied = {}
-    for kind in ("lora", "head of a tied model", "tied adapters"):
+    for kind in ("lora", "head of a tied model", "tied adapters", "tied copies"):
         _, settings = KINDS[kind]
         train(AutoModelForCausalLM.from_pretrained(bases / "tied"), **settings).save_pretrained(tmp_path / kind)
         merge_adapter(tmp_path / kind, tmp_path / "merged" / kind, check=False)
         tied[kind] = json.loads((tmp_path / "merged" / kind / "config.json").read_text())["tie_word_embeddings"]
         stored = load_file(tmp_path / "merged" / kind / "model.safetensors")
         assert ("lm_head.weight" in stored) is not tied[kind]
-    assert tied == {"lora": True, "head of a tied model": False, "tied adapters": True}
+    assert tied == {"lora": True, "head of a tied model": False, "tied adapters": True, "tied copies": True}
 
 
 @pytest.mark.slow

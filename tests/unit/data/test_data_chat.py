@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 
-from accel_scale.data.chat import end_of_turn_token, ensure_chat_template, ensure_stop_token, last_stop_token
+from accel_scale.data.chat import (
+    end_of_turn_token,
+    ensure_chat_template,
+    ensure_image_chat,
+    ensure_stop_token,
+    last_stop_token,
+)
 from accel_scale.errors import ConfigError
 
 CHATML = (
@@ -138,6 +144,23 @@ def test_templates_given_as_named_variants(tokenizer) -> None:
     assert ensure_stop_token(tokenizer, conversational=True) == "</s>"
     assert tokenizer.chat_template["rag"] == CHATML
     assert tokenizer.apply_chat_template(TURNS, tokenize=False).endswith("</s>")
+
+
+def test_a_processors_template_ends_a_turn_or_is_given_an_end(tokenizer) -> None:
+    """Its turns are lists of parts; what was given is kept by the processor, not by its tokenizer."""
+    from transformers import CLIPImageProcessorPil, LlavaProcessor
+
+    parts = "{% for part in m['content'] %}{{ part['text'] if part['type'] == 'text' else '<image>' }}{% endfor %}"
+    shown = [{"role": turn["role"], "content": [{"type": "text", "text": turn["content"]}]} for turn in TURNS]
+    for template, stop in ((CHATML, "<|im_end|>"), (ENDLESS, "</s>")):
+        of_parts = template.replace("{{ m['content'] }}", parts)
+        processor = LlavaProcessor(CLIPImageProcessorPil(), tokenizer, chat_template=of_parts)
+        assert ensure_image_chat(processor) == stop
+        assert processor.apply_chat_template(shown, tokenize=False).rstrip().endswith(stop)
+        assert (processor.chat_template == of_parts) == (stop == "<|im_end|>")
+    of_text = CHATML.replace("{{ m['content'] }}", "{{ m['content'] + '' }}")
+    with pytest.raises(ConfigError, match="does not take turns of parts"):
+        ensure_image_chat(LlavaProcessor(CLIPImageProcessorPil(), tokenizer, chat_template=of_text))
 
 
 def test_eos_that_cannot_be_learnt(tokenizer) -> None:
