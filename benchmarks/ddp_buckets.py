@@ -14,10 +14,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
+
+from bucket_steps import ROUNDS, SweepSettings, low, made_model, noise, slowest_times
 
 from accel_scale.cli.comm_measure import num_processes, on_processes
 from accel_scale.errors import ConfigError
@@ -29,75 +29,6 @@ from accel_scale.reporting.comm_tables import format_short
 DEFAULT_CAP_MB = 25.0
 # A flag is worth giving if it saves more than this.
 WORTH = 0.03
-# Of models by size; small ones would be nothing but embedding.
-_VOCABULARY, _SMALL_VOCABULARY, _SMALL = 32768, 2048, 20e6
-# Weights, gradients and DDP's buckets in fp32; activations and the rest.
-_BYTES_PER_PARAM = 12
-_SHARE_OF_MEMORY = 0.8
-# Times are taken in rounds over all sizes, so that what else the machine does falls on all of them.
-ROUNDS = 3
-_WARM_UP = 2
-
-
-@dataclass(frozen=True)
-class SweepSettings:
-    """What to time.
-
-    Attributes:
-        model: A name of the catalogue, a folder or a config.json; None: by size.
-        num_params: Of a Llama-like model; None: `model`.
-        caps: Values of ``bucket_cap_mb``.
-        rows, length: Of the batch on each process.
-        repeats: Steps that are timed for each size.
-    """
-
-    model: str | None
-    num_params: float | None
-    caps: tuple[float, ...]
-    rows: int = 1
-    length: int = 128
-    repeats: int = 15
-
-    def check(self, processes: int) -> None:
-        """Refuse a model that this machine cannot hold once for each process.
-
-        Raises:
-            ConfigError: naming the largest that it can; for a size that no sensible model has.
-        """
-        import torch
-
-        from accel_scale.facts.hardware import host_memory_bytes
-        from accel_scale.modeling.scratch import choose_shape
-
-        count = self.count
-        if torch.cuda.is_available():
-            limit, sharing = torch.cuda.get_device_properties(0).total_memory, 1
-        else:
-            limit, sharing = host_memory_bytes() or 2**62, processes
-        largest = limit * _SHARE_OF_MEMORY / sharing / _BYTES_PER_PARAM
-        if count > largest:
-            raise ConfigError(
-                f"{count / 1e9:.3g}B parameters do not fit here {processes} times over, with gradients and buckets.",
-                place="--model" if self.model else "--num_params",
-                fix=f"use --num_params {largest / 1e6:.0f}M or less: what counts is how long backward takes.",
-            )
-        if self.num_params is not None:
-            choose_shape(round(self.num_params), self.vocabulary)
-
-    @property
-    def count(self) -> float:
-        """Parameters."""
-        if self.num_params is not None:
-            return self.num_params
-        from accel_scale.planning.models.catalogue import load_model_facts
-
-        assert self.model is not None
-        return float(load_model_facts(self.model).num_params)
-
-    @property
-    def vocabulary(self) -> int:
-        """Tokens of a model by size."""
-        return _SMALL_VOCABULARY if (self.num_params or _SMALL) < _SMALL else _VOCABULARY
 
 
 def sweep_buckets(place: Any, settings: SweepSettings) -> dict[str, Any]:
@@ -183,34 +114,6 @@ def conclusion(rows: Sequence[dict[str, Any]]) -> str:
     return f"use --ddp_bucket_cap_mb {best:g}{faster}"
 
 
-def made_model(settings: SweepSettings) -> Any:
-    """With random weights, in fp32."""
-    import torch
-    from transformers import AutoConfig, LlamaConfig
-
-    from accel_scale.modeling.scratch import choose_shape, model_from_nothing
-    from accel_scale.planning.models.catalogue import catalogue_config
-
-    if settings.num_params is not None:
-        shape = choose_shape(round(settings.num_params), settings.vocabulary)
-        config: Any = LlamaConfig(
-            vocab_size=settings.vocabulary,
-            hidden_size=shape.hidden_size,
-            intermediate_size=shape.intermediate_size,
-            num_hidden_layers=shape.num_layers,
-            num_attention_heads=shape.num_heads,
-            num_key_value_heads=shape.num_heads,
-            tie_word_embeddings=shape.tied,
-        )
-    else:
-        known = catalogue_config(str(settings.model))
-        if known is not None:
-            config = AutoConfig.for_model(known.pop("model_type"), **known)
-        else:
-            config = AutoConfig.from_pretrained(str(settings.model))
-    return model_from_nothing(config, dtype=torch.float32, attention=None, seed=0).train()
-
-
 def _wrapped(model: Any, cap: float, place: Any) -> Any:
     import torch
 
@@ -232,40 +135,6 @@ def _step_times(model: Any, batch: Any, steps: int, device: Any) -> list[float]:
         model(input_ids=batch, labels=batch).loss.backward()
 
     return slowest_times(passes, steps, device, before=lambda: model.zero_grad(set_to_none=True))
-
-
-def slowest_times(
-    step: Callable[[], None], steps: int, device: Any, *, before: Callable[[], None] = lambda: None
-) -> list[float]:
-    """Seconds that `step` takes, `steps` times after a warm-up, each on the slowest rank; collective."""
-    import torch
-    import torch.distributed as dist
-
-    found = []
-    for index in range(_WARM_UP + steps):
-        before()
-        dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
-        started = time.perf_counter()
-        step()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        if index >= _WARM_UP:
-            found.append(time.perf_counter() - started)
-    slowest = torch.tensor(found, dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return slowest.tolist()
-
-
-def noise(seconds: Sequence[float], steps_per_round: int) -> float:
-    """By how much a round of the same work took longer than another one."""
-    rounds = [low(seconds[at : at + steps_per_round]) for at in range(0, len(seconds), steps_per_round)]
-    return max(rounds) / min(rounds) - 1
-
-
-def low(seconds: Sequence[float]) -> float:
-    """The lowest fifth's largest: what else the machine does only ever adds time."""
-    ordered = sorted(seconds)
-    return ordered[max(0, -(-len(ordered) // 5) - 1)]
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:

@@ -11,13 +11,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from bucket_steps import ROUNDS, SweepSettings, low, made_model, noise, slowest_times
 
 from accel_scale.facts.zero_buffers import DEEPSPEED_BUFFERS, TUNED_BUFFERS, ZeroBuffers
 from accel_scale.reporting.comm_tables import format_short
-
-if TYPE_CHECKING:
-    from ddp_buckets import SweepSettings
 
 DATA, PAGE = (Path(__file__).parent / "results" / f"zero_buckets.{kind}" for kind in ("json", "md"))
 DEFAULT_SIZES = ("100K", "1M", "10M", "100M", "500M")
@@ -57,31 +56,28 @@ def sweep_zero(place: Any, settings: SweepSettings, stage: int, sizes: Sequence[
 
     os.environ.setdefault("DS_ACCELERATOR", place.device.type)
     logging.disable(logging.WARNING)
-    import ddp_buckets
-
     torch.manual_seed(place.rank)
     batch = torch.randint(0, 256, (settings.rows, settings.length), device=place.device)
     asked = [(size, overlap) for size in sizes for overlap in (False, True)]
     times: dict[tuple[int, bool], list[float]] = {key: [] for key in asked}
-    steps = -(-settings.repeats // ddp_buckets.ROUNDS)
-    for _ in range(ddp_buckets.ROUNDS):
+    steps = -(-settings.repeats // ROUNDS)
+    for _ in range(ROUNDS):
         for size, overlap in asked:
             engine = _engine(settings, stage, size, overlap)
-            times[size, overlap] += ddp_buckets.slowest_times(lambda e=engine: _step(e, batch), steps, place.device)
+            times[size, overlap] += slowest_times(lambda e=engine: _step(e, batch), steps, place.device)
             engine.destroy()
             del engine
     return [
-        {"size": size, "overlap": overlap, "seconds": ddp_buckets.low(found), "noise": ddp_buckets.noise(found, steps)}
+        {"size": size, "overlap": overlap, "seconds": low(found), "noise": noise(found, steps)}
         for (size, overlap), found in times.items()
     ]
 
 
 def _engine(settings: SweepSettings, stage: int, size: int, overlap: bool) -> Any:
-    import ddp_buckets
     import deepspeed
     import torch
 
-    model = ddp_buckets.made_model(settings)
+    model = made_model(settings)
     keys = {"stage": stage, "reduce_bucket_size": size, "overlap_comm": overlap}
     config = {"train_micro_batch_size_per_gpu": settings.rows, "zero_optimization": keys}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)

@@ -12,6 +12,7 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,7 +32,8 @@ def quoted_outputs(text: str) -> list[tuple[str, str]]:
 
 def output_of(command: str) -> str:
     """What a command prints on a wide terminal, without spaces at the ends of its lines."""
-    environment = {**os.environ, "COLUMNS": "120", "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    environment = {**os.environ, "COLUMNS": "120", "PYTHONPATH": str(ROOT), "PATH": path}
     done = subprocess.run(shlex.split(command), capture_output=True, text=True, cwd=ROOT, env=environment, check=True)
     return "".join(f"{line.rstrip()}\n" for line in done.stdout.splitlines())
 

@@ -12,7 +12,8 @@ from accel_scale.errors import ConfigError
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import zero_buckets
-from ddp_buckets import SweepSettings, best_cap, conclusion, parse, run
+from bucket_steps import SweepSettings
+from ddp_buckets import best_cap, conclusion, parse, run
 
 
 @pytest.mark.parametrize(
