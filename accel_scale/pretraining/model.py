@@ -71,7 +71,6 @@ def run_tokenizer(
         tokenizer = load_pretraining_tokenizer("char", texts=texts)
     else:
         tokenizer = train_tokenizer(texts, model_args.vocab_size)
-    kept.parent.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(kept)
     return tokenizer
 

@@ -384,7 +384,11 @@ def test_resolution(requested, settings, expected):
         ("sdap", {}, "did you mean sdpa"),
         ("flash_attention_2", {}, "needs a CUDA device"),
         ("flash_attention_3", {"device": GPU, "dtype": torch.float32}, "fp16 or bf16 and this run in float32"),
-        ("flash_attention_2", {"device": GPU, "model_config": BloomConfig()}, "does not support flash"),
+        (
+            "flash_attention_2",
+            {"device": GPU, "model_config": BloomConfig()},
+            ": BloomForCausalLM does not support flash",
+        ),
         (
             "flash_attention_2",
             {"device": GPU, "model_config": LlamaConfig(hidden_size=2048, num_attention_heads=4)},
@@ -392,7 +396,7 @@ def test_resolution(requested, settings, expected):
         ),
         ("flex_attention", {}, "no backward pass on a CPU"),
         ("flex_attention", {"device": GPU, "model_config": BloomConfig()}, "does not support flex"),
-        ("sdpa", {"model_config": BloomConfig()}, "has no SDPA"),
+        ("sdpa", {"model_config": BloomConfig()}, ": BloomForCausalLM has no SDPA"),
         ("sdpa", {"model_config": Gemma2Config()}, "caps its attention logits"),
         (PACKED_ATTENTION, {"model_config": FalconConfig()}, "attention interface"),
         ("kernels-community/flash-attn2", {}, "this run is on a CPU"),

@@ -421,6 +421,10 @@ def test_pickled_code_is_not_run(start, tmp_path, monkeypatch):
         load_safely(path)
     with pytest.raises(ConfigError, match=r"optimizer\.bin holds posix\.system"):
         refuse_unsafe_folder(path.parent)
+    path.unlink()
+    (path.parent / "folder.pt").mkdir()
+    refuse_unsafe_folder(path.parent)  # a folder holds no pickle itself
+    torch.save({"state": Evil(mark)}, path)
     with monkeypatch.context() as patch:  # torch's own guard stands behind the project's
         patch.setattr(pickles, "refuse_unsafe", lambda *unused, **more: None)
         with pytest.raises(pickle.UnpicklingError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -57,6 +58,12 @@ def test_what_cannot_be_read_is_refused(gathered: Weights, tmp_path: Path) -> No
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(CheckpointMismatch, match=r"model\.safetensors cannot be read"):
         _verified(gathered, tmp_path)
+    index = {"metadata": {}, "weight_map": dict.fromkeys(gathered, "model-00001-of-00001.safetensors")}
+    save_file({name: gathered[name] for name in "bc"}, tmp_path / "model-00001-of-00001.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     path.unlink()
+    with pytest.raises(CheckpointMismatch, match="a is unexpected or cannot be read"):
+        _verified(gathered, tmp_path)
+    (tmp_path / "model.safetensors.index.json").unlink()
     with pytest.raises(CheckpointMismatch, match=r"there is no model\.safetensors"):
         _verified(gathered, tmp_path)

@@ -12,7 +12,13 @@ from accel_scale.errors import ConfigError
 from accel_scale.facts.device import CPU, Device, device_named
 from accel_scale.facts.names import PRECISIONS
 from accel_scale.facts.precisions import DTYPE_BYTES, REDUCE_DTYPES
-from accel_scale.modeling.precision import convert_to_fp8, enable_fp16_on_cpu, precision_named, resolve_precision
+from accel_scale.modeling.precision import (
+    cast_parameters,
+    convert_to_fp8,
+    enable_fp16_on_cpu,
+    precision_named,
+    resolve_precision,
+)
 from accel_scale.quiet import quiet_imports
 
 quiet_imports()
@@ -299,3 +305,18 @@ def test_only_fp16_scales_the_loss_and_bytes_are_those_of_torch():
     }
     assert {name: getattr(torch, name).itemsize for name in DTYPE_BYTES} == DTYPE_BYTES
     assert set(REDUCE_DTYPES.values()) <= set(DTYPE_BYTES)
+
+
+def test_only_numbers_of_training_are_cast() -> None:
+    """Integers and 4-bit values stay as they are stored, trained weights and frozen ones each get their dtype."""
+    model = torch.nn.Module()
+    for name, dtype, trains in (("trained", torch.float16, True), ("frozen", torch.float32, False)):
+        model.register_parameter(name, torch.nn.Parameter(torch.ones(2, dtype=dtype), requires_grad=trains))
+    for name, dtype in (("packed", torch.uint8), ("stored", torch.float16)):
+        model.register_parameter(name, torch.nn.Parameter(torch.ones(2, dtype=dtype), requires_grad=False))
+    model.stored.quant_state = object()  # as bitsandbytes marks a weight, here one kept in another dtype
+    cast_parameters(model, resolve("bf16"))
+    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    assert dtypes == {
+        "trained": torch.float32, "frozen": torch.bfloat16, "packed": torch.uint8, "stored": torch.float16,
+    }  # fmt: skip

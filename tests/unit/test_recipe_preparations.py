@@ -106,6 +106,9 @@ def test_the_loss_scale_starts_where_it_is_asked_to() -> None:
     accelerator = launched(DistributedType.DEEPSPEED, deepspeed_plugin=zero)
     use_gradient_numbers(accelerator, asked(loss_scale=1024.0))
     assert zero.deepspeed_config["fp16"] == {"enabled": True, "hysteresis": 2, "initial_scale_power": 10}
+    unsaid = SimpleNamespace(zero_stage=2, deepspeed_config={})
+    use_gradient_numbers(launched(DistributedType.DEEPSPEED, deepspeed_plugin=unsaid), asked(loss_scale=1024.0))
+    assert unsaid.deepspeed_config["fp16"] == {"enabled": True, "initial_scale_power": 10}
     with pytest.raises(ConfigError, match="a power of two, which 1000 is not") as caught:
         use_gradient_numbers(accelerator, asked(loss_scale=1000.0))
     assert (caught.value.place, caught.value.fix) == ("--loss_scale", "use 1024.")

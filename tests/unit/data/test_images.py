@@ -13,7 +13,8 @@ import pytest
 from PIL import Image
 
 from accel_scale.data.bad_rows import UnusableRow
-from accel_scale.data.images import content_parts, show_images
+from accel_scale.data.image_batches import decoded
+from accel_scale.data.images import content_parts, is_blank_content, show_images
 from accel_scale.data.loading import load_training_data
 from accel_scale.errors import ConfigError
 
@@ -138,3 +139,23 @@ def test_a_mixture_of_two_kinds_of_rows_is_shown_alike(tmp_path: Path) -> None:
     other = written(tmp_path / "other.jsonl", {"prompt": "What?", "completion": "Red.", "image": "a.png"})
     data: Any = load_training_data(mixture=[one, other], rows_with="images")
     assert [row["messages"][0]["content"] for row in data.train] == [[image(), text("What?")]] * 2
+
+
+def test_a_turn_of_nothing_but_an_image_says_something(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": [image()]}, {"role": "assistant", "content": "Red."}]
+    row = {"messages": turns, "images": [picture(tmp_path / "a.png")]}
+    data: Any = load_training_data(written(tmp_path / "rows.jsonl", row), rows_with="images")
+    assert data.train[0]["messages"][0]["content"] == [image()]
+    assert is_blank_content([text(" "), text("")])
+    assert not is_blank_content([text(" "), image()])
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.jpg"])
+def test_a_file_that_was_cut_off_since_is_named_when_it_is_shown(name: str, tmp_path: Path) -> None:
+    """Its beginning says that it is an image, so that it can be opened."""
+    path = tmp_path / name
+    Image.effect_noise((64, 64), 50).save(path)
+    path.write_bytes(path.read_bytes()[:-200])
+    with pytest.raises(ConfigError, match="can no longer be read") as refused:
+        decoded({"bytes": None, "path": str(path), "place": "rows:1"})
+    assert refused.value.place == "rows:1"
