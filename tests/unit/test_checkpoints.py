@@ -512,6 +512,22 @@ def test_a_signal_is_remembered(start, number):
     assert signal.getsignal(number) is before
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells a process of its parent's death")
+def test_a_parents_death_is_asked_for_only_while_a_run_lasts(start, monkeypatch):
+    def asked() -> int:
+        number = ctypes.c_int(-1)
+        assert ctypes.CDLL(None).prctl(2, ctypes.byref(number), 0, 0, 0) == 0  # PR_GET_PDEATHSIG
+        return number.value
+
+    monkeypatch.setattr("accel_scale.training.checkpoints.signals.is_launcher", lambda pid: True)
+    before = asked()
+    run = start()
+    run.manager.should_stop()
+    assert (before, asked()) == (0, signal.SIGTERM)
+    run.manager.close()
+    assert asked() == 0
+
+
 KILLED = """
 import os, signal, sys, threading, time
 from pathlib import Path

@@ -141,6 +141,8 @@ def test_without_an_optimizer_of_its_own_a_script_has_the_plugins(tmp_path: Path
     groups = script.train()
     assert type(script.used) is torch.optim.SGD
     assert [(group["rates"], group["weight_decay"]) for group in groups] == [([0.3] * 3, 0.2), ([0.3] * 3, 0.0)]
+    other = Script(tmp_path / "other", given=False, optimizer="sgd_momentum", optim_args="momentum=0.7")
+    assert {group["momentum"] for group in other.train()} == {0.7}
 
 
 class Own(Trainer):

@@ -25,6 +25,7 @@ from accel_scale.planning.traced.polynomials import value_of
 from accel_scale.planning.traced.steps import step_bytes
 from accel_scale.tracing import service
 from accel_scale.tracing.cache import _fitted, read_cache
+from accel_scale.tracing.cuda_kernels import CudaKernels
 from accel_scale.tracing.head_operations import HeadOperations
 from accel_scale.tracing.recording import Recorder
 from accel_scale.tracing.skeletons import Skeleton
@@ -94,6 +95,21 @@ def test_what_layers_hold_is_as_wide_as_their_states_and_not_as_the_logits() -> 
     setup = replace(FP32, precision="bf16")
     here, away = (step_bytes(facts, replace(setup, checkpointing=name), is_cuda=False) for name in ("full", "offload"))
     assert here.saved_bytes - away.saved_bytes == 3 * 2 * 64 * 64 * 4
+
+
+def test_attention_keeps_a_sum_for_each_row_where_values_have_another_width() -> None:
+    """As CUDA's kernels do: queries, keys, values, the result, and a number in fp32 for each row of each head."""
+    kept: list[tuple[tuple[int, ...], torch.dtype]] = []
+    query, key = (torch.ones(2, 3, 5, 8, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    value = torch.ones(2, 3, 5, 4, dtype=torch.bfloat16, requires_grad=True)
+    hooks = torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append((tuple(tensor.shape), tensor.dtype)), lambda nothing: query
+    )
+    with hooks, CudaKernels():
+        result = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    wide, narrow = ((2, 3, 5, 8), torch.bfloat16), ((2, 3, 5, 4), torch.bfloat16)
+    assert tuple(result.shape) == narrow[0]
+    assert kept == [wide, wide, narrow, narrow, ((2, 3, 5), torch.float32)]
 
 
 def test_a_model_of_few_layers_has_a_configuration_of_as_many() -> None:
