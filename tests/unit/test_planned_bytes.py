@@ -48,6 +48,8 @@ MORE_SETUPS = {
     "dora, fp32": replace(LORA, precision="fp32", lora=LoraSetup(rank=8, dora=True)),
     "dora, qlora": replace(QUANTISED, lora=LoraSetup(rank=8, dora=True)),
     "lora and whole modules": replace(LORA, lora=LoraSetup(rank=8, full_modules=("lm_head",)), loss="full"),
+    "eager, true bf16": replace(PLAIN, precision="bf16_true", attention="eager"),
+    "tiles, true bf16": replace(LONG_SETUPS["kept"], precision="bf16_true"),
     "lora of experts": replace(LORA, lora=LoraSetup(rank=8, targets=("down_proj", "gate_proj", "up_proj"))),
 }
 

@@ -28,7 +28,7 @@ from accel_scale.training.checkpoints.atomic import checkpoint_problems
 from accel_scale.training.checkpoints.folders import latest_complete_checkpoint
 from accel_scale.training.checkpoints.staging import prepare_output_dir, save_atomically
 from accel_scale.training.saving.final_model import save_final
-from accel_scale.training.saving.verification import CheckpointMismatch, verify_checkpoint
+from accel_scale.training.saving.verification import CheckpointMismatch, _ties, verify_checkpoint
 
 
 def tiny_llama(seed: int = 0, **overrides) -> LlamaForCausalLM:
@@ -476,11 +476,14 @@ def test_a_trained_weight_that_the_adapter_leaves_out_is_caught(tmp_path):
         verify_checkpoint(model, tmp_path)
 
 
-@pytest.mark.slow
 def test_names_that_share_a_tensor_and_how_far_two_are_apart():
     from accel_scale.training.saving.tensor_difference import difference, tied_names
 
     shared, other = torch.ones(2), torch.ones(2)
+    model = torch.nn.Module()
+    model.all_tied_weights_keys = {"head": "embedding", "absent": "embedding"}
+    apart = {"head": shared, "embedding": shared.clone(), "other": other}  # as ranks that share a model gather them
+    assert _ties(model, apart) == {name: ["embedding", "head"] for name in ("head", "embedding")}
     assert tied_names({"a": shared, "b": other, "c": shared}) == {"a": ["a", "c"], "c": ["a", "c"]}
     assert difference("a", torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.5])) == ("a differs by up to 0.5", 0.5)
     assert difference("a", torch.tensor([1.0, math.nan]), torch.tensor([1.0, math.nan])) == (None, 0.0)

@@ -28,7 +28,7 @@ from accel_scale.tracing.cache import _fitted, read_cache
 from accel_scale.tracing.cuda_kernels import CudaKernels
 from accel_scale.tracing.head_operations import HeadOperations
 from accel_scale.tracing.recording import Recorder
-from accel_scale.tracing.skeletons import Skeleton
+from accel_scale.tracing.skeletons import Skeleton, _decoder_layers
 from accel_scale.tracing.step import FakeStep
 
 FP32 = TrainingSetup(precision="fp32", packing=False, checkpointing="none", micro_batch_size=2, sequence_length=64)
@@ -95,6 +95,21 @@ def test_what_layers_hold_is_as_wide_as_their_states_and_not_as_the_logits() -> 
     setup = replace(FP32, precision="bf16")
     here, away = (step_bytes(facts, replace(setup, checkpointing=name), is_cuda=False) for name in ("full", "offload"))
     assert here.saved_bytes - away.saved_bytes == 3 * 2 * 64 * 64 * 4
+
+
+def test_layers_are_the_language_models_beside_a_larger_tower() -> None:
+    from transformers import AutoModelForImageTextToText, LlavaConfig
+
+    text = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 16,
+            "num_attention_heads": 2, "vocab_size": 40}  # fmt: skip
+    tower = {"model_type": "clip_vision_model", "num_hidden_layers": 5, "hidden_size": 64, "intermediate_size": 64,
+             "num_attention_heads": 2, "image_size": 28, "patch_size": 14}  # fmt: skip
+    config = LlavaConfig(text_config=text, vision_config=tower, image_token_index=30)
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config)
+    found = _decoder_layers(model)
+    assert found is not None
+    assert [type(layer).__name__ for layer in found] == ["LlamaDecoderLayer"] * 2
 
 
 def test_attention_keeps_a_sum_for_each_row_where_values_have_another_width() -> None:
