@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from accel_scale.checks.case import Case, Finding, Rule, error, warning
-from accel_scale.facts.checkpointing import SEGMENTS, kind_of
+from accel_scale.errors import ConfigError
+from accel_scale.facts.checkpointing import refuse_compiled_segments
 from accel_scale.facts.device import ATTENTION_NAMES
 from accel_scale.facts.vllm import why_no_vllm, why_no_weights
 from accel_scale.launching.machine import FLASH_PACKAGES, PACKAGES
@@ -140,15 +141,14 @@ def compiled_packing(case: Case) -> Finding | None:
 
 
 def compiled_segments(case: Case) -> Finding | None:
-    """Segments begin in one layer and end in another, under hooks that a compiled layer does not run."""
+    """As `refuse_compiled_segments`, whatever has set them."""
     run = case.run
-    if not run.torch_compile or run.checkpointing_policy is None or kind_of(run.checkpointing_policy) != SEGMENTS:
-        return None
-    return error(
-        run.place("torch_compile"),
-        f"compiled layers are not recomputed in {run.checkpointing_policy}.",
-        "leave --torch_compile out, or use --checkpointing_policy full.",
-    )
+    asked = {"torch_compile": run.torch_compile, "checkpointing_policy": run.checkpointing_policy}
+    try:
+        refuse_compiled_segments(asked, run.place)
+    except ConfigError as refusal:
+        return error(refusal.place or "", refusal.problem, refusal.fix or "")
+    return None
 
 
 def packing_context_parallel(case: Case) -> Finding | None:

@@ -156,7 +156,7 @@ def _no_such_path(name: str, path: str) -> ConfigError:
     while not os.path.isdir(folder):
         missing, folder = os.path.basename(folder.rstrip("/")), os.path.dirname(folder.rstrip("/")) or "."
     siblings = os.listdir(folder)
-    near = difflib.get_close_matches(missing, siblings, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(missing, siblings, n=1, cutoff=0.7)
     if near:
         found = os.path.join(folder, near[0]) if folder != "." or path.startswith("./") else near[0]
         fix = f"did you mean {found}?"

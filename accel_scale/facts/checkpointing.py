@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable, Mapping
+
+from accel_scale.errors import ConfigError
 
 SUBLAYERS = ("attention", "mlp")  # policies of one part of each layer
 SEGMENTS = "segments"  # several layers are recomputed together
@@ -37,3 +40,22 @@ def layers_at_once(policy: str, num_layers: int) -> int:
     if name != SEGMENTS:
         return 1
     return number if policy != SEGMENTS else max(1, round(math.sqrt(num_layers)))
+
+
+def refuse_compiled_segments(given: Mapping[str, object], place: Callable[[str], str]) -> None:
+    """Segments begin in one layer and end in another, under hooks that a compiled layer does not run.
+
+    Args:
+        given: Settings by the names of their flags.
+        place: Where one of them was set.
+
+    Raises:
+        ConfigError: where both are asked for.
+    """
+    policy = given.get("checkpointing_policy")
+    if given.get("torch_compile") and isinstance(policy, str) and kind_of(policy) == SEGMENTS:
+        raise ConfigError(
+            f"compiled layers are not recomputed in {policy}.",
+            place=place("torch_compile"),
+            fix="leave --torch_compile out, or use --checkpointing_policy full.",
+        )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypedDict, cast
 
 from accel_scale.errors import ConfigError
+from accel_scale.facts.checkpointing import refuse_compiled_segments
 from accel_scale.flags.parsing import ParsedFlags
 from accel_scale.flags.trackers import refuse_unknown_trackers
 from accel_scale.modeling.scratch import parse_count
@@ -75,6 +76,7 @@ def refuse_contradictions(parsed: ParsedFlags) -> None:
         if name in given and given.get("method") != "lora":
             raise _refuse(parsed, name, f"--{name} does nothing without adapters.", "add --method lora.")
     refuse_unknown_trackers(given.get("report_to"), place=parsed.place("report_to"), in_trainer=False)
+    refuse_compiled_segments(given, parsed.place)
     _refuse_tokenizers(parsed)
     _refuse_lengths(parsed)
     _refuse_branches(parsed)

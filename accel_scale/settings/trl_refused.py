@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from accel_scale.data.chat import refuse_plain_rows
 from accel_scale.data.loading import check_local_data
 from accel_scale.errors import ConfigError
+from accel_scale.facts.checkpointing import refuse_compiled_segments
 from accel_scale.facts.names import RowsWith
 from accel_scale.flags.paths import as_list, named_inputs
 from accel_scale.flags.rewards import RewardArguments, check_rewards
@@ -289,6 +290,7 @@ def refuse_settings(parsed: ParsedFlags) -> None:
     refuse_trl_flags(given, parsed.place, device_type="not known yet")
     refuse_unknown_trackers(given.get("report_to"), place=parsed.place("report_to"), in_trainer=True)
     refuse_idle_flags(parsed)
+    refuse_compiled_segments(given, parsed.place)
     if given.get("eval_on_start") and str(given.get("eval_strategy") or "no") == "no":
         raise ConfigError(
             "nothing is evaluated.", place=parsed.place("eval_on_start"), fix="add --eval_strategy steps or epoch."
