@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,8 @@ CONFIG = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": True,
 }  # fmt: skip
 _GROWTH_TIMEOUT = 300.0
+# Of the pause before another kill: a small model is saved in hundredths of a second.
+_SHARE_OF_SAVE = 0.005
 SAVE_STEPS = 3
 
 
@@ -103,17 +105,27 @@ class Job:
             text = self.log.read_text(errors="replace")
             raise SystemExit(f"{self.strategy}: ended with {process.returncode}\n{text[-6000:]}")
 
-    def kill(self, process: subprocess.Popen[bytes]) -> None:
-        """SIGKILL to the launcher and everything below it: ranks have sessions of their own, and would save."""
+    def kill(self, process: subprocess.Popen[bytes], known: Sequence[psutil.Process] = ()) -> None:
+        """SIGKILL to the launcher and everything below it: ranks have sessions of their own, and would save.
+
+        Args:
+            known: Of them, those that are stopped at once, before all are looked for.
+        """
+        stop(known)
         family = self.family(process.pid)
-        for member in family:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                member.send_signal(signal.SIGSTOP)  # so that none notices the others' end
+        stop(family)  # so that none notices the others' end
         for member in reversed(family):
             with contextlib.suppress(psutil.NoSuchProcess):
                 member.kill()
         process.wait()
         psutil.wait_procs(family, timeout=10)
+
+
+def stop(processes: Sequence[psutil.Process]) -> None:
+    """Let them stand still, those that are there."""
+    for member in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.send_signal(signal.SIGSTOP)
 
 
 def make_inputs(folder: Path) -> None:
@@ -155,14 +167,17 @@ def kill_at_random(job: Job, generator: random.Random, longest: float, *, in_sav
         if path.is_file() and path.stat().st_mtime_ns != known:
             break
         time.sleep(0.01)
+    family: list[psutil.Process] = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        family = job.family(process.pid)
     time.sleep(0 if in_save else pause)
     while in_save and process.poll() is None and not any(partial.glob("checkpoint-*/*")):
-        time.sleep(0.001)
-    time.sleep(pause / 40 if in_save else 0)
+        time.sleep(0.0005)
+    time.sleep(pause * _SHARE_OF_SAVE if in_save else 0)
     if process.poll() is not None:
         job.check(process)
         return "had ended"
-    job.kill(process)
+    job.kill(process, family)
     return "while saving" if any(partial.glob("checkpoint-*")) else "between saves"
 
 
