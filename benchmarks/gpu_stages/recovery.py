@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -119,8 +119,8 @@ class DirectJob(sft_soak.Job):
         launched = super().command()
         return [self.python, *launched[launched.index(str(REPOSITORY / "recipes" / "sft.py")) :]]
 
-    def kill(self, process: subprocess.Popen[bytes]) -> None:
-        super().kill(process)
+    def kill(self, process: subprocess.Popen[bytes], known: Sequence[psutil.Process] = ()) -> None:
+        super().kill(process, known)
         time.sleep(0.5)  # a process that was forked for the killed one goes a moment later
 
 
