@@ -79,7 +79,7 @@ def guarded(folder: Path) -> list[Path]:
     data.parent.mkdir(parents=True, exist_ok=True)
     data.write_text("\n".join(poisoned_rows()) + "\n")
     words = f"{SMALL} --model_name_or_path {MODEL} --dataset_name {data} --num_train_epochs 1 --seed 3 "
-    words += "--save_strategy steps --save_steps 20 --guard_min_steps 16 --guard_threshold 6 "
+    words += "--save_strategy steps --save_steps 20 --guard_min_steps 16 --guard_threshold 4 "
     words += "--dataset_train_split train[:97%] --dataset_test_split train[97%:]"
     for at, number in ((45, signal.SIGKILL), (90, signal.SIGTERM)):
         process = start(words, folder)
