@@ -1,4 +1,4 @@
-"""The recipes' flags that name models and data: which of their values are paths."""
+"""The recipes' flags that name models, data and checkpoints: which of their values are paths."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 MODEL_FLAGS = ("model_name_or_path", "model_config", "tokenizer")
 DATA_FLAGS = ("dataset_name", "dataset_mixture", "data", "validation_data")
+RESUME_FLAGS = ("resume_from_checkpoint", "resume")
+_AUTO, _NO = ("auto", "true", "yes", ""), ("no", "false", "none", "never")
 
 
 def named_inputs(values_of: Callable[[str], list[Any]]) -> dict[str, list[str]]:
@@ -32,3 +34,9 @@ def without_weight(item: str) -> str:
     except ValueError:
         return item
     return name if equals and name else item
+
+
+def resume_choice(value: object) -> str:
+    """``auto``, ``no``, or the path of a checkpoint, however it was written."""
+    text = str(value)
+    return "auto" if text.lower() in _AUTO else "no" if text.lower() in _NO else text

@@ -16,7 +16,7 @@ from accel_scale.flags.command_line import RecipeCommand
 from accel_scale.flags.guard import GuardArguments
 from accel_scale.flags.library import FlagClass
 from accel_scale.flags.parsing import ParsedFlags, parse_flags
-from accel_scale.flags.paths import DATA_FLAGS, MODEL_FLAGS, named_inputs
+from accel_scale.flags.paths import DATA_FLAGS, MODEL_FLAGS, RESUME_FLAGS, named_inputs, resume_choice
 from accel_scale.flags.trackers import require_trackers
 from accel_scale.launching.hub_reach import require_on_hub
 from accel_scale.launching.machine import is_surely_cpu
@@ -63,6 +63,8 @@ def check_command_line(
                 check_model(name, place=command.place(flag))
             elif flag in DATA_FLAGS:
                 check_data(name, place=command.place(flag))
+    for flag in RESUME_FLAGS:
+        check_checkpoint(command.value(flag), place=command.place(flag))
     output_dir = command.value("output_dir")
     if output_dir and os.environ.get("RANK", "0") == "0":
         OutputFolder(
@@ -149,6 +151,17 @@ def check_model(name: str, *, place: str) -> None:
     if _is_meant_as_path(name):
         raise ConfigError(f"there is no folder {name!r}.", place=place, fix="check the path, or give a hub id.")
     require_on_hub(name, kind="model", place=place)
+
+
+def check_checkpoint(name: object, *, place: str) -> None:
+    """Refuse a checkpoint to continue from that is nowhere; one that is there is read before the model is loaded."""
+    how = resume_choice("auto" if name is None else name)
+    if how not in ("auto", "no") and not Path(how).is_dir():
+        raise ConfigError(
+            f"there is no folder {how!r}.",
+            place=place,
+            fix="check the path, or use auto, which takes the newest good one.",
+        )
 
 
 def check_data(name: str, *, place: str) -> None:

@@ -14,13 +14,13 @@ from test_checkpoint_choices import checkpoint_folder, foreign, save
 from transformers import LlamaConfig
 
 from accel_scale.errors import ConfigError
+from accel_scale.flags.paths import resume_choice
 from accel_scale.training.checkpoints.going_on import (
     Course,
     chosen_before,
     course_of_pretraining,
     course_of_sft,
     refuse_leftovers,
-    resume_choice,
 )
 from accel_scale.training.checkpoints.settings import files_fingerprint
 

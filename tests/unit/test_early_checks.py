@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+import signal
+import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -11,6 +16,7 @@ import pytest
 from said_early import said_with_imports
 
 from accel_scale.errors import ConfigError
+from accel_scale.facts.exit_statuses import INTERRUPTED_STATUS
 from accel_scale.launching import hub_reach
 from accel_scale.modeling.files import check_stored_row_length
 from accel_scale.starting.early_checks import check_command_line
@@ -31,6 +37,7 @@ def somewhere(tmp_path, monkeypatch):
     Path("model/config.json").write_text("{}")
     Path("rows.jsonl").write_text("{}\n")
     Path("flags.yaml").write_text("# comment\nmodel_name_or_path: ./absent\n")
+    Path("resumed.yaml").write_text("resume: absent\n")
     yield
     hub_reach.unreachable_hub.cache_clear()
 
@@ -43,6 +50,8 @@ class Named:
     tokenizer: str | None = None
     dataset_name: str | None = None
     output_dir: str | None = None
+    resume_from_checkpoint: str | None = "auto"
+    resume: str = "auto"
     dataset_mixture: list[str] = dataclasses.field(default_factory=list)
     data: list[str] = dataclasses.field(default_factory=list)
 
@@ -66,6 +75,8 @@ def check(words: str) -> None:
         ("--model_name_or_path owner/name", "--model_name_or_path", r"127\.0\.0\.1 cannot be reached"),
         ("--dataset_name owner/rows:main", "--dataset_name", r"127\.0\.0\.1 cannot be reached"),
         ("--model_name_or_path model --output_dir model", "--output_dir", "would be overwritten"),
+        ("--resume_from_checkpoint out/checkpoint-2", "--resume_from_checkpoint", "no folder 'out/checkpoint-2'"),
+        ("--config_file resumed.yaml", "resumed.yaml:1", "no folder 'absent'"),
         ("--output_dir model", "--output_dir", r"holds a model \(config\.json\)"),
     ],
 )
@@ -85,6 +96,9 @@ def test_it_is_refused_by_name(words, place, problem):
         "--model_name_or_path model --dataset_name rows.jsonl --output_dir out",
         "--config_file flags.yaml --model_name_or_path model",
         "--tokenizer byte --data rows.jsonl=0.7",
+        "--resume_from_checkpoint model",
+        "--resume_from_checkpoint True",
+        "--resume no",
         "--help --model_name_or_path /absent",
     ],
 )
@@ -104,10 +118,26 @@ def test_without_a_network_the_cache_is_used_and_said(monkeypatch, capsys):
         check("--model_name_or_path owner/other")
 
 
+@pytest.mark.slow
+def test_a_hub_that_never_answers_is_waited_for_two_seconds(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as hub, contextlib.ExitStack() as others:
+        address = hub.getsockname()
+        for _ in range(3):  # nobody accepts them, and the next one is not even refused
+            waiting = others.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(address)
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{address[1]}")
+        started = time.monotonic()
+        with pytest.raises(ConfigError, match=r"127\.0\.0\.1 cannot be reached"):
+            check("--model_name_or_path owner/name")
+    assert 1.9 < time.monotonic() - started < 4
+
+
 @pytest.mark.parametrize(
     "words",
     [
         ["recipes/sft.py", "--model_name_or_path", "/absent"],
+        ["recipes/sft.py", "--resume_from_checkpoint", "/absent"],
         ["recipes/pretrain.py", "--data", "/absent.txt"],
         [
             "-m",
@@ -155,6 +185,7 @@ def test_commands_say_so_before_torch_is_imported(repository, words):
             "--columns prompt=question completion=answer --max_length 65",
             "rows of 65 tokens are longer than the mod",
         ),
+        ("sft", "--warmup_ratio 1.5", "--warmup_ratio: warmup_ratio cannot be 1.5."),
         ("dpo", "", "rows.jsonl holds no pairs of answers; its columns are question (text), answer (text)"),
         ("grpo", "--columns prompt=qestion completion=answer", "--columns prompt=qestion: rows.jsonl has no column"),
         ("grpo", "--rewards exact", "--rewards: exact is no reward"),
@@ -172,6 +203,34 @@ def test_rows_lengths_and_rewards_are_checked_before_torch_is_imported(repositor
     assert line in said
     assert " Fix: " in said
     assert not imports & {"torch", "transformers", "datasets"}
+
+
+@pytest.mark.parametrize(("recipe", "fix"), [("sft", "add --dataset_name"), ("pretrain", "add --data.")])
+def test_a_rehearsal_refuses_what_the_recipe_would_before_it_shrinks_the_model(repository, recipe, fix):
+    words = [
+        "--config_file",
+        str(repository / "accelerate_configs/ddp.yaml"),
+        str(repository / f"recipes/{recipe}.py"),
+    ]
+    words = ["-m", "accel_scale.cli.main", "rehearse", *words, "--model_name_or_path", "model"]
+    said, imports = said_with_imports(Path.cwd(), words)
+    assert said.startswith("accel-scale rehearse: error: --model_name_or_path: a model is given but nothing to train")
+    assert fix in said
+    assert not imports & {"torch", "transformers", "datasets"}
+
+
+def test_ctrl_c_among_the_imports_is_one_line_that_says_how_to_go_on(repository):
+    command = [sys.executable, "-X", "importtime", str(repository / "recipes/sft.py"), "--output_dir", "out"]
+    env = {**os.environ, "PYTHONPATH": str(repository)}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as process:
+        for line in process.stderr:
+            if line.rpartition("|")[2].strip().startswith("torch."):  # which is being imported
+                break
+        process.send_signal(signal.SIGINT)
+        said = [line for line in process.stderr.read().splitlines() if not line.startswith("import time:")]
+        assert process.stdout.read() == ""
+    assert said == ["sft.py: interrupted; the same command starts over, or continues from its last checkpoint."]
+    assert process.returncode == INTERRUPTED_STATUS
 
 
 @pytest.mark.parametrize(

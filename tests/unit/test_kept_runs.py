@@ -21,8 +21,9 @@ from accel_scale.ending.launcher import end_with_launcher
 from accel_scale.ending.user_errors import CheckpointNotSaved
 from accel_scale.errors import ConfigError
 from accel_scale.facts.exit_statuses import EXIT_STOPPED
+from accel_scale.flags.paths import resume_choice
 from accel_scale.training.checkpoints.folders import latest_complete_checkpoint
-from accel_scale.training.checkpoints.going_on import Course, resume_choice
+from accel_scale.training.checkpoints.going_on import Course
 from accel_scale.training.checkpoints.manifest import Manifest, describe_files, read_manifest, write_manifest
 from accel_scale.training.checkpoints.settings import differences, files_fingerprint, model_record, rows_fingerprint
 from accel_scale.training.checkpoints.signals import STOP_SIGNALS, StopSignals
@@ -76,11 +77,21 @@ def test_every_file_of_a_trainers_checkpoint_is_in_its_manifest(finished):
     assert manifest.settings["model"]["hidden_size"] == 32
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "scheduler.pt", "random_states_0.pt"])
-def test_damage_is_named_and_the_checkpoint_before_is_taken(finished, run, capsys, name):
+@pytest.mark.parametrize(
+    ("name", "is_flipped"),
+    [
+        ("model.safetensors", True),
+        ("model.safetensors", False),
+        ("optimizer.pt", False),
+        ("scheduler.pt", False),
+        ("random_states_0.pt", False),
+        ("trainer_state.json", False),
+    ],
+)
+def test_damage_is_named_and_the_checkpoint_before_is_taken(finished, run, capsys, name, is_flipped):
     """One flipped bit, or a file that is gone: never weights or a fresh optimizer without a word."""
     path = run / "checkpoint-4" / name
-    if name == "model.safetensors":
+    if is_flipped:
         content = bytearray(path.read_bytes())
         content[-3] ^= 1
         path.write_bytes(content)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
+from accel_scale.flags.paths import resume_choice
 from accel_scale.reporting.summary import SUMMARY_NAME
 from accel_scale.training.checkpoints.folders import (
     is_foreign,
@@ -35,14 +36,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from accel_scale.flags.pretraining import PretrainArguments
-
-_AUTO, _NO = ("auto", "true", "yes", ""), ("no", "false", "none", "never")
-
-
-def resume_choice(value: object) -> str:
-    """``auto``, ``no``, or the path of a checkpoint, however it was written."""
-    text = str(value)
-    return "auto" if text.lower() in _AUTO else "no" if text.lower() in _NO else text
 
 
 @dataclass(frozen=True)
