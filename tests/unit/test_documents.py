@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import json
 import re
+import shlex
 import statistics
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 
 import accel_scale
 from accel_scale.cli.main import main
+from accel_scale.launching.machine import detect_machine
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "accel_scale" / "assets" / "README.md"])
@@ -65,6 +67,43 @@ def test_commands_before_a_launch_can_be_typed_as_they_are():
     assert len(blocks) == 2
     for block in blocks:
         assert "…" not in block
+
+
+def shell_lines(page: Path) -> list[str]:
+    """The lines of a page's shell blocks, continued ones joined."""
+    blocks = re.findall(r"```bash\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    return [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+
+
+def test_files_of_the_readmes_commands_exist_or_are_said_to_be_the_readers_own():
+    prose = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    stand_in = [
+        name
+        for names in re.findall(r"((?:`[^`]+`(?:, | and )?)+) stand for your own", prose)
+        for name in re.findall(r"`([^`]+)`", names)
+    ]
+    seen = []
+    for line in shell_lines(ROOT / "README.md"):
+        words, comment = shlex.split(line, comments=True), line.partition(" #")[2]
+        for name in (word for word in words if re.search(r"\.(jsonl|json|yaml|txt|py)$", word)):
+            seen.append(name)
+            assert (ROOT / name).exists() or name.startswith(tuple(stand_in)) or "your " in comment, line
+    assert {"web/*.jsonl", "my_run.yaml", "data/pairs.jsonl", "recipes/sft.py"} <= set(seen)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/start.md", "docs/rehearsal.md", "docs/adding.md"])
+def test_the_doctor_finds_nothing_in_a_pages_command_but_what_the_page_says(page, capsys, monkeypatch):
+    if detect_machine().num_devices:
+        pytest.skip("the pages' launches are for machines that have as many devices or none")
+    monkeypatch.chdir(ROOT)
+    prose = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    (line,) = (line for line in shell_lines(ROOT / page) if line.startswith("accel-scale doctor"))
+    status = main(shlex.split(line, comments=True)[1:])
+    errors = re.findall(r"^error: [^:]+: (.*)\. Fix: ", capsys.readouterr().out, re.MULTILINE)
+    assert [error for error in errors if f"`{error}`" not in prose] == []
+    assert status == bool(errors)
+    assert not errors or re.search(r"exits with (status )?1\b", prose)
+    assert bool(errors) == (page in ("README.md", "docs/rehearsal.md"))
 
 
 def test_the_index_lists_every_page():
