@@ -167,6 +167,35 @@ def test_resume_continues_exactly(sft, tmp_path: Path, method: str) -> None:
     assert not list(whole["out"].glob("*.partial"))
 
 
+def test_a_checkpoint_of_something_else_is_refused_before_the_model_is_loaded(
+    sft, shared_data: Path, tmp_path: Path
+) -> None:
+    saving = "--max_steps 1 --save_strategy steps --save_steps 1"
+    full, lora = (sft(saving, f"--method {method}")["out"] / "checkpoint-1" for method in ("full", "lora"))
+    unloadable = shutil.copytree(
+        shared_data / "stories260k", tmp_path / "other", ignore=shutil.ignore_patterns("*.safetensors")
+    )
+    config = json.loads((unloadable / "config.json").read_text())
+    (unloadable / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
+    no_state = shutil.copytree(full, tmp_path / "checkpoint-1")
+    (no_state / "trainer_state.json").unlink()
+    no_weights = shutil.copytree(full, tmp_path / "checkpoint-2")
+    (no_weights / "model.safetensors").unlink()
+    for folder, method, problem in (
+        (tmp_path / "nowhere", "full", f"{tmp_path / 'nowhere'} is not a good checkpoint: manifest.json is missing"),
+        (no_state, "full", "is not a good checkpoint: trainer_state.json is missing"),
+        (no_weights, "full", "is not a good checkpoint: model.safetensors is missing"),
+        (full, "full", f"model.num_hidden_layers {config['num_hidden_layers']} → 3"),
+        (full, "lora", "was saved with other settings: method full → lora"),
+        (lora, "full", "was saved with other settings: method lora → full"),
+    ):
+        flags = ("--max_steps 1", f"--method {method}", f"--resume_from_checkpoint {folder}")
+        with pytest.raises(ConfigError) as refused:
+            sft(*flags, f"--model_name_or_path {unloadable}")
+        assert problem in str(refused.value)
+        assert (refused.value.place, bool(refused.value.fix)) == ("--resume_from_checkpoint", True)
+
+
 def test_bad_rows_are_named_or_counted(sft, small_gsm8k: Path, tmp_path: Path) -> None:
     lines = small_gsm8k.read_text().splitlines()
     lines[4] = lines[4][:-9]

@@ -52,7 +52,16 @@ def test_variables_set_by_hand_are_refused(env, place, problem):
     assert refused.value.fix
 
 
-@pytest.mark.parametrize("variable", ["RANK=1", "WORLD_SIZE=4", "WORLD_SIZE=abc", "ACCEL_SCALE_ORPHAN_SECONDS=soon"])
+@pytest.mark.parametrize(
+    "variable",
+    [
+        "RANK=1",
+        "WORLD_SIZE=4",
+        "WORLD_SIZE=abc",
+        "ACCELERATE_MIXED_PRECISION=fp17",
+        "ACCEL_SCALE_ORPHAN_SECONDS=soon",
+    ],
+)
 def test_recipes_say_so_in_a_line_before_their_imports(repository, variable):
     name, _, value = variable.partition("=")
     command = [sys.executable, "recipes/pretrain.py" if name == "RANK" else "recipes/sft.py"]
