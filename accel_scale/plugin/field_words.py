@@ -10,6 +10,7 @@ from accel_scale.errors import ConfigError
 
 # Flags that are called otherwise there.
 _RENAMED = {"optim": "optimizer", "lr_scheduler_type": "lr_schedule", "attn_implementation": "attention"}
+_ADAPTERS = "--method lora or qlora"
 # A flag, and what is set with it: the word after it, unless that goes on with the sentence.
 _SENTENCE = (
     "add|already|alone|and|are|beside|both|by|can|cannot|decides|does|follows|for|has|here|in|is|or|says|set|sets|there|"
@@ -29,10 +30,11 @@ def words_of_fields(names: Collection[str], *, place: Callable[[str], str]) -> I
     try:
         yield
     except ConfigError as error:
-        flag = (error.place or "").removeprefix("--")
-        field = _RENAMED.get(flag, flag)
         if error.place:
-            error.place = place(field) if field in names else in_words_of_fields(error.place, names)
+            before, _, flag = error.place.partition("--")
+            field = _RENAMED.get(flag, flag)
+            is_field = not before and field in names
+            error.place = place(field) if is_field else in_words_of_fields(error.place, names)
         error.problem = in_words_of_fields(error.problem, names)
         error.fix = in_words_of_fields(error.fix, names) if error.fix else None
         error.args = (error.one_line(),)
@@ -50,4 +52,6 @@ def in_words_of_fields(text: str, names: Collection[str]) -> str:
         is_plain = name not in names or re.fullmatch(r"[\d.]+|[Tt]rue|[Ff]alse", value)
         return f"{name}={value}" if is_plain else f'{name}="{value}"'
 
+    if "adapter" in names:
+        text = text.replace(_ADAPTERS, "an adapter")
     return _FLAG.sub(reworded, text)

@@ -122,7 +122,7 @@ class ScaledAccelerator(Accelerator):
         if output_dir is None:  # automatic naming: Accelerate also rotates
             return super().save_state(output_dir, *args, **kwargs)
         self._clear_leftovers(output_dir)
-        with save_atomically(output_dir) as staging:
+        with self.scale.in_words_of_fields(), save_atomically(output_dir) as staging:
             super().save_state(str(staging), *args, **kwargs)
             if self.scale.verify_first_checkpoint and self.first_verification is None and self._models:
                 self.wait_for_everyone()

@@ -81,6 +81,14 @@ class ScaleTrainerMixin(LearningMixin, GuardMixin, MemoryRecoveryMixin, OutputFo
         if self._adapter is not None or self.model_wrapped is None:
             self.model_wrapped = self.model
 
+    def train(self, *args: object, **kwargs: object) -> object:  # type: ignore[override]
+        with self.scale.in_words_of_fields():
+            return super().train(*args, **kwargs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        with self.scale.in_words_of_fields():
+            super().save_model(output_dir, _internal_call)
+
     def in_user_words(self, advice: str) -> str:
         return in_words_of_fields(advice, self.scale.field_names)
 

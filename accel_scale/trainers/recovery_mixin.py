@@ -43,7 +43,7 @@ class MemoryRecoveryMixin:
         except Exception as error:
             if self.memory_recovery is None or not is_out_of_memory(error):
                 raise
-            self.memory_recovery.stop_run(error)
+            self.memory_recovery.stop_run(error, words=self.in_user_words)
         finally:
             if self.memory_recovery is not None:
                 self.memory_recovery.close()

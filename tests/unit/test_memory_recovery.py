@@ -646,7 +646,7 @@ def test_means_of_a_trainer_weigh_by_their_labels(tmp_path) -> None:
 )
 def test_a_trainers_recovery_ends_with_its_training(error, has_begun, stops, monkeypatch) -> None:
     ends = []
-    recovery = SimpleNamespace(close=lambda: ends.append("closed"), stop_run=lambda why: ends.append(why))
+    recovery = SimpleNamespace(close=lambda: ends.append("closed"), stop_run=lambda why, words: ends.append(why))
 
     def train(self, *given, **more):
         assert self.memory_recovery is None, "that of an earlier training is gone"

@@ -99,6 +99,7 @@ def test_messages_never_name_a_flag():
         "set --precision bf16, or ": 'set precision="bf16", or ',
         "use --precision bf16.": 'use precision="bf16".',
         "remove it or use --lr_scheduler_type cosine.": 'remove it or use lr_schedule="cosine".',
+        "a shorter --max_length, --method lora or qlora, or": "a shorter max_length, an adapter, or",
     }
     for text, begin in expected.items():
         assert in_words_of_fields(text, names).startswith(begin)

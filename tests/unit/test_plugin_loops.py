@@ -22,7 +22,7 @@ from accel_scale.plugin.loop_settings import require_parts, set_accumulation
 from accel_scale.plugin.plugin import ScalePlugin
 from accel_scale.plugin.preparing import adapt_optimizer, step_once_per_update
 from accel_scale.plugin.replacing import replace_optimizer
-from accel_scale.training.saving.verification import VerifyResult
+from accel_scale.training.saving.verification import CheckpointMismatch, VerifyResult
 
 
 @pytest.fixture(autouse=True)
@@ -145,6 +145,14 @@ def test_the_first_state_is_read_back_of_every_model_and_no_later_one(tmp_path: 
     assert (found.max_abs_diff, found.source) == (0.0, "model.safetensors + model.safetensors")
     accelerator.save_state(str(tmp_path / "step_2"))
     assert accelerator.first_verification is found
+    AcceleratorState._reset_state(reset_partial_state=True)
+    losing = ScalePlugin().accelerator(cpu=True)
+    losing.prepare(torch.nn.Linear(2, 3))
+    losing.register_save_state_pre_hook(lambda models, weights, folder: weights[0].pop("bias"))
+    with pytest.raises(CheckpointMismatch, match="bias is missing") as mismatch:
+        losing.save_state(str(tmp_path / "lost"))
+    assert " verify_first_checkpoint=false saves" in str(mismatch.value), "a field, and no flag"
+    assert not (tmp_path / "lost").exists()
     AcceleratorState._reset_state(reset_partial_state=True)
     unasked = ScalePlugin(verify_first_checkpoint=False).accelerator(cpu=True)
     unasked.prepare(torch.nn.Linear(2, 3))

@@ -11,6 +11,7 @@ import torch
 from accelerate.state import AcceleratorState
 from datasets import Dataset
 from peft import LoraConfig
+from safetensors.torch import save_file
 from test_guard_trainer import Line, Rates, rows
 from test_plugin import tiny, token_rows
 from torch.optim.lr_scheduler import LambdaLR
@@ -22,6 +23,7 @@ from accel_scale.facts.strategies import strategy_named
 from accel_scale.plugin import preparing
 from accel_scale.plugin.plugin import ScalePlugin
 from accel_scale.training.guard.learning import NothingLearnt
+from accel_scale.training.saving.verification import CheckpointMismatch
 
 USUAL: dict[str, Any] = {
     "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 3, "learning_rate": 0.1,
@@ -209,6 +211,44 @@ def test_trainers_that_cannot_be_scaled_are_refused(tmp_path: Path) -> None:
     script.plugin.optimizer = None
     with pytest.raises(AttributeError):  # of DeepSpeed's, which is not here
         script.trainer.create_scheduler(3)
+
+
+def test_what_fails_while_a_trainer_trains_or_saves_is_said_in_fields(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Messages that the recipes share name flags, which a script does not have."""
+    args = TrainingArguments(str(tmp_path / "guarded"), **{**USUAL, "optim": "galore_adamw_layerwise"})
+    guarded = ScalePlugin(guard="skip").trainer(Trainer)(model=Line(), args=args, train_dataset=rows({}))
+    with pytest.raises(ConfigError) as refused:
+        guarded.train()
+    assert refused.value.one_line() == (
+        "ScalePlugin(guard=): galore_adamw_layerwise changes weights in the backward pass, before the guard can check "
+        'the step. Fix: use another optimizer, or guard="off".'
+    )
+
+    trainer = Script(tmp_path / "saved").trainer
+    save = trainer._save
+    part = {"layer.bias": trainer.model.layer.bias}
+    monkeypatch.setattr(trainer, "_save", lambda folder, state_dict=None: save(folder, part))
+    trainer.args.save_strategy = "steps"
+    trainer.args.save_steps = 3
+    final = Script(tmp_path / "final").trainer
+    final.model.save_pretrained = lambda folder, state_dict: save_file(part, folder / "model.safetensors")
+    for save_part in (trainer.train, final.save_model):
+        with pytest.raises(CheckpointMismatch, match=r"layer\.weight is missing") as mismatch:
+            save_part()
+        assert (mismatch.value.fix or "").endswith("; verify_first_checkpoint=false saves without this check.")
+
+    script = Script(tmp_path / "full")
+    script.optimizer.register_step_pre_hook(fail_for_want_of_memory)
+    with pytest.raises(SystemExit):
+        script.trainer.train()
+    [line] = [line for line in capsys.readouterr().err.splitlines() if "in the optimizer's step 1" in line]
+    assert ' Fix: use optimizer="adamw_torch_8bit" or paged_adamw_8bit, an adapter, or a launch file that ' in line
+
+
+def fail_for_want_of_memory(*_: Any) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
 def test_an_adapter_is_all_that_a_scripts_optimizer_trains_then(tmp_path: Path) -> None:

@@ -274,10 +274,13 @@ class MemoryRecovery:
                 "global batch."
             )
 
-    def stop_run(self, error: BaseException) -> None:
+    def stop_run(self, error: BaseException, *, words: Callable[[str], str] = str) -> None:
         """End every process: `error` says that memory ran out where nothing can be taken again; does not return.
 
         The optimizer's first step allocates its states; halfway through, some weights are new and some are not.
+
+        Args:
+            words: Says advice, which names flags, as the user writes them.
         """
         in_step = any(_OPTIMIZER_SOURCE.search(frame.filename) for frame in extract_tb(error.__traceback__))
         where = (
@@ -286,7 +289,7 @@ class MemoryRecovery:
             else "outside of the passes that can be taken again"
         )
         self._tell(self.step_number - in_step)
-        rank, fix = self._accelerator.process_index, STATE_REMEDIES if in_step else REMEDIES
+        rank, fix = self._accelerator.process_index, words(STATE_REMEDIES if in_step else REMEDIES)
         self._stop.stop(f"memory ran out {where} on rank {rank} ({reason_in(error)}). Fix: {fix}.")
 
     def _stop_line(self, text: str | None, reason: str) -> str:
