@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
 
+from accel_scale.ending.last_word import repeat_last
 from accel_scale.ending.launcher import end_with_launcher
 from accel_scale.ending.user_errors import user_errors
 from accel_scale.facts.exit_statuses import INTERRUPTED_STATUS
@@ -35,17 +36,21 @@ def begin(program: str, flag_classes: Sequence[FlagClass], refuse: Callable[[Par
 def end_at_interrupt(program: str) -> None:
     """Ctrl-C while there is nothing to save: one line and status 130, in the midst of imports too.
 
-    While it trains, `StopSignals` stands here.
+    Under a launcher, which ends with a traceback, the line is said again after it. While it trains, `StopSignals`
+    stands here.
     """
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # a shell that runs it in the background
         return
     own = os.getpid()
 
     def end(number: int, frame: FrameType | None) -> None:
-        if os.getpid() == own and os.environ.get("RANK", "0") == "0":
-            line = f"{program}: interrupted; the same command starts over, or continues from its last checkpoint.\n"
-            os.write(2, line.encode())
-        os._exit(INTERRUPTED_STATUS)
+        try:
+            if os.getpid() == own and os.environ.get("RANK", "0") == "0":
+                line = f"{program}: interrupted; the same command starts over, or continues from its last checkpoint."
+                os.write(2, f"{line}\n".encode())
+                repeat_last(line)
+        finally:
+            os._exit(INTERRUPTED_STATUS)
 
     signal.signal(signal.SIGINT, end)
 

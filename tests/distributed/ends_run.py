@@ -10,7 +10,7 @@ from pathlib import Path
 
 from accel_scale.ending.user_errors import user_errors
 from accel_scale.errors import ConfigError
-from accel_scale.starting.begin import begin_process
+from accel_scale.starting.begin import begin_process, end_at_interrupt
 
 PROGRAM = "ends_run.py"
 
@@ -21,6 +21,8 @@ def main(mode: str, folder: Path) -> None:
         raise ConfigError("is wrong.", place="--flag", fix="fix it.")
     if mode == "crash on the last rank" and int(rank) + 1 == int(os.environ.get("WORLD_SIZE", "1")):
         raise KeyError("no such thing")
+    if mode == "before training":
+        end_at_interrupt(PROGRAM)
     if mode == "stuck":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     child = os.fork()  # a data loader's worker, or one of a pool that prepares data

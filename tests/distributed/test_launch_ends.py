@@ -56,6 +56,27 @@ def test_the_cause_is_the_last_line(real_python, repository, tmp_path, launcher,
     assert lines.count(last) == times  # at once by one rank, and after the launcher's report
 
 
+@pytest.mark.parametrize("launcher", ["accelerate", "torchrun, two"])
+def test_ctrl_c_before_training_ends_with_how_to_go_on(real_python, repository, tmp_path, launcher):
+    launched = subprocess.Popen(
+        command(real_python, launcher, "before training", str(tmp_path)),
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=repository,
+        env={**os.environ, **ENVIRONMENT}, start_new_session=True,
+    )  # fmt: skip
+    pids = [launched.pid]
+    try:
+        pids += wait_for_pids(tmp_path, 2 if "two" in launcher else 1)
+        os.killpg(launched.pid, signal.SIGINT)
+        lines = [line for line in launched.communicate(timeout=60)[1].splitlines() if line.strip()]
+    finally:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    last = "ends_run.py: interrupted; the same command starts over, or continues from its last checkpoint."
+    assert lines[-1] == last, lines
+    assert lines.count(last) == 2  # at once, and after the launcher's traceback
+
+
 @pytest.mark.parametrize(
     ("launcher", "mode", "status", "last"),
     [
