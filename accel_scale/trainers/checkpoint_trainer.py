@@ -104,6 +104,10 @@ def check_trainer_fit(found: Found, strategy: str, *, place: str) -> None:
         )
 
 
+# Of models, adapters and shards; `latest` names DeepSpeed's folder.
+_WEIGHTS = ("*.safetensors", "*model*.bin", "*.distcp", "latest")
+
+
 def check_foreign(folder: Path, *, place: str) -> None:
     """Refuse a Trainer's folder without a manifest in which something is missing.
 
@@ -112,6 +116,8 @@ def check_foreign(folder: Path, *, place: str) -> None:
     """
     problems = checkpoint_problems(folder)
     problem = problems[0] if problems else _missing(folder)
+    if problem is None and not any(next(folder.rglob(name), None) for name in _WEIGHTS):
+        problem = "has no weights"
     if problem:
         raise ConfigError(f"{folder} is not a good checkpoint: {problem}.", place=place, fix="name another one.")
 

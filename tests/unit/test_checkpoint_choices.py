@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from accel_scale.errors import ConfigError
 from accel_scale.trainers import checkpoint_trainer as trainers
@@ -239,7 +240,17 @@ def test_another_programs_folder_is_looked_through(tmp_path: Path) -> None:
             trainers.check_foreign(folder, place="resume")
         torch.save({}, folder / name)
     torch.save({}, folder / "rng_state.pth")
-    trainers.check_foreign(folder, place="resume")
+    for name in ("adapter/adapter_model.safetensors", "pytorch_model.bin", "pytorch_model_fsdp_0/__0_0.distcp"):
+        with pytest.raises(ConfigError, match="not a good checkpoint: has no weights"):
+            trainers.check_foreign(folder, place="resume")
+        weights = folder / name
+        weights.parent.mkdir(exist_ok=True)
+        save_file({}, weights) if weights.suffix == ".safetensors" else torch.save({}, weights)
+        if weights.suffix == ".distcp":
+            (weights.parent / ".metadata").touch()
+        trainers.check_foreign(folder, place="resume")
+        weights.unlink()
+    torch.save({}, folder / "pytorch_model.bin")
     os.truncate(folder / "optimizer.pt", 10)
     with pytest.raises(ConfigError, match=r"not a good checkpoint: optimizer\.pt"):
         trainers.check_foreign(folder, place="resume")
