@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 from said_early import said_with_imports
 
+from accel_scale.data.default import default_model_path
 from accel_scale.errors import ConfigError
 from accel_scale.facts.exit_statuses import INTERRUPTED_STATUS
 from accel_scale.launching import hub_reach
@@ -157,6 +159,18 @@ def test_commands_say_so_before_torch_is_imported(repository, words):
     said, imports = said_with_imports(repository, words)
     assert "/absent" in said
     assert " Fix: " in said
+    assert not imports & {"torch", "transformers", "datasets"}
+
+
+@pytest.mark.parametrize("recipe", ["sft", "pretrain"])
+def test_recipes_do_not_write_into_the_model_that_they_read(repository, recipe):
+    shutil.copytree(default_model_path(), "base")
+    before = {path.name: path.read_bytes() for path in Path("base").iterdir()}
+    words = ["--model_name_or_path", "base", "--output_dir", "base"]
+    words += ["--data" if recipe == "pretrain" else "--dataset_name", "rows.jsonl"]
+    said, imports = said_with_imports(Path.cwd(), [str(repository / f"recipes/{recipe}.py"), *words])
+    assert "--output_dir: base is where --model_name_or_path is read from: base would be overwritten." in said
+    assert {path.name: path.read_bytes() for path in Path("base").iterdir()} == before
     assert not imports & {"torch", "transformers", "datasets"}
 
 
