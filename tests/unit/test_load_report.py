@@ -9,9 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, MixtralConfig
+from transformers.integrations import HfDeepSpeedConfig
 
 from accel_scale.errors import ConfigError
-from accel_scale.modeling.load_report import fit_of
+from accel_scale.modeling.load_report import fit_of, refuse_partial_load
 from accel_scale.modeling.loading import load_model, skeleton_of
 
 SIZES = {
@@ -96,3 +97,14 @@ def test_names_alone_tell_the_same(tmp_path, kind):
     lost = fit_of(skeleton_of(config), [*names[1:], "model.layers.7.mlp.up_proj.weight"])
     assert lost["missing_keys"] == {names[0]}
     assert lost["unexpected_keys"] == {"model.layers.7.mlp.up_proj.weight"}
+
+
+def test_layers_that_zero3_leaves_out_in_silence_are_found_in_the_files(base):
+    """There transformers reports nothing that the model lacks."""
+    model = LlamaForCausalLM(LlamaConfig(**SIZES | {"num_hidden_layers": 1}))
+    said_by_transformers = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set()}
+    zero3 = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})
+    with pytest.raises(ConfigError, match=r"9 weights in it are not in the model \(model\.layers\.1\."):
+        refuse_partial_load(model, said_by_transformers, name=str(base), place="--model_name_or_path")
+    del zero3
+    refuse_partial_load(model, said_by_transformers, name=str(base), place="--model_name_or_path")
