@@ -154,6 +154,13 @@ def test_a_study_whose_first_trials_all_fail_stops_and_says_why(tune: Any, tmp_p
         tune([*argv, "--", "--max_steps", "5"])
 
 
+def test_a_loss_of_exactly_zero_is_a_failure_and_not_the_best_trial(tune: Any, tmp_path: Path) -> None:
+    space = write_space(tmp_path, learning_rate={"low": 0.1, "high": 0.2})
+    argv = [str(SMALL), "--space", str(space), "--output_dir", str(tmp_path / "out"), "--num_trials", "1"]
+    with pytest.raises(ConfigError, match="eval_loss is exactly 0: no row had a token that the loss is taken on"):
+        tune([*argv, "--", "--max_steps", "2", "--has_labels", "false"])
+
+
 @pytest.mark.soak
 def test_two_searches_share_a_study_and_ctrl_c_queues_the_trial(repository: Path, tmp_path: Path) -> None:
     space = write_space(tmp_path, learning_rate={"low": 0.05, "high": 0.2}, max_steps=4)
