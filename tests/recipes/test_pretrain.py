@@ -130,6 +130,22 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(pretrain: Pretrai
         pretrain("--max_steps 15 --resume no", out="parts")
 
 
+def test_a_routers_loss_is_trained_where_the_configuration_asks_for_it(pretrain: Pretrain, tmp_path: Path) -> None:
+    """The first loss is larger by the coefficient times what the routers' loss is, and so its log says."""
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
+    first = {}
+    for name, coefficient in (("without", 0.0), ("with", 0.5)):
+        (tmp_path / name).mkdir()
+        config = {"model_type": "mixtral", **SHAPE, **experts, "router_aux_loss_coef": coefficient}
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        folder = pretrain(f"--max_steps 1 --model_config {tmp_path / name}/config.json", out=f"out-{name}")["out"]
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        first[name] = next(line for line in lines if "loss" in line)
+    assert first["with"]["aux_loss"] > 1
+    added = first["with"]["loss"] - first["without"]["loss"]
+    assert added == pytest.approx(0.5 * first["with"]["aux_loss"], rel=1e-4)
+
+
 def test_long_rows_change_no_loss(pretrain: Pretrain) -> None:
     flags = "--max_steps 4 --save_steps 0 --eval_steps 0"
     whole, cut = pretrain(flags, out="whole"), pretrain(f"{flags} --long_rows", out="cut")

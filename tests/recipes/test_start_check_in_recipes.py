@@ -40,18 +40,26 @@ LAUNCHES = {
 }
 
 
-@pytest.mark.parametrize("strategy", LAUNCHES)
-def test_sft_refuses_packing_that_leaks_under_every_strategy(
-    repository: Path, rows: Path, tmp_path: Path, strategy: str
+@pytest.mark.parametrize(
+    ("recipe", "strategy"),
+    [*(("sft", strategy) for strategy in LAUNCHES), ("pretrain", "fsdp2"), ("pretrain", "zero3")],
+)
+def test_packing_that_leaks_is_refused_under_every_strategy(
+    repository: Path, rows: Path, tmp_path: Path, recipe: str, strategy: str
 ) -> None:
     """Where weights are sharded, too: the check has a model of its own. A launch changes its process."""
     model = folder_of(BloomConfig(hidden_size=1024, n_layer=24, n_head=16), tmp_path / "bloom")
-    flags = f"--model_name_or_path {model} --dataset_name {rows} --output_dir {tmp_path / 'out'} --max_length 64"
-    command = [sys.executable, str(repository / "recipes" / "sft.py"), *flags.split()]
+    own = {
+        "sft": f"--model_name_or_path {model} --dataset_name {rows}",
+        "pretrain": f"--model_config {model} --data {rows} --max_steps 2 --isolate_documents true",
+    }
+    flags = f"{own[recipe]} --output_dir {tmp_path / 'out'} --max_length 64"
+    command = [sys.executable, str(repository / "recipes" / f"{recipe}.py"), *flags.split()]
     env = {**os.environ, **LAUNCHES[strategy], "PYTHONPATH": str(repository)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2, done.stderr
-    assert re.search(r"lets packed documents see each other.*--packing false", done.stderr.splitlines()[-1])
+    fix = {"sft": "--packing false", "pretrain": "--isolate_documents false"}[recipe]
+    assert re.search(rf"lets packed documents see each other.*{fix}", done.stderr.splitlines()[-1])
 
 
 def test_sft_tells_an_encoder_to_decode(sft_module: Any, rows: Path, tmp_path: Path) -> None:
