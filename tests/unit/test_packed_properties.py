@@ -89,6 +89,23 @@ def test_values_and_gradients_are_those_of_a_mask(length, num_rows, window, head
         assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+def test_buckets_are_split_by_one_node_of_the_backward_pass_each_tensor() -> None:
+    """A slice for each bucket would give as many gradients as long as the whole, which are then added up."""
+    tensors = [torch.randn(1, 2, 120, 8).requires_grad_() for _ in range(3)]
+    layout = packed_layout(starts_of([[60, 30, 15, 10, 5]]), None, CPU)
+    assert len(layout.buckets) > 1
+    module: Any = SimpleNamespace(is_causal=True)
+    output, _ = packed_attention_forward(module, *tensors, attach_layout(layout))
+    nodes, waiting = set(), [output.grad_fn]
+    while waiting:
+        if (node := waiting.pop()) is not None and node not in nodes:
+            nodes.add(node)
+            waiting += [before for before, _ in node.next_functions]
+    names = [node.name() for node in nodes]
+    assert names.count("SplitWithSizesBackward0") == 3
+    assert not any(name.startswith(("Slice", "Add", "Narrow")) for name in names)
+
+
 @pytest.mark.parametrize("shares", [True, False])
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
 def test_grouped_heads_with_and_without_a_kernel_for_them(shares, heads, monkeypatch) -> None:
