@@ -16,10 +16,11 @@ from accel_scale.errors import ConfigError
 if TYPE_CHECKING:
     import torch
     from peft import LoraConfig
-    from transformers import PreTrainedModel
+    from transformers import BitsAndBytesConfig, PreTrainedModel
 
 # What models call the part between their vision tower and their language model.
 _PROJECTOR = re.compile(r"(?:^|\.)(?:\w*project(?:or|ion)|connector|merger\w*|\w*merger|aligner|resampler)\.")
+_CLAMPED_WEIGHT = re.compile(r"self\.(\w+)\.weight\.(?:data\.)?clamp_?\(")
 _READ_WEIGHT = re.compile(r"self\.(\w+)\.weight\b(?!\.(?:dtype|device|shape))")
 
 
@@ -118,6 +119,27 @@ def unquantised_modules(model: PreTrainedModel) -> list[str]:
     from transformers.quantizers.base import get_keys_to_not_convert
 
     return sorted({*get_keys_to_not_convert(model), *parts_beside_language(model)})
+
+
+def keep_clamped_weights(quantization: BitsAndBytesConfig, model: PreTrainedModel) -> None:
+    """Leave linear layers out of `quantization` whose weights the model's own code clamps, as Gemma 3n's does.
+
+    Args:
+        quantization: A `BitsAndBytesConfig`. One that names modules to leave out stays as it is.
+        model: On the meta device.
+    """
+    import torch
+    from transformers.quantizers.base import get_keys_to_not_convert
+
+    if getattr(quantization, "llm_int8_skip_modules", ()) is not None:
+        return
+    try:
+        leaves = set(_CLAMPED_WEIGHT.findall(inspect.getsource(sys.modules[type(model).__module__])))
+    except (OSError, TypeError):  # no source at hand
+        return
+    linears = (name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
+    if clamped := [name for name in linears if name.rpartition(".")[2] in leaves]:
+        quantization.llm_int8_skip_modules = sorted({*get_keys_to_not_convert(model), *clamped})
 
 
 def is_multimodal(config: Any) -> bool:

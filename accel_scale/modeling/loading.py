@@ -122,7 +122,7 @@ def load_model(
     Raises:
         ConfigError: if the weights or the model class cannot be loaded, or the checkpoint is not the model's.
     """
-    from accel_scale.modeling.adapter_targets import freeze_other_parts
+    from accel_scale.modeling.adapter_targets import freeze_other_parts, keep_clamped_weights
     from accel_scale.modeling.checkpoint_names import remember_used_conversions
     from accel_scale.modeling.load_report import refuse_partial_load
 
@@ -135,6 +135,8 @@ def load_model(
         )
         if rewards:
             model_kwargs["num_labels"] = config.num_labels
+        if quantization_config is not None and not trust_remote_code:
+            keep_clamped_weights(quantization_config, skeleton_of(config))
         loaded: Any = language_model_class(config).from_pretrained(
             name,
             output_loading_info=True,

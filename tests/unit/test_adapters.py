@@ -369,6 +369,37 @@ def test_a_base_is_quantised_tensor_by_tensor(tmp_path, strategy):
     assert stays < whole / 6
 
 
+def test_weights_that_a_model_clamps_as_it_trains_stay_as_they_are(tmp_path):
+    """Gemma 3n writes the coefficients of its predictions in place, which packed 4-bit weights do not allow."""
+    from transformers import AutoModelForCausalLM, Gemma3nTextConfig
+
+    from accel_scale.modeling.loading import load_model
+
+    config = Gemma3nTextConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, vocab_size=VOCABULARY, vocab_size_per_layer_input=VOCABULARY, hidden_size_per_layer_input=64,
+        laurel_rank=64, num_kv_shared_layers=0, layer_types=["sliding_attention", "full_attention"],
+        activation_sparsity_pattern=[0.0, 0.0], pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    precision = precision_named("bf16")
+    settings = quantization_config(four_bit(), precision=precision)
+    base = load_model(str(tmp_path), dtype=precision.frozen_dtype, quantization_config=settings)
+    leaves = {name.rpartition(".")[2] for name in quantised_layers(base)}
+    assert set(BLOCK_SHAPES) <= leaves
+    assert not leaves & {"prediction_coefs", "correction_coefs", "lm_head"}
+    model = adapted(prepare_quantized_base(base), lora_r=4).train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(4):
+        loss = loss_of(model)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.1
+
+
 def test_no_quantisation_unless_asked_for():
     assert quantization_config(model_args(), precision=precision_named("bf16")) is None
 
