@@ -139,6 +139,7 @@ class PretendGpu:
         yield "torch.cuda.current_device", lambda: 0
         yield "torch.cuda.is_bf16_supported", lambda *args, **kwargs: True
         yield "torch.cuda.get_device_properties", lambda *args: properties
+        yield "torch.cuda.get_per_process_memory_fraction", lambda *args: 1.0
         yield "torch.cuda.get_device_capability", lambda *args: self.device.capability
         yield "torch.cuda.get_device_name", lambda *args: self.device.name
         yield "torch.cuda.get_arch_list", list

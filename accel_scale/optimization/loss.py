@@ -9,24 +9,30 @@ import torch
 from torch.nn import functional as F
 
 from accel_scale.errors import ConfigError
+from accel_scale.facts.loss_chunks import (
+    CARD_LOGITS,
+    CPU_LOGITS,
+    HEAD_GRAD_IN_FORWARD_BYTES,
+    card_logits,
+    chunk_tokens,
+)
 
 if TYPE_CHECKING:
     from accel_scale.optimization.vocabulary_parallel import VocabularyShard
 
 IGNORED_LABEL = -100
-# Logits of one chunk: small enough for a CPU's caches, large enough to keep a GPU's matrix units busy.
-_CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**28}
-# Of a model whose layers run in tiles: as much memory as a tile takes.
-_LONG_ROWS_LOGITS = 2**26
-# Above this size the head's gradient is computed in the backward pass, where the activations are already being
-# freed, at the price of computing the logits a second time.
-_HEAD_GRAD_IN_FORWARD_BYTES = 256 * 2**20
 
 
-def default_chunk_size(vocab_size: int, device_type: str, *, long_rows: bool = False) -> int:
-    """Tokens per chunk whose logits stay within a fixed size, a smaller one for `long_rows`; at least 64."""
-    most = _CHUNK_LOGITS.get(device_type, _CHUNK_LOGITS["cuda"])
-    return max(64, (min(most, _LONG_ROWS_LOGITS) if long_rows else most) // vocab_size)
+def default_chunk_size(vocab_size: int, device: torch.device, *, long_rows: bool = False) -> int:
+    """Tokens per chunk whose logits stay within a share of the device, a smaller one for `long_rows`; at least 64."""
+    return chunk_tokens(_logits_at_once(device), vocab_size, long_rows=long_rows)
+
+
+def _logits_at_once(device: torch.device) -> int:
+    if device.type == "cuda":
+        share = torch.cuda.get_per_process_memory_fraction(device)  # what --device_memory leaves of the card
+        return card_logits(share * torch.cuda.get_device_properties(device).total_memory)
+    return CPU_LOGITS if device.type == "cpu" else CARD_LOGITS
 
 
 def chunked_cross_entropy(
@@ -87,7 +93,7 @@ def chunked_cross_entropy(
             tokens, targets = tokens.index_select(0, kept), targets[kept]
     if num_labels is not None:
         targets = targets.clamp(min=0)  # a wrong number is answered below
-    size = chunk_size or default_chunk_size(lm_head_weight.shape[0], hidden.device.type)
+    size = chunk_size or default_chunk_size(lm_head_weight.shape[0], hidden.device)
     # Not `needs_input_grad` alone: that is true for the head's weight even where no gradient is wanted.
     with_grad = torch.is_grad_enabled()
     options = (size, softcap, logit_scale, return_num_correct, with_grad, vocabulary)
@@ -139,7 +145,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             compute_dtype = torch.get_autocast_dtype(device_type)
         else:
             compute_dtype = torch.promote_types(hidden.dtype, weight.dtype)
-        head_in_forward = weight.numel() * 4 <= _HEAD_GRAD_IN_FORWARD_BYTES
+        head_in_forward = weight.numel() * 4 <= HEAD_GRAD_IN_FORWARD_BYTES
         head = _Head(weight, bias, compute_dtype, softcap, logit_scale, vocabulary)
         grads = _HeadGrads(head, needs_weight and head_in_forward, needs_bias and head_in_forward)
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None

@@ -204,7 +204,8 @@ def plan_run(
     target = target_of(settings, launch)
     try:
         plan = planned_as(settings.on_card or settings, launch, model_config, attention, target, shared)
-        plan = replace(plan, here=setup_of(settings, launch, attention, shared))
+        here = replace(setup_of(settings, launch, attention, shared), chunk_logits=target.logits_here)
+        plan = replace(plan, here=here)
     except ConfigError as error:
         if mode == "auto":
             raise

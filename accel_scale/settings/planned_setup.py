@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from accel_scale.errors import ConfigError
 from accel_scale.facts import hardware
 from accel_scale.facts.device import PACKED_ATTENTION
+from accel_scale.facts.loss_chunks import CARD_LOGITS, card_logits
 from accel_scale.facts.zero_buffers import zero_buffers
 from accel_scale.planning.models.training_setup import (
     GenerationSetup,
@@ -48,6 +49,12 @@ class Target:
     machine: hardware.Machine
     is_cuda: bool
     is_here: bool
+
+    @property
+    def logits_here(self) -> int:
+        """Logits that the chunked loss holds at once on the card that the run will use."""
+        machine = self.machine if self.is_here else hardware.detect_local()
+        return card_logits(machine.gpu.memory_bytes) if machine is not None else CARD_LOGITS
 
 
 @dataclass(frozen=True)
@@ -105,7 +112,7 @@ def setup_of(
     """A recipe's settings in the planner's terms.
 
     Args:
-        card_bytes: Memory of a card, of which vLLM takes a share.
+        card_bytes: Memory of a card, of which the loss and vLLM take a share.
 
     Raises:
         ConfigError: for what the planner does not model: an 8-bit base, adapters by pattern, rows of no known length.
@@ -120,6 +127,8 @@ def setup_of(
     if length is None:
         raise ConfigError(f"without --{length_flag} rows can have any length.", place=f"--{length_flag}")
     rows = _of_rows(settings, launch, attention, model_args, int(length), shared)
+    if card_bytes:
+        rows = replace(rows, chunk_logits=card_logits(card_bytes))
     return _of_rewards(settings, rows, card_bytes)
 
 

@@ -251,7 +251,7 @@ def evaluation(mesh: Any) -> dict[str, Any]:
     """Accuracy and gradients from the head where it is large (computed in the backward pass), and generation."""
     from accel_scale.optimization import loss
 
-    loss._HEAD_GRAD_IN_FORWARD_BYTES = 0
+    loss.HEAD_GRAD_IN_FORWARD_BYTES = 0
     plain, model = build("gemma2", "eager"), build("gemma2", "eager")
     apply_tensor_parallel(model, mesh["tp"])
     outputs = []

@@ -11,12 +11,10 @@ from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING
 
 from accel_scale.errors import ConfigError
-from accel_scale.optimization import loss as real_loss
 from accel_scale.planning.cost.strategies import conflict
 from accel_scale.planning.models.catalogue import load_model_facts
 from accel_scale.planning.models.model_config import facts_from_config
 from accel_scale.planning.models.training_setup import LoraSetup, ParallelSetup, TrainingSetup
-from accel_scale.planning.tape import head
 from accel_scale.planning.tape.activations import _walk, step_bytes
 
 # Few setups for all families, all setups for one.
@@ -133,12 +131,6 @@ def test_a_few_walked_layers_say_what_all_would(architecture, checkpointing):
     assert few.gradient_bytes == pytest.approx(every.gradient_bytes, rel=1e-9)
     # Where kinds of layers alternate, which of them is last moves the peak by one layer's temporaries.
     assert few.peak_bytes == pytest.approx(every.peak_bytes, rel=1e-9 if len(facts.layers) == 1 else 0.02)
-
-
-def test_figures_of_the_chunked_loss_are_the_real_ones():
-    assert head.CHUNK_LOGITS == real_loss._CHUNK_LOGITS
-    assert head.LONG_ROWS_LOGITS == real_loss._LONG_ROWS_LOGITS
-    assert head.HEAD_GRAD_IN_FORWARD_BYTES == real_loss._HEAD_GRAD_IN_FORWARD_BYTES
 
 
 def test_segments_are_as_long_as_the_root_of_the_number_of_layers():

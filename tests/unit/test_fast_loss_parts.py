@@ -97,9 +97,10 @@ def test_counts_for_a_division() -> None:
 
 
 def test_long_rows_take_smaller_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert default_chunk_size(1024, "cuda", long_rows=True) == 2**16
-    assert default_chunk_size(1024, "cpu", long_rows=True) == default_chunk_size(1024, "cpu") == 4096
-    assert default_chunk_size(60_000, "cpu") == 69
+    cpu, mps = torch.device("cpu"), torch.device("mps")
+    assert default_chunk_size(1024, mps, long_rows=True) == 2**16
+    assert default_chunk_size(1024, cpu, long_rows=True) == default_chunk_size(1024, cpu) == 4096
+    assert default_chunk_size(60_000, cpu) == 69
     sizes: list[Any] = []
     monkeypatch.setattr(fast_loss, "chunked_cross_entropy", lambda *_, **given: sizes.append(given["chunk_size"]))
     made = model()

@@ -10,9 +10,9 @@ import pytest
 from accel_scale.cli.main import main
 from accel_scale.errors import ConfigError
 from accel_scale.facts.device import Device
+from accel_scale.facts.loss_chunks import CARD_LOGITS, CPU_LOGITS, chunk_tokens
 from accel_scale.flags.library import load_classes
 from accel_scale.flags.parsing import parse_flags
-from accel_scale.optimization import loss
 from accel_scale.planning.cost.memory import predict_memory
 from accel_scale.planning.models.catalogue import load_model_facts
 from accel_scale.planning.models.training_setup import LoraSetup, TrainingSetup
@@ -65,9 +65,9 @@ def test_what_needs_whole_rows_is_refused(flags: str, problem: str) -> None:
 
 
 def test_chunks_of_the_loss_are_smaller_on_a_card() -> None:
-    assert loss.default_chunk_size(2**17, "cuda", long_rows=True) == 2**9
-    assert loss.default_chunk_size(2**17, "cuda") == 2**11
-    assert loss.default_chunk_size(2**12, "cpu", long_rows=True) == loss.default_chunk_size(2**12, "cpu")
+    assert chunk_tokens(CARD_LOGITS, 2**17, long_rows=True) == 2**9
+    assert chunk_tokens(CARD_LOGITS, 2**17) == 2**11
+    assert chunk_tokens(CPU_LOGITS, 2**12, long_rows=True) == chunk_tokens(CPU_LOGITS, 2**12)
 
 
 def test_host_memory_of_layer_inputs_is_counted() -> None:

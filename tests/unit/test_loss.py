@@ -48,7 +48,7 @@ def full_cross_entropy(hidden, weight, labels, bias=None, softcap=None, logit_sc
     [{}, {"bias": True}, {"softcap": 3.0}, {"logit_scale": 0.25}, {"softcap": 2.0, "logit_scale": 0.5, "bias": True}],
 )
 def test_chunked_cross_entropy_equals_the_full_one(options, chunk_size, head_grad_bytes, monkeypatch):
-    monkeypatch.setattr(loss_module, "_HEAD_GRAD_IN_FORWARD_BYTES", head_grad_bytes)
+    monkeypatch.setattr(loss_module, "HEAD_GRAD_IN_FORWARD_BYTES", head_grad_bytes)
     hidden, weight, bias, labels = head_inputs(torch.float32)
     options = {**options, "bias": bias if options.get("bias") else None}
     inputs = [hidden, weight] + ([bias] if options["bias"] is not None else [])

@@ -50,7 +50,7 @@ def test_any_chunk_size_gives_the_same_value_and_gradients(num_rows, length, chu
 @pytest.mark.parametrize("head_grad_bytes", [0, 2**30], ids=["head_grad_later", "head_grad_in_forward"])
 def test_many_chunks_in_bf16_sum_the_heads_gradient_in_fp32(head_grad_bytes, monkeypatch) -> None:
     """A bf16 sum stands still once a chunk's share falls below 1/256 of it: rows of 2,000 tokens lost a third."""
-    monkeypatch.setattr(loss_module, "_HEAD_GRAD_IN_FORWARD_BYTES", head_grad_bytes)
+    monkeypatch.setattr(loss_module, "HEAD_GRAD_IN_FORWARD_BYTES", head_grad_bytes)
     tokens = 2048
     hidden = (torch.ones(1, tokens, HIDDEN) + 0.01 * torch.randn(1, tokens, HIDDEN)).requires_grad_()
     weight = (0.01 * torch.randn(VOCAB, HIDDEN)).requires_grad_()
@@ -69,7 +69,7 @@ def test_a_large_heads_logits_are_computed_twice_and_a_small_ones_once(
     spare_bytes, num_products, is_frozen, monkeypatch
 ) -> None:
     """Its gradient waits for the backward pass where it is larger, counted in fp32; a frozen head has none."""
-    monkeypatch.setattr(loss_module, "_HEAD_GRAD_IN_FORWARD_BYTES", 4 * VOCAB * HIDDEN + spare_bytes)
+    monkeypatch.setattr(loss_module, "HEAD_GRAD_IN_FORWARD_BYTES", 4 * VOCAB * HIDDEN + spare_bytes)
     calls, logits = [], loss_module._Head.logits
     monkeypatch.setattr(loss_module._Head, "logits", lambda *given: calls.append(1) or logits(*given))
     hidden, weight, _ = inputs(1, 9, 3, torch.bfloat16)
@@ -98,9 +98,10 @@ def test_nothing_is_kept_without_gradients_and_an_unused_loss_has_none() -> None
     loss, num_correct = chunked_cross_entropy(hidden, weight, labels, return_num_correct=True)
     assert not num_correct.requires_grad
     assert loss.requires_grad
-    assert default_chunk_size(2**22, "cpu") == 64  # a chunk is never smaller
-    assert default_chunk_size(1024, "cpu") == 4096
-    assert default_chunk_size(1024, "mps") == default_chunk_size(1024, "cuda") == 2**18
+    cpu, mps = torch.device("cpu"), torch.device("mps")
+    assert default_chunk_size(2**22, cpu) == 64  # a chunk is never smaller
+    assert default_chunk_size(1024, cpu) == 4096
+    assert default_chunk_size(1024, mps) == 2**18
 
 
 # ── Halves of a micro-batch ──────────────────────────────────────────────────────────────────────────────────────────

@@ -9,10 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel_scale.errors import ConfigError
+from accel_scale.facts.hardware import Machine, find_gpu
+from accel_scale.facts.loss_chunks import card_logits
 from accel_scale.planning.cost.memory import predict_memory
 from accel_scale.planning.cost.sharding import state_bytes
 from accel_scale.planning.models.catalogue import load_model_facts
 from accel_scale.planning.models.training_setup import LoraSetup, ParallelSetup, TrainingSetup
+from accel_scale.planning.search.search import Request, search
+from accel_scale.planning.tape.activations import step_bytes
 
 LLAMA = load_model_facts("meta-llama/Llama-3.2-1B", allow_download=False)
 N = LLAMA.num_params
@@ -136,12 +140,22 @@ def test_the_planner_counts_the_states_that_the_recipes_optimizers_keep():
     assert state_bytes_per_parameter("adamw_torch_4bit") == 2 * (0.5 + 4 / 256)
 
 
-def test_chunks_of_the_loss_are_the_recipes():
-    from accel_scale.optimization import loss
-    from accel_scale.planning.tape import head
-
-    assert head.CHUNK_LOGITS == loss._CHUNK_LOGITS
-    assert head.HEAD_GRAD_IN_FORWARD_BYTES == loss._HEAD_GRAD_IN_FORWARD_BYTES
+@pytest.mark.parametrize(
+    ("card", "logits"),
+    [("3060", 2**25), ("T4", 2**26), ("4090", 2**26), ("A100-40GB-SXM", 2**27), ("H100-SXM", 2**28)],
+)
+def test_small_cards_hold_fewer_logits_at_once_and_plans_count_them(card, logits):
+    """A logit takes 16 bytes: a chunk 4 GiB of a large card, and at most a thirteenth of a small one."""
+    gpu = find_gpu(card)
+    assert card_logits(gpu.memory_bytes) == logits
+    assert 16 * logits <= gpu.memory_bytes / 13
+    # What a driver keeps to itself changes nothing.
+    assert card_logits(0.97 * gpu.memory_bytes) == logits
+    request = Request(LLAMA, Machine(gpu), global_batch_size=8, methods=("qlora",), fixed={"checkpointing": "full"})
+    assert {candidate.setup.chunk_logits for candidate in search(request).candidates} == {logits}
+    one = TrainingSetup(method="qlora", micro_batch_size=4, sequence_length=4096)
+    large, small = (step_bytes(LLAMA, replace(one, chunk_logits=n)) for n in (2**28, logits))
+    assert large.loss_bytes - small.loss_bytes == pytest.approx(16 * (2**28 - logits), rel=0.01)
 
 
 @pytest.mark.parametrize("precision", ["fp8", "fp16"])

@@ -55,7 +55,7 @@ def test_a_machine_that_is_too_small_comes_last_with_the_reason():
 
 def test_a_change_is_compared_with_the_base():
     base, second, wider, longer, unfit = what_if(
-        MODEL, ["num_gpus=2", "lora_r=x4", "max_length=x2", "gpu=8GiB"], gpu="H100", method="lora"
+        MODEL, ["num_gpus=2", "lora_r=x4", "max_length=x2", "gpu=4GiB"], gpu="H100", method="lora"
     )
     assert (base.change, base.memory_bytes, base.step_seconds) == ("", 0.0, 0.0)
     assert second.best.setup.parallel.num_gpus == 2
@@ -64,7 +64,7 @@ def test_a_change_is_compared_with_the_base():
     assert wider.memory_bytes > 0
     assert longer.best.setup.sequence_length == 2 * base.best.setup.sequence_length
     assert unfit.best is None
-    assert "8 GiB" in unfit.reason
+    assert "4 GiB" in unfit.reason
 
 
 def test_a_change_without_a_time_says_why(capsys):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from accel_scale.errors import ConfigError
 from accel_scale.facts.checkpointing import POLICY_CHOICES, SEGMENTS, kind_of, layers_at_once, number_in
 from accel_scale.facts.device import ATTENTION_NAMES, PACKED_ATTENTION
+from accel_scale.facts.loss_chunks import CARD_LOGITS
 from accel_scale.facts.methods import METHOD_FACTS
 from accel_scale.facts.names import FUSED_PARTS, METHODS, PIPELINE_SCHEDULES, PRECISIONS
 from accel_scale.facts.precisions import DTYPE_BYTES, PRECISION_FACTS, REDUCE_DTYPES
@@ -104,6 +105,7 @@ class TrainingSetup:
         attention: A name of ``--attn_implementation``.
         loss: ``full`` logits, ``chunked`` (this project's head and loss), ``liger``, or ``log_probs`` (TRL's of every
             token, in tiles), ``chunked_logits`` (torchtune's: whole logits, their loss in eight chunks).
+        chunk_logits: Logits that ``chunked`` holds at once on a GPU: `card_logits` of its memory.
         micro_batch_size: Rows per rank and forward pass.
         sequence_length: Tokens per row: the longest row of a batch when padded, the row when packed.
         packing: Whether rows are filled with several documents.
@@ -137,6 +139,7 @@ class TrainingSetup:
     fused: tuple[str, ...] = ()
     attention: str = "sdpa"
     loss: str = "chunked"
+    chunk_logits: int = CARD_LOGITS
     micro_batch_size: int = 1
     sequence_length: int = 1024
     packing: bool = True

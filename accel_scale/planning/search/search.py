@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from accel_scale.errors import ConfigError
 from accel_scale.facts.hardware import Machine
+from accel_scale.facts.loss_chunks import card_logits
 from accel_scale.facts.methods import METHOD_FACTS
 from accel_scale.facts.optimizer_specs import LEAN_OPTIMIZERS
 from accel_scale.planning.cost.memory import MemoryEstimate, predict_memory
@@ -204,6 +205,7 @@ def _settings(request: Request, choice: ParallelChoice, method: str) -> Iterator
                         accumulation=per_rank // size,
                         sync_each_batch=sync_each_batch,
                         sequence_length=request.sequence_length,
+                        chunk_logits=card_logits(request.machine.gpu.memory_bytes),
                         parallel=choice.parallel,
                         reference_model=reference,
                         generation=generation,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from accel_scale.facts.loss_chunks import CPU_LOGITS, HEAD_GRAD_IN_FORWARD_BYTES, chunk_tokens
 from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.models.training_setup import TrainingSetup
 from accel_scale.planning.tape.families import Family
@@ -11,10 +12,6 @@ from accel_scale.planning.tape.ops import FP32, Ops
 from accel_scale.planning.tape.tables import is_padded
 from accel_scale.planning.tape.tensors import Parameter, Tensor
 
-# The figures of accel_scale.optimization.loss; a test compares them.
-CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**28}
-LONG_ROWS_LOGITS = 2**26
-HEAD_GRAD_IN_FORWARD_BYTES = 256 * 2**20
 # Of torchtune's loss.
 OUTPUT_CHUNKS = 8
 # The figures of TRL 1.16, `trl.kernels.chunked_logprob` and `trl.trainer.utils`; a test compares them.
@@ -169,9 +166,8 @@ class Head:
         if self.setup.loss == "liger":
             size = 2.0 ** math.ceil(math.log2(max(tokens / math.ceil(self.vocab / self.model.hidden_size), 1)))
         else:
-            most = CHUNK_LOGITS["cuda" if self.ops.tape.is_cuda else "cpu"]
-            most = min(most, LONG_ROWS_LOGITS) if self.setup.long_rows else most
-            size = max(64, most // self.model.vocab_size)
+            logits = self.setup.chunk_logits if self.ops.tape.is_cuda else CPU_LOGITS
+            size = chunk_tokens(logits, self.model.vocab_size, long_rows=self.setup.long_rows)
         full, rest = divmod(tokens, size)
         return [size] * min(int(full), 3) + ([rest] if rest else [])
 

@@ -1,0 +1,27 @@
+"""How much of a head's logits the chunked loss holds at once: training and the planner both read it here."""
+
+from __future__ import annotations
+
+# Small enough for a CPU's caches.
+CPU_LOGITS = 2**22
+# Enough to keep a large card's matrix units busy.
+CARD_LOGITS = 2**28
+# Of a model whose layers run in tiles: as much memory as a tile takes.
+LONG_ROWS_LOGITS = 2**26
+# Above this size the head's gradient is computed in the backward pass, where the activations are already being
+# freed, at the price of computing the logits a second time.
+HEAD_GRAD_IN_FORWARD_BYTES = 256 * 2**20
+# A logit takes 16 bytes at the peak: as a product, in fp32, its probability, its gradient. Together at most a
+# thirteenth of a card, which places cards of 12, 16, 24, 40 and 48 GB well between two powers of two: a driver that
+# keeps some of the memory for itself changes nothing.
+_LOGIT_BYTES, _SHARE = 16, 13
+
+
+def card_logits(card_bytes: float) -> int:
+    """Logits of one chunk on a card with this much memory: 2²⁸ from 64 GiB on, a power of two below that elsewhere."""
+    return min(CARD_LOGITS, 1 << max(0, int(card_bytes / _SHARE / _LOGIT_BYTES).bit_length() - 1))
+
+
+def chunk_tokens(logits: int, vocab_size: int, *, long_rows: bool = False) -> int:
+    """Tokens of a chunk of `logits` logits, of fewer for `long_rows`; at least 64."""
+    return max(64, (min(logits, LONG_ROWS_LOGITS) if long_rows else logits) // vocab_size)
