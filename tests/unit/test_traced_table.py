@@ -1,0 +1,36 @@
+"""Families of models that no plan was made for once: each is in the table of plans beside the peaks of real steps."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+TABLE = json.loads((REPOSITORY / "benchmarks" / "results" / "traced_models.json").read_text())
+FAMILIES = (
+    "llama4_text", "qwen3_next", "qwen3_5", "gemma3n", "gemma4", "glm4_moe", "granitemoehybrid", "nemotron",
+    "nemotron_h", "ernie4_5", "olmoe", "minimax", "seed_oss", "lfm2", "mamba2", "mpt",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_familys_plan_is_near_the_peak_of_a_real_step(family: str) -> None:
+    rows = [row for row in TABLE["rows"] if row["model_type"] == family]
+    assert rows
+    assert not any(row["problem"] for row in rows)
+    for row in rows:
+        assert row["predicted_bytes"] == pytest.approx(row["measured_bytes"], rel=0.05)
+
+
+@pytest.mark.soak
+def test_the_families_are_planned_and_measured_anew() -> None:
+    command = ["benchmarks/traced_models.py", "--only", *FAMILIES, "--setups", "full", "--print"]
+    done = subprocess.run([sys.executable, *command], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    found = dict(re.findall(r"^(\w+) full \w+ ([+-][\d.]+)% *$", done.stdout, flags=re.MULTILINE))
+    assert found.keys() == set(FAMILIES)
+    assert all(abs(float(error)) <= 3 for error in found.values())
