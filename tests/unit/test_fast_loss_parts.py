@@ -113,6 +113,14 @@ def test_long_rows_take_smaller_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sizes == [2**28 // 40, 2**28 // 40, 2**26 // 40]
 
 
+@pytest.mark.parametrize(("gib", "share"), [(15, 1.0), (80, 0.2)])
+def test_chunks_follow_the_memory_that_a_run_has_of_its_card(monkeypatch, gib, share):
+    card = SimpleNamespace(total_memory=gib * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: share)
+    assert default_chunk_size(2**17, torch.device("cuda")) == 512  # logits of 2**26 at once
+
+
 # ── The forward of the model ─────────────────────────────────────────────────────────────────────────────────────────
 
 
