@@ -35,12 +35,12 @@ from planner_measure import _own_peak
 from planner_models import draw_inputs
 from start_check_scan import RESULTS as START_CHECK
 from start_check_scan import architectures, versions
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PreTrainedConfig
 
 from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy, apply_checkpointing
 from accel_scale.modeling.adapter_targets import exclusion, untrainable_linears
 from accel_scale.modeling.loading import skeleton_of
-from accel_scale.modeling.model_class import dropouts_of
+from accel_scale.modeling.model_class import dropouts_of, language_model_class
 from accel_scale.optimization.fast_loss import add_fast_lm_head
 from accel_scale.optimization.optimizers import create_optimizer
 from accel_scale.planning.cost.memory import predict_memory
@@ -80,8 +80,14 @@ class Row:
 
 
 def all_architectures() -> Iterator[tuple[str, PreTrainedConfig]]:
-    """Those of the start check's scan, and the decoders of encoder-decoders, alone."""
+    """Those of the start check's scan, models of text and images, and the decoders of encoder-decoders, alone."""
     yield from architectures()
+    for config_class in dict.fromkeys(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
+        with contextlib.suppress(Exception):  # whatever its own validation raises
+            config = config_class()
+            if type(config.get_text_config(decoder=True)) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+                if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING and not config.is_encoder_decoder:
+                    yield config_class.model_type, config
     for config_class in dict.fromkeys(MODEL_FOR_CAUSAL_LM_MAPPING):
         with contextlib.suppress(Exception):  # whatever its own validation raises
             config = config_class(**_FILLED.get(config_class.model_type, {}))
@@ -99,9 +105,8 @@ def takes_own_logits(model_type: str) -> bool:
 def trained_model(config: PreTrainedConfig, setup: TrainingSetup) -> Any:
     """The model as the recipe would train it, from random weights."""
     import peft
-    from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = language_model_class(config).from_config(config, dtype=torch.float32)
     if setup.trains_adapters:
         adapters = peft.LoraConfig(
             r=setup.lora.rank,

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from accel_scale.errors import ConfigError
+from accel_scale.modeling.model_class import language_model_class
 from accel_scale.quiet import quiet_imports
 from accel_scale.shrinking.sizes import NUM_LAYERS
 
@@ -61,17 +62,15 @@ class Skeleton:
 def build(values: Mapping[str, object], *, dtype: torch.dtype, attention: str | None, place: str) -> Skeleton:
     """The language model of a ``config.json``, made inside a fake or meta context.
 
-    Of a model with pictures or sound this is the language model alone.
+    Of a model with pictures or sound this is the language model alone, where transformers has a class for it.
 
     Raises:
         ConfigError: if transformers cannot build it.
     """
     config = read_config(values, place)
-    from transformers import AutoModelForCausalLM
-
     try:
         options = {"attn_implementation": attention} if attention is not None else {}
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, **options)
+        model = language_model_class(config).from_config(copy.deepcopy(config), dtype=dtype, **options)
     except Exception as error:  # whatever the class's own checks raise
         if attention is not None and "attention implementation" in str(error):
             return build(values, dtype=dtype, attention=None, place=place)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from accel_scale.errors import ConfigError
 from accel_scale.planning.models.model_config import facts_from_config
@@ -70,6 +71,23 @@ def test_an_unknown_model_is_planned_and_the_second_plan_needs_no_torch(tmp_path
     )
     again = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert float(again.stdout) == first.memory.peak_bytes
+
+
+@pytest.mark.slow
+def test_a_model_of_text_and_images_without_a_text_class_is_planned_whole():
+    """recipes/sft.py trains it on text with its tower in memory."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    from accel_scale.shrinking.shrink import shrink_model_config
+    from accel_scale.tracing.service import facts_of
+
+    config = shrink_model_config(AutoConfig.for_model("qwen3_vl"), vocab_size=512)
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config)
+    facts = facts_of(json.loads(json.dumps(config.to_dict(), default=str)), name="small", place="here")
+    assert facts.num_params == sum(parameter.numel() for parameter in model.parameters())
+    assert facts.num_layers == config.text_config.num_hidden_layers
+    assert facts.outside_other_params >= sum(parameter.numel() for parameter in model.model.visual.parameters())
 
 
 def test_heads_that_differ_between_layers_are_those_of_most_layers():
