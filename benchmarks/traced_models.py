@@ -85,9 +85,11 @@ def all_architectures() -> Iterator[tuple[str, PreTrainedConfig]]:
     for config_class in dict.fromkeys(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
         with contextlib.suppress(Exception):  # whatever its own validation raises
             config = config_class()
-            if type(config.get_text_config(decoder=True)) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-                if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING and not config.is_encoder_decoder:
-                    yield config_class.model_type, config
+            has_text_class = {config_class, type(config.get_text_config(decoder=True))} & {
+                *MODEL_FOR_CAUSAL_LM_MAPPING
+            }
+            if not has_text_class and not config.is_encoder_decoder:
+                yield config_class.model_type, config
     for config_class in dict.fromkeys(MODEL_FOR_CAUSAL_LM_MAPPING):
         with contextlib.suppress(Exception):  # whatever its own validation raises
             config = config_class(**_FILLED.get(config_class.model_type, {}))
