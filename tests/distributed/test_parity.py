@@ -7,8 +7,8 @@ import pytest
 
 # The same strategies over several machines: one machine's launch of them is among the others.
 MULTINODE = {"ddp_multinode", "fsdp2_multinode", "zero3_multinode"}
-# What ZeRO-Infinity and ZeRO-2 do too, whose files are among the others.
-LONG = {*MULTINODE, "zero3_offload", "zero2_offload"}
+# What ZeRO-Infinity, ZeRO-2 and ZeRO-3 do too, whose files are among the others.
+LONG = {*MULTINODE, "zero3_offload", "zero2_offload", "zero2_tuned", "zero3_tuned"}
 NAMES = [
     pytest.param(name, marks=[pytest.mark.soak] if name in LONG else [])
     for name in parity.launch_names()

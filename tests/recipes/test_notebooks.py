@@ -152,7 +152,9 @@ def test_committed_notebooks_are_small_and_of_no_machine(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "your_own_trainer" else pytest.mark.soak) for name in NAMES]
+)
 def test_it_runs_from_top_to_bottom(name, run):
     pytest.importorskip("nbclient")
     notebook = run.cleaned(run.executed(FOLDER / f"{name}.ipynb"))

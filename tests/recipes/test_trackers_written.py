@@ -24,6 +24,8 @@ pytestmark = pytest.mark.slow
 # The loss explodes: steps after the second are spikes, taken at a lower rate. (TensorBoard keeps single precision: the
 # perplexity must not leave it.)
 _SPIKES = "--guard lower_lr --guard_min_steps 2 --guard_window 4 --guard_threshold 0.5 --learning_rate"
+# One of each way to log: the others log as these do.
+_QUICK = ("sft", "pretrain", "dpo", "grpo")
 _GUARDED = {"sft": f"{_SPIKES} 1", "pretrain": f"{_SPIKES} 0.2"}
 
 
@@ -33,7 +35,10 @@ def _all_are_here() -> None:
         pytest.importorskip(module, reason="pip install -e '.[tracking]'")
 
 
-@pytest.fixture(scope="module", params=OF_RECIPE)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[] if name in _QUICK else pytest.mark.soak) for name in OF_RECIPE],
+)
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A recipe on two processes that reports to all trackers, offline and without an account."""
     folder = tmp_path_factory.mktemp(request.param)

@@ -77,7 +77,7 @@ def test_all_experts_have_tokens() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["full", "selective"])
+@pytest.mark.parametrize("policy", [pytest.param("full", marks=pytest.mark.soak), "selective"])
 def test_what_is_recomputed_has_cudas_kernels_too(policy: str) -> None:
     """Mamba's softplus is in fp32 under CUDA's autocast: a recomputation without it is refused by torch."""
     from transformers import AutoConfig
