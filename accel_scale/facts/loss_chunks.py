@@ -18,7 +18,11 @@ _LOGIT_BYTES, _SHARE = 16, 13
 
 
 def card_logits(card_bytes: float) -> int:
-    """Logits of one chunk on a card with this much memory: 2²⁸ from 64 GiB on, a power of two below that elsewhere."""
+    """Logits of a frozen head in one chunk, on a card of this memory: 2²⁸ from 52 GiB on, or a lower power of two.
+
+    Of a trained head they are `CARD_LOGITS` everywhere: its gradient is summed over the chunks in fp32, which takes
+    more than smaller chunks save.
+    """
     return min(CARD_LOGITS, 1 << max(0, int(card_bytes / _SHARE / _LOGIT_BYTES).bit_length() - 1))
 
 

@@ -112,7 +112,7 @@ def head_loss(model: Any, hidden: torch.Tensor, labels: torch.Tensor, **options:
     with gathered_head(weight, bias):
         hidden, labels = hidden.to(weight.device), labels.to(weight.device)
         is_long = getattr(model, "_has_long_rows", False)
-        size = default_chunk_size(weight.shape[0], weight.device, long_rows=is_long)
+        size = default_chunk_size(weight.shape[0], weight.device, is_trained=weight.requires_grad, long_rows=is_long)
         return chunked_cross_entropy(hidden, weight, labels, chunk_size=size, **transform, **options)
 
 

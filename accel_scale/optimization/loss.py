@@ -23,13 +23,16 @@ if TYPE_CHECKING:
 IGNORED_LABEL = -100
 
 
-def default_chunk_size(vocab_size: int, device: torch.device, *, long_rows: bool = False) -> int:
-    """Tokens per chunk whose logits stay within a share of the device, a smaller one for `long_rows`; at least 64."""
-    return chunk_tokens(_logits_at_once(device), vocab_size, long_rows=long_rows)
+def default_chunk_size(vocab_size: int, device: torch.device, *, is_trained: bool, long_rows: bool = False) -> int:
+    """Tokens per chunk; at least 64.
+
+    The logits of a frozen head stay within a share of the device, and are fewer for `long_rows`.
+    """
+    return chunk_tokens(_logits_at_once(device, is_trained), vocab_size, long_rows=long_rows)
 
 
-def _logits_at_once(device: torch.device) -> int:
-    if device.type == "cuda":
+def _logits_at_once(device: torch.device, is_trained: bool) -> int:
+    if device.type == "cuda" and not is_trained:
         share = torch.cuda.get_per_process_memory_fraction(device)  # what --device_memory leaves of the card
         return card_logits(share * torch.cuda.get_device_properties(device).total_memory)
     return CPU_LOGITS if device.type == "cpu" else CARD_LOGITS
@@ -93,7 +96,9 @@ def chunked_cross_entropy(
             tokens, targets = tokens.index_select(0, kept), targets[kept]
     if num_labels is not None:
         targets = targets.clamp(min=0)  # a wrong number is answered below
-    size = chunk_size or default_chunk_size(lm_head_weight.shape[0], hidden.device)
+    size = chunk_size or default_chunk_size(
+        lm_head_weight.shape[0], hidden.device, is_trained=lm_head_weight.requires_grad
+    )
     # Not `needs_input_grad` alone: that is true for the head's weight even where no gradient is wanted.
     with_grad = torch.is_grad_enabled()
     options = (size, softcap, logit_scale, return_num_correct, with_grad, vocabulary)

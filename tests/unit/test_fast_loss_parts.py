@@ -98,9 +98,10 @@ def test_counts_for_a_division() -> None:
 
 def test_long_rows_take_smaller_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, mps = torch.device("cpu"), torch.device("mps")
-    assert default_chunk_size(1024, mps, long_rows=True) == 2**16
-    assert default_chunk_size(1024, cpu, long_rows=True) == default_chunk_size(1024, cpu) == 4096
-    assert default_chunk_size(60_000, cpu) == 69
+    assert default_chunk_size(1024, mps, is_trained=False, long_rows=True) == 2**16
+    for long_rows in (False, True):
+        assert default_chunk_size(1024, cpu, is_trained=True, long_rows=long_rows) == 4096
+    assert default_chunk_size(60_000, cpu, is_trained=True) == 69
     sizes: list[Any] = []
     monkeypatch.setattr(fast_loss, "chunked_cross_entropy", lambda *_, **given: sizes.append(given["chunk_size"]))
     made = model()
@@ -118,7 +119,9 @@ def test_chunks_follow_the_memory_that_a_run_has_of_its_card(monkeypatch, gib, s
     card = SimpleNamespace(total_memory=gib * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: share)
-    assert default_chunk_size(2**17, torch.device("cuda")) == 512  # logits of 2**26 at once
+    cuda = torch.device("cuda")
+    assert default_chunk_size(2**17, cuda, is_trained=False) == 512  # logits of 2**26 at once
+    assert default_chunk_size(2**17, cuda, is_trained=True) == 2048
 
 
 # ── The forward of the model ─────────────────────────────────────────────────────────────────────────────────────────

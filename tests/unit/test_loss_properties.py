@@ -99,9 +99,9 @@ def test_nothing_is_kept_without_gradients_and_an_unused_loss_has_none() -> None
     assert not num_correct.requires_grad
     assert loss.requires_grad
     cpu, mps = torch.device("cpu"), torch.device("mps")
-    assert default_chunk_size(2**22, cpu) == 64  # a chunk is never smaller
-    assert default_chunk_size(1024, cpu) == 4096
-    assert default_chunk_size(1024, mps) == 2**18
+    assert default_chunk_size(2**22, cpu, is_trained=True) == 64  # a chunk is never smaller
+    assert default_chunk_size(1024, cpu, is_trained=True) == 4096
+    assert default_chunk_size(1024, mps, is_trained=True) == 2**18
 
 
 # ── Halves of a micro-batch ──────────────────────────────────────────────────────────────────────────────────────────

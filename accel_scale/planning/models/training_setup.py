@@ -105,7 +105,7 @@ class TrainingSetup:
         attention: A name of ``--attn_implementation``.
         loss: ``full`` logits, ``chunked`` (this project's head and loss), ``liger``, or ``log_probs`` (TRL's of every
             token, in tiles), ``chunked_logits`` (torchtune's: whole logits, their loss in eight chunks).
-        chunk_logits: Logits that ``chunked`` holds at once on a GPU: `card_logits` of its memory.
+        chunk_logits: Logits of a frozen head that ``chunked`` holds at once on a GPU: `card_logits` of its memory.
         micro_batch_size: Rows per rank and forward pass.
         sequence_length: Tokens per row: the longest row of a batch when padded, the row when packed.
         packing: Whether rows are filled with several documents.

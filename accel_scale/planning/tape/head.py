@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from accel_scale.facts.loss_chunks import CPU_LOGITS, HEAD_GRAD_IN_FORWARD_BYTES, chunk_tokens
+from accel_scale.facts.loss_chunks import CARD_LOGITS, CPU_LOGITS, HEAD_GRAD_IN_FORWARD_BYTES, chunk_tokens
 from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.models.training_setup import TrainingSetup
 from accel_scale.planning.tape.families import Family
@@ -166,7 +166,8 @@ class Head:
         if self.setup.loss == "liger":
             size = 2.0 ** math.ceil(math.log2(max(tokens / math.ceil(self.vocab / self.model.hidden_size), 1)))
         else:
-            logits = self.setup.chunk_logits if self.ops.tape.is_cuda else CPU_LOGITS
+            on_card = CARD_LOGITS if self.weight.trained else self.setup.chunk_logits
+            logits = on_card if self.ops.tape.is_cuda else CPU_LOGITS
             size = chunk_tokens(logits, self.model.vocab_size, long_rows=self.setup.long_rows)
         full, rest = divmod(tokens, size)
         return [size] * min(int(full), 3) + ([rest] if rest else [])
