@@ -142,7 +142,8 @@ def read_back(written: WrittenPlan, request: Request) -> TrainingSetup:
         world_size=launch.num_processes,
         local_world_size=request.machine.gpus_per_node,
     )
-    found = setup_of(settings, as_launched, settings.values.get("attn_implementation") or "sdpa")
+    attention, card = settings.values.get("attn_implementation") or "sdpa", request.machine.gpu.memory_bytes
+    found = setup_of(settings, as_launched, attention, card_bytes=card)
     # Full fine-tuning has no adapters, so nothing is written about them.
     return replace(found, lora=request.fixed["lora"]) if found.method == "full" else found
 
