@@ -42,11 +42,15 @@ class Case:
     @property
     def setup(self) -> Any:
         """The same in the planner's terms."""
+        from accel_scale.facts.hardware import detect_local
+        from accel_scale.facts.loss_chunks import CARD_LOGITS, card_logits
         from accel_scale.planning.models.training_setup import TrainingSetup
         from accel_scale.verifying.trial_step import one_process
 
+        here = detect_local()
         return one_process(
             TrainingSetup(
+                chunk_logits=card_logits(here.gpu.memory_bytes) if here else CARD_LOGITS,
                 method=self.method,
                 checkpointing=self.checkpointing,
                 micro_batch_size=self.micro_batch,

@@ -81,6 +81,18 @@ def loss_of(model):
     return model(input_ids=tokens, labels=tokens).loss
 
 
+def losses_of_steps(model, count):
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(count):
+        loss = loss_of(model)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
 class TestLora:
     def test_every_linear_layer_but_the_head_by_default(self, folder):
         model = adapted(load(folder, precision="fp32"), lora_r=8)
@@ -292,14 +304,7 @@ class TestQlora:
         model = adapted(prepare_quantized_base(load(folder, four_bit())), lora_r=8, use_dora=use_dora)
         packed = quantised_layers(model)
         before = {name: layer.weight.data.clone() for name, layer in packed.items()}
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-        losses = []
-        for _ in range(5):
-            loss = loss_of(model)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
+        losses = losses_of_steps(model, 5)
         assert losses[-1] < losses[0] - 0.1
         assert all(torch.equal(before[name], layer.weight.data) for name, layer in packed.items())
 
@@ -389,14 +394,7 @@ def test_weights_that_a_model_clamps_as_it_trains_stay_as_they_are(tmp_path):
     assert set(BLOCK_SHAPES) <= leaves
     assert not leaves & {"prediction_coefs", "correction_coefs", "lm_head"}
     model = adapted(prepare_quantized_base(base), lora_r=4).train()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    losses = []
-    for _ in range(4):
-        loss = loss_of(model)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = losses_of_steps(model, 4)
     assert losses[-1] < losses[0] - 0.1
 
 
