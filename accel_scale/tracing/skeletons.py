@@ -70,7 +70,9 @@ def build(values: Mapping[str, object], *, dtype: torch.dtype, attention: str | 
     config = read_config(values, place)
     try:
         options = {"attn_implementation": attention} if attention is not None else {}
-        model = language_model_class(config).from_config(copy.deepcopy(config), dtype=dtype, **options)
+        own = copy.deepcopy(config)
+        own.architectures = None  # a model that scores rows is planned from its language model
+        model = language_model_class(own).from_config(own, dtype=dtype, **options)
     except Exception as error:  # whatever the class's own checks raise
         if attention is not None and "attention implementation" in str(error):
             return build(values, dtype=dtype, attention=None, place=place)

@@ -90,6 +90,18 @@ def test_a_model_of_text_and_images_without_a_text_class_is_planned_whole():
     assert facts.outside_other_params >= sum(parameter.numel() for parameter in model.model.visual.parameters())
 
 
+def test_a_model_that_scores_rows_is_traced_as_its_language_model():
+    from accel_scale.tracing.service import facts_of
+
+    config = small_config("ernie4_5")
+    plain, scoring = (
+        facts_of(config | {"architectures": [name]}, name="small", place="here")
+        for name in ("Ernie4_5ForCausalLM", "Ernie4_5ForSequenceClassification")
+    )
+    assert scoring.has_head
+    assert scoring.num_params == plain.num_params
+
+
 def test_heads_that_differ_between_layers_are_those_of_most_layers():
     from accel_scale.tracing.facts import read_facts
 
