@@ -31,7 +31,7 @@ def llama_config(size: str) -> object:
         intermediate_size=feed_forward,
         vocab_size=vocabulary,
         tie_word_embeddings=tied,
-        max_position_embeddings=8192,
+        max_position_embeddings=131_072,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
