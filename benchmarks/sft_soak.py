@@ -90,7 +90,11 @@ class Job:
 
     def start(self) -> subprocess.Popen[bytes]:
         self.folder.parent.mkdir(parents=True, exist_ok=True)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}",
+        }
         with open(self.log, "ab") as log:
             return subprocess.Popen(
                 self.command(), stdout=log, stderr=log, start_new_session=True, env=environment, cwd=REPOSITORY

@@ -102,12 +102,18 @@ def chunked_cross_entropy(
     # Not `needs_input_grad` alone: that is true for the head's weight even where no gradient is wanted.
     with_grad = torch.is_grad_enabled()
     options = (size, softcap, logit_scale, return_num_correct, with_grad, vocabulary)
-    total, num_correct = _ChunkedCrossEntropy.apply(tokens, lm_head_weight, bias, targets, options)
+    total, num_correct = _summed(tokens, lm_head_weight, bias, targets, options)
     # No labelled token at all is a finite, differentiable zero.
     loss = total / at_least_one(targets.numel() if num_items is None else num_items, total.device)
     if num_labels is not None:  # compared on the device, so nothing waits
         loss = loss.masked_fill(is_labelled.sum() != num_labels, torch.nan)
     return (loss, num_correct) if return_num_correct else loss
+
+
+# torch.compile before torch 2.13 traces it into gradients of zero (seen on 2.11).
+@torch.compiler.disable
+def _summed(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return _ChunkedCrossEntropy.apply(*inputs)
 
 
 def at_least_one(count: torch.Tensor | int | float, device: torch.device) -> torch.Tensor | int | float:

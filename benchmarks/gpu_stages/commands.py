@@ -16,7 +16,7 @@ from typing import Any
 from gpu_stages.box import Cases, Needs, Wrong, expect
 from gpu_stages.inputs import written_documents, written_model
 from gpu_stages.many import TOLERANCE, compiled, launches
-from gpu_stages.recipe import REPOSITORY, words
+from gpu_stages.recipe import REPOSITORY, train, words
 from gpu_stages.training import MEMORY_TOLERANCE
 
 sys.path.insert(0, str(REPOSITORY / "tests" / "recipes"))
@@ -38,8 +38,8 @@ RECIPES: dict[str, tuple[str, dict[str, object]]] = {
     "dpo": ("dpo", _SHORT),
     "kto": ("kto", _SHORT),
     "reward": ("reward", _SHORT),
-    "grpo": ("grpo", _FEW_ANSWERS),
-    "rloo": ("rloo", _FEW_ANSWERS),
+    "grpo": ("grpo", _FEW_ANSWERS | {"model_name_or_path": "tuned"}),
+    "rloo": ("rloo", _FEW_ANSWERS | {"model_name_or_path": "tuned"}),
 }
 ON_CPU = ("sft", "dpo")
 # Of one process: DeepSpeed and FSDP2 with nobody to share with, and the offloads that one GPU is used with.
@@ -56,6 +56,8 @@ def recipes(cases: Cases) -> None:
     if not pictures.is_dir():
         write_model("idefics3", cases.folder / "idefics3")
         write_pictures(pictures, several=True)
+    if cases.on_gpu:  # a little tuned: rewards need answers
+        train(cases.folder / "tuned", max_steps=19, plan="off", exact_match_samples=0)
     seeing: dict[str, object] = {"model_name_or_path": cases.folder / "idefics3", "dataset_name": pictures}
     named = {**RECIPES, "vision": ("vision", _SHORT | seeing)} if cases.on_gpu else {n: RECIPES[n] for n in ON_CPU}
     together(cases, {name: functools.partial(first_command, cases, name, *of) for name, of in named.items()})
@@ -86,11 +88,23 @@ def launched(cases: Cases, name: str, command: list[str]) -> tuple[dict[str, Any
     return json.loads((out / "run_summary.json").read_text()), done.stderr
 
 
+def one_device(cases: Cases) -> list[str]:
+    """`accelerate launch` as a user types it, with a port that nothing else has."""
+    file = launches.CONFIGS / ("single_gpu.yaml" if cases.on_gpu else "cpu.yaml")
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file)]
+    return [*launch, "--main_process_port", "0"]
+
+
+def recipe_path(name: str) -> str:
+    """Of a recipe by its name."""
+    return str(REPOSITORY / "recipes" / f"{name}.py")
+
+
 def first_command(cases: Cases, name: str, recipe: str, flags: dict[str, object]) -> str:
     """`accelerate launch` of the file for one process."""
-    file = "single_gpu" if cases.on_gpu else "cpu"
-    [start] = launches.launch_commands(file, cases.folder)
-    summary, said = launched(cases, name, [*start, str(REPOSITORY / "recipes" / f"{recipe}.py"), *words(flags)])
+    if flags.get("model_name_or_path") == "tuned":
+        flags = flags | {"model_name_or_path": cases.folder / "tuned"}
+    summary, said = launched(cases, name, [*one_device(cases), recipe_path(recipe), *words(flags)])
     warned = [line.strip() for line in said.splitlines() if "Warning" in line or "[W" in line]
     losses = summary["losses"]
     found = f"loss {losses[0]:.3f} → {losses[-1]:.3f}"
@@ -124,8 +138,7 @@ def alone(cases: Cases) -> None:
             "global_batch_size": 4, "per_device_train_batch_size": 1, "packing": False, "save_strategy": "no",
             "exact_match_samples": 0, "plan": "off",
         }  # fmt: skip
-        recipe = str(REPOSITORY / "recipes" / "sft.py")
-        launched(cases, f"{name}_{method}", [*start, "--num_processes", "1", recipe, *words(flags)])
+        launched(cases, f"{name}_{method}", [*start, "--num_processes", "1", recipe_path("sft"), *words(flags)])
         return launches._read_result(cases.folder / f"{name}_{method}")
 
     def beside(method: str, name: str) -> str:
@@ -170,8 +183,7 @@ def capped(cases: Cases, name: str) -> str:
         "checkpointing_policy": best.setup.checkpointing, "optim": best.setup.optimizer, "logging_steps": 1,
         "device_memory": f"{room // 2**20}MiB", "save_strategy": "no", "exact_match_samples": 0, "packing": True,
     }  # fmt: skip
-    [start] = launches.launch_commands("single_gpu", cases.folder)
-    summary, _ = launched(cases, name, [*start, str(REPOSITORY / "recipes" / "sft.py"), *words(flags)])
+    summary, _ = launched(cases, name, [*one_device(cases), recipe_path("sft"), *words(flags)])
     reserved, allocated = (summary["peak_device_bytes"][f"{kind}_bytes"] for kind in ("reserved", "allocated"))
     error = best.memory.peak_bytes / allocated - 1
     found = f"rows of {length:,} tokens: allocated {allocated / 2**30:.2f} GiB, predicted {error:+.1%}"

@@ -24,6 +24,8 @@ from accel_scale.facts.names import FUSED_PARTS
 from accel_scale.flags.parsing import parse_flags
 from accel_scale.launching.environment import LaunchEnvironment
 from accel_scale.launching.strategy import LaunchStrategy
+from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy
+from accel_scale.modeling.fused.liger import fuse_agreed
 from accel_scale.planning.models.catalogue import load_model_facts
 from accel_scale.planning.models.training_setup import TrainingSetup
 from accel_scale.planning.tape.activations import step_bytes
@@ -177,6 +179,27 @@ def fake_liger(monkeypatch: pytest.MonkeyPatch, factor: float) -> list[str]:
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, module.__name__, module)
     return told
+
+
+def test_another_model_of_the_family_rotates_on_the_cpu_with_its_own_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_liger(monkeypatch, 1.0)
+    own = modeling_llama.apply_rotary_pos_emb
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", own)  # put back afterwards
+    fuse_agreed(AGREED, modeling_llama.LlamaForCausalLM(CONFIG), CheckpointingPolicy("none"))
+    called: list[str] = []
+    profiled = {own.__code__: "own"}
+    sys.setprofile(lambda frame, event, arg: called.append(profiled.get(frame.f_code, frame.f_code.co_name)))
+    try:
+        for device in ("cpu", "meta"):
+            query, cos = torch.ones(1, 2, 3, 4, device=device), torch.ones(1, 3, 4, device=device)
+            modeling_llama.apply_rotary_pos_emb(query, query, cos, cos)
+            called.append(device)
+    finally:
+        sys.setprofile(None)
+    on_cpu, on_device = called[: called.index("cpu")], called[called.index("cpu") :]
+    assert "own" in on_cpu
+    assert "liger_rotary_pos_emb" not in on_cpu
+    assert "liger_rotary_pos_emb" in on_device
 
 
 def test_the_twin_tells_kernels_that_agree_from_those_that_do_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -348,3 +348,25 @@ def test_what_the_lean_loss_does_not_compute_goes_to_trls_own(changes, covers):
     run = settings_of_a_run(**changes)
     run.accelerator.parallelism_config, run.model = None, None
     assert FastLossMixin._covers_run(run) is (covers or bool({"parallelism", "is_prompt_learning"} & changes.keys()))
+
+
+@pytest.mark.slow
+def test_compiled_it_stays_outside_the_graph_and_has_its_gradients():
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph.code)
+        return graph.forward
+
+    hidden, weight, bias, labels = head_inputs(torch.float32)
+
+    def loss(hidden):
+        return chunked_cross_entropy(2 * hidden, weight, labels, bias=bias)
+
+    expected = torch.autograd.grad(loss(hidden), (hidden, weight, bias))
+    found = torch.autograd.grad(torch.compile(loss, backend=backend)(hidden), (hidden, weight, bias))
+    for one, other in zip(found, expected, strict=True):
+        assert float(one.norm()) > 0
+        torch.testing.assert_close(one, other)
+    assert graphs
+    assert not any("log_softmax" in code for code in graphs)

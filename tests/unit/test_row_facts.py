@@ -148,3 +148,11 @@ def test_head_sizes_that_flash_attention_serves(sizes: dict[str, int], is_served
     device = Device("cuda", "H100", capability=(9, 0), flash=("flash_attention_2",))
     chosen = resolve_attention(None, device=device, dtype=torch.bfloat16, packing=False, model_config=config)
     assert (chosen == "flash_attention_2") == is_served
+
+
+@pytest.mark.slow
+def test_a_compiled_model_uploads_without_pinning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_facts, "_PINNING", frozenset({"cpu"}))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pytest.fail("pinned inside the graph"))
+    compiled = torch.compile(lambda values: row_facts.uploaded(values + 1, torch.device("cpu")), backend="eager")
+    assert compiled(torch.arange(3)).tolist() == [1, 2, 3]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from accel_scale.facts.names import FUSED_PARTS
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel
 
     from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy
@@ -84,7 +85,9 @@ def fuse_layers(model: PreTrainedModel, *, keeps_products: bool) -> Fused:
 def fuse_agreed(parts: tuple[str, ...], model: PreTrainedModel, policy: CheckpointingPolicy) -> None:
     """The patch for the run's own model, where the check has agreed with `parts` of it."""
     if parts:
+        before = _module_globals()
         fuse_layers(model, keeps_products=policy.kind == "selective")
+        _keep_own_on_cpu(before)
 
 
 def _module_globals() -> dict[str, dict[str, object]]:
@@ -107,6 +110,24 @@ def _restore(before: Mapping[str, Mapping[str, object]], *, classes_only: bool) 
             if isinstance(value, type) or not classes_only:
                 setattr(module, key, value)
     return functions
+
+
+def _keep_own_on_cpu(before: Mapping[str, Mapping[str, object]]) -> None:
+    """Triton's kernels take no tensor of the host: another model of the family, there, keeps the functions it had."""
+    for name, values in before.items():
+        module = sys.modules[name]
+        for key, own in values.items():
+            now = getattr(module, key, None)
+            if now is not own and callable(own) and callable(now):
+                setattr(module, key, _by_device(now, own))
+
+
+def _by_device(fused: Callable[..., object], own: Callable[..., object]) -> Callable[..., object]:
+    @functools.wraps(fused)
+    def chosen(first: torch.Tensor, *others: object, **named: object) -> object:
+        return (own if first.device.type == "cpu" else fused)(first, *others, **named)
+
+    return chosen
 
 
 def _class_of_forward(module: object) -> str:

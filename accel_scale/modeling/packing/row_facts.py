@@ -77,7 +77,7 @@ def cumulative(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
 
 def uploaded(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     """`values` of the host on `device`, without waiting where its driver can fetch them by itself."""
-    if device.type not in _PINNING:
+    if device.type not in _PINNING or torch.compiler.is_compiling():  # which cannot trace pinning
         return values.to(device)
     return values.pin_memory().to(device, non_blocking=True)
 
