@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TypedDict
 
 from gpu_stages.box import Cases, Needs, Wrong, expect
 from gpu_stages.inputs import written_documents, written_model
@@ -23,6 +23,16 @@ sys.path.insert(0, str(REPOSITORY / "tests" / "recipes"))
 
 from accel_scale.facts.hardware import CONTEXT_BYTES, find_gpu
 from accel_scale.launching.launch_file import read_launch_file
+
+
+class Summary(TypedDict, total=False):
+    """Of `run_summary.json`, what is read here."""
+
+    losses: list[float]
+    tokens_per_second: float
+    peak_device_bytes: dict[str, int]
+    memory_recovery: dict[str, object] | None
+
 
 _STEPS = 4
 _SHORT: dict[str, object] = {"max_steps": _STEPS, "logging_steps": 1}
@@ -70,7 +80,7 @@ def together(cases: Cases, runs: dict[str, Callable[[], str]]) -> None:
             pool.submit(cases.case, name, run)
 
 
-def launched(cases: Cases, name: str, command: list[str]) -> tuple[dict[str, Any], str]:
+def launched(cases: Cases, name: str, command: list[str]) -> tuple[Summary, str]:
     """A command that must end well: its summary, and what it said on stderr."""
     out = cases.folder / name.replace(", ", "_")
     shutil.rmtree(out, ignore_errors=True)
