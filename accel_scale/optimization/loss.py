@@ -112,7 +112,7 @@ def chunked_cross_entropy(
 
 # torch.compile before torch 2.13 traces it into gradients of zero (seen on 2.11).
 @torch.compiler.disable
-def _summed(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _summed(*inputs: object) -> tuple[torch.Tensor, torch.Tensor]:
     return _ChunkedCrossEntropy.apply(*inputs)
 
 
