@@ -44,7 +44,7 @@ def main() -> int:
         return run_stage(options)
     prepare_environment(options.cpu)
     device, num_gpus = describe_device(options.cpu)
-    out = options.out or REPOSITORY / "outputs" / ("gpu_check_cpu" if options.cpu else "gpu_check")
+    out = (options.out or REPOSITORY / "outputs" / ("gpu_check_cpu" if options.cpu else "gpu_check")).resolve()
     if options.fresh:
         shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True, exist_ok=True)

@@ -102,7 +102,7 @@ def in_the_step(cases: Cases) -> str:
     lines = [line for line in done.stderr.splitlines() if "memory ran out" in line]
     found = f"status {done.returncode}: {lines[0] if lines else done.stderr.strip()[-200:]}"
     is_right = done.returncode == OUT_OF_MEMORY_STATUS and len(lines) == 1 and "optimizer's step 1" in lines[0]
-    return expect(is_right, re.sub(r"CUDA out of memory[^)]*", "CUDA out of memory …", found))
+    return expect(is_right, re.sub(r"CUDA out of memory.*?\)+\. Fix", "CUDA out of memory …). Fix", found))
 
 
 def num_parameters(size: str) -> int:

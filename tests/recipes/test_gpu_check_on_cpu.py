@@ -17,7 +17,10 @@ def check(repository: Path, out: Path, *words: str) -> subprocess.CompletedProce
 
 
 # All that take seconds: a stage that nothing runs breaks unseen.
-SHORT = ("kernels", "numerics", "methods", "speed", "planner", "out_of_memory", "resume", "precisions", "merge")
+SHORT = (
+    "kernels", "numerics", "methods", "speed", "planner", "out_of_memory", "resume", "precisions", "merge",
+    "recipes", "launches", "cards",
+)  # fmt: skip
 
 
 def test_short_stages_on_a_cpu(repository: Path, tmp_path: Path) -> None:
