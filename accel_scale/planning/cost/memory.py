@@ -140,11 +140,11 @@ def _forward_setup(setup: TrainingSetup) -> TrainingSetup:
     """
     parallel = setup.parallel
     seen = ParallelSetup(num_gpus=parallel.sequence_parallel, sequence_parallel=parallel.sequence_parallel)
-    seen_setup = replace(setup, parallel=seen, optimizer="adamw_torch_fused", accumulation=1)
-    seen_setup = replace(seen_setup, reference_model=False, reference_pass="none")
-    if setup.autocast and _casts_weights(setup):
-        return replace(seen_setup, precision="bf16_true", weight_dtype=None)
-    return seen_setup
+    casts = {"precision": "bf16_true", "weight_dtype": None} if setup.autocast and _casts_weights(setup) else {}
+    return replace(
+        setup, parallel=seen, optimizer="adamw_torch_fused", accumulation=1, sync_each_batch=False,
+        reference_model=False, reference_pass="none", **casts,
+    )  # fmt: skip
 
 
 def _casts_weights(setup: TrainingSetup) -> bool:

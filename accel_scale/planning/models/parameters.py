@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from dataclasses import dataclass
 
 from accel_scale.errors import ConfigError
@@ -59,9 +60,13 @@ def parameter_groups(facts: ModelFacts, setup: TrainingSetup) -> ParameterGroups
     Raises:
         ConfigError: if the setup's adapters name a module that the model does not have.
     """
-    adapted = setup.trains_adapters
-    copies = _full_copies(facts, setup) if adapted else 0
-    lora = lora_params(facts, setup.lora) if adapted else 0
+    return _groups(facts, setup.lora if setup.trains_adapters else None, setup.quantises_base)
+
+
+@functools.lru_cache(maxsize=1024)
+def _groups(facts: ModelFacts, adapters: LoraSetup | None, quantises_base: bool) -> ParameterGroups:
+    copies = _full_copies(facts, adapters, quantises_base) if adapters else 0
+    lora = lora_params(facts, adapters) if adapters else 0
     return ParameterGroups(
         embedding=facts.embedding_params if facts.has_embedding else 0,
         positions=facts.position_params,
@@ -73,9 +78,9 @@ def parameter_groups(facts: ModelFacts, setup: TrainingSetup) -> ParameterGroups
         largest_layer=max(layer.num_params for layer in facts.layers),
         lora=lora,
         full_copies=copies,
-        trainable=lora + copies if adapted else facts.num_params,
-        frozen=facts.num_params if adapted else 0,
-        quantised=quantised_weights(facts) if setup.quantises_base else 0,
+        trainable=lora + copies if adapters else facts.num_params,
+        frozen=facts.num_params if adapters else 0,
+        quantised=quantised_weights(facts) if quantises_base else 0,
     )
 
 
@@ -156,11 +161,11 @@ def _adapter_params(item: LinearFacts, lora: LoraSetup) -> int:
     return item.copies * rank * (item.in_features + item.out_features) + item.out_features * lora.dora
 
 
-def _full_copies(facts: ModelFacts, setup: TrainingSetup) -> int:
-    return sum(_copied_params(facts, name, setup) for name in dict.fromkeys(setup.lora.full_modules))
+def _full_copies(facts: ModelFacts, lora: LoraSetup, quantises_base: bool) -> int:
+    return sum(_copied_params(facts, name, quantises_base) for name in dict.fromkeys(lora.full_modules))
 
 
-def _copied_params(facts: ModelFacts, name: str, setup: TrainingSetup) -> int:
+def _copied_params(facts: ModelFacts, name: str, quantises_base: bool) -> int:
     if name == facts.embedding_name:
         return facts.embedding_params
     if name == _SCORES and facts.num_scores:
@@ -170,7 +175,7 @@ def _copied_params(facts: ModelFacts, name: str, setup: TrainingSetup) -> int:
     linears = [(item, count) for item, count in _all_linears(facts) if item.name == name and item.copies == 1]
     if not linears:
         raise _unknown_module(facts, name, "modules trained whole")
-    if setup.quantises_base and any(item.quantisable for item, _ in linears):
+    if quantises_base and any(item.quantisable for item, _ in linears):
         raise ConfigError(
             f"{name} is quantised and cannot be trained whole.",
             place="modules trained whole",

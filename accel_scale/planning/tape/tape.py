@@ -88,11 +88,13 @@ class Tape:
         `shapes` are the inputs' numbers of values and bytes of each, where gradients may come larger: torch sums and
         casts them once the operation's own backward is through.
         """
+        if self._is_muted:
+            return output
         nodes = [None if value is None else value.node for value in inputs]
-        if self._is_muted or not any(node is not None for node in nodes):
+        if not any(nodes):
             return output
         self._order += 1
-        kept = [tensor.view() for tensor in saved if tensor is not None]
+        kept = [tensor.view() for tensor in saved if tensor is not None] if saved else []
         node = Node(self._order, nodes, kept, backward)
         node.shapes = shapes
         if self._dropping is not None:
@@ -177,18 +179,19 @@ class Tape:
             assert node.backward is not None
             grads = list(node.backward(grad))
             del grad
-            self._fit(grads, node.shapes)
+            if node.shapes:
+                self._fit(grads, node.shapes)
             node.saved, node.backward, node.recompute = [], None, None
             for index, source in enumerate(node.inputs):
                 if source is None:
                     continue
-                value, grads[index] = grads[index], None
+                key, value, grads[index] = id(source), grads[index], None
                 if value is not None:
-                    self._add(buffers, id(source), value)
+                    self._add(buffers, key, value)
                 del value
-                waiting[id(source)] -= 1
-                if waiting[id(source)] == 0 and id(source) in buffers:
-                    heapq.heappush(ready, (-source.order, id(source), source))
+                waiting[key] -= 1
+                if not waiting[key] and key in buffers:
+                    heapq.heappush(ready, (-source.order, key, source))
 
     def _fit(self, grads: list[Tensor | None], shapes: Sequence[tuple[float, int]]) -> None:
         for index, (numel, itemsize) in enumerate(shapes):
@@ -203,12 +206,9 @@ class Tape:
         if present is None:
             buffers[key] = value.view()
             return
-        storage, other = present.storage, value.storage
-        # The caller's handle is one user of `value`.
-        if self.adds_in_place and (
-            (storage is not None and storage.users == 1) or (other is not None and other.users == 1)
-        ):
-            if storage is not None and storage.users != 1:
+        # The caller's handle is the one of `value`.
+        if self.adds_in_place and (present.is_alone or value.is_alone):
+            if present.storage is not None and not present.is_alone:
                 buffers[key] = value.view()
             return
         buffers[key] = self.new(value.numel, value.itemsize)
@@ -216,21 +216,20 @@ class Tape:
     def _accumulate(self, parameter: Parameter, grad: Tensor) -> None:
         if parameter.grad is not None:
             return
-        storage = grad.storage
-        is_own = storage is not None and storage.users == 1 and grad.itemsize == parameter.itemsize
+        is_own = grad.is_alone and grad.itemsize == parameter.itemsize
         parameter.grad = grad if is_own else self.new(parameter.numel, parameter.itemsize)
 
 
 def _count_uses(root: Node) -> dict[int, int]:
     """How many nodes send a gradient to each node."""
-    uses: dict[int, int] = {id(root): 0}
-    stack, seen = [root], {id(root)}
+    uses: dict[int, int] = {}
+    stack = [root]
     while stack:
         for source in stack.pop().inputs:
             if source is None:
                 continue
-            uses[id(source)] = uses.get(id(source), 0) + 1
-            if id(source) not in seen:
-                seen.add(id(source))
+            if (key := id(source)) not in uses:
+                uses[key] = 0
                 stack.append(source)
+            uses[key] += 1
     return uses

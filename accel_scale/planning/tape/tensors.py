@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 
 class Meter:
-    """Bytes in live tensors, now and at their highest; `marks` keep values that callers ask for by name."""
+    """Bytes in live tensors, now and at their highest."""
+
+    __slots__ = ("live_bytes", "peak_bytes")
 
     def __init__(self) -> None:
         self.live_bytes = 0.0
         self.peak_bytes = 0.0
-
-    def allocate(self, num_bytes: float) -> None:
-        """Count `num_bytes` as live."""
-        self.live_bytes += num_bytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-
-    def free(self, num_bytes: float) -> None:
-        """Count `num_bytes` as gone."""
-        self.live_bytes -= num_bytes
 
     def reset_peak(self) -> None:
         """Start a new high-water mark at what is live."""
@@ -31,14 +25,21 @@ class Meter:
 class Storage:
     """Memory that one or more tensors look at; freed with the last of them."""
 
-    __slots__ = ("meter", "num_bytes", "users")
+    __slots__ = ("meter", "num_bytes")
 
     def __init__(self, meter: Meter, num_bytes: float) -> None:
-        self.meter, self.num_bytes, self.users = meter, num_bytes, 0
-        meter.allocate(num_bytes)
+        self.meter, self.num_bytes = meter, num_bytes
+        meter.live_bytes += num_bytes
+        if meter.live_bytes > meter.peak_bytes:
+            meter.peak_bytes = meter.live_bytes
 
     def __del__(self) -> None:
-        self.meter.free(self.num_bytes)
+        self.meter.live_bytes -= self.num_bytes
+
+
+# References to memory of one tensor while they are counted: the tensor's and that of the call. Nothing else keeps one;
+# of None there are more.
+_ALONE = 2
 
 
 class Tensor:
@@ -48,12 +49,11 @@ class Tensor:
 
     def __init__(self, storage: Storage | None, numel: float, itemsize: int, node: Node | None = None) -> None:
         self.storage, self.numel, self.itemsize, self.node = storage, numel, itemsize, node
-        if storage is not None:
-            storage.users += 1
 
-    def __del__(self) -> None:
-        if self.storage is not None:
-            self.storage.users -= 1
+    @property
+    def is_alone(self) -> bool:
+        """Whether it has memory that no other tensor looks at."""
+        return sys.getrefcount(self.storage) == _ALONE
 
     @property
     def requires_grad(self) -> bool:
