@@ -86,12 +86,14 @@ debian:
 	  fi; \
 	fi
 
-# Minutes the first time, a second later; built here so that no test waits for a compiler. A build that was killed
-# leaves a lock that torch waits for forever.
+# Minutes the first time, a second later; built here so that no test waits for a compiler: besides what is asked for,
+# what gloo's launches (ShareMemComm) and offloading (PinMemory) load. A build that was killed leaves a lock that torch
+# waits for forever.
+OPS := CPUAdam AsyncIO ShareMemComm PinMemory
 ops: $(STAMP) debian
 	@$(BIN)/python -m accel_scale.launching.build_locks
-	@DS_ACCELERATOR=cpu $(BIN)/python -c "from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder; \
-	CPUAdamBuilder().load(verbose=False); AsyncIOBuilder().load(verbose=False)" >/dev/null
+	@DS_ACCELERATOR=cpu $(BIN)/python -c "from deepspeed import get_accelerator as chosen; \
+	[chosen().create_op_builder(f'{name}Builder').load(verbose=False) for name in '$(OPS)'.split()]" >/dev/null
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
