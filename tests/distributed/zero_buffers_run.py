@@ -26,8 +26,8 @@ def beside(all_reduce: Callable[..., None]) -> Callable[..., None]:
     """`all_reduce` on a copy that no tracker sees.
 
     gloo's thread lets go of memory at a time of its own, after the caller has gone on. Where the thread waits for a
-    processor, the copy that DeepSpeed reduced a bucket in would be counted beside the copy of the next bucket. DeepSpeed
-    keeps one such copy: on processors it reduces one bucket after the other, with `overlap_comm` too.
+    processor, the copy that DeepSpeed reduced a bucket in would be counted beside the copy of the next bucket.
+    DeepSpeed keeps one such copy: on processors it reduces one bucket after the other, with `overlap_comm` too.
     """
 
     def reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:

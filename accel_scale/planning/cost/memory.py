@@ -140,11 +140,13 @@ def _forward_setup(setup: TrainingSetup) -> TrainingSetup:
     """
     parallel = setup.parallel
     seen = ParallelSetup(num_gpus=parallel.sequence_parallel, sequence_parallel=parallel.sequence_parallel)
-    casts = {"precision": "bf16_true", "weight_dtype": None} if setup.autocast and _casts_weights(setup) else {}
-    return replace(
+    seen_setup = replace(
         setup, parallel=seen, optimizer="adamw_torch_fused", accumulation=1, sync_each_batch=False,
-        reference_model=False, reference_pass="none", **casts,
+        reference_model=False, reference_pass="none",
     )  # fmt: skip
+    if setup.autocast and _casts_weights(setup):
+        return replace(seen_setup, precision="bf16_true", weight_dtype=None)
+    return seen_setup
 
 
 def _casts_weights(setup: TrainingSetup) -> bool:

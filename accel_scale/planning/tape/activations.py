@@ -78,11 +78,6 @@ def step_bytes(
         ConfigError: for a checkpointing policy that does not exist, an architecture that is not modelled, or an
             attention that it does not have.
     """
-    return _step_bytes(model, setup, is_cuda, is_tracked)
-
-
-@functools.lru_cache(maxsize=4096)
-def _step_bytes(model: ModelFacts, setup: TrainingSetup, is_cuda: bool, is_tracked: bool) -> StepBytes:
     check_policy(setup)
     setup = with_segments(setup, model.num_layers)
     family_of(model)

@@ -38,11 +38,16 @@ def step_bytes(
         ConfigError: as that, and where a traced model's class cannot take the step.
     """
     if not model.traced_config:
-        return activations.step_bytes(model, setup, is_cuda=is_cuda, is_tracked=is_tracked)
+        return _on_tape(model, setup, is_cuda, is_tracked)
     check_policy(setup)
     if kind_of(setup.checkpointing) == SEGMENTS and (reason := division_conflict(model, setup)):
         raise ConfigError(f"{reason}.", place="checkpointing", fix="use full or every_2.")
     return _traced(model, setup, is_cuda, is_tracked)
+
+
+@functools.lru_cache(maxsize=4096)
+def _on_tape(model: ModelFacts, setup: TrainingSetup, is_cuda: bool, is_tracked: bool) -> StepBytes:
+    return activations.step_bytes(model, setup, is_cuda=is_cuda, is_tracked=is_tracked)
 
 
 @functools.lru_cache(maxsize=4096)
