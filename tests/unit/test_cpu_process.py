@@ -175,6 +175,7 @@ def test_a_process_that_trains_keeps_few_compiled_products_unless_told_otherwise
     flushed, kept = [], []
     monkeypatch.setattr(torch, "set_flush_denormal", flushed.append)
     monkeypatch.setattr(cpu_process, "keep_freed_memory", lambda: kept.append(True))
+    monkeypatch.setattr(cpu_process, "_multiplies_bf16", lambda: True)
     monkeypatch.setenv("LRU_CACHE_CAPACITY", "7")
     monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "put back")
     del os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"]
@@ -206,3 +207,62 @@ def test_without_a_launcher_nothing_set_is_nothing_chosen(monkeypatch) -> None:
 )
 def test_which_runs_step_in_host_memory(settings: dict[str, str], optimizer: str | None, expected: bool) -> None:
     assert steps_on_host(current_launch(settings), optimizer) == expected
+
+
+_PRODUCTS_IN_FP32 = """
+import warnings
+warnings.simplefilter("error")
+import time
+import torch
+from accel_scale.launching.cpu_process import multiply_bf16_in_fp32
+torch.manual_seed(0)
+a, b, c, d, e, f = (torch.randn(n, m) for n, m in [(96, 64), (64, 80), (1, 80), (4, 1536), (4, 1024), (4, 1152)])
+batch = [x.view(4, *size) for x, size in ((d, (48, 32)), (e, (32, 32)), (f, (36, 32)))]
+cases = {
+    "mm": lambda to: to(a) @ to(b),
+    "linear": lambda to: torch.nn.functional.linear(to(a), to(b).T, to(c)[0]),
+    "addmm": lambda to: torch.addmm(to(c), to(a), to(b), beta=0.5, alpha=2),
+    "bmm": lambda to: to(batch[0]) @ to(batch[1]),
+    "baddbmm": lambda to: torch.baddbmm(to(c)[:, :32, None][:, :1], to(batch[0]), to(batch[1]), beta=3),
+}
+exact = {name: case(lambda x: x.bfloat16().double()) for name, case in cases.items()}
+plain = {name: case(lambda x: x) for name, case in cases.items()}
+multiply_bf16_in_fp32()
+multiply_bf16_in_fp32()
+for name, case in cases.items():
+    found = case(lambda x: x.bfloat16())
+    assert found.dtype is torch.bfloat16, name
+    # Rounded once: half of a last place of 8 bits.
+    torch.testing.assert_close(found.double(), exact[name], rtol=2**-8, atol=1e-6, msg=name)
+    assert torch.equal(case(lambda x: x), plain[name]), name
+left, right = a.bfloat16().requires_grad_(), b.bfloat16().requires_grad_()
+(left @ right).sum().backward()
+assert left.grad.dtype is right.grad.dtype is torch.bfloat16
+torch.testing.assert_close(left.grad[0].float(), right.detach().float().sum(1), rtol=2**-7, atol=1e-3)
+with torch.autocast("cpu", torch.bfloat16):
+    assert torch.equal(a @ b, a.bfloat16() @ b.bfloat16())
+try:
+    a.bfloat16() @ b
+except RuntimeError as error:
+    assert "dtype" in str(error)
+else:
+    raise AssertionError("two dtypes")
+"""
+
+
+def test_bf16_products_in_fp32_are_rounded_once_and_other_dtypes_stay() -> None:
+    done = subprocess.run([sys.executable, "-c", _PRODUCTS_IN_FP32], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("has_products", [True, False])
+def test_a_process_that_trains_multiplies_bf16_in_fp32_where_the_cpu_cannot(monkeypatch, has_products) -> None:
+    done: list[bool] = []
+    monkeypatch.setattr(cpu_process, "_multiplies_bf16", lambda: has_products)
+    monkeypatch.setattr(cpu_process, "multiply_bf16_in_fp32", lambda: done.append(True))
+    monkeypatch.setattr(cpu_process, "keep_freed_memory", lambda: True)
+    monkeypatch.setattr(torch, "set_flush_denormal", lambda on: True)
+    for name in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
+        monkeypatch.setenv(name, "24")
+    cpu_process.tune_cpu_process()
+    assert bool(done) is not has_products
