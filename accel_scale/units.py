@@ -33,9 +33,9 @@ def format_bytes(num_bytes: float) -> str:
     value = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(value) < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.3g} {unit}"
+            return f"{value:.0f} {unit}" if unit == "B" or abs(value) >= 999.5 else f"{value:.3g} {unit}"
         value /= 1024
-    return f"{value:.3g} TiB"
+    return f"{value:.0f} TiB" if abs(value) >= 999.5 else f"{value:.3g} TiB"
 
 
 _DURATION_UNITS = {"d": 86400, "h": 3600, "m": 60, "min": 60, "s": 1}
