@@ -60,7 +60,8 @@ def read_ending(folder: Path) -> Ending | None:
 
 
 def write_page(path: Path, stages: Sequence[Stage], out: Path, *, device: str) -> str:
-    """Write the page from what is on file; returns it."""
+    """Write the page from what is on file, without the machine's folders; returns it."""
+    from accel_scale.report_page.figures import without_home
     from accel_scale.reporting.summary import _commit, installed_versions
 
     versions = ", ".join(f"{name} {version}" for name, version in installed_versions().items())
@@ -86,7 +87,7 @@ def write_page(path: Path, stages: Sequence[Stage], out: Path, *, device: str) -
         ending = read_ending(out / stage.name)
         if ending is not None and ending.why:
             lines += ["", cell(ending.why)]
-    text = "\n".join(lines) + "\n"
+    text = without_home("\n".join(lines) + "\n")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     return text

@@ -68,6 +68,17 @@ def test_a_case_that_fails_ends_only_itself_and_is_the_only_one_run_again(tmp_pa
     assert ending.is_done
 
 
+def test_the_page_names_no_folder_of_the_machine(tmp_path: Path, repository: Path) -> None:
+    cases = cases_in(tmp_path / "methods")
+    for folder in (repository, Path.home()):
+        cases.case(folder.name, lambda folder=folder: f"nothing at {folder}/outputs/data")
+    write_ending(tmp_path / "methods", gpu_check.Ending("ended", "", 3.0))
+    text = write_page(tmp_path / "page.md", STAGES, tmp_path, device="cpu")
+    assert text.count("nothing at ") == 2
+    assert f"{repository}/" not in text
+    assert f"{Path.home()}/" not in text
+
+
 @pytest.mark.parametrize(
     ("script", "kind", "why"),
     [
