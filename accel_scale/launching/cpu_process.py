@@ -47,9 +47,9 @@ def _multiplies_bf16() -> bool:
 def multiply_bf16_in_fp32() -> torch.library.Library:
     """Multiply bf16 matrices on this process's CPU in fp32, and round the results to bf16.
 
-    torch's own loops for CPUs without bf16 instructions take 9 to 28 times as long (AVX2, 1024 × 256 × 700). The
-    instructions sum in fp32, too. Other dtypes pay some microseconds a product; other devices and compiled layers are
-    left alone.
+    torch's own loops for CPUs without bf16 instructions take more than four times as long (a test holds that on such
+    CPUs). The instructions sum in fp32, too. Other dtypes pay some microseconds a product; other devices and compiled
+    layers are left alone.
 
     Returns:
         What holds the new products, and is kept as long as the process.

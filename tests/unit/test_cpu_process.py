@@ -212,7 +212,6 @@ def test_which_runs_step_in_host_memory(settings: dict[str, str], optimizer: str
 _PRODUCTS_IN_FP32 = """
 import warnings
 warnings.simplefilter("error")
-import time
 import torch
 from accel_scale.launching.cpu_process import multiply_bf16_in_fp32
 torch.manual_seed(0)
@@ -253,6 +252,32 @@ else:
 def test_bf16_products_in_fp32_are_rounded_once_and_other_dtypes_stay() -> None:
     done = subprocess.run([sys.executable, "-c", _PRODUCTS_IN_FP32], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+_SPEED = """
+import time
+import torch
+from accel_scale.launching.cpu_process import multiply_bf16_in_fp32
+torch.set_num_threads(1)
+a, b = torch.ones(512, 256, dtype=torch.bfloat16), torch.ones(256, 512, dtype=torch.bfloat16)
+def seconds():
+    a @ b
+    times = []
+    for _ in range(3):
+        before = time.process_time()
+        a @ b
+        times.append(time.process_time() - before)
+    return min(times)
+before = seconds()
+multiply_bf16_in_fp32()
+print(before / seconds())
+"""
+
+
+@pytest.mark.skipif(cpu_process._multiplies_bf16(), reason="oneDNN multiplies bf16 on this CPU")
+def test_bf16_products_in_fp32_take_a_fraction_of_torchs_time() -> None:
+    done = subprocess.run([sys.executable, "-c", _SPEED], capture_output=True, text=True, check=True)
+    assert float(done.stdout) > 4
 
 
 @pytest.mark.parametrize("has_products", [True, False])
