@@ -28,14 +28,19 @@ def parse_bytes(text: str | int, *, place: str | None = None) -> int:
     return int(float(match.group(1)) * factor)
 
 
+def three_digits(value: float) -> str:
+    """`value` with three significant digits, or whole where it has more; a large number gets no exponent."""
+    return f"{value:.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
+
+
 def format_bytes(num_bytes: float) -> str:
     """`num_bytes` with a binary unit and three significant digits, e.g. ``22.4 GiB``."""
     value = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(value) < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" or abs(value) >= 999.5 else f"{value:.3g} {unit}"
+            return f"{value:.0f} {unit}" if unit == "B" else f"{three_digits(value)} {unit}"
         value /= 1024
-    return f"{value:.0f} TiB" if abs(value) >= 999.5 else f"{value:.3g} TiB"
+    return f"{three_digits(value)} TiB"
 
 
 _DURATION_UNITS = {"d": 86400, "h": 3600, "m": 60, "min": 60, "s": 1}

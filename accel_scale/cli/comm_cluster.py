@@ -19,6 +19,7 @@ from accel_scale.planning.cost.links import (
     find_link,
 )
 from accel_scale.planning.search.request_words import whole
+from accel_scale.reporting.comm_tables import gigabytes
 from accel_scale.units import parse_bytes
 
 # Without --gpus_per_node: the usual server.
@@ -68,7 +69,7 @@ def _inside(args: argparse.Namespace, gpu: Gpu | None) -> tuple[Link, str]:
     """A GPU's link to the others of its server, and what it is called."""
     if args.bandwidth is not None:
         speed = float(parse_bytes(args.bandwidth, place="--bandwidth"))
-        link, text = Link(speed, INTRANODE_LATENCY_SECONDS), f"{speed / 1e9:.3g} GB/s"
+        link, text = Link(speed, INTRANODE_LATENCY_SECONDS), f"{gigabytes(speed)} GB/s"
     else:
         if args.link is not None:
             named, name = find_link(args.link), args.link
@@ -77,7 +78,7 @@ def _inside(args: argparse.Namespace, gpu: Gpu | None) -> tuple[Link, str]:
             kind = "pcie" if gpu.link == "pcie" else "nvlink"
             named, name = NamedLink(gpu.link, kind, gpu.link_bandwidth()), f"{gpu.name} over {gpu.link}"
         link = named.link
-        text = f"{name} at {link.bytes_per_second / 1e9:.3g} of {named.peak_bytes_per_second / 1e9:.3g} GB/s"
+        text = f"{name} at {gigabytes(link.bytes_per_second)} of {gigabytes(named.peak_bytes_per_second)} GB/s"
     latency = parse_latency(args.latency, "--latency")
     link = link if latency is None else replace(link, latency_seconds=latency)
     return link, f"{text}, {link.latency_seconds * 1e6:.3g} µs a message"
@@ -100,7 +101,7 @@ def _between(args: argparse.Namespace, gpu: Gpu | None, per_node: int) -> tuple[
         notes.append(f"assumed between servers: a port of {port} for each GPU. --network says otherwise.")
     latency = parse_latency(args.network_latency, "--network_latency")
     link = Link(peak * ACHIEVED_LINK_FRACTION, INTERNODE_LATENCY_SECONDS if latency is None else latency)
-    text = f"{name} at {link.bytes_per_second / 1e9:.3g} of {peak / 1e9:.3g} GB/s for a server"
+    text = f"{name} at {gigabytes(link.bytes_per_second)} of {gigabytes(peak)} GB/s for a server"
     return link, f"{text}, {link.latency_seconds * 1e6:.3g} µs a message", notes
 
 

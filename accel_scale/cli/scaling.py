@@ -16,6 +16,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
+from accel_scale.units import three_digits
 
 if TYPE_CHECKING:
     from accel_scale.planning.laws.reference_tables import ReferenceTable
@@ -169,7 +170,7 @@ def _cells(plan: ScalingPlan, cost: dict[str, float | None]) -> dict[str, str]:
     return {
         "parameters": format_count(plan.params),
         "tokens": format_count(plan.tokens),
-        "tokens per parameter": f"{plan.tokens_per_param:.3g}",
+        "tokens per parameter": three_digits(plan.tokens_per_param),
         "compute, FLOPs": f"{plan.compute:.3g}",
         "expected loss, nats": optional(plan.loss, "{:.3f}"),
         "optimum for that compute": f"{format_count(plan.optimal_params)} × {format_count(plan.optimal_tokens)}",

@@ -20,7 +20,7 @@ from accel_scale.reporting.step_lines import StepFigures, StepLines
 from accel_scale.reporting.trackers import tracked_names
 from accel_scale.training.ddp.gradient_numbers import loss_scale_of
 from accel_scale.training.ddp.hooks import hook_figures
-from accel_scale.units import format_bytes
+from accel_scale.units import format_bytes, three_digits
 
 if TYPE_CHECKING:
     from accel_scale.measuring.profiling import StepProfiler
@@ -77,7 +77,7 @@ class PretrainReport:
             run.model_config, sequence_length=run.data_args.max_length, num_params=run.parameters[0]
         )
         self.peak, origin = peak_flops(run.accelerator.device, run.settings.precision.compute_dtype)
-        self._mfu_basis = f"{counted}; peak {self.peak / 1e12:.3g} TFLOP/s per rank ({origin})"
+        self._mfu_basis = f"{counted}; peak {three_digits(self.peak / 1e12)} TFLOP/s per rank ({origin})"
         start_trackers(run.accelerator, args, run.settings.values)
         if not run.is_main:
             return

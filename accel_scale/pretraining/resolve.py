@@ -15,7 +15,7 @@ from accel_scale.optimization.schedules import schedule_name
 from accel_scale.pretraining.trunk import ScheduleSettings
 from accel_scale.settings.resolved import Resolved
 from accel_scale.settings.stored_model import refuse_stored_model
-from accel_scale.units import parse_duration
+from accel_scale.units import parse_duration, three_digits
 
 if TYPE_CHECKING:
     import torch
@@ -163,7 +163,8 @@ def run_length(settings: Resolved, *, trunk_step: int | None, num_params: int) -
         raise ConfigError(
             "nothing says how long to train.",
             place="--max_steps",
-            fix=f"add --max_steps, or --max_tokens: 20 for each parameter (Chinchilla) are {tokens / 1e9:.3g}B.",
+            fix="add --max_steps, or --max_tokens: 20 for each parameter (Chinchilla) are "
+            f"{three_digits(tokens / 1e9)}B.",
         )
     first = trunk_step or 0
     part = max(1, (num_steps - first) // _PARTS_OF_A_RUN)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from accel_scale.report_page.reading import RunRecords, listed, number, table
 from accel_scale.reporting.tables import format_count, format_seconds
-from accel_scale.units import format_bytes
+from accel_scale.units import format_bytes, three_digits
 
 ENDS = {
     "finished": "finished",
@@ -74,7 +74,7 @@ def formatted(value: float, unit: str) -> str:
     if unit == "bytes":
         return format_bytes(value)
     if unit == "seconds":
-        return format_seconds(value) if value >= 1 else f"{value * 1000:.3g} ms"
+        return format_seconds(value) if value >= 1 else f"{three_digits(value * 1000)} ms"
     if unit == "share":
         return f"{value:.1%}"
     if unit == "rate":

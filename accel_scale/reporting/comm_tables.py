@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from accel_scale.units import format_bytes
+from accel_scale.units import format_bytes, three_digits
 
 if TYPE_CHECKING:
     from accel_scale.network.link_fit import FittedLink, MeasuredLinks
@@ -18,13 +18,13 @@ def format_short(seconds: float) -> str:
     """``1.24 s``, ``13.2 ms`` or ``48 µs``."""
     for factor, unit in ((1, "s"), (1e3, "ms")):
         if seconds * factor >= 1:
-            return f"{seconds * factor:.3g} {unit}"
+            return f"{three_digits(seconds * factor)} {unit}"
     return f"{seconds * 1e6:.3g} µs"
 
 
 def gigabytes(bytes_per_second: float | None) -> str:
     """GB/s with three digits."""
-    return "" if bytes_per_second is None else f"{bytes_per_second / 1e9:.3g}"
+    return "" if bytes_per_second is None else three_digits(bytes_per_second / 1e9)
 
 
 def print_predictions(title: str, groups: Sequence[Sequence[Prediction]], notes: Sequence[str]) -> None:

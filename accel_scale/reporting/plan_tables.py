@@ -20,7 +20,7 @@ from accel_scale.planning.search.search import Candidate, Plan, Rejection, Reque
 from accel_scale.planning.search.writing import WrittenPlan
 from accel_scale.reporting.plan_terms import print_terms
 from accel_scale.reporting.tables import format_count, format_seconds
-from accel_scale.units import format_bytes
+from accel_scale.units import format_bytes, three_digits
 
 _GIB = 2**30
 _WIDTH = 150
@@ -140,7 +140,7 @@ def _cells(candidate: Candidate, budget: Budgeted) -> list[str]:
     cells = [candidate.choice.label, setup.method, batch, policy, setup.optimizer, interval(candidate)]
     if time is None:
         return [*cells, *["?"] * 5]
-    cells += [f"{time.step_seconds:.3g} s", f"{time.tokens_per_second:,.0f}", f"{time.mfu:.0%}"]
+    cells += [f"{three_digits(time.step_seconds)} s", f"{time.tokens_per_second:,.0f}", f"{time.mfu:.0%}"]
     if budget.tokens is not None:
         cost = time.budget(budget.tokens, budget.price_per_gpu_hour)
         cells.append(f"{cost.hours / 24:,.1f} days" if cost.hours >= 48 else format_seconds(cost.hours * 3600))

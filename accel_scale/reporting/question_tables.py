@@ -10,6 +10,7 @@ from accel_scale.planning.cost.inference import InferenceEstimate
 from accel_scale.planning.search.questions import PlanDifference, PricedPlan, settings_of
 from accel_scale.reporting.plan_tables import candidate_dict, interval, plan_console
 from accel_scale.reporting.tables import format_count, format_seconds
+from accel_scale.units import three_digits
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -59,7 +60,7 @@ def difference_cells(item: PlanDifference) -> list[str]:
     cells += [interval(best), _signed(item, "memory_bytes", _GIB, " GiB")]
     if time is None:
         return [*cells, "?", "", "?", ""]
-    cells += [f"{time.step_seconds:.3g} s", _signed(item, "step_seconds", 1, " s")]
+    cells += [f"{three_digits(time.step_seconds)} s", _signed(item, "step_seconds", 1, " s")]
     return [*cells, f"{time.tokens_per_second:,.0f}", _signed(item, "tokens_per_second", 1, "")]
 
 

@@ -14,7 +14,7 @@ from accel_scale.facts.optimizer_specs import optimizer_spec
 from accel_scale.measuring.storages import StorageTracker
 from accel_scale.planning.cost.memory import predict_memory
 from accel_scale.settings.planned import RunPlan, sizes_of_answers, with_interval
-from accel_scale.units import format_bytes
+from accel_scale.units import format_bytes, three_digits
 
 
 def resident_tensors(model: torch.nn.Module, optimizer: Any = None) -> list[torch.Tensor]:
@@ -205,9 +205,10 @@ def comparison_line(compared: dict[str, Any], measured: dict[str, Any]) -> str:
     seconds, expected = measured["step_seconds"], compared["step_seconds"]
     if seconds is None:
         return memory
+    taken = f"measured {three_digits(seconds)} s"
     if expected is None:
-        return f"{memory}; step: measured {seconds:.3g} s"
-    return f"{memory}; step: predicted {expected:.3g} s, measured {seconds:.3g} s ({_difference(seconds, expected)})"
+        return f"{memory}; step: {taken}"
+    return f"{memory}; step: predicted {three_digits(expected)} s, {taken} ({_difference(seconds, expected)})"
 
 
 def _difference(measured: float, predicted: float) -> str:
