@@ -296,6 +296,15 @@ def test_a_packed_layout_is_uploaded_at_once():
     assert (uploads.count, slots[1].shape) == (1, (32,))
 
 
+def test_a_packed_mask_whose_layout_was_lost_is_an_error():
+    """A model that copies its mask would otherwise attend to everything."""
+    from accel_scale.modeling.packed_attention import packed_attention_forward
+
+    rows = torch.randn(1, 2, 8, 4)
+    with pytest.raises(RuntimeError, match="Linear copied the packed mask and lost its layout"):
+        packed_attention_forward(nn.Linear(1, 1), rows, rows, rows, torch.empty(1, 8, dtype=torch.bool))
+
+
 def test_a_mask_that_is_not_causal_within_documents_stays_dense():
     from transformers.masking_utils import blockwise_overlay, causal_mask_function, or_masks
 

@@ -171,6 +171,16 @@ def test_a_second_interrupt_ends_at_once():
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGINT
 
 
+def test_a_launcher_that_dies_while_the_run_starts_counts_as_a_signal(monkeypatch):
+    parents = iter((4711, 1))  # before the run asks to be told of its death, and after
+    monkeypatch.setattr("accel_scale.training.checkpoints.signals.is_launcher", lambda pid: pid == 4711)
+    monkeypatch.setattr(os, "getppid", lambda: next(parents))
+    signals = StopSignals()
+    signals.install()
+    signals.restore()
+    assert signals.received == signal.SIGTERM
+
+
 def test_a_signal_to_the_whole_group_leaves_the_workers_that_load_data():
     """Launchers and schedulers send it so; a run whose workers are killed ends before it has saved."""
     (ready, say_ready), (sent, say_sent) = os.pipe(), os.pipe()

@@ -100,6 +100,16 @@ def test_answers_are_written_for_a_step_and_scored_beside_a_reference_where_a_pe
     assert (found.reference_model, found.reference_pass) == (reference == "before", reference)
 
 
+@pytest.mark.parametrize("name", ["use_transformers_continuous_batching", "cast_lm_head_to_fp32", "sync_ref_model"])
+def test_ways_to_reward_that_are_not_modelled_are_named(name: str) -> None:
+    settings = settle("", launch=GPU)
+    settings.recipe = GRPO_PLAN
+    settings.values.update({"max_completion_length": 64, name: True})
+    with pytest.raises(ConfigError, match="not planned") as refused:
+        setup_of(settings, launched(), "sdpa")
+    assert refused.value.place == f"--{name}"
+
+
 @pytest.mark.parametrize(
     ("values", "expected"),
     [

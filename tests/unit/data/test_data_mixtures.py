@@ -130,6 +130,8 @@ def test_names_configurations_and_repeats() -> None:
         ("dir/odd=name.jsonl", None),
         ("openai/gsm8k", "socratic"),
     ]
+    (partition,) = parse_mixture(["rows/date=2026/part"])  # the "=" of a folder's name is no weight
+    assert (partition.name, partition.weight) == ("rows/date=2026/part", None)
     with pytest.raises(ConfigError, match="named twice"):
         parse_mixture(["a.jsonl=1", "a.jsonl=2"])
 

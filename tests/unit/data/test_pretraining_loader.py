@@ -112,6 +112,7 @@ def test_the_state_is_that_of_the_last_step_consumed_however_far_workers_ran_ahe
     with data.train_loader(global_batch_size=GLOBAL_BATCH, micro_batch_size=8, num_workers=2) as loader:
         steps = [next(loader), next(loader)]
         assert loader.state_dict() == expected
+        assert expected["version"] == 1  # what checkpoints of the first version say
         assert loader.step == 2
         assert loader.wait_seconds >= loader.last_wait_seconds > 0
     # Going around a step is taking it and not training on it.

@@ -38,6 +38,7 @@ def test_orders_never_change() -> None:
     assert mixed(1, 2, 3) == 0xD0734750FDE362B3
     assert shuffled(8, 5).tolist() == [6, 0, 2, 1, 4, 7, 3, 5]
     assert [Permutation(10, 3)[index] for index in range(10)] == [2, 8, 6, 1, 3, 9, 4, 5, 0, 7]
+    assert [Permutation(7, 3)[index] for index in range(7)] == [2, 0, 6, 1, 3, 5, 4]  # an odd number of bits
 
 
 @settings(deadline=None, max_examples=60)
