@@ -40,6 +40,9 @@ row marked "+ imports" was run in a process that had them already.
 """
 # After which a process is taken to be importing the libraries.
 _PATIENCE_SECONDS = 6.0
+# The longest a line may take on an idle machine, and what may take longer: rows have to be tokenized.
+_LONGEST_SECONDS = 3.0
+_TOKENIZES = "--max_length 4"
 RECIPES = recipe_names()
 _RUNS = {
     "sft": "--model_name_or_path {model} --dataset_name {rows} --columns prompt=question completion=answer "
@@ -83,12 +86,14 @@ class Case:
         shown = self.line.replace("{{", "{").replace("}}", "}").replace("{sft} ", "… ").replace("{pretrain} ", "… ")
         return f"{self.program}.py {shown}" if self.program in RECIPES else f"accel-scale {self.program} {shown}"
 
-    def problems(self, status: int, error: str) -> list[str]:
-        """What is wrong with an answer: several lines, a traceback, another status, a word that is not there."""
+    def problems(self, status: int, error: str, seconds: float = 0.0) -> list[str]:
+        """What is wrong with an answer: several lines, a traceback, another status, a missing word, a long wait."""
         lines = [line for line in error.splitlines() if line.strip()]
         found = [] if len(lines) == 1 else [f"{len(lines)} lines"]
         found += [f"status {status}"] if status != 2 else []
         found += [] if "Fix: " in error else ["no fix"]
+        is_late = seconds > _LONGEST_SECONDS and _TOKENIZES not in self.line
+        found += [f"{seconds:.1f} s"] if is_late else []
         last = lines[-1] if lines else ""
         return found + [words for words in self.says if not any(word in last for word in words.split("|"))]
 
@@ -186,7 +191,7 @@ def main() -> int:
             except subprocess.TimeoutExpired:
                 status, error, seconds = run_process(case, words, python=warm.executable)
                 imports = " + imports"
-            problems = case.problems(status, error)
+            problems = case.problems(status, error, seconds + _PATIENCE_SECONDS * bool(imports))
             failed += bool(problems)
             line = (
                 re.sub(r"\s+", " ", (error.strip().splitlines() or [""])[-1]).replace(folder, "…").replace("|", "\\|")

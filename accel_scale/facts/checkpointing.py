@@ -59,3 +59,18 @@ def refuse_compiled_segments(given: Mapping[str, object], place: Callable[[str],
             place=place("torch_compile"),
             fix="leave --torch_compile out, or use --checkpointing_policy full.",
         )
+
+
+def refuse_too_few_layers(policy: str, num_layers: int, model: str, *, place: str) -> None:
+    """A policy that takes more layers together than there are.
+
+    Raises:
+        ConfigError: with the largest number that works.
+    """
+    name, number = number_in(policy)
+    if number > num_layers:
+        raise ConfigError(
+            f"{policy} asks for more layers than the {num_layers} that {model} has.",
+            place=place,
+            fix=f"use {name}_{num_layers} at most, or none.",
+        )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
-from accel_scale.facts.checkpointing import NOT_REENTRANT, SEGMENTS, SUBLAYERS, layers_at_once
+from accel_scale.facts.checkpointing import NOT_REENTRANT, SEGMENTS, SUBLAYERS, layers_at_once, refuse_too_few_layers
 from accel_scale.modeling.activation_offload import checkpoint_with_offload
 from accel_scale.modeling.recomputing.policies import CheckpointingPolicy as CheckpointingPolicy
 from accel_scale.modeling.recomputing.segments import release_segments, split_into_segments
@@ -97,12 +97,7 @@ def _apply_to_hf(model: Any, policy: CheckpointingPolicy, use_reentrant: bool) -
             place="--checkpointing_policy",
             fix="use none, or name the stack of blocks: apply_checkpointing(…, blocks='…').",
         )
-    if policy.every_n > len(layers):
-        raise ConfigError(
-            f"{policy} asks for more layers than the {len(layers)} that {name} has.",
-            place="--checkpointing_policy",
-            fix=f"use {str(policy).split('_')[0]}_{len(layers)} at most, or none.",
-        )
+    refuse_too_few_layers(str(policy), len(layers), name, place="--checkpointing_policy")
     if policy.kind == SEGMENTS:
         _split(model, layers, policy)
         return layers

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from accel_scale.data.default import default_model_path
 from accel_scale.errors import ConfigError
+from accel_scale.facts.checkpointing import refuse_too_few_layers
 from accel_scale.flags.paths import as_list
 from accel_scale.modeling.files import refuse_missing_rows, refuse_shape
 from accel_scale.modeling.model_class import has_scores, refuse_classes, refuse_scoring
@@ -34,7 +35,8 @@ def refuse_stored_model(parsed: ParsedFlags, *, rewards: bool = False) -> None:
 
     Raises:
         ConfigError: for a config.json that cannot be read or is not that of the weights, a model of another kind,
-            tokens that are not there, and adapters on modules that are not.
+            tokens that are not there, adapters on modules that are not, and a checkpointing policy of more
+            layers than it has.
     """
     given = parsed.explicit
     name, place = given.get("model_name_or_path"), parsed.place("model_name_or_path")
@@ -60,6 +62,10 @@ def refuse_stored_model(parsed: ParsedFlags, *, rewards: bool = False) -> None:
     facts = _facts_of(config)
     if facts is None:
         return
+    policy, architectures = given.get("checkpointing_policy"), as_list(config.get("architectures"))
+    if isinstance(policy, str) and facts.model_type in STYLES:  # of others, a tower may have layers, too
+        model = str(architectures[0]) if architectures else facts.model_type
+        refuse_too_few_layers(policy, facts.num_layers, model, place=parsed.place("checkpointing_policy"))
     shapes = stored_shapes(folder)
     if shapes and not config.get("quantization_config") and not config.get("auto_map"):
         _refuse_shapes(facts, shapes, folder)

@@ -83,6 +83,8 @@ def with_new_padding(folder: Path) -> None:
         (changed(), "sft", "--method lora --lora_target_modules q_proj v_prj", "did you mean v_proj?"),
         (changed(), "pretrain", "--method lora --lora_target_modules q_prj", "did you mean q_proj?"),
         (changed(), "sft", "--eos_token nowhere", "'nowhere' is no token"),
+        (changed(), "sft", "--checkpointing_policy segments_40", "segments_40 asks for more layers than the"),
+        (changed(), "pretrain", "--checkpointing_policy every_40", "every_40 asks for more layers than the"),
         (changed(), "sft", "--assistant_only_loss true", "the rows have no turns"),
         (changed(), "sft", "--dataset_name broken.jsonl", "broken.jsonl:3: not valid JSON"),
         (changed(), "sft", "--dataset_name saved", "not a whole folder of `save_to_disk` (there is no saved/d.arrow)"),
