@@ -25,7 +25,7 @@ RESULTS = REPOSITORY / "benchmarks" / "results" / "start_times.md"
 _CLI = "import sys; from accel_scale.cli.main import main; sys.argv[0] = 'accel-scale'; sys.exit(main())"
 _TRL = "import sys; from trl.cli import main; sys.argv[0] = 'trl'; sys.exit(main())"
 # What both need before they can train; the second line is what `trl sft` itself imports.
-_OURS = "from accel_scale.flags.library import load_classes; from accel_scale.recipe_specs.sft import SFT; "
+_OURS = "from accel_scale.flags.library import load_classes; from accel_scale.recipe_specs.trl import SFT; "
 _OURS += "load_classes(SFT.flags); import accel_scale.trainers.sft_trainer"
 CASES: dict[str, tuple[str, ...]] = {
     "`import accel_scale`": ("-c", "import accel_scale"),

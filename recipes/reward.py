@@ -19,7 +19,7 @@ from accel_scale.ending.user_errors import exit_if_not_saved, user_errors
 from accel_scale.flags.library import load_classes
 from accel_scale.flags.parsing import ParsedFlags, parse_flags
 from accel_scale.quiet import quiet_imports
-from accel_scale.recipe_specs.reward import REWARD
+from accel_scale.recipe_specs.trl import REWARD
 from accel_scale.report_page.leaving import held_folder
 from accel_scale.starting.begin import begin
 from accel_scale.trainers.trainer_run import (

@@ -81,7 +81,7 @@ def _launch(config_file: str | None, more: list[Finding]) -> Launch:
 def _recipe_flags(words: Sequence[str], more: list[Finding]) -> tuple[RecipeSpec, ParsedFlags | None]:
     """What the script declares and its flags; sft.py's without a script. None where there are none, or wrong ones."""
     from accel_scale.recipe_specs.finding import HOW_TO_DECLARE, find_recipe
-    from accel_scale.recipe_specs.sft import SFT
+    from accel_scale.recipe_specs.trl import SFT
     from accel_scale.shipped import named_script
 
     flags = [word for position, word in enumerate(words) if position or word != "--"]

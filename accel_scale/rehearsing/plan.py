@@ -16,8 +16,8 @@ from accel_scale.flags.command_line import RecipeCommand
 from accel_scale.flags.paths import without_weight
 from accel_scale.launching.launch_file import LaunchFile
 from accel_scale.launching.strategy import is_true
-from accel_scale.recipe_specs.sft import SFT
 from accel_scale.recipe_specs.spec import RecipeSpec
+from accel_scale.recipe_specs.trl import SFT
 
 NUM_ROWS = 256
 NUM_PICTURED_ROWS = 32

@@ -16,7 +16,7 @@ from accel_scale.data.default import default_data_paths, default_dataset, defaul
 from accel_scale.data.loading import load_training_data
 from accel_scale.errors import ConfigError
 from accel_scale.flags.parsing import parse_flags
-from accel_scale.recipe_specs.dpo import DPO
+from accel_scale.recipe_specs.trl import DPO
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STEPS = 8

@@ -15,7 +15,7 @@ from trl import DPOTrainer
 from accel_scale.data.default import default_model_path
 from accel_scale.errors import ConfigError
 from accel_scale.flags.parsing import parse_flags
-from accel_scale.recipe_specs.dpo import DPO
+from accel_scale.recipe_specs.trl import DPO
 from accel_scale.settings.preference_losses import DPO_LOSSES
 
 BETA, SMOOTHING = 0.5, 0.1

@@ -20,9 +20,8 @@ from accel_scale.data.default import default_model_path
 from accel_scale.data.loading import load_training_data
 from accel_scale.errors import ConfigError
 from accel_scale.flags.parsing import parse_flags
-from accel_scale.recipe_specs.grpo import GRPO
-from accel_scale.recipe_specs.rloo import RLOO
 from accel_scale.recipe_specs.spec import RecipeSpec
+from accel_scale.recipe_specs.trl import GRPO, RLOO
 from accel_scale.settings import vllm_flags
 from accel_scale.settings.vllm_flags import VLLM_FLAGS
 from accel_scale.trainers.rewarded_run import as_prompts

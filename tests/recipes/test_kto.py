@@ -17,7 +17,7 @@ from pairs import write_labelled
 from accel_scale.data.default import default_model_path
 from accel_scale.errors import ConfigError
 from accel_scale.flags.parsing import parse_flags
-from accel_scale.recipe_specs.kto import KTO
+from accel_scale.recipe_specs.trl import KTO
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STEPS = 8

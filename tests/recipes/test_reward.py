@@ -25,7 +25,7 @@ from accel_scale.merging.adapter import merge_adapter
 from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy
 from accel_scale.modeling.loading import load_config, load_model
 from accel_scale.modeling.model_class import as_reward_model
-from accel_scale.recipe_specs.reward import REWARD
+from accel_scale.recipe_specs.trl import REWARD
 from accel_scale.rehearsing.reload import compare_final_folders
 from accel_scale.start_check.check import check_start
 from accel_scale.start_check.plan import PlannedRun

@@ -21,7 +21,7 @@ from accel_scale.data.default import default_model_path
 from accel_scale.errors import ConfigError
 from accel_scale.facts.exit_statuses import EXIT_STOPPED
 from accel_scale.flags.parsing import parse_flags
-from accel_scale.recipe_specs.vision import VISION
+from accel_scale.recipe_specs.trl import VISION
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STEPS = 8

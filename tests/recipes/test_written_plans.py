@@ -31,7 +31,7 @@ from accel_scale.planning.search.requests import build_request
 from accel_scale.planning.search.search import Candidate, Plan, Request, search
 from accel_scale.planning.search.wish import Wish
 from accel_scale.planning.search.writing import RecipeChoices, WrittenPlan, plan_files, write_files
-from accel_scale.recipe_specs.sft import SFT
+from accel_scale.recipe_specs.trl import SFT
 from accel_scale.settings.planned_setup import setup_of
 from accel_scale.settings.resolve import resolve
 from accel_scale.settings.resolved import LaunchFacts

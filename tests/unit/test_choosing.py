@@ -18,7 +18,7 @@ from accel_scale.launching.launch_file import read_launch_file
 from accel_scale.launching.machine import PACKAGES, LocalMachine
 from accel_scale.planning.search.branches import BRANCHES
 from accel_scale.recipe_specs.pretrain import PRETRAIN
-from accel_scale.recipe_specs.sft import SFT
+from accel_scale.recipe_specs.trl import SFT
 
 ROOT = Path(__file__).parents[2]
 SECTIONS = {

@@ -10,9 +10,8 @@ from accel_scale.errors import ConfigError
 from accel_scale.flags.command_line import RecipeCommand
 from accel_scale.flags.parsing import parse_flags
 from accel_scale.flags.paths import named_inputs
-from accel_scale.recipe_specs.dpo import DPO
 from accel_scale.recipe_specs.pretrain import PRETRAIN
-from accel_scale.recipe_specs.sft import SFT
+from accel_scale.recipe_specs.trl import DPO, SFT
 
 ONE = """datasets:
 - path: openai/gsm8k

@@ -20,7 +20,7 @@ from accel_scale.planning.search.changes import as_flag, cheapest_changes
 from accel_scale.planning.search.longest import STEP, longest_rows
 from accel_scale.planning.search.requests import build_request
 from accel_scale.planning.search.wish import Wish
-from accel_scale.recipe_specs.sft import SFT
+from accel_scale.recipe_specs.trl import SFT
 from accel_scale.settings.resolve import resolve
 from accel_scale.settings.resolved import LaunchFacts, Resolved
 

@@ -24,10 +24,8 @@ from accel_scale.planning.models.catalogue import catalogue_config
 from accel_scale.planning.models.model_config import facts_from_config
 from accel_scale.planning.models.parameters import parameter_groups
 from accel_scale.planning.models.training_setup import LoraSetup, TrainingSetup
-from accel_scale.recipe_specs.dpo import DPO
-from accel_scale.recipe_specs.kto import KTO
-from accel_scale.recipe_specs.reward import REWARD
 from accel_scale.recipe_specs.spec import RecipeSpec
+from accel_scale.recipe_specs.trl import DPO, KTO, REWARD
 from accel_scale.settings.planned_choice import resolve_planned
 from accel_scale.settings.resolved import LaunchFacts, Resolved
 

@@ -17,8 +17,7 @@ from accel_scale.modeling.adapters import lora_config, quantization_config
 from accel_scale.modeling.loading import skeleton_of
 from accel_scale.optimization.optimizers import check_optimizer
 from accel_scale.quiet import quiet_imports
-from accel_scale.recipe_specs.dpo import DPO
-from accel_scale.recipe_specs.grpo import GRPO
+from accel_scale.recipe_specs.trl import DPO, GRPO
 from accel_scale.settings.resolve import resolve
 from accel_scale.settings.resolved import LaunchFacts
 from accel_scale.settings.trl_config import RecipeModelConfig, RecipeSFTConfig

@@ -11,7 +11,7 @@ import pytest
 from accel_scale.errors import ConfigError
 from accel_scale.flags.command_line import RecipeCommand
 from accel_scale.launching.launch_file import read_launch_file
-from accel_scale.recipe_specs.dpo import DPO
+from accel_scale.recipe_specs.trl import DPO
 from accel_scale.rehearsing.plan import (
     DataChoice,
     choose_data,
