@@ -4,7 +4,8 @@ Importing torch, transformers, peft, bitsandbytes and TRL takes seven seconds of
 ranks pays for it three times. `WarmPython` imports them once, in server processes; its `executable` is called as
 ``python`` is (``-u``, ``-m``, ``-c``, a script), and a server forks the child that becomes that process: arguments,
 environment, folder and standard streams are the caller's, the script is ``__main__``, signals and the exit status are
-passed on, and the interpreter ends as it always does. Nothing of this project is imported ahead.
+passed on, and the interpreter ends as it always does. The modules of this project, which do nothing while they are
+imported, are imported ahead too; a process whose PYTHONPATH holds another copy of them forgets them first.
 
 Python itself is started, whole, where a variable that libraries read while they are imported is not as the servers
 have it (`READ_AT_IMPORT`), for the modules of `COLD_MODULES`, and for command lines that are not understood here.
@@ -22,6 +23,7 @@ import importlib
 import io
 import json
 import os
+import pkgutil
 import runpy
 import selectors
 import shutil
@@ -52,6 +54,9 @@ PRELOADED = (
     "torch.distributed.fsdp",
     "torch.distributed.run",
 )
+# Rooms that import what no launch needs.
+NOT_PRELOADED = ("accel_scale.board", "accel_scale.tuning")
+PROJECT = "accel_scale"
 _NUMBER = struct.Struct("<i")
 _PREFIX = "warm-python-"
 
@@ -279,6 +284,8 @@ def become(words: list[str], unbuffered: bool, folder: str, environment: Mapping
     for path in reversed(environment.get("PYTHONPATH", "").split(os.pathsep)):
         if path and path not in sys.path:
             sys.path.insert(1, path)
+        if path and (Path(path) / PROJECT).is_dir() and (Path(path) / PROJECT).resolve() != _project_folder():
+            _forget_project()
     if words[0] == "-m":
         sys.path[0] = folder
         sys.argv = words[1:]
@@ -295,6 +302,16 @@ def become(words: list[str], unbuffered: bool, folder: str, environment: Mapping
     main.__file__ = words[0]
     sys.path[0], sys.argv = str(Path(words[0]).resolve().parent), words
     exec(compile(Path(words[0]).read_bytes(), words[0], "exec"), vars(main))
+
+
+def _project_folder() -> Path | None:
+    project = sys.modules.get(PROJECT)
+    return None if project is None or project.__file__ is None else Path(project.__file__).resolve().parent
+
+
+def _forget_project() -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == PROJECT]:
+        del sys.modules[name]
 
 
 def _written(number: int, unbuffered: bool, **options: Any) -> io.TextIOWrapper:
@@ -314,6 +331,11 @@ def preload() -> None:
     from trl import SFTTrainer  # noqa: F401
 
     get_checkpoint_conversion_mapping("llama")  # compiles a thousand expressions once
+    import accel_scale
+
+    for module in pkgutil.walk_packages(accel_scale.__path__, f"{PROJECT}."):
+        if not module.name.startswith(NOT_PRELOADED):
+            importlib.import_module(module.name)
 
 
 def main() -> None:

@@ -1,0 +1,34 @@
+"""The stand-in for python that launches of the tests use: it has the project's modules, and those of another copy."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from warm_python import is_warm
+
+ASKED = "import sys; known = len([m for m in sys.modules if m.startswith('accel_scale.')]); import accel_scale as a; "
+ASKED += "print(known, a.__file__)"
+
+
+def answer(path: Path) -> tuple[int, Path]:
+    env = {**os.environ, "PYTHONPATH": str(path)}
+    done = subprocess.run([sys.executable, "-c", ASKED], env=env, cwd=path, capture_output=True, text=True, check=True)
+    known, file = done.stdout.split(maxsplit=1)
+    return int(known), Path(file.strip())
+
+
+def test_the_projects_modules_are_imported_and_those_of_another_copy_take_their_place(
+    repository: Path, tmp_path: Path
+) -> None:
+    if not is_warm():
+        pytest.skip("a full Python starts here")
+    (tmp_path / "accel_scale").mkdir()
+    (tmp_path / "accel_scale" / "__init__.py").touch()
+    known, file = answer(repository)
+    assert known > 300
+    assert file == repository / "accel_scale" / "__init__.py"
+    assert answer(tmp_path) == (0, tmp_path / "accel_scale" / "__init__.py")
