@@ -104,13 +104,15 @@ def short(name: str) -> str:
 
 def waits(cases: Cases) -> str:
     """Over forward and backward of a packed micro-batch: by CUDA's own debugging mode, on a CPU by what would wait."""
+    from accel_scale.modeling.packing.row_facts import ROW_FACTS, RowFacts
     from accel_scale.optimization.fast_loss import add_fast_lm_head
     from accel_scale.start_check.twin_check import recipe_loss
     from gpu_stages.numerics import batch, build, config_with, to_device
 
     model = build(config_with(None, cases.device), chosen_attention(cases, packing=True), cases.device)
     add_fast_lm_head(model)
-    inputs, half = to_device(batch(), cases.device), precision(cases)
+    rows, half = batch(), precision(cases)
+    inputs = to_device({**rows, ROW_FACTS: RowFacts(rows)}, cases.device)  # as the recipes' loaders send them
 
     def run() -> None:
         with half.autocast(cases.device):
