@@ -124,7 +124,7 @@ def num_processes(args: argparse.Namespace) -> int:
     return count
 
 
-def on_processes(args: argparse.Namespace, work: Callable[..., Any], processes: int, *rest: Any) -> Any:
+def on_processes(args: argparse.Namespace, work: Callable[..., Any], processes: int, *rest: object) -> Any:
     """What `work` returned on rank 0; None on the other ranks of a launch."""
     from accel_scale.launching.local_processes import join_launch, launched_processes, run_locally
     from accel_scale.quiet import quiet_imports

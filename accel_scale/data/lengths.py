@@ -82,7 +82,7 @@ def length_distribution(
     return _measure(lengths, max_length=max_length, batch_size=batch_size, seed=seed)
 
 
-def _sample(dataset: Any, num_rows: int, seed: int) -> Any:
+def _sample(dataset: Dataset, num_rows: int, seed: int) -> Any:
     if not hasattr(dataset, "__len__"):
         return dataset.take(num_rows)
     if len(dataset) <= num_rows:

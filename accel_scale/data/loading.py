@@ -249,7 +249,7 @@ def _load(
     )
 
 
-def _test_rows(parts: Sequence[tuple[Any, Layout, Any]], test_split: str) -> Any:
+def _test_rows(parts: Sequence[tuple[Any, Layout, Any]], test_split: str) -> object:
     """The test rows of every source that has some, one after another."""
     from datasets import concatenate_datasets
 

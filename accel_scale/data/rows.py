@@ -58,7 +58,7 @@ class RowConverter:
         self._layout, self._columns, self._folder = layout, dict(layout.columns), folder
         self._turn_roles, self._keeps, self._conversational = layout.turn_roles, layout.keeps, layout.conversational
 
-    def __call__(self, value: Any, place: str = "") -> dict[str, Any]:
+    def __call__(self, value: object, place: str = "") -> dict[str, Any]:
         """The row of `value`, a decoded object that was found at `place`.
 
         Raises:
@@ -147,7 +147,7 @@ class RowConverter:
 
     # ── Turns ──
 
-    def _turns(self, value: Any, column: str) -> list[Turn] | None:
+    def _turns(self, value: object, column: str) -> list[Turn] | None:
         """The turns of a column by its own keys, with what they hold checked for its type."""
         if value is None:
             return None
@@ -156,7 +156,7 @@ class RowConverter:
             raise UnusableRow(f"`{column}` is {_kind(value)}, not a list of turns")
         return [self._turn(turn, column) for turn in turns]
 
-    def _turn(self, turn: Any, column: str) -> Turn:
+    def _turn(self, turn: object, column: str) -> Turn:
         if isinstance(turn, str) and turn.startswith("{"):  # how Arrow stores `datasets.Json` columns
             with contextlib.suppress(ValueError):
                 turn = json.loads(turn)
@@ -201,11 +201,11 @@ def _turn_of(role: str, content: str) -> Turn:
     return {"role": role, "content": content}
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     return "empty" if value is None else _KINDS.get(type(value), type(value).__name__)
 
 
-def _text(value: Any, name: str) -> str | None:
+def _text(value: object, name: str) -> str | None:
     if value is None:
         return None
     if not isinstance(value, str):
@@ -218,7 +218,7 @@ def _text(value: Any, name: str) -> str | None:
     return value
 
 
-def _truth(value: Any, column: str) -> bool:
+def _truth(value: object, column: str) -> bool:
     """What a label says; files without types have it as text."""
     text = str(value).strip().lower()
     if text in ("true", "1", "1.0"):
@@ -228,13 +228,13 @@ def _truth(value: Any, column: str) -> bool:
     raise UnusableRow(f"`{column}` is neither true nor false", f"it is {_kind(value)}")
 
 
-def _scalar_or_json(value: Any, column: str) -> str | None:
+def _scalar_or_json(value: object, column: str) -> str | None:
     if value is None or isinstance(value, str):
         return _text(value, f"`{column}`")
     return json.dumps(_without_none(value), ensure_ascii=False, default=str)
 
 
-def _part(part: Any, column: str) -> str:
+def _part(part: object, column: str) -> str:
     text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else part
     if not isinstance(text, str):
         kind = part.get("type") if isinstance(part, Mapping) else _kind(part)
@@ -242,7 +242,7 @@ def _part(part: Any, column: str) -> str:
     return text
 
 
-def _without_none(value: Any) -> Any:
+def _without_none(value: object) -> object:
     """Arrow gives every object the keys of all others, as None: take them out again."""
     if isinstance(value, Mapping):
         return {key: _without_none(item) for key, item in value.items() if item is not None}

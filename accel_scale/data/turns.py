@@ -12,7 +12,7 @@ RICH_KEYS = ("tool_calls", "tool_call_id", "name", "reasoning_content", "thinkin
 TURN_KEYS = (("role", "content"), ("from", "value"))
 
 
-def as_turns(value: Any) -> list[Any] | None:
+def as_turns(value: object) -> list[Any] | None:
     """A list of turns, also one written as a JSON string; None for anything else."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
@@ -35,7 +35,7 @@ def turn_keys_of(rows: Sequence[Mapping[str, Any]], column: str) -> tuple[str, s
     return votes.most_common(1)[0][0] if votes else None
 
 
-def is_rich(value: Any) -> bool:
+def is_rich(value: object) -> bool:
     """True if a turn carries more than role and content."""
     turns = as_turns(value) or []
     return any(isinstance(turn, Mapping) and any(turn.get(key) for key in RICH_KEYS) for turn in turns)

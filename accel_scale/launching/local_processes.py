@@ -63,7 +63,7 @@ def join_launch(asked_backend: str | None) -> Place:
     return _join(int(os.environ["RANK"]), world, int(os.environ.get("LOCAL_RANK", "0")), local_world, backend)
 
 
-def run_locally(work: Callable[..., Any], num_processes: int, asked_backend: str | None, *args: Any) -> Any:
+def run_locally(work: Callable[..., Any], num_processes: int, asked_backend: str | None, *args: object) -> object:
     """Start `num_processes` here and run ``work(place, *args)`` in each.
 
     Args:

@@ -83,7 +83,7 @@ class LaunchStrategy(Offloading):
         return text
 
 
-def is_true(value: Any) -> bool:
+def is_true(value: object) -> bool:
     """The truth of a flag as YAML, JSON or an environment variable spells it."""
     return str(value).lower() in _TRUE
 

@@ -6,11 +6,15 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
 from accel_scale.launching.local_processes import progress_bar
 from accel_scale.network.link_fit import Sample
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
 
 DEFAULT_REPEATS = 300
 # Share of the repeats, the fastest ones, whose mean is taken, see `Sample.seconds`.
@@ -37,7 +41,7 @@ class Level:
     """
 
     name: str
-    group: Any
+    group: ProcessGroup | None
     ranks: tuple[int, ...]
     rank: int
     sharing: int = 1
@@ -125,7 +129,7 @@ def measure_op(
     ]
 
 
-def _estimates(calls: Sequence[Call], device: Any) -> list[float]:
+def _estimates(calls: Sequence[Call], device: torch.device) -> list[float]:
     """About how long each takes; a smaller one no longer than a larger one, whatever disturbed it."""
     tries = []
     for call in calls:
@@ -155,7 +159,7 @@ def _median(ordered: Sequence[float]) -> float:
     return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
 
 
-def _timed(run: Callable[[], None], calls: int, device: Any) -> float:
+def _timed(run: Callable[[], None], calls: int, device: torch.device) -> float:
     import torch
     import torch.distributed as dist
 
@@ -170,7 +174,7 @@ def _timed(run: Callable[[], None], calls: int, device: Any) -> float:
     return (time.perf_counter() - started) / calls
 
 
-def _slowest(seconds: list[float], device: Any) -> list[float]:
+def _slowest(seconds: list[float], device: torch.device) -> list[float]:
     import torch
     import torch.distributed as dist
 
@@ -194,7 +198,7 @@ class Call:
     is_right: Callable[[], bool]
 
 
-def make_call(op: str, num_bytes: int, level: Level, device: Any) -> Call:
+def make_call(op: str, num_bytes: int, level: Level, device: torch.device) -> Call:
     """`op` on fp32 tensors of K = `num_bytes`, a multiple of 4 × workers. Rank r has values of r + 1 at first."""
     import torch
     import torch.distributed as dist

@@ -250,12 +250,12 @@ def _kept_operators() -> frozenset[Any]:
     return frozenset(overload for overload in overloads if overload is not None)
 
 
-def _overload(namespace: Any, packet: str, overload: str) -> Any:
+def _overload(namespace: object, packet: str, overload: str) -> Any:
     """An operator of this torch build, or None: not every build has every one."""
     return getattr(getattr(namespace, packet, None), overload, None)
 
 
-def keep_attention_and_matmuls(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
+def keep_attention_and_matmuls(context: object, operator: object, *args: object, **kwargs: object) -> Any:
     """Policy for `torch.utils.checkpoint`: keep what is expensive, recompute the rest.
 
     flash-attn packages register their kernels under hashed names, so those are matched by name, as TRL does.

@@ -26,7 +26,7 @@ class OffloadStats:
         self.num_tensors += 1
         self.num_bytes += host.numel() * host.element_size()
 
-    def holds(self, storage: Any) -> bool:
+    def holds(self, storage: object) -> bool:
         return self._copies.get(id(storage)) is storage
 
 

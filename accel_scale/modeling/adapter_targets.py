@@ -16,7 +16,7 @@ from accel_scale.errors import ConfigError
 if TYPE_CHECKING:
     import torch
     from peft import LoraConfig
-    from transformers import BitsAndBytesConfig, PreTrainedModel
+    from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 
 # What models call the part between their vision tower and their language model.
 _PROJECTOR = re.compile(r"(?:^|\.)(?:\w*project(?:or|ion)|connector|merger\w*|\w*merger|aligner|resampler)\.")
@@ -142,7 +142,7 @@ def keep_clamped_weights(quantization: BitsAndBytesConfig, model: PreTrainedMode
         quantization.llm_int8_skip_modules = sorted({*get_keys_to_not_convert(model), *clamped})
 
 
-def is_multimodal(config: Any) -> bool:
+def is_multimodal(config: PreTrainedConfig) -> bool:
     """Whether a configuration has parts for other things than text."""
     return config.get_text_config(decoder=True) is not config and not getattr(config, "is_encoder_decoder", False)
 

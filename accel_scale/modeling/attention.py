@@ -12,6 +12,7 @@ from accel_scale.modeling.packed_mask import with_known_mask
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedConfig
 
     from accel_scale.facts.device import Device
     from accel_scale.modeling.packing.row_facts import RowFacts
@@ -63,7 +64,9 @@ def resolve_attention(
     return requested
 
 
-def score_matrix_note(attention: str, *, device: Device, dtype: torch.dtype, model_config: Any) -> str | None:
+def score_matrix_note(
+    attention: str, *, device: Device, dtype: torch.dtype, model_config: PreTrainedConfig
+) -> str | None:
     """One sentence where SDPA, asked for by name, would form whole score matrices; None elsewhere.
 
     transformers (5.23, `use_gqa_in_sdpa`) leaves groups of query heads to SDPA whatever the card, and on NVIDIA's only
@@ -162,7 +165,7 @@ def _shares_key_heads(device: Device, dtype: torch.dtype, size: int) -> bool:
     return device.shares_key_heads(half=half, masked=False, key_size=size, value_size=size)
 
 
-def _check_flash(requested: str, device: Device, dtype: Any, config: Any, model_class: Any) -> None:
+def _check_flash(requested: str, device: Device, dtype: object, config: PreTrainedConfig, model_class: object) -> None:
     import torch
 
     elsewhere = f"use sdpa, or {PACKED_ATTENTION} for packed rows."
@@ -186,7 +189,7 @@ def _check_flash(requested: str, device: Device, dtype: Any, config: Any, model_
         raise _refuse(f"{requested} is not installed.", f"{_FLASH_INSTALL[requested]}, or {elsewhere}")
 
 
-def _check_flex(device_type: str, model_class: Any) -> None:
+def _check_flex(device_type: str, model_class: object) -> None:
     if device_type == "cpu":
         raise _refuse(
             "flex_attention has no backward pass on a CPU.", f"use sdpa, or {PACKED_ATTENTION} for packed rows."
@@ -195,7 +198,7 @@ def _check_flex(device_type: str, model_class: Any) -> None:
         raise _refuse(f"{_name(model_class)} does not support flex_attention.", "use sdpa.")
 
 
-def _has_sdpa(config: Any, model_class: Any) -> bool:
+def _has_sdpa(config: PreTrainedConfig, model_class: object) -> bool:
     """Whether SDPA computes this model's attention: it cannot cap logits, as Gemma 2 does."""
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
     return _supports(model_class, "_supports_sdpa") and not capped
@@ -213,7 +216,7 @@ def _check_kernel(requested: str, device_type: str) -> str:
     return requested
 
 
-def check_can_isolate(config: Any, packing_flag: str) -> None:
+def check_can_isolate(config: PreTrainedConfig, packing_flag: str) -> None:
     """Refuse packing by a configuration alone: for models of which the start check cannot build a small one.
 
     Raises:
@@ -233,7 +236,7 @@ def check_can_isolate(config: Any, packing_flag: str) -> None:
         )
 
 
-def _model_class(config: Any) -> Any:
+def _model_class(config: PreTrainedConfig) -> object:
     """The causal language model class for `config`, or None for remote code."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
@@ -243,7 +246,7 @@ def _model_class(config: Any) -> Any:
     return None
 
 
-def _supports(model_class: Any, flag: str) -> bool:
+def _supports(model_class: object, flag: str) -> bool:
     """transformers' own class flag; True for remote code, which transformers itself checks when it loads."""
     return model_class is None or bool(getattr(model_class, flag, False))
 
@@ -252,7 +255,7 @@ def _name(model_class: Any) -> str:
     return model_class.__name__ if model_class is not None else "this model"
 
 
-def _head_size(config: Any) -> int | None:
+def _head_size(config: PreTrainedConfig) -> int | None:
     """The widest of all layers."""
     text_config = config.get_text_config()
     if sizes := numbers_of_layers(text_config, "head_dim"):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    pass
+    from torch import nn
 
 
 @contextlib.contextmanager
-def evaluating(model: Any) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """No gradients, dropout or activation checkpointing; afterwards as before. (inference_mode breaks FSDP2.)"""
     import torch
 

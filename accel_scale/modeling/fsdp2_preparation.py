@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
+    from accelerate import Accelerator
     from torch import nn
     from transformers import PreTrainedModel
 
@@ -62,7 +63,7 @@ def _keep_shared_weights_together() -> None:
         return
 
     @functools.wraps(prepare)
-    def prepare_policy(plugin: Any, model: nn.Module) -> Callable[[nn.Module], bool] | None:
+    def prepare_policy(plugin: object, model: nn.Module) -> Callable[[nn.Module], bool] | None:
         policy: Callable[[nn.Module], bool] | None = prepare(plugin, model)
         sharing = modules_that_share(model)
         if policy is None or not sharing:
@@ -146,7 +147,9 @@ def _send_buffers() -> None:
         return
 
     @functools.wraps(load)
-    def load_all(accelerator: Any, model: nn.Module, full_sd: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def load_all(
+        accelerator: Accelerator, model: nn.Module, full_sd: dict[str, Any], *args: object, **kwargs: object
+    ) -> Any:
         state = model.state_dict()
         held = {name: module for name, module in _persistent_buffers(model).items() if name in state}
         for name, module in held.items():

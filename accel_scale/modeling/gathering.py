@@ -41,7 +41,7 @@ def wait_for_everyone() -> None:
         dist.barrier()
 
 
-def broadcast_from_main(value: Any) -> Any:
+def broadcast_from_main(value: object) -> Any:
     """Rank 0's picklable `value` on every process."""
     import torch.distributed as dist
     from accelerate.utils import broadcast_object_list
@@ -51,7 +51,7 @@ def broadcast_from_main(value: Any) -> Any:
     return broadcast_object_list([value])[0]
 
 
-def gather_values(value: Any) -> list[Any]:
+def gather_values(value: object) -> list[Any]:
     """Every process's picklable `value`, in order of rank."""
     import torch.distributed as dist
 

@@ -175,7 +175,7 @@ def refuse_other_models(config: PreTrainedConfig, *, name: str, place: str) -> N
         )
 
 
-def numbers_of_layers(config: Any, name: str) -> list[int]:
+def numbers_of_layers(config: PreTrainedConfig, name: str) -> list[int]:
     """What a configuration says of `name`, once for all layers or, where they differ (Gemma 4's heads), for each.
 
     Such configurations raise when the number of the whole is read.

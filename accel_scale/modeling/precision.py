@@ -18,6 +18,7 @@ from accel_scale.modeling.gathering import is_partitioned
 
 if TYPE_CHECKING:
     import torch
+    from accelerate import Accelerator
     from torch import nn
 
 __all__ = ["Precision", "convert_to_fp8", "enable_fp16_on_cpu", "precision_named", "resolve_precision"]
@@ -262,7 +263,7 @@ def _check_fp8(where: str, device: Device, emulate: bool) -> None:
         )
 
 
-def enable_fp16_on_cpu(accelerator: Any) -> bool:
+def enable_fp16_on_cpu(accelerator: Accelerator) -> bool:
     """Make Accelerate's fp16 real on a CPU; call between making the `Accelerator` and its `prepare`.
 
     Without this Accelerate ignores ``mixed_precision="fp16"`` on a CPU and computes in fp32 (checked on 1.15.0:

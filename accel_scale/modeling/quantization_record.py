@@ -24,7 +24,7 @@ def record_quantization(folder: str | Path, quantization_config: Any) -> None:
     (Path(folder) / QUANTIZATION_FILE).write_text(text, encoding="utf-8")
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     return sorted(value) if isinstance(value, (set, frozenset)) else str(value).removeprefix("torch.")
 
 

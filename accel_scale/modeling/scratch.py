@@ -14,7 +14,7 @@ from accel_scale.modeling.model_class import refuse_other_models
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 _COUNT = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([kmbt]?)\s*", re.IGNORECASE)
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
@@ -155,7 +155,7 @@ def config_from_file(path: str, *, tokenizer: Any, trust_remote_code: bool = Fal
     return config
 
 
-def _special_tokens(tokenizer: Any) -> dict[str, Any]:
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     return {name: getattr(tokenizer, name) for name in names}
 

@@ -110,7 +110,7 @@ def _halve_documents(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
     return first, second
 
 
-def _middle_start(positions: torch.Tensor, labels: Any) -> int | None:
+def _middle_start(positions: torch.Tensor, labels: object) -> int | None:
     """Index of the document start nearest to the middle that can be cut at. One read from the device."""
     can_cut = positions == 0
     if isinstance(labels, torch.Tensor):
@@ -135,7 +135,7 @@ def _set_bounds(half: dict[str, Any]) -> None:
             half[name] = int(bounds.diff().max())
 
 
-def _weight(inputs: Any, loss_kind: LossKind) -> int:
+def _weight(inputs: object, loss_kind: LossKind) -> int:
     labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
     if loss_kind == "row_mean" or not isinstance(labels, torch.Tensor) or labels.ndim < 2:
         return num_rows(inputs)

@@ -32,6 +32,8 @@ from accel_scale.optimization.router_loss import forward_with_router
 from accel_scale.optimization.vocabulary_parallel import held_head
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from accel_scale.optimization.router_loss import RouterLoss
 
 
@@ -280,7 +282,7 @@ class FastLossMixin:
 
 
 def language_model_loss(
-    model: Any,
+    model: nn.Module,
     batch: Mapping[str, Any],
     num_items: torch.Tensor | int,
     *,

@@ -21,6 +21,8 @@ from accel_scale.facts.strategies import strategy_named
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
+    from transformers import TrainingArguments
 
 __all__ = [
     "OPTIMIZERS",
@@ -213,7 +215,7 @@ def _notes(name: str, spec: OptimizerSpec, device_type: str, strategy: str, zero
 
 
 def _from_transformers(
-    name: str, training_args: Any, options: Mapping[str, Any], model: Any
+    name: str, training_args: TrainingArguments, options: Mapping[str, Any], model: nn.Module
 ) -> tuple[Any, dict[str, Any]]:
     from transformers import Trainer
 

@@ -22,7 +22,7 @@ _FLOOR_KEYWORD = {"cosine_with_min_lr": "min_lr_rate", "cosine_warmup_with_min_l
 _PLACE = "--lr_scheduler_type"
 
 
-def schedule_name(name: Any) -> str:
+def schedule_name(name: object) -> str:
     """The transformers name of a schedule given by name, alias or `SchedulerType`."""
     text = str(getattr(name, "value", name))
     return SCHEDULE_ALIASES.get(text, text)

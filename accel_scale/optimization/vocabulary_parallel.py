@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,7 @@ class VocabularyShard:
         size: How many tokens it has.
     """
 
-    group: Any
+    group: ProcessGroup | None
     first: int
     size: int
 

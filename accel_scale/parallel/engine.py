@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from accel_scale.facts.strategies import Strategy, strategy_named
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
-def strategy_of(accelerator: Any) -> Strategy:
+
+def strategy_of(accelerator: Accelerator) -> Strategy:
     """How `accelerator` splits the run; model parallelism counts before the engine beside it."""
     return strategy_named(_name(accelerator))
 
 
-def _name(accelerator: Any) -> str:
+def _name(accelerator: Accelerator) -> str:
     from accelerate.utils import DistributedType
 
     from accel_scale.parallel.model_parallel import model_parallel_of

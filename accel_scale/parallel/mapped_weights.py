@@ -21,6 +21,7 @@ from accel_scale.modeling.gathering import gather_values, process_index, wait_fo
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
     from transformers import PreTrainedModel
 
 _PREFIX = "accel-scale-weights-"
@@ -108,7 +109,7 @@ def _built(build: Callable[[], Any], folder: Path) -> Any:
     return model
 
 
-def _write(model: Any, folder: Path) -> None:
+def _write(model: nn.Module, folder: Path) -> None:
     import torch
     from safetensors.torch import save_file
 

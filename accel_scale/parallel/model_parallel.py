@@ -10,7 +10,9 @@ from accel_scale.parallel.layout import ParallelLayout, build_mesh
 
 if TYPE_CHECKING:
     import torch
+    from accelerate import Accelerator
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
 
 _MARK = "_accel_scale_model_parallel"
 
@@ -27,7 +29,7 @@ class ModelParallel:
     """
 
     layout: ParallelLayout
-    mesh: Any
+    mesh: DeviceMesh
     parts: list[Any]
     pipeline: Any = None
     undecayed: frozenset[str] = field(default_factory=frozenset)
@@ -55,7 +57,7 @@ class ModelParallel:
 
         return cut_batch(batch, self.mesh["sp"].get_local_rank(), self.layout.sp)
 
-    def evaluate(self, model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    def evaluate(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """Sum of the cross-entropies of this rank's part of a micro-batch; None where another stage has it."""
         from accel_scale.optimization.fast_loss import language_model_loss
 
@@ -98,20 +100,20 @@ class ModelParallel:
                     yield stage_of(part).embedding if is_copy else name, tensor, is_copy
 
 
-def model_parallel_of(accelerator: Any) -> ModelParallel | None:
+def model_parallel_of(accelerator: Accelerator) -> ModelParallel | None:
     """What `parallelize` has made of this accelerator's run; None in an ordinary one."""
     found: ModelParallel | None = getattr(accelerator, _MARK, None)
     return found
 
 
 def parallelize(
-    accelerator: Any,
+    accelerator: Accelerator,
     model: nn.Module,
     layout: ParallelLayout,
     *,
     reshard_after_forward: bool = True,
     compute_dtype: torch.dtype | None = None,
-    pipeline: Any = None,
+    pipeline: object = None,
     num_micro_batches: int = 1,
     row_length: int = 1024,
 ) -> ModelParallel:

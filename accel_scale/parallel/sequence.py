@@ -27,6 +27,7 @@ from accel_scale.parallel.sequence_checks import check_sequence_parallel
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
 __all__ = [
     "check_sequence_parallel",
@@ -149,7 +150,7 @@ def enable_ulysses(model: Any, sp_group: Any) -> None:
     model._ulysses_size = group.size()
 
 
-def _refuse_weights_of_heads(module: Any) -> None:
+def _refuse_weights_of_heads(module: nn.Module) -> None:
     """Attention sinks and position biases have an entry per head, of which a rank would need its own."""
     for name in ("sinks", "relative_attention_bias"):
         if getattr(module, name, None) is not None:

@@ -16,11 +16,14 @@ import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from accel_scale.parallel.sequence_exchange import gather_positions, to_parts, to_whole_rows
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 # `eager` is no entry of transformers' registry but a function of each model's module, found by this name.
 EAGER = "eager"
@@ -40,7 +43,7 @@ class WholeRowMask:
     """
 
     mask: Any
-    group: Any
+    group: ProcessGroup | None
     size: int
     keywords: dict[str, Any]
 
@@ -50,7 +53,7 @@ class _Rows:
     """The whole rows of the forward pass that is being run."""
 
     position_ids: torch.Tensor
-    group: Any
+    group: ProcessGroup | None
     size: int
     document_ids: torch.Tensor | None = None
     num_masks: int = 0
@@ -180,9 +183,9 @@ def _wrapped_attention(original: Callable[..., Any]) -> Callable[..., Any]:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        attention_mask: Any,
-        *args: Any,
-        **kwargs: Any,
+        attention_mask: object,
+        *args: object,
+        **kwargs: object,
     ) -> Any:
         if not isinstance(attention_mask, WholeRowMask):
             return original(module, query, key, value, attention_mask, *args, **kwargs)
@@ -196,7 +199,7 @@ def _wrapped_attention(original: Callable[..., Any]) -> Callable[..., Any]:
     return attend
 
 
-def _attend_eagerly(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _attend_eagerly(module: torch.nn.Module, *args: object, **kwargs: object) -> object:
     """The eager attention of the module that defines the model's attention."""
     for cls in type(module).__mro__:
         function = getattr(sys.modules.get(cls.__module__), _EAGER_FUNCTION, None)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
 from accel_scale.modeling.model_class import numbers_of_layers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 # Layers that read other positions only through attention, whose functions and masks see whole rows.
 _ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -14,7 +17,9 @@ _ATTENTIONS = ("sdpa_packed", "sdpa", "eager", "flash_attention_2", "flash_atten
 _PLACE = "--sp_size"
 
 
-def check_sequence_parallel(config: Any, sp_size: int, row_length: int, attention: str, *, tp_size: int = 1) -> None:
+def check_sequence_parallel(
+    config: PreTrainedConfig, sp_size: int, row_length: int, attention: str, *, tp_size: int = 1
+) -> None:
     """Refuse what Ulysses cannot divide among `sp_size` ranks.
 
     Sliding windows, packed documents and every mask of the model's own are fine, in each of the attentions taken
@@ -50,7 +55,7 @@ def check_sequence_parallel(config: Any, sp_size: int, row_length: int, attentio
         )
 
 
-def _check_heads(config: Any, sp_size: int, tp_size: int) -> None:
+def _check_heads(config: PreTrainedConfig, sp_size: int, tp_size: int) -> None:
     """Each rank needs as many query heads of a layer as every other, and whole key heads, of its own or shared."""
     all_heads = numbers_of_layers(config, "num_attention_heads")
     all_keys = numbers_of_layers(config, "num_key_value_heads") or all_heads
@@ -83,7 +88,7 @@ def _divisors(number: int) -> str:
     return ", ".join(str(n) for n in range(2, number + 1) if number % n == 0) or "1"
 
 
-def _check_architecture(config: Any, attention: str) -> None:
+def _check_architecture(config: PreTrainedConfig, attention: str) -> None:
     """Only attention may mix positions, and only through transformers' interface, where the exchange takes place."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed import _functional_collectives as collectives
 
 from accel_scale.modeling.packed_attention import in_autocast_dtype
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 
 def to_whole_rows(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: Any, size: int
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: ProcessGroup | None, size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(batch, heads, T ÷ size, head size) of every head to (batch, heads ÷ size, T, head size) of every position.
 
@@ -49,7 +52,7 @@ def to_whole_rows(
     return q, k, v
 
 
-def to_parts(output: torch.Tensor, group: Any, size: int) -> torch.Tensor:
+def to_parts(output: torch.Tensor, group: ProcessGroup | None, size: int) -> torch.Tensor:
     """(batch, T, heads ÷ size, head size) of every position to (batch, T ÷ size, heads, head size) of every head.
 
     The way back of `to_whole_rows`, for what attention returns. Differentiable.

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import functools
 import types
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _WRAPPED = "_sees_whole_rows"
 
 
-def use_longest_position(model: Any) -> None:
+def use_longest_position(model: nn.Module) -> None:
     """Let such embeddings of `model` see the longest position of the whole rows, where rows are cut; in place.
 
     Raises:
@@ -37,7 +40,7 @@ def use_longest_position(model: Any) -> None:
         _wrap(module)
 
 
-def _depends_on_length(module: Any) -> bool:
+def _depends_on_length(module: nn.Module) -> bool:
     kinds = getattr(module, "rope_type", None)
     kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
     return any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds)

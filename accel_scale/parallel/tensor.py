@@ -17,6 +17,7 @@ from accel_scale.modeling.model_class import numbers_of_layers
 if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
+    from transformers import PreTrainedConfig
 
 PLACE = "--tp_size"
 # In transformers' words; "colwise_fused_heads" is a style of our own (`tensor_styles.FusedHeads`).
@@ -48,7 +49,7 @@ _LARGEST_DEGREE = 64
 _KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
 
 
-def check_tensor_parallel(config: Any, tp_size: int, *, method: str) -> None:
+def check_tensor_parallel(config: PreTrainedConfig, tp_size: int, *, method: str) -> None:
     """Refuse what cannot be divided over `tp_size` ranks.
 
     Args:
@@ -133,13 +134,13 @@ def _refuse(problem: str, fix: str) -> ConfigError:
     return ConfigError(problem, place=PLACE, fix=fix)
 
 
-def _base_plan(config: Any) -> dict[str, str]:
+def _base_plan(config: PreTrainedConfig) -> dict[str, str]:
     """Of the model without its head, with ``*`` for layer numbers; empty if there is none."""
     plan = OWN_PLANS.get(config.model_type) or getattr(config, "base_model_tp_plan", None)
     return {**plan, **ADDED_TO_PLANS.get(config.model_type, {})} if plan else {}
 
 
-def _divided_sizes(config: Any, plan: dict[str, str]) -> dict[str, int]:
+def _divided_sizes(config: PreTrainedConfig, plan: dict[str, str]) -> dict[str, int]:
     """What the ranks divide among themselves, by name; where layers differ, each size by itself."""
     divided = [key for key, style in plan.items() if style in ("colwise", "colwise_fused_heads")]
     fields = {"intermediate_size": "intermediate features", "n_inner": "intermediate features"}

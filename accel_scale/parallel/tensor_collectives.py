@@ -35,7 +35,7 @@ class SharedInput:
         assert self._shared is not None
         return self._shared
 
-    def forget(self, *_: Any) -> None:
+    def forget(self, *_: object) -> None:
         """Drop the tensor, so that it does not outlive the parent's forward pass; a forward hook of the parent."""
         self._source = self._shared = None
 

@@ -198,7 +198,7 @@ def _check_linear(module: nn.Module) -> None:
         raise TypeError(f"tensor parallelism divides linear layers; {type(module).__name__} is none")
 
 
-def _use_local_width(module: Any, mesh: DeviceMesh) -> None:
+def _use_local_width(module: nn.Module, mesh: DeviceMesh) -> None:
     if isinstance(module, Conv1D):  # its forward makes the output's shape from it
         module.nf //= mesh.size()
 

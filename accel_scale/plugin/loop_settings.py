@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from accel_scale.errors import ConfigError
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
+
     from accel_scale.plugin.settings import ScaleSettings
 
 _OF_OPTIMIZERS = ("optimizer", "learning_rate", "weight_decay", "scale_lr_from_batch_size")
@@ -31,7 +33,7 @@ def refuse_in_loops(scale: ScaleSettings) -> None:
         )
 
 
-def check_own_accelerator(scale: ScaleSettings, accelerator: Any) -> None:
+def check_own_accelerator(scale: ScaleSettings, accelerator: Accelerator) -> None:
     """Refuse an `Accelerator` of the script's own that contradicts the plugin; apply what is the process's."""
     refuse_in_loops(scale)
     scale.check_rehearsal(accelerator.num_processes)
@@ -90,7 +92,7 @@ def require_parts(
             )
 
 
-def _nothing_to_change(name: str, value: Any, what: str) -> ConfigError:
+def _nothing_to_change(name: str, value: object, what: str) -> ConfigError:
     return ConfigError(
         f"{value} has nothing to replace: no {what} was given to prepare.",
         place=f"ScalePlugin({name}=)",
@@ -98,7 +100,7 @@ def _nothing_to_change(name: str, value: Any, what: str) -> ConfigError:
     )
 
 
-def set_accumulation(scale: ScaleSettings, accelerator: Any, loaders: Sequence[Any]) -> int:
+def set_accumulation(scale: ScaleSettings, accelerator: Accelerator, loaders: Sequence[Any]) -> int:
     """Derive accumulation from the first data loader of all; returns the global batch in sequences.
 
     0 where nobody asks for it, or no data loader has been seen yet.
@@ -139,7 +141,7 @@ def set_accumulation(scale: ScaleSettings, accelerator: Any, loaders: Sequence[A
     return int(global_batch)
 
 
-def check_accumulates(scale: ScaleSettings, accelerator: Any) -> None:
+def check_accumulates(scale: ScaleSettings, accelerator: Accelerator) -> None:
     """Let `accelerator.backward` refuse a loop in which `global_batch_size` does nothing.
 
     One that accumulates, by `accumulate`, `GuardedStep` or `forward_backward`, has backward passes without a reduction
@@ -150,7 +152,7 @@ def check_accumulates(scale: ScaleSettings, accelerator: Any) -> None:
     accelerator._scale_checks_backward, has_accumulated = True, False
     backward = accelerator.backward
 
-    def checked(loss: Any, **kwargs: Any) -> None:
+    def checked(loss: object, **kwargs: object) -> None:
         nonlocal has_accumulated
         state = accelerator.gradient_state
         has_accumulated = has_accumulated or not state.sync_gradients

@@ -64,12 +64,12 @@ class ScalePlugin(ScaleSettings):
             return make_accelerator(self, kwargs)
 
     @overload
-    def prepare(self, accelerator: Accelerator, part: T, /, **kwargs: Any) -> T: ...
+    def prepare(self, accelerator: Accelerator, part: T, /, **kwargs: object) -> T: ...
 
     @overload
-    def prepare(self, accelerator: Accelerator, /, *parts: *Parts, **kwargs: Any) -> tuple[*Parts]: ...
+    def prepare(self, accelerator: Accelerator, /, *parts: *Parts, **kwargs: object) -> tuple[*Parts]: ...
 
-    def prepare(self, accelerator: Any, /, *parts: Any, **kwargs: Any) -> Any:  # type: ignore[misc]
+    def prepare(self, accelerator: Accelerator, /, *parts: object, **kwargs: object) -> Any:  # type: ignore[misc]
         """As ``accelerator.prepare(*parts)``, after the settings have been applied to each of the parts."""
         from accel_scale.plugin.scaled_accelerator import prepare
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
+    from accelerate import Accelerator
     from torch import nn
 
     from accel_scale.modeling.precision import Precision
@@ -113,7 +114,7 @@ def _set_attention(model: Any, name: str, device_type: str, precision: Precision
 
 def adapt_optimizer(
     scale: ScaleSettings,
-    accelerator: Any,
+    accelerator: Accelerator,
     optimizer: torch.optim.Optimizer,
     schedules: Sequence[Any] = (),
     *,

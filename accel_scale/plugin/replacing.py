@@ -14,6 +14,7 @@ from accel_scale.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
+    from torch.optim.lr_scheduler import LRScheduler
 
 # How a step is computed, not what it computes.
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
@@ -121,7 +122,7 @@ def _chosen(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str
     return {name: group[name] for name in sorted(names) if group[name] != taken[name].default}
 
 
-def _carry(key: str, value: Any, group: dict[str, Any], replaced: torch.optim.Optimizer) -> dict[str, Any]:
+def _carry(key: str, value: object, group: dict[str, Any], replaced: torch.optim.Optimizer) -> dict[str, Any]:
     """Set `key` where the new optimizer has it; returns what it has no place for."""
     default: Any = replaced.defaults.get(key)
     if key not in replaced.defaults or isinstance(default, (tuple, list)) != isinstance(value, (tuple, list)):
@@ -150,7 +151,9 @@ def schedules_of(optimizer: torch.optim.Optimizer, parts: Iterable[Any], *, plac
     return found
 
 
-def _move_schedule(schedule: Any, old: torch.optim.Optimizer, new: torch.optim.Optimizer, kept: list[int]) -> None:
+def _move_schedule(
+    schedule: LRScheduler, old: torch.optim.Optimizer, new: torch.optim.Optimizer, kept: list[int]
+) -> None:
     """Let `schedule` move the rates of `new`, whose groups are those of `old` at `kept`, from where it is."""
     for inner in getattr(schedule, "_schedulers", ()):
         _move_schedule(inner, old, new, kept)
@@ -194,7 +197,7 @@ def _set_rate(group: dict[str, Any], key: str, value: float) -> None:
         group[key] = value
 
 
-def _scale_schedule(schedule: Any, factors: Sequence[float]) -> None:
+def _scale_schedule(schedule: LRScheduler, factors: Sequence[float]) -> None:
     for inner in getattr(schedule, "_schedulers", ()):
         _scale_schedule(inner, factors)
     for name in _RATES:

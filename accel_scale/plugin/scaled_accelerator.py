@@ -75,7 +75,7 @@ class ScaledAccelerator(Accelerator):
             for line in prepare_output_dir(run):
                 self.print(f"{run}: {line}")
 
-    def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
+    def load_state(self, input_dir: str | None = None, *args: object, **kwargs: object) -> Any:
         if input_dir is not None:
             self._clear_leftovers(input_dir)
         return super().load_state(input_dir, *args, **kwargs)
@@ -108,16 +108,16 @@ class ScaledAccelerator(Accelerator):
         super().end_training()
 
     @overload
-    def prepare(self, part: _Part, /, **kwargs: Any) -> _Part: ...
+    def prepare(self, part: _Part, /, **kwargs: object) -> _Part: ...
 
     @overload
-    def prepare(self, *parts: *_Parts, **kwargs: Any) -> tuple[*_Parts]: ...
+    def prepare(self, *parts: *_Parts, **kwargs: object) -> tuple[*_Parts]: ...
 
-    def prepare(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[misc]
+    def prepare(self, *args: object, **kwargs: object) -> Any:  # type: ignore[misc]
         with self.scale.in_words_of_fields():
             return prepare(self.scale, self, args, kwargs)
 
-    def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
+    def save_state(self, output_dir: str | None = None, *args: object, **kwargs: object) -> Any:
         self.scale.check_checkpoints()
         if output_dir is None:  # automatic naming: Accelerate also rotates
             return super().save_state(output_dir, *args, **kwargs)
@@ -251,7 +251,7 @@ def _of(kind: type[_Part], parts: tuple[Any, ...]) -> list[_Part]:
     return [part for part in parts if isinstance(part, kind)]
 
 
-def _prepare_model(scale: ScaleSettings, accelerator: Any, model: nn.Module, *, is_trained: bool) -> nn.Module:
+def _prepare_model(scale: ScaleSettings, accelerator: Accelerator, model: nn.Module, *, is_trained: bool) -> nn.Module:
     device_type = accelerator.device.type
     if is_trained:
         model = settle_batch_norm(

@@ -79,7 +79,7 @@ class ScaleSettings:
         from_environment = name in self._from_environment
         return ENVIRONMENT_PREFIX + name.upper() if from_environment else f"ScalePlugin({name}=)"
 
-    def _parse(self, name: str, kind: str, text: str) -> Any:
+    def _parse(self, name: str, kind: str, text: str) -> object:
         try:
             if kind.startswith("bool"):
                 return {**dict.fromkeys(_FALSE, False), **dict.fromkeys(_TRUE, True)}[text.lower()]

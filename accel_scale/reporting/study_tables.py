@@ -48,7 +48,7 @@ def print_trials(
         console.print(f"and {len(ranked) - _MAX_ROWS} more, in trials.csv")
 
 
-def short(value: Any) -> str:
+def short(value: object) -> str:
     """`value` in few characters."""
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 

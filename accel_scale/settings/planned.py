@@ -20,6 +20,8 @@ from accel_scale.settings.planned_setup import SharedModel, Target, recipe_value
 from accel_scale.units import format_bytes
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from accel_scale.launching.environment import LaunchEnvironment
     from accel_scale.settings.resolved import Resolved
 
@@ -177,7 +179,7 @@ class RunPlan:
 def plan_run(
     settings: Resolved,
     launch: LaunchEnvironment,
-    model_config: Any,
+    model_config: PreTrainedConfig,
     attention: str,
     say: Callable[[str], None],
     *,
@@ -234,7 +236,7 @@ def mode_of(settings: Resolved) -> str:
 def planned_as(
     settings: Resolved,
     launch: LaunchEnvironment,
-    model_config: Any,
+    model_config: PreTrainedConfig,
     attention: str,
     target: Target,
     shared: SharedModel | None = None,

@@ -152,7 +152,7 @@ class Resolved:
         return "\n".join(lines)
 
 
-def _plain(value: Any) -> str:
+def _plain(value: object) -> str:
     """`value` in YAML's flow style, on one line."""
     value = getattr(value, "value", value)
     if isinstance(value, str) and value.startswith("{"):

@@ -10,9 +10,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from torch import nn
 
 # Module variables in which transformers keeps the flash kernel that it has loaded (checked on 5.23;
 # tests/unit/test_start_check.py fails when they move).
@@ -31,7 +34,7 @@ class AttentionOnCpu:
     built_with: str
     runs_as: str
 
-    def switch_on(self, model: Any) -> None:
+    def switch_on(self, model: nn.Module) -> None:
         """Let `model` run as `runs_as`; it must have been built."""
         if self.runs_as != self.built_with:
             for config in {id(c): c for m in model.modules() if (c := vars(m).get("config")) is not None}.values():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from accel_scale.start_check.rows import TinyBatch
 from accel_scale.start_check.steps import same_draws
+
+if TYPE_CHECKING:
+    from torch import nn
 
 # Of the logits' size. What leaks through one layer of attention, a state or a convolution moves them by a percent of
 # their size and more; rounding by less than 1e-5.
@@ -16,7 +19,7 @@ _TOLERANCE = 1e-4
 Leak = Literal["none", "ahead", "others"]
 
 
-def find_leak(model: Any, batch: TinyBatch, logits: torch.Tensor) -> Leak:
+def find_leak(model: nn.Module, batch: TinyBatch, logits: torch.Tensor) -> Leak:
     """What a changed half of one document changes where it must not.
 
     Args:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from torch import nn
 
 # Two ways of computing the same in fp32 differ by 1e-6 of the loss and about 1e-5 of a weight's gradient. A logit
 # scale of 0.98 in place of 1 or a missing cap at 50 is more than 1e-3 of either.
@@ -57,7 +60,7 @@ class Difference:
         return f"loss {loss:.4f} against {expected:.4f}, gradients {self.gradient:.0%} apart ({self.weight})"
 
 
-def take_step(model: Any, inputs: Mapping[str, Any], loss_of: LossOf) -> Step:
+def take_step(model: nn.Module, inputs: Mapping[str, Any], loss_of: LossOf) -> Step:
     """Forward and backward of `model` in training mode; its gradients are None again afterwards."""
     model.train()
     same_draws()

@@ -18,6 +18,7 @@ from accel_scale.start_check.plan import AttentionRefused, Crashed, PlannedRun, 
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
     from transformers import PreTrainedConfig
 
     from accel_scale.start_check.flash_on_cpu import AttentionOnCpu
@@ -83,7 +84,7 @@ class TwinCheck:
         """`own_step`, with whatever the model raises."""
         from accel_scale.start_check.steps import take_step
 
-        def own_loss(model: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
+        def own_loss(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
             output = model(**inputs, use_cache=False)
             self.logits = output.logits.detach()
             return output.loss  # type: ignore[no-any-return]
@@ -231,7 +232,7 @@ def recipe_loss(model: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
     return outputs.loss + coefficient * outputs.aux_loss if coefficient else outputs.loss  # type: ignore[no-any-return]
 
 
-def log_prob_loss(model: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
+def log_prob_loss(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
     """What TRL's preference losses are made of, as a mean over labelled tokens."""
     from accel_scale.optimization.loss import count_loss_tokens
 
@@ -251,7 +252,7 @@ def _with_router_loss(config: PreTrainedConfig, weight: float | None) -> PreTrai
     return config
 
 
-def _with_adapter(base: Any, run: PlannedRun) -> Any:
+def _with_adapter(base: object, run: PlannedRun) -> object:
     from accel_scale.start_check.twin import attach_adapter
 
     try:
@@ -264,7 +265,7 @@ def _with_adapter(base: Any, run: PlannedRun) -> Any:
         ) from error
 
 
-def _for_few_layers(policy: CheckpointingPolicy, model: Any) -> CheckpointingPolicy:
+def _for_few_layers(policy: CheckpointingPolicy, model: nn.Module) -> CheckpointingPolicy:
     """`policy` with a distance that the twin's layers allow."""
     if policy.kind not in ("every_n", SEGMENTS):
         return policy

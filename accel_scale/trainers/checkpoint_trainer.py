@@ -25,7 +25,8 @@ from accel_scale.training.checkpoints.settings import meaning_of, model_record, 
 from accel_scale.training.checkpoints.signals import StopSignals
 
 if TYPE_CHECKING:
-    from transformers import TrainerControl, TrainerState, TrainingArguments
+    from accelerate import Accelerator
+    from transformers import PreTrainedConfig, Trainer, TrainerControl, TrainerState, TrainingArguments
 
 _RANDOM = "random_states_{rank}.pt"
 
@@ -51,7 +52,7 @@ class StopCallback(TrainerCallback):
             state.best_model_checkpoint = None
 
 
-def trainer_settings(trainer: Any) -> dict[str, Any]:
+def trainer_settings(trainer: Trainer) -> dict[str, Any]:
     """The settings that give the run of any trainer its meaning, from its arguments, model and rows."""
     args, model = trainer.args, trainer.model
     optim, schedule = (str(getattr(v, "value", v)) for v in (args.optim, args.lr_scheduler_type))
@@ -71,12 +72,12 @@ def trainer_settings(trainer: Any) -> dict[str, Any]:
     )
 
 
-def _adapter_record(config: Any) -> dict[str, Any]:
+def _adapter_record(config: PreTrainedConfig) -> dict[str, Any]:
     names = ("peft_type", "r", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save", "use_dora")
     return {name: getattr(config, name) for name in names if hasattr(config, name)}
 
 
-def layout_of(trainer: Any) -> str:
+def layout_of(trainer: Trainer) -> str:
     """For the manifest: how the strategy writes a Trainer's checkpoint."""
     plugin = trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
     return f"{TRAINER_LAYOUT}/{plugin.state_dict_type.name}" if plugin is not None else TRAINER_LAYOUT
@@ -138,7 +139,7 @@ def _missing(folder: Path) -> str | None:
     return None
 
 
-def refuse_nvme(trainer: Any, folder: Path, *, place: str) -> None:
+def refuse_nvme(trainer: Trainer, folder: Path, *, place: str) -> None:
     """Optimizer states on NVMe are in no checkpoint: DeepSpeed 0.19.8 resumes without them and says nothing.
 
     Raises:
@@ -157,7 +158,7 @@ def refuse_nvme(trainer: Any, folder: Path, *, place: str) -> None:
 # ── States of each rank, counters ────────────────────────────────────────────────────────────────────────────────────
 
 
-def write_random_states(folder: Path, accelerator: Any) -> None:
+def write_random_states(folder: Path, accelerator: Accelerator) -> None:
     """Under one name for any number of ranks, and of this rank's own device only."""
     torch.save(take_random_states(accelerator.device), folder / _RANDOM.format(rank=accelerator.process_index))
 
@@ -201,7 +202,7 @@ def errors_kept(errors: list[Exception] | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def engine_errors_kept(trainer: Any, errors: list[Exception]) -> Iterator[None]:
+def engine_errors_kept(trainer: Trainer, errors: list[Exception]) -> Iterator[None]:
     """The same for DeepSpeed's engine, where there is one."""
     if not trainer.is_deepspeed_enabled:
         yield
@@ -271,7 +272,7 @@ def refuse_partial(model: Any, load_result: Any, *, place: str) -> None:
 
 
 @contextlib.contextmanager
-def fsdp_layout(trainer: Any, manifest: Manifest | None) -> Iterator[None]:
+def fsdp_layout(trainer: Trainer, manifest: Manifest | None) -> Iterator[None]:
     """Read in the layout that the checkpoint has, and write in the configured one."""
     written = (manifest.layout if manifest else "").partition("/")[2]
     if not trainer.is_fsdp_enabled or not written:

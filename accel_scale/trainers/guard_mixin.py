@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import TrainerCallback
@@ -22,6 +22,9 @@ from accel_scale.training.guard.controls import make_gate
 from accel_scale.training.guard.guard import Guard
 from accel_scale.training.guard.optimizer_control import StepGate
 from accel_scale.training.guard.verdict import MicroBatch, StepJudge, StepOutcome, stop_run
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 class GuardMixin:
@@ -100,7 +103,7 @@ class GuardMixin:
         self._parts.append(MicroBatch([loss.detach()], row_ids))
         return loss
 
-    def _start(self, model: Any) -> None:
+    def _start(self, model: nn.Module) -> None:
         """Everything is prepared by now, and a checkpoint's state is there."""
         trainer: Any = self
         assert self.guard is not None
@@ -116,7 +119,7 @@ class GuardMixin:
             if isinstance(callback, GuardState):  # the trainer may have made it again from the checkpoint
                 callback.guard = self.guard
 
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+    def _get_grad_norm(self, model: nn.Module, grad_norm: object = None) -> Any:
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]
         if not self._is_guarded:
             return norm

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import TrainerCallback, TrainerState
@@ -11,6 +11,9 @@ from transformers import TrainerCallback, TrainerState
 from accel_scale.modeling.gathering import gather_values
 from accel_scale.optimization.loss import count_loss_tokens
 from accel_scale.training.guard.learning import WeightsBefore, no_labels, refuse_unlearnt
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 # Optimizer steps of a stream without one label after which no more are waited for.
 _STEPS_WITHOUT_LABELS = 8
@@ -22,7 +25,7 @@ def _is_zero_everywhere(count: Any) -> bool:
     return bool(counts) and not any(counts)
 
 
-def _was_looked_through(dataset: Any) -> bool:
+def _was_looked_through(dataset: Dataset) -> bool:
     """Whether `refuse_unlabelled` can tell of all its rows."""
     from datasets import Dataset
 

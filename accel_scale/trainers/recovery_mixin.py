@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,6 +15,9 @@ from accel_scale.optimization.batch_splitting import Part
 from accel_scale.optimization.fast_loss import FastLossMixin
 from accel_scale.training.resilience.memory_recovery import MemoryRecovery
 from accel_scale.verifying.memory_summary import MemorySummary
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 class MemoryRecoveryMixin:
@@ -93,7 +96,7 @@ class MemoryRecoveryMixin:
         """transformers' `auto_find_batch_size` starts over instead, and wants to see the error."""
         return self.recover_from_oom and not self.args.auto_find_batch_size  # type: ignore[attr-defined]
 
-    def _make_recovery(self, model: Any, num_items_in_batch: Any) -> MemoryRecovery:
+    def _make_recovery(self, model: nn.Module, num_items_in_batch: object) -> MemoryRecovery:
         trainer: Any = self
 
         def forget_tokens() -> None:

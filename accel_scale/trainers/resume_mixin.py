@@ -103,7 +103,9 @@ class ResumeMixin(_TrainerBase):
     def take_up_counters(self, counters: dict[str, Any]) -> None:
         """Go on counting from what `counters` returned."""
 
-    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: object, resume_from_checkpoint: str | None
+    ) -> Any:
         """DeepSpeed's state is loaded here rather than by the Trainer, which knows no other number of ranks."""
         if not self.is_deepspeed_enabled or resume_from_checkpoint is None:
             with trainers.fsdp_layout(self, self.resumed.manifest if self.resumed else None):
@@ -126,7 +128,7 @@ class ResumeMixin(_TrainerBase):
         with trainers.fits(Path(checkpoint or ""), place=self.resume_words[0]):
             super()._load_optimizer_and_scheduler(checkpoint)
 
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
+    def _issue_warnings_after_load(self, load_result: object) -> None:
         trainers.refuse_partial(self.model, load_result, place=self.resume_words[0])
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
@@ -134,7 +136,7 @@ class ResumeMixin(_TrainerBase):
         if checkpoint is None or not trainers.load_random_states(Path(checkpoint), manifest, self.accelerator):
             super()._load_rng_state(checkpoint)
 
-    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+    def _run_epoch(self, *args: object, **kwargs: object) -> None:
         """The Trainer's loop asks whether the end is reached after a step; a finished run takes none."""
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True

@@ -16,6 +16,7 @@ from accel_scale.parallel.layout import ParallelLayout, build_mesh
 from accel_scale.parallel.sequence import check_ulysses, cut_batch, enable_ulysses, pad_rows
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
     from transformers import PreTrainedConfig
 
 # Of whole rows: where documents begin, which attention here derives from position ids of whole rows.
@@ -87,11 +88,11 @@ class SequenceParallelMixin:
         num_items = super()._get_num_items_in_batch(*args, **kwargs)  # type: ignore[misc]
         return num_items if num_items is None or self.sp_size == 1 else num_items / self.sp_size
 
-    def get_total_train_batch_size(self, args: Any) -> int:
+    def get_total_train_batch_size(self, args: object) -> int:
         total: int = super().get_total_train_batch_size(args)  # type: ignore[misc]
         return total // self.sp_size
 
-    def _gather_once_per_row(self, values: Any, *args: Any, **kwargs: Any) -> Any:
+    def _gather_once_per_row(self, values: object, *args: object, **kwargs: object) -> Any:
         """In place of Accelerate's `gather_for_metrics`, in evaluation: the values of one rank of each group."""
         accelerator = self.accelerator  # type: ignore[attr-defined]
         gathered = accelerator.gather(values)
@@ -120,11 +121,13 @@ def check_trainer(trainer: Any) -> None:
             raise ConfigError(f"{problem} under sequence parallelism.", place=place, fix="leave it out, or --sp_size.")
 
 
-def read_rows_in_groups(accelerator: Any, size: int) -> None:
+def read_rows_in_groups(accelerator: Accelerator, size: int) -> None:
     """Let data loaders that `accelerator` prepares give each run of `size` neighbouring ranks the same rows."""
 
     @functools.wraps(type(accelerator).prepare_data_loader)
-    def prepare(data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None) -> Any:
+    def prepare(
+        data_loader: object, device_placement: bool | None = None, slice_fn_for_dispatch: object = None
+    ) -> Any:
         from accelerate.data_loader import prepare_data_loader
 
         del slice_fn_for_dispatch  # of one process that reads for all, which would give each rank other rows

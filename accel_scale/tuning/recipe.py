@@ -87,6 +87,6 @@ def fixed_flags(
     return FixedFlags(ordered, origins, output_dir)
 
 
-def as_label(value: Any) -> str | int | float | bool | None:
+def as_label(value: object) -> str | int | float | bool | None:
     """`value` as Optuna can store it among choices: lists and mappings become JSON."""
     return value if value is None or isinstance(value, (str, int, float, bool)) else json.dumps(value)

@@ -37,7 +37,7 @@ class Choice:
     values: tuple[Any, ...]
     place: str
 
-    def suggest(self, trial: Trial) -> Any:
+    def suggest(self, trial: Trial) -> object:
         """Optuna's value for `trial`."""
         by_label = {as_label(value): value for value in self.values}
         return by_label[trial.suggest_categorical(self.flag, list(by_label))]

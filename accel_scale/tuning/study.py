@@ -118,7 +118,7 @@ class PerTrialSampler(optuna.samplers.BaseSampler):
 
     def sample_independent(
         self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
-    ) -> Any:
+    ) -> object:
         return self._current.sample_independent(study, trial, param_name, param_distribution)
 
     def after_trial(self, study: optuna.Study, trial: FrozenTrial, state: TrialState, values: Any) -> None:
@@ -208,7 +208,7 @@ def open_study(
     return study
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return "nothing" if value is None else str(value)
 
 

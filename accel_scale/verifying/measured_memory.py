@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -15,6 +15,9 @@ from accel_scale.measuring.storages import StorageTracker
 from accel_scale.planning.cost.memory import predict_memory
 from accel_scale.settings.planned import RunPlan, sizes_of_answers, with_interval
 from accel_scale.units import format_bytes, three_digits
+
+if TYPE_CHECKING:
+    from transformers import Trainer
 
 
 def resident_tensors(model: torch.nn.Module, optimizer: Any = None) -> list[torch.Tensor]:
@@ -177,7 +180,7 @@ class MemoryWatch(StepMemory, TrainerCallback):
         self._step_ended()
 
 
-def watch(trainer: Any, plan: RunPlan | None) -> MemoryWatch | None:
+def watch(trainer: Trainer, plan: RunPlan | None) -> MemoryWatch | None:
     """Measure the steps of `trainer` for `MemoryWatch.report`; None without a plan."""
     if plan is None:
         return None

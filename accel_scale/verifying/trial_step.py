@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,6 +20,9 @@ from accel_scale.planning.models.training_setup import ParallelSetup, TrainingSe
 from accel_scale.start_check.twin_check import recipe_loss
 from accel_scale.verifying.measured_memory import StorageTracker, resident_tensors
 from accel_scale.verifying.nf4_weights import moved_from_meta, quantise_linears
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _SEED = 0
 
@@ -130,7 +133,7 @@ class TrialRun:
         self.optimizer.step()
 
 
-def build_trial(config: Any, setup: TrainingSetup, device: str) -> nn.Module:
+def build_trial(config: PreTrainedConfig, setup: TrainingSetup, device: str) -> nn.Module:
     """A model of `config` with random weights, prepared as a run of `setup` prepares it."""
     from transformers import AutoModelForCausalLM
 
@@ -157,7 +160,7 @@ def build_trial(config: Any, setup: TrainingSetup, device: str) -> nn.Module:
     return model.train()
 
 
-def _takes_own_logits(config: Any, setup: TrainingSetup) -> bool:
+def _takes_own_logits(config: PreTrainedConfig, setup: TrainingSetup) -> bool:
     """Whether training would compute the loss from the model's own logits: the start check decides here as there."""
     from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy
     from accel_scale.start_check import PlannedRun, check_start

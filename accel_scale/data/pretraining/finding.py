@@ -8,13 +8,16 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from accel_scale.data.mixture import parse_weight
 from accel_scale.data.pretraining.blocks import BlockSource
 from accel_scale.data.pretraining.prepared import PreparedSource, is_prepared, read_manifest
 from accel_scale.data.sources import COMPRESSIONS, NOT_DATA, SPLIT_WORDS, Source, file_kind, find_source, looks_local
 from accel_scale.errors import ConfigError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 TEXT_DOCUMENTS = ("file", "line", "paragraph")
 _KINDS = {"jsonl": ".jsonl", "text": ".txt", "parquet": ".parquet", "arrow": ".arrow"}
@@ -257,7 +260,7 @@ def _hub(name: str) -> list[str]:
     return _cached_files(name, _hub_split(source, "train", False))
 
 
-def _cached_files(name: str, dataset: Any) -> list[str]:
+def _cached_files(name: str, dataset: Dataset) -> list[str]:
     """The Arrow files of a data set that consists of whole ones."""
     files = [str(file["filename"]) for file in dataset.cache_files]
     if not files:

@@ -235,5 +235,5 @@ def check_shape(global_batch_size: int, micro_batch_size: int, rank: int, world_
         )
 
 
-def _as_it_is(part: Any) -> Any:
+def _as_it_is(part: object) -> object:
     return part

@@ -109,7 +109,7 @@ class _ArrowRows:
         return values
 
 
-def _opened_stream(path: str, source: Any) -> Any:
+def _opened_stream(path: str, source: object) -> Any:
     import pyarrow as pa
 
     try:

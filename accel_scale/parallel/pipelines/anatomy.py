@@ -98,7 +98,7 @@ def _cannot_split(name: str, why: str) -> ConfigError:
     )
 
 
-def _find_layers(model: Any) -> str:
+def _find_layers(model: nn.Module) -> str:
     """Name of the list that holds as many modules as the configuration has layers, and the most parameters."""
     from torch import nn
     from transformers import PreTrainedModel
@@ -129,7 +129,7 @@ def _outside_modules(model: nn.Module, layers: str) -> dict[str, nn.Module]:
     return found
 
 
-def _call_order(model: Any, layers: str, outside: dict[str, nn.Module]) -> tuple[dict[str, list[str]], bool]:
+def _call_order(model: nn.Module, layers: str, outside: dict[str, nn.Module]) -> tuple[dict[str, list[str]], bool]:
     """For each module outside of the layers, whether it is called ``before`` or ``after`` them, once per call.
 
     And whether layers return tuples: with the other kind of stand-in the model does not run, or not to hidden states.
@@ -158,7 +158,7 @@ def _run_without_layers(
     seen: list[tuple[Any, ...]] = []
     ids = torch.zeros((1, 2), dtype=torch.long, device=model.get_input_embeddings().weight.device)
 
-    def at_layer(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def at_layer(_module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         moment[0] = "after"
         seen.append((args, kwargs))
 

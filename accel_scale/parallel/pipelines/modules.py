@@ -29,7 +29,7 @@ class Skipped(nn.Module):
         """The hidden states, by position or by name."""
         return self._returned(args[0] if args else kwargs.get("hidden_states"))
 
-    def _returned(self, hidden: Any) -> Any:
+    def _returned(self, hidden: object) -> object:
         return (hidden,) if self._in_tuple else hidden
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from accel_scale.errors import ConfigError
 from accel_scale.facts.checkpointing import SEGMENTS, kind_of
 from accel_scale.facts.names import PIPELINE_SCHEDULES
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _PLACE, _SCHEDULE_PLACE = "--pp_size", "--pp_schedule"
 
@@ -55,7 +58,12 @@ def stages_of_rank(settings: PipelineSettings, pp_size: int, pp_rank: int) -> tu
 
 
 def check_pipeline(
-    config: Any, settings: PipelineSettings, pp_size: int, num_micro_batches: int, *, checkpointing: str = "none"
+    config: PreTrainedConfig,
+    settings: PipelineSettings,
+    pp_size: int,
+    num_micro_batches: int,
+    *,
+    checkpointing: str = "none",
 ) -> None:
     """Refuse a pipeline that cannot run, before a model is loaded.
 

@@ -157,7 +157,7 @@ def _skeleton(module: Any, done: dict[int, Any]) -> Any:
     return copy
 
 
-def _tied_copy(model: Any, anatomy: Anatomy) -> nn.Parameter:
+def _tied_copy(model: nn.Module, anatomy: Anatomy) -> nn.Parameter:
     from torch import nn
 
     weight = model.get_parameter(anatomy.embedding)
@@ -228,7 +228,7 @@ def _forward(part: Any, inputs: torch.Tensor, **others: Any) -> torch.Tensor:
         return hidden.clone() if hidden._is_view() else hidden
 
 
-def stage_of(part: Any) -> Stage:
+def stage_of(part: object) -> Stage:
     """What `part`, wrapped by FSDP2 or not, is of the whole."""
     stage: Stage = getattr(part, _ATTRIBUTE)
     return stage

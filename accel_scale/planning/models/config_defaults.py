@@ -24,7 +24,7 @@ def sizes(
     }
 
 
-def _without_width(*given: int, **others: Any) -> dict[str, Any]:
+def _without_width(*given: int, **others: object) -> dict[str, Any]:
     """The defaults of a class whose MLP is 4 hidden sizes wide where its width is not given."""
     vocab, hidden, layers, heads, positions = given
     return {**sizes(vocab, hidden, layers, heads, 1, positions, **others), "intermediate_size": None}

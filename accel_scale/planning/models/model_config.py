@@ -63,7 +63,7 @@ def _common_names(model_type: str, config: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _not_modelled(model_type: Any, place: str) -> ConfigError:
+def _not_modelled(model_type: object, place: str) -> ConfigError:
     if not isinstance(model_type, str):
         return ConfigError("the config has no model_type.", place=place, fix="add the architecture's model_type.")
     near = difflib.get_close_matches(model_type, MODEL_TYPES, n=1)

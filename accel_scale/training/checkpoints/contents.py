@@ -9,7 +9,7 @@ import io
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -17,6 +17,10 @@ from accel_scale.errors import ConfigError, first_line
 from accel_scale.training.checkpoints.manifest import Manifest
 from accel_scale.training.checkpoints.pickles import load_safely, refuse_unsafe
 from accel_scale.training.checkpoints.random_states import derive_random_states, put_random_states, take_random_states
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from torch.distributed import ProcessGroup
 
 STATE = "state.json"
 Write = Callable[[Path], None]
@@ -30,7 +34,7 @@ class Contents(Protocol):
     def refuse_asynchronous(self) -> str | None:
         """Why it cannot write while training goes on, None if it can."""
 
-    def capture(self, *, copy: bool, group: Any) -> Write:
+    def capture(self, *, copy: bool, group: ProcessGroup | None) -> Write:
         """Take hold of everything; collective. The result writes this rank's files, on every rank.
 
         Args:
@@ -76,7 +80,7 @@ def _tensor_in_host_memory(tensor: torch.Tensor, *, copy: bool) -> torch.Tensor:
     return tensor.clone(memory_format=torch.contiguous_format) if copy or not is_whole else tensor
 
 
-def write_tensors(state: Any, path: Path) -> None:
+def write_tensors(state: object, path: Path) -> None:
     """Write with `torch.save`, and make sure that it can be read without trusting the file.
 
     Raises:
@@ -89,7 +93,7 @@ def write_tensors(state: Any, path: Path) -> None:
 # ── Beside weights and optimizers ────────────────────────────────────────────────────────────────────────────────────
 
 
-def capture_common(accelerator: Any, state: dict[str, Any], registered: dict[str, Any]) -> Write:
+def capture_common(accelerator: Accelerator, state: dict[str, Any], registered: dict[str, Any]) -> Write:
     """Schedules, scaler, `state` and registered states by rank 0; random states by every rank.
 
     Raises:
@@ -122,7 +126,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     return json.loads((folder / STATE).read_text(encoding="utf-8"))
 
 
-def load_common(accelerator: Any, folder: Path, content: dict[str, Any], registered: dict[str, Any]) -> None:
+def load_common(accelerator: Accelerator, folder: Path, content: dict[str, Any], registered: dict[str, Any]) -> None:
     """Schedules, registered states and Accelerate's counter; the scaler is `load_scaler`'s."""
     for index, scheduler in enumerate(schedules(accelerator)):
         scheduler.load_state_dict(load_safely(folder / numbered("scheduler.bin", index)))
@@ -131,7 +135,7 @@ def load_common(accelerator: Any, folder: Path, content: dict[str, Any], registe
     accelerator.step = content["accelerator_step"]
 
 
-def load_scaler(accelerator: Any, content: dict[str, Any]) -> None:
+def load_scaler(accelerator: Accelerator, content: dict[str, Any]) -> None:
     """The loss scale of fp16; before the optimizer's state, which FSDP2 sets by a step of zeros."""
     if accelerator.scaler is None or content["scaler"] is None:
         return
@@ -150,12 +154,12 @@ def load_random_states(accelerator: Any, folder: Path, manifest: Manifest) -> No
         derive_random_states(manifest.seed, manifest.step, rank)
 
 
-def schedules(accelerator: Any) -> list[Any]:
+def schedules(accelerator: Accelerator) -> list[Any]:
     """The prepared schedules that are not inside DeepSpeed's engine."""
     return [s for s in accelerator._schedulers if type(s).__name__ != "DeepSpeedSchedulerWrapper"]
 
 
-def _as_bytes(value: Any) -> bytes:
+def _as_bytes(value: object) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     buffer.seek(0)
@@ -163,7 +167,7 @@ def _as_bytes(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _require_json(value: Any, where: str) -> None:
+def _require_json(value: object, where: str) -> None:
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
@@ -198,7 +202,7 @@ class ReplicatedContents:
     def refuse_asynchronous(self) -> str | None:
         return None
 
-    def capture(self, *, copy: bool, group: Any) -> Write:
+    def capture(self, *, copy: bool, group: ProcessGroup | None) -> Write:
         accelerator = self._accelerator
         if not accelerator.is_main_process:
             return lambda folder: None

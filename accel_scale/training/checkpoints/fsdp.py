@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,6 +16,9 @@ from accel_scale.errors import ConfigError, first_line
 from accel_scale.training.checkpoints.contents import Write, host_copy, numbered, what_differs, write_tensors
 from accel_scale.training.checkpoints.manifest import Manifest
 from accel_scale.training.checkpoints.pickles import refuse_unsafe_folder
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 FULL, SHARDED = "FULL_STATE_DICT", "SHARDED_STATE_DICT"
 
@@ -38,7 +41,7 @@ class FsdpContents:
     def refuse_asynchronous(self) -> str | None:
         return None
 
-    def capture(self, *, copy: bool, group: Any) -> Write:
+    def capture(self, *, copy: bool, group: ProcessGroup | None) -> Write:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
         accelerator, full = self._accelerator, self.layout == FULL
@@ -129,7 +132,7 @@ def _writer_of_whole(models: list[Any], optimizers: list[Any], *, is_main: bool,
     return write
 
 
-def _writer_of_shards(models: list[Any], optimizers: list[Any], *, copy: bool, group: Any) -> Write:
+def _writer_of_shards(models: list[Any], optimizers: list[Any], *, copy: bool, group: ProcessGroup | None) -> Write:
     import torch.distributed.checkpoint as dist_cp
     from torch.distributed.checkpoint.staging import BlockingAsyncStager
 

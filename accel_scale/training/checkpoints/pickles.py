@@ -73,7 +73,7 @@ def refuse_unsafe_folder(folder: Path) -> None:
 class _MetadataUnpickler(pickle.Unpickler):
     """Knows the classes of `.metadata` and no others."""
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         if (module, name) in _METADATA_NAMES:
             return super().find_class(module, name)
         if module in _METADATA_MODULES and "." not in name:  # a dotted name would reach through its imports

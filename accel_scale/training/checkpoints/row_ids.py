@@ -28,7 +28,7 @@ def number_rows(loader: Any) -> bool:
     return True
 
 
-def take_row_ids(batch: Any) -> Any:
+def take_row_ids(batch: object) -> Any:
     """Remove the numbers from `batch`; they, or nothing."""
     return batch.pop(ROW_IDS, ()) if isinstance(batch, MutableMapping) else ()
 
@@ -42,7 +42,7 @@ class NumberedRows(torch.utils.data.Dataset[Any]):
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __getitem__(self, number: Any) -> tuple[Any, Any]:
+    def __getitem__(self, number: object) -> tuple[Any, Any]:
         return number, self._dataset[number]
 
     def __getitems__(self, numbers: Sequence[Any]) -> list[tuple[Any, Any]]:

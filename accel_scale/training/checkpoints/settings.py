@@ -8,10 +8,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
 from accel_scale.modeling.model_class import numbers_of_layers
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedConfig
 
 # Flags and arguments, of recipes, transformers and TRL, that change what is learned. Left out is what does not: how
 # many ranks and micro-batches a global batch is split into, what is logged and saved, processes that load data.
@@ -60,7 +64,7 @@ _SHAPE = (
 )  # fmt: skip
 
 
-def meaning_of(*sources: Any, **more: Any) -> dict[str, Any]:
+def meaning_of(*sources: object, **more: object) -> dict[str, Any]:
     """What `sources` (flags by name, or objects that have them) say of `MEANING` and `KEPT`; `more` wins."""
     found: dict[str, Any] = {}
     for source in sources:
@@ -118,7 +122,7 @@ def refuse_changes(
         )
 
 
-def model_record(config: Any, name: str | None) -> dict[str, Any]:
+def model_record(config: PreTrainedConfig, name: str | None) -> dict[str, Any]:
     """The architecture's numbers, and which weights training began from."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     numbers = {field: found for field in _SHAPE if (found := numbers_of_layers(text, field))}
@@ -149,7 +153,7 @@ def files_fingerprint(paths: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def rows_fingerprint(dataset: Any) -> str:
+def rows_fingerprint(dataset: Dataset) -> str:
     """Number of rows and a checksum: of all where that is quick, of some of a large data set, of a stream's first."""
     from datasets import Dataset, IterableDataset
 
@@ -180,7 +184,7 @@ def _add_table(digest: Any, table: Any) -> None:
     digest.update(sink.getvalue())
 
 
-def _row_text(row: Any) -> str:
+def _row_text(row: object) -> str:
     import torch
 
     if isinstance(row, torch.Tensor):
@@ -210,7 +214,7 @@ def _flat(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     if isinstance(value, list):
         return ",".join(map(_shown, value)) or "none"
     return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

@@ -58,7 +58,7 @@ class StopSignals:
             _signal_at_parents_death(0)
             self._asked_for_parents_death = False
 
-    def _remember(self, number: int, frame: Any) -> None:
+    def _remember(self, number: int, frame: object) -> None:
         if number == signal.SIGINT and self.received == signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from accel_scale.errors import ConfigError
 from accel_scale.facts.strategies import STRATEGIES, Strategy
 from accel_scale.training.checkpoints.contents import Contents, ReplicatedContents, schedules
 from accel_scale.training.checkpoints.folders import Found
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
-def contents_of(accelerator: Any, strategy: Strategy) -> Contents:
+
+def contents_of(accelerator: Accelerator, strategy: Strategy) -> Contents:
     """How `strategy` writes weights and optimizers, and loads what it has written.
 
     Raises:
@@ -31,7 +34,7 @@ def contents_of(accelerator: Any, strategy: Strategy) -> Contents:
     return ZeroContents(accelerator)
 
 
-def contents_written_by(found: Found, accelerator: Any, own: Contents) -> Contents:
+def contents_written_by(found: Found, accelerator: Accelerator, own: Contents) -> Contents:
     """What loads `found` into this run, whose own contents are `own`: ranks that shared a model stored it whole."""
     if not STRATEGIES[found.manifest.strategy].is_model_parallel:
         return own
@@ -62,7 +65,7 @@ def check_fit(found: Found, strategy: Strategy, stored: set[str], registered: se
         )
 
 
-def check_schedules(accelerator: Any, found: Found) -> None:
+def check_schedules(accelerator: Accelerator, found: Found) -> None:
     """Refuse a schedule that would go on at another speed.
 
     Accelerate steps a prepared schedule once per rank at every optimizer step, unless told otherwise
@@ -83,7 +86,7 @@ def check_schedules(accelerator: Any, found: Found) -> None:
             )
 
 
-def refuse_other_savers(accelerator: Any) -> None:
+def refuse_other_savers(accelerator: Accelerator) -> None:
     """Refuse what `accelerator.save_state` would save and this manager would leave out.
 
     Raises:

@@ -8,7 +8,7 @@ import shutil
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +17,10 @@ from accel_scale.training.checkpoints.contents import Write
 from accel_scale.training.checkpoints.manifest import Manifest
 from accel_scale.training.checkpoints.pickles import refuse_unsafe_folder
 from accel_scale.training.checkpoints.ranks import FailedSomewhere, Meeting
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from torch.distributed import ProcessGroup
 
 TAG = "pytorch_model"  # Accelerate's name for the first model's folder
 
@@ -36,7 +40,7 @@ class ZeroContents:
     def refuse_asynchronous(self) -> str | None:
         return "DeepSpeed's engine writes its partitions from where they are trained, while all ranks wait"
 
-    def capture(self, *, copy: bool, group: Any) -> Write:
+    def capture(self, *, copy: bool, group: ProcessGroup | None) -> Write:
         def write(folder: Path) -> None:
             with errors_kept_for_later(self._engine()) as engine:
                 engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
@@ -73,10 +77,10 @@ def errors_kept_for_later(engine: Any) -> Iterator[Any]:
         def __getattr__(self, name: str) -> Any:
             return getattr(writer, name)
 
-        def save(self, *args: Any, **kwargs: Any) -> None:
+        def save(self, *args: object, **kwargs: object) -> None:
             self._keep(writer.save, *args, **kwargs)
 
-        def makedirs(self, *args: Any, **kwargs: Any) -> None:
+        def makedirs(self, *args: object, **kwargs: object) -> None:
             self._keep(writer.makedirs, *args, **kwargs)
 
         def _keep(self, work: Any, *args: Any, **kwargs: Any) -> None:
@@ -97,7 +101,7 @@ def errors_kept_for_later(engine: Any) -> Iterator[Any]:
 
 
 def load_engine(
-    accelerator: Any,
+    accelerator: Accelerator,
     folder: Path,
     tag: str,
     scratch: Path,
@@ -180,7 +184,7 @@ def _separate_groups(optimizer: Any, written: Path) -> None:
             state["step"] = state["step"].clone()
 
 
-def _load_buffers(accelerator: Any, folder: Path) -> None:
+def _load_buffers(accelerator: Accelerator, folder: Path) -> None:
     """The universal format holds parameters only; persistent buffers are in the first rank's model file."""
     base = accelerator.unwrap_model(accelerator._models[0])
     parameters = {name for name, _ in base.named_parameters(remove_duplicate=False)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,6 +14,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from accel_scale.errors import ConfigError
 from accel_scale.facts.names import POWERSGD_RANK, POWERSGD_STEP
 from accel_scale.training.ddp.powersgd import CountedBytes, PowerSgd
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from torch import nn
 
 # Accelerate keeps the model as it was before DDP wrapped it, loops have it wrapped: both lead to the hook.
 _HOOKS: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()
@@ -103,7 +107,7 @@ class DdpSettings:
         return CastHook(torch.bfloat16 if self.comm_hook == "bf16" else torch.float16)
 
 
-def use_ddp_settings(accelerator: Any, settings: DdpSettings) -> None:
+def use_ddp_settings(accelerator: Accelerator, settings: DdpSettings) -> None:
     """Call before `accelerator.prepare`: the model that it wraps in DDP has these buckets and this hook.
 
     Nothing happens where the accelerator does not use DDP; `launching.ddp_rules` refuses that before.
@@ -135,7 +139,7 @@ def register_hook(ddp: Any, settings: DdpSettings) -> Any:
     return hook
 
 
-def hook_of(model: Any) -> Any:
+def hook_of(model: nn.Module) -> Any:
     """The hook of a prepared model; None where it has none of ours."""
     modules: Iterable[Any] = model.modules() if isinstance(model, torch.nn.Module) else ()
     return next((_HOOKS[module] for module in modules if module in _HOOKS), None)

@@ -12,6 +12,8 @@ from accel_scale.modeling.evaluation_mode import evaluating
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,7 @@ def _share(rows: Sequence[_Row], rank: int, world_size: int) -> list[_Row]:
     return share
 
 
-def _is_sharded(model: Any) -> bool:
+def _is_sharded(model: nn.Module) -> bool:
     """True when a forward pass communicates: FSDP's DTensor parameters or ZeRO-3's partitioned ones."""
     from torch.distributed.tensor import DTensor
 
@@ -214,7 +216,7 @@ def _until_end(ids: list[int], end_ids: Sequence[int]) -> list[int]:
     return ids[: ends[0]] if ends else ids
 
 
-def _greedy_config(model: Any, tokenizer: Any, max_new_tokens: int) -> Any:
+def _greedy_config(model: nn.Module, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int) -> Any:
     """Plain greedy decoding: every value set, since `generate` fills unset ones from the model's own configuration."""
     from transformers import GenerationConfig
 

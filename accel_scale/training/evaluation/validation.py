@@ -14,6 +14,9 @@ from accel_scale.optimization.fast_loss import language_model_loss
 
 if TYPE_CHECKING:
     import torch
+    from accelerate import Accelerator
+    from torch import nn
+    from transformers import PreTrainedTokenizerBase
 
 
 # Perplexity beyond this overflows a float; such a model has learned nothing anyway.
@@ -33,7 +36,7 @@ class Evaluation:
         return math.exp(min(self.loss, _LARGEST_EXPONENT)) if not math.isnan(self.loss) else math.nan
 
 
-def evaluate_loss(accelerator: Any, model: Any, batches: Iterable[Mapping[str, Any]]) -> Evaluation:
+def evaluate_loss(accelerator: Accelerator, model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> Evaluation:
     """Loss over every rank's `batches`; every rank must have as many of them (sharded weights are gathered together).
 
     Batches hold ``input_ids``, ``labels`` (-100: not counted) and perhaps ``position_ids``; parts of rows
@@ -64,7 +67,7 @@ def evaluate_loss(accelerator: Any, model: Any, batches: Iterable[Mapping[str, A
     return Evaluation(loss / tokens if tokens else math.nan, int(tokens))
 
 
-def total_over_ranks(accelerator: Any, count: int) -> torch.Tensor:
+def total_over_ranks(accelerator: Accelerator, count: int) -> torch.Tensor:
     """`count`, of a rank's rows, summed over the ranks with rows of their own; an integer scalar on the device."""
     from accel_scale.optimization.loss import on_device
     from accel_scale.parallel.model_parallel import model_parallel_of
@@ -76,7 +79,7 @@ def total_over_ranks(accelerator: Any, count: int) -> torch.Tensor:
     return total // shared.layout.model_ranks if shared else total
 
 
-def reduce_sum(accelerator: Any, values: torch.Tensor) -> torch.Tensor:
+def reduce_sum(accelerator: Accelerator, values: torch.Tensor) -> torch.Tensor:
     """Host `values` summed over all ranks, back on the host."""
     if accelerator.num_processes == 1:
         return values
@@ -84,7 +87,9 @@ def reduce_sum(accelerator: Any, values: torch.Tensor) -> torch.Tensor:
     return reduced
 
 
-def beginning_of(batches: Iterable[Mapping[str, Any]] | None, tokenizer: Any, *, num_tokens: int = 12) -> str:
+def beginning_of(
+    batches: Iterable[Mapping[str, Any]] | None, tokenizer: PreTrainedTokenizerBase, *, num_tokens: int = 12
+) -> str:
     """The first tokens of the first row that rank 0 holds, as text, on every rank; nothing where there is none."""
     from accel_scale.modeling.gathering import broadcast_from_main
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from accel_scale.errors import ConfigError
 from accel_scale.parallel.engine import strategy_of
 from accel_scale.parallel.model_parallel import model_parallel_of
 from accel_scale.training.guard.optimizer_control import StepGate
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from torch import nn
+    from torch.optim import Optimizer
 
-def make_gate(accelerator: Any, model: Any, optimizer: Any) -> StepGate:
+
+def make_gate(accelerator: Accelerator, model: nn.Module, optimizer: Optimizer) -> StepGate:
     """The gate for how `accelerator` runs.
 
     Raises:

@@ -87,7 +87,7 @@ class DeepSpeedGate(StepGate):
         self._engine.set_gradient_accumulation_boundary(is_boundary=is_last)
         return nullcontext()
 
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+    def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
         self._engine.set_gradient_accumulation_boundary(is_boundary=self.accelerator.sync_gradients)
         self._engine.backward(loss, **{"scale_wrt_gas": False, **kwargs})
 
@@ -148,12 +148,12 @@ class DeepSpeedGate(StepGate):
         name = "_overflow_check_and_loss_scale_update" if self._is_stage_3 else "check_overflow"
         original = getattr(self._zero, name)
 
-        def check(*args: Any, **kwargs: Any) -> bool:
+        def check(*args: object, **kwargs: object) -> bool:
             original(*args, **kwargs)  # it also resets what the backward pass has noted
             self._zero.overflow = True
             return True
 
-        def keep_scale(*unused: Any, **unused_too: Any) -> None:
+        def keep_scale(*unused: object, **unused_too: object) -> None:
             """The loss scale has nothing to do with it."""
 
         with contextlib.ExitStack() as changes:
@@ -171,7 +171,7 @@ class _JudgedEngineWrapper(DeepSpeedEngineWrapper):
         super().__init__(gate._engine)
         self._gate = gate
 
-    def backward(self, loss: torch.Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:
+    def backward(self, loss: torch.Tensor, sync_gradients: bool = True, **kwargs: object) -> None:
         self.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients)
         self.engine.backward(loss, **kwargs)
 
@@ -180,7 +180,7 @@ class _JudgedEngineWrapper(DeepSpeedEngineWrapper):
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def _replaced(owner: object, name: str, value: object) -> Iterator[None]:
     """An attribute of one object replaced for a while, whether it was its own or its class's."""
     own = vars(owner)
     had, before = name in own, own.get(name)

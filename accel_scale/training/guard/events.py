@@ -59,7 +59,7 @@ def _rows_to_look_at(event: Mapping[str, Any]) -> tuple[Sequence[Any], str]:
     return (rows, "rows whose loss is not finite") if rows else (event["rows"], "rows in its batch")
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
     if isinstance(value, Mapping):

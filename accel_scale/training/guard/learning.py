@@ -55,7 +55,7 @@ def has_labels(dataset: Dataset) -> bool:
     return False
 
 
-def refuse_unlabelled(dataset: Any, *, what: str, max_length: int | None, flag: str = "--{}") -> None:
+def refuse_unlabelled(dataset: Dataset, *, what: str, max_length: int | None, flag: str = "--{}") -> None:
     """Refuse tokenised rows that the loss would be taken on nowhere; streams are followed while they train.
 
     Args:

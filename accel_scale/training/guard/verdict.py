@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,6 +15,9 @@ from accel_scale.facts.exit_statuses import GUARD_STATUS
 from accel_scale.reporting.trackers import TextWriter, send_alert
 from accel_scale.training.guard.events import append_event, console_line
 from accel_scale.training.guard.guard import Decision, Guard
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 
 @dataclass(frozen=True)
@@ -183,7 +186,7 @@ def joined(micro_batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def stop_run(accelerator: Any, outcome: StepOutcome, *, program: str = "training") -> None:
+def stop_run(accelerator: Accelerator, outcome: StepOutcome, *, program: str = "training") -> None:
     """Say why in one line, once, and end every process with `GUARD_STATUS`; raises `SystemExit`.
 
     Call it on every process; all of them know the outcome.

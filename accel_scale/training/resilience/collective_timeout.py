@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback, TrainerState
 
@@ -17,6 +17,9 @@ from accel_scale.training.resilience.hang_watch import (
     follow_steps,
 )
 from accel_scale.units import parse_duration
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 PLACE = "--collective_timeout"
 
@@ -35,7 +38,7 @@ def backend_timeout(text: str | None) -> timedelta:
     return timedelta(seconds=math.ceil(timeout_seconds(text) + BACKEND_MARGIN_SECONDS))
 
 
-def watch_accelerator(accelerator: Any, text: str | None, program: str) -> HangWatch:
+def watch_accelerator(accelerator: Accelerator, text: str | None, program: str) -> HangWatch:
     """Watch the ranks until `accelerator.end_training`; `GuardedStep` and `StepCallback` name the steps."""
     watch = HangWatch(program, timeout_seconds(text)).start()
     end_training = accelerator.end_training

@@ -157,7 +157,9 @@ class MemoryRecovery:
         losses = [self.micro_batch(batch, run, is_last=index == last) for index, batch in enumerate(batches)]
         return sum(losses)
 
-    def micro_batch(self, inputs: Any, run: Callable[[Part], torch.Tensor], *, is_last: bool) -> torch.Tensor | float:
+    def micro_batch(
+        self, inputs: object, run: Callable[[Part], torch.Tensor], *, is_last: bool
+    ) -> torch.Tensor | float:
         """One micro-batch of an optimizer step; call it for each of them, in order.
 
         Args:

@@ -50,7 +50,7 @@ class DdpCollectives(Collectives):
         if self._hook is not None and self._hook.is_stateful:
             self.problem = "PowerSGD has begun to take up the gradients of the step"
 
-    def _note_call(self, module: nn.Module, inputs: Any) -> None:
+    def _note_call(self, module: nn.Module, inputs: object) -> None:
         self._was_called = True
 
     def before_pass(self) -> None:
@@ -89,7 +89,7 @@ class UnknownCollectives(Collectives):
         raise CannotFinish(self._reason)
 
 
-def collectives_of(model: Any, *, strategy: Strategy) -> Collectives:
+def collectives_of(model: nn.Module, *, strategy: Strategy) -> Collectives:
     """Those of `model`, as prepared; `strategy` as from `strategy_of`."""
     if strategy.is_single:
         return Collectives()

@@ -24,6 +24,7 @@ from accel_scale.training.saving.verification import VerifyResult, verify_checkp
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from transformers import PreTrainedTokenizerBase
 
 
 def make_base_resolvable(model: nn.Module) -> None:
@@ -35,7 +36,7 @@ def make_base_resolvable(model: nn.Module) -> None:
 
 
 def save_final(
-    trainer_or_parts: Any,
+    trainer_or_parts: object,
     output_dir: str | Path,
     *,
     dtype: torch.dtype | None = None,
@@ -82,7 +83,11 @@ def _parts(trainer_or_parts: Any) -> tuple[Any, nn.Module, Any]:
 
 
 def _write_all(
-    base: Any, weights: dict[str, torch.Tensor], tokenizer: Any, folder: Path, dtype: torch.dtype | None
+    base: object,
+    weights: dict[str, torch.Tensor],
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    dtype: torch.dtype | None,
 ) -> None:
     _write(base, weights, folder)
     correct_config(folder, dtype)
@@ -91,7 +96,7 @@ def _write_all(
     record_quantization(folder, quantization_of(base))
 
 
-def _write(base: Any, weights: dict[str, torch.Tensor], folder: Path) -> None:
+def _write(base: object, weights: dict[str, torch.Tensor], folder: Path) -> None:
     if hasattr(base, "save_pretrained"):
         base.save_pretrained(folder, state_dict=weights)
         return
@@ -114,7 +119,7 @@ def correct_config(folder: Path, dtype: torch.dtype | None = None) -> None:
         path.write_text(json.dumps({**config, **changes}, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def make_generation_config_savable(model: Any) -> None:
+def make_generation_config_savable(model: nn.Module) -> None:
     """Published generation configurations with a temperature and no sampling load, and fail when they are saved.
 
     transformers refuses them once anything in them has changed (5.23), which is at the first checkpoint.

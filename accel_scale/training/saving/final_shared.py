@@ -16,9 +16,13 @@ from accel_scale.training.saving.verification import SavedTensors, VerifyResult,
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import ProcessGroup
+    from transformers import PreTrainedTokenizerBase
 
 
-def save_final_shared(shared: ModelParallel, tokenizer: Any, output_dir: str | Path) -> VerifyResult:
+def save_final_shared(
+    shared: ModelParallel, tokenizer: PreTrainedTokenizerBase, output_dir: str | Path
+) -> VerifyResult:
     """Write a folder that plain `from_pretrained` loads, and read it back; call it on every process.
 
     Rank 0 holds the whole model in host memory while it writes.
@@ -78,7 +82,7 @@ def _whole(shared: ModelParallel) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, whole.reshape(shapes.get(name, whole.shape)).cpu().contiguous()
 
 
-def _send(name: str | None, whole: torch.Tensor | None, group: Any) -> None:
+def _send(name: str | None, whole: torch.Tensor | None, group: ProcessGroup | None) -> None:
     import torch.distributed as dist
 
     facts = None if whole is None else (name, tuple(whole.shape), whole.dtype)
@@ -87,7 +91,7 @@ def _send(name: str | None, whole: torch.Tensor | None, group: Any) -> None:
         dist.send(whole.to(_device_of(group)), group=group, group_dst=0)
 
 
-def _receive(group: Any, sender: int) -> Iterator[tuple[str, torch.Tensor]]:
+def _receive(group: ProcessGroup | None, sender: int) -> Iterator[tuple[str, torch.Tensor]]:
     import torch
     import torch.distributed as dist
 
@@ -102,7 +106,7 @@ def _receive(group: Any, sender: int) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, whole.cpu()
 
 
-def _device_of(group: Any) -> str:
+def _device_of(group: ProcessGroup | None) -> str:
     """Where the group's backend takes tensors from."""
     import torch.distributed as dist
 
