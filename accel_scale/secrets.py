@@ -43,7 +43,7 @@ def move_token_to_environment(arguments: Any) -> None:
         arguments.hub_token = None
 
 
-def without_secrets(value: Any) -> Any:
+def without_secrets(value: object) -> Any:
     """`value` with every mapping entry that names a credential removed, and credentials within texts masked."""
     if isinstance(value, dict):
         return {k: without_secrets(v) for k, v in value.items() if not (isinstance(k, str) and is_secret(k))}

@@ -17,7 +17,9 @@ from accel_scale.modeling.stored_weights import SafetensorsReader, rows_of_embed
 
 if TYPE_CHECKING:
     import torch
+    from peft import PeftConfig
     from torch import nn
+    from transformers import PreTrainedConfig
 
 _WRAPPERS = (".base_layer", ".original_module", ".modules_to_save.default", ".token_adapter")
 _PEFT_PREFIX = "base_model.model."
@@ -78,7 +80,7 @@ class AdapterMerger:
         head, ends = self.output_name, {self.input_name, self.output_name}
         return head if head and ends & changed and not self.stored.names_for(head) else None
 
-    def _inject(self, model: nn.Module, peft_config: Any) -> None:
+    def _inject(self, model: nn.Module, peft_config: PeftConfig) -> None:
         from peft import get_peft_model, get_peft_model_state_dict
         from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -244,7 +246,7 @@ def _has_scores(base: Path) -> bool:
     return scores_rows(AutoConfig.from_pretrained(base))
 
 
-def _on_meta(config: Any) -> Any:
+def _on_meta(config: PreTrainedConfig) -> Any:
     import torch
 
     with torch.device("meta"):

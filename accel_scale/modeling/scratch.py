@@ -99,7 +99,7 @@ def _shape(width: int, depth: int, vocab_size: int, tied: bool) -> Shape:
     return Shape(width, depth, width // _head_size(width), intermediate, tied, total)
 
 
-def config_of_size(num_params: int, *, vocab_size: int, max_length: int, tokenizer: Any) -> Any:
+def config_of_size(num_params: int, *, vocab_size: int, max_length: int, tokenizer: PreTrainedTokenizerBase) -> Any:
     """A `LlamaConfig` of about `num_params` parameters for `tokenizer`'s vocabulary."""
     from transformers import LlamaConfig
 
@@ -117,7 +117,7 @@ def config_of_size(num_params: int, *, vocab_size: int, max_length: int, tokeniz
     )
 
 
-def config_from_file(path: str, *, tokenizer: Any, trust_remote_code: bool = False) -> Any:
+def config_from_file(path: str, *, tokenizer: PreTrainedTokenizerBase, trust_remote_code: bool = False) -> Any:
     """The configuration in a config.json (or its folder), with the tokenizer's vocabulary.
 
     Raises:

@@ -66,7 +66,7 @@ def halve(inputs: Any) -> tuple[dict[str, Any], dict[str, Any]] | None:
     return _halve_documents(inputs) if rows == 1 else None
 
 
-def num_rows(inputs: Any) -> int:
+def num_rows(inputs: object) -> int:
     """Rows of a micro-batch: the first dimension of its `input_ids`, or else of its first tensor; 0 without one."""
     if not isinstance(inputs, Mapping):
         return 0

@@ -103,7 +103,7 @@ def warmup_step_count(num_training_steps: int, *, warmup_steps: float = 0, warmu
 
 def create_schedule(
     optimizer: torch.optim.Optimizer,
-    name: Any,
+    name: object,
     *,
     num_training_steps: int,
     warmup_steps: float = 0,

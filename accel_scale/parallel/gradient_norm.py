@@ -114,7 +114,7 @@ def _summed(grad: Any) -> Any:
     return grad.redistribute(placements=[Replicate() if p.is_partial() else p for p in placements])
 
 
-def _local(tensor: Any) -> torch.Tensor:
+def _local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part, sharing memory; a plain tensor is itself."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 

@@ -25,6 +25,8 @@ from accel_scale.trainers.saving_mixin import AtomicSavingMixin
 from accel_scale.training.guard.learning import refuse_unlabelled
 
 if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
     from torch.utils.data import DataLoader
 
     from accel_scale.plugin.settings import ScaleSettings
@@ -107,7 +109,7 @@ class ScaleTrainerMixin(LearningMixin, GuardMixin, MemoryRecoveryMixin, OutputFo
         refuse_unpicklable(loader, place="TrainingArguments(dataloader_num_workers=)")
         return loader
 
-    def _prepare(self, model: Any) -> Any:
+    def _prepare(self, model: nn.Module) -> Any:
         with self.scale.in_words_of_fields():
             model = settle_batch_norm(
                 model,
@@ -138,12 +140,12 @@ class ScaleTrainerMixin(LearningMixin, GuardMixin, MemoryRecoveryMixin, OutputFo
                 fix="name an optimizer, e.g. adamw_torch_fused.",
             )
 
-    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+    def create_optimizer(self, *args: object, **kwargs: object) -> Any:
         """The plugin's optimizer over the groups of the script's own, or over the trainer's."""
         with self.scale.in_words_of_fields():
             return self._create_optimizer(*args, **kwargs)
 
-    def _create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+    def _create_optimizer(self, *args: object, **kwargs: object) -> Any:
         scale = self.scale
         if self.optimizer is None and self._given_optimizer is not None:
             self.optimizer = self._given_optimizer  # DeepSpeed's start has dropped it
@@ -187,7 +189,7 @@ class ScaleTrainerMixin(LearningMixin, GuardMixin, MemoryRecoveryMixin, OutputFo
             offload_optimizer=self.scale.launch.parallel.offloads_optimizer,
         )
 
-    def _adapt(self, optimizer: Any, *, is_given: bool) -> Any:
+    def _adapt(self, optimizer: Optimizer, *, is_given: bool) -> Any:
         """The plugin's settings on an optimizer that the script, or its trainer class, has made.
 
         Args:

@@ -163,7 +163,7 @@ def write_random_states(folder: Path, accelerator: Accelerator) -> None:
     torch.save(take_random_states(accelerator.device), folder / _RANDOM.format(rank=accelerator.process_index))
 
 
-def load_random_states(folder: Path, manifest: Manifest | None, accelerator: Any) -> bool:
+def load_random_states(folder: Path, manifest: Manifest | None, accelerator: Accelerator) -> bool:
     """False where the folder holds the Trainer's own; new ranks are seeded from what the checkpoint knows."""
     rank = accelerator.process_index
     path = folder / _RANDOM.format(rank=rank)

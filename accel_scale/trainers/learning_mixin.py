@@ -91,7 +91,7 @@ class LearningMixin:
             self._evaluated = counts if self._evaluated is None else self._evaluated + counts
         return result
 
-    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+    def evaluation_loop(self, dataloader: object, *args: Any, **kwargs: Any) -> Any:
         """As the trainer's, but a batch without labels has no loss, rather than one of 0 that lowers the mean.
 
         Rows of a stream are known to have no labels when they have been read.

@@ -70,7 +70,7 @@ class SequenceParallelMixin:
             self.gather_function = self._gather_once_per_row
         return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
 
-    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: object = None) -> Any:
         """The mean over the labelled tokens of whole rows, on each rank that has a part of them."""
         trainer: Any = self
         if self.sp_size == 1:

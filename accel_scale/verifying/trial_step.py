@@ -56,7 +56,7 @@ def one_process(setup: TrainingSetup) -> TrainingSetup:
 
 
 def measure_step(
-    config: Any, setup: TrainingSetup, *, device: str = "cpu", is_fake: bool = False, num_steps: int = 2
+    config: PreTrainedConfig, setup: TrainingSetup, *, device: str = "cpu", is_fake: bool = False, num_steps: int = 2
 ) -> StepMeasurement:
     """Train a model with random weights for some steps and measure the last.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
 from accel_scale.facts.optimizer_specs import optimizer_spec
@@ -14,6 +14,9 @@ from accel_scale.planning.models.catalogue import catalogue_config
 from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.models.traced import facts_of_any
 from accel_scale.planning.models.training_setup import TrainingSetup
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 # Layers of a traced model: enough for what the first, the last and those between hold.
 TRACED_LAYERS = 4
@@ -111,7 +114,7 @@ def _config(model: str) -> Any:
         ) from error
 
 
-def _shallow(config: Any, num_layers: int) -> Any:
+def _shallow(config: PreTrainedConfig, num_layers: int) -> Any:
     """`config` with at most so many layers."""
     config = copy.deepcopy(config)
     config.num_hidden_layers = min(num_layers, config.num_hidden_layers)

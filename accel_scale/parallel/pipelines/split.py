@@ -98,7 +98,7 @@ def costs_of(model: Any, sequence_length: int) -> tuple[float, ...]:
     return (*costs[:-1], costs[-1] + model.get_output_embeddings().weight.numel())
 
 
-def split_model(model: Any, boundaries: Sequence[range], stage_indices: Sequence[int]) -> list[nn.Module]:
+def split_model(model: nn.Module, boundaries: Sequence[range], stage_indices: Sequence[int]) -> list[nn.Module]:
     """This rank's stages of `model`, which is taken apart: the first part is `model` itself, use it no more.
 
     A part is called with token ids (batch, length) on the first stage and hidden states (batch, length, hidden size)
@@ -142,7 +142,7 @@ def _check_boundaries(boundaries: Sequence[range], stage_indices: Sequence[int],
         )
 
 
-def _skeleton(module: Any, done: dict[int, Any]) -> Any:
+def _skeleton(module: nn.Module, done: dict[int, Any]) -> Any:
     """Another module object of every module in `module`, with the same parameters, buffers and other attributes."""
     if id(module) in done:
         return done[id(module)]

@@ -44,7 +44,7 @@ class TiedWeights:
         return earlier
 
     @torch.no_grad()
-    def sum_gradients(self, earlier: Any = None) -> None:
+    def sum_gradients(self, earlier: object = None) -> None:
         """Both gradients become their sum, plus what `set_aside` has returned."""
         if self._part is None or not self._weight.requires_grad:
             return
@@ -68,5 +68,5 @@ class TiedWeights:
         return other
 
 
-def _local(tensor: Any) -> Any:
+def _local(tensor: torch.Tensor) -> Any:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -58,7 +58,7 @@ class PlanFlag:
     is_basic: bool = False
 
 
-def _flag(default: Any, text: str, group: str = TRAINING, **more: Any) -> Any:
+def _flag(default: object, text: str, group: str = TRAINING, **more: object) -> Any:
     return field(default=default, metadata={"help": text, "group": group, **more})
 
 

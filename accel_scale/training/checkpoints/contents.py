@@ -20,6 +20,7 @@ from accel_scale.training.checkpoints.random_states import derive_random_states,
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from torch import nn
     from torch.distributed import ProcessGroup
 
 STATE = "state.json"
@@ -52,7 +53,7 @@ def numbered(name: str, index: int) -> str:
     return name if index == 0 else f"{stem}_{index}.{suffix}"
 
 
-def host_copy(value: Any, *, copy: bool, seen: dict[int, Any] | None = None) -> Any:
+def host_copy(value: object, *, copy: bool, seen: dict[int, Any] | None = None) -> Any:
     """`value` with every tensor in host memory; containers are always new, tensors that are there only if `copy`.
 
     A tensor that occurs twice stays one. A view of a larger tensor becomes its own, so that the bytes that are
@@ -145,7 +146,7 @@ def load_scaler(accelerator: Accelerator, content: dict[str, Any]) -> None:
         accelerator.scaler._lazy_init_scale_growth_tracker(accelerator.scaler._device)
 
 
-def load_random_states(accelerator: Any, folder: Path, manifest: Manifest) -> None:
+def load_random_states(accelerator: Accelerator, folder: Path, manifest: Manifest) -> None:
     """Call it last. Ranks that the checkpoint does not know are seeded from its seed, its step and their rank."""
     rank = accelerator.process_index
     if rank < manifest.world_size:
@@ -255,7 +256,7 @@ def what_differs(error: BaseException) -> str:
     return lines[1][:200].rstrip(". ") if len(lines) > 1 else first_line(error)[:200]
 
 
-def _whole_weights(accelerator: Any, model: Any, *, copy: bool) -> dict[str, torch.Tensor]:
+def _whole_weights(accelerator: Accelerator, model: nn.Module, *, copy: bool) -> dict[str, torch.Tensor]:
     state = accelerator.unwrap_model(model, keep_torch_compile=False).state_dict()
     objects = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
     if objects:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accel_scale.training.checkpoints.contents import host_copy, numbered, write_tensors
 from accel_scale.training.checkpoints.pickles import load_safely
 from accel_scale.training.ddp.hooks import STATE_FILE, hook_of
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
-def capture_hook_states(accelerator: Any, *, copy: bool) -> Any:
+
+def capture_hook_states(accelerator: Accelerator, *, copy: bool) -> Any:
     """What writes this rank's hook state into a folder, one file for each model that has one."""
     hooks = [hook_of(model) for model in accelerator._models]
     states = [host_copy(hook.state_dict(), copy=copy) if hook and hook.is_stateful else None for hook in hooks]
@@ -24,7 +27,7 @@ def capture_hook_states(accelerator: Any, *, copy: bool) -> Any:
     return write
 
 
-def load_hook_states(accelerator: Any, folder: Path) -> None:
+def load_hook_states(accelerator: Accelerator, folder: Path) -> None:
     """Take up what `capture_hook_states` wrote on all ranks; a hook without a file begins anew."""
     for index, model in enumerate(accelerator._models):
         hook = hook_of(model)

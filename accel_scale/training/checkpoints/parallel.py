@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,6 +19,10 @@ from accel_scale.training.checkpoints.contents import Write
 from accel_scale.training.checkpoints.fsdp import one_reason
 from accel_scale.training.checkpoints.manifest import Manifest
 from accel_scale.training.checkpoints.pickles import refuse_unsafe_folder
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.optim import Optimizer
 
 _FOLDER = "model_parallel"
 _GROUPS = "optimizer_groups.json"
@@ -36,7 +40,7 @@ class ParallelContents:
     def refuse_asynchronous(self) -> str | None:
         return None
 
-    def capture(self, *, copy: bool, group: Any) -> Write:
+    def capture(self, *, copy: bool, group: ProcessGroup | None) -> Write:
         import torch.distributed.checkpoint as dist_cp
         from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
@@ -89,7 +93,7 @@ class ParallelContents:
     def _optimizer(self) -> Any:
         return self._accelerator._optimizers[0].optimizer
 
-    def _named(self, optimizer: Any, *, stored: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    def _named(self, optimizer: Optimizer, *, stored: bool) -> Iterator[tuple[str, torch.Tensor]]:
         """Live tensors by name. A copy of another stage's weight is loaded as that one, and not stored."""
         for name, tensor, is_copy in self._shared.tensors() if self._shared is not None else self._whole():
             if is_copy and stored:
@@ -115,7 +119,7 @@ class ParallelContents:
                 yield name, tensor, False
 
 
-def _make_states(optimizer: Any) -> None:
+def _make_states(optimizer: Optimizer) -> None:
     """Adam's states come into being at its first step: take one of zero gradients at a rate of zero."""
     from torch.distributed.checkpoint.state_dict import _init_optim_state
 

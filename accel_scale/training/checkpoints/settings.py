@@ -194,7 +194,7 @@ def _row_text(row: object) -> str:
     return repr([_row_text(item) for item in row]) if isinstance(row, (list, tuple)) else repr(row)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """As JSON would give it back."""
     if isinstance(value, Enum):
         return value.value

@@ -145,7 +145,7 @@ def hook_of(model: nn.Module) -> Any:
     return next((_HOOKS[module] for module in modules if module in _HOOKS), None)
 
 
-def hook_figures(model: Any) -> dict[str, Any] | None:
+def hook_figures(model: nn.Module) -> dict[str, Any] | None:
     """For a run's summary: what compressed gradients come to; None without a hook."""
     hook = hook_of(model)
     if hook is None:

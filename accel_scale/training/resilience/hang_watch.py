@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from accel_scale.ending.last_word import say_last
 from accel_scale.facts.exit_statuses import HUNG_STATUS
@@ -18,6 +18,9 @@ from accel_scale.training.resilience.flight_recorder import num_collectives, unf
 from accel_scale.training.resilience.hang_verdict import blamed, verdict
 from accel_scale.training.resilience.heartbeat import Beat, locate, stacks
 from accel_scale.training.resilience.store_link import StoreLink, StoreUnreachable
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 DEFAULT_TIMEOUT_SECONDS = 1800.0
 # The backend's own time-out comes later: it knows neither rank nor step, and ends the process before we could speak.
@@ -119,7 +122,7 @@ class HangWatch:
         """Tell the others; whether one of them has ended the run."""
         key, main = f"{_PREFIX}/{self._rank}", f"{_PREFIX}/0"
 
-        def call(store: Any) -> tuple[Beat | None, bool]:
+        def call(store: Store) -> tuple[Beat | None, bool]:
             store.set(key, beat.as_json())
             heard = Beat.from_json(store.get(main)) if store.check([main]) else None
             return heard, bool(store.check([f"{_PREFIX}/over"]))
@@ -159,7 +162,7 @@ class HangWatch:
         self._leave()
 
     def _all_beats(self) -> dict[int, Beat | None]:
-        def call(store: Any) -> dict[int, Beat | None]:
+        def call(store: Store) -> dict[int, Beat | None]:
             found: dict[int, Beat | None] = {}
             for rank in range(self._world_size):
                 key = f"{_PREFIX}/{rank}"

@@ -22,13 +22,7 @@ import torch
 import torch.distributed as dist
 
 from accel_scale.ending.clean_stop import CleanStop
-from accel_scale.ending.out_of_memory import (
-    REMEDIES,
-    STATE_REMEDIES,
-    is_in_collective,
-    is_out_of_memory,
-    reason_in,
-)
+from accel_scale.ending.out_of_memory import REMEDIES, STATE_REMEDIES, is_in_collective, is_out_of_memory, reason_in
 from accel_scale.optimization.batch_splitting import LossKind, Part, halve, num_rows, split
 from accel_scale.parallel.engine import strategy_of
 from accel_scale.training.resilience.unfinished_collectives import (
@@ -38,6 +32,7 @@ from accel_scale.training.resilience.unfinished_collectives import (
     collectives_of,
 )
 
+Pass = Callable[[Part], torch.Tensor]  # forward and backward of a part
 _OPTIMIZER_SOURCE = re.compile(r"accelerate/optimizer\.py$|/torch/optim/")
 _LOST_GROUP = "it ran out in the buffers of a collective, whose group is lost with it"
 _FINE, _FAILED, _CANNOT_SPLIT = 0, 1, 2
@@ -157,9 +152,7 @@ class MemoryRecovery:
         losses = [self.micro_batch(batch, run, is_last=index == last) for index, batch in enumerate(batches)]
         return sum(losses)
 
-    def micro_batch(
-        self, inputs: object, run: Callable[[Part], torch.Tensor], *, is_last: bool
-    ) -> torch.Tensor | float:
+    def micro_batch(self, inputs: object, run: Pass, *, is_last: bool) -> torch.Tensor | float:
         """One micro-batch of an optimizer step; call it for each of them, in order.
 
         Args:
@@ -185,7 +178,7 @@ class MemoryRecovery:
             self._returned = self._returned + loss
         return loss
 
-    def _run_parts(self, inputs: Any, run: Callable[[Part], torch.Tensor], *, is_last: bool) -> torch.Tensor | float:
+    def _run_parts(self, inputs: object, run: Pass, *, is_last: bool) -> torch.Tensor | float:
         parts = split(inputs, self.level, loss_kind=self._loss_kind)
         total: torch.Tensor | float = 0.0
         for index, part in enumerate(parts):
@@ -205,7 +198,7 @@ class MemoryRecovery:
         every_batch = self._accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
         return nullcontext() if is_last_pass or every_batch else self._accelerator.no_sync(self._model)
 
-    def _attempt(self, part: Part, run: Callable[[Part], torch.Tensor]) -> Any:
+    def _attempt(self, part: Part, run: Pass) -> Any:
         """The loss of a pass, None where memory ran out in it."""
         try:
             return run(part)

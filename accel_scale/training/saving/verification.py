@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from accel_scale.errors import ConfigError
 from accel_scale.modeling.checkpoint_names import as_saved, stored_names
@@ -25,6 +25,7 @@ from accel_scale.training.saving.verification_sharded import compare_sharded
 
 if TYPE_CHECKING:
     import torch
+    from accelerate import Accelerator
     from torch import nn
 
 WEIGHTS, ADAPTER_WEIGHTS = "model.safetensors", "adapter_model.safetensors"
@@ -47,7 +48,7 @@ class VerifyResult:
     source: str
 
 
-def verify_checkpoint(model: nn.Module, folder: str | Path, *, accelerator: Any = None) -> VerifyResult:
+def verify_checkpoint(model: nn.Module, folder: str | Path, *, accelerator: Accelerator | None = None) -> VerifyResult:
     """Compare every weight saved in `folder` with `model`, tensor by tensor; call it on every process.
 
     Understands full weights and adapters in safetensors (single file or index) and FSDP's sharded format.
