@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MODULES_PER_FOLDER = 20
 LINES_PER_FILE = {"accel_scale": 310, "recipes": 400}
 # Uses of `Any` in package and recipes. Lower it whenever the count falls; never raise it.
-MOST_ANY = 1439
+MOST_ANY = 1159
 MOST_PUBLIC_NAMES = 41
 
 
