@@ -20,7 +20,7 @@ from accel_scale.start_check import PlannedRun, Verdict, check_start
 from accel_scale.start_check.flash_on_cpu import attention_on_cpu
 from accel_scale.start_check.steps import Step, difference, same_draws, take_step
 from accel_scale.start_check.twin import undisturbed
-from accel_scale.start_check.twin_check import TwinCheck, recipe_loss
+from accel_scale.start_check.twin_check import TwinCheck, loader_loss
 
 
 def process_group() -> None:
@@ -84,7 +84,7 @@ def _sharded(run: PlannedRun, verdict: Verdict) -> str | None:
 
 
 def _sharded_step(check: TwinCheck) -> Step:
-    step = take_step(check.model, check.batch.inputs, recipe_loss)
+    step = take_step(check.model, check.batch.inputs, loader_loss)
     return Step(step.loss, {name: _whole(gradient) for name, gradient in step.gradients.items()})
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -148,7 +149,7 @@ def packed_mask(
             **kwargs,
         )
 
-    facts: RowFacts | None = getattr(attention_mask, "row_facts", None)
+    facts = _facts_of(attention_mask)
     if facts is not None:
         return _known_mask(facts, mask_function, dense, torch.device(device))
     is_prefill = q_length == kv_length and isinstance(q_offset, int) and q_offset == kv_offset == 0
@@ -173,10 +174,32 @@ def attach_layout(layout: PackedLayout) -> torch.Tensor:
     return carrier
 
 
-def with_known_mask(inputs: Mapping[str, object], facts: RowFacts) -> dict[str, object]:
-    """`inputs` with a 2-D attention mask that carries `facts` to `packed_mask`, which then asks the device nothing.
+# Of the forward passes that are running, the innermost last. An attribute of the mask would be lost where a model
+# reshapes its mask, as GPT-2 and OPT do, and its documents would see each other.
+_known: list[RowFacts | None] = []
 
-    To a model it says which tokens are there, and transformers does not look for documents by itself beside it.
+
+@contextlib.contextmanager
+def known_documents(facts: RowFacts | None) -> Iterator[None]:
+    """Within it `packed_mask` takes the documents of rows of that shape from `facts`, and asks the device nothing."""
+    _known.append(facts)
+    try:
+        yield
+    finally:
+        _known.pop()
+
+
+def _facts_of(attention_mask: torch.Tensor | None) -> RowFacts | None:
+    facts = _known[-1] if _known and attention_mask is not None else None
+    if facts is None or facts.document_lengths is None or attention_mask.shape != facts.shape:  # type: ignore[union-attr]
+        return None
+    return facts
+
+
+def with_known_mask(inputs: Mapping[str, object], facts: RowFacts) -> dict[str, object]:
+    """`inputs` with a 2-D attention mask, beside which transformers does not look for documents by itself.
+
+    It says which tokens are there; `known_documents` says the rest.
     """
     given, rows = inputs.get("attention_mask"), inputs["input_ids"]
     assert isinstance(rows, torch.Tensor)
@@ -184,7 +207,6 @@ def with_known_mask(inputs: Mapping[str, object], facts: RowFacts) -> dict[str, 
         mask = given.bool()
     else:
         mask = torch.ones(facts.shape, dtype=torch.bool, device=rows.device)
-    mask.row_facts = facts  # type: ignore[attr-defined]
     return {**inputs, "attention_mask": mask}
 
 

@@ -18,6 +18,7 @@ from transformers.utils import ModelOutput
 
 from accel_scale.errors import ConfigError
 from accel_scale.modeling.attention import with_document_lengths
+from accel_scale.modeling.packed_mask import known_documents
 from accel_scale.modeling.packing.row_facts import ROW_FACTS, Counting, RowFacts
 from accel_scale.optimization.loss import (
     IGNORED_LABEL,
@@ -83,15 +84,18 @@ def add_fast_lm_head(model: Any, *, from_logits: bool = False) -> None:
         # Llama 4 names its backbone otherwise than its class says.
         known = {} if facts is None else {"num_labels": facts.num_labels}
         backbone = self.base_model if self.base_model is not self else self.model
-        if self._loss_from_logits:
-            outputs = previous(*args, **kwargs, **({"output_router_logits": True} if router_loss else {}))
-            aux_loss = outputs.aux_loss if router_loss else None
+        with known_documents(facts):
+            if self._loss_from_logits:
+                outputs = previous(*args, **kwargs, **({"output_router_logits": True} if router_loss else {}))
+                hidden, aux_loss = None, outputs.aux_loss if router_loss else None
+            elif router_loss:
+                hidden, aux_loss = forward_with_router(previous, backbone, *args, **kwargs)
+            else:
+                hidden = backbone(*args, **kwargs).last_hidden_state
+        if hidden is None:
             result = logits_loss(outputs.logits, labels, **options)
-        elif router_loss:
-            hidden, aux_loss = forward_with_router(previous, backbone, *args, **kwargs)
-            result = head_loss(self, hidden, labels, **known, **options)
         else:
-            result = head_loss(self, backbone(*args, **kwargs).last_hidden_state, labels, **known, **options)
+            result = head_loss(self, hidden, labels, **known, **options)
         loss, num_correct = result if with_accuracy else (result, None)
         return FastLossOutput(loss=loss, num_correct=num_correct, aux_loss=aux_loss)
 

@@ -11,6 +11,7 @@ from accel_scale.errors import ConfigError, first_line
 from accel_scale.facts.checkpointing import SEGMENTS
 from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy, apply_checkpointing
 from accel_scale.modeling.adapter_targets import freeze_other_parts
+from accel_scale.modeling.packing.row_facts import ROW_FACTS, RowFacts
 from accel_scale.modeling.tiling.layers import num_with_experts
 from accel_scale.optimization.fast_loss import add_fast_lm_head
 from accel_scale.optimization.router_loss import router_coefficient
@@ -180,7 +181,7 @@ class TwinCheck:
     @property
     def loss(self) -> LossOf:
         """The recipe's."""
-        return log_prob_loss if self.run.log_probs else recipe_loss
+        return log_prob_loss if self.run.log_probs else loader_loss
 
     def compared(self, own: Step) -> tuple[Step | None, str]:
         """The recipe's step if it equals `own`; else None and what is different."""
@@ -230,6 +231,11 @@ def recipe_loss(model: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
     num_items, coefficient = count_loss_tokens(inputs["labels"]), router_coefficient(model.config)
     outputs = model(**inputs, num_items_in_batch=num_items, fast_lm_head=True, router_loss=bool(coefficient))
     return outputs.loss + coefficient * outputs.aux_loss if coefficient else outputs.loss  # type: ignore[no-any-return]
+
+
+def loader_loss(model: nn.Module, inputs: Mapping[str, object]) -> torch.Tensor:
+    """`recipe_loss`, with what the recipes' loaders know of the rows: it decides which tokens attend to each other."""
+    return recipe_loss(model, {**inputs, ROW_FACTS: RowFacts(inputs)})
 
 
 def log_prob_loss(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:

@@ -49,7 +49,7 @@ def attention(cases: Cases, name: str, dtype: str, window: int | None) -> str:
     from accel_scale.modeling.attention import choose_kernels
     from accel_scale.modeling.attention import with_document_lengths as with_lengths
     from accel_scale.optimization.fast_loss import add_fast_lm_head
-    from accel_scale.start_check.twin_check import recipe_loss
+    from accel_scale.start_check.twin_check import loader_loss
 
     why = refusal(cases, name, dtype, window)
     if why:
@@ -61,7 +61,7 @@ def attention(cases: Cases, name: str, dtype: str, window: int | None) -> str:
     inputs = with_lengths(to_device(batch(), cases.device), name)
     as_type, scale = getattr(torch, dtype), _FP16_SCALE if dtype == "float16" else 1.0
     with torch.autocast(cases.device, dtype=as_type, enabled=dtype != "float32"):
-        found = recipe_loss(model, inputs)
+        found = loader_loss(model, inputs)
     (found * scale).backward()
     gap = abs(float(found.detach()) - expected_loss) / expected_loss
     gradients = torch.cat([p.grad.flatten().float() / scale for p in model.parameters() if p.grad is not None])

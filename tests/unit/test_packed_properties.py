@@ -18,6 +18,7 @@ from accel_scale.modeling.packed_mask import (
     attach_layout,
     bucket_lengths,
     dense_mask,
+    known_documents,
     packed_layout,
     packed_mask,
     with_known_mask,
@@ -260,8 +261,8 @@ def test_what_is_not_causal_within_documents_stays_dense(change) -> None:
 # ── Documents that the host knows ────────────────────────────────────────────────────────────────────────────────────
 
 
-def known(rows: list[list[int]], given: torch.Tensor | None = None) -> torch.Tensor:
-    """The mask that carries what is known of rows."""
+def known_mask(rows: list[list[int]], function: Any, *, given: torch.Tensor | None = None, **more: Any) -> Any:
+    """`mask_of` rows whose documents are known, of a model that reshapes the mask it gets, as GPT-2 does."""
     positions = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in rows])
     inputs = {"input_ids": torch.zeros_like(positions)}
     facts = RowFacts({**inputs, "position_ids": positions})
@@ -270,7 +271,8 @@ def known(rows: list[list[int]], given: torch.Tensor | None = None) -> torch.Ten
     mask = found["attention_mask"]
     assert isinstance(mask, torch.Tensor)
     assert torch.equal(mask, torch.ones(positions.shape, dtype=torch.bool) if given is None else given.bool())
-    return mask
+    with known_documents(facts):
+        return mask_of(function, *positions.shape, attention_mask=mask.view(len(rows), -1), **more)
 
 
 def causal(window: int | None = None) -> Any:
@@ -284,7 +286,7 @@ def causal(window: int | None = None) -> Any:
 @pytest.mark.parametrize("window", [None, 1, 3, 8])
 def test_known_documents_are_those_that_would_be_found(rows: list[list[int]], window: int | None) -> None:
     # As transformers asks: only of plain causal masks may there be none.
-    found = mask_of(causal(window), 2, 8, attention_mask=known(rows), allow_is_causal_skip=window is None)
+    found = known_mask(rows, causal(window), allow_is_causal_skip=window is None)
     if all(len(lengths) == 1 for lengths in rows) and window in (None, 8):
         assert found is None, "plain causal rows need no mask"
     else:  # where each token sees itself alone, the mask's own pattern is none of documents
@@ -305,7 +307,7 @@ def test_what_else_a_mask_hides_is_hidden_within_known_documents() -> None:
         return key <= query
 
     for function in (in_blocks, elsewhere):
-        found = mask_of(function, 2, 8, attention_mask=known(rows), allow_is_causal_skip=False)
+        found = known_mask(rows, function, allow_is_causal_skip=False)
         here = torch.arange(8)
         batch = torch.arange(2)[:, None, None]
         seen = function(batch, 0, here[None, :, None], here[None, None]).expand(2, 8, 8)

@@ -6,14 +6,21 @@ from typing import Any
 
 import pytest
 import torch
+from activation_models import FIELDS
 from hypothesis import example, given
 from hypothesis import strategies as st
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from accel_scale.facts.device import Device
 from accel_scale.modeling.attention import resolve_attention, with_document_lengths
+from accel_scale.modeling.packed_attention import register_packed_attention
 from accel_scale.modeling.packing import row_facts
 from accel_scale.modeling.packing.row_facts import ROW_FACTS, Counting, RowFacts, cumulative, uploaded
+from accel_scale.optimization.fast_loss import add_fast_lm_head
 
+# transformers does not take attention from elsewhere for them.
+NO_PACKED_ATTENTION = {"gemma2", "falcon", "gptj", "bloom", "gpt_oss"}
 CPU = torch.device("cpu")
 
 
@@ -121,11 +128,35 @@ def test_flash_attention_is_told_of_all_documents(knows: bool) -> None:
 def test_packed_attention_is_told_by_its_mask() -> None:
     facts = RowFacts({"input_ids": POSITIONS, "position_ids": POSITIONS})
     mask = with_document_lengths({"input_ids": POSITIONS}, "sdpa_packed", facts)["attention_mask"]
-    assert mask.row_facts is facts
+    assert mask.shape == POSITIONS.shape
+    assert mask.all()
     assert told({"input_ids": POSITIONS}, "sdpa_packed") == {}
     unknown = RowFacts({"input_ids": POSITIONS, "attention_mask": POSITIONS})
     assert unknown.document_lengths is None
     assert with_document_lengths({"input_ids": POSITIONS}, "sdpa_packed", unknown) == {"input_ids": POSITIONS}
+
+
+@pytest.mark.parametrize("architecture", [name for name in FIELDS if name not in NO_PACKED_ATTENTION])
+def test_known_documents_do_not_see_each_other_in_any_architecture(architecture: str) -> None:
+    """GPT-2 and OPT reshape the mask that they get; OPT alone isolates no documents that nobody tells it of."""
+    config = CONFIG_MAPPING[architecture](**FIELDS[architecture])
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=register_packed_attention()).eval()
+    add_fast_lm_head(model)
+    ids = torch.randint(10, 60, (2, 32), generator=torch.Generator().manual_seed(0))
+    documents = [(0, 0, 9), (0, 9, 23), (0, 23, 32), (1, 0, 20), (1, 20, 32)]
+    positions, labels = torch.empty_like(ids), ids.clone()
+    total, count = 0.0, 0
+    for row, begin, end in documents:
+        positions[row, begin:end], labels[row, begin] = torch.arange(end - begin), -100
+        alone = ids[row : row + 1, begin:end]
+        logits = model(input_ids=alone).logits[0, :-1].float()
+        total += float(nn.functional.cross_entropy(logits, alone[0, 1:], reduction="sum").detach())
+        count += end - begin - 1
+    batch = {"input_ids": ids, "labels": labels, "position_ids": positions}
+    with torch.no_grad():
+        together = model(**batch, fast_lm_head=True, **{ROW_FACTS: RowFacts(batch)}).loss
+    assert float(together) == pytest.approx(total / count, rel=2e-6)
 
 
 @pytest.mark.parametrize(

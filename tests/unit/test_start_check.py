@@ -15,6 +15,7 @@ from transformers import (
     BertConfig,
     BloomConfig,
     Gemma3nTextConfig,
+    GPT2Config,
     GptOssConfig,
     JambaConfig,
     LlamaConfig,
@@ -236,6 +237,19 @@ def test_attention_that_forgets_the_borders_is_refused() -> None:
         assert caught.value.place == "--packing"
     with pytest.raises(ConfigError, match="--isolate_documents false"):
         check(BloomConfig(), attention="eager", rows="lanes", packing_flag="--isolate_documents false")
+
+
+@pytest.mark.parametrize("rows", ["packed", "lanes"])
+def test_documents_that_the_loader_knows_are_checked_as_they_are_trained(
+    monkeypatch: pytest.MonkeyPatch, rows: str
+) -> None:
+    config = GPT2Config(n_embd=32, n_layer=2, n_head=4)
+    run = {"attention": register_packed_attention(), "rows": rows}
+    check(config, **run)
+    # As when the mask was marked, and a model that reshapes it lost the mark.
+    monkeypatch.setattr("accel_scale.modeling.packed_mask._facts_of", lambda mask: None)
+    with pytest.raises(ConfigError, match="the recipe's loss is not GPT2LMHeadModel's own"):
+        check(config, **run)
 
 
 def test_flash_attention_is_judged_by_what_it_is_given() -> None:
