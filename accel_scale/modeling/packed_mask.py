@@ -216,16 +216,19 @@ def _known_mask(
     dense: Callable[[], torch.Tensor | None],
     device: torch.device,
 ) -> torch.Tensor | None:
-    """As `packed_mask`. The documents are known, and the mask function tells of nothing but the window."""
-    starts = facts.starts()
+    """As `packed_mask`. The documents are known, and the mask function tells of nothing but windows and chunks."""
     try:
         pattern = _causal_pattern(mask_function, 1, facts.shape[1], torch.device("cpu"))
     except (RuntimeError, IndexError, TypeError):  # it holds tensors of the device, or of the rows
         pattern = None
-    if pattern is not None and int(pattern[0].sum()) == 1:
-        layout = PackedLayout(starts, pattern[1], device)
-        return None if layout.window is None and not facts.is_packed else attach_layout(layout)
-    mask, own = dense(), dense_mask(PackedLayout(starts, None, device))
+    if pattern is not None:
+        borders = pattern[0].flatten().nonzero().flatten()
+        chunk = int(borders[1]) if borders.numel() > 1 else facts.shape[1]
+        if torch.equal(borders, torch.arange(0, facts.shape[1], chunk)):  # Llama 4's, which every document begins anew
+            is_plain = chunk == facts.shape[1] and not facts.is_packed
+            layout = PackedLayout(facts.starts(chunk), pattern[1], device)
+            return None if is_plain and layout.window is None else attach_layout(layout)
+    mask, own = dense(), dense_mask(PackedLayout(facts.starts(), None, device))
     return own if mask is None else mask & own
 
 

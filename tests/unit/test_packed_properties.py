@@ -289,9 +289,16 @@ def test_known_documents_are_those_that_would_be_found(rows: list[list[int]], wi
     found = known_mask(rows, causal(window), allow_is_causal_skip=window is None)
     if all(len(lengths) == 1 for lengths in rows) and window in (None, 8):
         assert found is None, "plain causal rows need no mask"
-    else:  # where each token sees itself alone, the mask's own pattern is none of documents
-        visible = found if window == 1 else dense_mask(found.packed_layout)
-        assert torch.equal(visible, visible_by_hand(rows, window))
+    else:
+        assert torch.equal(dense_mask(found.packed_layout), visible_by_hand(rows, window))
+
+
+def test_chunks_begin_anew_in_every_document_that_is_known() -> None:
+    """Llama 4's layers see chunks of a document; transformers asks for them by their borders in a plain row."""
+    found = known_mask([[3, 5], [8]], lambda b, h, query, key: (key <= query) & (query // 4 == key // 4))
+    assert found.packed_layout.lengths == (3, 4, 1, 4, 4)
+    alone = known_mask([[8], [8]], lambda b, h, query, key: (key <= query) & (query // 4 == key // 4))
+    assert alone.packed_layout.lengths == (4, 4, 4, 4)
 
 
 def test_what_else_a_mask_hides_is_hidden_within_known_documents() -> None:
@@ -299,7 +306,7 @@ def test_what_else_a_mask_hides_is_hidden_within_known_documents() -> None:
     own = visible_by_hand(rows, None)
 
     def in_blocks(batch: Any, head: Any, query: Any, key: Any) -> Any:
-        return (key <= query) & (query // 4 == key // 4)  # documents of the function's own
+        return (key <= query) & ((query < 2) == (key < 2))  # documents of the function's own, of 2 and 6 tokens
 
     def elsewhere(batch: Any, head: Any, query: Any, key: Any) -> Any:
         if batch.numel() == 1:  # asked of one row: its tensors are on another device

@@ -22,6 +22,13 @@ from accel_scale.optimization.fast_loss import add_fast_lm_head
 # transformers does not take attention from elsewhere for them.
 NO_PACKED_ATTENTION = {"gemma2", "falcon", "gptj", "bloom", "gpt_oss"}
 CPU = torch.device("cpu")
+LLAMA4 = {
+    **FIELDS["qwen3_moe"],
+    "intermediate_size_mlp": 64,
+    "num_local_experts": 4,
+    "attention_chunk_size": 8,
+    "moe_layers": [1],
+}
 
 
 @given(st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=4), min_size=1, max_size=3))
@@ -136,10 +143,12 @@ def test_packed_attention_is_told_by_its_mask() -> None:
     assert with_document_lengths({"input_ids": POSITIONS}, "sdpa_packed", unknown) == {"input_ids": POSITIONS}
 
 
-@pytest.mark.parametrize("architecture", [name for name in FIELDS if name not in NO_PACKED_ATTENTION])
+@pytest.mark.parametrize(
+    "architecture", [*(name for name in FIELDS if name not in NO_PACKED_ATTENTION), "llama4_text"]
+)
 def test_known_documents_do_not_see_each_other_in_any_architecture(architecture: str) -> None:
-    """GPT-2 and OPT reshape the mask that they get; OPT alone isolates no documents that nobody tells it of."""
-    config = CONFIG_MAPPING[architecture](**FIELDS[architecture])
+    """GPT-2 and OPT reshape the mask that they get; Llama 4's chunks begin anew in every document."""
+    config = CONFIG_MAPPING[architecture](**(LLAMA4 if architecture == "llama4_text" else FIELDS[architecture]))
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=register_packed_attention()).eval()
     add_fast_lm_head(model)

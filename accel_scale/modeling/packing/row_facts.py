@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -42,11 +42,13 @@ class RowFacts:
         """Whether a row holds several documents."""
         return self.document_lengths is not None and len(self.document_lengths) > self.shape[0]
 
-    def starts(self) -> torch.Tensor:
-        """On the host, true where a document begins. (batch, length)"""
+    def starts(self, chunk: int | None = None) -> torch.Tensor:
+        """On the host, true where a document begins, and after every `chunk` tokens of one. (batch, length)"""
         assert self.document_lengths is not None
+        step = chunk or self.shape[1]
         begins = torch.zeros(self.shape[0] * self.shape[1], dtype=torch.bool)
-        begins[list(accumulate(self.document_lengths[:-1], initial=0))] = True
+        bounds = pairwise(accumulate(self.document_lengths, initial=0))
+        begins[[at for first, end in bounds for at in range(first, end, step)]] = True
         return begins.view(self.shape)
 
     def flash_arguments(self, device: torch.device) -> dict[str, object]:
