@@ -6,6 +6,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
+from accel_scale.units import format_bytes
+
 _MAX_ROWS = 20
 
 
@@ -37,15 +39,20 @@ def print_trials(
     stream = file or sys.stdout
     console = Console(file=stream, highlight=False, width=None if stream.isatty() else 110)
     table = Table(title="trials", title_justify="left", title_style="bold", pad_edge=False)
-    for name in ("", "outcome", metric, "step", "seconds", *flags):
+    for name in ("", "outcome", metric, "step", "seconds", "tokens/s", "memory", *flags):
         table.add_column(name, justify="left" if name in ("", "outcome") else "right", overflow="fold")
     ranked = sorted(rows, key=lambda row: _rank(row, maximize=maximize))
     for row in ranked[:_MAX_ROWS]:
-        cells = [row["trial"], row["outcome"], row["value"], row["last_step"], row["seconds"]]
+        cells = [row["trial"], row["outcome"], row["value"], row["last_step"], row["seconds"], *_costs(row)]
         table.add_row(*(short(cell) for cell in [*cells, *(row.get(flag) for flag in flags)]))
     console.print(table)
     if len(ranked) > _MAX_ROWS:
         console.print(f"and {len(ranked) - _MAX_ROWS} more, in trials.csv")
+
+
+def _costs(row: Mapping[str, float | None]) -> tuple[str | None, str | None]:
+    speed, memory = row.get("tokens_per_second"), row.get("peak_bytes")
+    return f"{speed:,.0f}" if speed else None, format_bytes(memory) if memory else None
 
 
 def short(value: object) -> str:

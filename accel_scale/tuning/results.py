@@ -23,6 +23,7 @@ from accel_scale.tuning.recipe import FixedFlags
 from accel_scale.tuning.space import SearchSpace
 
 BEST_NAME, CSV_NAME, SUMMARY_NAME = "best.yaml", "trials.csv", "study_summary.json"
+COSTS = ("tokens_per_second", "peak_bytes")  # of trials that ran to their end and wrote a summary
 _MIN_COMPLETE = 4
 _PLOTS = {
     "optimization_history": "plot_optimization_history",
@@ -105,9 +106,9 @@ def write_csv(folder: Path, trials: Sequence[FrozenTrial], space: SearchSpace) -
     """`trials.csv`: one line per trial, in their order."""
     path = folder / CSV_NAME
     partial = path.with_suffix(".partial")
-    columns = ["trial", "outcome", "value", "last_step", "seconds", "started", *space.dimensions, "retry_of", "reason"]
+    columns = ["trial", "outcome", "value", "last_step", "seconds", *COSTS, "started", *space.dimensions, "retry_of"]
     with open(partial, "w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, columns)
+        writer = csv.DictWriter(file, [*columns, "reason"])
         writer.writeheader()
         for trial in trials:
             writer.writerow({name: "" if value is None else value for name, value in row(trial, space).items()})
@@ -124,6 +125,7 @@ def row(trial: FrozenTrial, space: SearchSpace) -> dict[str, Any]:
         "value": last_value(trial),
         "last_step": trial.user_attrs.get("last_step"),
         "seconds": None if seconds is None else round(seconds, 1),
+        **{name: trial.user_attrs.get(name) for name in COSTS},
         "started": None if started is None else started.isoformat(timespec="seconds"),
         **space.values_of(trial.params),
         "retry_of": trial.user_attrs.get("retry_of"),

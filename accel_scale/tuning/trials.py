@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import shutil
 import time
@@ -80,7 +81,9 @@ def run_trial(trial: optuna.Trial, settings: TrialSettings) -> float:
     command = launch_command(settings.recipe.path, path, settings.launch_file)
     launch = TrialLaunch(command, folder / LOG_NAME)
     try:
-        return _follow(trial, settings, launch, folder)
+        value = _follow(trial, settings, launch, folder)
+        _record_cost(trial, folder)
+        return value
     except TrialFailed as failure:
         trial.set_user_attr("reason", str(failure))
         trial.set_user_attr("log_tail", log_tail(folder))
@@ -121,6 +124,14 @@ def _follow(trial: optuna.Trial, settings: TrialSettings, launch: TrialLaunch, f
     if last == 0 and settings.metric in _LOSSES:
         raise TrialFailed(f"{settings.metric} is exactly 0: no row had a token that the loss is taken on")
     return last
+
+
+def _record_cost(trial: optuna.Trial, folder: Path) -> None:
+    """Speed and peak memory, as the run's summary has them."""
+    with contextlib.suppress(OSError, ValueError):  # a recipe of one's own may write none
+        summary = json.loads((folder / "run_summary.json").read_text(encoding="utf-8"))
+        trial.set_user_attr("tokens_per_second", summary.get("tokens_per_second"))
+        trial.set_user_attr("peak_bytes", summary.get("peak_device_bytes") or summary.get("peak_host_bytes"))
 
 
 def _failure(folder: Path, status: int) -> str:

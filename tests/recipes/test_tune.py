@@ -102,6 +102,12 @@ def test_a_killed_study_goes_on_and_its_best_flags_run(repository: Path, tmp_pat
 
     last = read_metrics(out / "trials" / "2" / "metrics.jsonl")[-1]
     assert (float(complete["value"]), int(complete["last_step"])) == (last["eval_loss"], 4)
+    cost = json.loads((out / "trials" / "2" / "run_summary.json").read_text())
+    assert float(complete["tokens_per_second"]) == cost["tokens_per_second"] > 0
+    assert int(complete["peak_bytes"]) == cost["peak_host_bytes"]
+    assert failed["tokens_per_second"] == interrupted["peak_bytes"] == ""
+    table = done.stdout[done.stdout.index("trials") :]
+    assert f"{cost['tokens_per_second']:,.0f}" in table
     recipe = load_recipe(repository / "recipes" / "sft.py")
     flags = parse_flags(recipe.classes, ["--config_file", str(out / "best.yaml")], program="sft.py").explicit
     assert (flags["global_batch_size"], flags["max_length"], flags["learning_rate"]) == (4, 64, 1e-3)

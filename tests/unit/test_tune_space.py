@@ -178,7 +178,9 @@ def test_best_is_a_file_that_the_recipe_reads_back(sft: Recipe, tmp_path: Path) 
 
     lines = write_csv(tmp_path, study.trials, space).read_text().splitlines()
     assert len(lines) == 5
-    assert lines[0].startswith("trial,outcome,value,last_step,seconds,started,learning_rate")
+    assert lines[0].startswith(
+        "trial,outcome,value,last_step,seconds,tokens_per_second,peak_bytes,started,learning_rate"
+    )
     assert sum(importances(study).values()) == pytest.approx(1)
     assert set(write_plots(tmp_path, study)) == {"optimization_history.png", "importances.png", "slices.png"}
     assert all((tmp_path / f"{name}.png").stat().st_size > 5000 for name in ("slices", "importances"))
