@@ -28,6 +28,7 @@ from accel_scale.planning.models.training_setup import LoraSetup, TrainingSetup
 REPOSITORY = Path(__file__).resolve().parents[1]
 MODEL = "meta-llama/Llama-3.1-8B"
 STEPS, WARM_UP = 1000, 0.03
+ROWS, LENGTH = 4, 2048
 OPTIMIZERS = {
     "sgd": "sgd",
     "momentum": "sgd_momentum",
@@ -120,7 +121,12 @@ def communication() -> dict[str, Values]:
         "of_4_32": bubble_fraction("1f1b", 4, 32),
         "interleaved_4_16": bubble_fraction("interleaved", 4, 16, 2),
     }
+    facts = load_model_facts(MODEL, allow_download=False)
+    # nn.DataParallel: the first card sends the weights to the others and takes their gradients and outputs.
+    first_card = steps("all_reduce", "central", 1.0, 4).num_bytes / steps("all_reduce", "ring", 1.0, 4).num_bytes
+    logits = 4 * ROWS * LENGTH * facts.vocab_size * 2
     return {
+        "data_parallel/first_card": {"moves": first_card, "logits": logits, "own_logits": logits / 4},
         "collectives/known": {"count": len(OPS), "names": ", ".join(op for op in OPS if algorithms_of(op))},
         "collectives/all_reduce": {
             "central_8": at_8["central"],
@@ -207,7 +213,7 @@ STAGE = Stage(
         Work(
             (
                 "collectives/known", "collectives/all_reduce", "links/pcie", "links/nvlink", "pipeline/bubble",
-                "parallel/3d",
+                "parallel/3d", "data_parallel/first_card",
             ),
             communication,
         ),

@@ -15,6 +15,7 @@ NUM_ROWS, LENGTH = 16, 128
 SCALE = 65536.0
 ATTENTION_LENGTHS = (512, 2048)
 HEADS, HEAD_SIZE = 4, 64
+NUM_IMAGES, IMAGE_SIZE, NUM_CLASSES, CNN_STEPS = 64, 32, 10, 60
 
 
 def gradients(model: Any) -> Any:
@@ -96,6 +97,61 @@ def batch_norm() -> dict[str, Values]:
             "group_norm": off(lambda: nn.GroupNorm(4, 8)),
         }
     }
+
+
+def convolutions() -> dict[str, Values]:
+    """A convolutional network trained in fp32 and in bf16 mixed precision: bytes, CPU time, accuracy."""
+    import torch
+    from torch import nn
+
+    from accel_scale.verifying.measured_memory import StorageTracker, resident_tensors
+
+    def block(inputs: int, outputs: int) -> list[nn.Module]:
+        return [nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU(), nn.MaxPool2d(2)]
+
+    noise = torch.Generator().manual_seed(0)
+    patterns = torch.randn(NUM_CLASSES, 3, IMAGE_SIZE, IMAGE_SIZE, generator=noise)
+
+    def images(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each class's pattern under noise of three times its size."""
+        labels = torch.randint(NUM_CLASSES, (number,), generator=noise)
+        return patterns[labels] + 3 * torch.randn(number, *patterns.shape[1:], generator=noise), labels
+
+    torch.set_num_threads(1)
+    batches, unseen = [images(NUM_IMAGES) for _ in range(CNN_STEPS)], images(512)
+    seconds: dict[str, list[float]] = {"fp32": [], "bf16": []}
+    figures: dict[str, float] = {}
+    loops = {}
+    for name in seconds:
+        torch.manual_seed(0)
+        head = [nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(512, NUM_CLASSES)]
+        model = nn.Sequential(*block(3, 32), *block(32, 64), *block(64, 128), *head)
+        loops[name] = (model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+
+    def step(name: str, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
+        model, optimizer = loops[name]
+        started = time.process_time()
+        with torch.autocast("cpu", torch.bfloat16, enabled=name == "bf16"):
+            loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return time.process_time() - started
+
+    for batch in batches:
+        for name, times in seconds.items():
+            times.append(step(name, batch))
+    for name, (model, optimizer) in loops.items():
+        tracker = StorageTracker()
+        with tracker:
+            tracker.adopt(resident_tensors(model, optimizer))
+            step(name, batches[0])
+        figures[f"{name}_bytes"] = float(tracker.peak_bytes)
+        with torch.no_grad():
+            figures[f"{name}_accuracy"] = float((model.eval()(unseen[0]).argmax(-1) == unseen[1]).float().mean())
+    ratios = [a / b for a, b in zip(seconds["fp32"][1:], seconds["bf16"][1:], strict=True)]
+    saved = 1 - figures["bf16_bytes"] / figures["fp32_bytes"]
+    return {"exact/convolutions": {**figures, "saved": saved, "speed": statistics.median(ratios)}}
 
 
 def checkpointing() -> dict[str, Values]:
@@ -217,12 +273,13 @@ def _cpu_seconds(run: Callable[[], object]) -> float:
 STAGE = Stage(
     "exact",
     "measured",
-    f"The embedded model on {NUM_ROWS} rows of {LENGTH} tokens in fp32, a small convolutional network on random "
+    f"The embedded model on {NUM_ROWS} rows of {LENGTH} tokens in fp32, small convolutional networks on random "
     f"images, attention with {HEADS} heads of {HEAD_SIZE}; one process.",
     (
         Work(("exact/underflow",), underflow),
         Work(("exact/accumulation",), accumulation),
         Work(("exact/batch_norm",), batch_norm),
+        Work(("exact/convolutions",), convolutions),
         Work(("exact/checkpointing",), checkpointing),
         Work(("exact/epochs",), epochs),
         Work((*(f"attention/{length}" for length in ATTENTION_LENGTHS), "attention/exact"), attention),
