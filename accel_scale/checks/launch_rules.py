@@ -10,7 +10,6 @@ from accel_scale.launching.strategy import is_true
 FSDP1_KEYS = (
     "fsdp_sharding_strategy",
     "fsdp_backward_prefetch",
-    "fsdp_forward_prefetch",
     "fsdp_use_orig_params",
     "fsdp_sync_module_states",
 )

@@ -1,24 +1,28 @@
-"""What Accelerate's FSDP2 preparation leaves out: buffers, shared weights, layers that are not there, heads.
+"""What Accelerate's FSDP2 preparation leaves out: buffers, shared weights, layers that are not there, heads,
+and the launch file's ``fsdp_forward_prefetch``.
 
-These stand in for three functions of `accelerate.utils.fsdp_utils` (`fsdp2_load_full_state_dict`,
-`fsdp2_prepare_auto_wrap_policy`, `_find_final_norm`) and for `FullyShardedDataParallelPlugin.set_auto_wrap_policy`
-(checked on 1.15.0). tests/distributed/test_architectures_sharded.py and tests/unit/test_fsdp2_preparation.py fail when
+These stand in for four functions of `accelerate.utils.fsdp_utils` (`fsdp2_load_full_state_dict`,
+`fsdp2_prepare_auto_wrap_policy`, `fsdp2_prepare_model`, `_find_final_norm`) and for
+`FullyShardedDataParallelPlugin.set_auto_wrap_policy` (checked on 1.15.0). tests/distributed/test_architectures_sharded.py and tests/unit/test_fsdp2_preparation.py fail when
 they move.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+import os
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.modeling.gathering import broadcast_from_main
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     import torch
     from accelerate import Accelerator
     from torch import nn
+    from torch.distributed.fsdp import FSDPModule
     from transformers import PreTrainedModel
 
 
@@ -28,6 +32,7 @@ def mend_fsdp2_preparation() -> None:
     _keep_shared_weights_together()
     _send_buffers()
     _keep_head_with_norm()
+    _heed_forward_prefetch()
 
 
 def _name_present_layers() -> None:
@@ -132,6 +137,45 @@ def _before_head(model: PreTrainedModel) -> nn.Module | None:
             alone = None if weight is embedding.weight else backbone
             return norms[-1] if norms else alone
     return None
+
+
+def _heed_forward_prefetch() -> None:
+    """Let a launch file's ``fsdp_forward_prefetch: true`` gather layers ahead, which Accelerate keeps for FSDP1."""
+    from accelerate import accelerator
+
+    prepare: Any = accelerator.fsdp2_prepare_model
+    if getattr(prepare, "heeds_forward_prefetch", False):
+        return
+
+    @functools.wraps(prepare)
+    def prepare_model(accelerator: Accelerator, model: nn.Module) -> nn.Module:
+        prepared: nn.Module = prepare(accelerator, model)
+        if os.environ.get("FSDP_FORWARD_PREFETCH") == "true":
+            gather_ahead(prepared)
+        return prepared
+
+    prepare_model.heeds_forward_prefetch = True  # type: ignore[attr-defined]
+    accelerator.fsdp2_prepare_model = prepare_model
+
+
+def gather_ahead(model: nn.Module) -> None:
+    """Start the all-gather of each layer's weights before the layer below it runs, in the forward pass.
+
+    FSDP2 starts it when the host reaches the layer, which is early enough only while the host is ahead of the device.
+    Two layers are whole at a time either way. The backward pass gathers ahead by default.
+    """
+    from torch import nn
+    from torch.distributed.fsdp import FSDPModule
+
+    for layers in model.modules():
+        if isinstance(layers, nn.ModuleList):
+            units = [unit for layer in layers if (unit := _first(layer.modules(), FSDPModule)) is not None]
+            for below, above in itertools.pairwise(units):
+                below.set_modules_to_forward_prefetch([above])
+
+
+def _first(modules: Iterable[nn.Module], kind: type[FSDPModule]) -> FSDPModule | None:
+    return next((module for module in modules if isinstance(module, kind)), None)
 
 
 def _send_buffers() -> None:

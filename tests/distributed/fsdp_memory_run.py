@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from accel_scale.ending.leaving import leave_process_group
+from accel_scale.modeling.fsdp2_preparation import gather_ahead
 
 SHAPE = {
     "hidden_size": 256,
@@ -24,9 +25,11 @@ SHAPE = {
     "num_key_value_heads": 4,
     "vocab_size": 2048,
 }
+AHEAD = "full, gathered ahead"
 # name: reshard after forward, parameter dtype, micro-batches of a step, whether each of them reduces its gradients
 CASES = {
     "full": (True, None, 1, False),
+    AHEAD: (True, None, 1, False),
     "grad_op": (False, None, 1, False),
     "full bf16": (True, torch.bfloat16, 1, False),
     "accumulated": (True, None, 3, False),
@@ -36,7 +39,7 @@ CASES = {
 }
 
 
-def peak_bytes(reshard: bool, dtype: torch.dtype | None, micro_batches: int, reduce_each: bool) -> int:
+def peak_bytes(reshard: bool, dtype: torch.dtype | None, micro_batches: int, reduce_each: bool, *, ahead: bool) -> int:
     """The second step's peak over all of the tracker's categories."""
     model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE, attn_implementation="sdpa"))
     settings = {"mesh": init_device_mesh("cpu", (dist.get_world_size(),)), "reshard_after_forward": reshard}
@@ -45,6 +48,8 @@ def peak_bytes(reshard: bool, dtype: torch.dtype | None, micro_batches: int, red
     for layer in model.model.layers:
         fully_shard(layer, **settings)
     fully_shard(model, **settings)
+    if ahead:
+        gather_ahead(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     tokens = torch.randint(0, SHAPE["vocab_size"], (1, 64))
     peak = 0
@@ -67,7 +72,7 @@ if __name__ == "__main__":
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    found = {name: peak_bytes(*case) for name, case in CASES.items()}
+    found = {name: peak_bytes(*case, ahead=name == AHEAD) for name, case in CASES.items()}
     if dist.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(found))
     leave_process_group()

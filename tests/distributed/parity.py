@@ -53,6 +53,8 @@ EXACT_FLAGS = {
     "zero1": ["--checkpointing_policy", "segments"],
     "zero2": ["--checkpointing_policy", "segments_3"],
 }
+# The same of the launcher's: weights gathered ahead.
+EXACT_LAUNCH = {"fsdp2_hybrid": ["--fsdp_forward_prefetch", "true"]}
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,8 @@ def run_launch(name: str, flags_by_run: dict[str, list[str]], folder: Path) -> d
     ]
     (folder / "runs.json").write_text(json.dumps(runs))
     script = [str(Path(__file__).with_name("run_recipe_forked.py")), str(folder / "runs.json")]
-    commands = [[*command, *script] for command in launch_commands(name, folder)]
+    ahead = EXACT_LAUNCH.get(name, [])
+    commands = [[*command, *ahead, *script] for command in launch_commands(name, folder)]
     _run_all(commands, folder)
     return {run: _read_result(folder / run) for run in flags_by_run}
 

@@ -37,7 +37,13 @@ def predicted(precision: str, reshard: bool = True, **changes) -> MemoryEstimate
 
 
 @pytest.mark.parametrize(
-    ("case", "precision", "reshard"), [("full", "fp32", True), ("grad_op", "fp32", False), ("full bf16", "bf16", True)]
+    ("case", "precision", "reshard"),
+    [
+        ("full", "fp32", True),
+        ("full, gathered ahead", "fp32", True),
+        ("grad_op", "fp32", False),
+        ("full bf16", "bf16", True),
+    ],
 )
 def test_fsdp2_peak_is_predicted_within_4_percent(measured, case, precision, reshard):
     estimate = predicted(precision, reshard)

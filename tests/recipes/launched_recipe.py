@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,20 @@ OF_RECIPE = {
 
 
 def launched(
-    name: str, precision: str, recipe: str, folder: Path, *flags: str, processes: int = 2, script: str | None = None
+    name: str,
+    precision: str,
+    recipe: str,
+    folder: Path,
+    *flags: str,
+    processes: int = 2,
+    script: str | None = None,
+    launcher_flags: Sequence[str] = (),
 ) -> Path:
     """Run `recipe`, or a `script` that takes its flags, under the launch file `name` into `folder`."""
     launcher = {"fp32": "no"}.get(precision, precision)
     words = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(processes)]
     words += ["--main_process_port", "0"]  # two that start at once would both find the default one free
-    words += ["--mixed_precision", launcher]
+    words += ["--mixed_precision", launcher, *launcher_flags]
     words += ["--config_file", f"accelerate_configs/{name}.yaml", script or f"recipes/{recipe}.py"]
     words += ["--output_dir", str(folder)]
     words += ["--precision", precision, *_ALWAYS, *OF_RECIPE[recipe].split(), *flags]
@@ -50,7 +58,12 @@ def logged(folder: Path) -> list[dict[str, Any]]:
     return [entry for entry in entries if "loss" in entry]
 
 
+def events(folder: Path) -> list[dict[str, Any]]:
+    """What rank 0 did in the recorded step, in order, as far as it has a name."""
+    found = json.loads((folder / "profile" / "trace.json").read_text())["traceEvents"]
+    return sorted((event for event in found if "name" in event and "ts" in event), key=lambda event: event["ts"])
+
+
 def recorded(folder: Path, operation: str) -> list[dict[str, Any]]:
     """Calls of `operation` by rank 0 in the recorded step."""
-    events = json.loads((folder / "profile" / "trace.json").read_text())["traceEvents"]
-    return [event for event in events if event.get("name") == operation]
+    return [event for event in events(folder) if event["name"] == operation]

@@ -1,4 +1,4 @@
-"""`--reduce_dtype` and `--loss_scale`: in which numbers gradients really travel, and where loss scaling begins."""
+"""What really travels between ranks: the dtype of gradients, the order of weights, and where loss scaling begins."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
-from launched_recipe import STEPS, launched, logged, recorded
+from launched_recipe import STEPS, events, launched, logged, recorded
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -21,13 +21,28 @@ def dtypes_reduced(folder: Path, operation: str) -> set[str]:
     return kinds
 
 
-@pytest.mark.parametrize(
-    ("dtype", "sent"), [pytest.param("fp32", "float", marks=pytest.mark.soak), ("bf16", "c10::BFloat16")]
-)
-def test_fsdp2_reduces_in_the_dtype_that_was_asked_for(tmp_path: Path, dtype: str, sent: str) -> None:
-    recipe = "pretrain" if dtype == "fp32" else "sft"
-    folder = launched("fsdp2", "bf16", recipe, tmp_path, "--reduce_dtype", dtype)
-    assert dtypes_reduced(folder, "c10d::_reduce_scatter_base_") == {sent}
+@pytest.fixture(scope="module")
+def fsdp2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One run that was asked for two things: gradients in bf16, and weights gathered ahead."""
+    ahead = ["--fsdp_forward_prefetch", "true"]
+    folder = tmp_path_factory.mktemp("fsdp2")
+    return launched("fsdp2", "bf16", "sft", folder, "--reduce_dtype", "bf16", launcher_flags=ahead)
+
+
+def test_fsdp2_reduces_in_the_dtype_that_was_asked_for(fsdp2: Path) -> None:
+    assert dtypes_reduced(fsdp2, "c10d::_reduce_scatter_base_") == {"c10::BFloat16"}
+
+
+@pytest.mark.soak
+def test_fsdp2_reduces_in_fp32_too(tmp_path: Path) -> None:
+    folder = launched("fsdp2", "bf16", "pretrain", tmp_path, "--reduce_dtype", "fp32")
+    assert dtypes_reduced(folder, "c10d::_reduce_scatter_base_") == {"float"}
+
+
+def test_fsdp2_gathers_layers_ahead_where_the_launch_file_says_so(fsdp2: Path) -> None:
+    ahead = [event["name"] for event in events(fsdp2) if event["name"].startswith("FSDP::forward_prefetch")]
+    layers = [int(name.rpartition(".")[2]) for name in ahead]
+    assert layers == [1, 2, 3], ahead  # of four; the first has none below it
 
 
 def test_deepspeed_reduces_in_the_dtype_that_was_asked_for(tmp_path: Path) -> None:

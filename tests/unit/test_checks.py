@@ -927,7 +927,7 @@ def test_sequence_parallelism_that_is_the_recipes_own(edited):
     silent("deepspeed_sequence_parallelism", RunSettings(), shipped("zero3"), HOPPER)
 
 
-@pytest.mark.parametrize("key", ["fsdp_backward_prefetch", "fsdp_forward_prefetch", "fsdp_use_orig_params"])
+@pytest.mark.parametrize("key", ["fsdp_backward_prefetch", "fsdp_use_orig_params"])
 def test_each_key_of_fsdp1(edited, key):
     file = edited("fsdp2", "fsdp_version: 2", f"fsdp_version: 2\n  {key}: true")
     place = file.place(f"fsdp_config.{key}")
