@@ -1,10 +1,10 @@
-"""What Accelerate's FSDP2 preparation leaves out: buffers, shared weights, layers that are not there, heads,
-and the launch file's ``fsdp_forward_prefetch``.
+"""What Accelerate's FSDP2 preparation leaves out: buffers, shared weights, absent layers, heads, gathering ahead.
 
 These stand in for four functions of `accelerate.utils.fsdp_utils` (`fsdp2_load_full_state_dict`,
 `fsdp2_prepare_auto_wrap_policy`, `fsdp2_prepare_model`, `_find_final_norm`) and for
-`FullyShardedDataParallelPlugin.set_auto_wrap_policy` (checked on 1.15.0). tests/distributed/test_architectures_sharded.py and tests/unit/test_fsdp2_preparation.py fail when
-they move.
+`FullyShardedDataParallelPlugin.set_auto_wrap_policy` (checked on 1.15.0).
+tests/distributed/test_architectures_sharded.py, tests/unit/test_fsdp2_preparation.py and
+tests/recipes/test_gradient_numbers.py fail when they move.
 """
 
 from __future__ import annotations
@@ -143,13 +143,13 @@ def _heed_forward_prefetch() -> None:
     """Let a launch file's ``fsdp_forward_prefetch: true`` gather layers ahead, which Accelerate keeps for FSDP1."""
     from accelerate import accelerator
 
-    prepare: Any = accelerator.fsdp2_prepare_model
+    prepare: Callable[[Accelerator, nn.Module], nn.Module] = accelerator.fsdp2_prepare_model
     if getattr(prepare, "heeds_forward_prefetch", False):
         return
 
     @functools.wraps(prepare)
     def prepare_model(accelerator: Accelerator, model: nn.Module) -> nn.Module:
-        prepared: nn.Module = prepare(accelerator, model)
+        prepared = prepare(accelerator, model)
         if os.environ.get("FSDP_FORWARD_PREFETCH") == "true":
             gather_ahead(prepared)
         return prepared
