@@ -42,8 +42,8 @@ FUSED_KERNELS = ("auto", "on", "off")
 # What Liger may compute in the place of a model's own layers, and what that is called.
 FUSED_PARTS = ("RMSNorm", "LayerNorm", "RoPE", "SwiGLU", "GEGLU")
 FUSED_LABEL = "Liger's"
-# What activation checkpointing is where it is left to the plan: the first of `AUTO_POLICIES`, which go from the least
-# recomputation to the most, that fits.
+# What activation checkpointing is where it is left to the plan: the fastest of `AUTO_POLICIES` that fits. They go
+# from the least recomputation to the most.
 AUTO_POLICY = "auto"
 AUTO_POLICIES = ("none", "selective", "every_2", "full")
 PRECISIONS = tuple(PRECISION_FACTS)

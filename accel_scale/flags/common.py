@@ -52,7 +52,7 @@ class SharedArguments:
         "Activation checkpointing: none, full (every layer), every_2, every_3, … (every n-th layer), selective "
         "(attention and matrix product outputs kept), attention or mlp (only that part of each layer), segments_2, … "
         "(that many layers together, which keeps fewer inputs), segments (of about √N of N layers), offload (layer "
-        "inputs kept in host memory), auto (the first of none, selective, every_2 and full that the plan expects to "
+        "inputs kept in host memory), auto (the fastest of none, selective, every_2 and full that the plan expects to "
         "fit). Default: auto on a GPU, none on a CPU.",
     )
     long_rows: bool = _flag(

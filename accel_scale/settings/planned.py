@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from accel_scale.errors import ConfigError
+from accel_scale.facts.hardware import Machine
 from accel_scale.planning.cost.communication import step_collectives
 from accel_scale.planning.cost.memory import MemoryEstimate, predict_memory
 from accel_scale.planning.cost.timing import TimeEstimate, predict_time
@@ -260,14 +261,17 @@ def planned_as(
 def predict(facts: ModelFacts, setup: TrainingSetup, target: Target, *, place: str = "--plan") -> RunPlan:
     """Memory and, where the card's speed is known, time."""
     memory = predict_memory(facts, setup, is_cuda=target.is_cuda)
-    time = None
-    if target.machine.gpu.peak_flops is not None:
-        try:
-            time = predict_time(facts, setup, target.machine)
-        except ConfigError:
-            # A link or network of unknown speed: memory is known all the same.
-            time = None
-    return RunPlan(facts, setup, target, place, memory, time)
+    return RunPlan(facts, setup, target, place, memory, planned_time(facts, setup, target.machine))
+
+
+def planned_time(facts: ModelFacts, setup: TrainingSetup, machine: Machine) -> TimeEstimate | None:
+    """A step's time; None where the speed of the card, a link or the network is not known."""
+    if machine.gpu.peak_flops is None:
+        return None
+    try:
+        return predict_time(facts, setup, machine)
+    except ConfigError:
+        return None
 
 
 def sizes_of_answers(setup: TrainingSetup, prompt: int, completion: int) -> AnswerSizes:

@@ -1,4 +1,4 @@
-"""``--checkpointing_policy auto``, the default on a GPU: recompute no more than the plan says is needed."""
+"""``--checkpointing_policy auto``, the default on a GPU: the fastest policy that the plan says fits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from accel_scale.planning.cost.memory import predict_memory
 from accel_scale.planning.cost.strategies import conflict
 from accel_scale.planning.search.model_parallel import sharing_conflict
 from accel_scale.planning.search.search import problem_of
-from accel_scale.settings.planned import RunPlan, mode_of, planned_as
+from accel_scale.settings.planned import RunPlan, mode_of, planned_as, planned_time
 from accel_scale.settings.planned_setup import SharedModel, recipe_value, target_of
 from accel_scale.training.checkpoints.going_on import chosen_before
 
@@ -66,7 +66,7 @@ def full_checkpointing(
     Args:
         record: Of the run's settings, for checkpoints: a run that goes on starts with what it ended with.
     """
-    if "full" not in settings.heavier_policies:
+    if "full" not in settings.next_policies:
         return None
 
     def switch() -> None:
@@ -89,7 +89,7 @@ def _settled(
     resume = settings.values.get("resume", recipe_value(settings, "resume_from_checkpoint"))
     kept = chosen_before(_FLAG, recipe_value(settings, "output_dir"), resume) if one is settings else None
     if kept in AUTO_POLICIES:
-        one.heavier_policies = AUTO_POLICIES[AUTO_POLICIES.index(str(kept)) + 1 :]
+        one.next_policies = AUTO_POLICIES[AUTO_POLICIES.index(str(kept)) + 1 :]
         one.set_checkpointing(str(kept), "derived: as the run that goes on has it")
         return f"checkpointing: {kept}, as the run that goes on has it"
     if mode_of(settings) == "off":
@@ -110,10 +110,16 @@ def _settled(
     if not fitting:
         one.set_checkpointing("full", "derived: default on an accelerator")
         return None  # the plan refuses it, or padded rows turn out short enough
-    first, *rest = fitting
-    one.set_checkpointing(first.setup.checkpointing, f"planned: the least that fits, {first.text}")
-    one.heavier_policies = tuple(found.setup.checkpointing for found in rest)
-    return f"checkpointing: {one.checkpointing}, the least that fits: {first.text}"
+    is_timed = all(found.time is not None for found in fitting)
+    first, *rest = sorted(fitting, key=_step_seconds) if is_timed else fitting
+    why = "the fastest that fits" if is_timed else "the least that fits"
+    one.set_checkpointing(first.setup.checkpointing, f"planned: {why}, {first.text}")
+    one.next_policies = tuple(found.setup.checkpointing for found in rest)
+    return f"checkpointing: {one.checkpointing}, {why}: {first.text}"
+
+
+def _step_seconds(plan: RunPlan) -> float:
+    return plan.time.step_seconds if plan.time is not None else 0.0
 
 
 def _with_policy(plan: RunPlan, policy: str) -> RunPlan | None:
@@ -122,4 +128,6 @@ def _with_policy(plan: RunPlan, policy: str) -> RunPlan | None:
     if conflict(setup, plan.facts) or sharing_conflict(setup, plan.facts):
         return None
     memory = predict_memory(plan.facts, setup, is_cuda=plan.target.is_cuda)
-    return replace(plan, setup=setup, memory=memory) if problem_of(machine, setup, memory) is None else None
+    if problem_of(machine, setup, memory) is not None:
+        return None
+    return replace(plan, setup=setup, memory=memory, time=planned_time(plan.facts, setup, machine))

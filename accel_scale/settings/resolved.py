@@ -54,8 +54,8 @@ class Resolved:
     `values` are keyword arguments for the configuration classes; `sources` says for each where it came from:
     ``--flag``, ``file.yaml:12``, ``default``, or a sentence beginning with ``derived``. `on_card` is what the same
     flags come to on the card of ``--plan_gpu``, where that is not a device like the one here. `model_config` is the
-    model's, where ``--plan auto`` has read it. `heavier_policies` are those of activation checkpointing that fit as
-    well as the one that was planned. `agreed_kernels` are the parts of
+    model's, where ``--plan auto`` has read it. `next_policies` are those of activation checkpointing
+    that fit too, the next best first. `agreed_kernels` are the parts of
     the model that may run in fused kernels. `recipe` is what the planner knows of the recipe.
     """
 
@@ -70,7 +70,7 @@ class Resolved:
     notes: list[str] = field(default_factory=list)
     on_card: Resolved | None = None
     model_config: PreTrainedConfig | None = None
-    heavier_policies: tuple[str, ...] = ()
+    next_policies: tuple[str, ...] = ()
     agreed_kernels: tuple[str, ...] = ()
     recipe: PlannedRecipe = SFT_PLAN
 

@@ -155,11 +155,11 @@ def _said(planned: PlannedRun, settings: Resolved, say: Callable[[str], None]) -
     try:
         verdict = check_start(planned)
     except PolicyRefused:
-        if not settings.heavier_policies:
+        if not settings.next_policies:
             raise
-        refused, (policy, *heavier) = settings.checkpointing, settings.heavier_policies
+        refused, (policy, *heavier) = settings.checkpointing, settings.next_policies
         settings.set_checkpointing(policy, f"planned, and {refused} does not leave the model's gradients as they are")
-        settings.heavier_policies = tuple(heavier)
+        settings.next_policies = tuple(heavier)
         say(f"checkpointing: {policy}, because {refused} does not leave the model's gradients as they are")
         return _said(dataclasses.replace(planned, policy=settings.checkpointing), settings, say)
     device, dtype = settings.launch.device, settings.precision.compute_dtype

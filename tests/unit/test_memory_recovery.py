@@ -139,7 +139,7 @@ def test_layers_are_recomputed_before_passes_are_halved() -> None:
     model, lines = tiny_model(), []
     num_items = sum(int(batch["labels"][:, 1:].ne(-100).sum()) for batch in batches)
     card = CardForFullCheckpointing(model, num_items, limit=0)
-    settings = SimpleNamespace(heavier_policies=("every_2", "full"), checkpointing="none", set_checkpointing=Mock())
+    settings = SimpleNamespace(next_policies=("every_2", "full"), checkpointing="none", set_checkpointing=Mock())
     record: dict[str, str] = {}
     switch = full_checkpointing(model, settings, record, use_reentrant=False)
     recovery = MemoryRecovery(Accelerator(cpu=True), model, say=lines.append, recompute_more=switch)
@@ -152,7 +152,7 @@ def test_layers_are_recomputed_before_passes_are_halved() -> None:
     ]
     assert record == {"checkpointing_policy": "full"}  # for the run that goes on from here
     settings.set_checkpointing.assert_called_once_with("full", "memory ran out with none")
-    assert full_checkpointing(model, SimpleNamespace(heavier_policies=()), {}, use_reentrant=False) is None
+    assert full_checkpointing(model, SimpleNamespace(next_policies=()), {}, use_reentrant=False) is None
 
 
 def test_what_cannot_be_halved_is_recomputed_first() -> None:

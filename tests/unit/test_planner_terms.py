@@ -253,7 +253,7 @@ def test_short_documents_in_a_packed_row_are_attended_to_faster() -> None:
     rows, documents = (predict_time(LLAMA, setup, A100, document_length=length) for length in (None, 256))
     assert documents.matmul_seconds < 0.95 * rows.matmul_seconds
     saved = rows.matmul_seconds + rows.memory_seconds - documents.matmul_seconds - documents.memory_seconds
-    assert rows.step_seconds - documents.step_seconds == pytest.approx(saved, rel=1e-4)
+    assert rows.step_seconds - documents.step_seconds == pytest.approx(saved, rel=1e-3)
     assert documents.tokens_per_second > rows.tokens_per_second
 
 

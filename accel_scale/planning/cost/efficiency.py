@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from accel_scale.facts.hardware import Gpu
 from accel_scale.planning.cost.flops import (
@@ -41,10 +42,14 @@ class Efficiency:
         softmax_factor: Seconds of attention's softmax, in fp32 units, over its products' at the fp32 peak. From the
             0.43 of the peak that attention reaches on an A100.
         traffic_factor: What layers move over what their elementwise kernels were counted to (`layer_traffic`).
-        launch_seconds: Between two eager kernels on the host.
-        base_kernels, adapter_kernels, quantised_kernels: In one forward pass of a layer: its body, each adapter, each
-            dequantised matrix.
-        compiled_launch_fraction: Of the launches, under torch.compile.
+        launch_seconds: Between two eager kernels on the host: 13 µs in Qwen's table, 14 to 19 on the host of an H200.
+        base_kernels, autocast_kernels, adapter_kernels, quantised_kernels: In one forward pass of a layer: its body,
+            the casts of its weights, each adapter, each dequantised matrix. Counted by benchmarks/host_passes.py.
+        fused_kernels: What a norm, a rotation or a gate in one kernel saves of them.
+        checkpointed_passes, selective_passes: What checkpointing adds to the host's three passes (forward, and two for
+            backward): torch's hooks around every saved tensor, and under ``selective`` Python around every operator.
+            Timed by benchmarks/host_passes.py on a CPU.
+        compiled_launch_fraction: Of the launches, under torch.compile, which has no such hooks either.
         zero3_layer_seconds: DeepSpeed's hooks around every module, per layer and micro-batch.
         bandwidth_fraction: Of the memory bandwidth, in elementwise kernels and optimizers.
         overlap_fraction: Of the computation, behind which communication that may overlap hides; 0 under ZeRO-3, whose
@@ -64,10 +69,16 @@ class Efficiency:
     hopper_attention_flops: float = 337e12
     softmax_factor: float = 0.062
     traffic_factor: float = 1.2
-    launch_seconds: float = 11e-6
-    base_kernels: float = 45.0
-    adapter_kernels: float = 14.0
+    launch_seconds: float = 14e-6
+    base_kernels: float = 51.0
+    autocast_kernels: float = 14.0
+    adapter_kernels: float = 7.0
     quantised_kernels: float = 6.0
+    fused_kernels: Mapping[str, float] = field(
+        default_factory=lambda: {"RMSNorm": 14.0, "LayerNorm": 0.0, "RoPE": 11.0, "SwiGLU": 1.0, "GEGLU": 1.0}
+    )
+    checkpointed_passes: float = 3.7
+    selective_passes: float = 9.5
     compiled_launch_fraction: float = 0.3
     zero3_layer_seconds: float = 10e-3
     bandwidth_fraction: float = 0.8
@@ -148,10 +159,10 @@ def micro_batch_time(
     matmul = tokens * _matmul_seconds(flops, setup, gpu, efficiency) / ranks
     bandwidth = gpu.bandwidth() * efficiency.bandwidth_fraction
     traffic = tokens * step_traffic_per_token(facts, setup, efficiency.traffic_factor) + weight_traffic(facts, setup)
-    launch = _launch_seconds(facts, setup, efficiency) / parallel.pipeline_parallel
     # A forward pass that only scores is one more of the step's passes.
     more = 1 + setup.scoring_passes / (3 + recomputed_fraction(setup.checkpointing))
-    return MicroBatchTime(more * matmul, more * traffic / ranks / bandwidth, more * launch)
+    launch = _launch_seconds(facts, setup, efficiency, _host_passes(setup, efficiency) + setup.scoring_passes)
+    return MicroBatchTime(more * matmul, more * traffic / ranks / bandwidth, launch / parallel.pipeline_parallel)
 
 
 def generation_seconds(
@@ -174,7 +185,7 @@ def generation_seconds(
     width = NF4_DEQUANTISE_BYTES if setup.quantises_base else setup.compute_bytes
     read = facts.num_params * width + cache_bytes / 2
     moving = read / (gpu.bandwidth() * efficiency.bandwidth_fraction)
-    launching = _launch_seconds(facts, setup, efficiency) / passes
+    launching = _launch_seconds(facts, setup, efficiency, 1)
     token = MicroBatchTime(generation.rows * product, moving, launching).seconds
     prompt = MicroBatchTime(generation.rows * generation.prompt_length * product, moving, launching).seconds
     return prompt + generation.completion_length * token
@@ -196,16 +207,28 @@ def _matmul_seconds(flops: FlopsPerToken, setup: TrainingSetup, gpu: Gpu, effici
     return products / layers + head / (peak * fraction) + attention / attention_speed
 
 
-def _launch_seconds(facts: ModelFacts, setup: TrainingSetup, efficiency: Efficiency) -> float:
+def _launch_seconds(facts: ModelFacts, setup: TrainingSetup, efficiency: Efficiency, passes: float) -> float:
+    """What the host takes for so many forward passes' worth of kernels, and for ZeRO-3's hooks in a micro-batch."""
+    body = efficiency.base_kernels + (efficiency.autocast_kernels if setup.autocast else 0)
+    body -= sum(efficiency.fused_kernels[part] for part in setup.fused)
     kernels = 0.0
     for layer in facts.layers:
         quantised = sum(linear.quantisable for linear in layer.linears) if setup.quantises_base else 0
-        in_layer = efficiency.base_kernels + efficiency.quantised_kernels * quantised
-        kernels += layer.count * (in_layer + efficiency.adapter_kernels * len(adapted_linears(layer, setup)))
-    recomputed = 1.0 if setup.checkpointing == "selective" else recomputed_fraction(setup.checkpointing)
-    seconds = kernels * efficiency.launch_seconds * (3 + recomputed)
+        adapters = len(adapted_linears(layer, setup))
+        in_layer = body + efficiency.quantised_kernels * quantised + efficiency.adapter_kernels * adapters
+        kernels += layer.count * in_layer
+    seconds = kernels * efficiency.launch_seconds * passes
     if setup.compile:
         seconds *= efficiency.compiled_launch_fraction
     if setup.parallel.kind.partitions_weights:
         seconds += facts.num_layers * efficiency.zero3_layer_seconds
     return seconds
+
+
+def _host_passes(setup: TrainingSetup, efficiency: Efficiency) -> float:
+    """Forward, twice as much backward, and what checkpointing adds."""
+    recomputed = recomputed_fraction(setup.checkpointing)
+    if setup.compile:
+        return 3 + (1 if setup.checkpointing == "selective" else recomputed)
+    added = efficiency.selective_passes if setup.checkpointing == "selective" else 0.0
+    return 3 + added + recomputed * efficiency.checkpointed_passes

@@ -1,0 +1,141 @@
+"""What a layer asks of the host: operators of a forward pass, and what checkpointing keeps the interpreter busy with.
+
+    python benchmarks/host_passes.py          # a minute; writes benchmarks/results/host_passes.md
+
+A GPU that is fast for its model waits for the host; `accel_scale/planning/cost/efficiency.py` predicts for how long,
+with counts and ratios from here. The layers are Qwen2's, of 64 values and rows of 16 tokens, whose arithmetic takes a
+CPU no time. Figures are those of a layer: what four layers more add.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+BENCHMARKS = Path(__file__).resolve().parent
+sys.path.insert(0, str(BENCHMARKS))
+
+from planner_models import as_trained  # noqa: E402
+
+from accel_scale.planning.models.training_setup import TrainingSetup  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+RESULTS = BENCHMARKS / "results" / "host_passes.md"
+FEW, MANY, STEPS = 2, 6, 30
+POLICIES = ("none", "every_2", "full", "offload", "selective")
+# Operators that only make another view of a tensor: no kernel, and about a third of the host's time.
+VIEWS = {
+    "_reshape_alias", "_unsafe_view", "alias", "as_strided", "detach", "expand", "permute", "reshape", "select",
+    "slice", "split", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view",
+}  # fmt: skip
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels = self.views = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func.overloadpacket.__name__ in VIEWS:
+            self.views += 1
+        else:
+            self.kernels += 1
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True)
+class Host:
+    """Of one layer, or of a model: operators of its forward pass, and seconds of both passes."""
+
+    kernels: float
+    views: float
+    seconds: float
+
+    @property
+    def equivalents(self) -> float:
+        """Kernels, with a view as a third of one."""
+        return self.kernels + self.views / 3
+
+
+def passes_of(setup: TrainingSetup, layers: int) -> Callable[[], torch.Tensor]:
+    """The forward pass of a model as `setup` trains it."""
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        hidden_size=64, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=128, vocab_size=256,
+    )  # fmt: skip
+    is_16_bit = setup.precision == "bf16_true" or setup.trains_adapters
+    dtype = torch.bfloat16 if is_16_bit else torch.float32
+    model = as_trained(AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa"), setup)
+    tokens = torch.arange(16)[None]
+
+    def forward() -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16) if setup.autocast else contextlib.nullcontext():
+            loss: torch.Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        return loss
+
+    return forward
+
+
+def host_of_layer(setup: TrainingSetup, *, steps: int = STEPS) -> Host:
+    """Counts and the median time over steps in turns; `steps` = 0 only counts."""
+    models = [passes_of(setup, layers) for layers in (FEW, MANY)]
+    counts: list[_Operators] = []
+    for forward in models:
+        forward().backward()
+        counts.append(_Operators())
+        with counts[-1]:
+            forward()
+    times: list[list[float]] = [[], []]
+    for _ in range(steps):
+        for forward, found in zip(models, times, strict=True):
+            started = time.process_time()
+            forward().backward()
+            found.append(time.process_time() - started)
+    few, many = counts
+    seconds = statistics.median(times[1]) - statistics.median(times[0]) if steps else 0.0
+    added = MANY - FEW
+    return Host((many.kernels - few.kernels) / added, (many.views - few.views) / added, seconds / added)
+
+
+def main() -> int:
+    """Measure, print and write."""
+    torch.set_num_threads(1)
+    lines = [
+        "# The host's share of a layer",
+        "",
+        "Made by `python benchmarks/host_passes.py`, whose first lines say how. A view counts as a third of a kernel.",
+        "Passes are times over that of `none`, which counts as three: forward, and two for backward.",
+        "",
+        f"| method, precision | kernels | views | together | {' | '.join(POLICIES)} |",
+        f"|---|---:|---:|---:|{'---:|' * len(POLICIES)}",
+    ]
+    for method in ("full", "lora"):
+        for precision in ("bf16_true", "bf16"):
+            found = {
+                policy: host_of_layer(TrainingSetup(method=method, precision=precision, checkpointing=policy))
+                for policy in POLICIES
+            }
+            one = found["none"]
+            passes = [3 * host.seconds / one.seconds for host in found.values()]
+            counted = f"{one.kernels:.0f} | {one.views:.0f} | {one.equivalents:.0f}"
+            lines.append(f"| {method}, {precision} | {counted} | {' | '.join(f'{value:.1f}' for value in passes)} |")
+            print(lines[-1], flush=True)
+    RESULTS.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
