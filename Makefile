@@ -30,7 +30,7 @@ kto: $(STAMP)  ## Tune the embedded model to single answers that are labelled ri
 
 grpo: $(STAMP)  ## Fine-tune the embedded model for a few steps, then reward its right answers
 	OMP_NUM_THREADS=$(CORES) $(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/sft.py \
-		--max_steps 19 --output_dir outputs/little-tuned
+		--max_steps 15 --output_dir outputs/little-tuned
 	OMP_NUM_THREADS=$(CORES) $(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/grpo.py \
 		--model_name_or_path outputs/little-tuned
 
