@@ -13,7 +13,7 @@ import contextlib
 import statistics
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 RESULTS = BENCHMARKS / "results" / "host_passes.md"
-FEW, MANY, STEPS = 2, 6, 30
+FEW, MANY, ROUNDS = 2, 6, 40
 POLICIES = ("none", "every_2", "full", "offload", "selective")
 # Operators that only make another view of a tensor: no kernel, and about a third of the host's time.
 VIEWS = {
@@ -40,10 +40,16 @@ VIEWS = {
 }  # fmt: skip
 
 
-class _Operators(TorchDispatchMode):
-    def __init__(self) -> None:
+class Operators(TorchDispatchMode):
+    """Counts what runs in its block; or a count of its own.
+
+    Attributes:
+        kernels, views: Operators that compute, and those that make a view.
+    """
+
+    def __init__(self, kernels: float = 0, views: float = 0) -> None:
         super().__init__()
-        self.kernels = self.views = 0
+        self.kernels, self.views = kernels, views
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         if func.overloadpacket.__name__ in VIEWS:
@@ -51,15 +57,6 @@ class _Operators(TorchDispatchMode):
         else:
             self.kernels += 1
         return func(*args, **(kwargs or {}))
-
-
-@dataclass(frozen=True)
-class Host:
-    """Of one layer, or of a model: operators of its forward pass, and seconds of both passes."""
-
-    kernels: float
-    views: float
-    seconds: float
 
     @property
     def equivalents(self) -> float:
@@ -89,25 +86,37 @@ def passes_of(setup: TrainingSetup, layers: int) -> Callable[[], torch.Tensor]:
     return forward
 
 
-def host_of_layer(setup: TrainingSetup, *, steps: int = STEPS) -> Host:
-    """Counts and the median time over steps in turns; `steps` = 0 only counts."""
-    models = [passes_of(setup, layers) for layers in (FEW, MANY)]
-    counts: list[_Operators] = []
-    for forward in models:
-        forward().backward()
-        counts.append(_Operators())
-        with counts[-1]:
+def kernels_of_layer(setup: TrainingSetup) -> Operators:
+    """Operators of a layer's forward pass."""
+    counts = [Operators(), Operators()]
+    for layers, count in zip((FEW, MANY), counts, strict=True):
+        forward = passes_of(setup, layers)
+        forward()
+        with count:
             forward()
-    times: list[list[float]] = [[], []]
-    for _ in range(steps):
-        for forward, found in zip(models, times, strict=True):
-            started = time.process_time()
-            forward().backward()
-            found.append(time.process_time() - started)
     few, many = counts
-    seconds = statistics.median(times[1]) - statistics.median(times[0]) if steps else 0.0
     added = MANY - FEW
-    return Host((many.kernels - few.kernels) / added, (many.views - few.views) / added, seconds / added)
+    return Operators((many.kernels - few.kernels) / added, (many.views - few.views) / added)
+
+
+def seconds_of_layer(setup: TrainingSetup) -> dict[str, float]:
+    """Of both passes, by policy: models take turns, and a figure is the median of what four layers add in a round."""
+    models = {
+        policy: [passes_of(replace(setup, checkpointing=policy), layers) for layers in (FEW, MANY)]
+        for policy in POLICIES
+    }
+    added: dict[str, list[float]] = {policy: [] for policy in POLICIES}
+    for _ in range(ROUNDS):
+        for policy, pair in models.items():
+            few, many = (_seconds(forward) for forward in pair)
+            added[policy].append((many - few) / (MANY - FEW))
+    return {policy: statistics.median(found) for policy, found in added.items()}
+
+
+def _seconds(forward: Callable[[], torch.Tensor]) -> float:
+    started = time.process_time()
+    forward().backward()
+    return time.process_time() - started
 
 
 def main() -> int:
@@ -124,13 +133,10 @@ def main() -> int:
     ]
     for method in ("full", "lora"):
         for precision in ("bf16_true", "bf16"):
-            found = {
-                policy: host_of_layer(TrainingSetup(method=method, precision=precision, checkpointing=policy))
-                for policy in POLICIES
-            }
-            one = found["none"]
-            passes = [3 * host.seconds / one.seconds for host in found.values()]
-            counted = f"{one.kernels:.0f} | {one.views:.0f} | {one.equivalents:.0f}"
+            setup = TrainingSetup(method=method, precision=precision, checkpointing="none")
+            count, seconds = kernels_of_layer(setup), seconds_of_layer(setup)
+            passes = [3 * found / seconds["none"] for found in seconds.values()]
+            counted = f"{count.kernels:.0f} | {count.views:.0f} | {count.equivalents:.0f}"
             lines.append(f"| {method}, {precision} | {counted} | {' | '.join(f'{value:.1f}' for value in passes)} |")
             print(lines[-1], flush=True)
     RESULTS.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -362,14 +362,14 @@ def test_published_lora_steps_with_checkpointing(shared_data: Path) -> None:
 
 def test_kernels_of_a_layer_are_those_of_a_real_one() -> None:
     """Forward passes of Qwen2 layers, whose linear layers all get an adapter under LoRA."""
-    from host_passes import host_of_layer
+    from host_passes import kernels_of_layer
 
     for changes, expected in (
         ({"precision": "bf16_true"}, EFFICIENCY.base_kernels),
         ({"precision": "bf16"}, EFFICIENCY.base_kernels + EFFICIENCY.autocast_kernels),
         ({"precision": "bf16", "method": "lora"}, 65 + 7 * EFFICIENCY.adapter_kernels),
     ):
-        counted = host_of_layer(TrainingSetup(checkpointing="none", **changes), steps=0)
+        counted = kernels_of_layer(TrainingSetup(checkpointing="none", **changes))
         assert counted.equivalents == pytest.approx(expected, rel=0.07)
 
 

@@ -78,7 +78,7 @@ class Efficiency:
         default_factory=lambda: {"RMSNorm": 14.0, "LayerNorm": 0.0, "RoPE": 11.0, "SwiGLU": 1.0, "GEGLU": 1.0}
     )
     checkpointed_passes: float = 3.7
-    selective_passes: float = 9.5
+    selective_passes: float = 8.7
     compiled_launch_fraction: float = 0.3
     zero3_layer_seconds: float = 10e-3
     bandwidth_fraction: float = 0.8
