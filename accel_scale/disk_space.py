@@ -15,25 +15,25 @@ from accel_scale.errors import ConfigError
 from accel_scale.units import format_bytes
 
 OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# Words of safetensors (Rust), Arrow, SQLite and torch, which lose the number on the way (safetensors 0.8, pyarrow 23,
-# torch 2.13: its writer of zip files tells of no reason at all).
+# Error messages of safetensors (Rust), Arrow, SQLite and torch, which drop the errno (safetensors 0.8, pyarrow 23,
+# torch 2.13: its zip writer gives no reason at all).
 _WORDS = re.compile(
     r"no space left on device|disk quota exceeded|storagefull|errno 28\b|os error 28\b|file too large|disk is full|"
     r"(?P<unsaid>PytorchStreamWriter failed writing|unexpected pos \d+ vs \d+)",
     re.IGNORECASE,
 )
 _LITTLE_BYTES = 64 * 2**20
-# Folders that this run writes → the setting that names each.
+# Folders that this run writes to → the setting that names each.
 _written: dict[Path, str] = {}
 
 
 def writes_into(folder: str | os.PathLike[str], place: str) -> None:
-    """Note a folder that this run writes, and the setting that names it, for `full_disk`."""
+    """Register a folder that this run writes to, and the setting that names it, for `full_disk`."""
     _written[Path(folder)] = place
 
 
 def full_disk(error: BaseException) -> ConfigError | None:
-    """What to say where `error` comes from a full disk or a quota; None where it does not."""
+    """The error to report if `error` was caused by a full disk or a quota; None otherwise."""
     found = next((link for link in _chain(error) if _is_out_of_space(link)), None)
     if found is None:
         return None
@@ -69,7 +69,7 @@ def _is_out_of_space(error: BaseException) -> bool:
 
 
 def _fullest(filename: object) -> tuple[Path, str]:
-    """The folder that the file is in, else the one with the least room of those that this run writes."""
+    """The file's folder, else the registered folder or cache with the least free space, and the setting naming it."""
     home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
     caches = {
         Path(os.environ.get("HF_DATASETS_CACHE") or home / "datasets").expanduser(): "HF_DATASETS_CACHE",

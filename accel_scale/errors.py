@@ -16,7 +16,7 @@ class ConfigError(ValueError):
 
     def __init__(self, problem: str, *, place: str | None = None, fix: str | None = None) -> None:
         if problem.startswith("Caught ") and "DataLoader worker" in problem:
-            # torch raises what a worker raised once more, with the worker's traceback in place of the arguments.
+            # torch re-raises a worker's exception with the worker's traceback in place of the arguments.
             problem = problem.strip().splitlines()[-1].partition(": ")[2]
         self.problem, self.place, self.fix = problem, place, fix
         super().__init__(self.one_line())
@@ -28,11 +28,11 @@ class ConfigError(ValueError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an error says, or its name, without a full stop."""
+    """The first line of an error's message, or the name of its class, without a full stop."""
     lines = (line.strip() for line in str(error).splitlines())
     return next((line for line in lines if line), type(error).__name__).rstrip(".")
 
 
 def first_sentence(error: BaseException) -> str:
-    """The first sentence of what an error says, on one line."""
+    """The first sentence of an error's message, on one line."""
     return " ".join(str(error).split()).split(". ")[0].rstrip(".")

@@ -27,7 +27,7 @@ class _Silenced(logging.Filter):
 
 
 # Checked on torchao 0.18.0, bitsandbytes 0.50.2, torch 2.13.0, deepspeed 0.19.8; tests/unit/test_quiet.py fails when
-# one of them finds other words.
+# one of them changes its wording.
 _LOG_RECORDS = (
     # torchao tries to load its CUDA kernels on every build of torch.
     _Silenced("torchao", r"Failed to load \S*/torchao/_C\S*\.so: Could not load this library: .*", cpu_only=True),
@@ -43,7 +43,7 @@ _LOG_RECORDS = (
 _WARNINGS = (
     # torchao's quantised states lack an optional hash; compiled steps are merely not cached on disk.
     r"OptimState(4|8)bit does not implement _stable_hash_for_caching",
-    # check_optimizer says it in a sentence of its own.
+    # check_optimizer reports this in its own words.
     r"Paged optimizers are not supported on CPU",
 )
 

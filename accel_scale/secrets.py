@@ -1,4 +1,4 @@
-"""Credentials: which settings hold them, and texts with them removed."""
+"""Credentials: recognise settings that hold them, and mask them in texts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 _NAME = re.compile(r"^(token|.*(hub|access|auth|api|bearer)_?(token|key))$|password|secret", re.IGNORECASE)
 _MASK = "***"
-# Tokens of the hub and of others that begin in a way of their own.
+# Tokens of the hub and other services, recognised by their prefixes.
 _TOKEN = re.compile(r"\b(hf_|ghp_|gho_|github_pat_|glpat-|sk-|xox[abp]-|AKIA)[A-Za-z0-9_-]{12,}")
 _IN_URL = re.compile(r"(?<=://)(?:([^/\s@:]*:)[^/\s@]*|[^/\s@]+)(?=@)")
 _IN_QUERY = re.compile(
@@ -21,12 +21,12 @@ _AFTER_FLAG = re.compile(
 
 
 def is_secret(name: str) -> bool:
-    """Whether a setting of this name holds a credential."""
+    """True if a setting of this name holds a credential."""
     return bool(_NAME.search(name))
 
 
 def mask(text: str) -> str:
-    """`text` with credentials in URLs, tokens, and the values of flags that hold them replaced."""
+    """Mask credentials in URLs, tokens, and the values of credential flags in `text`."""
     text = _IN_URL.sub(lambda found: f"{found[1] or ''}{_MASK}", text)
     text = _IN_QUERY.sub(rf"\1{_MASK}", text)
     text = _TOKEN.sub(rf"\1{_MASK}", text)
@@ -34,7 +34,7 @@ def mask(text: str) -> str:
 
 
 def move_token_to_environment(arguments: Any) -> None:
-    """``hub_token`` of transformers' arguments goes where the hub's client looks for it: they are saved as they are.
+    """Move ``hub_token`` out of transformers' arguments, which get saved, to where the hub's client looks for it.
 
     The Trainer writes ``training_args.bin`` into every checkpoint and prints its arguments (transformers 5.23).
     """
@@ -44,7 +44,7 @@ def move_token_to_environment(arguments: Any) -> None:
 
 
 def without_secrets(value: object) -> Any:
-    """`value` with every mapping entry that names a credential removed, and credentials within texts masked."""
+    """`value` without mapping entries that name a credential, and with credentials in texts masked."""
     if isinstance(value, dict):
         return {k: without_secrets(v) for k, v in value.items() if not (isinstance(k, str) and is_secret(k))}
     if isinstance(value, (list, tuple)):

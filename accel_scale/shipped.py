@@ -1,4 +1,4 @@
-"""Recipes and launch files that come with the package: of the checkout it is in, else of the wheel."""
+"""Recipes and launch files shipped with the package: from the checkout it runs in, else from the wheel."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ RECIPES, LAUNCH_FILES = "recipes", "accelerate_configs"
 
 
 def shipped_folder(name: str) -> Path:
-    """`RECIPES` or `LAUNCH_FILES`; a wheel has both below ``accel_scale/assets``, see ``setup.py``."""
+    """Folder of `RECIPES` or `LAUNCH_FILES`; a wheel has both below ``accel_scale/assets``, see ``setup.py``."""
     checkout = _PACKAGE.parent / name
     return checkout if (_PACKAGE.parent / "pyproject.toml").is_file() else _PACKAGE / "assets" / name
 
 
 def recipe_names() -> tuple[str, ...]:
-    """Of the recipes, the tuner among them, sorted."""
+    """Names of the recipes, including the tuner, sorted."""
     return tuple(sorted(path.stem for path in shipped_folder(RECIPES).glob("*.py")))
 
 
@@ -29,10 +29,10 @@ def shipped_recipes() -> dict[str, str]:
 
 
 def recipe_script(name: str) -> Path:
-    """The recipe called `name`, as ``sft``.
+    """Path of the recipe called `name`, such as ``sft``.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: if there is no such recipe.
     """
     path = shipped_folder(RECIPES) / f"{name}.py"
     if Path(name).name != name or not path.is_file():
@@ -42,14 +42,14 @@ def recipe_script(name: str) -> Path:
 
 
 def named_script(text: str) -> Path:
-    """`text` as a path; a shipped recipe's, where it is ``sft`` or ``recipes/sft.py`` and no such file is here."""
+    """`text` as a path, or a shipped recipe's path if it is like ``sft`` or ``recipes/sft.py`` and not a file here."""
     path = Path(text)
     is_shipped = text in (path.stem, f"{RECIPES}/{path.stem}.py") and path.stem in recipe_names()
     return recipe_script(path.stem) if is_shipped and not path.is_file() else path
 
 
 def named_launch_file(text: str | Path) -> Path:
-    """`text` as a path; that of a shipped launch file, if it is the name of one, as ``fsdp2``, and of no file."""
+    """`text` as a path, or a shipped launch file's path if it names one, such as ``fsdp2``, and no file."""
     path = shipped_folder(LAUNCH_FILES) / f"{text}.yaml"
     return path if not Path(text).exists() and str(text) in launch_names() else Path(text)
 

@@ -29,7 +29,7 @@ def parse_bytes(text: str | int, *, place: str | None = None) -> int:
 
 
 def three_digits(value: float) -> str:
-    """`value` with three significant digits, or whole where it has more; a large number gets no exponent."""
+    """`value` with three significant digits, or as a whole number if that has more; large numbers get no exponent."""
     return f"{value:.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
 
 

@@ -1,4 +1,4 @@
-"""One case of a benchmark in a process of its own: a crash, a hang or memory that is not freed stays there."""
+"""Runs one case of a benchmark in its own process, which contains crashes, hangs and leaked memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 def run_apart(command: list[str], *, limit_seconds: float) -> tuple[str, str | None]:
-    """What `command` printed, with the repository importable, and in one line why it failed, or None."""
+    """Run `command` with the repository importable; returns its output and one line on why it failed, or None."""
     environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}"}
     try:
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Inputs that cannot work, made from a tiny model and a few rows: cut weights, lying configurations, broken data."""
+"""Invalid inputs made from a tiny model and a few rows: truncated weights, wrong configurations, broken data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def make_inputs(folder: Path) -> dict[str, str]:
-    """Write all of them below `folder`; name → path, as benchmarks/data/bad_inputs.yaml uses them."""
+    """Write all inputs below `folder`; returns path by name, as used in benchmarks/data/bad_inputs.yaml."""
     folder.mkdir(parents=True, exist_ok=True)
     from accel_scale.data.default import default_model_path
 
@@ -26,7 +26,7 @@ def make_inputs(folder: Path) -> dict[str, str]:
 
 
 def _tiny_model(folder: Path, embedded: Path, **changes: Any) -> None:
-    """A Llama of random weights with the embedded tokenizer."""
+    """Save a Llama with random weights and the embedded tokenizer."""
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 

@@ -1,4 +1,4 @@
-"""Every command given what cannot work: the line it answers with, how long that takes, and its exit status.
+"""Run every command with invalid input and record its error line, time and exit status.
 
     python benchmarks/bad_inputs.py --write     # real processes, one after another; benchmarks/results/bad_inputs.md
 
@@ -38,9 +38,9 @@ row marked "+ imports" was run in a process that had them already.
 | command | line | time | status |
 |---|---|---|---|
 """
-# After which a process is taken to be importing the libraries.
+# Time after which a process is assumed to be importing the libraries.
 _PATIENCE_SECONDS = 6.0
-# The longest a line may take on an idle machine, and what may take longer: rows have to be tokenized.
+# Longest time to an error line on an idle machine, and the flags that may take longer because rows are tokenized.
 _LONGEST_SECONDS = 3.0
 _TOKENIZES = "--max_length 4"
 RECIPES = recipe_names()
@@ -61,12 +61,12 @@ _OWN = {
 
 @dataclass(frozen=True)
 class Case:
-    """One command that cannot work.
+    """One command with invalid input.
 
     Attributes:
         program: ``sft``, ``pretrain``, ``tune`` or a subcommand of ``accel-scale``.
-        line: Its arguments, with names of inputs in braces.
-        says: Of each text the answer must hold one of the alternatives that ``|`` divides.
+        line: Its arguments, with input names in braces.
+        says: Texts that the answer must contain; alternatives are separated by ``|``.
     """
 
     program: str
@@ -74,7 +74,7 @@ class Case:
     says: tuple[str, ...]
 
     def words(self, inputs: dict[str, str], out: Path) -> list[str]:
-        """The arguments with real paths; a flag that is given again replaces the run's own."""
+        """The arguments with real paths; a repeated flag overrides the run's own."""
         names = {**inputs, "out": str(out), **_OWN}
         runs = {name: flags.format(**names) for name, flags in _RUNS.items()}
         text = self.line.format(**{**names, **runs})
@@ -82,12 +82,12 @@ class Case:
 
     @property
     def command(self) -> str:
-        """As it is shown."""
+        """The command as shown in the results."""
         shown = self.line.replace("{{", "{").replace("}}", "}").replace("{sft} ", "… ").replace("{pretrain} ", "… ")
         return f"{self.program}.py {shown}" if self.program in RECIPES else f"accel-scale {self.program} {shown}"
 
     def problems(self, status: int, error: str, seconds: float = 0.0) -> list[str]:
-        """What is wrong with an answer: several lines, a traceback, another status, a missing word, a long wait."""
+        """Problems of an answer: more than one line, a wrong status, no fix, a missing text, or a long wait."""
         lines = [line for line in error.splitlines() if line.strip()]
         found = [] if len(lines) == 1 else [f"{len(lines)} lines"]
         found += [f"status {status}"] if status != 2 else []
@@ -99,7 +99,7 @@ class Case:
 
 
 def read_cases(path: Path = ROOT / "benchmarks" / "data" / "bad_inputs.yaml") -> list[Case]:
-    """All of them, in the file's order."""
+    """All cases, in the file's order."""
     content = yaml.safe_load(path.read_text(encoding="utf-8"))
     return [Case(program, line, tuple(says)) for program, cases in content.items() for line, says in cases]
 
@@ -112,10 +112,10 @@ def _captured() -> Iterator[tuple[io.StringIO, io.StringIO]]:
 
 
 def run_here(case: Case, words: list[str], recipe: Callable[[str], ModuleType]) -> tuple[int, str]:
-    """Status and standard error of `case` in this process.
+    """Run `case` in this process; returns status and standard error.
 
     Args:
-        recipe: Name → the recipe's module.
+        recipe: Returns the recipe's module for a name.
     """
     from accel_scale.cli.main import main as cli
     from accel_scale.ending.user_errors import user_errors
@@ -135,10 +135,10 @@ def run_here(case: Case, words: list[str], recipe: Callable[[str], ModuleType]) 
 def run_process(
     case: Case, words: list[str], *, python: Path | str = sys.executable, timeout: float = 600.0
 ) -> tuple[int, str, float]:
-    """Status, standard error and seconds of `case` as a process of its own.
+    """Run `case` in its own process; returns status, standard error and seconds.
 
     Raises:
-        subprocess.TimeoutExpired: if it has not ended by then.
+        subprocess.TimeoutExpired: if it has not ended after `timeout` seconds.
     """
     program = [str(ROOT / "recipes" / f"{case.program}.py")]
     command = program if case.program in RECIPES else ["-m", "accel_scale.cli.main", case.program]
@@ -157,7 +157,7 @@ def run_process(
 
 
 def load_recipe(name: str) -> ModuleType:
-    """The module of recipes/NAME.py."""
+    """Load the module recipes/NAME.py."""
     spec = importlib.util.spec_from_file_location(f"recipes_{name}", ROOT / "recipes" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -168,7 +168,7 @@ def load_recipe(name: str) -> ModuleType:
 
 
 def main() -> int:
-    """Run all cases as processes; returns 1 where an answer is not one right line."""
+    """Run all cases as processes; returns 1 if any answer is not one correct line."""
     from benchmarks.bad_input_files import make_inputs
     from tests.warm_python import WarmPython
 

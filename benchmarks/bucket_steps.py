@@ -1,4 +1,4 @@
-"""Steps of a model of the wanted size, timed for a sweep over bucket sizes: DDP's or DeepSpeed's."""
+"""Timed steps of a model of a given size, for sweeps over DDP's or DeepSpeed's bucket sizes."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from typing import Any
 
 from accel_scale.errors import ConfigError
 
-# Of models by size; small ones would be nothing but embedding.
+# Vocabularies of models given by size; small ones would otherwise be nothing but embedding.
 _VOCABULARY, _SMALL_VOCABULARY, _SMALL = 32768, 2048, 20e6
-# Weights, gradients and DDP's buckets in fp32; activations and the rest.
+# Weights, gradients and DDP's buckets in fp32; the rest of the memory is for activations and others.
 _BYTES_PER_PARAM = 12
 _SHARE_OF_MEMORY = 0.8
-# Times are taken in rounds over all sizes, so that what else the machine does falls on all of them.
+# Times are taken in rounds over all sizes, so that other load on the machine affects all of them.
 ROUNDS = 3
 _WARM_UP = 2
 
 
 @dataclass(frozen=True)
 class SweepSettings:
-    """What to time.
+    """Settings of a sweep.
 
     Attributes:
-        model: A name of the catalogue, a folder or a config.json; None: by size.
-        num_params: Of a Llama-like model; None: `model`.
+        model: A catalogue name, a folder or a config.json; None uses `num_params`.
+        num_params: Parameters of a Llama-like model; None uses `model`.
         caps: Values of ``bucket_cap_mb``.
-        rows, length: Of the batch on each process.
-        repeats: Steps that are timed for each size.
+        rows, length: Shape of the batch on each process.
+        repeats: Timed steps for each size.
     """
 
     model: str | None
@@ -39,10 +39,10 @@ class SweepSettings:
     repeats: int = 15
 
     def check(self, processes: int) -> None:
-        """Refuse a model that this machine cannot hold once for each process.
+        """Refuse a model that does not fit on this machine once per process.
 
         Raises:
-            ConfigError: naming the largest that it can; for a size that no sensible model has.
+            ConfigError: naming the largest size that fits, or for a size that no sensible model has.
         """
         import torch
 
@@ -66,7 +66,7 @@ class SweepSettings:
 
     @property
     def count(self) -> float:
-        """Parameters."""
+        """Number of parameters."""
         if self.num_params is not None:
             return self.num_params
         from accel_scale.planning.models.catalogue import load_model_facts
@@ -76,12 +76,12 @@ class SweepSettings:
 
     @property
     def vocabulary(self) -> int:
-        """Tokens of a model by size."""
+        """Vocabulary size of a model given by size."""
         return _SMALL_VOCABULARY if (self.num_params or _SMALL) < _SMALL else _VOCABULARY
 
 
 def made_model(settings: SweepSettings) -> Any:
-    """With random weights, in fp32."""
+    """Build the model with random weights in fp32."""
     import torch
     from transformers import AutoConfig, LlamaConfig
 
@@ -111,7 +111,7 @@ def made_model(settings: SweepSettings) -> Any:
 def slowest_times(
     step: Callable[[], None], steps: int, device: Any, *, before: Callable[[], None] = lambda: None
 ) -> list[float]:
-    """Seconds that `step` takes, `steps` times after a warm-up, each on the slowest rank; collective."""
+    """Seconds of `steps` calls of `step` after a warm-up, each on the slowest rank; collective."""
     import torch
     import torch.distributed as dist
 
@@ -131,12 +131,12 @@ def slowest_times(
 
 
 def noise(seconds: Sequence[float], steps_per_round: int) -> float:
-    """By how much a round of the same work took longer than another one."""
+    """Relative difference between the slowest and the fastest round of the same work."""
     rounds = [low(seconds[at : at + steps_per_round]) for at in range(0, len(seconds), steps_per_round)]
     return max(rounds) / min(rounds) - 1
 
 
 def low(seconds: Sequence[float]) -> float:
-    """The lowest fifth's largest: what else the machine does only ever adds time."""
+    """The largest of the fastest fifth, since other load on the machine only ever adds time."""
     ordered = sorted(seconds)
     return ordered[max(0, -(-len(ordered) // 5) - 1)]

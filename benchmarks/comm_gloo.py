@@ -1,10 +1,10 @@
-"""How well the fitted links of `accel-scale comm --measure` predict gloo on CPU processes, on sizes not fitted.
+"""Measure how well links fitted by `accel-scale comm --measure` predict gloo on CPU processes at held-out sizes.
 
     python benchmarks/comm_gloo.py            # 2 and 4 processes, writes benchmarks/results/comm_gloo.md
 
-Every other size is fitted (least squares of the relative error), the others are held out. Beside the links that are
-saved, one for each operation, two simpler ones are judged on the same held out sizes: those without a knee, and one
-latency and bandwidth for all operations together.
+Every other size is fitted (least squares of the relative error), the others are held out. In addition to the saved
+links, one per operation, two simpler ones are judged on the same held-out sizes: links without a knee, and one latency
+and bandwidth for all operations together.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def fit_table(fits: list[FittedLink]) -> list[str]:
 
 
 def size_table(fits: list[FittedLink]) -> list[str]:
-    """algbw, busbw and what the fit says, for held out sizes."""
+    """Table of algbw, busbw and the fit's prediction for held-out sizes."""
     lines = [
         "| op | size | time | algbw GB/s | busbw GB/s | predicted | off by |",
         "|---|---:|---:|---:|---:|---:|---:|",

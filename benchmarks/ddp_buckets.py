@@ -1,12 +1,12 @@
-"""DDP's bucket size: times steps of a model of the wanted size for several sizes, and says which flag to use.
+"""DDP's bucket size: times steps of a model of a given size for several bucket sizes and recommends a flag.
 
     python benchmarks/ddp_buckets.py --num_params 30M --processes 2
     python benchmarks/ddp_buckets.py --num_params 30M --processes 2 --zero 2    # DeepSpeed's, in zero_buckets.py
     torchrun --nproc_per_node 8 benchmarks/ddp_buckets.py --model meta-llama/Llama-3.2-1B
 
-A bucket is reduced as soon as all of its gradients are there. Small buckets begin early and pay a latency each; large
-ones wait: where backward is long beside communication small ones hide it, where messages are expensive large ones
-save it (Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", section 5).
+A bucket is reduced as soon as all its gradients are ready. Small buckets start early but each pays a latency; large
+ones wait. If backward is long compared to communication, small buckets hide it; if messages are expensive, large ones
+save time (Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", section 5).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from accel_scale.planning.search.requests import amount
 from accel_scale.reporting.comm_tables import format_short
 
 DEFAULT_CAP_MB = 25.0
-# A flag is worth giving if it saves more than this.
+# A flag is recommended if it saves more than this.
 WORTH = 0.03
 
 
@@ -39,8 +39,8 @@ def sweep_buckets(place: Any, settings: SweepSettings) -> dict[str, Any]:
 
     Returns:
         ``rows`` with ``bucket_cap_mb``, ``num_buckets``, ``seconds`` (a low quantile, the slowest rank of each step),
-        ``median_seconds``, ``exposed_seconds`` (what a step takes longer than without communication) and ``noise``
-        (how far the same size's rounds are apart, relative), and ``compute_seconds``, ``model``, ``backend``.
+        ``median_seconds``, ``exposed_seconds`` (extra time of a step compared to one without communication) and
+        ``noise`` (relative difference between rounds of one size), and ``compute_seconds``, ``model``, ``backend``.
     """
     import torch
 
@@ -80,12 +80,12 @@ def sweep_buckets(place: Any, settings: SweepSettings) -> dict[str, Any]:
 
 
 def noise_of(rows: Sequence[dict[str, Any]]) -> float:
-    """How far apart the rounds of one size were, relative: a smaller difference between two sizes says nothing."""
+    """Relative difference between rounds of one size; smaller differences between sizes are not significant."""
     return max(row["noise"] for row in rows)
 
 
 def best_cap(rows: Sequence[dict[str, Any]]) -> float:
-    """The fastest size; torch's own where it is among them and slower by no more than is worth a flag, or noise."""
+    """The fastest size, or torch's default if it was measured and is slower by no more than `WORTH` or the noise."""
     fastest = min(rows, key=lambda row: row["seconds"])
     default = next((row for row in rows if row["bucket_cap_mb"] == DEFAULT_CAP_MB), None)
     if default is not None and default["seconds"] <= fastest["seconds"] * (1 + max(WORTH, noise_of(rows))):
@@ -122,7 +122,7 @@ def _wrapped(model: Any, cap: float, place: Any) -> Any:
 
 
 def _num_buckets(ddp: Any) -> int:
-    """As DDP logs it, after it has built its buckets again in the order of the first backward pass (torch 2.13)."""
+    """Number of buckets logged by DDP after it rebuilt them in the order of the first backward pass (torch 2.13)."""
     logged = ddp._get_ddp_logging_data()
     sizes = logged.get("rebuilt_bucket_sizes") or logged.get("bucket_sizes") or ""
     return len([size for size in str(sizes).split(",") if size.strip()])
@@ -155,7 +155,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Time DDP's steps by bucket size, and say which flag to use."""
+    """Time DDP's steps by bucket size and print which flag to use."""
     if (args.model is None) == (args.num_params is None):
         problem = "nothing says" if args.model is None else "--model and --num_params both say"
         fix = "give --model or --num_params, one of them."
@@ -179,7 +179,7 @@ def run(args: argparse.Namespace) -> None:
         return
     found = on_processes(args, sweep_buckets, processes, settings)
     if found is None:
-        return  # another rank speaks
+        return  # another rank prints
     best = best_cap(found["rows"])
     rows = [{**row, "best": row["bucket_cap_mb"] == best} for row in found["rows"]]
     if args.json:
@@ -200,7 +200,7 @@ def _run_zero(args: argparse.Namespace, settings: SweepSettings, processes: int)
     sizes = [round(amount(text, "--buckets") or 0) for text in args.buckets or zero_buckets.DEFAULT_SIZES]
     found = on_processes(args, zero_buckets.sweep_zero, processes, settings, int(args.zero), sizes)
     if found is None:
-        return  # another rank speaks
+        return  # another rank prints
     model = settings.model or f"a Llama-like model of {settings.count / 1e6:.0f}M parameters"
     about = f"{processes} processes: {model}, {settings.rows} × {settings.length} tokens each"
     zero_buckets.report(found, int(args.zero), about, write=args.write)

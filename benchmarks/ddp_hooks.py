@@ -2,10 +2,10 @@
 
     python benchmarks/ddp_hooks.py            # writes benchmarks/results/ddp_hooks.md
 
-The same model from the same weights over the same batches of the embedded text, in fp32, so that all that differs is
-what travels. Bytes are those that a rank gives to all-reduces in a step, as the recipe's summary has them. The loss
-is on held-out text after the last step; another seed, and a learning rate that differs in the fourth digit, say which
-difference means something.
+The model, weights and batches of the embedded text are the same, in fp32, so that only the communicated data differ.
+Bytes are those that a rank passes to all-reduces in a step, from the recipe's summary. The loss is on held-out text
+after the last step; another seed, and a learning rate that differs in the fourth digit, show which differences are
+significant.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RESULT = REPOSITORY / "benchmarks" / "results" / "ddp_hooks.md"
-# 0.01 % above the recipe's own: rounding, made visible. Training amplifies it.
+# 0.01 % above the recipe's own learning rate: makes rounding visible, which training amplifies.
 NUDGED = "0.0030003"
 HOOKS = {
     "none": [],
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace, flags: list[str], *, seed: int) -> dict[str, Any]:
-    """The summary of one launch."""
+    """Run one launch and return its summary."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "accelerate.commands.launch"]
         command += ["--config_file", str(REPOSITORY / "accelerate_configs" / "ddp.yaml")]

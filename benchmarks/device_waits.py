@@ -1,9 +1,9 @@
-"""How often the host waits for a GPU in each micro-batch and each step of the recipes, on a GPU that is pretended.
+"""Count how often the host waits for the GPU in each micro-batch and step of the recipes, on a pretend GPU.
 
     python benchmarks/device_waits.py --results benchmarks/results
 
-A run with more micro-batches in each step is compared with one that has fewer, and one with more steps with one that
-has fewer: what is counted once does not differ. Kernels are those of the CPU, so nothing is timed.
+Runs that differ in the number of micro-batches per step, and in the number of steps, are compared, so that one-off
+waits cancel out. The kernels run on the CPU, so nothing is timed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FLAGS = {
 
 
 def write_inputs(folder: Path) -> None:
-    """A model of two layers and some text."""
+    """Write a model of two layers and some text."""
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     from accel_scale.data.default import default_model_path
@@ -54,7 +54,7 @@ def write_inputs(folder: Path) -> None:
 
 
 def waits_of(recipe: str, folder: Path, *, steps: int, accumulated: int, flags: tuple[str, ...] = ()) -> Waits:
-    """All waits of one run of the recipe."""
+    """Run the recipe and return all its waits."""
     command = [
         *_FLAGS[recipe],
         str(folder / "text.jsonl"),
@@ -66,7 +66,7 @@ def waits_of(recipe: str, folder: Path, *, steps: int, accumulated: int, flags: 
         *("--global_batch_size", str(2 * accumulated), "--logging_steps", "100", "--dataloader_num_workers", "0"),
         *flags,
     ]
-    import trl.trainer.sft_trainer  # noqa: F401  # its imports ask torch what is there
+    import trl.trainer.sft_trainer  # noqa: F401  # its imports query torch for devices
 
     module = load_recipe(recipe)
     with PretendGpu() as gpu, contextlib.redirect_stdout(io.StringIO()):
@@ -75,7 +75,7 @@ def waits_of(recipe: str, folder: Path, *, steps: int, accumulated: int, flags: 
 
 
 def per_micro_batch_and_step(recipe: str, folder: Path, flags: tuple[str, ...] = ()) -> tuple[Waits, Waits]:
-    """Waits of each micro-batch, and of each step beside those of its micro-batches."""
+    """Waits of each micro-batch, and of each step in addition to its micro-batches'."""
     one = waits_of(recipe, folder, steps=1, accumulated=1, flags=flags)
     wider = waits_of(recipe, folder, steps=1, accumulated=3, flags=flags)
     longer = waits_of(recipe, folder, steps=3, accumulated=1, flags=flags)
@@ -85,7 +85,7 @@ def per_micro_batch_and_step(recipe: str, folder: Path, flags: tuple[str, ...] =
 
 
 def main() -> int:
-    """Print the table, and write it where asked for."""
+    """Print the table, and write it if requested."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path)
     parser.add_argument("--column", default="now", help="What these figures are called in the table.")

@@ -1,12 +1,12 @@
-"""Everything that a GPU has to prove, in one command: stages with a time limit, resumable, written as one page.
+"""All checks that need a GPU in one command: resumable stages with time limits, reported on one page.
 
     python benchmarks/gpu_check.py                       # ten minutes on one GPU, ten more where there are several
     python benchmarks/gpu_check.py --stages methods speed
     python benchmarks/gpu_check.py --cpu                 # all of it at a small size, in five minutes on two cores
 
-The same command again goes on where it stopped: what passed is not run again, what failed or was not reached is
-(`--fresh` forgets all). Needs no network. The page, `gpu_check.md` in the output folder, is written after every stage;
-what each stage printed is beside it. The exit status is 1 if something failed or was not reached.
+Running the same command again continues where it stopped: passed stages are skipped, failed and unreached ones are run
+(`--fresh` starts over). Needs no network. The page, `gpu_check.md` in the output folder, is written after every stage,
+with each stage's output next to it. The exit status is 1 if something failed or was not reached.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests")]
 from gpu_stages import STAGES, Stage  # noqa: E402
 from gpu_stages.page import Ending, read_ending, write_ending, write_page  # noqa: E402
 
-_SHORTEST = 15.0  # a stage that has less is not begun
+_SHORTEST = 15.0  # a stage with less time left is not started
 _RANKS_ON_CPU = 2
-_CPU_PATIENCE = 3.0  # limits are a GPU's of its own; cores are shared with others
+_CPU_PATIENCE = 3.0  # limits are for a dedicated GPU; CPU cores are shared
 
 
 def main() -> int:
-    """Run what is asked for and not done yet."""
+    """Run the requested stages that are not done yet."""
     options, started = parse(), time.monotonic()
     if options.stage:
         return run_stage(options)
@@ -65,14 +65,14 @@ def main() -> int:
                     write_ending(out / stage.name, end_of(stage, out, options.cpu, num_gpus, seconds, servers))
                 write_page(page, STAGES, out, device=device)
     print(write_page(page, STAGES, out, device=device))
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)  # whatever else the machine did meanwhile
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)  # independent of other load on the machine
     print(f"{time.monotonic() - started:.0f} s, {used.ru_utime + used.ru_stime:.0f} s of processors")
     endings = [read_ending(out / name) for name in options.stages]
     return int(not all(ending is not None and ending.is_fine for ending in endings))
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [stage.name for stage in STAGES]
     parser.add_argument("--stages", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
@@ -87,7 +87,7 @@ def parse() -> argparse.Namespace:
 
 
 def run_stage(options: argparse.Namespace) -> int:
-    """One stage in this process, which is its own: a crash, a hang or memory that is not freed stays here."""
+    """Run one stage in this separate process, which contains crashes, hangs and leaked memory."""
     from gpu_stages.box import Cases
 
     stage = next(stage for stage in STAGES if stage.name == options.stage)
@@ -97,7 +97,7 @@ def run_stage(options: argparse.Namespace) -> int:
 
 
 def end_of(stage: Stage, out: Path, cpu: bool, num_gpus: int, seconds: float, servers: list[int]) -> Ending:
-    """Run one stage in a process of its own, for so long at most; how it ended."""
+    """Run one stage in its own process with a time limit; returns how it ended."""
     if stage.num_gpus > num_gpus:
         return Ending("lacking", f"needs {stage.num_gpus} GPUs")
     if seconds < _SHORTEST:
@@ -108,7 +108,7 @@ def end_of(stage: Stage, out: Path, cpu: bool, num_gpus: int, seconds: float, se
     command = [sys.executable, str(Path(__file__).resolve()), "--stage", stage.name, "--out", str(folder)]
     command += ["--seconds", str(seconds), "--num_gpus", str(num_gpus), *(["--cpu"] if cpu else [])]
     environment = dict(os.environ)
-    if stage.num_gpus == 1 and not cpu:  # one process, which would refuse several
+    if stage.num_gpus == 1 and not cpu:  # a single process, which would refuse several GPUs
         environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     started = time.monotonic()
     with (folder / "log.txt").open("ab") as log:
@@ -129,7 +129,7 @@ def end_of(stage: Stage, out: Path, cpu: bool, num_gpus: int, seconds: float, se
 
 
 def end_family(process: subprocess.Popen[bytes], servers: list[int]) -> None:
-    """Kill the stage's process and whatever it has started: ranks have sessions of their own."""
+    """Kill the stage's process and everything it has started, since ranks run in their own sessions."""
     family = []
     for pid in (process.pid, *servers):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -144,7 +144,7 @@ def end_family(process: subprocess.Popen[bytes], servers: list[int]) -> None:
 
 
 def prepare_environment(cpu: bool) -> None:
-    """For all that is started."""
+    """Set the environment for all child processes."""
     os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_WAIT_POLICY="passive")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
     if cpu:
@@ -152,7 +152,7 @@ def prepare_environment(cpu: bool) -> None:
 
 
 def describe_device(cpu: bool) -> tuple[str, int]:
-    """Name and number of the GPUs, asked in another process: this one takes none of their memory."""
+    """Name and number of the GPUs, queried in another process so that this one uses none of their memory."""
     if cpu:
         return "cpu", _RANKS_ON_CPU
     code = "import json, torch\nc = torch.cuda\nn = c.device_count()\n"
@@ -165,7 +165,7 @@ def describe_device(cpu: bool) -> tuple[str, int]:
 
 
 def check_same_device(out: Path, device: str) -> None:
-    """Results of two devices do not belong on one page."""
+    """Refuse to mix results of two devices on one page."""
     path = out / "device.txt"
     if path.is_file() and path.read_text() != device:
         raise SystemExit(f"gpu_check.py: {out} has results of {path.read_text()}. Fix: use --fresh or another --out.")
@@ -174,7 +174,7 @@ def check_same_device(out: Path, device: str) -> None:
 
 @contextlib.contextmanager
 def warm_processes(cpu: bool) -> Iterator[list[int]]:
-    """On the CPU, processes are forked from servers that have imported the libraries; yields the servers' ids."""
+    """On the CPU, fork processes from servers that have imported the libraries; yields the servers' PIDs."""
     from warm_python import WarmPython, is_possible, is_warm
 
     if not cpu or is_warm() or not is_possible():

@@ -1,10 +1,10 @@
-"""What a layer asks of the host: operators of a forward pass, and what checkpointing keeps the interpreter busy with.
+"""Host work of a layer: operators of a forward pass, and interpreter time added by checkpointing.
 
     python benchmarks/host_passes.py          # a minute; writes benchmarks/results/host_passes.md
 
 A GPU that is fast for its model waits for the host; `accel_scale/planning/cost/efficiency.py` predicts for how long,
-with counts and ratios from here. The layers are Qwen2's, of 64 values and rows of 16 tokens, whose arithmetic takes a
-CPU no time. Figures are those of a layer: what four layers more add.
+with counts and ratios from here. The layers are Qwen2's with a hidden size of 64 and rows of 16 tokens, whose
+arithmetic takes a CPU no time. Figures are per layer, from the difference that four more layers make.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 RESULTS = BENCHMARKS / "results" / "host_passes.md"
 FEW, MANY, ROUNDS = 2, 6, 40
 POLICIES = ("none", "every_2", "full", "offload", "selective")
-# Operators that only make another view of a tensor: no kernel, and about a third of the host's time.
+# Operators that only create a view of a tensor: no kernel, and about a third of the host's time.
 VIEWS = {
     "_reshape_alias", "_unsafe_view", "alias", "as_strided", "detach", "expand", "permute", "reshape", "select",
     "slice", "split", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view",
@@ -41,10 +41,10 @@ VIEWS = {
 
 
 class Operators(TorchDispatchMode):
-    """Counts what runs in its block; or a count of its own.
+    """Counts the operators that run in its block, starting from given counts.
 
     Attributes:
-        kernels, views: Operators that compute, and those that make a view.
+        kernels, views: Numbers of operators that compute and that create a view.
     """
 
     def __init__(self, kernels: float = 0, views: float = 0) -> None:
@@ -60,12 +60,12 @@ class Operators(TorchDispatchMode):
 
     @property
     def equivalents(self) -> float:
-        """Kernels, with a view as a third of one."""
+        """Number of kernels, with a view counted as a third."""
         return self.kernels + self.views / 3
 
 
 def passes_of(setup: TrainingSetup, layers: int) -> Callable[[], torch.Tensor]:
-    """The forward pass of a model as `setup` trains it."""
+    """The forward pass of a model trained as in `setup`."""
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     torch.manual_seed(0)
@@ -87,7 +87,7 @@ def passes_of(setup: TrainingSetup, layers: int) -> Callable[[], torch.Tensor]:
 
 
 def kernels_of_layer(setup: TrainingSetup) -> Operators:
-    """Operators of a layer's forward pass."""
+    """Count the operators of a layer's forward pass."""
     counts = [Operators(), Operators()]
     for layers, count in zip((FEW, MANY), counts, strict=True):
         forward = passes_of(setup, layers)
@@ -100,7 +100,7 @@ def kernels_of_layer(setup: TrainingSetup) -> Operators:
 
 
 def seconds_of_layer(setup: TrainingSetup) -> dict[str, float]:
-    """Of both passes, by policy: models take turns, and a figure is the median of what four layers add in a round."""
+    """Seconds of a layer's passes by policy: models take turns; medians over rounds of the time four layers add."""
     models = {
         policy: [passes_of(replace(setup, checkpointing=policy), layers) for layers in (FEW, MANY)]
         for policy in POLICIES
@@ -120,7 +120,7 @@ def _seconds(forward: Callable[[], torch.Tensor]) -> float:
 
 
 def main() -> int:
-    """Measure, print and write."""
+    """Measure, print and write the results."""
     torch.set_num_threads(1)
     lines = [
         "# The host's share of a layer",

@@ -1,10 +1,10 @@
-"""The longest rows of QLoRA on Llama-3.1-8B by card, with and without --long_rows, and the tensors of such a step.
+"""Longest rows of QLoRA on Llama-3.1-8B by card, with and without --long_rows, and the tensors of such a step.
 
     python benchmarks/long_rows.py            # prints the page
     python benchmarks/long_rows.py --write    # writes benchmarks/results/long_rows.md
 
-The lengths are the planner's. The tensors are counted in a step of the real model's code at the real widths, with
-fewer layers and tensors that have shapes and no values (as `accel-scale plan --verify` does on a CPU).
+The lengths are the planner's. The tensors are counted in a step of the real model code at the real widths, with fewer
+layers and with tensors that have shapes but no values (as in `accel-scale plan --verify` on a CPU).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _GIB = 2**30
 
 
 def wish(card_gib: int, long_rows: bool) -> Wish:
-    """Without the flag: the same setting with layer inputs offloaded, which is the leanest there is besides."""
+    """The planner's request; without the flag, offloading layer inputs is the leanest alternative."""
     return Wish(
         MODEL,
         gpu=f"{card_gib}GiB",
@@ -92,7 +92,7 @@ def tensors_table() -> list[str]:
 
 
 def bytes_per_token() -> str:
-    """What a token of a row adds to the peak, on a card."""
+    """Bytes that a token of a row adds to the peak on a card."""
     facts = load_model_facts(MODEL)
     setup = TrainingSetup(method="qlora", checkpointing="offload", attention="flash_attention_2", lora=LoraSetup(32))
 

@@ -1,4 +1,4 @@
-"""The machine and the versions that a result was measured with."""
+"""The machine and versions with which a result was measured."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PACKAGES = ("torch", "transformers", "trl", "accelerate")
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on."""
+    """Hardware, versions, date and commit that results depend on."""
     cpu = next(
         (s.split(":")[1].strip() for s in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in s), ""
     )

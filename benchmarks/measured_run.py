@@ -1,11 +1,11 @@
-"""Run a training script as it is and record when each step ended (wall and CPU seconds), its tokens, and its memory.
+"""Run an unmodified training script and record the end of each step (wall and CPU seconds), its tokens and memory.
 
-On a GPU the wall is its own clock: a step ends when the device comes by an event, not when the host has launched it.
+On a GPU wall time is the device's: a step ends when the device reaches an event, not when the host has launched it.
 
     python benchmarks/measured_run.py report.json path/to/script.py --flags of --the script
 
-A callback is added to the ones every transformers `Trainer` starts with; the script is not touched. Tokens without
-padding are those the trainer itself logs as `num_tokens`; where it logs none, those of the batches it was given.
+A callback is added to the default ones of every transformers `Trainer`; the script is not changed. Tokens without
+padding are those that the trainer logs as `num_tokens`, or those of its batches if it logs none.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def peak_resident_bytes() -> int:
 
 
 def reset_peak_resident_bytes() -> None:
-    """Make the present resident memory the high-water mark (proc(5), clear_refs)."""
+    """Reset the high-water mark to the current resident memory (proc(5), clear_refs)."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def count_tokens(input_ids: Any, pad_token_id: int) -> int:
-    """Tokens of a batch without padding."""
+    """Number of tokens in a batch without padding."""
     return int((input_ids != pad_token_id).sum())
 
 
@@ -75,19 +75,19 @@ def add_recorder(report: dict[str, Any]) -> None:
             report["peak_resident_bytes"] = peak_resident_bytes()
             report["peak_device_bytes"] = (peak_device_bytes() or {}).get("allocated_bytes")
 
-    # A list that `Trainer.__init__` copies (checked on transformers 5.23); an empty report tells if it moves.
+    # A list that `Trainer.__init__` copies (checked on transformers 5.23); an empty report shows if it moves.
     trainer.DEFAULT_CALLBACKS.append(Recorder)
     trainer.Trainer.training_step = counted
 
 
 class WhenTrainerIsImported(importlib.abc.MetaPathFinder):
-    """Calls a function when the script has imported transformers' trainer, and imports nothing before that."""
+    """Calls a function once the script has imported transformers' trainer, without importing anything before."""
 
     def __init__(self, then: Callable[[], None]) -> None:
         self.then = then
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """The module's own spec, with a loader that calls the function after the module has run."""
+        """The module's own spec, with a loader that calls the function after executing the module."""
         if name != "transformers.trainer":
             return None
         sys.meta_path.remove(self)
@@ -105,7 +105,7 @@ class WhenTrainerIsImported(importlib.abc.MetaPathFinder):
 
 
 def run_script(script: str, flags: list[str]) -> None:
-    """Run a script as python does; returns where it exits with 0."""
+    """Run a script as python does; returns if it exits with status 0."""
     sys.argv = [script, *flags]
     try:
         runpy.run_path(script, run_name="__main__")
@@ -115,10 +115,10 @@ def run_script(script: str, flags: list[str]) -> None:
 
 
 def main() -> None:
-    """Entry point; everything after the script's path is the script's."""
+    """Entry point; all arguments after the script's path belong to the script."""
     report_path, script, *flags = sys.argv[1:]
     report: dict[str, Any] = {}
-    if "transformers.trainer" in sys.modules:  # an interpreter that had it before the script
+    if "transformers.trainer" in sys.modules:  # already imported before the script
         add_recorder(report)
     else:
         sys.meta_path.insert(0, WhenTrainerIsImported(lambda: add_recorder(report)))

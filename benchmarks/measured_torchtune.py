@@ -1,9 +1,9 @@
-"""Run torchtune's fine-tuning recipe as it is and write what measured_run.py writes for a transformers `Trainer`.
+"""Run torchtune's unmodified fine-tuning recipe and write a report like measured_run.py does for a `Trainer`.
 
     python benchmarks/measured_torchtune.py report.json full_finetune_single_device.py --config c.json key=value
 
-A step ends when torchtune logs it; its tokens are those of the batches that the recipe put on the device since then.
-torchtune 0.6 has no tokenizer that reads a chat template: its configuration names `ChatTokenizer` for one.
+A step ends when torchtune logs it; its tokens are those of the batches moved to the device since the last step.
+torchtune 0.6 has no tokenizer that reads a chat template, so its configuration uses `ChatTokenizer`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 
 from measured_run import peak_resident_bytes, reset_peak_resident_bytes, run_script
 
-PACKED_PADDING = 0  # what torchtune pads packed rows with, whatever the tokenizer says
+PACKED_PADDING = 0  # the value with which torchtune pads packed rows, whatever the tokenizer
 
 
 class ChatTokenizer:
-    """Messages to tokens as the embedded model's template writes them; what the assistant does not say is masked."""
+    """Tokenizes messages with the embedded model's template; everything not said by the assistant is masked."""
 
     def __init__(self, path: str, pad_token: str, max_seq_len: int) -> None:
         from tokenizers import Tokenizer
@@ -31,7 +31,7 @@ class ChatTokenizer:
         self.pad_id = self.tokenizer.token_to_id(pad_token)
 
     def __call__(self, sample: Mapping[str, Any], inference: bool = False) -> dict[str, Any]:
-        """torchtune's sample of `messages` with `tokens` and `mask` (True: no loss) instead."""
+        """Convert torchtune's sample of `messages` to `tokens` and `mask` (True for no loss)."""
         tokens: list[int] = []
         mask: list[bool] = []
         for message in sample["messages"]:
@@ -44,7 +44,7 @@ class ChatTokenizer:
 
 
 def count_tokens(batch: Mapping[str, Any], pad_id: int) -> int:
-    """Tokens of a batch without padding."""
+    """Number of tokens in a batch without padding."""
     tokens = batch["tokens"]
     return int(((tokens != pad_id) & (tokens != PACKED_PADDING)).sum())
 
@@ -80,7 +80,7 @@ def add_recorder(report: dict[str, Any], pad_id: int) -> None:
 
 
 def main() -> None:
-    """Entry point; everything after the recipe's path is the recipe's."""
+    """Entry point; all arguments after the recipe's path belong to the recipe."""
     report_path, recipe, *words = sys.argv[1:]
     report: dict[str, Any] = {}
     config = json.loads(Path(words[words.index("--config") + 1]).read_text())  # JSON is YAML

@@ -1,12 +1,12 @@
-"""The same run on one process and on ranks that share the model: losses, final weights and logits of the saved model.
+"""Compare a run on one process with the same run on ranks that share the model: losses, weights and saved logits.
 
     python benchmarks/model_parallel_parity.py --model path/to/a/small/llama        # writes benchmarks/results/
     python benchmarks/model_parallel_parity.py --layouts tp2 pp2 --families llama --results /tmp/results
 
 recipes/pretrain.py trains a few AdamW steps (fp32, clipping, validation, a checkpoint, the saved model read back) in
-every layout, on CPU processes over gloo. Other families get the size of --model, its tokenizer and random weights;
-without --model the Llama is random too and the tokenizer the embedded one. Processes are forked after the imports,
-with the variables that `accelerate launch` sets.
+every layout, on CPU processes over gloo. Other families use the tokenizer of --model and random weights; without
+--model the Llama is random too and the tokenizer is the embedded one. Processes are forked after the imports, with
+the variables that `accelerate launch` sets.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-# Name → (processes, flags, whether the launch file is FSDP2's).
+# Processes, flags, and whether the launch file is FSDP2's, by name.
 LAYOUTS: dict[str, tuple[int, list[str], bool]] = {
     "tp2": (2, ["--tp_size", "2"], False),
     "sp2": (2, ["--sp_size", "2"], False),
@@ -40,15 +40,15 @@ LAYOUTS: dict[str, tuple[int, list[str], bool]] = {
     "pp2 x tp2 x dp2": (8, ["--pp_size", "2", "--tp_size", "2"], False),
     "pp2 x tp2 x fsdp2": (8, ["--pp_size", "2", "--tp_size", "2"], True),
 }
-# Trained in the first layout half-way, and from its checkpoint in the second one to the end. GPT-2's fused projections
-# are stored in another shape under tensor parallelism, so it resumes among layouts with the same.
+# Trained half-way in the first layout, then from its checkpoint to the end in the second. GPT-2's fused projections
+# are stored in another shape under tensor parallelism, so it only resumes between layouts with the same shape.
 RESUMED = {
     "pp2, then pp2": ("pp2", "pp2"),
     "pp2, then tp2": ("pp2", "tp2"),
     "fsdp2 x tp2, then pp2": ("fsdp2 x tp2", "pp2"),
     "tp2, then ddp2": ("tp2", "ddp2"),
 }
-# Nothing shared, to go on in.
+# A layout without sharing, to resume in.
 PLAIN: dict[str, tuple[int, list[str], bool]] = {"ddp2": (2, [], False)}
 FOLDER_PREFIX = "model-parallel-"
 FAMILIES = ("llama", "qwen3", "gemma", "gpt2")
@@ -86,7 +86,7 @@ def main() -> int:
 
 
 def preload() -> None:
-    """What every run imports; nothing that looks at the launch or starts a thread pool."""
+    """Import what every run needs, but nothing that reads the launch environment or starts a thread pool."""
     from accel_scale.quiet import quiet_imports
 
     quiet_imports()
@@ -102,7 +102,7 @@ def preload() -> None:
 
 
 def compare_family(family: str, options: argparse.Namespace, work: Path) -> list[dict[str, Any]]:
-    """One process, then every layout beside it."""
+    """Train on one process, then compare every layout with it."""
     model = prepare_model(family, options.model, work / family)
     alone = train(model, work / family / "one process", 1, [], False, options.steps)
     assert not alone["error"], alone["error"]
@@ -122,7 +122,7 @@ def compare_family(family: str, options: argparse.Namespace, work: Path) -> list
 
 
 def text_file(out: Path) -> Path:
-    """The project's own documentation, to train on; the same file for all runs below one folder."""
+    """The project's own documentation as training text; the same file for all runs below one folder."""
     root = next(folder for folder in out.parents if folder.name.startswith(FOLDER_PREFIX))
     text = root / "text.txt"
     if not text.exists():
@@ -131,7 +131,7 @@ def text_file(out: Path) -> Path:
 
 
 def prepare_model(family: str, folder: Path | None, target: Path) -> Path:
-    """A folder with a model of `family`'s architecture and a tokenizer."""
+    """Prepare a folder with a model of `family`'s architecture and a tokenizer."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2Config, set_seed
 
     from accel_scale.data.default import default_model_path
@@ -160,7 +160,7 @@ def prepare_model(family: str, folder: Path | None, target: Path) -> Path:
 
 
 def train(model: Path, out: Path, processes: int, flags: list[str], is_fsdp: bool, steps: int) -> dict[str, Any]:
-    """recipes/pretrain.py on forked processes; what it logged, and the folder of what it saved."""
+    """Run recipes/pretrain.py on forked processes; returns its logs and the folder of the saved model."""
     out.mkdir(parents=True, exist_ok=True)
     given = {
         "model_name_or_path": model, "data": text_file(out), "text_documents": "paragraph", "max_length": 64,
@@ -186,7 +186,7 @@ def train(model: Path, out: Path, processes: int, flags: list[str], is_fsdp: boo
 
 
 def train_in_two(model: Path, out: Path, layouts: tuple[str, str], steps: int) -> dict[str, Any]:
-    """A run in the first layout to its end; its half-way checkpoint goes on in the second."""
+    """Run the first layout to its end, then resume its half-way checkpoint in the second."""
     first = train(model, out / "first", *LAYOUTS[layouts[0]], steps)
     if first["error"]:
         return first
@@ -199,7 +199,7 @@ def train_in_two(model: Path, out: Path, layouts: tuple[str, str], steps: int) -
 
 
 def fork_rank(rank: int, processes: int, port: int, is_fsdp: bool, argv: list[str], log: Path) -> int:
-    """A process with the environment of one rank of a launch; its pid."""
+    """Fork a process with the environment of one rank of a launch; returns its PID."""
     child = os.fork()
     if child:
         return child
@@ -230,7 +230,7 @@ def fork_rank(rank: int, processes: int, port: int, is_fsdp: bool, argv: list[st
 
 
 def free_port() -> int:
-    """One that nobody listens on."""
+    """A free TCP port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -240,7 +240,7 @@ def free_port() -> int:
 
 
 def differences(alone: dict[str, Any], run: dict[str, Any]) -> dict[str, float]:
-    """Largest relative differences; of weights ‖a − b‖ ÷ ‖a‖ per tensor."""
+    """Largest relative differences; for weights, ‖a − b‖ ÷ ‖a‖ per tensor."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -253,7 +253,7 @@ def differences(alone: dict[str, Any], run: dict[str, Any]) -> dict[str, float]:
     weights = max(
         float((states[0][name] - states[1][name]).norm() / states[0][name].norm().clamp(min=1e-12))
         for name in states[0]
-        if states[0][name].norm() > 1e-3  # biases that have hardly left zero
+        if states[0][name].norm() > 1e-3  # skips biases that are still close to zero
     )
     ids = torch.arange(64).reshape(2, 32) % one.config.vocab_size
     with torch.no_grad():
@@ -267,7 +267,7 @@ def differences(alone: dict[str, Any], run: dict[str, Any]) -> dict[str, float]:
 
 
 def about(options: argparse.Namespace, load: float) -> str:
-    """Hardware, versions, date and commit."""
+    """Hardware, versions, date and commit as text."""
     from machine import machine
 
     info = machine()

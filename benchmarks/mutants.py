@@ -1,8 +1,8 @@
-"""Mutants of a module: small changes of its code, made by cosmic-ray's operators and by seven of our own.
+"""Mutants of a module: small code changes made by cosmic-ray's operators and by seven of our own.
 
-What cannot change a result is left out by rule: annotations, docstrings and messages, decorators and their arguments,
-printing and raising, assertions, imports, paths, private constants of a module (sizes of buffers, patterns), and
-numbers that hardly change.
+Changes that cannot affect a result are excluded by rule: annotations, docstrings and messages, decorators and their
+arguments, printing and raising, assertions, imports, paths, private constants of a module (sizes of buffers,
+patterns), and numbers that hardly change.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _FROM_COSMIC_RAY = (
     "ReplaceContinueWithBreak",
     "ZeroIterationForLoop",
 )
-# Calls whose arguments are words for a reader.
+# Calls whose arguments are text for readers.
 _MESSAGES = re.compile(
     r"(print|say|_say|warn|warning|error|info|debug|write_line|Finding|ConfigError|\w+Error|Damaged|perf_counter)"
 )
-# Calls without arguments that a tensor, a text or a list goes through.
+# Methods without arguments that may be dropped from a tensor, a string or a list.
 _PASSED_THROUGH = {
     "abs", "bool", "clone", "contiguous", "copy", "cpu", "detach", "double", "exp", "flatten", "float", "int", "log",
     "long", "lower", "sqrt", "square", "squeeze", "strip",
@@ -64,10 +64,10 @@ _PATH = re.compile(r"[\"']|\b(folder|path|name|directory|root|staged|beside|MANI
 
 
 class _OnTexts(Operator):
-    """Replaces a node's text by another one."""
+    """Replaces a node's text."""
 
     def replacements(self, node: Any) -> Iterator[str]:
-        """What may stand in its place."""
+        """The texts that may replace the node."""
         raise NotImplementedError
 
     def mutation_positions(self, node: Any) -> Iterator[tuple[Position, Position]]:
@@ -85,7 +85,7 @@ class _OnTexts(Operator):
 
 
 class DropStatement(_OnTexts):
-    """A call whose result nobody takes, or an assignment to an attribute or an item, is left out."""
+    """Drops a call whose result is unused, or an assignment to an attribute or item."""
 
     def replacements(self, node: Any) -> Iterator[str]:
         if node.parent is None or node.parent.type != "simple_stmt":
@@ -100,7 +100,7 @@ class DropStatement(_OnTexts):
 
 
 class DropKeyword(_OnTexts):
-    """A keyword argument is not passed."""
+    """Drops a keyword argument."""
 
     def replacements(self, node: Any) -> Iterator[str]:
         if node.type == "argument" and node.children[1].get_code().strip() == "=":
@@ -108,7 +108,7 @@ class DropKeyword(_OnTexts):
 
 
 class SwapMinMax(_OnTexts):
-    """The smaller for the larger, all for any."""
+    """Swaps `min` and `max`, `all` and `any`."""
 
     def replacements(self, node: Any) -> Iterator[str]:
         if node.type == "name" and node.value in _SWAPPED:
@@ -118,7 +118,7 @@ class SwapMinMax(_OnTexts):
 
 
 class DropCondition(_OnTexts):
-    """One side of `and` or `or` is left out."""
+    """Drops one side of `and` or `or`."""
 
     def replacements(self, node: Any) -> Iterator[str]:
         if node.type in ("and_test", "or_test"):
@@ -130,7 +130,7 @@ class DropCondition(_OnTexts):
 
 
 class DropMethod(_OnTexts):
-    """`x.detach()` is `x`."""
+    """Drops a method call, so that `x.detach()` becomes `x`."""
 
     def replacements(self, node: Any) -> Iterator[str]:
         if node.type != "atom_expr":
@@ -143,7 +143,7 @@ class DropMethod(_OnTexts):
 
 
 class OtherType(_OnTexts):
-    """A narrower type of torch's, or a wider one."""
+    """Replaces a torch dtype by a narrower or wider one."""
 
     def replacements(self, node: Any) -> Iterator[str]:
         if node.type == "name" and node.value in _OTHER_TYPES:
@@ -153,7 +153,7 @@ class OtherType(_OnTexts):
 
 
 class OtherReduction(_OnTexts):
-    """A mean for a sum, a sum for a maximum."""
+    """Replaces a reduction, such as a sum by a mean or a maximum by a sum."""
 
     def replacements(self, node: Any) -> Iterator[str]:
         is_member = node.type == "name" and node.get_previous_leaf() and node.get_previous_leaf().value == "."
@@ -170,13 +170,13 @@ OPERATORS: dict[str, Operator] = {
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change of one module.
+    """One change to one module.
 
     Attributes:
-        module: Path from the repository's root.
-        line: Where it begins.
-        operator: What kind of change it is.
-        occurrence: Counts the places of that kind in the module.
+        module: Path relative to the repository root.
+        line: First changed line.
+        operator: Kind of change.
+        occurrence: Index among the places for that kind in the module.
         before, after: The changed lines, without indentation.
     """
 
@@ -189,7 +189,7 @@ class Mutant:
 
 
 class _Sites(Visitor):
-    """Every place that an operator can change, by where it begins."""
+    """Collects every place that an operator can change, by its start position."""
 
     def __init__(self) -> None:
         self.found: list[tuple[Position, str, int]] = []
@@ -205,7 +205,7 @@ class _Sites(Visitor):
 
 
 def sites(source: str) -> dict[Position, list[tuple[str, int]]]:
-    """The kinds of change and their occurrence numbers at each place of a module."""
+    """The possible kinds of change and their occurrence numbers at each place of a module."""
     visitor = _Sites()
     visitor.walk(get_ast(source))
     by_place: dict[Position, list[tuple[str, int]]] = {}
@@ -215,7 +215,7 @@ def sites(source: str) -> dict[Position, list[tuple[str, int]]]:
 
 
 def mutated(source: str, operator: str, occurrence: int) -> str | None:
-    """The module with that change; None if it is none, or no Python."""
+    """The module's source with that change; None if nothing changes or the result is not valid Python."""
     changed = mutate_code(source, OPERATORS[operator], occurrence)
     if changed is None or changed == source:
         return None
@@ -227,7 +227,7 @@ def mutated(source: str, operator: str, occurrence: int) -> str | None:
 
 
 def described(module: str, source: str, changed: str, operator: str, occurrence: int) -> Mutant:
-    """A mutant with the lines that differ."""
+    """The mutant with its differing lines."""
     old, new = source.splitlines(), changed.splitlines()
     first = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), 0)
     from_end = next((i for i, (a, b) in enumerate(zip(old[::-1], new[::-1], strict=False)) if a != b), 0)
@@ -241,9 +241,9 @@ def _cannot_matter(node: Any, start: Position) -> bool:
     if node.type == "number" and _hardly_changes(node.value):
         return True
     if node.parent is not None and node.parent.type == "parameters":
-        return True  # the star before keywords is no product
+        return True  # the star before keywords is not a product
     if node.type == "term" and _PATH.search(node.get_code()):
-        return True  # a path's `/` fails at once as any other operator
+        return True  # a path's `/` fails immediately as any other operator
     if node.type == "if_stmt" and "TYPE_CHECKING" in node.children[1].get_code():
         return True
     if node.type == "atom_expr" and any(_is_message(part) for part in node.children if part.type == "trailer"):
@@ -273,7 +273,7 @@ def _is_inside_what_cannot(child: Any, node: Any) -> bool:
 
 def _hardly_changes(text: str) -> bool:
     try:
-        value = float(eval(text))  # a literal of the module's own
+        value = float(eval(text))  # a literal from the module itself
     except (SyntaxError, TypeError, ValueError):
         return True
     return abs(value) >= 1000

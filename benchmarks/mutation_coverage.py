@@ -1,4 +1,4 @@
-"""Which tests run a line: what `pytest --cov --cov-context=test` has recorded, asked by module and line."""
+"""Finds the tests that run a line, from a recording of `pytest --cov --cov-context=test`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from coverage import CoverageData
 
-# A line of the planner is run by hundreds of tests.
+# Limit of tests per line, since hundreds of tests run some lines of the planner.
 MOST_TESTS = 100
 
 
@@ -18,8 +18,8 @@ class Covered:
     """A recorded run of the fast tests.
 
     Args:
-        recorded: The data file that coverage wrote; several contexts, one a test.
-        repository: Where the modules are now, unchanged since.
+        recorded: Data file written by coverage, with one context per test.
+        repository: Folder of the modules, unchanged since the recording.
     """
 
     def __init__(self, recorded: Path, repository: Path) -> None:
@@ -28,10 +28,10 @@ class Covered:
         self._repository = repository
 
     def tests(self, module: str, line: int, named: Sequence[str]) -> list[str]:
-        """Tests that run the statement at a line, those of the files in `named` first, at most `MOST_TESTS`.
+        """At most `MOST_TESTS` tests that run the statement at a line, those of the files in `named` first.
 
-        A statement that runs while the module is imported is for the files in `named`, and so is one that no test is
-        recorded for: some run it in processes of their own. A file that runs the module only there meets them all.
+        For a statement that runs at import, or without a recorded test, the files in `named` are returned: some tests
+        run it in separate processes. Files of `named` that run the module only in such processes are always added.
         """
         lines = self._lines(module)
         around = _statement((self._repository / module).read_text(encoding="utf-8"), line)
@@ -53,7 +53,7 @@ class Covered:
 
 
 def _statement(source: str, line: int) -> range | None:
-    """The lines of the innermost statement, of a compound one its head; None outside functions."""
+    """Lines of the innermost statement, or of a compound statement's head; None outside functions."""
     inside = [node for node in _bodies(ast.parse(source)) if node.lineno <= line <= (node.end_lineno or node.lineno)]
     if not inside:
         return None

@@ -1,4 +1,4 @@
-"""What became of mutants: their record, and the report of a run as Markdown."""
+"""Results of mutants, and the Markdown report of a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KILLED, SURVIVED, INVALID = "killed", "survived", "invalid"
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a mutant: by the fast tests, and by all of `make test` where that was asked for; and by which."""
+    """Result of a mutant with the fast tests and, if requested, all of `make test`, and the tests that killed it."""
 
     group: str
     mutant: Mutant
@@ -29,7 +29,7 @@ class Result:
 
 
 def score(results: Sequence[Result], field: str) -> str:
-    """``17 of 20 (85%)``; what is not valid does not count."""
+    """Score like ``17 of 20 (85%)``; invalid mutants do not count."""
     outcomes = [getattr(result, field) for result in results if result.fast != INVALID]
     if not outcomes or None in outcomes:
         return "–"
@@ -67,7 +67,7 @@ def table(results: Sequence[Result], seed: int) -> str:
 
 
 def load(path: Path) -> list[Result]:
-    """A run's results as `write` left them."""
+    """Load a run's saved results."""
     return [
         Result(
             entry["group"],

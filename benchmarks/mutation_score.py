@@ -1,4 +1,4 @@
-"""How many mutants of the modules in benchmarks/mutation.yaml the tests notice.
+"""Measure how many mutants of the modules in benchmarks/mutation.yaml the tests detect.
 
     python -m pytest tests/unit -m "not slow and not soak" --cov --cov-context=test --cov-report=
     python benchmarks/mutation_score.py --per-module 2 --all --write --covered .coverage
@@ -6,11 +6,11 @@
     python benchmarks/mutation_score.py --survivors /tmp/mutation.json  # those of an earlier run, after a new test
 
 A mutant is written into a copy of the checkout, and the tests of its module run there, in a process forked from one
-that has imported the libraries. First the fast ones: with --covered those that run the changed line, by a record of
-the first command, and then, as without it, the files of the module. With --all what survives meets the slow ones of
-the same files and those under `more`, too. A test that fails kills it, and passes without it; a module that cannot be
-imported is no mutant. Beside those drawn at random stand the known ones, each of which was missed once: they are
-always run.
+that has imported the libraries. Fast tests run first: with --covered those recorded by the first command for the
+changed line, followed by the module's files, which alone are run without it. With --all, survivors also meet the slow
+tests of the same files and those under `more`. A test kills a mutant if it fails with it and passes without; a mutant
+that cannot be imported is invalid. In addition to randomly drawn mutants, the known ones, each of which was missed
+once, are always run.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ RESULTS = REPOSITORY / "benchmarks" / "results" / "mutation.md"
 COPIED = ("accel_scale", "accelerate_configs", "benchmarks", "docs", "recipes", "tests", "README.md", "pyproject.toml")
 FAST, SLOW, MORE = "not slow and not soak", "slow and not soak", "not soak"
 KNOWN = "known"
-# For one test and for all of them, seconds; a mutant that loops is killed by them.
+# Limits in seconds for one test and for all tests, which kill mutants that loop.
 _LIMITS = {FAST: (60, 400), SLOW: (300, 1200), MORE: (300, 1200)}
 # pytest's exit status: 1 a test failed, 2 a file could not be imported, 5 no test was chosen.
 _OF_STATUS = {0: SURVIVED, 5: SURVIVED, 2: INVALID}
@@ -56,7 +56,7 @@ _FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/\S+::.+?)(?: - .*)?$", re.MULTIL
 
 @dataclass(frozen=True)
 class Watched:
-    """A module and the tests that must notice its mutants."""
+    """A module and the tests that must detect its mutants."""
 
     group: str
     path: str
@@ -66,12 +66,12 @@ class Watched:
 
 @functools.cache
 def read(module: str) -> str:
-    """A module's text, as it was when this began."""
+    """A module's unmodified text."""
     return (REPOSITORY / module).read_text(encoding="utf-8")
 
 
 def configuration() -> dict[str, Any]:
-    """benchmarks/mutation.yaml."""
+    """Content of benchmarks/mutation.yaml."""
     content: dict[str, Any] = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
     return content
 
@@ -86,10 +86,10 @@ def watched_modules() -> list[Watched]:
 
 
 def known_mutants() -> list[tuple[Watched, Mutant]]:
-    """Those of the configuration, each with the tests of its own.
+    """The configuration's known mutants, each with its own tests.
 
     Raises:
-        SystemExit: if a line is not there, or not once, since the module was changed.
+        SystemExit: if a line no longer occurs exactly once because the module has changed.
     """
     pairs = []
     for index, entry in enumerate(configuration()["known"]):
@@ -104,7 +104,7 @@ def known_mutants() -> list[tuple[Watched, Mutant]]:
 
 
 def changed(mutant: Mutant) -> str:
-    """The module's text as the mutant has it."""
+    """The module's text with the mutant applied."""
     source = read(mutant.module)
     if mutant.operator == KNOWN:
         entry = configuration()["known"][mutant.occurrence]
@@ -115,7 +115,7 @@ def changed(mutant: Mutant) -> str:
 
 
 def sample(watched: Watched, number: int, seed: int) -> list[Mutant]:
-    """So many mutants of a module: places drawn at random, then one of the changes that each allows."""
+    """Draw `number` mutants of a module: random places, with one of the possible changes at each."""
     source = read(watched.path)
     draw = random.Random(f"{seed} {watched.path}")
     by_place = sites(source)
@@ -133,13 +133,13 @@ def sample(watched: Watched, number: int, seed: int) -> list[Mutant]:
 
 
 class Copy:
-    """A copy of the checkout in which one module at a time is another one."""
+    """A copy of the checkout in which one module at a time is replaced."""
 
     def __init__(self) -> None:
         self._made = Path(tempfile.mkdtemp(prefix="mutation-"))
         self.folder = self._made / REPOSITORY.name
         self.folder.mkdir()
-        if (REPOSITORY.parent / "shared").is_dir():  # real inputs, without which tests are skipped
+        if (REPOSITORY.parent / "shared").is_dir():  # real inputs, without which some tests are skipped
             (self._made / "shared").symlink_to((REPOSITORY.parent / "shared").resolve())
         for name in COPIED:
             source = REPOSITORY / name
@@ -150,17 +150,17 @@ class Copy:
         self._changes = 0
 
     def write(self, module: str, text: str) -> None:
-        """Another text with a time of its own, by which Python knows that what it compiled is old."""
+        """Write another text with a new modification time, so that Python recompiles it."""
         self._changes += 1
         path = self.folder / module
         if path.read_text(encoding="utf-8") == text:
             return
         path.write_text(text, encoding="utf-8")
         os.utime(path, (self._changes, self._changes))
-        shutil.rmtree(self.folder / ".hypothesis", ignore_errors=True)  # no example is handed on
+        shutil.rmtree(self.folder / ".hypothesis", ignore_errors=True)  # no example is carried over
 
     def run(self, python: Path, tests: Sequence[str], chosen: str) -> tuple[str, list[str]]:
-        """What the tests say of what is written here, and those that failed."""
+        """Run the tests on this copy; returns the outcome and the failed tests."""
         there = [test for test in tests if (self.folder / test.partition("::")[0]).exists()]
         if not there:
             return SURVIVED, []
@@ -168,7 +168,7 @@ class Copy:
         options = ["-x", "-q", "-rfE", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", "--tb=no"]
         environment = {**os.environ, "PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": "1", "HYPOTHESIS_SEED": "0"}
         command = [str(python), "-m", "pytest", *options, "--timeout", str(per_test), "-m", chosen, *there]
-        # Ranks that a looping mutant has started would hold a pipe open: output goes to a file.
+        # Output goes to a file, since ranks started by a looping mutant would keep a pipe open.
         with tempfile.TemporaryFile("w+") as output:
             with subprocess.Popen(
                 command, cwd=self.folder, env=environment, stdout=output, stderr=subprocess.STDOUT
@@ -186,11 +186,11 @@ class Copy:
 
 
 class Runner:
-    """Runs mutants, several at a time."""
+    """Runs several mutants in parallel."""
 
     def __init__(self, workers: int, *, all_tests: bool, covered: Covered | None) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        warm_python.SERVERS = 1  # ranks of one launch have two, so that hashes differ; here speed counts
+        warm_python.SERVERS = 1  # ranks of a launch need two servers for different hashes; here only speed matters
         self._warm = warm_python.WarmPython()
         self._copies = [Copy() for _ in range(workers)]
         self._free: Queue[Copy] = Queue()
@@ -208,7 +208,7 @@ class Runner:
         return self._passes[test]
 
     def result(self, watched: Watched, mutant: Mutant) -> Result:
-        """Write one mutant, run its tests, put the module back."""
+        """Write one mutant, run its tests and restore the module."""
         copy, started, outcomes, failed = self._free.get(), time.perf_counter(), [SURVIVED], []
         try:
             for chosen, tests in self._rounds(watched, mutant):
@@ -247,7 +247,7 @@ class Runner:
 
 
 def run(pairs: list[tuple[Watched, Mutant]], runner: Runner, *, workers: int, keep: Path) -> list[Result]:
-    """What becomes of each mutant, printed and kept as it is known."""
+    """Run all mutants, printing and saving each result when it is known."""
     try:
         results: list[Result] = []
         with ThreadPoolExecutor(workers) as pool:
@@ -288,7 +288,7 @@ def main() -> None:
         pairs += [pair for pair in known if pair[1].occurrence in missed]
     else:
         drawn = [(w, mutant) for w in modules for mutant in sample(w, options.per_module, options.seed)]
-        random.Random(options.seed).shuffle(drawn)  # a run that is cut off is a smaller sample of all modules
+        random.Random(options.seed).shuffle(drawn)  # an interrupted run is then a smaller sample of all modules
         pairs = drawn + known
     covered = Covered(options.covered, REPOSITORY) if options.covered else None
     runner = Runner(options.workers, all_tests=options.all, covered=covered)

@@ -1,4 +1,4 @@
-"""Run the SFT recipe under every launch file and method on CPU processes and write how far the results differ.
+"""Run the SFT recipe under every launch file and method on CPU processes and write how much the results differ.
 
     python benchmarks/parity_table.py                    # every row of docs/parity.md, about 8 minutes on 2 cores
     python benchmarks/parity_table.py --only zero3 zero1 # some rows; the others stay if the versions are still theirs
@@ -42,7 +42,7 @@ Each cell: largest relative difference of a step's loss / of a saved tensor, ‖
 
 
 def main() -> int:
-    """Measure row by row, printing each and writing the table."""
+    """Measure row by row, print each row and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [parity.REFERENCE, WRONG, *(name for name in parity.launch_names() if name != parity.REFERENCE)]
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=names, default=names)
@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def elsewhere() -> str:
-    """The launch files that have no row, and where their parity is shown."""
+    """List the launch files without a row, and where their parity is shown."""
     shown = {name: f"{why}." for name, why in parity.SINGLE_PROCESS_FILES.items()}
     for name, layout in parity.MODEL_PARALLEL_FILES.items():
         row = layout.replace(" x ", " × ")
@@ -72,7 +72,7 @@ def elsewhere() -> str:
 
 
 def kept_rows() -> dict[str, str]:
-    """The rows of the table as it stands, by launch file; none if the versions have changed since."""
+    """Rows of the existing table by launch file; none if the versions have changed since."""
     text = TABLE.read_text(encoding="utf-8") if TABLE.is_file() else ""
     if not text.endswith(footer()):
         return {}
@@ -81,7 +81,7 @@ def kept_rows() -> dict[str, str]:
 
 
 def measured_row(name: str) -> str:
-    """One line of the table; the time is that of one launch with its three runs, summed over cores."""
+    """Measure one line of the table; its time is the CPU time of one launch with its three runs."""
     before = children_cpu_seconds()
     if name == WRONG:
         cells, against, file = ["", cell(parity.wrong_batch_difference()), ""], parity.REFERENCE, parity.REFERENCE
@@ -98,18 +98,18 @@ def measured_row(name: str) -> str:
 
 
 def children_cpu_seconds() -> float:
-    """Processor time of all processes that this one started and waited for; unlike the clock's, free of other load."""
+    """CPU time of all child processes waited for, which unlike wall time is not affected by other load."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
 def cell(difference: parity.Difference) -> str:
-    """``1e-07 / 3e-06``."""
+    """Differences of loss and weights, like ``1e-07 / 3e-06``."""
     return f"{difference.loss:.0e} / {difference.weight:.0e}"
 
 
 def footer() -> str:
-    """The versions that all rows were measured with."""
+    """Versions with which all rows were measured."""
     versions = ", ".join(f"{name} {version}" for name, version in installed_versions().items())
     return f"\nVersions: {versions}. Written by `python benchmarks/parity_table.py`.\n"
 

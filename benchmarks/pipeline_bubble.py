@@ -1,19 +1,19 @@
-"""How long ranks of a pipeline wait for each other, measured beside the formula.
+"""Measure how long pipeline ranks wait for each other, compared with the formula.
 
     python benchmarks/pipeline_bubble.py            # p = 2 and 4, m = 4, 8 and 16, every schedule; writes the results
     python benchmarks/pipeline_bubble.py --only timed --realtime    # where other programs use the machine, too
 
-Timed stages. A stage's forward pass takes f seconds on the clock and its backward pass 2f (f for the gradient of its
-input and f for that of its weight): autograd functions that sleep. Everything else is what trains a model: the
-`Pipeline` of this project, torch's schedules and stages, hidden states and gradients sent over gloo between processes.
-Sleeping keeps stages equal, and keeps two cores from being what is measured, as four computing processes on them would
-be. The bubble of a rank is 1 − (seconds inside of its stages) ÷ (seconds of the step); the table has the mean over
-ranks, and the median of several steps. `--realtime` gives these processes, which hardly compute, the right to run as
-soon as they wake up (SCHED_FIFO), so that other programs on the cores are not measured.
+Timed stages. A stage's forward pass takes f seconds of wall time and its backward pass 2f (f for the gradient of its
+input and f for that of its weight), in autograd functions that sleep. Everything else is as in training: the project's
+`Pipeline`, torch's schedules and stages, and hidden states and gradients sent over gloo between processes. Sleeping
+keeps stages equal and avoids measuring the contention of four computing processes on two cores. The bubble of a rank
+is 1 − (seconds inside its stages) ÷ (seconds of the step); the table has the mean over ranks and the median of several
+steps. `--realtime` lets these processes, which hardly compute, run as soon as they wake up (SCHED_FIFO), so that other
+programs on the cores do not affect the results.
 
-Computing stages. Two ranks of one thread each train a Llama of equal layers without a head worth mentioning; a rank's
-bubble is 1 − (CPU seconds of its process) ÷ (seconds of the step), which waiting for a message does not count in. It
-holds what the formula leaves out, too: stages that are not quite equal. Only an idle machine tells.
+Computing stages. Two ranks of one thread each train a Llama of equal layers with a negligible head; a rank's bubble is
+1 − (CPU seconds of its process) ÷ (seconds of the step), where waiting for a message uses no CPU time. It includes
+what the formula leaves out: stages that are not quite equal. Only meaningful on an idle machine.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ WIDTH, LENGTH = 32, 16
 
 
 def timed_part(index: int, num_stages: int, clock: dict[str, float]) -> Any:
-    """A stage whose passes take ``clock["pass"]`` seconds forward and twice that backward, added to ``spent``."""
+    """A stage that takes ``clock["pass"]`` seconds forward and twice that backward, and adds them to ``spent``."""
     import torch
     from torch import nn
 
@@ -79,7 +79,7 @@ def timed_part(index: int, num_stages: int, clock: dict[str, float]) -> Any:
 
         def forward(self, inputs: torch.Tensor, **_: Any) -> torch.Tensor:
             stage = self.pipeline_stage
-            # The first stage's input has no gradient; one of its own makes its backward pass as long as the others'.
+            # The first stage's input has no gradient; a separate one makes its backward pass as long as the others'.
             hidden = torch.ones(*inputs.shape, WIDTH, requires_grad=True) if stage.is_first else inputs
             hidden = OfInput.apply(hidden) * OfWeight.apply(self.weight)
             return hidden.mean() if stage.is_last else hidden
@@ -90,12 +90,12 @@ def timed_part(index: int, num_stages: int, clock: dict[str, float]) -> Any:
 def measure_timed(
     schedule: str, stages_per_rank: int, micro_batches: int, seconds: float, steps: int, group: Any = None
 ) -> dict[str, float]:
-    """Bubble of timed stages over the ranks of `group`: median and least of some steps, predicted; the same on all.
+    """Bubble of timed stages over the ranks of `group`: measured median and minimum, and predicted; same on all ranks.
 
     Args:
-        seconds: f of all stages of a rank together.
-        steps: Measured; a short one comes before them.
-        group: None: all ranks.
+        seconds: f, for all stages of a rank together.
+        steps: Number of measured steps, after a short one.
+        group: Process group; None for all ranks.
     """
     import torch
     import torch.distributed as dist
@@ -130,7 +130,7 @@ def measure_timed(
 
 
 def measure_computing(micro_batches: int, steps: int) -> dict[str, float]:
-    """The same of two processes that train a model, by CPU seconds."""
+    """Bubble of two processes that train a model, from CPU seconds."""
     import torch
     import torch.distributed as dist
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -166,7 +166,7 @@ def measure_computing(micro_batches: int, steps: int) -> dict[str, float]:
 
 
 def run_rank(args: argparse.Namespace) -> None:
-    """What every process of a launch does; rank 0 prints one JSON line per case."""
+    """Entry point of every process of a launch; rank 0 prints one JSON line per case."""
     import torch.distributed as dist
 
     import accel_scale.parallel.pipelines.pipeline  # noqa: F401  before anything is timed
@@ -188,7 +188,7 @@ def run_rank(args: argparse.Namespace) -> None:
 
 
 def launch(size: int, args: argparse.Namespace, kind: str) -> list[dict[str, Any]]:
-    """One launch of `size` processes."""
+    """Run one launch of `size` processes."""
     from apart import run_apart
 
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={size}", "--standalone", __file__]
@@ -202,7 +202,7 @@ def launch(size: int, args: argparse.Namespace, kind: str) -> list[dict[str, Any
 
 
 def measure(kind: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Rows, and what they were measured on."""
+    """Measure all rows, and record the machine they were measured on."""
     import torch
 
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
@@ -219,7 +219,7 @@ def measure(kind: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown."""
+    """The rows as a Markdown table."""
     lines = ["| schedule | ranks p | stages per rank v | micro-batches m | predicted | measured | off by | step, s |"]
     lines.append("|---|---:|---:|---:|---:|---:|---:|---:|")
     for row in sorted(rows, key=lambda row: (row["schedule"], row["p"], row["m"])):
@@ -232,7 +232,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def document(found: dict[str, Any]) -> str:
-    """The committed page."""
+    """The committed results page."""
     lines = ["# The bubble of pipelines, measured", ""]
     lines += ["Made by `python benchmarks/pipeline_bubble.py`, whose first lines say how it is measured."]
     if "timed" in found:

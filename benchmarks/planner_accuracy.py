@@ -1,13 +1,13 @@
-"""How far the planner's memory is off on published measurements, beside the estimators that Accelerate and DeepSpeed
-ship.
+"""Measure the error of the planner's memory on published measurements, next to the estimators of Accelerate and
+DeepSpeed.
 
     python benchmarks/planner_accuracy.py            # prints the scoreboard
     python benchmarks/planner_accuracy.py --write    # and writes docs/planner_accuracy.md and its JSON
 
-Rows of grade A and B (benchmarks/data/memory_measurements.json) are asked as published; nothing is fitted to single
-rows. Errors are shares of the measured value. *Dangerous*: for some card of a usual size, the planner's upper bound
-fits and the measured value does not. *Direction*: of two rows of one source whose measurements differ by more than
-5 %, the planner says the same one is larger.
+Rows of grade A and B (benchmarks/data/memory_measurements.json) are predicted as published; nothing is fitted to
+single rows. Errors are relative to the measured value. *Dangerous*: the planner's upper bound fits on some card of a
+usual size but the measured value does not. *Direction*: of two rows of one source whose measurements differ by more
+than 5 %, the planner predicts the same one to be larger.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 SCOREBOARD = REPOSITORY / "docs" / "planner_accuracy.md"
 RESULTS = REPOSITORY / "benchmarks" / "results" / "planner_accuracy.json"
 
-# Why rows that are off by more than 25 % are: by what they have in common.
+# Reasons for errors of more than 25 %, by what the rows have in common.
 EXPLANATIONS = {
     "qwen fp16": "Qwen's own code takes the loss of fp16 logits under DeepSpeed; transformers, which is modelled, "
     "makes an fp32 copy of them, so long rows are predicted too large.",
@@ -46,7 +46,7 @@ EXPLANATIONS = {
 
 @dataclass(frozen=True)
 class Scored:
-    """One row with its prediction and the other estimators' (None where they have nothing to say), in GiB."""
+    """One row with the predictions of the planner and the other estimators, in GiB."""
 
     row: PublishedRow
     predicted: float
@@ -56,17 +56,17 @@ class Scored:
 
     @property
     def error(self) -> float:
-        """Signed, as a share of the measured value."""
+        """Signed error relative to the measured value."""
         return self.predicted / self.row.measured_gib - 1
 
     @property
     def is_dangerous(self) -> bool:
-        """Whether a card exists that the upper bound fits and the measured value does not."""
+        """True if the upper bound fits on some card but the measured value does not."""
         return any(self.upper <= card < self.row.measured_gib for card in CARDS_GIB)
 
 
 def score(rows: Sequence[dict[str, Any]]) -> tuple[list[Scored], list[str]]:
-    """Predictions for all measured rows of grade A and B, and why others could not be asked."""
+    """Predict all measured rows of grade A and B; also returns why others could not be predicted."""
     scored, refused = [], []
     for row in rows:
         if row["grade"] not in "AB" or row["kind"] != "measured":
@@ -83,7 +83,7 @@ def score(rows: Sequence[dict[str, Any]]) -> tuple[list[Scored], list[str]]:
 
 def _scored(row: PublishedRow, estimate: MemoryEstimate) -> Scored:
     beside = estimate.device_bytes - estimate.peak_bytes
-    # Paged states lie in managed memory, which torch's allocator does not count; those below 100,000 values, as an
+    # Paged states are in managed memory, which torch's allocator does not count; those below 100,000 values, as an
     # adapter's, do not (bitsandbytes 0.50, `Optimizer2State.get_state_buffer`).
     is_paged = row.setup.optimizer.startswith("paged") and row.setup.trains_all
     paged = estimate.states.optimizer_bytes if is_paged else 0.0
@@ -98,17 +98,17 @@ def _scored(row: PublishedRow, estimate: MemoryEstimate) -> Scored:
 
 
 def accelerate_gib(row: PublishedRow) -> float:
-    """What ``accelerate estimate-memory`` prints for training with Adam: it knows parameters and a dtype only."""
+    """The estimate of ``accelerate estimate-memory`` for training with Adam, from parameters and dtype only."""
     from accelerate.commands.estimate import estimate_training_usage
 
-    # As the command calls it: the size of the model in the dtype asked for.
+    # Called as in the command: with the size of the model in the requested dtype.
     dtype, width = {"fp32": ("float32", 4), "fp16": ("float16", 2)}.get(row.setup.precision, ("bfloat16", 2))
     usage = estimate_training_usage(row.model.num_params * width, dtype)
     return max(usage.values()) / GIB
 
 
 def deepspeed_gib(row: PublishedRow) -> float:
-    """DeepSpeed's estimate of model states on the row's GPUs, for its stage (ZeRO-2 on one GPU elsewhere)."""
+    """DeepSpeed's estimate of model states on the row's GPUs for its stage (rows without DeepSpeed as ZeRO-2)."""
     quiet_imports()
     from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
     from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
@@ -123,7 +123,7 @@ def deepspeed_gib(row: PublishedRow) -> float:
 
 
 def direction(rows: Sequence[Scored]) -> float | None:
-    """Share of pairs, measured more than 5 % apart, that the planner orders the same way."""
+    """Share of pairs measured more than 5 % apart that the planner orders in the same way."""
     pairs = [
         (a.predicted - b.predicted) * (a.row.measured_gib - b.row.measured_gib) > 0
         for a, b in itertools.combinations(rows, 2)
@@ -133,7 +133,7 @@ def direction(rows: Sequence[Scored]) -> float | None:
 
 
 def summary(rows: Sequence[Scored]) -> dict[str, Any]:
-    """Figures of one source."""
+    """Summary figures of one source."""
     errors = sorted(abs(row.error) for row in rows)
     others = {
         name: statistics.median(abs(getattr(row, name) / row.row.measured_gib - 1) for row in rows)
@@ -151,7 +151,7 @@ def summary(rows: Sequence[Scored]) -> dict[str, Any]:
 
 
 def scoreboard() -> dict[str, Any]:
-    """Every source's figures, HF stacks and others apart, and every miss above 25 %."""
+    """Figures of every source, separated into HF stacks and others, and every miss above 25 %."""
     scored, refused = score(load_rows())
     groups: dict[tuple[bool, str], list[Scored]] = defaultdict(list)
     for item in scored:

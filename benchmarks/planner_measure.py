@@ -1,13 +1,13 @@
-"""The planner's peak memory beside whole training steps measured on a CPU, over random small models.
+"""Compare the planner's peak memory with whole training steps measured on a CPU, over random small models.
 
     python benchmarks/planner_measure.py                      # 120 configurations, printed per architecture
     python benchmarks/planner_measure.py --num 16 --seed 3    # fewer, others
     python benchmarks/planner_measure.py --results benchmarks/results/planner_cpu
 
 Each configuration draws an architecture, its shape, method, precision, checkpointing policy, attention, loss,
-optimizer and batch from its own seed; makes the optimizer's states; and measures a step: forward, backward,
-clipping, update. torch's MemTracker (for adapters this project's tracker) counts every tensor, weights and states
-included. Errors are shares of the measured peak. How much of the peak is activations is printed too: weights alone
+optimizer and batch from its own seed, creates the optimizer states and measures a step: forward, backward, clipping
+and update. torch's MemTracker (for adapters this project's tracker) counts every tensor, including weights and states.
+Errors are relative to the measured peak. The share of activations in the peak is printed too, since weights alone
 would be easy.
 """
 
@@ -40,7 +40,7 @@ from accel_scale.verifying.measured_memory import StorageTracker, resident_tenso
 
 @dataclass(frozen=True)
 class Measured:
-    """One configuration: what it was, and bytes."""
+    """One configuration with its predicted and measured bytes."""
 
     seed: int
     architecture: str
@@ -63,12 +63,12 @@ class Measured:
 
     @property
     def error(self) -> float:
-        """Signed, as a share of the measured value."""
+        """Signed error relative to the measured value."""
         return self.predicted_bytes / self.measured_bytes - 1
 
 
 def peak_bytes(model: Any, setup: TrainingSetup, inputs: dict[str, torch.Tensor]) -> int:
-    """Bytes in tensors at the highest point of a step."""
+    """Peak bytes in tensors during a step."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = create_optimizer(setup.optimizer, parameters, lr=1e-4)
     extra = {"fast_lm_head": True} if setup.loss == "chunked" else {}
@@ -87,13 +87,13 @@ def peak_bytes(model: Any, setup: TrainingSetup, inputs: dict[str, torch.Tensor]
     optimizer.step()
     optimizer.zero_grad()
     gc.collect()
-    # MemTracker hooks every layer's inputs, of which those of frozen layers may need no gradient, and fails on them.
+    # MemTracker hooks every layer's inputs and fails if they need no gradient, as in frozen layers.
     peak = _mem_tracker_peak(step, model, optimizer) if setup.method == "full" else None
     return _own_peak(step, model, optimizer) if peak is None else peak
 
 
 def _mem_tracker_peak(step: Any, model: Any, optimizer: Any) -> int | None:
-    """By torch's MemTracker, a private module (torch 2.13); None where it is not what it was."""
+    """Peak by torch's MemTracker, a private module (torch 2.13); None if its interface has changed."""
     known = {id(parameter) for parameter in model.parameters()}
     try:
         from torch.distributed._tools.mem_tracker import MemTracker
@@ -117,7 +117,7 @@ def _own_peak(step: Any, model: Any, optimizer: Any) -> int:
 
 
 def measure(seed: int, architecture: str) -> Measured:
-    """One configuration, from its seed."""
+    """Measure one configuration, drawn from its seed."""
     rng = Random(seed)
     torch.manual_seed(seed)
     config, setup = draw_config(architecture, rng), draw_setup(architecture, rng)
@@ -149,7 +149,7 @@ def measure(seed: int, architecture: str) -> Measured:
 
 
 def summary(rows: list[Measured]) -> list[str]:
-    """Lines of a Markdown table: errors per architecture, and over all."""
+    """Lines of a Markdown table with errors per architecture and overall."""
     lines = [
         "| architecture | rows | median error | worst error | activations, median share |",
         "|---|---|---|---|---|",
@@ -165,7 +165,7 @@ def summary(rows: list[Measured]) -> list[str]:
 
 
 def write_results(stem: Path, seed: int, rows: list[Measured]) -> None:
-    """`stem`.json with every row, `stem`.md with the summary and the worst."""
+    """Write `stem`.json with every row and `stem`.md with the summary and the worst rows."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     document = {"seed": seed, "versions": installed_versions(), "rows": [asdict(r) | {"error": r.error} for r in rows]}
     stem.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -194,7 +194,7 @@ def write_results(stem: Path, seed: int, rows: list[Measured]) -> None:
 
 
 def main() -> int:
-    """Measure, print, write."""
+    """Measure, print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num", type=int, default=120, help="configurations")
     parser.add_argument("--seed", type=int, default=0, help="of the first; the others count on")
@@ -203,7 +203,7 @@ def main() -> int:
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    # Modules live on: collections between configurations need not look at them.
+    # Imported modules stay alive, so later garbage collections need not scan them.
     gc.freeze()
     started, rows = time.monotonic(), []
     for index in range(arguments.num):

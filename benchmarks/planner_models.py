@@ -1,4 +1,4 @@
-"""Random small models and ways to train them, for `planner_measure.py`."""
+"""Random small models and training setups for `planner_measure.py`."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ POLICIES = ("none", "none", "full", "every_2", "selective", "offload")
 
 
 def draw_config(architecture: str, rng: Random) -> Any:
-    """A random small configuration of an architecture, dropout off."""
+    """Draw a small random configuration of an architecture, without dropout."""
     from transformers import CONFIG_MAPPING
 
     head_dim = rng.choice((16, 32))
@@ -115,12 +115,12 @@ def draw_config(architecture: str, rng: Random) -> Any:
 
 
 def draw_setup(architecture: str, rng: Random) -> TrainingSetup:
-    """A random way to train it."""
+    """Draw a random training setup for an architecture."""
     method = rng.choice(("full", "full", "lora", "qlora"))
     precision = rng.choice(("fp32", "bf16", "bf16", "bf16_true")) if method == "full" else rng.choice(("fp32", "bf16"))
     attention = "eager" if architecture in EAGER_ONLY else rng.choice(("sdpa", "sdpa", "eager"))
-    # In bf16 this project's CPU attention for packed rows has another kernel, of no use for plans; some see through
-    # the borders of documents.
+    # In bf16 this project's CPU attention for packed rows uses another kernel, which is not relevant for plans. Some
+    # architectures do not separate documents.
     can_pack = (
         architecture not in LATENT
         and attention == "sdpa"
@@ -146,7 +146,7 @@ def draw_setup(architecture: str, rng: Random) -> TrainingSetup:
 
 
 def build_model(config: Any, setup: TrainingSetup) -> Any:
-    """The model as the recipe would train it, from random weights."""
+    """Build the model with random weights, as the recipe would train it."""
     from transformers import AutoModelForCausalLM
 
     compute = torch.float32 if setup.precision == "fp32" else torch.bfloat16
@@ -158,7 +158,7 @@ def build_model(config: Any, setup: TrainingSetup) -> Any:
 
 
 def as_trained(model: Any, setup: TrainingSetup) -> Any:
-    """`model`, loaded in its dtype, with its adapters, loss and checkpointing policy."""
+    """`model`, already loaded in its dtype, with adapters, loss and checkpointing policy applied."""
     import peft
 
     if setup.method == "qlora":
@@ -197,7 +197,7 @@ def _quantised(config: Any, setup: TrainingSetup, compute: torch.dtype) -> Any:
 
 
 def draw_inputs(config: Any, setup: TrainingSetup, rng: Random) -> dict[str, torch.Tensor]:
-    """Token ids as labels too; packed rows hold documents of random lengths."""
+    """Draw token ids, also used as labels; packed rows hold documents of random lengths."""
     shape = (setup.micro_batch_size, setup.sequence_length)
     vocab_size = config.get_text_config(decoder=True).vocab_size
     ids = torch.randint(3, vocab_size, shape, generator=torch.Generator().manual_seed(rng.randrange(2**31)))

@@ -1,10 +1,10 @@
-"""A GPU that is not there: tensors on it hold their values on the CPU, and what would stop the host is counted.
+"""A pretend GPU: its tensors hold their values on the CPU, and everything that would block the host is counted.
 
-A GPU works behind the host: the host queues kernels and runs ahead. It waits wherever it reads a value back (`item`,
-`nonzero`, a copy to the host) and wherever it copies from memory that is not pinned. Inside `PretendGpu` the recipes
-take their CUDA paths, with ``cuda`` for the device that torch, Accelerate and this package find, and each such wait is
-recorded with the line that caused it. Kernels are those of the CPU. A tensor on the device that meets one on the host
-is an error, as on a real GPU.
+A GPU works asynchronously: the host queues kernels and runs ahead. It waits wherever it reads a value back (`item`,
+`nonzero`, a copy to the host) and wherever it copies from unpinned memory. Inside `PretendGpu` the recipes take their
+CUDA paths, with ``cuda`` as the device that torch, Accelerate and this package find, and each such wait is recorded
+with the line that caused it. Kernels run on the CPU. Mixing tensors on the device and on the host is an error, as on
+a real GPU.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from benchmarks.varlen_reference import VARLEN_KERNELS
 
 DEVICE = torch.device("cuda", 0)
 H100 = Device("cuda", "NVIDIA H100 80GB HBM3", capability=(9, 0), memory_bytes=80 * 2**30)
-# Operators whose result has as many elements as values say: the host waits to know how much to allocate.
+# Operators whose output size depends on values, so that the host must wait before it can allocate.
 _SIZED_BY_VALUES = {"aten::nonzero", "aten::masked_select", "aten::unique_dim", "aten::_unique2", "aten::equal",
                     "aten::unique_consecutive"}  # fmt: skip
 _COPIES = {"aten::_to_copy", "aten::copy_", "aten::_copy_from"}
 _INDEXED = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 
-# Products, which autocast computes in its type; torch's own casts are keyed to devices that it was built for.
+# Products, which autocast runs in its dtype; torch's own casts only exist for the devices it was built for.
 _AUTOCAST = {"linear", "matmul", "__matmul__", "bmm", "baddbmm", "mm", "scaled_dot_product_attention"}
 
 
 @dataclass(frozen=True)
 class Wait:
-    """One time at which the host would stand still: ``readback`` or ``blocking upload``, by which operator, where."""
+    """A point where the host would wait: ``readback`` or ``blocking upload``, with its operator and place."""
 
     kind: str
     operator: str
@@ -49,7 +49,7 @@ class Wait:
 
 
 class PretendTensor(torch.Tensor):
-    """A tensor that says it is on the GPU. torch's own code below Python takes it for one of the meta device."""
+    """A tensor that claims to be on the GPU. torch's code below Python treats it as a meta tensor."""
 
     held: torch.Tensor
 
@@ -80,32 +80,32 @@ class PretendTensor(torch.Tensor):
 
 
 class PretendGpu:
-    """A context in which ``cuda`` is there.
+    """A context in which ``cuda`` is available.
 
     Args:
-        device: What it is; the kernels that the package chooses depend on it.
+        device: The device to pretend, which affects the package's choice of kernels.
     """
 
     def __init__(self, device: Device = H100) -> None:
         self.device = replace(device, built_for=())
         self.waits: list[Wait] = []
-        self.uploads = 0  # that do not block
-        self.operators: Counter[str] = Counter()  # that ran on the device
+        self.uploads = 0  # uploads that do not block
+        self.operators: Counter[str] = Counter()  # operators that ran on the device
         self._pinned: set[int] = set()
-        self._kept: list[torch.Tensor] = []  # pinned memory stays, so that its address stays its own
+        self._kept: list[torch.Tensor] = []  # pinned memory is kept alive so that its addresses are not reused
 
     def counts(self) -> Counter[tuple[str, str, str]]:
-        """How often each wait occurred."""
+        """Number of occurrences of each wait."""
         return Counter((wait.kind, wait.operator, wait.place) for wait in self.waits)
 
     def clear(self) -> None:
-        """Forget what was counted."""
+        """Reset all counts."""
         self.waits.clear()
         self.operators.clear()
         self.uploads = 0
 
     def __enter__(self) -> PretendGpu:
-        import torch._dynamo  # it looks at torch's functions once, and they must be torch's own then
+        import torch._dynamo  # it inspects torch's functions once, when they must still be unpatched
 
         self._stack = contextlib.ExitStack()
         for target, value in self._patches():
@@ -113,7 +113,7 @@ class PretendGpu:
         before = torch.__future__.get_swap_module_params_on_conversion()
         torch.__future__.set_swap_module_params_on_conversion(True)  # tied weights stay tied
         self._stack.callback(torch.__future__.set_swap_module_params_on_conversion, before)
-        packed_attention._device.cache_clear()  # what the device is, is asked once in a process
+        packed_attention._device.cache_clear()  # the device is queried once per process
         self._stack.callback(packed_attention._device.cache_clear)
         self._stack.enter_context(_Kernels(self))
         self._stack.enter_context(_Names(self))
@@ -158,23 +158,23 @@ class PretendGpu:
         yield "torch.Event", _Event
 
     def record(self, kind: str, operator: str) -> None:
-        """Count a wait of the line that is running."""
+        """Record a wait at the running line."""
         self.waits.append(Wait(kind, operator, _place()))
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy in memory from which uploads do not block."""
+        """A copy of `tensor` in pretend pinned memory, from which uploads do not block."""
         copy = tensor.detach().clone()
         self._kept.append(copy)
         self._pinned.add(copy.untyped_storage().data_ptr())
         return copy
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` lies in such memory."""
+        """True if `tensor` is in pretend pinned memory."""
         return tensor.untyped_storage().data_ptr() in self._pinned
 
 
 class _Event:
-    """`torch.cuda.Event` of a device whose kernels are done when they are queued."""
+    """`torch.cuda.Event` for a device whose kernels finish when they are queued."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._at = 0.0
@@ -195,7 +195,7 @@ class _Event:
 
 
 class _Names(TorchFunctionMode):
-    """Calls that name the device get the meta device, which torch's own code knows without a GPU."""
+    """Redirects calls that name the device to the meta device, which torch supports without a GPU."""
 
     def __init__(self, gpu: PretendGpu) -> None:
         super().__init__()
@@ -230,7 +230,7 @@ class _Names(TorchFunctionMode):
         create_graph: bool = False,
         **named: Any,
     ) -> None:
-        """torch's own would come here again; layers that are computed again name the device too."""
+        """Run backward directly: torch's own would recurse here, and recomputed layers name the device too."""
         first = torch.ones_like(loss) if gradient is None else gradient
         keep, inputs = create_graph if retain_graph is None else retain_graph, tuple(named.get("inputs") or ())
         with self:
@@ -250,7 +250,7 @@ def _renamed(value: Any) -> Any:
 
 
 class _Kernels(TorchDispatchMode):
-    """Runs each operator on the values, and counts what would wait."""
+    """Runs each operator on the CPU values, and counts what would wait."""
 
     def __init__(self, gpu: PretendGpu) -> None:
         super().__init__()
@@ -264,7 +264,7 @@ class _Kernels(TorchDispatchMode):
         is_there = bool(held) if asked is None else torch.device(asked).type != "cpu"
         name = func._schema.name
         if not held and is_there and torch.get_default_device().type == "meta":
-            return func(*args, **kwargs)  # a model that is laid out before its weights are read
+            return func(*args, **kwargs)  # a model that is created before its weights are loaded
         if held or is_there:
             self._gpu.operators[name] += 1
             self._count(name, args, kwargs, tensors, held, is_there)
@@ -320,7 +320,7 @@ def _value(value: Any) -> Any:
 
 
 def _place() -> str:
-    """The innermost line outside of torch and of this file."""
+    """The innermost frame outside torch and this file."""
     for frame in reversed(traceback.extract_stack()):
         if "/torch/" not in frame.filename and not frame.filename.endswith(("pretend_gpu.py", "<string>")):
             short = frame.filename.rpartition("site-packages/")[2].rpartition("accel_scale/")[2]

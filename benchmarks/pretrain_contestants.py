@@ -1,4 +1,4 @@
-"""The training loops that pretrain_side_by_side.py compares, each in a process of its own that it starts."""
+"""The training loops that pretrain_side_by_side.py compares, each run in its own process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from turns import StepClock
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-# The shape in transformers' names; vocabulary and length follow from the flags.
+# The shape in transformers' terms; vocabulary and length follow from the flags.
 SHAPE = {
     "hidden_size": 256,
     "intermediate_size": 704,
@@ -45,7 +45,7 @@ def hf_model(job: dict[str, Any], attention: str) -> Any:
 
 
 def bare(job: dict[str, Any], *, fast: bool) -> dict[str, Any]:
-    """A loop with nothing around it."""
+    """A bare training loop."""
     import torch
 
     from accel_scale.modeling.packed_attention import register_packed_attention
@@ -72,7 +72,7 @@ def bare(job: dict[str, Any], *, fast: bool) -> dict[str, Any]:
 
 
 def hf_trainer(job: dict[str, Any]) -> dict[str, Any]:
-    """transformers' Trainer as its documentation has it, with the fused optimizer."""
+    """transformers' Trainer as in its documentation, with the fused optimizer."""
     import torch
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -104,7 +104,7 @@ def hf_trainer(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def ours(job: dict[str, Any], *, compiled: bool) -> dict[str, Any]:
-    """The recipe, from text, as its command line runs it."""
+    """The recipe as run from its command line, starting from text."""
     sys.path.insert(0, str(REPOSITORY / "recipes"))
     import pretrain
 
@@ -129,7 +129,7 @@ def ours(job: dict[str, Any], *, compiled: bool) -> dict[str, Any]:
 
 
 def litgpt(job: dict[str, Any]) -> dict[str, Any]:
-    """litgpt's own `pretrain.setup`; only the data module is ours: the rows, in memory."""
+    """litgpt's own `pretrain.setup`; only the data module, with the rows in memory, is ours."""
     import litgpt.pretrain
     import torch
     from litgpt.args import EvalArgs, TrainArgs

@@ -1,12 +1,12 @@
-"""Pretraining data of ten million rows: time to the first batch, memory while it runs, time to resume, tokens/s.
+"""Measure pretraining data of ten million rows: time to the first batch, memory, time to resume, tokens/s.
 
     python benchmarks/pretrain_data.py --folder /tmp/corpus       # writes benchmarks/results/pretrain_data.md
     python benchmarks/pretrain_data.py --folder /tmp/corpus --num_rows 100000 --steps 300 --results /tmp/results
 
-The corpus is made once in `--folder` (about 3.5 GB there for the three formats, and 1.2 GB for the converted Parquet
-file). Each case is a process of its own. Times count from opening the data, after imports, with the page cache as the
-corpus's writing left it. Memory is private memory (RssAnon) of the process and its workers, sampled every 50 batches;
-pages of memory-mapped files, which the system takes back when it wants, are counted apart (RssFile).
+The corpus is created once in `--folder` (about 3.5 GB for the three formats, and 1.2 GB for the converted Parquet
+file). Each case runs in its own process. Times start at opening the data, after imports, with the page cache as left
+by writing the corpus. Memory is private memory (RssAnon) of the process and its workers, sampled every 50 batches;
+pages of memory-mapped files, which the system can reclaim, are counted separately (RssFile).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _CHUNK_ROWS = 100_000
 
 
 def make_corpus(folder: Path, num_rows: int) -> None:
-    """One corpus in three formats, and a tokenizer trained on it; what is there already is kept."""
+    """Create one corpus in three formats and a tokenizer trained on it; an existing corpus is kept."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -63,7 +63,7 @@ def make_corpus(folder: Path, num_rows: int) -> None:
         for texts in _chunks(num_rows):
             lines.writelines(f'{{"text": "{text}"}}\n' for text in texts)
             table = pa.table({"text": texts}, schema=schema)
-            arrow.write_table(table, max_chunksize=1000)  # as `datasets` writes them
+            arrow.write_table(table, max_chunksize=1000)  # chunk size used by `datasets`
             parquet.write_table(table)
     train_tokenizer(sample_texts(str(folder / "corpus.jsonl"), max_bytes=8 << 20), VOCAB_SIZE).save_pretrained(
         folder / "tokenizer"
@@ -72,7 +72,7 @@ def make_corpus(folder: Path, num_rows: int) -> None:
 
 
 def _chunks(num_rows: int) -> Iterator[list[str]]:
-    """Short rows of words whose frequencies fall as those of a language."""
+    """Yield short rows of words with frequencies like those of a language."""
     draw = random.Random(0)
     words = ["".join(draw.choices("etaoinshrdlucmfwyp", k=draw.randrange(2, 10))) for _ in range(20_000)]
     weights = list(accumulate(1 / (rank + 3) for rank in range(len(words))))
@@ -86,7 +86,7 @@ def _chunks(num_rows: int) -> Iterator[list[str]]:
 
 
 def measure(folder: str, name: str, steps: int, num_workers: int, state_file: str) -> dict[str, Any]:
-    """Open, take `steps` global batches, leave the state behind."""
+    """Open the data, read `steps` global batches and save the state."""
     data, tokenizer = _opened_after_imports(folder)
     started = time.perf_counter()
     opened = data(os.path.join(folder, name), tokenizer)
@@ -111,7 +111,7 @@ def measure(folder: str, name: str, steps: int, num_workers: int, state_file: st
 
 
 def resume(folder: str, name: str, num_workers: int, state_file: str) -> dict[str, Any]:
-    """Go on from the state of `measure`; the next batch must be the one that followed there."""
+    """Resume from the state of `measure`; the next batch must be the one that followed there."""
     data, tokenizer = _opened_after_imports(folder)
     left = json.loads(Path(state_file).read_text())
     started = time.perf_counter()
@@ -127,7 +127,7 @@ def resume(folder: str, name: str, num_workers: int, state_file: str) -> dict[st
 
 
 def _opened_after_imports(folder: str) -> Any:
-    """(function that opens data, tokenizer), with everything imported that a training run has imported anyway."""
+    """Function that opens data, and tokenizer, after importing everything that a training run imports anyway."""
     import datasets  # noqa: F401
     import pyarrow.parquet  # noqa: F401
 
@@ -139,7 +139,7 @@ def _opened_after_imports(folder: str) -> Any:
 
 
 def _memory() -> tuple[int, int]:
-    """(private bytes, bytes of mapped files) of this process and its children."""
+    """Private bytes and bytes of mapped files of this process and its children."""
     import psutil
 
     private = mapped = 0
@@ -155,7 +155,7 @@ def _memory() -> tuple[int, int]:
 
 
 def run_case(label: str, name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Both processes of a case; RuntimeError if one fails."""
+    """Run both processes of a case; raises RuntimeError if one fails."""
     found: dict[str, Any] = {"label": label}
     state_file = str(Path(args.folder, "state.json"))
     base = [sys.executable, __file__, "--folder", args.folder, "--num_workers", str(args.num_workers)]
@@ -169,7 +169,7 @@ def run_case(label: str, name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def table_row(found: dict[str, Any]) -> str:
-    """A line of the table; memory is flat if its largest sample after the warm-up is within 10 % of the first."""
+    """One row of the table; memory is flat if its largest sample after the warm-up is within 10 % of the first."""
     samples = [sample for sample in found["samples"] if sample[0] >= WARM_UP] or found["samples"]
     first, largest = samples[0][1], max(sample[1] for sample in samples)
     cells = [
@@ -226,7 +226,7 @@ def report(cases: list[dict[str, Any]], args: argparse.Namespace) -> str:
 
 
 def main() -> None:
-    """Make the corpus, run the cases, write the table."""
+    """Create the corpus, run the cases and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", required=True, help="where the corpus goes")
     parser.add_argument("--num_rows", type=int, default=10_000_000)

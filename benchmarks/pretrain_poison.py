@@ -1,11 +1,11 @@
-"""Pretraining on poisoned data: rows that give NaN and rows that spike, gone around under every strategy.
+"""Pretraining on poisoned data: rows that cause NaN or loss spikes are skipped under every strategy.
 
     python benchmarks/pretrain_poison.py                        # writes benchmarks/results/pretrain_poison.md
     python benchmarks/pretrain_poison.py --strategies zero2 --results /tmp/results
 
-A model whose embedding of one byte is NaN reads text in which a few documents of 2,000 hold that byte, and a few are
-noise. recipes/pretrain.py trains it on CPU processes by the launch files of accelerate_configs/, guard on; its final
-validation loss is compared with that of a run on the clean text, and the rows that the guard names are looked up.
+A model in which the embedding of one byte is NaN reads text in which a few of 2,000 documents contain that byte and a
+few are noise. recipes/pretrain.py trains it on CPU processes with the launch files of accelerate_configs/, guard on;
+its final validation loss is compared with a run on clean text, and the rows named by the guard are checked.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WORDS = ["one", "two", "river", "stone", "walks", "sings", "and", "the", "blue",
 
 
 def make_inputs(folder: Path) -> None:
-    """Clean, poisoned and held-out documents, and the model."""
+    """Write clean, poisoned and held-out documents, and the model."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -57,7 +57,7 @@ def make_inputs(folder: Path) -> None:
 
 
 def train(strategy: str, data: str, inputs: Path, out: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """One launch; its summary and events."""
+    """Run one launch; returns its summary and events."""
     file, ranks = STRATEGIES[strategy]
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--mixed_precision", "no", "--num_processes"]
     launch += [str(ranks), "--main_process_port", "0", "--config_file"]
@@ -85,7 +85,7 @@ def train(strategy: str, data: str, inputs: Path, out: Path, options: argparse.N
 
 
 def named(run: dict[str, Any], inputs: Path) -> dict[str, int]:
-    """Skipped steps by cause, and how many of those with NaN name a row that holds the poison."""
+    """Number of skipped steps by cause, and how many of those with NaN name a poisoned row."""
     from transformers import AutoTokenizer
 
     from accel_scale.data.pretraining import open_pretraining_data
@@ -98,7 +98,7 @@ def named(run: dict[str, Any], inputs: Path) -> dict[str, int]:
 
 
 def table(clean: dict[str, Any], runs: list[dict[str, Any]], options: argparse.Namespace) -> str:
-    """The result in Markdown."""
+    """The results as Markdown."""
     from machine import machine
 
     info = machine()

@@ -1,27 +1,27 @@
-"""Pretraining side by side: recipes/pretrain.py, litgpt's loop, HF Trainer, and a bare PyTorch loop as the limit.
+"""Pretraining side by side: recipes/pretrain.py, litgpt's loop, HF Trainer, and a bare PyTorch loop as upper limit.
 
     python benchmarks/pretrain_side_by_side.py --litgpt_python /tmp/litgpt/bin/python  # writes benchmarks/results/
     python benchmarks/pretrain_side_by_side.py --bf16
     python benchmarks/pretrain_side_by_side.py --turns 3 --results /tmp/results
 
-litgpt pins libraries of its own, so it needs an environment of its own (python -m venv, pip install torch litgpt
-requests); without --litgpt_python it is left out and the table says so. What is the same for all: a Llama of one shape
-from random weights, the same tokens in rows of one length, micro-batch, precision (bf16 autocast on fp32 weights, or
-fp32), fused AdamW with the same settings, gradient clipping, number of threads; attention over whole rows. What
-differs is all around it:
+litgpt pins its own library versions and needs a separate environment (python -m venv, pip install torch litgpt
+requests); without --litgpt_python it is left out, as the table notes. The same for all: a Llama of one shape with
+random weights, the same tokens in rows of one length, micro-batch, precision (bf16 autocast on fp32 weights, or fp32),
+fused AdamW with the same settings, gradient clipping, number of threads, and attention over whole rows. The rest
+differs:
 
-* bare loop: the same transformers model with this project's attention and loss, rows already tensors in memory,
-  no logging, no checks, no data loading: what a loop could reach at most with the kernels that torch takes by itself;
+* bare loop: the same transformers model with this project's attention and loss, rows as tensors in memory, no
+  logging, checks or data loading: the most a loop could reach with the kernels that torch chooses by itself;
 * bare loop, HF loss: the same with the model's own attention (sdpa) and loss;
 * ours: the recipe, from text to validation, guard on, logging every step; with and without --torch_compile. In fp32
-  it multiplies by oneDNN on CPUs that MKL does not know well (`use_onednn_in_fp32`), which the others leave to MKL;
+  it uses oneDNN on CPUs that MKL does not support well (`use_onednn_in_fp32`), while the others use MKL;
 * HF Trainer: a data set of the same rows, logging every step;
-* litgpt: its own pretraining function and model code (it always compiles), fused AdamW passed to it.
+* litgpt: its own pretraining function and model code (which always compiles), with fused AdamW passed to it.
 
-The contestants take turns of a few steps, the others standing still meanwhile (benchmarks/turns.py), after ten steps
-that are not counted. A ratio is of the turns of one round, which are seconds apart, since machines drift; the table
-has the median of those ratios and their middle half. MFU is against square matrix products measured in the same run.
-The precision, unless given, is the one whose matrix products are faster here: not every CPU gains from bf16.
+The contestants take turns of a few steps while the others are paused (benchmarks/turns.py), after ten uncounted steps.
+Ratios are between turns of one round, seconds apart, because machines drift; the table has the median of the ratios
+and their middle half. MFU is relative to square matrix products measured in the same run. The default precision is
+the one with faster matrix products here, since not every CPU gains from bf16.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from turns import Contestant, race  # noqa: E402
 
 
 def make_job(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Text, the same text as rows of tokens, tokenizer and config."""
+    """Write the text, the same text as rows of tokens, the tokenizer and the config."""
     import numpy
 
     from accel_scale.data.default import default_model_path, default_pretraining_text
@@ -80,7 +80,7 @@ def _documents(path: str) -> Iterator[str]:
 
 
 def start(name: str, job: dict[str, Any], folder: Path, python: str) -> Contestant:
-    """One contestant, warmed up."""
+    """Start one contestant."""
     folder.mkdir(parents=True)
     environment = {**os.environ, "OMP_NUM_THREADS": str(job["threads"]), "TOKENIZERS_PARALLELISM": "false"}
     words = [python, __file__, "--worker", name, "--job", json.dumps({**job, "folder": str(folder)})]
@@ -88,7 +88,7 @@ def start(name: str, job: dict[str, Any], folder: Path, python: str) -> Contesta
 
 
 def check_litgpt(python: str) -> None:
-    """Its turn comes last: minutes would be lost."""
+    """Check early that litgpt can be imported: it runs last, and minutes would be lost."""
     done = subprocess.run([python, "-c", "import litgpt.pretrain"], capture_output=True, text=True, check=False)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
@@ -96,7 +96,7 @@ def check_litgpt(python: str) -> None:
 
 
 def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Every contestant in turns."""
+    """Run all contestants in turns."""
     import torch
     from transformers import LlamaConfig
 

@@ -1,13 +1,13 @@
-"""Kill -9 at random moments, then resume: is the run bitwise the one that nobody disturbed?
+"""Kill -9 at random moments, then resume, and check that the run is bitwise equal to an undisturbed one.
 
     python benchmarks/pretrain_soak.py                                  # writes benchmarks/results/pretrain_soak.md
     python benchmarks/pretrain_soak.py --strategies ddp --kills 2 --results /tmp/results
 
 For each strategy recipes/pretrain.py trains a small model in fp32 on CPU processes: once undisturbed, and once with
-launcher, ranks and workers killed (SIGKILL) at random moments, checkpoint writing included, and started again by the
-same command. Every logged step's loss, gradient norm, learning rate and checksum of its global batch's row ids, and
-the final weights, must be the same to the last bit. Then a run of two ranks is ended half-way and resumed on four
-ranks and on one: losses within 1e-4. A kill counts as one while saving if it left an unfinished checkpoint behind.
+launcher, ranks and workers killed (SIGKILL) at random moments, including during checkpoint writing, and restarted with
+the same command. Every logged step's loss, gradient norm, learning rate and checksum of its global batch's row ids,
+and the final weights, must be bitwise equal. Then a run of two ranks is ended half-way and resumed on four ranks and
+on one, with losses within 1e-4. A kill counts as "while saving" if it left an unfinished checkpoint behind.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Job:
 
 
 def make_inputs(folder: Path) -> None:
-    """A text of several hundred documents, and the model's shape."""
+    """Write a text of 2,000 documents and the model's configuration."""
     generator = random.Random(0)
     words = ["one", "two", "river", "stone", "walks", "sings", "and", "the", "blue", "runs", "over"]
     with open(folder / "text.jsonl", "w", encoding="utf-8") as file:
@@ -92,14 +92,14 @@ def make_inputs(folder: Path) -> None:
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
-    """What was logged, without what depends on the clock."""
+    """Logged values that do not depend on time."""
     path = folder / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
     return [{name: line[name] for name in ("step", *COMPARED) if name in line} for line in lines]
 
 
 def kill_at_random(job: Job, generator: random.Random, longest: float) -> str:
-    """Start the run, kill it at a random moment after its first new step; what the kill left behind."""
+    """Start the run and kill it at a random moment after its first new step; returns what the kill left behind."""
     process = job.start()
     before, deadline = len(metrics(job.folder)), time.monotonic() + _GROWTH_TIMEOUT
     path = job.folder / "metrics.jsonl"
@@ -116,11 +116,11 @@ def kill_at_random(job: Job, generator: random.Random, longest: float) -> str:
 
 
 def kill_all(process: subprocess.Popen[bytes]) -> None:
-    """SIGKILL to the launcher and everything below it: ranks have sessions of their own, and would save and leave."""
+    """SIGKILL the launcher and all its descendants: ranks have their own sessions, and would save and exit."""
     family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
     for member in family:
         with contextlib.suppress(psutil.NoSuchProcess):
-            member.send_signal(signal.SIGSTOP)  # so that none notices the others' end
+            member.send_signal(signal.SIGSTOP)  # so that none notices that others end
     for member in reversed(family):
         with contextlib.suppress(psutil.NoSuchProcess):
             member.kill()
@@ -129,7 +129,7 @@ def kill_all(process: subprocess.Popen[bytes]) -> None:
 
 
 def differences(reference: Path, other: Path, *, tolerance: float = 0.0) -> list[str]:
-    """Where two runs differ: logged steps, then weights."""
+    """Differences between two runs: logged steps, then weights."""
     from safetensors.torch import load_file
 
     found = []
@@ -151,7 +151,7 @@ def differences(reference: Path, other: Path, *, tolerance: float = 0.0) -> list
 
 
 def soak(strategy: str, options: argparse.Namespace, root: Path) -> dict[str, Any]:
-    """One strategy: undisturbed, killed many times, and resumed on other numbers of ranks."""
+    """Test one strategy: undisturbed, killed many times, and resumed on other numbers of ranks."""
     inputs = root / "inputs"
     if not inputs.is_dir():
         inputs.mkdir(parents=True)
@@ -165,7 +165,7 @@ def soak(strategy: str, options: argparse.Namespace, root: Path) -> dict[str, An
     moments: list[str] = []
     while len(moments) < options.kills:
         moment = kill_at_random(killed, generator, options.longest)
-        if moment == "had ended":  # it got to the end: begin again, the kills so far count
+        if moment == "had ended":  # it reached its end: start over, the kills so far count
             found = differences(whole.folder, killed.folder)
             if found:
                 break
@@ -180,7 +180,7 @@ def soak(strategy: str, options: argparse.Namespace, root: Path) -> dict[str, An
     }  # fmt: skip
     for ranks in () if strategy == "single" else options.ranks:
         half = Job(strategy, root / f"{strategy}_to_{ranks}", inputs, options.steps // 2, extra=extra)
-        # A schedule that does not depend on the number of steps, so that half a run is the beginning of a whole one.
+        # A schedule independent of the number of steps, so that half a run equals the first half of a whole one.
         half.extra = [*extra, "--lr_scheduler_type", "constant"]
         half.finish()
         resumed = Job(strategy, half.folder, inputs, options.steps, ranks=ranks, extra=half.extra)
@@ -193,7 +193,7 @@ def soak(strategy: str, options: argparse.Namespace, root: Path) -> dict[str, An
 
 
 def loss_difference(reference: Path, other: Path) -> float:
-    """The largest relative difference of training losses of equal steps; the order of rows must be the same."""
+    """Largest relative difference of training losses at equal steps; the order of rows must be the same."""
     first = {line["step"]: line for line in metrics(reference) if "loss" in line}
     second = {line["step"]: line for line in metrics(other) if "loss" in line}
     if first.keys() != second.keys() or any(first[step]["rows"] != second[step]["rows"] for step in first):
@@ -248,7 +248,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         for strategy in options.strategies:
             results.append(soak(strategy, options, Path(folder)))
-            (options.results / "pretrain_soak.md").write_text(table(results, options))  # it takes hours: keep each
+            (options.results / "pretrain_soak.md").write_text(table(results, options))  # it takes hours: save each
     print(table(results, options))
     return int(any(r["differences"] or max([0.0, *r["other_ranks"].values()]) > 1e-4 for r in results))
 

@@ -1,7 +1,7 @@
 """Published memory measurements as model facts and training setups.
 
-The rows are in benchmarks/data/memory_measurements.json: what a repository's documentation states, with its source.
-What a row does not say is taken from the stack it was measured on, in one place here, never row by row.
+The rows are in benchmarks/data/memory_measurements.json: values from repositories' documentation, with their sources.
+Anything a row does not state is taken from the stack it was measured on, in one place here, never row by row.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.models.training_setup import LoraSetup, ParallelSetup, TrainingSetup
 
 MEASUREMENTS = Path(__file__).parent / "data" / "memory_measurements.json"
-# Stacks that train transformers' models with Accelerate, DeepSpeed or the HF Trainer.
+# Stacks that train transformers models with Accelerate, DeepSpeed or the HF Trainer.
 HF_STACKS = ("HF Trainer", "HF Trainer (Qwen finetune.py)", "DeepSpeed", "Accelerate", "llama-recipes (HF model)")
 _QWEN_TARGETS = ("c_attn", "c_proj", "w1", "w2")
-# What the scripts of Qwen, litgpt and torchtune set, or have for a default.
+# Value set by the scripts of Qwen, litgpt and torchtune, or their default.
 _LORA_DROPOUT = 0.05
-# What rows call an optimizer that steps as gradients come.
+# Names in the rows for an optimizer that steps as soon as gradients are ready.
 _IN_BACKWARD = ("optimizer_in_bwd", "opt-in-bwd", "fused into backward")
 _DEGREE = re.compile(r"\b(dp|tp|pp|cp)=(\d+)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class PublishedRow:
-    """One row that the planner can be asked about."""
+    """One row for which the planner can make a prediction."""
 
     id: int
     source: str
@@ -49,10 +49,10 @@ def load_rows(path: Path = MEASUREMENTS) -> list[dict[str, Any]]:
 
 
 def published_row(row: dict[str, Any]) -> PublishedRow:
-    """`row` as a question to the planner.
+    """Convert `row` to a request to the planner.
 
     Raises:
-        ConfigError: if the row leaves out what a prediction needs, or uses what is not modelled.
+        ConfigError: if the row lacks what a prediction needs, or uses something that is not modelled.
     """
     if not row["seq_len"] or not row["batch"] or not row["peak_mem_gib"]:
         raise ConfigError(f"row {row['id']} states no length, batch or memory.")
@@ -62,12 +62,12 @@ def published_row(row: dict[str, Any]) -> PublishedRow:
 
 
 def source_of(row: dict[str, Any]) -> str:
-    """The document a row comes from: one score each."""
+    """The document a row comes from; each gets its own score."""
     return re.split(r" \(| @|;", row["source"])[0].strip()
 
 
 def metric_of(row: dict[str, Any]) -> str:
-    """``allocated``, ``reserved`` or ``device``: what was read."""
+    """The metric that was read: ``allocated``, ``reserved`` or ``device``."""
     text = f"{row['peak_mem_metric']}".lower()
     if "nvidia-smi" in text or row["stack"].startswith("HF Trainer"):
         return "device"
@@ -81,7 +81,7 @@ def setup_of(row: dict[str, Any]) -> TrainingSetup:
     peft = row["peft"]
     precision, weight_dtype = _precision(row)
     parallel = _parallel(row)
-    # torchtitan's local batch is cut into a pipeline's micro-batches, of one row each.
+    # torchtitan's local batch is split into a pipeline's micro-batches of one row each.
     pieces = row["batch"] if parallel.pipeline_parallel > 1 else 1
     return TrainingSetup(
         method="full" if peft is None else ("qlora" if peft["quant"] else "lora"),
@@ -108,7 +108,7 @@ def _is_torchtune(row: dict[str, Any]) -> bool:
 
 
 def _loss(row: dict[str, Any]) -> str:
-    """Whole logits where the row says so; torchtune's chunks are of logits that are there as a whole."""
+    """``full`` if the row says so; torchtune's chunks are taken from logits that exist as a whole."""
     if "full logits" in row["loss"] and "chunked" not in row["loss"]:
         return "full"
     return STACKS["torchtune"].loss if _is_torchtune(row) else "chunked"
@@ -117,7 +117,7 @@ def _loss(row: dict[str, Any]) -> str:
 def _precision(row: dict[str, Any]) -> tuple[str, str | None]:
     text = row["dtype"]
     if text.startswith("bf16 weights + autocast"):
-        # PEFT keeps adapters in fp32 beside bf16 weights; modules trained whole are copies in the base's type.
+        # PEFT keeps adapters in fp32 next to bf16 weights; fully trained modules are copies in the base's dtype.
         peft = row["peft"]
         return "bf16", None if peft and not peft.get("modules_to_save") else "bfloat16"
     if text.startswith(("bf16 (pure)", "bf16-true")):

@@ -1,11 +1,11 @@
-"""Varied plans, written by `accel-scale plan --write` and rehearsed on CPU processes as they are.
+"""Rehearse a variety of plans on CPU processes, as written by `accel-scale plan --write`.
 
     python benchmarks/rehearse_plans.py                 # all of them, and writes benchmarks/results/rehearse_plans.md
     python benchmarks/rehearse_plans.py zero3 hybrid    # those whose name contains a word; the other rows stay
 
-Models are given as folders with their configuration from the catalogue, so nothing is downloaded. A rehearsal
-shrinks the model, launches, saves, resumes, reloads and compares. One after another: about a minute each on two
-cores; a plan that fails or hangs does not stop the others. Exits with 1 if any failed.
+Models are given as folders with their configuration from the catalogue, so nothing is downloaded. A rehearsal shrinks
+the model, launches, saves, resumes, reloads and compares. Plans run one after another, about a minute each on two
+cores; one that fails or hangs does not stop the others. Exits with 1 if any failed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RESULTS = REPOSITORY / "benchmarks" / "results" / "rehearse_plans.md"
 TIMEOUT_SECONDS = 900
 _CLI = "import sys; from accel_scale.cli.main import main; sys.exit(main())"
 
-# name → model and flags of `accel-scale plan`
+# Model and flags of `accel-scale plan`, by name.
 REQUESTS: dict[str, str] = {
     "one-gpu-full": "meta-llama/Llama-3.2-1B --gpu 4090",
     "one-gpu-qlora": "meta-llama/Llama-3.1-8B --gpu 4090 --method qlora --strategy single_gpu",
@@ -67,14 +67,14 @@ REQUESTS: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one plan.
+    """Outcome of one plan.
 
     Attributes:
         name: Its name in `REQUESTS`.
-        setting: The best setting, as the table of the plan has it.
+        setting: The best setting, as in the plan's table.
         status: ``passed`` or ``failed``.
-        details: What resuming showed, or the check that failed and what was seen.
-        seconds: Of plan and rehearsal.
+        details: Result of resuming, or the failed check and its details.
+        seconds: Time of planning and rehearsal.
     """
 
     name: str
@@ -85,7 +85,7 @@ class Outcome:
 
 
 def write_plan(name: str, folder: Path) -> dict:
-    """Plan and write the request called `name` into `folder`; what ``--json`` prints.
+    """Plan and write the request `name` into `folder`; returns the output of ``--json``.
 
     Raises:
         RuntimeError: if nothing fits or the command fails.
@@ -126,7 +126,7 @@ def rehearse(name: str, folder: Path) -> Outcome:
 
 def _run(words: list[str], *, timeout_seconds: float) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"}
-    # DeepSpeed looks for ninja on the PATH.
+    # DeepSpeed searches for ninja on the PATH.
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment.get('PATH', '')}"
     return subprocess.run(
         [sys.executable, "-c", _CLI, *words],
@@ -146,7 +146,7 @@ def _setting(plan: dict) -> str:
 
 
 def _judge(out: str, err: str, status: int) -> tuple[str, str]:
-    """(status, details) from the printed table of a rehearsal."""
+    """Status and details from the printed table of a rehearsal."""
     checks = re.findall(r"^[│┃|] ?(\w+) +[│┃|] (passed|FAILED|not offered|–) +[│┃|] (.*?) *[│┃|]", out, re.MULTILINE)
     if status == 0:
         seen = {check: text for check, _, text in checks}
@@ -165,7 +165,7 @@ def table_row(o: Outcome) -> str:
 
 
 def rows_so_far(text: str) -> dict[str, str]:
-    """Name → row of a table written before, of requests that are still the same."""
+    """Rows of an earlier table by name, for requests that have not changed."""
     rows = {line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("| ")}
     return {name: row for name, row in rows.items() if name in REQUESTS and f"`{REQUESTS[name]}`" in row}
 
@@ -187,7 +187,7 @@ def report(rows: dict[str, str]) -> str:
 
 
 def main() -> int:
-    """Rehearse, print a line for each, write the table."""
+    """Rehearse the plans, print a line for each and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", help="only plans whose name contains one of these")
     parser.add_argument("--keep", metavar="DIR", help="keep files, logs and checkpoints here")

@@ -1,21 +1,21 @@
-"""Fine-tuning side by side: TRL's script with its defaults and tuned by hand, other tools, and recipes/sft.py.
+"""Fine-tuning side by side: TRL's script with defaults and tuned by hand, other tools, and recipes/sft.py.
 
     python benchmarks/sft_side_by_side.py                    # writes benchmarks/results/sft_side_by_side.{json,md}
     python benchmarks/sft_side_by_side.py --llama_factory_python lf/bin/python --torchtune_python tt/bin/python
     python benchmarks/sft_side_by_side.py --workloads embedded --repeats 1 --num_rows 400 --results /tmp/results
 
-What is the same for all: model, rows, one pass over them, learning rate and its schedule, optimizer, and tokens per
-optimizer step (the padded contestants accumulate as many micro-batches as that takes). What differs: everything
-else. Each contestant is a process of its own, the repeats are interleaved, and the medians are compared. Speed is
-tokens without padding ÷ wall time from the first logged step to the last, so start-up is left out and logging and
-waiting for data are not; tokens per CPU-second say the same where other work disturbs the clock. Memory is the
-high-water mark of resident memory while training. The evaluation loss is computed afterwards, from the saved
-folders, by one function in fp32. `--workloads gsm8k` takes an hour on a CPU without bf16 arithmetic, TRL's default.
+The same for all: model, rows, one pass over them, learning rate and schedule, optimizer, and tokens per optimizer step
+(padded contestants accumulate as many micro-batches as needed). Everything else differs. Each contestant runs in its
+own process, repeats are interleaved, and medians are compared. Speed is tokens without padding ÷ wall time from the
+first logged step to the last, which excludes start-up but includes logging and waiting for data; tokens per CPU-second
+give the same if other work disturbs the clock. Memory is the high-water mark of resident memory during training. The
+evaluation loss is computed afterwards from the saved folders, by one function in fp32. `--workloads gsm8k` takes an
+hour on a CPU without bf16 arithmetic, TRL's default.
 
-LLaMA-Factory and torchtune pin libraries of their own, so each needs an environment of its own (python -m venv, a CPU
-build of torch, and the tool); without its flag a tool is left out and the table says so. Each takes part with its
-defaults and with the fastest of some tunings (benchmarks/sft_tools.py). torchtune trains with its own cosine schedule,
-for it has no linear one, and drops the last incomplete batch. axolotl is not here: the table says why.
+LLaMA-Factory and torchtune pin their own library versions, so each needs a separate environment (python -m venv, a CPU
+build of torch, and the tool); without its flag a tool is left out, as the table notes. Each takes part with its
+defaults and with the fastest of some tunings (benchmarks/sft_tools.py). torchtune has no linear schedule, so it uses
+its own cosine one; it drops the last incomplete batch. axolotl is not included; the table says why.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _FIGURES = (
 
 
 def contestants(workload: Workload) -> dict[str, list[Contestant]]:
-    """By group: `trl_defaults`, the candidates for `trl_tuned`, and `accel_scale`."""
+    """Contestants by group: `trl_defaults`, the candidates for `trl_tuned`, and `accel_scale`."""
     import trl
 
     lengths = document_lengths(workload)
@@ -63,7 +63,7 @@ def contestants(workload: Workload) -> dict[str, list[Contestant]]:
         *workload.shared_flags,
     )
     trl_script = Path(trl.__file__).parent / "scripts" / "sft.py"
-    # transformers allows bf16, TRL's default, on a CPU only with --use_cpu.
+    # On a CPU, transformers allows bf16 (TRL's default) only with --use_cpu.
     trl_common = (*common, f"--dataset_name={workload.data}", "--use_cpu=True")
 
     def padded(name: str, micro_batch: int, *flags: str) -> Contestant:
@@ -98,7 +98,7 @@ def contestants(workload: Workload) -> dict[str, list[Contestant]]:
 
 
 def run_once(contestant: Contestant, workload: Workload, folder: Path, *, num_threads: int) -> dict[str, Any]:
-    """Train once in a process of its own; returns speed, memory, losses."""
+    """Train once in a separate process; returns speed, memory and losses."""
     folder.mkdir(parents=True)
     report_path = folder / "report.json"
     command = contestant.command(report_path, folder / "model")
@@ -109,7 +109,7 @@ def run_once(contestant: Contestant, workload: Workload, folder: Path, *, num_th
         "CUDA_VISIBLE_DEVICES": "",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    if contestant.python != sys.executable:  # its environment has neither this project nor its benchmarks
+    if contestant.python != sys.executable:  # its environment lacks this project and its benchmarks
         environment["PYTHONPATH"] = f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'benchmarks'}"
     process = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
     if process.returncode:
@@ -151,7 +151,7 @@ def evaluation_loss(model_path: Path, workload: Workload, num_documents: int = 1
 
 
 def tuned(candidates: list[Contestant], workload: Workload, folder: Path, num_threads: int) -> dict[str, Any]:
-    """What every candidate reached, by name."""
+    """Run every candidate; returns its figures by name."""
     tried = {}
     for index, candidate in enumerate(candidates):
         result = run_once(candidate, workload, folder / str(index), num_threads=num_threads)
@@ -163,7 +163,7 @@ def tuned(candidates: list[Contestant], workload: Workload, folder: Path, num_th
 def compare(
     workload: Workload, *, repeats: int, num_threads: int, folder: Path, tune: bool, pythons: dict[str, str]
 ) -> dict[str, Any]:
-    """Choose the fastest tuning of every tool, then run them all in turns; `pythons` are those of the other tools."""
+    """Choose the fastest tuning of every tool, then run all in turns; `pythons` are the other tools' interpreters."""
     groups = contestants(workload)
     families = {"TRL": (groups["trl_defaults"][0], groups["trl_tuned"])}
     for key, python in pythons.items():
@@ -199,7 +199,7 @@ def compare(
 
 
 def notes(results: dict[str, Any]) -> list[str]:
-    """Which tools took part in which versions, and why others did not."""
+    """Notes on the versions of tools that took part, and on why others did not."""
     found = []
     for key, tool in TOOLS.items():
         versions = results["tools"].get(key)
@@ -241,7 +241,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Entry point; returns what the JSON file holds."""
+    """Entry point; returns the content of the JSON file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=["embedded"])
     parser.add_argument("--repeats", type=int, default=3)

@@ -1,14 +1,14 @@
-"""Kill -9 at random moments, then the same command again: is the run bitwise the one that nobody disturbed?
+"""Kill -9 at random moments, rerun the command, and check that the run is bitwise equal to an undisturbed one.
 
     python benchmarks/sft_soak.py                                       # writes benchmarks/results/sft_soak.md
     python benchmarks/sft_soak.py --strategies ddp --kills 2 --results /tmp/results
 
 For each strategy recipes/sft.py fine-tunes a small model in fp32 on CPU processes: once undisturbed, and once with
-launcher and ranks killed (SIGKILL) again and again, every second time while a checkpoint is being written, and started
-again by the same command. Every logged step's loss, gradient norm, learning rate and number of tokens, and the final
-weights, must be the same to the last bit. A kill counts as one while saving if it left an unfinished checkpoint
-behind. Then a run of two ranks is killed half-way and ended by one rank: losses within 1e-6 of each other. Processes
-are forked from servers that have imported the libraries (tests/warm_python.py); --cold starts all of Python.
+launcher and ranks killed (SIGKILL) repeatedly, every second time while a checkpoint is being written, and restarted
+with the same command. Every logged step's loss, gradient norm, learning rate and number of tokens, and the final
+weights, must be bitwise equal. A kill counts as "while saving" if it left an unfinished checkpoint behind. Then a run
+of two ranks is killed half-way and finished by one rank, with losses within 1e-6 of each other. Processes are forked
+from servers that have imported the libraries (tests/warm_python.py); --cold starts Python from scratch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ CONFIG = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": True,
 }  # fmt: skip
 _GROWTH_TIMEOUT = 300.0
-# Of the pause before another kill: a small model is saved in hundredths of a second.
+# Share of the pause used for kills during saving: a small model is saved in hundredths of a second.
 _SHARE_OF_SAVE = 0.005
 SAVE_STEPS = 3
 
@@ -56,8 +56,8 @@ class Job:
     """One run of the recipe, which may be started many times.
 
     Attributes:
-        python: What is called as ``python``.
-        family: Every process of the run, whatever started it.
+        python: Interpreter to run.
+        family: Returns every process of the run, whatever started it.
     """
 
     strategy: str
@@ -85,7 +85,7 @@ class Job:
 
     @property
     def log(self) -> Path:
-        """What all starts have printed."""
+        """Log of all starts."""
         return self.folder.parent / f"{self.folder.name}.log"
 
     def start(self) -> subprocess.Popen[bytes]:
@@ -104,20 +104,20 @@ class Job:
         self.check(self.start())
 
     def check(self, process: subprocess.Popen[bytes]) -> None:
-        """It must end by itself, and well."""
+        """Raise unless the process ends by itself with status 0."""
         if process.wait():
             text = self.log.read_text(errors="replace")
             raise SystemExit(f"{self.strategy}: ended with {process.returncode}\n{text[-6000:]}")
 
     def kill(self, process: subprocess.Popen[bytes], known: Sequence[psutil.Process] = ()) -> None:
-        """SIGKILL to the launcher and everything below it: ranks have sessions of their own, and would save.
+        """SIGKILL the launcher and all its descendants: ranks have their own sessions, and would save.
 
         Args:
-            known: Of them, those that are stopped at once, before all are looked for.
+            known: Processes to stop immediately, before all others are searched.
         """
         stop(known)
         family = self.family(process.pid)
-        stop(family)  # so that none notices the others' end
+        stop(family)  # so that none notices that others end
         for member in reversed(family):
             with contextlib.suppress(psutil.NoSuchProcess):
                 member.kill()
@@ -126,14 +126,14 @@ class Job:
 
 
 def stop(processes: Sequence[psutil.Process]) -> None:
-    """Let them stand still, those that are there."""
+    """Pause those of the processes that still exist."""
     for member in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             member.send_signal(signal.SIGSTOP)
 
 
 def make_inputs(folder: Path) -> None:
-    """Rows of several lengths, and a small model with a tokenizer of bytes."""
+    """Write rows of several lengths, and a small model with a byte tokenizer."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -152,7 +152,7 @@ def make_inputs(folder: Path) -> None:
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
-    """What was logged, without what depends on the clock; a line that was being written is left out."""
+    """Logged values that do not depend on time; an incomplete line is left out."""
     path = folder / "metrics.jsonl"
     lines = []
     for line in path.read_text().splitlines() if path.is_file() else []:
@@ -162,7 +162,7 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def kill_at_random(job: Job, generator: random.Random, longest: float, *, in_save: bool) -> str:
-    """Start the run, kill it at a random moment after its first new step; what the kill left behind."""
+    """Start the run and kill it at a random moment after its first new step; returns what the kill left behind."""
     path, partial = job.folder / "metrics.jsonl", job.folder / ".partial"
     known = path.stat().st_mtime_ns if path.is_file() else 0
     process = job.start()
@@ -186,7 +186,7 @@ def kill_at_random(job: Job, generator: random.Random, longest: float, *, in_sav
 
 
 def differences(reference: Path, other: Path) -> list[str]:
-    """Where two runs differ: logged steps, then weights."""
+    """Differences between two runs: logged steps, then weights."""
     from safetensors.torch import load_file
 
     found = []
@@ -201,7 +201,7 @@ def differences(reference: Path, other: Path) -> list[str]:
 
 
 def soak(strategy: str, options: argparse.Namespace, root: Path, python: str, family: Any) -> dict[str, Any]:
-    """One strategy: undisturbed, killed many times, and ended on one rank."""
+    """Test one strategy: undisturbed, killed many times, and finished on one rank."""
     inputs, generator = root / "inputs", random.Random(f"{options.seed} {strategy}")
     if not inputs.is_dir():
         make_inputs(inputs)
@@ -212,7 +212,7 @@ def soak(strategy: str, options: argparse.Namespace, root: Path, python: str, fa
     found: list[str] = []
     while len(moments) < options.kills and not found and time.monotonic() < options.deadline:
         moment = kill_at_random(killed, generator, options.longest, in_save=len(moments) % 2 == 0)
-        if moment == "had ended":  # it got to the end: begin again, the kills so far count
+        if moment == "had ended":  # it reached its end: start over, the kills so far count
             found = differences(whole.folder, killed.folder)
             shutil.rmtree(killed.folder)
             continue
@@ -279,7 +279,7 @@ def main() -> int:
             stack.callback(warm.close)
 
         def family(pid: int) -> list[psutil.Process]:
-            """The servers' children are not the launcher's."""
+            """The run's processes, including the servers' children, which are not the launcher's."""
             own = psutil.Process(pid)
             below = own.children(recursive=True)
             for server in warm.servers if warm is not None else ():
@@ -290,7 +290,7 @@ def main() -> int:
         for strategy in options.strategies:
             options.deadline = time.monotonic() + 60 * options.minutes
             results.append(soak(strategy, options, Path(folder), python, family))
-            (options.results / "sft_soak.md").write_text(table(results, options))  # it takes hours: keep each
+            (options.results / "sft_soak.md").write_text(table(results, options))  # it takes hours: save each
     print(table(results, options))
     return int(any(r["differences"] or (r["one_rank"] or 0.0) > 1e-6 for r in results))
 

@@ -1,8 +1,8 @@
-"""Who takes part in sft_side_by_side.py beside TRL and us: tools with an environment of their own, and their settings.
+"""Other contestants of sft_side_by_side.py besides TRL and us: tools in separate environments, and their settings.
 
-What a tool needs to train on the same rows is written here: LLaMA-Factory's list of data sets, torchtune's
-configuration. The first contestant of each has the tool's own defaults, the others are tunings that its documentation
-names. Both read chat messages, so they take part in workloads that have some.
+The files that a tool needs to train on the same rows are written here: LLaMA-Factory's list of data sets, torchtune's
+configuration. The first contestant of each tool uses its defaults, the others are tunings from its documentation. Both
+read chat messages, so they take part in workloads that have them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from sft_workloads import Workload, document_lengths
 
 BENCHMARKS = Path(__file__).resolve().parent
-WARM_UP = 0.05  # of all steps, as in the flags that the workloads share
+WARM_UP = 0.05  # share of all steps, as in the workloads' shared flags
 
 NOT_MEASURED = (
     "axolotl was not measured: `pip install axolotl` (0.19.0, beside a CPU build of torch 2.13.0) had not ended after "
@@ -28,7 +28,7 @@ NOT_MEASURED = (
 
 @dataclass(frozen=True)
 class Contestant:
-    """A script and its flags; by whose Python and measured by what; where the trained model lies in its output."""
+    """A script with its flags, Python, measuring runner, and the place of the trained model in its output."""
 
     name: str
     script: Path
@@ -39,21 +39,21 @@ class Contestant:
     saved_in: str = "."
 
     def command(self, report: Path, output: Path) -> list[str]:
-        """The process that trains into `output` and writes `report`."""
+        """Command that trains into `output` and writes `report`."""
         words = [self.python, str(BENCHMARKS / self.runner), str(report), str(self.script), *self.flags]
         return [*words, f"{self.output_flag}={output}"]
 
 
 def documents_per_step(workload: Workload) -> float:
-    """How many documents make the tokens of one optimizer step."""
+    """Number of documents that make up the tokens of one optimizer step."""
     lengths = document_lengths(workload)
     return workload.tokens_per_step * len(lengths) / sum(lengths)
 
 
 def llama_factory(workload: Workload, python: str) -> list[Contestant]:
-    """LLaMA-Factory's command line; bf16, as in its examples of full fine-tuning, where nothing else is said.
+    """LLaMA-Factory's command lines; bf16 by default, as in its examples of full fine-tuning.
 
-    Beside a CPU build of torch, uninstall torchvision and delete torchaudio/lib where pip brought builds for CUDA.
+    With a CPU build of torch, uninstall torchvision and delete torchaudio/lib if pip has installed CUDA builds.
     """
     folder = workload.data.parent / "llama_factory"
     folder.mkdir(exist_ok=True)
@@ -64,7 +64,7 @@ def llama_factory(workload: Workload, python: str) -> list[Contestant]:
         "train", "--stage=sft", "--do_train=true", "--finetuning_type=full", f"--model_name_or_path={workload.model}",
         "--dataset=rows", f"--dataset_dir={folder}", "--num_train_epochs=1", "--seed=42", "--report_to=none",
         "--logging_steps=1", "--use_cpu=true",
-        *(flag for flag in workload.shared_flags if not flag.startswith("--assistant_only_loss")),  # it does so anyway
+        *(flag for flag in workload.shared_flags if not flag.startswith("--assistant_only_loss")),  # its default
     )  # fmt: skip
 
     def contestant(name: str, micro_batch: int, per_step: float, *flags: str) -> Contestant:
@@ -86,10 +86,10 @@ def llama_factory(workload: Workload, python: str) -> list[Contestant]:
 
 
 def torchtune(workload: Workload, python: str) -> list[Contestant]:
-    """torchtune's recipe for one device; dtype, loss and batch of its configuration of Llama 3.2 1B for defaults.
+    """torchtune's recipe for one device; its defaults are dtype, loss and batch of its Llama 3.2 1B configuration.
 
-    The optimizer is the one that all share: the one that it names there, bitsandbytes' paged 8-bit Adam, needs a GPU.
-    torchtune 0.6.1 imports with torchao 0.14.1, and with neither 0.12, 0.16 nor 0.18.
+    The optimizer is the shared one, since the configured one, bitsandbytes' paged 8-bit Adam, needs a GPU. torchtune
+    0.6.1 imports with torchao 0.14.1, but not with 0.12, 0.16 or 0.18.
     """
     site = Path(python).parent.parent / "lib"
     recipe = next(site.glob("python3*/site-packages/recipes/full_finetune_single_device.py"), site)
@@ -181,7 +181,7 @@ def torchtune(workload: Workload, python: str) -> list[Contestant]:
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool, the packages whose versions count, and its contestants: defaults first, then tunings."""
+    """A tool, the packages whose versions are recorded, and its contestants: defaults first, then tunings."""
 
     title: str
     packages: tuple[str, ...]
@@ -195,7 +195,7 @@ TOOLS = {
 
 
 def versions(python: str, tool: Tool) -> dict[str, str]:
-    """The packages of a tool in its environment; an environment without them ends the benchmark before it starts."""
+    """Versions of a tool's packages in its environment; exits before the benchmark starts if they are missing."""
     script = "import importlib.metadata, sys; print(*map(importlib.metadata.version, sys.argv[1:]))"
     done = subprocess.run([python, "-c", script, *tool.packages], capture_output=True, text=True, check=False)
     if done.returncode:

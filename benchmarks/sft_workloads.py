@@ -1,4 +1,4 @@
-"""What the stacks of `sft_side_by_side.py` are compared on: models, rows and the hyperparameters that all share."""
+"""Workloads of `sft_side_by_side.py`: models, rows and the hyperparameters that all contestants share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Workload:
 
 
 def embedded_workload(folder: Path, num_rows: int | None) -> Workload:
-    """The model and data inside the package; ours runs without a flag that matters."""
+    """The model and data inside the package; our recipe runs with its preset."""
     from accel_scale.data.default import (
         DEFAULT_TRAINING,
         DEFAULT_TRAINING_BF16,
@@ -36,7 +36,7 @@ def embedded_workload(folder: Path, num_rows: int | None) -> Workload:
     from accel_scale.launching.machine import detect_device
 
     data, model_path = folder / "embedded", folder / "embedded_model"
-    shutil.copytree(default_model_path(), model_path)  # one model for all, whatever happens to the package meanwhile
+    shutil.copytree(default_model_path(), model_path)  # one copy for all, in case the package changes meanwhile
     for split, path in zip(("train", "heldout"), default_data_paths(), strict=True):
         rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
         write_rows(data / f"{split}.jsonl", [{"messages": row["messages"]} for row in rows], num_rows or 600)
@@ -50,7 +50,7 @@ def embedded_workload(folder: Path, num_rows: int | None) -> Workload:
         "--warmup_steps=0.05",
         "--assistant_only_loss=True",
     )
-    # With --dataset_name the preset is no longer applied, so the flags that make its batch are spelled out.
+    # With --dataset_name the preset is not applied, so the flags of its batch are given explicitly.
     ours = (*(f"--{name}={value}" for name, value in batch.items()), f"--max_length={length}")
     return Workload(
         name="embedded",
@@ -64,7 +64,7 @@ def embedded_workload(folder: Path, num_rows: int | None) -> Workload:
 
 
 def gsm8k_workload(folder: Path, num_rows: int | None) -> Workload:
-    """A random Llama of mid size on grade-school word problems; ours runs with its defaults."""
+    """A random mid-size Llama on grade-school word problems; our recipe runs with its defaults."""
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -107,18 +107,18 @@ WORKLOADS = {"embedded": embedded_workload, "gsm8k": gsm8k_workload}
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]], num_rows: int | None) -> None:
-    """`rows`, or the first `num_rows` of them, as JSON lines."""
+    """Write `rows`, or the first `num_rows` of them, as JSON Lines."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows[:num_rows]))
 
 
 def document_lengths(workload: Workload, split: str = "train") -> list[int]:
-    """Tokens of every document, as all contestants tokenize them."""
+    """Number of tokens in every document, as tokenized by all contestants."""
     return [len(ids) for ids, _ in tokenize(workload, split)]
 
 
 def tokenize(workload: Workload, split: str) -> list[tuple[list[int], list[int]]]:
-    """(token ids, loss mask) of every document: chat template with its assistant mask, or prompt and completion."""
+    """Token ids and loss mask of every document: chat template with assistant mask, or prompt and completion."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(workload.model)

@@ -1,9 +1,9 @@
-"""Plans of other stacks beside the longest rows that, as those stacks publish, fit cards of a size.
+"""Compare plans of other stacks with the longest rows that those stacks claim to fit on cards of a given size.
 
     python benchmarks/stack_limits.py            # prints the table
     python benchmarks/stack_limits.py --write    # and writes benchmarks/results/stack_limits.md
 
-The longest row that fits a card about fills it, so the error is the predicted memory of the device over the card's
+The longest row that fits a card roughly fills it, so the error is the predicted device memory relative to the card's
 size. The rows and their sources are in `benchmarks/data/context_limits.yaml`.
 """
 
@@ -26,7 +26,7 @@ ROWS, RESULTS = HERE / "data" / "context_limits.yaml", HERE / "results" / "stack
 
 
 class Limit(NamedTuple):
-    """One published limit beside the plan of such a row."""
+    """One published limit with the plan of such a row."""
 
     published_as: str
     stack: str
@@ -38,17 +38,17 @@ class Limit(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Signed, as a share of the card."""
+        """Signed error relative to the card's size."""
         return self.predicted_gib / self.card_gib - 1
 
 
 def limits() -> list[Limit]:
-    """Every published limit, planned."""
+    """Plan every published limit."""
     found = []
     for document in yaml.safe_load(ROWS.read_text(encoding="utf-8")):
         for row in document["rows"]:
             for card, tokens in row["tokens"].items():
-                # On a card that holds everything: the prediction may exceed the published card.
+                # Planned on a card that holds everything, since the prediction may exceed the published card.
                 planned = plan(
                     row["model"],
                     gpu="1000GiB",
@@ -69,7 +69,7 @@ def limits() -> list[Limit]:
 
 
 def table(found: list[Limit]) -> str:
-    """Medians by what published them, then every row."""
+    """Medians by publisher, then every row."""
     lines = [
         "# Plans of other stacks beside published limits",
         "",

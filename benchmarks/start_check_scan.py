@@ -1,13 +1,13 @@
-"""Run the start check on every causal language model of transformers that builds small, and write what it finds.
+"""Run the start check on every causal language model of transformers that can be built small, and write the results.
 
     python benchmarks/start_check_scan.py                  # one process: about 8 minutes of one core
     python benchmarks/start_check_scan.py --policies       # activation checkpointing of those
     torchrun --nproc_per_node 2 benchmarks/start_check_scan.py --fsdp2  # the same twins, sharded over two processes
     python benchmarks/start_check_scan.py --only llama bloom --print        # some of them, nothing is written
 
-Each architecture is its configuration class's defaults, shrunk as the start check shrinks a real model. Results go to
-`benchmarks/results/start_check.json` after every architecture, and the table in `docs/start-check.md` is made from
-that file. What is there for the same versions is not run again; `--again` runs it.
+Each architecture uses its configuration class's defaults, shrunk as the start check shrinks a real model. Results are
+written to `benchmarks/results/start_check.json` after every architecture, and the table in `docs/start-check.md` is
+made from that file. Existing results for the same versions are not rerun unless `--again` is given.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ COLUMNS = {
     "name": "model type", "packing": "packed rows", "full": "full", "lora": "LoRA", "full_fsdp2": "full, FSDP2",
     "lora_fsdp2": "LoRA, FSDP2", **{f"checkpointing_{kind}": f"checkpointing {kind}" for kind in POLICIES},
 }  # fmt: skip
-# Of Qwen 4's indexed attention.
+# Settings of Qwen 4's indexed attention.
 _INDEXER = {
     "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 128,
     "indexer_compress_ratio": 4,
 }  # fmt: skip
-# What a configuration class leaves out, or gives in a size that does not go with the rest.
+# Values that a configuration class leaves out, or sets to a size that does not match the rest.
 _FILLED: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {
         "rope_parameters": {
@@ -80,13 +80,13 @@ _FILLED: dict[str, dict[str, Any]] = {
 
 
 def architectures() -> Iterator[tuple[str, PreTrainedConfig]]:
-    """(model type, configuration) of every causal language model; encoders as decoders."""
+    """Yield model type and configuration of every causal language model, with encoders as decoders."""
     for config_class in dict.fromkeys(MODEL_FOR_CAUSAL_LM_MAPPING):
         name = config_class.model_type
         try:
             config = config_class(**_FILLED.get(name, {}))
-        except Exception:  # whatever its own validation raises
-            continue  # the class itself has no default
+        except Exception:  # its own validation may raise anything
+            continue  # the class has no usable defaults
         if getattr(config, "is_encoder_decoder", False):
             continue
         if getattr(config, "is_decoder", None) is False:
@@ -95,7 +95,7 @@ def architectures() -> Iterator[tuple[str, PreTrainedConfig]]:
 
 
 def planned(config: PreTrainedConfig, method: str, rows: Any) -> PlannedRun:
-    """The run that sft.py would make of `config` on a CPU, without the flags that need more than a configuration."""
+    """The run that sft.py would plan for `config` on a CPU, without flags that need more than a configuration."""
     return PlannedRun(
         config=config,
         attention=resolve_attention(
@@ -108,7 +108,7 @@ def planned(config: PreTrainedConfig, method: str, rows: Any) -> PlannedRun:
 
 
 def adapter_of(config: PreTrainedConfig) -> Any:
-    """The recipe's default adapters: what gets none is read from a model of few layers, which has every kind."""
+    """The recipe's default adapters; modules without one are found in a model with a few layers of every kind."""
     from accel_scale.modeling.adapters import lora_config
 
     skeleton = skeleton_of(tiny_config(config))
@@ -116,7 +116,7 @@ def adapter_of(config: PreTrainedConfig) -> Any:
 
 
 def outcome(verdict: Verdict) -> str:
-    """In a word or two, what the check decided."""
+    """The check's decision in a few words."""
     skipped = next((note for note in verdict.notes if note.startswith("start check: skipped")), None)
     if skipped:
         return skipped
@@ -124,7 +124,7 @@ def outcome(verdict: Verdict) -> str:
 
 
 def check_architecture(config: PreTrainedConfig) -> dict[str, Any]:
-    """Packing, then full and LoRA with packed rows where they are accepted, with padded rows elsewhere."""
+    """Check packing, then full and LoRA training with packed rows if accepted, else with padded rows."""
     found: dict[str, Any] = {}
     rows = "packed"
     try:
@@ -139,7 +139,7 @@ def check_architecture(config: PreTrainedConfig) -> dict[str, Any]:
         except ConfigError as error:
             found[method] = f"refused: {error.problem}"
             continue
-        except Exception as error:  # of the configuration, before there is a model
+        except Exception as error:  # from the configuration, before there is a model
             found[method] = f"start check: skipped, {type(error).__name__}: {error}"
             continue
         found[method] = outcome(verdict)
@@ -151,9 +151,9 @@ def check_architecture(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def check_policies(config: PreTrainedConfig, known: dict[str, Any]) -> dict[str, Any]:
-    """Whether each checkpointing policy leaves the gradients as they are, in the rows and by the loss that are known.
+    """Check that each checkpointing policy preserves the gradients, with the known rows and loss.
 
-    One small model and three passes, with the first attention with which it takes a step.
+    Uses one small model and three passes, with the first attention that can take a step.
     """
     if known["full"] not in ("equal", "own logits"):
         return {f"checkpointing_{kind}": "not run" for kind in POLICIES}
@@ -179,7 +179,7 @@ def _with_policy(check: TwinCheck, own: Step, kind: str) -> str:
 
 
 def read_results() -> dict[str, Any]:
-    """The file, or an empty one where it is of other versions."""
+    """The results file, or empty results if it is from other versions."""
     known = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {}
     if known.get("versions") != versions():
         return {"versions": versions(), "architectures": {}}
@@ -187,13 +187,13 @@ def read_results() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of the libraries whose behaviour the table shows."""
+    """Versions of the libraries whose behaviour the table shows."""
     installed = installed_versions()
     return {name: installed[name] for name in ("torch", "transformers", "peft", "trl")}
 
 
 def record(name: str, found: dict[str, Any]) -> None:
-    """Add what was found of an architecture to both files; scans may run at the same time."""
+    """Add an architecture's results to both files; scans may run in parallel."""
     with (REPOSITORY / "benchmarks" / "start_check_scan.py").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         results = read_results()
@@ -202,7 +202,7 @@ def record(name: str, found: dict[str, Any]) -> None:
 
 
 def write(results: dict[str, Any]) -> None:
-    """Both files."""
+    """Write both files."""
     results["architectures"] = dict(sorted(results["architectures"].items()))
     _replace(RESULTS, json.dumps(results, indent=1) + "\n")
     text = TABLE.read_text(encoding="utf-8")
@@ -211,19 +211,19 @@ def write(results: dict[str, Any]) -> None:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Whole, because another scan may be reading it."""
+    """Replace the file atomically, because another scan may be reading it."""
     new = path.with_suffix(".new")
     new.write_text(text, encoding="utf-8")
     new.replace(path)
 
 
 def builds_small(found: dict[str, Any]) -> bool:
-    """Whether there was a twin that took a step."""
+    """True if there was a twin that took a step."""
     return not str(found.get("full", "")).startswith("start check: skipped")
 
 
 def table(results: dict[str, Any]) -> str:
-    """The Markdown between the markers of the page."""
+    """The Markdown between the page's markers."""
     built = {name: found for name, found in results["architectures"].items() if builds_small(found)}
     others = sorted(set(results["architectures"]) - set(built))
     stack = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
@@ -252,7 +252,7 @@ def _refusals(found: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    """Scan what is asked for."""
+    """Scan the requested architectures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=None, help="model types")
     parser.add_argument("--fsdp2", action="store_true", help="shard the twins over the processes of torchrun")
@@ -267,7 +267,7 @@ def main() -> None:
         from start_check_sharded import check_sharded, process_group
 
         process_group()
-    done = read_results()["architectures"]  # once: the processes of FSDP2 must agree
+    done = read_results()["architectures"]  # read once, since the processes of FSDP2 must agree
     for name, config in architectures():
         if options.only is not None and name not in options.only:
             continue

@@ -1,4 +1,4 @@
-"""The start check's twin under FSDP2: two processes shard it and take the recipe's step, which must equal its own."""
+"""The start check's twin under FSDP2: two processes shard it, and the recipe's step must equal the twin's own."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from accel_scale.start_check.twin_check import TwinCheck, loader_loss
 
 
 def process_group() -> None:
-    """The two processes' group."""
+    """Initialise the process group of the two processes."""
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
 
 
 def check_sharded(config: PreTrainedConfig) -> dict[str, Any]:
-    """{"full_fsdp2": …, "lora_fsdp2": …}: with packed rows where the model takes them, else with padded ones."""
+    """Results ``full_fsdp2`` and ``lora_fsdp2``, with packed rows if the model accepts them, else with padded ones."""
     found: dict[str, str] = {}
     rows = "packed"
     for method in ("full", "lora"):
@@ -42,7 +42,7 @@ def check_sharded(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _outcome(config: PreTrainedConfig, method: str, rows: str) -> str:
-    """What the check decides, as on every rank of a run, and whether the sharded twin then takes the same step."""
+    """The check's decision, as on every rank of a run, and whether the sharded twin then takes the same step."""
     from start_check_scan import outcome, planned
 
     try:
@@ -51,7 +51,7 @@ def _outcome(config: PreTrainedConfig, method: str, rows: str) -> str:
         text = outcome(verdict)
     except ConfigError as error:
         return f"refused: {error.problem}"
-    except Exception as error:  # of the configuration, before there is a model
+    except Exception as error:  # from the configuration, before there is a model
         return f"start check: skipped, {type(error).__name__}: {first_line(error)}"
     if text.startswith("start check: skipped"):
         return text
@@ -59,17 +59,17 @@ def _outcome(config: PreTrainedConfig, method: str, rows: str) -> str:
         with undisturbed():
             gap = _sharded(dataclasses.replace(run, attention=verdict.attention), verdict)
         return text if gap is None else f"differs: {gap}"
-    except Exception as error:  # what the engine says about an architecture is a result
+    except Exception as error:  # an engine's error for an architecture is a result
         return f"fails: {type(error).__name__}: {first_line(error)}"
 
 
 def _sharded(run: PlannedRun, verdict: Verdict) -> str | None:
-    """How the step of the twin that two processes shard differs from its own step as a whole, if it does."""
+    """How the sharded twin's step differs from the step of the whole twin; None if it does not."""
     with attention_on_cpu(run.attention) as attention:
         check = TwinCheck(run, attention)
         own = check.own_step()
         sharing = modules_that_share(check.model)
-        for module in reversed(list(check.model.modules())):  # a layer in a layer comes first
+        for module in reversed(list(check.model.modules())):  # nested layers come first
             if isinstance(module, GradientCheckpointingLayer) and id(module) not in sharing:
                 fully_shard(module)
         fully_shard(check.model)

@@ -1,10 +1,10 @@
-"""What one waits for before training begins: imports, `--help`, loading a model, here and in TRL, in turns.
+"""Time before training begins: imports, `--help` and loading a model, here and in TRL, in turns.
 
     python benchmarks/start_times.py              # three rounds; writes benchmarks/results/start_times.md
 
-Every case is a process of its own, one round after another. CPU seconds of the process are compared, since other work
-on the machine does not change them; the least of the rounds counts. Loading is timed in one process, a model of random
-weights in bf16 on disk, transformers' own function and this project's in turn.
+Every case runs in its own process, one round after another. CPU seconds are compared, since other work on the machine
+does not affect them; the minimum over rounds counts. Loading is timed in one process with a bf16 model with random
+weights on disk, alternating between transformers' function and this project's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = REPOSITORY / "benchmarks" / "results" / "start_times.md"
 _CLI = "import sys; from accel_scale.cli.main import main; sys.argv[0] = 'accel-scale'; sys.exit(main())"
 _TRL = "import sys; from trl.cli import main; sys.argv[0] = 'trl'; sys.exit(main())"
-# What both need before they can train; the second line is what `trl sft` itself imports.
+# Imports needed before training; the last case is what `trl sft` itself imports.
 _OURS = "from accel_scale.flags.library import load_classes; from accel_scale.recipe_specs.trl import SFT; "
 _OURS += "load_classes(SFT.flags); import accel_scale.trainers.sft_trainer"
 CASES: dict[str, tuple[str, ...]] = {
@@ -60,7 +60,7 @@ print(json.dumps({name: seconds[1:] for name, seconds in found.items()}))
 
 
 def cpu_seconds(words: tuple[str, ...]) -> float:
-    """CPU seconds of one process, its children included."""
+    """CPU seconds of one process, including its children."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run([sys.executable, *words], cwd=REPOSITORY, capture_output=True, text=True, check=False)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -70,7 +70,7 @@ def cpu_seconds(words: tuple[str, ...]) -> float:
 
 
 def loading(rounds: int) -> dict[str, float]:
-    """Medians of loading one model both ways."""
+    """Median seconds of loading one model both ways."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     with tempfile.TemporaryDirectory() as folder:
@@ -82,7 +82,7 @@ def loading(rounds: int) -> dict[str, float]:
 
 
 def table(seconds: dict[str, list[float]], loads: dict[str, float]) -> str:
-    """As Markdown."""
+    """The results as Markdown."""
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers", "trl"))
     lines = [
         "# Before training begins",
@@ -100,7 +100,7 @@ def table(seconds: dict[str, list[float]], loads: dict[str, float]) -> str:
 
 
 def main() -> None:
-    """Measure and write."""
+    """Measure and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""`techniques.py`, what follows from formulas: each figure from the function that plans or training use."""
+"""`techniques.py`: figures from formulas, each computed by the function that planning or training uses."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ OPTIMIZERS = {
 
 
 def memory() -> dict[str, Values]:
-    """Bytes per parameter and the examples made of them."""
+    """Bytes per parameter and examples based on them."""
     tables = reference_tables()
     per_parameter = {str(row[0]): float(row[-1]) for row in tables["bytes_per_parameter"]}
     one, seven = _by_name(tables["memory_1b"]), _by_name(tables["memory_7b"])
@@ -63,14 +63,14 @@ def memory() -> dict[str, Values]:
 
 
 def formats() -> dict[str, Values]:
-    """Exponent and mantissa bits, largest values, what is scaled."""
+    """Exponent and mantissa bits, largest values and scaling of each format."""
     rows = reference_tables()["precisions"]
     keys = ("exponent", "mantissa", "largest", "scaling")
     return {f"format/{str(row[0]).replace(' ', '_')}": dict(zip(keys, row[1:], strict=True)) for row in rows}
 
 
 def adapters() -> dict[str, Values]:
-    """What learns, and what a frozen 4-bit weight takes."""
+    """Share of trained parameters, and bytes of a frozen 4-bit weight."""
     facts = load_model_facts(MODEL, allow_download=False)
     share = {f"r{rank}": lora_params(facts, LoraSetup(rank=rank)) / facts.num_params for rank in (1, 16, 64)}
     qlora = TrainingSetup(method="qlora")
@@ -83,7 +83,7 @@ def adapters() -> dict[str, Values]:
 
 
 def batches() -> dict[str, Values]:
-    """Accumulation for a batch, the learning rate for a larger one, one schedule's points."""
+    """Accumulation for a batch, learning rate for a larger one, and points of the schedules."""
     warm = warmup_step_count(STEPS, warmup_ratio=WARM_UP)
     last = STEPS - 1
     cosine = [
@@ -111,7 +111,7 @@ def batches() -> dict[str, Values]:
 
 
 def communication() -> dict[str, Values]:
-    """Volumes of collectives, links, bubbles."""
+    """Volumes of collectives, speeds of links, and pipeline bubbles."""
     links = {str(row[0]): row[1:] for row in reference_tables()["links"]}
     at_8 = {name: steps("all_reduce", name, 1.0, 8).num_bytes for name in ("central", "ring")}
     at_64 = {name: steps("all_reduce", name, 1.0, 64).num_bytes for name in ("central", "ring")}
@@ -147,7 +147,7 @@ def communication() -> dict[str, Values]:
 
 
 def laws() -> dict[str, Values]:
-    """Compute-optimal training, searches, recomputation."""
+    """Compute-optimal training, searches and recomputation."""
     facts = load_model_facts(MODEL, allow_download=False)
     flops = {
         name: hardware_flops_per_token(facts, TrainingSetup(checkpointing=name)).total
@@ -165,7 +165,7 @@ def laws() -> dict[str, Values]:
 
 
 def defaults() -> dict[str, Values]:
-    """What the recipes do unless told otherwise."""
+    """The recipes' defaults."""
     from accelerate.utils import DistributedDataParallelKwargs
 
     library = json.loads((REPOSITORY / "accel_scale" / "assets" / "library_flags.json").read_text(encoding="utf-8"))
@@ -182,7 +182,7 @@ def defaults() -> dict[str, Values]:
 
 
 def _flags_in(tree: Any) -> Iterator[dict[str, Any]]:
-    """Every entry of the table of library flags that has a destination."""
+    """Every entry with a destination in the table of library flags."""
     if isinstance(tree, dict):
         if "dest" in tree:
             yield tree

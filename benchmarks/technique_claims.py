@@ -1,4 +1,4 @@
-"""`techniques.py`, the claims of data/technique_claims.yaml."""
+"""`techniques.py`: the claims of data/technique_claims.yaml."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ CLAIMS_FILE = Path(__file__).parent / "data" / "technique_claims.yaml"
 
 @dataclass(frozen=True)
 class Claim:
-    """One statement.
+    """One claim.
 
     Attributes:
         topic: The heading it stands under.
         stated: What is stated.
-        figures: Rows and templates over their values that answer it.
-        note: What a reader must know to compare, or why there is no figure.
+        figures: Rows that answer it, with templates for their values.
+        note: What readers need to know for the comparison, or why there is no figure.
     """
 
     topic: str
@@ -28,7 +28,7 @@ class Claim:
 
 
 def read_claims(path: Path = CLAIMS_FILE) -> tuple[Claim, ...]:
-    """Every claim, topic by topic."""
+    """Read all claims, topic by topic."""
     topics = yaml.safe_load(path.read_text(encoding="utf-8"))
     return tuple(
         Claim(topic, entry["stated"], tuple(pair for figure in entry.get("figures", ()) for pair in figure.items()),

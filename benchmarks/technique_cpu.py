@@ -1,8 +1,8 @@
-"""`techniques.py`, the ladder on this CPU: one process, one thread, every rung in memory, turns of a step each.
+"""`techniques.py`: the ladder on this CPU, in one process and thread, with all rungs in memory, in turns of a step.
 
-The model is the embedded one, fine-tuned on its own data in rows of one length. Time is CPU time of the one thread,
-so that other work on the machine does not count, and a ratio is between turns of one round. Bytes are those of tensors
-over a whole step, optimizer's states included, counted as operations make and free them.
+The model is the embedded one, fine-tuned on its own data in rows of one length. Time is the thread's CPU time, so that
+other work on the machine does not count, and ratios are between turns of one round. Bytes are those of tensors over a
+whole step, including optimizer states, counted as operations create and free them.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from accel_scale.planning.models.training_setup import TrainingSetup
 
 SETUP = TrainingSetup(checkpointing="none", packing=False, micro_batch_size=4, sequence_length=128)
 ROUNDS = 16
-# Their updates are compiled, and torch compiles nothing while operations are watched.
+# Their updates are compiled, and torch does not compile while a dispatch mode is active.
 COMPILED_UPDATES = ("adamw_torch_4bit", "adamw_torch_8bit")
-# Where they are not AdamW's; found once, by halving and doubling.
+# Learning rates that differ from AdamW's, found once by halving and doubling.
 LEARNING_RATE = 1e-3
 LEARNING_RATES = {"sgd": 0.3, "momentum": 0.03, "lora": 5e-3, "lora_1": 1e-2, "qlora": 5e-3, "qlora_1": 1e-2}
 
 
 @dataclass
 class Loop:
-    """One rung at work."""
+    """Training loop of one rung."""
 
     name: str
     setup: TrainingSetup
@@ -37,12 +37,12 @@ class Loop:
     optimizer: Any
 
     def step(self, rows: Any) -> None:
-        """One optimizer step."""
+        """Take one optimizer step."""
         self.passes(rows)
         self.update()
 
     def passes(self, rows: Any) -> None:
-        """Forward, backward and clipping on one batch."""
+        """Run forward, backward and clipping on one batch."""
         import torch
 
         autocast = torch.autocast("cpu", torch.bfloat16) if self.setup.autocast else nullcontext()
@@ -54,23 +54,23 @@ class Loop:
         torch.nn.utils.clip_grad_norm_(self.trained, 1.0)
 
     def update(self) -> None:
-        """What the optimizer does."""
+        """Run the optimizer and reset the gradients."""
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def loss(self, ids: Any) -> Any:
-        """Of one micro-batch."""
+        """Loss of one micro-batch."""
         options = {"fast_lm_head": True} if self.setup.loss == "chunked" else {}
         return self.model(input_ids=ids, labels=ids, use_cache=False, **options).loss
 
     @property
     def trained(self) -> list[Any]:
-        """Weights that learn."""
+        """Trainable weights."""
         return [weight for weight in self.model.parameters() if weight.requires_grad]
 
 
 def start(name: str, setup: TrainingSetup) -> Loop:
-    """The embedded model as the recipes would train it at this rung."""
+    """Set up the embedded model as the recipes would train it at this rung."""
     import torch
     from planner_models import as_trained
     from transformers import BitsAndBytesConfig, set_seed
@@ -103,7 +103,7 @@ def start(name: str, setup: TrainingSetup) -> Loop:
 
 
 def embedded_rows(num_rows: int, length: int, *, held_out: bool = False) -> Any:
-    """Conversations of the embedded data one after another, cut into rows."""
+    """Conversations of the embedded data, concatenated and cut into rows."""
     import torch
 
     from accel_scale.data.default import default_dataset, default_model_path
@@ -121,13 +121,13 @@ def embedded_rows(num_rows: int, length: int, *, held_out: bool = False) -> Any:
 
 
 def bytes_of_a_step(loop: Loop, rows: Any) -> dict[str, float]:
-    """Bytes in tensors at the highest point of a step, what a forward pass leaves, and the planner's figure."""
+    """Peak bytes in tensors during a step, bytes left by a forward pass, and the planner's prediction."""
     from accel_scale.data.default import default_model_path
     from accel_scale.planning.cost.memory import predict_memory
     from accel_scale.planning.models.catalogue import load_model_facts
     from accel_scale.verifying.measured_memory import StorageTracker, resident_tensors
 
-    loop.step(rows)  # makes the optimizer's states
+    loop.step(rows)  # creates the optimizer states
     gc.collect()
     tracker = StorageTracker()
     with tracker:
@@ -151,7 +151,7 @@ def bytes_of_a_step(loop: Loop, rows: Any) -> dict[str, float]:
 
 
 def rung_below_the_rest() -> str:
-    """Mixed precision where this CPU has arithmetic for it, else the rung below, which is faster."""
+    """Mixed precision if this CPU has fast arithmetic for it, else the rung below, which is faster."""
     import torch
 
     from accel_scale.measuring.peak_flops import measured_peak_flops
@@ -160,7 +160,7 @@ def rung_below_the_rest() -> str:
 
 
 def measure() -> dict[str, Values]:
-    """Bytes of each rung, then all of them in turns, then their losses on rows that none has seen."""
+    """Measure bytes of each rung, then speeds in turns, then losses on unseen rows."""
     import torch
 
     torch.set_num_threads(1)

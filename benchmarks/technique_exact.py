@@ -1,4 +1,4 @@
-"""`techniques.py`, what a technique does to numbers: gradients with and without it, and bytes that it keeps."""
+"""`techniques.py`: effects of techniques on numbers: gradients with and without them, and bytes that they keep."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUM_IMAGES, IMAGE_SIZE, NUM_CLASSES, CNN_STEPS = 64, 32, 10, 60
 
 
 def gradients(model: Any) -> Any:
-    """All of a model's gradients as one vector, which are gone afterwards."""
+    """All of a model's gradients as one vector; the gradients are reset."""
     import torch
 
     parts = [weight.grad.flatten().double() for weight in model.parameters() if weight.grad is not None]
@@ -28,12 +28,12 @@ def gradients(model: Any) -> Any:
 
 
 def difference(a: Any, b: Any) -> float:
-    """‖A − B‖ ÷ ‖B‖."""
+    """Relative difference ‖A − B‖ ÷ ‖B‖."""
     return float((a - b).norm() / b.norm())
 
 
 def underflow() -> dict[str, Values]:
-    """Which of a pretrained model's gradients 16 bits make zero."""
+    """Share of a pretrained model's gradients that become zero in 16 bits."""
     import torch
 
     loop = start("loss", ladder(SETUP)["loss"])
@@ -49,7 +49,7 @@ def underflow() -> dict[str, Values]:
 
 
 def accumulation() -> dict[str, Values]:
-    """Sixteen rows of different lengths at once and as 4 × 4."""
+    """Gradients of sixteen rows of different lengths, at once and as 4 × 4."""
     import torch
 
     from accel_scale.optimization.fast_loss import language_model_loss
@@ -75,7 +75,7 @@ def accumulation() -> dict[str, Values]:
 
 
 def batch_norm() -> dict[str, Values]:
-    """A small convolutional network on 256 random images, at once and as 4 × 64."""
+    """Gradients of a small convolutional network on 256 random images, at once and as 4 × 64."""
     import torch
     from torch import nn
 
@@ -100,7 +100,7 @@ def batch_norm() -> dict[str, Values]:
 
 
 def convolutions() -> dict[str, Values]:
-    """A convolutional network trained in fp32 and in bf16 mixed precision: bytes, CPU time, accuracy."""
+    """Bytes, CPU time and accuracy of a convolutional network trained in fp32 and in bf16 mixed precision."""
     import torch
     from torch import nn
 
@@ -113,7 +113,7 @@ def convolutions() -> dict[str, Values]:
     patterns = torch.randn(NUM_CLASSES, 3, IMAGE_SIZE, IMAGE_SIZE, generator=noise)
 
     def images(number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each class's pattern under noise of three times its size."""
+        """Images of each class's pattern with noise of three times its size."""
         labels = torch.randint(NUM_CLASSES, (number,), generator=noise)
         return patterns[labels] + 3 * torch.randn(number, *patterns.shape[1:], generator=noise), labels
 
@@ -155,7 +155,7 @@ def convolutions() -> dict[str, Values]:
 
 
 def checkpointing() -> dict[str, Values]:
-    """Gradients under every policy against those without one."""
+    """Compare gradients under every checkpointing policy with those without one."""
     import torch
 
     from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy, apply_checkpointing
@@ -181,20 +181,20 @@ def optimizer_states() -> dict[str, Values]:
 
     figures = {}
     for name, optim in OPTIMIZERS.items():
-        if name == "paged":  # unified memory of CUDA
+        if name == "paged":  # needs CUDA's unified memory
             continue
         weight = torch.nn.Parameter(torch.randn(1024, 1024))
         weight.grad = torch.randn_like(weight)
         optimizer = create_optimizer(optim, [weight], lr=1e-3)
         optimizer.step()
         states = [leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, torch.Tensor)]
-        # Code books of quantised states are the optimizer's, not the parameter's: left out as what is small.
+        # Small tensors are left out: code books of quantised states belong to the optimizer, not to the parameter.
         figures[name] = sum(_stored_bytes(leaf) for leaf in states if leaf.numel() > 256) / weight.numel()
     return {"exact/optimizer_states": figures}
 
 
 def _stored_bytes(tensor: Any) -> int:
-    """Of what a tensor, quantised ones too, is made of."""
+    """Bytes of a tensor, or of the inner tensors of a quantised one."""
     parts = getattr(tensor, "__tensor_flatten__", None)
     if parts is None:
         return tensor.numel() * tensor.element_size()
@@ -202,7 +202,7 @@ def _stored_bytes(tensor: Any) -> int:
 
 
 def epochs() -> dict[str, Values]:
-    """Rows of two epochs of a loader that Accelerate has prepared."""
+    """Compare the rows in two epochs of a loader prepared by Accelerate."""
     import torch
     from accelerate import Accelerator
 
@@ -223,7 +223,7 @@ def epochs() -> dict[str, Values]:
 
 
 def attention() -> dict[str, Values]:
-    """transformers' unfused attention beside the fused one: outputs, what is kept, CPU time forward and backward."""
+    """Compare transformers' unfused and fused attention: outputs, saved bytes, CPU time of forward and backward."""
     import torch
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.models.llama.modeling_llama import eager_attention_forward

@@ -1,4 +1,4 @@
-"""`techniques.py`, the page: the claims and the ladders as Markdown, from rows alone."""
+"""`techniques.py`: the page with claims and ladders as Markdown, made from rows alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ run, and what a CPU cannot show is left to the prediction.
 
 
 class _Number(float):
-    """Formats bytes too: ``{:GiB}`` and ``{:MiB}`` print them as people read them."""
+    """A number that also formats bytes: ``{:GiB}`` and ``{:MiB}`` print them in readable form."""
 
     def __format__(self, spec: str) -> str:
         return format_bytes(float(self)) if spec.endswith("iB") else super().__format__(spec)
@@ -48,7 +48,7 @@ def page(stages: Mapping[str, Stage], rows: Mapping[str, Any]) -> str:
 
 
 def figure(rows: Mapping[str, Any], row: str, template: str) -> str:
-    """`template` over the values of `row`, or that it is missing."""
+    """`template` filled with the values of `row`, or a text that it is missing."""
     if row not in rows:
         return MISSING
     values = rows[row]["values"]
@@ -57,7 +57,7 @@ def figure(rows: Mapping[str, Any], row: str, template: str) -> str:
 
 
 def kind_of(row: str, rows: Mapping[str, Any]) -> str:
-    """The kind of a row; those that are still missing are measured ones."""
+    """The kind of a row; missing rows are measured ones."""
     return rows[row]["kind"] if row in rows else "measured"
 
 
@@ -72,7 +72,7 @@ def _claim(claim: Claim, rows: Mapping[str, Any]) -> str:
 
 
 def _ladders(rows: Mapping[str, Any]) -> list[str]:
-    """Each rung on one H100 and on this CPU; speed and memory as ratios."""
+    """Table of each rung on one H100 and on this CPU, with speed and memory as ratios."""
     lines = [
         "",
         "A rung adds one technique to the rung that *on* names. Speed and memory are × that rung, in brackets × the "
@@ -102,7 +102,7 @@ def _ladders(rows: Mapping[str, Any]) -> list[str]:
 
 
 def _loss(rung: Rung, rows: Mapping[str, Any]) -> str:
-    """After the ladder's few steps; of other optimizers and adapters in a longer run at their own learning rates."""
+    """Loss after the ladder's few steps; for other optimizers and adapters, of a longer run at their own rates."""
     longer = rows.get(f"quality/{rung.name}") if rung.name != "full" else None
     if longer:
         return f"{longer['values']['eval_loss']:.3f} after a longer run"
@@ -110,13 +110,13 @@ def _loss(rung: Rung, rows: Mapping[str, Any]) -> str:
 
 
 def _on(rung: Rung, rows: Mapping[str, Any]) -> str:
-    """Which rung the CPU's stands on, where it is another one."""
+    """The rung on which the CPU's rung stands, if it is a different one."""
     on = rows.get(f"cpu/{rung.name}", {}).get("values", {}).get("on", rung.on)
     return f", on {on}" if on and on != rung.on else ""
 
 
 def _strategies(rows: Mapping[str, Any]) -> list[str]:
-    """The same for what several ranks do."""
+    """Table of the strategies for several ranks."""
     lines = [
         "",
         "At one global batch, × DDP. *Fits* is on cards of 80 GB. Processes measured share two cores, so their "
@@ -149,7 +149,7 @@ def _fits(rows: Mapping[str, Any], row: str) -> str:
 
 
 def _where(stage: Stage, rows: Mapping[str, Any]) -> str:
-    """When and on what a stage's rows were measured, each combination once."""
+    """Dates, machines and versions of a stage's measured rows, each combination once."""
     names = [name for work in stage.works for name in work.rows]
     found = dict.fromkeys(
         f"{row['date']}, {row['machine']}, load {row['load']:.0f}, "

@@ -1,4 +1,4 @@
-"""`techniques.py`, the planner's part: the ladder on one H100, strategies on eight, and the limits of cards."""
+"""`techniques.py`: the planner's part, with the ladder on one H100, strategies on eight, and limits of cards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from accel_scale.planning.models.training_setup import ParallelSetup, TrainingSe
 
 GPU = "H100-SXM"
 SMALL, MIDDLE, LARGE = "Qwen/Qwen3-1.7B", "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-70B"
-# Bytes per second of a server's drives together: four PCIe 4.0 drives.
+# Total bytes per second of a server's four PCIe 4.0 drives.
 NVME = 24e9
 HOST_MEMORY = 2 * 2**40
 LADDER = TrainingSetup(checkpointing="none", packing=False, micro_batch_size=8, sequence_length=2048)
@@ -29,12 +29,12 @@ GLOBAL_BATCH = 64
 
 
 def machine(num_gpus: int) -> Machine:
-    """One server."""
+    """A server with `num_gpus` GPUs."""
     return Machine(find_gpu(GPU), num_gpus, 8, host_memory_bytes=HOST_MEMORY, nvme_bytes_per_second=NVME)
 
 
 def one_gpu() -> dict[str, Values]:
-    """The ladder."""
+    """Predict the ladder on one GPU."""
     facts = load_model_facts(SMALL, allow_download=False)
     figures: dict[str, dict[str, float]] = {}
     for name, setup in ladder(LADDER).items():
@@ -45,7 +45,7 @@ def one_gpu() -> dict[str, Values]:
             "optimizer_bytes": memory.states.optimizer_bytes,
             "weight_bytes": memory.states.weight_bytes,
             "trained_params": float(trained_params(facts, setup)),
-            # Tokens count, not micro-batches: accumulation does four for one.
+            # Per token, not per micro-batch: accumulation runs four of them per step.
             "seconds": time.step_seconds / setup.tokens_per_step,
             "tokens_per_second": time.tokens_per_second,
             "fits": float(memory.high_bytes <= machine(1).gpu.memory_bytes),
@@ -54,7 +54,7 @@ def one_gpu() -> dict[str, Values]:
 
 
 def eight_gpus(model: str, prefix: str) -> dict[str, Values]:
-    """Strategies at one global batch, beside DDP; the last column of DDP itself is scaling from one GPU."""
+    """Compare strategies with DDP at one global batch; for DDP itself, the last column is scaling from one GPU."""
     facts = load_model_facts(model, allow_download=False)
     rows: dict[str, dict[str, float | str]] = {}
     for name, _, make in PARALLEL_RUNGS:
@@ -81,7 +81,7 @@ def _spread(facts: ModelFacts, parallel: ParallelSetup, num_gpus: int) -> tuple[
 
 
 def comparisons() -> dict[str, Values]:
-    """Scaling, the price of offload, what FSDP has in flight."""
+    """Scaling of DDP, cost of offloading, and layers that FSDP has in flight."""
     facts = load_model_facts(MIDDLE, allow_download=False)
     speed = {n: _spread(facts, ParallelSetup("ddp" if n > 1 else "single", n), n)[1].tokens_per_second for n in (1, 4)}
     zero3 = _spread(facts, ParallelSetup("zero3", 8), 8)[1].step_seconds
@@ -98,7 +98,7 @@ def comparisons() -> dict[str, Values]:
 
 
 def choices() -> dict[str, Values]:
-    """What `plan` answers along the decision tree."""
+    """Answers of `plan` along the decision tree."""
     asked = {
         "fits": {"model": "Qwen/Qwen3-0.6B", "gpu": GPU, "num_gpus": "1"},
         "tight": {"model": "Qwen/Qwen3-1.7B", "gpu": "4090", "num_gpus": "1"},

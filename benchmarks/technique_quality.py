@@ -1,4 +1,4 @@
-"""`techniques.py`, what optimizers and adapters reach on the same rows, each at the better of two learning rates."""
+"""`techniques.py`: losses of optimizers and adapters on the same rows, each at the better of two learning rates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from technique_cpu import SETUP, embedded_rows, start
 from technique_rows import RUNGS, Stage, Values, Work, ladder
 
 NUM_STEPS, HELD_OUT_ROWS = 60, 64
-# The usual one of the recipes' examples, and three times it.
+# The usual rate of the recipes' examples, and three times that.
 RATES = {
     "full": (2e-4, 6e-4), "adamw_8bit": (2e-4, 6e-4), "adamw_4bit": (2e-4, 6e-4), "adafactor": (2e-4, 6e-4),
     "momentum": (1e-2, 3e-2), "sgd": (1e-1, 3e-1), "lora": (2e-3, 6e-3), "lora_1": (2e-3, 6e-3),
@@ -20,7 +20,7 @@ RATES = {
 
 
 def measure(name: str) -> dict[str, Values]:
-    """Loss on rows that it has not seen, after `NUM_STEPS` steps."""
+    """Loss on unseen rows after `NUM_STEPS` steps."""
     import torch
 
     torch.set_num_threads(1)
@@ -29,7 +29,7 @@ def measure(name: str) -> dict[str, Values]:
     rows = embedded_rows(NUM_STEPS * batch + HELD_OUT_ROWS, SETUP.sequence_length)
     unseen, seen = rows[:HELD_OUT_ROWS], rows[HELD_OUT_ROWS:]
     changes = next(rung.changes for rung in RUNGS if rung.name == name)
-    # No checkpointing, which changes no number.
+    # Without checkpointing, which does not change the numbers.
     setup = replace(ladder(SETUP)["loss"], **{key: value for key, value in changes.items() if key != "checkpointing"})
     losses, before = {}, 0.0
     for rate in RATES[name]:

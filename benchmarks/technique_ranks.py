@@ -1,8 +1,9 @@
-"""`techniques.py`, strategies: recipes/pretrain.py under its launch files on CPU processes, each beside DDP.
+"""`techniques.py`: strategies of recipes/pretrain.py under its launch files on CPU processes, each compared with DDP.
 
-Every launch is a real `accelerate launch` at the same global batch, in fp32. Bytes are torch's own count of what its
-CPU allocator gave to the fullest rank during one step, buffers of reducers and of DeepSpeed included. Time is wall
-time of turns: DDP and one process stand still while another launch has its turn, and a ratio is of turns of one round.
+Every launch is a real `accelerate launch` at the same global batch, in fp32. Bytes are torch's own count of CPU
+allocations on the fullest rank during one step, including buffers of reducers and of DeepSpeed. Time is wall time of
+turns: DDP and the single process are paused while another launch has its turn, and ratios are between turns of one
+round.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ SHAPE = {
     "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": LENGTH, "vocab_size": 768,
     "tie_word_embeddings": False,
 }  # fmt: skip
-# What a launch needs beside its file, by row; `launch` words go to accelerate, the others to the recipe.
+# Settings in addition to a launch's file, by row; `launch` words go to accelerate, the others to the recipe.
 LAUNCH_FILES = {"sp": "fsdp2_sp"}
 LAUNCH_WORDS = {"sp": ("--parallelism_config_dp_shard_size", "1")}
 RECIPE_WORDS = {"pp": ("--pp_size", "{processes}")}
@@ -44,12 +45,12 @@ STEP = "technique::step"
 
 
 class Launch:
-    """One run of the recipe, which stands still between the turns that it is given.
+    """One run of the recipe, which pauses between its turns.
 
     Args:
-        name: Of its row, or ``single``.
-        processes: Ranks.
-        folder: For its pipes, log and results.
+        name: Name of its row, or ``single``.
+        processes: Number of ranks.
+        folder: Folder for its pipes, log and results.
     """
 
     def __init__(self, name: str, processes: int, folder: Path) -> None:
@@ -71,7 +72,7 @@ class Launch:
             self.process = subprocess.Popen(
                 command, cwd=BENCHMARKS.parent, env=environment, stdout=output, stderr=output, start_new_session=True
             )
-        # Opened for reading and writing, so that opening does not wait for a process that may never come.
+        # Opened for reading and writing, so that opening does not wait for a process that may never start.
         self._ask = os.open(folder / "asked", os.O_RDWR)
         self._told = os.open(folder / "told", os.O_RDWR)
         try:
@@ -81,18 +82,18 @@ class Launch:
             raise
 
     def take(self) -> float:
-        """One turn; its seconds."""
+        """Run one turn; returns its seconds."""
         os.write(self._ask, f"{TURN_STEPS}\n".encode())
         self.seconds.append(self._wait())
         return self.seconds[-1]
 
     def result(self) -> dict[str, Any]:
-        """Of the fullest rank."""
+        """Result of the fullest rank."""
         found = [json.loads(path.read_text()) for path in self.folder.glob("rank*.json")]
         return max(found, key=lambda rank: rank["bytes"])
 
     def end(self) -> None:
-        """Whatever it is doing."""
+        """End the launch, whatever its state."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGTERM)
             try:
@@ -113,7 +114,7 @@ class Launch:
 
 
 def recipe_words(folder: Path) -> list[str]:
-    """The recipe's command line."""
+    """Flags of the recipe."""
     from accel_scale.data.default import default_model_path, default_pretraining_text
 
     (folder / "config.json").write_text(json.dumps(SHAPE))
@@ -129,7 +130,7 @@ def recipe_words(folder: Path) -> list[str]:
 
 
 class Beside:
-    """What every row is measured beside: DDP on as many processes and one process, which live until this one ends."""
+    """References for every row: DDP on as many processes and a single process, which live until this process ends."""
 
     def __init__(self, processes: int) -> None:
         from warm_python import WarmPython
@@ -139,12 +140,12 @@ class Beside:
         self.folder = Path(self._ends.enter_context(tempfile.TemporaryDirectory(prefix="techniques-")))
         self.processes, warm = processes, WarmPython()
         self._ends.callback(warm.close)
-        # Launches start in a process that has imported the libraries, as those of the tests do.
+        # Launches start in a process that has imported the libraries, as in the tests.
         self._python, self._warm = sys.executable, str(warm.executable)
         self.ddp, self.single = self.start("ddp", self._ends), self.start("single", self._ends)
 
     def start(self, name: str, ends: contextlib.ExitStack) -> Launch:
-        """A launch that has gone as far as its first turn, and that `ends` ends."""
+        """Start a launch that is ready for its first turn and is ended by `ends`."""
         sys.executable = self._warm
         try:
             launch = Launch(name, self.processes, self.folder / f"{name}-{len(list(self.folder.iterdir()))}")
@@ -158,7 +159,7 @@ beside_ddp = functools.cache(Beside)
 
 
 def measure(name: str, processes: int) -> dict[str, Values]:
-    """One strategy's row."""
+    """Measure one strategy's row."""
     prefix = "ranks" if processes == 2 else f"ranks{processes}"
     return {f"{prefix}/{name}": _figures(name, beside_ddp(processes))}
 
@@ -186,7 +187,7 @@ def _figures(name: str, beside: Beside) -> Values:
 
 
 def work() -> None:
-    """One rank: the recipe, with its first steps counted and the later ones in turns."""
+    """Run the recipe on one rank, profiling its first steps and taking later ones in turns."""
     import torch
     from turns import StepClock
 
@@ -219,7 +220,7 @@ def work() -> None:
             found |= {"backend": backend, "log_lines": num_lines / len(losses)}
             (folder / f"rank{rank}.json").write_text(json.dumps(found))
         elif len(losses) == WARM_UP and rank == 0:
-            # The others wait for this one in the next collective.
+            # The other ranks wait for this one in the next collective.
             asked, told = (os.open(folder / pipe, os.O_RDWR) for pipe in ("asked", "told"))
             clock = StepClock(asked, told, warm_up=1)
         elif clock is not None:
@@ -230,7 +231,7 @@ def work() -> None:
 
 
 def _peak_bytes(profiler: Any, trace: Path) -> int:
-    """The most that the CPU allocator had given out during the marked step."""
+    """Peak bytes allocated by the CPU allocator during the marked step."""
     profiler.export_chrome_trace(str(trace))
     events = json.loads(trace.read_text())["traceEvents"]
     trace.unlink()

@@ -1,4 +1,4 @@
-"""What `techniques.py` is made of: rows of figures, the work that fills them, and the ladder's rungs."""
+"""Building blocks of `techniques.py`: rows of figures, the work that fills them, and the ladder's rungs."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 
 from accel_scale.planning.models.training_setup import LoraSetup, ParallelSetup, TrainingSetup
 
-# Numbers by name, and words where a number needs them.
+# Numbers by name, and text where a number needs it.
 Values = Mapping[str, float | str]
 KINDS = ("arithmetic", "predicted", "measured")
 
 
 @dataclass(frozen=True)
 class Work:
-    """One piece of a stage: what it fills, and how.
+    """One piece of a stage.
 
     Attributes:
-        rows: Names of the rows that `run` gives.
-        run: The values of each.
+        rows: Names of the rows that `run` returns.
+        run: Returns the values of each row.
     """
 
     rows: tuple[str, ...]
@@ -28,13 +28,13 @@ class Work:
 
 @dataclass(frozen=True)
 class Stage:
-    """Work of one kind.
+    """A stage with work of one kind.
 
     Attributes:
-        name: For ``--stages``.
+        name: Name for ``--stages``.
         kind: One of `KINDS`.
-        how: What the figures are of; stands above their table.
-        works: In order; the result is saved after each.
+        how: Description of the figures, shown with them.
+        works: Pieces of work in order; results are saved after each.
     """
 
     name: str
@@ -48,8 +48,8 @@ class Rung:
     """One technique on the ladder.
 
     Attributes:
-        name: Of its row.
-        label: In the table.
+        name: Name of its row.
+        label: Label in the table.
         on: The rung that it is added to; None for the first.
         changes: Fields of `TrainingSetup` that differ from that rung's.
     """
@@ -83,7 +83,7 @@ RUNGS = (
     Rung("qlora_1", "QLoRA, rank 1", "full", {"method": "qlora", "lora": LoraSetup(rank=1)}),
 )
 
-# Strategies, at the same global batch as the first; `degree` stands for the number of ranks.
+# Strategies, at the same global batch as the first; the argument is the number of ranks.
 PARALLEL_RUNGS: tuple[tuple[str, str, Callable[[int], ParallelSetup]], ...] = (
     ("ddp", "DDP", lambda n: ParallelSetup("ddp", n)),
     ("zero1", "ZeRO-1", lambda n: ParallelSetup("zero1", n)),
@@ -114,9 +114,9 @@ PARALLEL_RUNGS: tuple[tuple[str, str, Callable[[int], ParallelSetup]], ...] = (
 
 
 def ladder(first: TrainingSetup, middle: str = "bf16") -> dict[str, TrainingSetup]:
-    """Every rung's settings, by name; `first` says sizes and batch, and its micro-batch is divisible by four.
+    """Every rung's settings by name; `first` gives sizes and batch, with a micro-batch divisible by four.
 
-    Rungs that stand on mixed precision stand on `middle` instead, where that is slow.
+    Rungs on top of mixed precision are put on `middle` instead, if mixed precision is slow.
     """
     setups: dict[str, TrainingSetup] = {}
     for rung in RUNGS:
@@ -135,10 +135,10 @@ def rung_below(rung: Rung, middle: str = "bf16") -> str | None:
 
 
 def with_ratios(figures: Mapping[str, dict[str, float]], middle: str = "bf16") -> dict[str, dict[str, float | str]]:
-    """Ladder figures with how each rung compares with the one that it stands on, and with the first.
+    """Ladder figures with ratios of each rung to the one below and to the first.
 
-    A row has at least ``bytes``, ``activation_bytes``, and ``seconds`` or, where a run measured ratios itself,
-    ``speed``: × the first.
+    A row has at least ``bytes``, ``activation_bytes``, and ``seconds`` or, if a run measured ratios itself, ``speed``
+    relative to the first.
     """
     first = figures[RUNGS[0].name]
     found: dict[str, dict[str, float | str]] = {}

@@ -1,4 +1,4 @@
-"""`techniques.py`, searches, laws and loaders: how many trials, what matters most, what a fit finds, who waits."""
+"""`techniques.py`: searches, scaling laws and loaders: number of trials, importances, fits and waiting times."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from technique_rows import Stage, Values, Work
 
 STUDIES, MAX_TRIALS = 24, 120
 TOP = 0.01
-# Of the tiny model that shows what matters: learning rates 10 × apart, batches 4 × at the same tokens, weight decays.
+# For the tiny model that shows importances: learning rates 10 × apart, batches 4 × apart at equal tokens, decays.
 RATES, BATCHES, DECAYS = (1e-3, 1e-2, 1e-1), (2, 8, 32), (0.0, 0.01, 0.1)
 NUM_SEQUENCES = 256
 
 
 def fit() -> dict[str, Values]:
-    """Twenty runs drawn from a known law, without noise."""
+    """Fit twenty runs drawn from a known law without noise."""
     from accel_scale.planning.laws.scaling_fit import FittedRun, fit_runs
     from accel_scale.planning.laws.scaling_laws import LAWS
 
@@ -32,7 +32,7 @@ def fit() -> dict[str, Values]:
 
 
 def bowl(values: Mapping[str, float]) -> float:
-    """A loss that falls towards one point: mostly with the learning rate, least with weight decay; 0 there."""
+    """A loss with its minimum 0 at one point, which depends most on the learning rate."""
     rate = math.log10(values["learning_rate"]) + 3.3
     warm_up, decay, batch = (
         values["warmup_ratio"] - 0.05,
@@ -43,7 +43,7 @@ def bowl(values: Mapping[str, float]) -> float:
 
 
 def draw(trial: Any) -> dict[str, float]:
-    """One point of the space."""
+    """Draw one point of the space."""
     return {
         "learning_rate": trial.suggest_float("learning_rate", 1e-5, 1e-1, log=True),
         "warmup_ratio": trial.suggest_float("warmup_ratio", 0.0, 0.3),
@@ -53,7 +53,7 @@ def draw(trial: Any) -> dict[str, float]:
 
 
 def trials() -> dict[str, Values]:
-    """Searches by `recipes/tune.py`'s own samplers: trials until one is in the top 1 %."""
+    """Number of trials until one is in the top 1 %, with the samplers of `recipes/tune.py`."""
     import optuna
 
     from accel_scale.tuning.space import SearchSpace
@@ -82,7 +82,7 @@ def trials() -> dict[str, Values]:
 
 
 def importance() -> dict[str, Values]:
-    """Main effects on the loss of a tiny model trained for one pass over the same rows, in shares of the variance."""
+    """Main effects on the loss of a tiny model trained for one pass over the same rows, as shares of the variance."""
     import torch
     from technique_cpu import embedded_rows
     from transformers import LlamaConfig, LlamaForCausalLM, set_seed
@@ -123,7 +123,7 @@ def importance() -> dict[str, Values]:
 
 
 def loading() -> dict[str, Values]:
-    """Real loaders: the next epoch's first batch, and a loader that is slower than the model."""
+    """Measure real loaders: the first batch of the next epoch, and a loader slower than the model."""
     import torch
 
     from accel_scale.measuring.meters import ThroughputMeter

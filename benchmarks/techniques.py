@@ -1,11 +1,11 @@
-"""Claims about training at scale beside this project's figures, and what each technique costs and saves.
+"""Compare claims about training at scale with this project's figures, and show each technique's costs and savings.
 
     python benchmarks/techniques.py                          # every row that is missing, stage by stage
     python benchmarks/techniques.py --stages cpu --again     # these stages, rows that exist too
     python benchmarks/techniques.py --page                   # only writes docs/techniques.md from the committed rows
 
-Rows go into benchmarks/results/techniques.json as soon as they exist: an interrupted run goes on where it was, and a
-part of it is a valid page: rows that are missing say so. Every figure is arithmetic, predicted by the planner, or
+Rows are saved to benchmarks/results/techniques.json as soon as they exist. An interrupted run continues where it
+stopped, and a partial page is valid and marks missing rows. Every figure is arithmetic, predicted by the planner, or
 measured; measured ones come from this machine, and times are ratios of turns in one run.
 """
 
@@ -36,20 +36,20 @@ STAGES = ("arithmetic", "predicted", "exact", "search", "cpu", "quality", "ranks
 
 
 def stages(names: Iterable[str] = STAGES) -> dict[str, Stage]:
-    """By name; a stage's libraries are imported when its work runs."""
+    """The stages by name; a stage's libraries are imported when its work runs."""
     return {name: importlib.import_module(f"technique_{name}").STAGE for name in names}
 
 
 def read_rows(path: Path = RESULTS) -> dict[str, Any]:
-    """What has been filled in so far, by row."""
+    """Results so far, by row."""
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def run(stage: Stage, rows: Mapping[str, Any], *, again: bool, save: Callable[[dict[str, Any]], None]) -> list[str]:
-    """Do the work of `stage` whose rows are missing, or all of it, and give `save` the rows of each piece.
+    """Do the work of `stage` whose rows are missing, or all of it, and pass the rows of each piece to `save`.
 
     Returns:
-        What failed, a line each; its rows stay as they were.
+        One line for each failure; the rows of failed work are unchanged.
     """
     failed = []
     for work in stage.works:
@@ -58,7 +58,7 @@ def run(stage: Stage, rows: Mapping[str, Any], *, again: bool, save: Callable[[d
         print(f"{stage.name}: {', '.join(work.rows)}", flush=True)
         try:
             found = work.run()
-        except RuntimeError as error:  # a launch that ended; the others may not
+        except RuntimeError as error:  # a failed launch; others may succeed
             failed.append(f"{', '.join(work.rows)}: {error}")
             continue
         if set(found) - set(work.rows):
@@ -69,7 +69,7 @@ def run(stage: Stage, rows: Mapping[str, Any], *, again: bool, save: Callable[[d
 
 
 def _rounded(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Six digits: what a reader can use, and the same on every machine."""
+    """Round values to six digits, enough for readers and the same on every machine."""
     return {name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in values.items()}
 
 
@@ -85,7 +85,7 @@ def _where() -> dict[str, Any]:
 
 
 def main() -> int:
-    """Fill in, write."""
+    """Fill in missing rows and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", nargs="+", choices=STAGES, metavar="STAGE", help=", ".join(STAGES))
     parser.add_argument("--again", action="store_true", help="rows that exist too")
@@ -93,7 +93,7 @@ def main() -> int:
     options = parser.parse_args()
 
     def save(found: dict[str, Any]) -> None:
-        rows = read_rows() | found  # read again: another run may fill in other rows
+        rows = read_rows() | found  # reread, since another run may fill in other rows
         RESULTS.write_text(json.dumps(dict(sorted(rows.items())), indent=1) + "\n", encoding="utf-8")
         PAGE.write_text(page(stages(), rows), encoding="utf-8")
 

@@ -1,14 +1,14 @@
-"""The plan of every causal language model of transformers beside the peak of a real step on the CPU.
+"""Compare the plan of every causal language model of transformers with the peak of a real step on the CPU.
 
     python benchmarks/traced_models.py                  # one process: about 25 minutes of one core
     python benchmarks/traced_models.py --at_most 8      # goes on where the last call stopped
     python benchmarks/traced_models.py --only rwkv lfm2 --print
 
-Each architecture is its configuration class's defaults, shrunk as the start check shrinks a real model, and deeper. It
-is planned as `accel-scale plan` would, on the tape or from a trace, and takes one whole optimizer step in which this
-project's tracker counts every tensor: weights, gradients, states and activations. Results go to
-`benchmarks/results/traced_models.{json,md}` after every architecture; what is there for the same versions is not run
-again, what failed only where `--only` names it.
+Each architecture uses its configuration class's defaults, shrunk as the start check shrinks a real model, but deeper.
+It is planned as by `accel-scale plan`, on the tape or from a trace, and takes one whole optimizer step in which this
+project's tracker counts every tensor: weights, gradients, states and activations. Results are written to
+`benchmarks/results/traced_models.{json,md}` after every architecture. Existing results for the same versions are not
+rerun, and failed ones only if named by `--only`.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ SETUPS = {
 }
 
 
-# Fewer learned positions than the rows have tokens.
+# Its default has fewer learned positions than the rows have tokens.
 _FILLED: dict[str, dict[str, int]] = {"blenderbot": {"max_position_embeddings": 512}}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One architecture trained one way: bytes, or why there are none."""
+    """One architecture with one training setup: bytes, or why there are none."""
 
     model_type: str
     setup: str
@@ -75,15 +75,15 @@ class Row:
 
     @property
     def error(self) -> float:
-        """Signed, as a share of the measured value."""
+        """Signed error relative to the measured value."""
         return self.predicted_bytes / self.measured_bytes - 1 if self.measured_bytes else 0.0
 
 
 def all_architectures() -> Iterator[tuple[str, PreTrainedConfig]]:
-    """Those of the start check's scan, models of text and images, and the decoders of encoder-decoders, alone."""
+    """Yield the start check's architectures, models of text and images, and the decoders of encoder-decoders."""
     yield from architectures()
     for config_class in dict.fromkeys(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
-        with contextlib.suppress(Exception):  # whatever its own validation raises
+        with contextlib.suppress(Exception):  # its own validation may raise anything
             config = config_class()
             has_text_class = {config_class, type(config.get_text_config(decoder=True))} & {
                 *MODEL_FOR_CAUSAL_LM_MAPPING
@@ -91,7 +91,7 @@ def all_architectures() -> Iterator[tuple[str, PreTrainedConfig]]:
             if not has_text_class and not config.is_encoder_decoder:
                 yield config_class.model_type, config
     for config_class in dict.fromkeys(MODEL_FOR_CAUSAL_LM_MAPPING):
-        with contextlib.suppress(Exception):  # whatever its own validation raises
+        with contextlib.suppress(Exception):  # its own validation may raise anything
             config = config_class(**_FILLED.get(config_class.model_type, {}))
             if config.is_encoder_decoder:
                 config.is_encoder_decoder, config.is_decoder = False, True
@@ -99,13 +99,13 @@ def all_architectures() -> Iterator[tuple[str, PreTrainedConfig]]:
 
 
 def takes_own_logits(model_type: str) -> bool:
-    """Whether the start check has the recipe compute the loss from the model's own logits."""
+    """True if the start check makes the recipe compute the loss from the model's own logits."""
     found = json.loads(START_CHECK.read_text(encoding="utf-8"))["architectures"].get(model_type, {})
     return str(found.get("full")) == "own logits"
 
 
 def trained_model(config: PreTrainedConfig, setup: TrainingSetup) -> Any:
-    """The model as the recipe would train it, from random weights."""
+    """Build the model with random weights, as the recipe would train it."""
     import peft
 
     model = language_model_class(config).from_config(config, dtype=torch.float32)
@@ -125,7 +125,7 @@ def trained_model(config: PreTrainedConfig, setup: TrainingSetup) -> Any:
 
 
 def measured_peak(config: PreTrainedConfig, setup: TrainingSetup) -> int:
-    """Bytes in tensors at the highest point of a step, the optimizer's states there already."""
+    """Peak bytes in tensors during a step with existing optimizer states."""
     model = trained_model(config, setup)
     inputs = draw_inputs(config, setup, Random(0))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -148,7 +148,7 @@ def measured_peak(config: PreTrainedConfig, setup: TrainingSetup) -> int:
 
 
 def measure(config: PreTrainedConfig, name: str) -> Row:
-    """One architecture, trained as `SETUPS[name]` says."""
+    """Measure one architecture with the training setup `SETUPS[name]`."""
     model_type, text = config.model_type, config.get_text_config(decoder=True)
     config = text if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING else config
     how = "traced"
@@ -159,7 +159,7 @@ def measure(config: PreTrainedConfig, name: str) -> Row:
             config, vocab_size=512, min_layers=LAYERS, bos_token_id=1, eos_token_id=2, pad_token_id=0
         )
         tiny.use_cache = False
-        # With dropout the CPU has no fused attention.
+        # The CPU has no fused attention with dropout.
         tiny.get_text_config(decoder=True).update(dict.fromkeys(dropouts_of(tiny.get_text_config(decoder=True)), 0.0))
     except Exception as error:
         return Row(model_type, name, how, problem=f"no small configuration: {_short(error)}")
@@ -185,7 +185,7 @@ def _short(error: Exception) -> str:
 
 
 def summary(rows: list[Row]) -> list[str]:
-    """Lines of a Markdown table: errors by how the plan was made."""
+    """Lines of a Markdown table with errors by kind of plan."""
     lines = ["| plan | training | models | median error | 90% within | worst error |", "|---|---|---|---|---|---|"]
     groups = [(how, setup) for how in ("modelled", "traced") for setup in SETUPS] + [("all", "all")]
     for how, setup in groups:
@@ -201,7 +201,7 @@ def summary(rows: list[Row]) -> list[str]:
 
 
 def write(rows: list[Row]) -> None:
-    """Both files."""
+    """Write both files."""
     rows = sorted(rows, key=lambda row: (row.model_type, row.setup))
     document = {"versions": versions(), "rows": [asdict(row) | {"error": row.error} for row in rows]}
     RESULTS.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -231,7 +231,7 @@ def write(rows: list[Row]) -> None:
 
 
 def known_rows() -> list[Row]:
-    """What is there for these versions."""
+    """Existing rows for these versions."""
     path = RESULTS.with_suffix(".json")
     document = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if document.get("versions") != versions():
@@ -240,7 +240,7 @@ def known_rows() -> list[Row]:
 
 
 def record(row: Row) -> None:
-    """Add a row to both files; scans may run at the same time."""
+    """Add a row to both files; scans may run in parallel."""
     with Path(__file__).open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         write(
@@ -249,7 +249,7 @@ def record(row: Row) -> None:
 
 
 def main() -> None:
-    """Measure what is asked for and not known."""
+    """Measure the requested architectures without known results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=None, help="model types")
     parser.add_argument("--part", default="0/1", help="i/n: every n-th architecture from the i-th on")

@@ -1,8 +1,8 @@
-"""Processes that take turns, to compare the speed of training loops on a machine whose own speed drifts.
+"""Processes that take turns, to compare the speed of training loops on a machine whose speed drifts.
 
-Each loop runs in a process of its own and stands still (SIGSTOP, workers included) while another has its turn of a few
-steps. A ratio is of two turns that were seconds apart, so what slows the machine for longer than that slows both.
-Loops call `StepClock.tick` at each step's end and know nothing else of this.
+Each loop runs in its own process and is paused (SIGSTOP, including workers) while another has its turn of a few steps.
+Ratios are between turns that are seconds apart, so anything that slows the machine for longer affects both. Loops only
+need to call `StepClock.tick` at the end of each step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 
 class StepClock:
-    """In the loop's process: times the turns that the parent hands out, and waits between them.
+    """Used in the loop's process: times the turns assigned by the parent, and waits between them.
 
     `asked` and `told` are file descriptors of pipes from and to the parent. The first `warm_up` steps run at once and
     are not timed.
@@ -32,7 +32,7 @@ class StepClock:
         self.left, self.started = warm_up, time.perf_counter()
 
     def tick(self, loss: float | None = None) -> None:
-        """A step has ended; returns when the next one may begin."""
+        """Call at the end of a step; returns when the next one may begin."""
         if loss is not None:
             self.losses.append(loss)
         self.left -= 1
@@ -42,15 +42,15 @@ class StepClock:
             self.started = time.perf_counter()
 
     def result(self) -> dict[str, Any]:
-        """What is known once the loop has ended."""
+        """Result after the loop has ended."""
         return {"loss": statistics.mean(self.losses[-10:]) if self.losses else None}
 
 
 class Contestant:
-    """A loop's process, as the parent sees it. It stands still unless it has its turn."""
+    """A loop's process as seen by the parent; it is paused unless it has its turn."""
 
     def __init__(self, name: str, words: list[str], environment: dict[str, str], log: Path) -> None:
-        """Start it and wait until its warm-up steps are over. `words` get `--pipes ASKED TOLD`, for its StepClock."""
+        """Start it and wait for its warm-up steps. `--pipes ASKED TOLD` is added to `words` for its StepClock."""
         asked, self._ask = os.pipe()
         tell, told = os.pipe()
         self.name, self.log, self.seconds = name, log, list[float]()
@@ -70,13 +70,13 @@ class Contestant:
             raise
 
     def take(self, steps: int) -> None:
-        """One turn."""
+        """Run one turn."""
         os.killpg(self.process.pid, signal.SIGCONT)
         os.write(self._ask, f"{steps}\n".encode())
         self.seconds.append(self._wait())
 
     def finish(self) -> dict[str, Any]:
-        """Let it end. Returns what its last line, RESULT and JSON, says."""
+        """Let it end; returns the JSON of its last RESULT line."""
         os.killpg(self.process.pid, signal.SIGCONT)
         os.write(self._ask, b"0\n")
         if self.process.wait() != 0:
@@ -86,7 +86,7 @@ class Contestant:
         return json.loads(line.removeprefix("RESULT ")) if line else self._fail()
 
     def end(self) -> None:
-        """Whatever state it is in, it and its workers are gone afterwards."""
+        """Kill it and its workers, whatever their state."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -102,14 +102,14 @@ class Contestant:
 
     def _fail(self) -> Any:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(10)  # it may still be writing why
+            self.process.wait(10)  # it may still be writing the reason
         raise SystemExit(f"{self.name} failed:\n{self.log.read_text(encoding='utf-8', errors='replace')[-4000:]}")
 
 
 def race(starts: list[Callable[[], Contestant]], *, turns: int, steps: int) -> list[dict[str, Any]]:
-    """`turns` rounds of `steps` steps for each, every round begun by the next one. Returns what each said at its end.
+    """Run `turns` rounds of `steps` steps each, with a rotating first contestant; returns the contestants' results.
 
-    `seconds` of a result are those of its turns, in the order of the rounds.
+    `seconds` of a result are those of its turns, in order of the rounds.
     """
     with contextlib.ExitStack() as ends:
         contestants = []

@@ -1,20 +1,19 @@
-"""Two nodes, and one of them dies and comes back: is the run bitwise the one that nobody disturbed?
+"""Two nodes of which one dies and comes back: check that the run is bitwise equal to an undisturbed one.
 
     python benchmarks/two_nodes.py                         # writes benchmarks/results/two_nodes.md, about 15 minutes
     python benchmarks/two_nodes.py --strategies ddp --events worker
 
 Each strategy trains a small model with recipes/pretrain.py in fp32 on two nodes of one CPU process each (two
-`accelerate launch` agents that meet over loopback, elastic rendezvous c10d): once undisturbed, then once per event.
+`accelerate launch` agents connected over loopback, elastic rendezvous c10d): once undisturbed, then once per event.
 
-- worker: the rank of the second node is killed (SIGKILL). Its agent starts both ranks again.
-- node: agent and rank of the second node are killed at once; its agent is started again five seconds later.
-- first node: the same of the node where agents meet. The other agent loses its store and ends too; both are started
-  again, which is what a Slurm step, a pod's restart policy or the script over SSH does.
-- signal: SIGUSR1 to both agents, as before a time limit; both are started again.
+- worker: the rank of the second node is killed (SIGKILL). Its agent restarts both ranks.
+- node: agent and rank of the second node are killed together; its agent is restarted five seconds later.
+- first node: the same for the node where agents meet. The other agent loses its store and ends too; both are
+  restarted, as a Slurm step, a pod's restart policy or the SSH script would do.
+- signal: SIGUSR1 to both agents, as before a time limit; both are restarted.
 
-A run that was disturbed must log the same losses, gradient norms, learning rates and rows at every step as the
-undisturbed one, to the last bit, and end with the same weights. Steps taken again are those between the last
-checkpoint and the kill.
+A disturbed run must log bitwise the same losses, gradient norms, learning rates and rows at every step as the
+undisturbed one, and end with the same weights. Repeated steps are those between the last checkpoint and the kill.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ _BACK_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one event cost.
+    """Cost of one event.
 
     Attributes:
-        killed_at: Last step that was logged before the event.
-        resumed_from: The checkpoint's step that the run went on from.
-        pause_seconds: From the event until a later step than `killed_at` was logged; imports are most of it.
+        killed_at: Last step logged before the event.
+        resumed_from: Step of the checkpoint from which the run resumed.
+        pause_seconds: Time from the event until a step after `killed_at` was logged; mostly imports.
     """
 
     strategy: str
@@ -58,7 +57,7 @@ class Outcome:
 
 
 def disturb(nodes: TwoNodes, event: str) -> int:
-    """Let `event` happen, and bring back what an operator or a scheduler would; the last step logged before."""
+    """Trigger `event` and restart what an operator or scheduler would; returns the last step logged before."""
     if event == "signal":
         for agent in nodes.agents.values():
             agent.send_signal(signal.SIGUSR1)
@@ -81,7 +80,7 @@ def disturb(nodes: TwoNodes, event: str) -> int:
 
 
 def run_event(nodes: TwoNodes, event: str, reference: Path, at: int) -> Outcome:
-    """One disturbed run."""
+    """Run once with `event`."""
     started = time.perf_counter()
     nodes.start(0, 1)
     nodes.wait_for_step(at)
@@ -101,7 +100,7 @@ def run_event(nodes: TwoNodes, event: str, reference: Path, at: int) -> Outcome:
 
 
 def run_strategy(strategy: str, options: argparse.Namespace, root: Path) -> list[Outcome]:
-    """The undisturbed run, then every event."""
+    """Run undisturbed, then once with every event."""
     inputs = make_inputs(root / "inputs")
     outcomes = []
     settings = {"steps": options.steps, "save_steps": options.save_steps}

@@ -1,7 +1,7 @@
-"""torch's kernels of variable length in plain fp32 operators, by the kernels' own arguments and with their demands.
+"""torch's variable-length attention kernels in plain fp32 operators, with the kernels' arguments and requirements.
 
-`torch.nn.attention.varlen` (2.13) has no kernel for a CPU. What its operators are given is checked here as
-FlashAttention checks it, and the values are those of masked attention.
+`torch.nn.attention.varlen` (2.13) has no CPU kernel. Arguments of its operators are checked here as in FlashAttention,
+and the values are those of masked attention.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def forward(
     block_table: torch.Tensor | None = None,
     num_splits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`torch_attn::_varlen_attn`."""
+    """Reference for `torch_attn::_varlen_attn`."""
     assert seqused_k is None
     assert block_table is None
     assert enable_gqa == (query.shape[1] != key.shape[1])
@@ -54,7 +54,7 @@ def backward(
     scale: float | None = None,
     window_size: list[int] | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """`torch_attn::_varlen_attn_backward`."""
+    """Reference for `torch_attn::_varlen_attn_backward`."""
     assert grad_out.shape == out.shape == query.shape
     bounds = _checked(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k)
     parts, factor = _parts(query, key, value, bounds, is_causal, scale, window_size)
@@ -104,11 +104,11 @@ def _parts(
     scale: float | None,
     window_size: list[int] | None,
 ) -> tuple[tuple[torch.Tensor, ...], float]:
-    """(queries, keys and values by query head, softmax of their scores), all in fp32, and the factor on scores."""
+    """Queries, keys and values by query head and the softmax of their scores, in fp32, and the factor on scores."""
     left, right = window_size or (-1, -1)
     tokens = torch.arange(len(query))
     document = torch.bucketize(tokens, torch.tensor(bounds[1:]), right=True)
-    ahead = tokens[None] - tokens[:, None]  # of the key, as seen from the query
+    ahead = tokens[None] - tokens[:, None]  # key position relative to the query
     seen = document[:, None] == document[None]
     if left >= 0:
         seen &= ahead >= -left

@@ -1,4 +1,4 @@
-"""DeepSpeed's bucket size: times steps of ZeRO-2 or ZeRO-3 for several, for `ddp_buckets.py --zero`.
+"""DeepSpeed's bucket size: times steps of ZeRO-2 or ZeRO-3 for several sizes, for `ddp_buckets.py --zero`.
 
 python benchmarks/ddp_buckets.py --zero 2 --num_params 30M --processes 2
 python benchmarks/ddp_buckets.py --zero 3 --num_params 30M --processes 2 --write    # results/zero_buckets.md
@@ -24,13 +24,13 @@ DEFAULT_SIZES = ("100K", "1M", "10M", "100M", "500M")
 
 @dataclass(frozen=True)
 class Timed:
-    """One bucket size.
+    """Measurements of one bucket size.
 
     Attributes:
-        size: Of ``reduce_bucket_size``, in elements.
-        overlap: Of ``overlap_comm``.
-        seconds: Of a step: a low quantile, on the slowest rank.
-        noise: How far the rounds of this size are apart, relative.
+        size: Value of ``reduce_bucket_size``, in elements.
+        overlap: Value of ``overlap_comm``.
+        seconds: Step time: a low quantile, on the slowest rank.
+        noise: Relative difference between rounds of this size.
     """
 
     size: int
@@ -40,12 +40,12 @@ class Timed:
 
     @property
     def label(self) -> str:
-        """For tables."""
+        """Label for tables."""
         return f"{self.size:,}{', overlapped' if self.overlap else ''}"
 
 
 def sweep_zero(place: Any, settings: SweepSettings, stage: int, sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """Seconds of whole steps for each bucket size, with and without overlap; collective.
+    """Time whole steps for each bucket size, with and without overlap; collective.
 
     Args:
         place: A `launching.local_processes.Place`.
@@ -109,7 +109,7 @@ def conclusion(stage: int, rows: Sequence[Timed]) -> str:
 
 
 def report(found: Sequence[dict[str, Any]], stage: int, about: str, *, write: bool) -> None:
-    """Print the table; `write` keeps it among the results."""
+    """Print the table; with `write`, save it among the results."""
     rows = [Timed(**row) for row in found]
     print(f"ZeRO-{stage} on {about}")
     print("\n".join(_lines(rows)))
@@ -128,7 +128,7 @@ def _lines(rows: Sequence[Timed]) -> list[str]:
 
 
 def page(kept: dict[str, Any]) -> str:
-    """benchmarks/results/zero_buckets.md."""
+    """Text of benchmarks/results/zero_buckets.md."""
     sections = [
         "# DeepSpeed's bucket sizes\n",
         "Whole steps of a model in fp32 by `reduce_bucket_size` (elements) and `overlap_comm`. Times are the lowest "

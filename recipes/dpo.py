@@ -1,11 +1,11 @@
-"""Tune a model to preferences: pairs of a better and a worse answer, by DPO and the losses that TRL has beside it.
+"""Tune a model to preferences, pairs of a better and a worse answer, by DPO or TRL's related losses.
 
     accelerate launch --config_file accelerate_configs/fsdp2.yaml recipes/dpo.py \\
         --model_name_or_path outputs/sft --dataset_name trl-lib/ultrafeedback_binarized --method lora --beta 0.1
 
 Rows have `prompt`, `chosen` and `rejected`, as text or turns; `--columns` maps other names. With adapters the
-reference is the model without them; full fine-tuning keeps a frozen copy, unless `--precompute_ref_log_probs`.
-Without a model and data it tunes the embedded model to pairs made of the embedded rows.
+reference is the model without them; full fine-tuning keeps a frozen copy, unless `--precompute_ref_log_probs`. Without
+a model and data it tunes the embedded model on pairs made from the embedded rows.
 Flags are TRL's `ScriptArguments`, `DPOConfig` and `ModelConfig` and our `ScaleArguments`: `--help` lists them.
 """
 
@@ -35,16 +35,16 @@ from accel_scale.trainers.trainer_run import (
 )
 from accel_scale.trainers.trainer_start import load_rows, resolve_trainer_run
 
-if TYPE_CHECKING:  # torch and TRL are slow to import: not before the command line has been checked
+if TYPE_CHECKING:  # torch and TRL are slow to import: only after the command line has been checked
     from accel_scale.trainers.sft_trainer import ScaleDPOTrainer
 
-RECIPE = DPO  # what doctor, plan, rehearse, scaling-test, launch-script and tune.py know about this file
+RECIPE = DPO  # the description that doctor, plan, rehearse, scaling-test, launch-script and tune.py use
 PROGRAM, FLAG_CLASSES = RECIPE.program, RECIPE.flags
-quiet_imports()  # before the libraries that would print at import
+quiet_imports()  # before importing libraries that print at import
 
 
 def main(argv: list[str] | None = None) -> dict[str, object] | None:
-    """Run the recipe; returns what `run_summary.json` holds."""
+    """Run the recipe; returns the contents of `run_summary.json`."""
     started = time.perf_counter()
     parsed = parse_flags(FLAG_CLASSES, argv, program=PROGRAM, description=__doc__)
     run = resolve_run(parsed)
@@ -63,12 +63,12 @@ def main(argv: list[str] | None = None) -> dict[str, object] | None:
         trainer.train(resume_from_checkpoint=run.course.choice)
         trainer.save_model(trainer.args.output_dir)
         summary = report_end(run, trainer, PROGRAM)
-    trainer.accelerator.end_training()  # torch warns of process groups that are left to the interpreter's end
+    trainer.accelerator.end_training()  # torch warns about process groups that are still open at exit
     return summary
 
 
 def resolve_run(parsed: ParsedFlags) -> TrainerRun:
-    """Flags, launch and machine brought together; contradictions are refused here."""
+    """Combine flags, launch and machine; contradictions are refused here."""
     RECIPE.refuse(parsed)
     from accel_scale.data.default import DEFAULT_PREFERENCES
 
@@ -76,14 +76,14 @@ def resolve_run(parsed: ParsedFlags) -> TrainerRun:
 
 
 def load_data(run: TrainerRun) -> None:
-    """Pairs to train on, pairs to evaluate where asked for, and the questions of the exact-match report."""
+    """Load pairs to train on, pairs to evaluate if asked for, and the questions of the exact-match report."""
     from accel_scale.data.default import default_pairs
 
     load_rows(run, lambda folder, heldout: default_pairs(folder, heldout=heldout), rows_with="pairs")
 
 
 def make_trainer(run: TrainerRun) -> ScaleDPOTrainer:
-    """TRL's trainer with the model, its reference, the data, and what was decided about them."""
+    """Create TRL's trainer with the model, its reference, the data, and their resolved settings."""
     from accel_scale.settings.trl_config import RecipeDPOConfig
     from accel_scale.trainers.sft_trainer import ScaleDPOTrainer
 

@@ -1,12 +1,12 @@
-"""Train a model on rewards that can be verified, by GRPO and the losses that TRL has beside it.
+"""Train a model on verifiable rewards, by GRPO or TRL's related losses.
 
     accelerate launch --config_file accelerate_configs/zero2.yaml recipes/grpo.py \\
         --model_name_or_path outputs/sft --dataset_name openai/gsm8k --dataset_config main \\
         --columns prompt=question completion=answer --rewards number format='.*####.*' --reward_weights 1.0 0.2
 
-Without data it trains on the embedded questions; `make grpo` fine-tunes the embedded model a little before that.
-Rows have a prompt and an answer, as those of sft.py; the answer is what rewards compare with. `--rewards` also takes a
-function of your own. Each prompt is answered `--num_generations` times with the weights as they are.
+Without data it trains on the embedded questions; `make grpo` first fine-tunes the embedded model a little. Rows have a
+prompt and an answer, as in sft.py; rewards compare completions with the answer. `--rewards` also takes your own
+function. Each prompt is answered `--num_generations` times with the current weights.
 Flags are TRL's `ScriptArguments`, `GRPOConfig` and `ModelConfig` and our `ScaleArguments`: `--help` lists them.
 """
 
@@ -33,16 +33,16 @@ from accel_scale.trainers.trainer_run import (
     trainer_options,
 )
 
-if TYPE_CHECKING:  # torch and TRL are slow to import: not before the command line has been checked
+if TYPE_CHECKING:  # torch and TRL are slow to import: only after the command line has been checked
     from accel_scale.trainers.grpo_trainer import ScaleGRPOTrainer
 
-RECIPE = GRPO  # what doctor, plan, rehearse, scaling-test, launch-script and tune.py know about this file
+RECIPE = GRPO  # the description that doctor, plan, rehearse, scaling-test, launch-script and tune.py use
 PROGRAM, FLAG_CLASSES = RECIPE.program, RECIPE.flags
-quiet_imports()  # before the libraries that would print at import
+quiet_imports()  # before importing libraries that print at import
 
 
 def main(argv: list[str] | None = None) -> dict[str, object] | None:
-    """Run the recipe; returns what `run_summary.json` holds."""
+    """Run the recipe; returns the contents of `run_summary.json`."""
     started = time.perf_counter()
     parsed = parse_flags(FLAG_CLASSES, argv, program=PROGRAM, description=__doc__)
     run = resolve_run(parsed)
@@ -61,18 +61,18 @@ def main(argv: list[str] | None = None) -> dict[str, object] | None:
         trainer.train(resume_from_checkpoint=run.course.choice)
         trainer.save_model(trainer.args.output_dir)
         summary = report_end(run, trainer, PROGRAM)
-    trainer.accelerator.end_training()  # torch warns of process groups that are left to the interpreter's end
+    trainer.accelerator.end_training()  # torch warns about process groups that are still open at exit
     return summary
 
 
 def resolve_run(parsed: ParsedFlags) -> RewardedRun:
-    """Flags, launch and machine brought together; contradictions are refused here."""
+    """Combine flags, launch and machine; contradictions are refused here."""
     RECIPE.refuse(parsed)
     return resolve_rewarded_run(parsed, RECIPE.plan)
 
 
 def make_trainer(run: RewardedRun) -> ScaleGRPOTrainer:
-    """TRL's trainer with the model, the rewards, the data, and what was decided about them."""
+    """Create TRL's trainer with the model, the rewards, the data, and their resolved settings."""
     from accel_scale.settings.trl_config import RecipeGRPOConfig
     from accel_scale.trainers.grpo_trainer import ScaleGRPOTrainer
 

@@ -1,12 +1,12 @@
-"""Tune a model to answers that are labelled good or bad, one by one, by KTO.
+"""Tune a model on single answers that are labelled good or bad, by KTO.
 
     accelerate launch --config_file accelerate_configs/fsdp2.yaml recipes/kto.py \\
         --model_name_or_path outputs/sft --dataset_name trl-lib/kto-mix-14k --method lora --beta 0.1
 
 Rows have `prompt`, `completion` and `label` (true for a good answer), or `messages` that end with the answer, and
-`label`; `--columns` maps other names. They are read in their order: the KL term of the loss takes the answers of other
-rows of a micro-batch. With adapters the reference is the model without them; full fine-tuning keeps a frozen copy,
-unless `--precompute_ref_log_probs`. Without a model and data it tunes the embedded model to right and wrong answers.
+`label`; `--columns` maps other names. Rows are read in file order: the KL term of the loss uses the answers of other
+rows in a micro-batch. With adapters the reference is the model without them; full fine-tuning keeps a frozen copy,
+unless `--precompute_ref_log_probs`. Without a model and data it tunes the embedded model on right and wrong answers.
 Flags are TRL's `ScriptArguments`, `KTOConfig` and `ModelConfig` and our `ScaleArguments`: `--help` lists them.
 """
 
@@ -36,16 +36,16 @@ from accel_scale.trainers.trainer_run import (
 )
 from accel_scale.trainers.trainer_start import load_rows, resolve_trainer_run
 
-if TYPE_CHECKING:  # torch and TRL are slow to import: not before the command line has been checked
+if TYPE_CHECKING:  # torch and TRL are slow to import: only after the command line has been checked
     from accel_scale.trainers.sft_trainer import ScaleKTOTrainer
 
-RECIPE = KTO  # what doctor, plan, rehearse, scaling-test, launch-script and tune.py know about this file
+RECIPE = KTO  # the description that doctor, plan, rehearse, scaling-test, launch-script and tune.py use
 PROGRAM, FLAG_CLASSES = RECIPE.program, RECIPE.flags
-quiet_imports()  # before the libraries that would print at import
+quiet_imports()  # before importing libraries that print at import
 
 
 def main(argv: list[str] | None = None) -> dict[str, object] | None:
-    """Run the recipe; returns what `run_summary.json` holds."""
+    """Run the recipe; returns the contents of `run_summary.json`."""
     started = time.perf_counter()
     parsed = parse_flags(FLAG_CLASSES, argv, program=PROGRAM, description=__doc__)
     run = resolve_run(parsed)
@@ -64,12 +64,12 @@ def main(argv: list[str] | None = None) -> dict[str, object] | None:
         trainer.train(resume_from_checkpoint=run.course.choice)
         trainer.save_model(trainer.args.output_dir)
         summary = report_end(run, trainer, PROGRAM)
-    trainer.accelerator.end_training()  # torch warns of process groups that are left to the interpreter's end
+    trainer.accelerator.end_training()  # torch warns about process groups that are still open at exit
     return summary
 
 
 def resolve_run(parsed: ParsedFlags) -> TrainerRun:
-    """Flags, launch and machine brought together; contradictions are refused here."""
+    """Combine flags, launch and machine; contradictions are refused here."""
     RECIPE.refuse(parsed)
     from accel_scale.data.default import DEFAULT_LABELS
 
@@ -77,14 +77,14 @@ def resolve_run(parsed: ParsedFlags) -> TrainerRun:
 
 
 def load_data(run: TrainerRun) -> None:
-    """Answers to train on, others to evaluate where asked for, and the questions of the exact-match report."""
+    """Load answers to train on, others to evaluate if asked for, and the questions of the exact-match report."""
     from accel_scale.data.default import default_labelled
 
     load_rows(run, lambda folder, heldout: default_labelled(folder, heldout=heldout), rows_with="labels")
 
 
 def make_trainer(run: TrainerRun) -> ScaleKTOTrainer:
-    """TRL's trainer with the model, its reference, the data, and what was decided about them."""
+    """Create TRL's trainer with the model, its reference, the data, and their resolved settings."""
     from accel_scale.settings.trl_config import RecipeKTOConfig
     from accel_scale.trainers.sft_trainer import ScaleKTOTrainer
 

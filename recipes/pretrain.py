@@ -1,11 +1,11 @@
-"""Pretrain a causal language model, from nothing or from a model, in a plain Accelerate loop that loses no work.
+"""Pretrain a causal language model, from scratch or from a checkpoint, in a plain Accelerate loop that loses no work.
 
     accelerate launch recipes/pretrain.py                    # embedded text and model: 2 minutes on two CPU cores
     accelerate launch recipes/pretrain.py --num_params 124M --train_tokenizer --data 'web/*.jsonl' --max_tokens 2.5B
-    accelerate launch --config_file accelerate_configs/fsdp2.yaml recipes/pretrain.py \
+    accelerate launch --config_file accelerate_configs/fsdp2.yaml recipes/pretrain.py \\
         --model_name_or_path meta-llama/Llama-3.1-8B --data law=0.7 web=0.3 --max_steps 2000 --lr_scheduler_type wsd
 
-The same command again goes on where the last good checkpoint left off. `--help` lists the flags, `--config_file` reads
+Run the same command again to continue from the last good checkpoint. `--help` lists the flags, `--config_file` reads
 them from YAML, `--print_config` shows what was decided and why.
 """
 
@@ -27,7 +27,7 @@ from accel_scale.recipe_specs.pretrain import PRETRAIN
 from accel_scale.report_page.leaving import held_folder
 from accel_scale.starting.begin import begin
 
-if TYPE_CHECKING:  # torch is slow to import: not before the command line has been checked
+if TYPE_CHECKING:  # torch is slow to import: only after the command line has been checked
     import torch
 
     from accel_scale.optimization.batch_splitting import Part
@@ -38,13 +38,13 @@ if TYPE_CHECKING:  # torch is slow to import: not before the command line has be
     from accel_scale.training.guard.guarded_step import GuardedStep
     from accel_scale.training.saving.verification import VerifyResult
 
-RECIPE = PRETRAIN  # what doctor, plan, rehearse, scaling-test, launch-script and tune.py know about this file
+RECIPE = PRETRAIN  # the description that doctor, plan, rehearse, scaling-test, launch-script and tune.py use
 PROGRAM, FLAG_CLASSES = RECIPE.program, RECIPE.flags
-quiet_imports()  # before the libraries that would print at import
+quiet_imports()  # before importing libraries that print at import
 
 
 def main(argv: list[str] | None = None) -> dict[str, object] | None:
-    """Run the recipe; returns what `run_summary.json` holds."""
+    """Run the recipe; returns the contents of `run_summary.json`."""
     started = time.perf_counter()
     parsed = parse_flags(FLAG_CLASSES, argv, program=PROGRAM, description=__doc__)
     run = resolve_run(parsed)
@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> dict[str, object] | None:
 
 
 def resolve_run(parsed: ParsedFlags) -> Run:
-    """Flags, launch and machine brought together; contradictions are refused here."""
+    """Combine flags, launch and machine; contradictions are refused here."""
     from accel_scale.data.default import DEFAULT_PRETRAINING
     from accel_scale.settings.resolve import resolve
     from accel_scale.starting.layout import layout_of, with_layout
@@ -77,7 +77,7 @@ def resolve_run(parsed: ParsedFlags) -> Run:
     start = with_layout(start, layout)
     embedded = not parsed.explicit.get("data")
     settings = resolve(parsed, start.facts, preset=DEFAULT_PRETRAINING if embedded else None)
-    for flags in load_classes(FLAG_CLASSES):  # what nobody has set has its default from here on
+    for flags in load_classes(FLAG_CLASSES):  # from here on, unset flags have their defaults
         settings.values = {**vars(settings.build(flags)), **settings.values}
     return Run(
         settings=settings,
@@ -93,7 +93,7 @@ def resolve_run(parsed: ParsedFlags) -> Run:
 
 
 def check(run: Run) -> None:
-    """Refuse what cannot work before anything is loaded; say what the user may want to change."""
+    """Refuse what cannot work before anything is loaded; warn about settings the user may want to change."""
     from accel_scale.launching.memory_cap import cap_device_memory
     from accel_scale.starting.recipe_start import check_settings
 
@@ -109,7 +109,7 @@ def check(run: Run) -> None:
 
 
 def load_data(run: Run) -> None:
-    """Accelerator, tokenizer and data; rank 0 makes what all of them read."""
+    """Create the accelerator, tokenizer and data; rank 0 writes the files that all ranks read."""
     from accel_scale.data.default import default_model_path, default_pretraining_text
     from accel_scale.pretraining.accelerator import plain_accelerator
     from accel_scale.pretraining.model import open_data, run_config, run_tokenizer
@@ -133,7 +133,7 @@ def load_data(run: Run) -> None:
 
 
 def load_model(run: Run) -> None:
-    """Model, optimizer and schedule, prepared for the launch's strategy."""
+    """Create model, optimizer and schedule, prepared for the launch's strategy."""
     from accel_scale.modeling.attention import choose_kernels, resolve_attention
     from accel_scale.modeling.fused.liger import fuse_agreed
     from accel_scale.modeling.loading import count_parameters
@@ -197,7 +197,7 @@ def load_model(run: Run) -> None:
 
 
 def train(run: Run, started: float) -> dict[str, object]:
-    """The loop: draw, forward, backward, clip, step; log, validate and save when it is time."""
+    """The training loop: draw, forward, backward, clip, step; log, validate and save when due."""
     from accel_scale.facts.exit_statuses import EXIT_STOPPED
     from accel_scale.flags.guard_settings import settings_from
     from accel_scale.measuring.meters import ThroughputMeter, clock_of
@@ -258,10 +258,10 @@ def train(run: Run, started: float) -> dict[str, object]:
             else:
                 one_pass = partial(forward_backward, run, step, watch, num_tokens, num_micro_batches)
                 for number, (rows, row_ids) in enumerate(zip(drawn.micro_batches, drawn.row_ids, strict=True), 1):
-                    # In one pass; in several smaller ones, with the same gradients, once memory has run out.
+                    # One pass, or several smaller passes with the same gradients after memory has run out.
                     recovery.micro_batch({**rows, "row_ids": row_ids}, one_pass, is_last=number == num_micro_batches)
-            grad_norm = step.clip()  # to --max_grad_norm; the norm before
-            outcome = step.judge(grad_norm)  # what --guard says of loss and norm
+            grad_norm = step.clip()  # clips to --max_grad_norm; returns the norm before clipping
+            outcome = step.judge(grad_norm)  # the verdict of --guard on loss and norm
             learning_rate = run.learning_rate
             if step.optimizer_step(outcome):
                 run.schedule.step()
@@ -301,7 +301,7 @@ def train(run: Run, started: float) -> dict[str, object]:
 def forward_backward(
     run: Run, step: GuardedStep, watch: LoopWatch, num_tokens: torch.Tensor, num_micro_batches: int, part: Part
 ) -> torch.Tensor:
-    """One pass over a micro-batch, or over a part of it; its share of the global batch's mean loss."""
+    """Run one pass over a micro-batch or a part of it; returns its share of the global batch's mean loss."""
     from accel_scale.optimization.fast_loss import language_model_loss
 
     rows, is_last = part.inputs, run.accelerator.sync_gradients
@@ -321,7 +321,7 @@ def forward_backward(
 
 
 def is_due(step: int, every: int, is_end: bool) -> bool:
-    """Whether something happens after `step`: at multiples of `every`, and at the end."""
+    """True at multiples of `every`, and at the end."""
     return is_end or (every > 0 and step % every == 0)
 
 
@@ -329,7 +329,7 @@ def is_due(step: int, every: int, is_end: bool) -> bool:
 
 
 def run_state(run: Run, report: PretrainReport) -> dict[str, object]:
-    """What a checkpoint holds beside weights, optimizer, schedule and random states; collective."""
+    """The contents of a checkpoint besides weights, optimizer, schedule and random states; collective."""
     from accelerate.utils import gather_object
 
     from accel_scale.data.pretraining import merge_states
@@ -346,12 +346,12 @@ def run_state(run: Run, report: PretrainReport) -> dict[str, object]:
 
 
 def resume(run: Run, manager: CheckpointManager, how: str) -> None:
-    """Take up a checkpoint where there is one; the data goes on from its position, without a replay."""
+    """Resume from a checkpoint if there is one; the data continues from its position without a replay."""
     from accel_scale.pretraining.model import open_batches
 
     resumed = manager.resume(how)
     if resumed is None and run.args.decay_from:
-        resumed = manager.resume(run.args.decay_from, compare=False)  # a branch begins; its own checkpoints come first
+        resumed = manager.resume(run.args.decay_from, compare=False)  # a new branch; its own checkpoints come first
     state = resumed.state if resumed else {}
     run.step, run.drawn, run.tokens = resumed.step if resumed else 0, state.get("drawn", 0), state.get("tokens", 0)
     run.avoided = sorted({*run.avoided, *state.get("avoided", [])})
@@ -360,24 +360,24 @@ def resume(run: Run, manager: CheckpointManager, how: str) -> None:
 
 
 def roll_back(run: Run, manager: CheckpointManager, guard: Guard, report: PretrainReport) -> None:
-    """Back to the last good checkpoint, to go around the batch that was just drawn."""
+    """Return to the last good checkpoint and leave out the batch that was just drawn."""
     kept, bad = guard.state_dict(), run.drawn
     run.avoided.append(bad)
     run.batches.close()
     resume(run, manager, "auto")
     restored = guard.state_dict()
-    guard.load_state_dict(kept)  # events since the checkpoint stay counted, so that there is an end to it
+    guard.load_state_dict(kept)  # events since the checkpoint stay counted, so that rollbacks come to an end
     guard.roll_back(restored)
     report.rolled_back()
     run.say(f"rolled back to step {run.step:,}; batch {bad:,} will be left out")
 
 
 def save_model(run: Run, report: PretrainReport, why_stopped: str | None) -> VerifyResult | None:
-    """The final folder, which plain `from_pretrained` loads, and a sample of what the model writes."""
+    """Write the final folder, which plain `from_pretrained` loads, and generate a sample text."""
     from accel_scale.pretraining.parallel import save_model_of
 
     if why_stopped == "a signal":
-        return None  # little time is left, and the checkpoint is there
+        return None  # there is little time left, and the checkpoint is already saved
     if run.args.sample_tokens and run.layout.can_generate:
         report.sample = run.sample()
     return save_model_of(

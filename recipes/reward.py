@@ -1,12 +1,12 @@
-"""Train a reward model on pairs of a better and a worse answer, with a head that gives a row one score.
+"""Train a reward model on pairs of a better and a worse answer, with a head that gives each row one score.
 
     accelerate launch --config_file accelerate_configs/fsdp2.yaml recipes/reward.py \\
         --model_name_or_path outputs/sft --dataset_name trl-lib/ultrafeedback_binarized --method lora
 
-Rows have `chosen` and `rejected`, and `prompt` where it is not part of them, as text or turns; `--columns` maps other
-names. The model is a language model, which gets the head, or a reward model to go on with; what is saved loads with
-`AutoModelForSequenceClassification`. Without a model and data it trains the embedded model on pairs made of the
-embedded rows, and ranks held-out ones before and after.
+Rows have `chosen` and `rejected`, and `prompt` if it is not part of them, as text or turns; `--columns` maps other
+names. The model is a language model, which gets the head, or an existing reward model to train further; the result
+loads with `AutoModelForSequenceClassification`. Without a model and data it trains the embedded model on pairs made
+from the embedded rows, and ranks held-out pairs before and after.
 Flags are TRL's `ScriptArguments`, `RewardConfig` and `ModelConfig` and our `ScaleArguments`: `--help` lists them.
 """
 
@@ -35,16 +35,16 @@ from accel_scale.trainers.trainer_run import (
 )
 from accel_scale.trainers.trainer_start import load_rows, resolve_trainer_run
 
-if TYPE_CHECKING:  # torch and TRL are slow to import: not before the command line has been checked
+if TYPE_CHECKING:  # torch and TRL are slow to import: only after the command line has been checked
     from accel_scale.trainers.reward_trainer import ScaleRewardTrainer
 
-RECIPE = REWARD  # what doctor, plan, rehearse, scaling-test, launch-script and tune.py know about this file
+RECIPE = REWARD  # the description that doctor, plan, rehearse, scaling-test, launch-script and tune.py use
 PROGRAM, FLAG_CLASSES = RECIPE.program, RECIPE.flags
-quiet_imports()  # before the libraries that would print at import
+quiet_imports()  # before importing libraries that print at import
 
 
 def main(argv: list[str] | None = None) -> dict[str, object] | None:
-    """Run the recipe; returns what `run_summary.json` holds."""
+    """Run the recipe; returns the contents of `run_summary.json`."""
     started = time.perf_counter()
     parsed = parse_flags(FLAG_CLASSES, argv, program=PROGRAM, description=__doc__)
     run = resolve_run(parsed)
@@ -63,12 +63,12 @@ def main(argv: list[str] | None = None) -> dict[str, object] | None:
         trainer.train(resume_from_checkpoint=run.course.choice)
         trainer.save_model(trainer.args.output_dir)
         summary = report_end(run, trainer, PROGRAM)
-    trainer.accelerator.end_training()  # torch warns of process groups that are left to the interpreter's end
+    trainer.accelerator.end_training()  # torch warns about process groups that are still open at exit
     return summary
 
 
 def resolve_run(parsed: ParsedFlags) -> TrainerRun:
-    """Flags, launch and machine brought together; contradictions are refused here."""
+    """Combine flags, launch and machine; contradictions are refused here."""
     RECIPE.refuse(parsed)
     from accel_scale.data.default import DEFAULT_SCORING
 
@@ -76,7 +76,7 @@ def resolve_run(parsed: ParsedFlags) -> TrainerRun:
 
 
 def load_data(run: TrainerRun) -> None:
-    """Pairs to train on, and pairs to rank where asked for."""
+    """Load pairs to train on, and pairs to rank if asked for."""
     from accel_scale.data.default import default_pairs
 
     load_rows(
@@ -88,7 +88,7 @@ def load_data(run: TrainerRun) -> None:
 
 
 def make_trainer(run: TrainerRun) -> ScaleRewardTrainer:
-    """TRL's trainer with the model, the data, and what was decided about them."""
+    """Create TRL's trainer with the model, the data, and their resolved settings."""
     from transformers import set_seed
 
     from accel_scale.data.chat import ensure_chat_template

@@ -1,11 +1,11 @@
-"""Train a model on rewards that can be verified, by RLOO: each answer against the other answers to its prompt.
+"""Train a model on verifiable rewards, by RLOO: each answer is compared with the other answers to its prompt.
 
     accelerate launch --config_file accelerate_configs/zero2.yaml recipes/rloo.py \\
         --model_name_or_path outputs/sft --dataset_name openai/gsm8k --dataset_config main \\
         --columns prompt=question completion=answer --rewards number --num_generations 8
 
-Rows, rewards and the embedded questions are those of grpo.py. The advantage of an answer is its reward less the mean
-of the others', the loss weighs whole answers, and the KL term (`--beta`, 0.05) is taken off the reward.
+Rows, rewards and the embedded questions are those of grpo.py. The advantage of an answer is its reward minus the mean
+of the others', the loss weighs whole answers, and the KL term (`--beta`, 0.05) is subtracted from the reward.
 Flags are TRL's `ScriptArguments`, `RLOOConfig` and `ModelConfig` and our `ScaleArguments`: `--help` lists them.
 """
 
@@ -32,16 +32,16 @@ from accel_scale.trainers.trainer_run import (
     trainer_options,
 )
 
-if TYPE_CHECKING:  # torch and TRL are slow to import: not before the command line has been checked
+if TYPE_CHECKING:  # torch and TRL are slow to import: only after the command line has been checked
     from accel_scale.trainers.grpo_trainer import ScaleRLOOTrainer
 
-RECIPE = RLOO  # what doctor, plan, rehearse, scaling-test, launch-script and tune.py know about this file
+RECIPE = RLOO  # the description that doctor, plan, rehearse, scaling-test, launch-script and tune.py use
 PROGRAM, FLAG_CLASSES = RECIPE.program, RECIPE.flags
-quiet_imports()  # before the libraries that would print at import
+quiet_imports()  # before importing libraries that print at import
 
 
 def main(argv: list[str] | None = None) -> dict[str, object] | None:
-    """Run the recipe; returns what `run_summary.json` holds."""
+    """Run the recipe; returns the contents of `run_summary.json`."""
     started = time.perf_counter()
     parsed = parse_flags(FLAG_CLASSES, argv, program=PROGRAM, description=__doc__)
     run = resolve_run(parsed)
@@ -60,18 +60,18 @@ def main(argv: list[str] | None = None) -> dict[str, object] | None:
         trainer.train(resume_from_checkpoint=run.course.choice)
         trainer.save_model(trainer.args.output_dir)
         summary = report_end(run, trainer, PROGRAM)
-    trainer.accelerator.end_training()  # torch warns of process groups that are left to the interpreter's end
+    trainer.accelerator.end_training()  # torch warns about process groups that are still open at exit
     return summary
 
 
 def resolve_run(parsed: ParsedFlags) -> RewardedRun:
-    """Flags, launch and machine brought together; contradictions are refused here."""
+    """Combine flags, launch and machine; contradictions are refused here."""
     RECIPE.refuse(parsed)
     return resolve_rewarded_run(parsed, RECIPE.plan)
 
 
 def make_trainer(run: RewardedRun) -> ScaleRLOOTrainer:
-    """TRL's trainer with the model, the rewards, the data, and what was decided about them."""
+    """Create TRL's trainer with the model, the rewards, the data, and their resolved settings."""
     from accel_scale.settings.trl_config import RecipeRLOOConfig
     from accel_scale.trainers.grpo_trainer import ScaleRLOOTrainer
 

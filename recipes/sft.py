@@ -2,7 +2,7 @@
 
     accelerate launch recipes/sft.py                      # embedded model and data: about a minute on two CPU cores
     accelerate launch recipes/sft.py --config_file recipes/configs/qlora_guanaco_7b.yaml
-    accelerate launch --config_file accelerate_configs/fsdp2.yaml recipes/sft.py \
+    accelerate launch --config_file accelerate_configs/fsdp2.yaml recipes/sft.py \\
         --model_name_or_path meta-llama/Llama-3.1-8B --dataset_name data/train.jsonl --method lora
 
 Flags are TRL's `ScriptArguments`, `SFTConfig` and `ModelConfig` and our `ScaleArguments`: `--help` lists them,
@@ -35,16 +35,16 @@ from accel_scale.trainers.trainer_run import (
 )
 from accel_scale.trainers.trainer_start import load_rows, resolve_trainer_run
 
-if TYPE_CHECKING:  # torch and TRL are slow to import: not before the command line has been checked
+if TYPE_CHECKING:  # torch and TRL are slow to import: only after the command line has been checked
     from accel_scale.trainers.sft_trainer import ScaleSFTTrainer
 
-RECIPE = SFT  # what doctor, plan, rehearse, scaling-test, launch-script and tune.py know about this file
+RECIPE = SFT  # the description that doctor, plan, rehearse, scaling-test, launch-script and tune.py use
 PROGRAM, FLAG_CLASSES = RECIPE.program, RECIPE.flags
-quiet_imports()  # before the libraries that would print at import
+quiet_imports()  # before importing libraries that print at import
 
 
 def main(argv: list[str] | None = None) -> dict[str, object] | None:
-    """Run the recipe; returns what `run_summary.json` holds."""
+    """Run the recipe; returns the contents of `run_summary.json`."""
     started = time.perf_counter()
     parsed = parse_flags(FLAG_CLASSES, argv, program=PROGRAM, description=__doc__)
     run = resolve_run(parsed)
@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> dict[str, object] | None:
         trainer.train(resume_from_checkpoint=run.course.choice)
         trainer.save_model(trainer.args.output_dir)
         summary = report_end(run, trainer, PROGRAM)
-    trainer.accelerator.end_training()  # torch warns of process groups that are left to the interpreter's end
+    trainer.accelerator.end_training()  # torch warns about process groups that are still open at exit
     return summary
 
 
@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> dict[str, object] | None:
 
 
 def resolve_run(parsed: ParsedFlags) -> TrainerRun:
-    """Flags, launch and machine brought together; contradictions are refused here."""
+    """Combine flags, launch and machine; contradictions are refused here."""
     RECIPE.refuse(parsed)
     from accel_scale.data.default import DEFAULT_TRAINING, DEFAULT_TRAINING_BF16
 
@@ -82,7 +82,7 @@ def resolve_run(parsed: ParsedFlags) -> TrainerRun:
 
 
 def load_data(run: TrainerRun) -> None:
-    """Training rows, evaluation rows where asked for, and the questions of the exact-match report."""
+    """Load training rows, evaluation rows if asked for, and the questions of the exact-match report."""
     from accel_scale.data.default import default_data_paths
     from accel_scale.settings.trl_config import RecipeSFTConfig
     from accel_scale.training.guard.learning import refuse_long_prompts
@@ -92,7 +92,7 @@ def load_data(run: TrainerRun) -> None:
 
 
 def make_trainer(run: TrainerRun) -> ScaleSFTTrainer:
-    """TRL's trainer with the model, the data, and what was decided about them."""
+    """Create TRL's trainer with the model, the data, and their resolved settings."""
     from accel_scale.settings.trl_config import RecipeSFTConfig
     from accel_scale.trainers.sft_trainer import ScaleSFTTrainer
 
@@ -102,7 +102,7 @@ def make_trainer(run: TrainerRun) -> ScaleSFTTrainer:
         run, assistant_only_loss=args.assistant_only_loss, chat_template_path=args.chat_template_path
     )
     if (args.chat_template_path or "").endswith((".jinja", ".j2")):
-        args.chat_template_path = None  # the tokenizer has it by now, with an end of turn if that was missing
+        args.chat_template_path = None  # the tokenizer already has it, with an end of turn if that was missing
     model = load_run_model(run, args)
     options = trainer_options(run, args, model)
     trainer = ScaleSFTTrainer(**options, sp_size=run.sp_size, loss_from_logits=run.checked.loss_from_logits)

@@ -1,12 +1,12 @@
-"""Search a recipe's flags with Optuna; every trial is an `accelerate launch` of its own, bad ones are ended early.
+"""Search a recipe's flags with Optuna; every trial is its own `accelerate launch`, and bad trials are ended early.
 
     python recipes/tune.py recipes/sft.py                 # embedded model and data: 12 short trials
-    python recipes/tune.py recipes/sft.py --space space.yaml --num_trials 40 --output_dir outputs/tune \
+    python recipes/tune.py recipes/sft.py --space space.yaml --num_trials 40 --output_dir outputs/tune \\
         --launch_file accelerate_configs/fsdp2.yaml -- --config_file my_run.yaml --max_steps 300
 
-What follows `--` is the recipe's own command line: flags that are the same in every trial. The space is YAML, one flag
-of the recipe per line: `{low: 1e-5, high: 1e-3, log: true}`, a list of choices, or one fixed value. The same command
-again continues the study. `--help` lists the flags; docs/tuning.md says what to search first, and when not to.
+Flags after `--` go to the recipe itself and are the same in every trial. The space is YAML, one flag of the recipe per
+line: `{low: 1e-5, high: 1e-3, log: true}`, a list of choices, or one fixed value. The same command again continues the
+study. `--help` lists the flags; docs/tuning.md says what to search first, and when not to.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from accel_scale.ending.user_errors import user_errors
 from accel_scale.errors import ConfigError
 from accel_scale.quiet import quiet_imports
 
-quiet_imports()  # before the libraries that would print at import
+quiet_imports()  # before importing libraries that print at import
 
 from accel_scale.flags.parsing import parse_flags  # noqa: E402
 
@@ -95,17 +95,17 @@ class Search:
 
     @property
     def folder(self) -> Path:
-        """Where results go."""
+        """Folder of the results."""
         return Path(self.args.output_dir)
 
     @property
     def flags(self) -> list[str]:
-        """The searched ones."""
+        """Names of the searched flags."""
         return list(self.space.dimensions)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run or continue the study; returns the exit status: 1 where no trial reached its end."""
+    """Run or continue the study; returns the exit status, 1 if no trial finished."""
     with Stop() as stop:
         search = resolve(*split(sys.argv[1:] if argv is None else argv), stop=stop)
         report_start(search)
@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def split(argv: Sequence[str]) -> tuple[str, list[str], list[str]]:
-    """The recipe, the search's flags, and the recipe's flags after ``--``."""
+    """Split the command line into the recipe, the search's flags, and the recipe's flags after ``--``."""
     cut = list(argv).index("--") if "--" in argv else len(argv)
     own, fixed = list(argv[:cut]), list(argv[cut + 1 :])
     if own and not own[0].startswith("-"):
@@ -135,7 +135,7 @@ def split(argv: Sequence[str]) -> tuple[str, list[str], list[str]]:
 
 
 def resolve(script: str, own: list[str], rest: list[str], *, stop: Stop) -> Search:
-    """Flags, space, launch file and study brought together; all that can be refused is refused here."""
+    """Combine flags, space, launch file and study; refuse here whatever can be refused."""
     parsed = parse_flags((TuneArguments,), own, program=PROGRAM, description=__doc__)
     args = TuneArguments(**parsed.explicit)
     try:
@@ -151,7 +151,7 @@ def resolve(script: str, own: list[str], rest: list[str], *, stop: Stop) -> Sear
     from accel_scale.tuning.space import read_space
     from accel_scale.tuning.trials import TrialSettings, refuse_foreign_trials
 
-    optuna.logging.set_verbosity(optuna.logging.ERROR)  # it would say every trial again in its own words
+    optuna.logging.set_verbosity(optuna.logging.ERROR)  # Optuna would report every trial again in its own words
     launch_file = read_trial_launch_file(args.launch_file) if args.launch_file else None
     recipe = load_recipe(script)
     space = read_space(args.space or default_space(recipe.path), recipe)
@@ -204,7 +204,7 @@ def resolve(script: str, own: list[str], rest: list[str], *, stop: Stop) -> Sear
 
 
 def default_space(recipe: Path) -> Path:
-    """The space that lies by the recipe, on its embedded model and data."""
+    """The recipe's default search space, for its embedded model and data."""
     path = recipe.parent / "configs" / f"tune_{recipe.stem}.yaml"
     if not path.is_file():
         raise ConfigError(f"{recipe} has no space of its own.", place="command line", fix="add --space FILE.yaml.")
@@ -212,7 +212,7 @@ def default_space(recipe: Path) -> Path:
 
 
 def check_metric(metric: str, recipe: Recipe, fixed: FixedFlags, space: SearchSpace) -> None:
-    """Refuse a validation metric where no trial would validate."""
+    """Refuse a validation metric if no trial would validate."""
     if not metric.startswith("eval_") or not recipe.has("eval_strategy") or "eval_strategy" in space.dimensions:
         return
     if str(fixed.values.get("eval_strategy", recipe.default("eval_strategy"))) == "no":
@@ -227,7 +227,7 @@ def check_metric(metric: str, recipe: Recipe, fixed: FixedFlags, space: SearchSp
 
 
 class Stop:
-    """Ctrl-C and SIGTERM asked for once let the search end its launch and queue the trial; a second one does not."""
+    """Handles Ctrl-C and SIGTERM: the first ends the launch and queues its trial again; the second ends at once."""
 
     def __init__(self) -> None:
         self.signal_number: int | None = None
@@ -235,7 +235,7 @@ class Stop:
 
     @property
     def asked(self) -> bool:
-        """Whether the search is to stop."""
+        """True once a signal has asked the search to stop."""
         return self.signal_number is not None
 
     def __enter__(self) -> Stop:
@@ -254,7 +254,7 @@ class Stop:
 
 
 def run(search: Search) -> None:
-    """Run the trials that are missing."""
+    """Run the remaining trials."""
     from accel_scale.reporting.study_tables import trial_line
     from accel_scale.tuning import study as studies
     from accel_scale.tuning.results import best_trial, row
@@ -280,12 +280,12 @@ def run(search: Search) -> None:
 
 
 def say(line: str) -> None:
-    """Print one line, over the progress of the trial where a terminal shows it."""
+    """Print one line, replacing the trial's progress line on a terminal."""
     print(f"\r\033[K{line}" if sys.stdout.isatty() else line, flush=True)
 
 
 def show_progress(number: int, step: int, value: float) -> None:
-    """Where someone watches: how far the trial is."""
+    """Show how far the trial is, on a terminal."""
     if sys.stdout.isatty():
         print(f"\r\033[Ktrial {number}: step {step}, {value:.5g}", end="", flush=True)
 
@@ -294,7 +294,7 @@ def show_progress(number: int, step: int, value: float) -> None:
 
 
 def report_start(search: Search) -> None:
-    """The table before the first trial."""
+    """Print the table before the first trial."""
     from accel_scale.reporting.tables import print_table
     from accel_scale.tuning.results import outcome
 
@@ -318,7 +318,7 @@ def report_start(search: Search) -> None:
 
 
 def space_text(described: list[object] | dict[str, float]) -> str:
-    """A choice or a range in a line."""
+    """Format a list of choices or a range on one line."""
     if isinstance(described, list):
         return ", ".join(str(value) for value in described)
     text = f"{described['low']:g} to {described['high']:g}"
@@ -327,7 +327,7 @@ def space_text(described: list[object] | dict[str, float]) -> str:
 
 
 def report_end(search: Search) -> int:
-    """Tables, best.yaml, trials.csv, plots and study_summary.json."""
+    """Print the tables; write best.yaml, trials.csv, the plots and study_summary.json."""
     from accel_scale.reporting.study_tables import print_trials, short
     from accel_scale.reporting.summary import write_summary
     from accel_scale.reporting.tables import format_seconds, print_table

@@ -4,10 +4,10 @@
         --model_name_or_path HuggingFaceTB/SmolVLM-256M-Instruct --dataset_name data/train.jsonl --method lora
 
 Rows have `messages`, or `prompt` and `completion`, and `images` (or `image`): paths relative to the file, or the bytes
-of a parquet file or a data set of the hub. Images are shown where a turn has a part `{"type": "image"}` or the text
-`<image>`, else before the first question; `--columns images=photo` maps other names. Every image is read through once,
+of a parquet file or of a data set on the hub. Images appear where a turn has a part `{"type": "image"}` or the text
+`<image>`, otherwise before the first question; `--columns images=photo` maps other names. Every image is read once
 before the first step. The language model is trained; the vision tower and the projector are frozen, unless
-`--train_vision`. Rows are neither packed nor cut, and every one needs an image.
+`--train_vision`. Rows are neither packed nor truncated, and every row needs an image.
 Flags are TRL's `ScriptArguments`, `SFTConfig` and `ModelConfig` and our `ScaleArguments`: `--help` lists them.
 """
 
@@ -41,16 +41,16 @@ from accel_scale.trainers.vision_run import (
     resolve_vision_run,
 )
 
-if TYPE_CHECKING:  # torch and TRL are slow to import: not before the command line has been checked
+if TYPE_CHECKING:  # torch and TRL are slow to import: only after the command line has been checked
     from accel_scale.trainers.sft_trainer import ScaleSFTTrainer
 
-RECIPE = VISION  # what doctor, rehearse, scaling-test, launch-script and tune.py know about this file
+RECIPE = VISION  # the description that doctor, rehearse, scaling-test, launch-script and tune.py use
 PROGRAM, FLAG_CLASSES = RECIPE.program, RECIPE.flags
-quiet_imports()  # before the libraries that would print at import
+quiet_imports()  # before importing libraries that print at import
 
 
 def main(argv: list[str] | None = None) -> dict[str, object] | None:
-    """Run the recipe; returns what `run_summary.json` holds."""
+    """Run the recipe; returns the contents of `run_summary.json`."""
     started = time.perf_counter()
     parsed = parse_flags(FLAG_CLASSES, argv, program=PROGRAM, description=__doc__)
     RECIPE.refuse(parsed)
@@ -70,12 +70,12 @@ def main(argv: list[str] | None = None) -> dict[str, object] | None:
         trainer.train(resume_from_checkpoint=run.course.choice)
         trainer.save_model(trainer.args.output_dir)
         summary = report_end(run, trainer, PROGRAM)
-    trainer.accelerator.end_training()  # torch warns of process groups that are left to the interpreter's end
+    trainer.accelerator.end_training()  # torch warns about process groups that are still open at exit
     return summary
 
 
 def make_trainer(run: VisionRun) -> ScaleSFTTrainer:
-    """TRL's trainer with the model, its processor, the data, and what was decided about them."""
+    """Create TRL's trainer with the model, its processor, the data, and their resolved settings."""
     from accel_scale.settings.trl_config import RecipeVisionConfig
     from accel_scale.trainers.sft_trainer import ScaleSFTTrainer
 

@@ -1,7 +1,7 @@
-"""The size of the package, and the limits of its layout: `python tools/layout.py [--against REVISION]`, `--check`.
+"""Size of the package and limits of its layout: `python tools/layout.py [--against REVISION]`, `--check`.
 
-Counts lines of Python, files, uses of `Any` and public names. `--check` fails where a limit is broken, in the package
-or the recipes; `make lint` runs it. `--against` counts another revision beside this one.
+Counts lines of Python, files, uses of `Any` and public names. `--check` fails if a limit is broken in the package or
+the recipes; `make lint` runs it. `--against` also counts another revision.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MOST_PUBLIC_NAMES = 41
 
 @dataclass(frozen=True)
 class Size:
-    """What a tree of Python files comes to."""
+    """Size of a tree of Python files."""
 
     lines: int
     files: int
@@ -38,18 +38,18 @@ class Size:
 
 
 def python_files(root: Path) -> list[Path]:
-    """Files of the package and the recipes, sorted."""
+    """Python files of the package and the recipes, sorted."""
     return sorted(path for folder in LINES_PER_FILE for path in (root / folder).rglob("*.py"))
 
 
 def uses_of_any(tree: ast.AST) -> int:
-    """How often `Any` stands for a type; strings of annotations count too."""
+    """Number of uses of `Any` as a name or an attribute."""
     names = sum(isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(tree))
     return names + sum(isinstance(node, ast.Attribute) and node.attr == "Any" for node in ast.walk(tree))
 
 
 def public_names(root: Path) -> list[str]:
-    """Names that `accel_scale` exports: its imports as themselves."""
+    """Names that `accel_scale` exports by importing them under their own names (`import x as x`)."""
     tree = ast.parse((root / "accel_scale" / "__init__.py").read_text(encoding="utf-8"))
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     aliases = [alias for node in imports if (node.module or "").startswith("accel_scale") for alias in node.names]
@@ -57,13 +57,13 @@ def public_names(root: Path) -> list[str]:
 
 
 def modules_by_folder(root: Path) -> Counter[str]:
-    """Modules beside a folder's ``__init__.py``."""
+    """Number of modules in each folder, without ``__init__.py``."""
     package = [path for path in python_files(root) if path.is_relative_to(root / "accel_scale")]
     return Counter(path.parent.relative_to(root).as_posix() for path in package if path.name != "__init__.py")
 
 
 def size_of(root: Path) -> Size:
-    """Count a tree."""
+    """Size of the tree at `root`."""
     texts = [path.read_text(encoding="utf-8") for path in python_files(root)]
     lines = [len(text.splitlines()) for text in texts]
     return Size(
@@ -77,7 +77,7 @@ def size_of(root: Path) -> Size:
 
 
 def size_at(revision: str) -> Size:
-    """Count a revision, unpacked into a temporary folder."""
+    """Size of a revision, unpacked into a temporary folder."""
     command = ["git", "archive", revision, *LINES_PER_FILE]
     archive = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout
     with tempfile.TemporaryDirectory() as folder, tarfile.open(fileobj=BytesIO(archive)) as tar:
@@ -86,7 +86,7 @@ def size_at(revision: str) -> Size:
 
 
 def broken_limits(root: Path) -> list[str]:
-    """One line for each limit that does not hold."""
+    """One line for each broken limit."""
     size = size_of(root)
     lines = [
         f"{folder}: {count} modules, more than {MODULES_PER_FOLDER}"
@@ -106,7 +106,7 @@ def broken_limits(root: Path) -> list[str]:
 
 
 def table(columns: dict[str, Size]) -> str:
-    """Markdown."""
+    """The sizes as a Markdown table."""
     rows = {
         "lines of Python in `accel_scale/` and `recipes/`": "lines",
         "files": "files",

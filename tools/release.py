@@ -1,8 +1,8 @@
-"""What must agree before a release: the tag, both versions and the newest section of the changelog.
+"""Check before a release that the tag, both versions and the newest changelog section agree.
 
     python tools/release.py --tag v0.1.0
 
-It prints each place that differs, and then exits with 1.
+Prints each place that differs and then exits with 1.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 def versions(repository: Path) -> dict[str, str | None]:
-    """Place → the version that it states; None where it states none."""
+    """The version stated in each place; None if it states none."""
     patterns = {
         "pyproject.toml": r'^version = "([^"]+)"$',
         "accel_scale/version.py": r'^__version__ = "([^"]+)"$',
@@ -34,7 +34,7 @@ def problems(tag: str, stated: dict[str, str | None]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print what differs; 1 if anything does."""
+    """Print what differs; returns 1 if anything does."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tag", required=True, help="such as v0.1.0")
     lines = problems(parser.parse_args(argv).tag, versions(REPOSITORY))

@@ -1,7 +1,7 @@
 """Put uPlot, which draws the report's plots, into the package: `python tools/vendor_uplot.py [--check]`.
 
-Fetches one version from the npm registry, compares its checksum, and writes script, style and licence as they are in
-it. `--check` only compares them with what the package has.
+Fetches one version from the npm registry, verifies its checksum, and writes script, style and licence unchanged.
+`--check` only compares them with the files in the package.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FILES = {
 
 
 def main() -> int:
-    """Fetch, compare, write."""
+    """Fetch, verify and write or compare the files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--registry", default="https://registry.npmjs.org")
     parser.add_argument("--check", action="store_true", help="write nothing; fail where a file differs")

@@ -1,4 +1,4 @@
-"""The page as a Gradio app: its tabs, its look, and the server behind it."""
+"""The page as a Gradio app: tabs, look and server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 TITLE = "accel-scale board"
 _WAITING_CLICKS = 100
-_FONTS = ["system-ui", "sans-serif"]  # of the reader's system: none is loaded
+_FONTS = ["system-ui", "sans-serif"]  # the reader's own system fonts; none is loaded
 # Gradio's light greys are too light to read.
 _CONTRAST = {
     "block_info_text_color": "*neutral_600",
@@ -38,10 +38,10 @@ _SECONDS_KEPT = 3600
 
 @dataclass(frozen=True)
 class BoardSettings:
-    """What the page has.
+    """Settings of the page.
 
     Attributes:
-        runs: The folder whose runs are shown; None: no tab for them.
+        runs: The folder whose runs are shown; None leaves the tab out.
         can_stop: Whether a run can be stopped from the page.
     """
 
@@ -50,7 +50,7 @@ class BoardSettings:
 
 
 def build_app(settings: BoardSettings) -> Blocks:
-    """The page; no server yet."""
+    """Build the page without starting a server."""
     prepare()
     import gradio as gr
 
@@ -78,11 +78,11 @@ def start(
 
     Args:
         host: Interface to listen on.
-        port: None: the first that is free from 7860 on.
-        hosts: Names by which requests may call this server; none: any.
+        port: Port to listen on; None takes the first free one from 7860 on.
+        hosts: Host names that requests may use for this server; empty allows any.
 
     Raises:
-        ConfigError: if the port is taken, or the interface is not this machine's.
+        ConfigError: if the port is taken, or the interface does not belong to this machine.
     """
     import gradio as gr
     from starlette.middleware import Middleware
@@ -118,7 +118,7 @@ def start(
 
 
 def wait(page: Blocks) -> None:
-    """Until Ctrl-C or SIGTERM."""
+    """Block until Ctrl-C or SIGTERM, then close the page."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         while True:
@@ -134,8 +134,8 @@ def _board_class() -> type[Blocks]:
     import gradio as gr
 
     class Board(gr.Blocks):
-        """A page whose server reports a failed request in one line, with the place of the error: any client can send
-        a malformed one, so it gets no traceback."""
+        """A page whose server reports a failed request in one line with the location of the error. Any client can send
+        a malformed request, so no traceback is printed."""
 
         async def process_api(self, *args: object, **kwargs: object) -> dict[str, object]:
             try:

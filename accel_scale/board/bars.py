@@ -1,4 +1,4 @@
-"""Memory as stacked bars: what is on a card, term by term, beside what the card has."""
+"""Memory as stacked bars: the terms on a card next to the card's capacity."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from accel_scale.report_page.predictions import largest_terms
 from accel_scale.reporting.plan_terms import gpu_rows
 
 _WIDTH = 1000.0
-# From the left; each has its colour in every picture. Others follow.
+# From left to right. Each term keeps its colour in every picture; unlisted terms come last.
 _ORDER = (
     "weights", "activations and loss", "gradients", "optimizer states", "master weights", "gathered weights",
     "communication buckets", "lost by the allocator", "CUDA context", "NCCL", "unreduced gradients", "others",
@@ -23,10 +23,10 @@ class Bar:
     """One bar.
 
     Attributes:
-        label: Beside it.
-        parts: Term → bytes.
-        low, high: The interval around their sum; None without one.
-        is_peak: Whether it is the largest of a step.
+        label: Text next to the bar.
+        parts: Bytes of each term.
+        low, high: Interval around their sum; None if there is none.
+        is_peak: Whether this is the largest phase of a step.
     """
 
     label: str
@@ -42,7 +42,7 @@ class Bar:
 
 
 def on_card(candidate: Candidate, label: str) -> Bar:
-    """What a setting puts on a card at its peak, with what is beside its tensors."""
+    """Memory of a setting on a card at its peak, including everything besides tensors."""
     memory = candidate.memory
     parts = {name: size for name, size in memory.peak_phase.terms if size}
     beside = {name.removeprefix("+ "): size for name, size in gpu_rows(candidate).items() if name.startswith("+ ")}
@@ -50,7 +50,7 @@ def on_card(candidate: Candidate, label: str) -> Bar:
 
 
 def phases(candidate: Candidate) -> list[Bar]:
-    """The phases of a step of a setting: tensors only."""
+    """One bar for each phase of a setting's step, tensors only."""
     memory = candidate.memory
     return [
         Bar(phase.name, largest_terms(dict(phase.terms)), is_peak=phase is memory.peak_phase)
@@ -59,7 +59,7 @@ def phases(candidate: Candidate) -> list[Bar]:
 
 
 def drawn(bars: Sequence[Bar], *, title: str, limit: float | None = None) -> str:
-    """The bars, a key to their terms, and the same numbers as a table."""
+    """The bars, their legend, and the same numbers as a table."""
     found = dict.fromkeys(term for bar in bars for term, size in bar.parts.items() if size)
     terms = sorted(found, key=_colour)
     widest = max([limit or 0.0, *(bar.high or bar.total for bar in bars)], default=1.0) * 1.02 or 1.0

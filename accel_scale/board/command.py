@@ -16,7 +16,7 @@ Needs pip install 'accel-scale[board]', and no network. Ctrl-C ends it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Where it is served, and which runs it shows."""
+    """Add the flags for where the page is served and which runs it shows."""
     parser.description = DESCRIPTION
     parser.add_argument("--port", metavar="N", help="default: the first that is free from 7860 on")
     parser.add_argument(
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         return _serve(args)
-    except KeyboardInterrupt:  # before it was served
+    except KeyboardInterrupt:  # before the server started
         return INTERRUPTED_STATUS
 
 
@@ -63,7 +63,7 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def _interface(host: str) -> str:
-    """The address of an interface of this machine."""
+    """Resolve `host` to the address of an interface of this machine."""
     import socket
 
     from accel_scale.errors import ConfigError
@@ -86,7 +86,7 @@ def _refuse_taken(interface: str, port: int) -> None:
 
     try:
         with socket.socket() as probe:
-            # As servers set it: a port whose server has just ended can be used.
+            # As servers set it, so that a port whose server has just ended can be reused.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((interface, port))
     except OSError as error:

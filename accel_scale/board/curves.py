@@ -1,4 +1,4 @@
-"""Curves of a run as pictures that a browser scales: the charts of its report, drawn here, since they change live."""
+"""A run's curves as scalable pictures: the charts of its report, drawn on the server because they change live."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _TICKS = 4
 
 @dataclass(frozen=True)
 class Tick:
-    """A label of an axis.
+    """A label on an axis.
 
     Attributes:
-        share: Where, from the axis' start to its end.
+        share: Position along the axis, from 0 at its start to 1 at its end.
         text: The label.
     """
 
@@ -36,8 +36,8 @@ class Line:
     Attributes:
         label: Its name.
         last: Its last value.
-        path: Of an SVG.
-        dashed: As in the report.
+        path: Path data of an SVG.
+        dashed: Whether it is dashed, as in the report.
     """
 
     label: str
@@ -51,12 +51,12 @@ class Picture:
     """A chart, ready to be drawn.
 
     Attributes:
-        title, about: Above it.
+        title, about: Text above the chart.
         lines: Its series.
-        levels: Constant values: label, value, and share of the height.
-        marks: Kind, text and share of the width of what happened.
-        across, up: Labels of the axes.
-        words: The same in words.
+        levels: Constant values as label, value, and share of the height.
+        marks: Events as kind, text and share of the width.
+        across, up: Labels of the horizontal and vertical axis.
+        words: A description of the chart in words.
     """
 
     title: str
@@ -70,7 +70,7 @@ class Picture:
 
 
 def pictures_of(run: RunRecords) -> list[Picture]:
-    """Every chart of a run's report that is known by name."""
+    """The charts of a run's report, except those of unnamed figures."""
     charts = charts_of([run], labels_of([run]), [prediction_of(run)])
     return [_picture(chart) for chart in charts if not chart.is_more]
 
@@ -138,7 +138,7 @@ def _round_steps(first: int, last: int) -> list[float]:
 
 
 def _round(low: float, high: float) -> list[float]:
-    """About `_TICKS` round values between two."""
+    """About `_TICKS` round values between `low` and `high`."""
     rough = (high - low) / _TICKS
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough)

@@ -1,4 +1,4 @@
-"""What the tab "Doctor" shows: `accel-scale doctor` of the files that were dropped, in a process of its own."""
+"""Content of the "Doctor" tab: `accel-scale doctor` on the dropped files, run in a separate process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RECIPES = tuple(PLANNED_RECIPES)
 
 
 class _Machine(TypedDict):
-    """Of `accel-scale doctor --json`, what is shown."""
+    """The shown part of the machine section of `accel-scale doctor --json`."""
 
     accelerator: dict[str, str]
     num_devices: int
@@ -40,7 +40,7 @@ class _Machine(TypedDict):
 
 
 class _Diagnosis(TypedDict):
-    """Of `accel-scale doctor --json`."""
+    """The shown part of the output of `accel-scale doctor --json`."""
 
     machine: _Machine
     launch: dict[str, str]
@@ -48,16 +48,16 @@ class _Diagnosis(TypedDict):
 
 
 def diagnosis(launch_name: str | None, launch: Sequence[str], recipe: str | None, flags: Sequence[str]) -> str:
-    """What `accel-scale doctor` finds.
+    """Findings of `accel-scale doctor`.
 
     Args:
-        launch_name: Of a launch file that comes with the package; None: the one that was dropped, or none.
-        launch: Paths of a dropped launch file, and of DeepSpeed's file that it names.
-        recipe: One of `RECIPES`; None: none.
-        flags: Path of a dropped YAML file of the recipe's flags.
+        launch_name: Name of a launch file that ships with the package; None uses the dropped one, if any.
+        launch: Paths of a dropped launch file and of the DeepSpeed file it names.
+        recipe: One of `RECIPES`, or None.
+        flags: Path of a dropped YAML file with the recipe's flags.
 
     Raises:
-        ConfigError: for files that are not read, and if the command does not answer.
+        ConfigError: for files that cannot be read, and if the command does not answer.
     """
     dropped = read_all({_LAUNCH: launch, _RECIPE: flags})
     with tempfile.TemporaryDirectory(prefix="accel-scale-doctor-") as name:
@@ -111,12 +111,12 @@ def _launch_words(name: str | None, files: Sequence[Dropped], folder: Path) -> l
 
 
 def _refuse_other_files(file: Dropped, files: Sequence[Dropped]) -> None:
-    """The command looks for DeepSpeed's file in every folder above the launch file, and says what it holds."""
+    """Refuse a missing DeepSpeed file: the command would search every parent folder for it and show its content."""
     try:
         section = yaml.safe_load(file.text)["deepspeed_config"]
         name = str(section["deepspeed_config_file"])
     except (yaml.YAMLError, ValueError, TypeError, KeyError):
-        return  # it names none, or cannot be read, which the command says before it reads anything else
+        return  # it names none, or is unreadable, which the command reports before reading anything else
     if name not in [each.name for each in files]:
         raise ConfigError(
             f"names {Path(name).name!r}, which was not dropped with it.",
@@ -141,9 +141,9 @@ def _recipe_words(recipe: str | None, files: Sequence[Dropped], folder: Path) ->
 
 
 def _run(words: Sequence[str], folder: Path) -> _Diagnosis:
-    """The command's answer, seen from `folder`, without a network and without credentials."""
+    """Run the command in `folder`, without network access or credentials, and return its answer."""
     kept = {name: value for name, value in os.environ.items() if not _CREDENTIAL.search(name)}
-    # PYTHONSAFEPATH: no module is imported from the folder of the uploads.
+    # PYTHONSAFEPATH: no module is imported from the upload folder.
     environment = {**kept, "HF_HUB_OFFLINE": "1", "PYTHONSAFEPATH": "1"}
     command = [sys.executable, "-m", "accel_scale.cli.main", "doctor", "--json", *words]
     try:
@@ -157,7 +157,7 @@ def _run(words: Sequence[str], folder: Path) -> _Diagnosis:
         return found
     except ValueError:
         said = (done.stderr.strip().splitlines() or ["nothing"])[-1]
-        if done.returncode != CONFIG_STATUS:  # a bug: what it says is for the terminal, not for visitors of the page
+        if done.returncode != CONFIG_STATUS:  # a bug: its output goes to the terminal, not to visitors of the page
             line = f"the doctor ended with status {done.returncode} ({mask(said)})"
             print(f"accel-scale board: {line}.", file=sys.stderr, flush=True)
             said = "it ended with an error."

@@ -1,4 +1,4 @@
-"""The tab "Doctor": a launch file and a recipe's flags, and what contradicts what."""
+"""The "Doctor" tab: checks a launch file and a recipe's flags for contradictions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _KINDS = [".yaml", ".yml"]
 
 
 def add_doctor_tab() -> None:
-    """Lay the tab out in the `gradio.Blocks` that is being built."""
+    """Lay out the tab in the `gradio.Blocks` being built."""
     import gradio as gr
 
     with gr.Row(elem_classes="b-controls"):

@@ -1,4 +1,4 @@
-"""What Gradio is told before it is imported: nothing leaves this machine, and files lie in a folder of their own."""
+"""Gradio's environment, set before it is imported: nothing leaves this machine, and files get their own folder."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from accel_scale.errors import ConfigError
 
 LOCAL_NAMES = ("localhost", "127.0.0.1")
 _FOLDER_VARIABLE = "GRADIO_TEMP_DIR"
-# Each would open what the board keeps closed.
+# Each of these would open something that the board keeps closed.
 _IGNORED = ("GRADIO_SHARE", "GRADIO_ALLOWED_PATHS", "GRADIO_MCP_SERVER", "GRADIO_SERVER_NAME", "GRADIO_SERVER_PORT")
 _SWITCHED_OFF = {"GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
 
 def require_gradio() -> None:
-    """Refuse to go on without the extra.
+    """Check that the optional dependency is installed.
 
     Raises:
-        ConfigError: naming what to install.
+        ConfigError: if it is missing, naming what to install.
     """
     if importlib.util.find_spec("gradio") is None:
         raise ConfigError(
@@ -32,7 +32,7 @@ def require_gradio() -> None:
 
 
 def prepare() -> None:
-    """Call before Gradio is imported."""
+    """Set up the environment; call before Gradio is imported."""
     require_gradio()
     for name in _IGNORED:
         os.environ.pop(name, None)
@@ -42,7 +42,7 @@ def prepare() -> None:
 
 @cache
 def served_folder() -> Path:
-    """Where uploads and files to download lie: of this process and user, gone when the process ends."""
+    """Folder of uploads and downloads, private to this process and user; removed when the process ends."""
     folder = Path(tempfile.mkdtemp(prefix="accel-scale-board-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder

@@ -1,4 +1,4 @@
-"""How parts of the page react to each other: never through an interface for other programs."""
+"""Event wiring between parts of the page; no handler is exposed as an API to other programs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def listen(
     queue: str,
     is_quiet: bool = False,
 ) -> None:
-    """Call `answer` with the values of `inputs` at any of `triggers`, and give what it returns to `outputs`.
+    """Call `answer` with the values of `inputs` on any of `triggers`, and write its result to `outputs`.
 
     Args:
-        queue: Of all that share it, one is answered at a time.
-        is_quiet: Whether nothing shows that an answer is being waited for.
+        queue: Events that share a queue are handled one at a time.
+        is_quiet: Whether to hide the progress indicator.
     """
     import gradio as gr
 

@@ -1,4 +1,4 @@
-"""What of Gradio's web server is open: the paths that the page uses, for requests that name this host."""
+"""Restricts Gradio's web server to the paths that the page uses and to requests that name this host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from accel_scale.board.environment import served_folder
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-# Gradio has many more: proxies, an editor of the program, recordings, other people's components.
+# Gradio serves many more: proxies, a program editor, recordings, third-party components.
 _OPEN = re.compile(
     r"/|/config/?|/theme\.css|/favicon\.ico|/manifest\.json|/robots\.txt|/(?:assets|static|svelte)/[\w./@-]+"
     r"|/gradio_api/(?:queue/(?:join|data)|upload|upload_progress|startup-events|cancel|theme\.css|heartbeat/\w+)"
@@ -36,9 +36,9 @@ class OnlyThePage:
     """ASGI middleware that answers 404 to every path that the page does not use.
 
     Args:
-        app: What is behind it.
-        hosts: Names that requests may give this server, and their pages' origins; none: any. A page of another site
-            whose name leads here cannot use the board then.
+        app: The wrapped application.
+        hosts: Host names allowed in requests and in the origins of their pages; empty allows any. With a list, a page
+            of another site whose name resolves to this machine cannot use the board.
     """
 
     def __init__(self, app: ASGIApp, hosts: Sequence[str] = ()) -> None:
@@ -76,7 +76,7 @@ class OnlyThePage:
 
 
 def _is_served(name: str) -> bool:
-    """Whether a file is one that was uploaded or made to be downloaded, links followed."""
+    """True if the file, with links resolved, is an upload or was made for download."""
     if "\0" in name:
         return False
     return Path(os.path.realpath(name)).is_relative_to(os.path.realpath(served_folder()))

@@ -1,4 +1,4 @@
-"""What the tab "Plan" shows: the planner's answers as parts of the page and as files."""
+"""Content of the "Plan" tab: the planner's answers as parts of the page and as files."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from accel_scale.reporting.plan_tables import (
 from accel_scale.reporting.question_tables import difference_cells
 
 Settings = Mapping[str, str | bool]
-SHOWN = 6  # settings of the table
-# Where the commands expect the files that are taken away.
+SHOWN = 6  # settings listed in the table
+# Where the commands expect the downloaded files.
 FOLDER = Path("plans")
 
 
 @dataclass(frozen=True)
 class Answered:
-    """A plan with what the page needs of it.
+    """A plan, with what the page needs to show it.
 
     Attributes:
-        settings: What was asked.
+        settings: The settings that were asked for.
         plan: The answer.
-        budget: Tokens and price, where given.
+        budget: Tokens and price, if given.
     """
 
     settings: Settings
@@ -53,12 +53,12 @@ class Answered:
 
     @property
     def shown(self) -> Sequence[Candidate]:
-        """The settings of the table."""
+        """The settings listed in the table."""
         return self.plan.candidates[:SHOWN]
 
     @property
     def labels(self) -> list[str]:
-        """Names of `shown`, to pick one."""
+        """Names of `shown`, for the dropdown."""
         return [f"{at}: {label_of(candidate)}" for at, candidate in enumerate(self.shown, 1)]
 
 
@@ -70,10 +70,10 @@ def label_of(candidate: Candidate) -> str:
 
 
 def answer(settings: Settings) -> Answered:
-    """The plan of what was asked.
+    """The plan for the given settings.
 
     Raises:
-        ConfigError: for what cannot be planned.
+        ConfigError: if the request cannot be planned.
     """
     budget = Budgeted.of_flags(*(_text(settings, flag.name) for flag in BUDGET))
     return Answered(settings, planned(wish_of(settings)), budget)
@@ -81,17 +81,17 @@ def answer(settings: Settings) -> Answered:
 
 @lru_cache(maxsize=64)
 def planned(wish: Wish) -> Plan:
-    """The plan, kept for the same wish.
+    """The plan for a wish, cached.
 
     Raises:
-        ConfigError: for what cannot be planned.
+        ConfigError: if the request cannot be planned.
     """
     with flag_places():
         return search(build_request(wish))
 
 
 def overview(answered: Answered) -> str:
-    """The table, what is assumed, and why the rest does not fit."""
+    """The table, the assumptions, and why the other settings do not fit."""
     plan = answered.plan
     return filled(
         "plan",
@@ -113,7 +113,7 @@ def _bars_of(answered: Answered) -> str:
 
 
 def terms(candidate: Candidate) -> str:
-    """The phases of a step of one setting, stacked."""
+    """The phases of one setting's step as stacked bars."""
     return bars.drawn(bars.phases(candidate), title=f"A step of {label_of(candidate)}, phase by phase")
 
 
@@ -121,13 +121,13 @@ def terms(candidate: Candidate) -> str:
 
 
 def compared(settings: Settings, changes: Mapping[str, str]) -> str:
-    """The best setting, and what it becomes with each change alone.
+    """The best setting, and what it becomes with each single change.
 
     Args:
-        changes: Flag → value; those that change nothing are left out.
+        changes: New value of each flag; values that change nothing are left out.
 
     Raises:
-        ConfigError: for a base that cannot be planned.
+        ConfigError: if the base cannot be planned.
     """
     wish = wish_of(settings)
     base = planned(wish)
@@ -143,7 +143,7 @@ def compared(settings: Settings, changes: Mapping[str, str]) -> str:
 
 
 def sliders_of(plan: Plan) -> dict[str, int]:
-    """Where the sliders stand for a plan."""
+    """Slider positions for a plan."""
     return {name: int(_now(name, plan)) for name in ("max_length", "num_gpus", "global_batch_size", "lora_r")}
 
 
@@ -159,10 +159,10 @@ def _now(name: str, plan: Plan) -> str:
 
 
 def longest(settings: Settings) -> str:
-    """The longest row that fits, in a sentence.
+    """A sentence that states the longest row that fits.
 
     Raises:
-        ConfigError: if none does.
+        ConfigError: if none fits.
     """
     words = {name: value for name, value in settings.items() if name != "per_device_train_batch_size"}
     wish = wish_of({name: value for name, value in words.items() if name != "max_length"})
@@ -176,10 +176,10 @@ def longest(settings: Settings) -> str:
 
 
 def largest(settings: Settings) -> str:
-    """The largest micro-batch that fits, in a sentence.
+    """A sentence that states the largest micro-batch that fits.
 
     Raises:
-        ConfigError: if none does.
+        ConfigError: if none fits.
     """
     kept = {name: value for name, value in settings.items() if name != "per_device_train_batch_size"}
     with flag_places():
@@ -194,10 +194,10 @@ def largest(settings: Settings) -> str:
 
 
 def written(answered: Answered, candidate: Candidate) -> WrittenPlan:
-    """The files that run a setting, as `accel-scale plan --write` makes them.
+    """The files that run a setting, as written by `accel-scale plan --write`.
 
     Raises:
-        ConfigError: for a setting that the recipe cannot run.
+        ConfigError: if the recipe cannot run the setting.
     """
     settings = answered.settings
     model = str(settings[MODEL.name])
@@ -208,7 +208,7 @@ def written(answered: Answered, candidate: Candidate) -> WrittenPlan:
 
 
 def packed(files: WrittenPlan, folder: Path) -> Path:
-    """One archive of the files below `folder`, with the paths that the commands name; the same for the same files."""
+    """Pack the files into one archive below `folder`, under the paths that the commands name; deterministic."""
     about = f"Unpack this where you run:\n\n{files.rehearsal}\n{files.command}\n"
     texts = {**{path.as_posix(): text for path, text in files.files.items()}, "README.txt": about}
     name = f"{next(iter(files.files)).parent.name}.zip"

@@ -1,4 +1,4 @@
-"""What the tab "Plan" asks for: flags of `accel-scale plan`, and a command line with the same answer."""
+"""Controls of the "Plan" tab: flags of `accel-scale plan`, and a command line that gives the same answer."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ CONTROLS: tuple[PlanFlag, ...] = tuple(flag for flag in (MODEL, *FLAGS) if flag.
 
 
 def name_of(control: PlanFlag) -> str:
-    """The flag that the control sets: what is on by default is switched off."""
+    """The flag that the control sets; a setting that is on by default gets its `no_` flag."""
     return f"no_{control.name}" if control.off else control.name
 
 
 def start_of(control: PlanFlag) -> Value:
-    """What the control shows at the start; None: open."""
+    """The control's initial value; None leaves it open."""
     return False if control.off else control.default if control.start is None else control.start
 
 
 def settings_of(values: Sequence[Value]) -> dict[str, str | bool]:
-    """What was set, flag by flag, as text; switches as they are.
+    """The settings by flag, as text; switches stay booleans.
 
     Args:
-        values: One for each of `CONTROLS`.
+        values: One value for each of `CONTROLS`.
 
     Raises:
         ConfigError: for a number out of range, text that is too long, or a model that is a path.
@@ -47,13 +47,13 @@ def settings_of(values: Sequence[Value]) -> dict[str, str | bool]:
 
 
 def wish_of(settings: Mapping[str, str | bool]) -> Wish:
-    """The same as the planner takes it."""
+    """The settings as the planner's `Wish`."""
     words = {name: value for name, value in settings.items() if name in Wish.__dataclass_fields__}
     return Wish(**words, packing=not settings.get("no_packing", False))  # type: ignore[arg-type]
 
 
 def command_of(settings: Mapping[str, str | bool], *more: str) -> str:
-    """The command line that answers the same, with the words `more` after it."""
+    """The command line that gives the same answer, followed by the words in `more`."""
     words = ["accel-scale", "plan", str(settings[MODEL.name])]
     for name, value in settings.items():
         if value is True:
@@ -79,10 +79,10 @@ def _text(control: PlanFlag, value: Value) -> str:
 
 
 def _check_model(name: str) -> None:
-    """The page reads no files of its host: a model is a name of the catalogue or the hub.
+    """Check that a model is a catalogue or hub name: the page reads no files of its host.
 
     Raises:
-        ConfigError: for a path, and for a name on the hub that cannot be had.
+        ConfigError: for a path, and for a hub name that is not available.
     """
     if not _NAME.fullmatch(name) or ".." in name or name.startswith(".") or Path(name).exists():
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The tab "Plan": controls, the planner's answer, what-if sliders, and the files to take away."""
+"""The "Plan" tab: controls, the planner's answer, what-if sliders, and files to download."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ SLIDERS: dict[str, tuple[str, int, int, int]] = {
     "global_batch_size": ("Batch per step, sequences", 1, 1024, 1),
     "lora_r": ("LoRA rank", 1, 256, 1),
 }
-# A dropdown's word for what is left to the planner.
+# A dropdown's entry for a choice that is left to the planner.
 _OPEN = "open"
 
 
 def add_plan_tab(page: Blocks) -> None:
-    """Lay the tab out in `page`, which is being built; it is filled when the page is loaded."""
+    """Lay out the tab in `page`, which is being built; it is filled when the page loads."""
     import gradio as gr
 
     with gr.Row(elem_classes="b-controls"):
@@ -67,7 +67,7 @@ def add_plan_tab(page: Blocks) -> None:
 
     typed = [component.submit for component in asked if isinstance(component, (gr.Number, gr.Textbox))]
     outputs = [settings, overview, command, *sliders, what_if, extreme, chosen, *files]
-    # One search at a time: it keeps a core busy.
+    # One search at a time, because a search keeps a core busy.
     listen([page.load, button.click, *typed], _plan, asked, outputs, queue="plan")
     listen([slider.release for slider in sliders], _what_if, [settings, *sliders], [what_if], queue="plan")
     listen([longest.click], _sentence(plan_answers.longest), [settings], [extreme], queue="plan")
@@ -94,13 +94,13 @@ def _component(control: PlanFlag) -> Component:
             min_width=320 if control is MODEL else 180,
             scale=2 if control is MODEL else 1,
         )
-    if control.most and value is not None:  # an open number would be shown as 0
+    if control.most and value is not None:  # an empty number would be shown as 0
         return gr.Number(int(value), precision=0, label=label, info=info, elem_id=name, min_width=180)
     return gr.Textbox("", max_lines=1, label=label, info=info, elem_id=name, min_width=180)
 
 
 def _text(label: str, name: str, *, lines: int) -> Textbox:
-    """Text to take away; unlike Gradio's editor it can be reached and scrolled by keyboard."""
+    """Text to copy; unlike Gradio's code editor, it can be reached and scrolled by keyboard."""
     import gradio as gr
 
     return gr.Textbox(
@@ -114,7 +114,7 @@ def _text(label: str, name: str, *, lines: int) -> Textbox:
     )
 
 
-# ── What happens ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Handlers ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _plan(*values: Value) -> list[object]:
@@ -166,7 +166,7 @@ def _files_of_chosen(settings: Settings, chosen: str | None) -> list[object]:
 
 
 def _files(answered: Answered, at: int) -> list[object]:
-    """The parts below "Take it away", for the setting at place `at`."""
+    """The parts below "Take it away" for the setting at index `at`."""
     import gradio as gr
 
     if not answered.shown:
@@ -183,7 +183,7 @@ def _files(answered: Answered, at: int) -> list[object]:
 
 
 def _position(name: str, position: int) -> object:
-    """A slider at `position`, which may be beyond its ends."""
+    """A slider at `position`, with its range extended if the position lies outside."""
     import gradio as gr
 
     _, low, high, step = SLIDERS[name]

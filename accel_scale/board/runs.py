@@ -1,4 +1,4 @@
-"""Runs in a folder: which there are, how far each is, and its records, read again only when a file has changed."""
+"""Runs in a folder: their names, progress and records, which are reread only when a file has changed."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from accel_scale.training.guard.events import EVENTS_NAME
 
 _MARKS = (METRICS_NAME, STARTS_NAME, SUMMARY_NAME)
 _FILES = (*_MARKS, EVENTS_NAME)
-# Folders below the one that is shown: outputs/search/trials/trial-3.
+# Depth below the shown folder, as in outputs/search/trials/trial-3.
 _DEEPEST, _MOST_RUNS, _MOST_FOLDERS = 3, 200, 5_000
-# Larger logs are not read for a page that asks every few seconds.
+# Larger logs are not read for a page that refreshes every few seconds.
 MOST_LOG_BYTES = 64 * 2**20
 
 
-# A log that took longer to read is left alone ten times as long: it is read on one core of the machine that trains.
+# A log slower to read than _SOON seconds is left alone for _REST times the excess: reading uses the trainer's CPU.
 _SOON, _REST = 0.05, 10.0
 
 
@@ -42,12 +42,12 @@ _kept: dict[Path, _Kept] = {}
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is.
+    """Progress of a run.
 
     Attributes:
-        step: The last that was logged.
-        num_steps: Of the whole run; None where it is not recorded.
-        seconds_left: As the last steps went; None where nothing says.
+        step: The last logged step.
+        num_steps: Steps of the whole run; None if not recorded.
+        seconds_left: Estimated from the last steps; None if unknown.
     """
 
     step: int
@@ -63,16 +63,16 @@ class Progress:
 
 
 def runs_below(root: Path) -> list[str]:
-    """Names of the runs in a folder, as paths below it, the one written to last first. Links are not followed."""
+    """Names of the runs in a folder, as paths relative to it, most recently written first. Links are not followed."""
     found = sorted(_folders(root), key=lambda folder: -_last_written(folder))
     return [folder.relative_to(root).as_posix() for folder in found[:_MOST_RUNS]]
 
 
 def folder_of(root: Path, name: str) -> Path:
-    """The folder of a run that `runs_below` names.
+    """The folder of a run listed by `runs_below`.
 
     Raises:
-        ConfigError: for any other.
+        ConfigError: for any other name.
     """
     if name not in runs_below(root):
         raise ConfigError(f"there is no run {name[:100]!r}.", place="Run", fix="pick one of the list.")
@@ -80,10 +80,10 @@ def folder_of(root: Path, name: str) -> Path:
 
 
 def records_of(folder: Path) -> RunRecords:
-    """What a run's folder holds. A log that takes long to read is not read again at once when it has grown.
+    """Contents of a run's folder. A log that is slow to read is not reread immediately after it grows.
 
     Raises:
-        ConfigError: where nothing of it can be read, or a log is larger than `MOST_LOG_BYTES`.
+        ConfigError: if nothing in it can be read, or a log is larger than `MOST_LOG_BYTES`.
     """
     stamp, kept = stamp_of(folder), _kept.get(folder)
     began = time.monotonic()
@@ -98,13 +98,13 @@ def records_of(folder: Path) -> RunRecords:
 
 
 def shown_stamp(folder: Path) -> tuple[object, ...]:
-    """`stamp_of` when the records were read that `records_of` returns now."""
+    """The value of `stamp_of` at the time the records now returned by `records_of` were read."""
     kept = _kept.get(folder)
     return stamp_of(folder) if kept is None else kept.stamp
 
 
 def stamp_of(folder: Path) -> tuple[object, ...]:
-    """Changes when anything that is shown of a run does."""
+    """A stamp that changes whenever anything shown of a run changes."""
     stamps = []
     for name in _FILES:
         try:
@@ -116,7 +116,7 @@ def stamp_of(folder: Path) -> tuple[object, ...]:
 
 
 def progress_of(run: RunRecords) -> Progress:
-    """Where a run is, and when it will be done."""
+    """How far a run is, and when it will finish."""
     step = run.last_step or int(number(run.summary.get("steps")) or 0)
     recorded = number(run.starts[-1].content.get("num_steps")) if run.starts else None
     num_steps = None if recorded is None else int(recorded)
@@ -127,7 +127,7 @@ def progress_of(run: RunRecords) -> Progress:
 
 
 def overview_row(root: Path, name: str) -> dict[str, str]:
-    """A run in a line of the list."""
+    """A run as one row of the list."""
     try:
         run = records_of(root / name)
     except ConfigError as error:
@@ -144,7 +144,7 @@ def overview_row(root: Path, name: str) -> dict[str, str]:
 
 
 def strategy_of(run: RunRecords) -> str:
-    """What ran, in a few words."""
+    """Recipe, strategy and model of a run, in a few words."""
     recipe, strategy = run.summary.get("recipe"), run.summary.get("strategy")
     model = table(run.summary.get("settings")).get("model_name_or_path")
     return ", ".join(str(part) for part in (recipe, strategy, model and Path(str(model)).name) if part)
@@ -161,7 +161,7 @@ def _read(folder: Path) -> RunRecords:
 
 
 def _folders(root: Path) -> Iterator[Path]:
-    """Folders of runs, `root` itself too."""
+    """Folders that hold runs, including `root` itself."""
     for count, (path, names, files) in enumerate(os.walk(root), 1):
         depth = len(Path(path).relative_to(root).parts)
         names[:] = sorted(name for name in names if depth < _DEEPEST and name.isprintable() and name[0] != ".")

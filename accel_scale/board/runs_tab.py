@@ -1,4 +1,4 @@
-"""The tab "Runs": runs of a folder while they go on, and a stop that lets one save first."""
+"""The "Runs" tab: live runs of a folder, and a button that stops a run after it has saved."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MOST_EVENTS = 50
 
 
 def add_runs_tab(tab: Tab, others: Sequence[Tab], root: Path, *, can_stop: bool) -> None:
-    """Lay out `tab`, which is being built; it is read again every two seconds unless one of `others` is shown."""
+    """Lay out `tab`, which is being built; it refreshes every two seconds unless one of `others` is shown."""
     import gradio as gr
 
     view = RunsView(root)
@@ -66,23 +66,23 @@ def add_runs_tab(tab: Tab, others: Sequence[Tab], root: Path, *, can_stop: bool)
 
 
 class RunsView:
-    """What the tab shows of the runs in a folder.
+    """Handlers of the tab for the runs in a folder.
 
     Args:
-        root: The folder.
+        root: The folder that holds the runs.
     """
 
     def __init__(self, root: Path) -> None:
         self._root = root
 
     def first(self, name: str | None) -> list[object]:
-        """Everything, and the clock starts."""
+        """Show everything and start the clock."""
         import gradio as gr
 
         return [*self.again(name, None), gr.Timer(active=True)]
 
     def again(self, name: str | None, seen: object) -> list[object]:
-        """What has changed since `seen` was returned."""
+        """Update the parts that have changed since `seen` was returned."""
         import gradio as gr
 
         names = runs_below(self._root)
@@ -96,7 +96,7 @@ class RunsView:
         return [overview, gr.Dropdown(choices=names, value=name), self._details(name), stop, now]
 
     def chosen(self, name: str | None) -> list[object]:
-        """Another run: what was said of the one before goes."""
+        """Switch to another run and clear the messages about the previous one."""
         import gradio as gr
 
         return [*self.again(name, None), gr.DownloadButton(visible=False), gr.Group(visible=False), ""]
@@ -115,7 +115,7 @@ class RunsView:
         return [gr.DownloadButton(value=str(target), visible=True), ""]
 
     def asked(self, name: str | None) -> list[object]:
-        """Whether to stop a run that can be stopped."""
+        """Ask for confirmation to stop a run, if it can be stopped."""
         import gradio as gr
 
         try:
@@ -126,13 +126,13 @@ class RunsView:
         return [gr.Group(visible=True), question, (name, process), ""]
 
     def kept(self) -> list[object]:
-        """It was not to be stopped."""
+        """Close the confirmation without stopping the run."""
         import gradio as gr
 
         return [gr.Group(visible=False), None, ""]
 
     def stopped(self, asked: tuple[str, RunProcess] | None) -> list[object]:
-        """The signal is sent, to the process that was asked about only."""
+        """Send the signal, but only to the process that the confirmation was about."""
         import gradio as gr
 
         if asked is None:

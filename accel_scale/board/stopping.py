@@ -1,8 +1,8 @@
-"""Stops a run as its scheduler would: SIGTERM to the process that holds its folder, after which it saves and leaves.
+"""Stops a run as its scheduler would: SIGTERM to the process that holds its folder, which then saves and exits.
 
-A number in a file is no proof: the process may have ended, and its number may be another's by now. A run is stopped
-only if its folder is locked, the lock names this host, and the process with that number is this user's, has the lock
-file open and catches SIGTERM. The signal goes through a descriptor of that process, never to its number.
+A PID in a file is no proof: the process may have ended and its PID may have been reused. A run is stopped only if its
+folder is locked, the lock names this host, and the process with that PID belongs to this user, has the lock file open
+and catches SIGTERM. Where the system has process descriptors, the signal goes through one, never to the PID.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _IN_A_TERMINAL = "stop it where it was started: Ctrl-C, or kill -TERM."
 
 @dataclass(frozen=True)
 class RunProcess:
-    """The process that writes a run's folder.
+    """The process that writes to a run's folder.
 
     Attributes:
-        pid: Its number.
-        began: When it began, in seconds since the epoch; another of the same number began later.
+        pid: Its PID.
+        began: When it began, in seconds since the epoch; a later process with the same PID began later.
     """
 
     pid: int
@@ -45,20 +45,20 @@ def process_of(folder: Path) -> RunProcess:
     """The process of the run in `folder`.
 
     Raises:
-        ConfigError: if it is not sure that it is the run's, or it cannot be stopped from here.
+        ConfigError: if the process is not certain to be the run's, or cannot be stopped from here.
     """
     with _verified(folder) as (process, _):
         return RunProcess(process.pid, process.create_time())
 
 
 def stop(folder: Path, expected: RunProcess) -> None:
-    """Ask the run in `folder` to save and stop; returns at once.
+    """Ask the run in `folder` to save and stop; returns immediately.
 
     Args:
-        expected: The process that the user saw when asked.
+        expected: The process shown to the user for confirmation.
 
     Raises:
-        ConfigError: as `process_of`; if another process is there by now.
+        ConfigError: as `process_of`, and if a different process runs there now.
     """
     with _verified(folder) as (process, descriptor):
         if RunProcess(process.pid, process.create_time()) != expected:
@@ -71,7 +71,7 @@ def stop(folder: Path, expected: RunProcess) -> None:
 
 @contextlib.contextmanager
 def _verified(folder: Path) -> Iterator[tuple[Process, int | None]]:
-    """The process and its descriptor, once everything has been looked at."""
+    """Yield the process and its descriptor after all checks have passed."""
     import psutil
 
     if not is_taken(folder) or not has_open_start(folder):
@@ -112,7 +112,7 @@ def _is_lock(opened: str, path: Path) -> bool:
 
 
 def _catches_sigterm(pid: int) -> bool:
-    """Whether SIGTERM is handled; True where the system does not say."""
+    """True if the process handles SIGTERM, or if the system does not say."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     except OSError:

@@ -1,4 +1,4 @@
-"""Files that were dropped onto the page, made safe for a command to read: small, plain YAML, no paths of this host."""
+"""Makes dropped files safe for a command to read: small, plain YAML, without paths of this host."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DEEPEST, _MOST_NODES = 40, 20_000
 _NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,80}\.(ya?ml|json)")
 _SEPARATOR = re.compile(r"[/\\]")
 _ODD = re.compile(r"[^\w.-]")
-# Takes the place of the folders of a path that must not be looked at.
+# Replaces the folders of a path that must not be accessed.
 ELSEWHERE = "elsewhere"
 
 
@@ -25,9 +25,9 @@ class Dropped:
     """A file as a command will read it.
 
     Attributes:
-        name: Of the file, without folders.
+        name: Name of the file, without folders.
         text: Its text, paths replaced.
-        replaced: Paths that were.
+        replaced: The paths that were replaced.
     """
 
     name: str
@@ -36,14 +36,14 @@ class Dropped:
 
 
 def read_dropped(path: str | Path, *, beside: Collection[str] = ()) -> Dropped:
-    """One file.
+    """Read one file.
 
     Args:
         path: Where the upload lies.
-        beside: Names of files that were dropped with it: a path that ends in one of them means that file.
+        beside: Names of files that were dropped with it; a path that ends in one of them refers to that file.
 
     Raises:
-        ConfigError: too large, not text, not YAML, nested too deeply, or with anchors.
+        ConfigError: if the file is too large, not text, not named as YAML or JSON, nested too deeply, or has anchors.
     """
     path = Path(path)
     name = path.name
@@ -60,7 +60,7 @@ def read_dropped(path: str | Path, *, beside: Collection[str] = ()) -> Dropped:
 
 
 def _without_paths(text: str, name: str, beside: Collection[str]) -> tuple[str, list[str]]:
-    """`text` with paths outside of the folder it will lie in replaced, and those paths."""
+    """`text` with every path that leads out of its folder replaced, and the list of those paths."""
     replaced: list[str] = []
     parts: list[str] = []
     done = depth = nodes = 0
@@ -86,18 +86,18 @@ def _without_paths(text: str, name: str, beside: Collection[str]) -> tuple[str, 
                 parts += [text[done : start.index], inside, "\n" * is_block]
                 done = end.index
     except yaml.YAMLError:
-        return text, []  # the command says it better, with the line; it reads nothing else of such a file
+        return text, []  # the command reports it better, with the line; it reads nothing else from such a file
     return "".join([*parts, text[done:]]), replaced
 
 
 def is_outside(value: str) -> bool:
-    """Whether a setting's value is a path that leads out of the folder in which it is read."""
+    """True if a setting's value is a path that leads out of the folder it is read in."""
     words = _SEPARATOR.split(value)
     return len(words) > 1 and (not words[0] or words[0].startswith("~") or ".." in words or ":" in words[0])
 
 
 def read_all(paths: Mapping[str, Sequence[str]]) -> dict[str, list[Dropped]]:
-    """Every file of every place of the page.
+    """Read every file dropped on each part of the page.
 
     Raises:
         ConfigError: as `read_dropped`.

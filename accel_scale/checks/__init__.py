@@ -1,1 +1,1 @@
-"""Contradictions between recipe, launch file and machine, found before a launch."""
+"""Find contradictions between recipe, launch file and machine before a launch."""

@@ -39,7 +39,7 @@ class Finding:
 
 
 class Launch(Protocol):
-    """What the rules read of a launch: a `LaunchFile` before it, a `LaunchEnvironment` inside it."""
+    """The parts of a launch that rules read: a `LaunchFile` before the launch, a `LaunchEnvironment` inside it."""
 
     @property
     def parallel(self) -> LaunchStrategy: ...
@@ -56,7 +56,7 @@ class Launch(Protocol):
 
 @dataclass(frozen=True)
 class Case:
-    """The three sides that a rule compares."""
+    """The recipe's settings, launch and machine that a rule compares."""
 
     run: RunSettings
     launch: Launch
@@ -69,20 +69,20 @@ class Case:
 
     @property
     def device(self) -> Device:
-        """What the run computes on: the processor where launch or recipe asks for it."""
+        """The device that the run computes on: the processor if launch or recipe asks for it."""
         found, on_cpu = self.machine.accelerator, self.parallel.use_cpu or self.run.use_cpu
         return CPU if on_cpu and found.type != "cpu" else found
 
     @property
     def model_ranks(self) -> int:
-        """Ranks that share the model, and so read the same rows: tensor, sequence and pipeline parallelism."""
+        """Ranks that share the model, and therefore read the same rows: tensor, sequence and pipeline parallelism."""
         tensor = max(self.parallel.tensor_parallel_size, self.run.tp_size or 1)
         sequence = max(self.parallel.context_parallel_size, self.run.sp_size or 1)
         return tensor * sequence * (self.run.pp_size or 1)
 
     @property
     def precision(self) -> str:
-        """As it will be resolved: ``--precision``, else the flags, else the launch's, else what the device has."""
+        """The resolved precision: ``--precision``, else that of the flags, else the launch's, else the device's."""
         if self.run.precision:
             return self.run.precision
         if self.run.bf16 or self.run.fp16:
@@ -94,7 +94,7 @@ class Case:
 
     @property
     def precision_place(self) -> str:
-        """Where `precision` comes from."""
+        """The place where `precision` was set."""
         if self.run.precision:
             return self.run.place("precision")
         if self.run.bf16 or self.run.fp16:
@@ -103,7 +103,7 @@ class Case:
 
     @property
     def checkpoints(self) -> bool:
-        """Whether the recipe recomputes activations; where it is left to the plan, it may on an accelerator."""
+        """True if the recipe recomputes activations; if that is left to the plan, it may on an accelerator."""
         if self.run.checkpointing_policy not in (None, AUTO_POLICY):
             return self.run.checkpointing_policy != "none"
         if self.run.activation_checkpointing is not None:
@@ -120,7 +120,7 @@ def error(place: str, problem: str, fix: str) -> Finding:
 
 
 def warning(place: str, problem: str, fix: str) -> Finding:
-    """A finding that does not."""
+    """A finding that does not stop the run."""
     return Finding("warning", place, problem, fix)
 
 

@@ -7,7 +7,7 @@ from accel_scale.facts.optimizer_specs import optimizer_spec
 
 
 def whole_checkpoint_of_quantised_states(case: Case) -> Finding | None:
-    """States in a whole-model checkpoint of FSDP2 that cannot be read back; sharded checkpoints of them resume."""
+    """Quantised states in a whole-model checkpoint of FSDP2 cannot be read back; sharded checkpoints can resume."""
     if optimizer_spec(case.run.optim).whole_checkpoints or not case.parallel.saves_whole_checkpoints:
         return None
     if case.run.save_strategy == "no":
@@ -20,7 +20,7 @@ def whole_checkpoint_of_quantised_states(case: Case) -> Finding | None:
 
 
 def resumed_ranks(case: Case) -> Finding | None:
-    """DeepSpeed cannot resume a folder without a manifest on another number of ranks."""
+    """DeepSpeed cannot resume a folder without a manifest on a different number of ranks."""
     before, now = case.run.resume_num_ranks, case.launch.num_processes
     if not case.parallel.is_deepspeed or before is None or now is None or before == now:
         return None
@@ -34,7 +34,7 @@ def resumed_ranks(case: Case) -> Finding | None:
 def resumed_nvme(case: Case) -> Finding | None:
     """Optimizer states on NVMe are in no checkpoint: DeepSpeed 0.19.8 resumes without them and says nothing.
 
-    What `auto` finds is refused where it is found.
+    A checkpoint found by `auto` is refused when it is found.
     """
     is_new = str(case.run.resume_from_checkpoint).lower() in ("none", "", "false", "no", "auto")
     if is_new or case.parallel.offload_optimizer != "nvme":

@@ -12,7 +12,7 @@ def _powersgd_flag(case: Case) -> str | None:
 
 
 def needs_ddp(case: Case) -> Finding | None:
-    """Buckets and hooks are DDP's; other strategies reduce gradients in their own way, one process not at all."""
+    """Buckets and hooks are DDP's; other strategies reduce gradients in their own way, a single process not at all."""
     run, parallel = case.run, case.parallel
     flag = "ddp_comm_hook" if run.ddp_comm_hook != "none" else "ddp_bucket_cap_mb"
     shares_model = run.shares_model and any(
@@ -35,7 +35,7 @@ def needs_ddp(case: Case) -> Finding | None:
 
 
 def needs_fsdp2(case: Case) -> Finding | None:
-    """Gradients of every micro-batch are reduced by DeepSpeed anyway, and elsewhere no memory comes of it."""
+    """``--sync_each_batch`` is for FSDP2: DeepSpeed itself decides when to reduce; elsewhere it saves no memory."""
     run, parallel = case.run, case.parallel
     if not run.sync_each_batch:
         return None
@@ -52,7 +52,7 @@ def needs_fsdp2(case: Case) -> Finding | None:
 
 
 def reduction_has_a_dtype(case: Case) -> Finding | None:
-    """One process reduces nothing, ranks that share a model reduce in fp32, and DDP in what gradients are."""
+    """One process reduces nothing, ranks that share a model reduce in fp32, and DDP in the dtype of the gradients."""
     run, parallel = case.run, case.parallel
     if run.reduce_dtype is None:
         return None
@@ -72,7 +72,7 @@ def reduction_has_a_dtype(case: Case) -> Finding | None:
 
 
 def bucket_size(case: Case) -> Finding | None:
-    """A bucket of no size."""
+    """A bucket size below 1 MB."""
     size = case.run.ddp_bucket_cap_mb
     if size is None or size >= 1:
         return None
@@ -80,7 +80,7 @@ def bucket_size(case: Case) -> Finding | None:
 
 
 def powersgd_flags(case: Case) -> Finding | None:
-    """Settings of PowerSGD without it, or out of range."""
+    """PowerSGD settings without PowerSGD, or out of range."""
     run, flag = case.run, _powersgd_flag(case)
     if flag is not None and run.ddp_comm_hook != "powersgd":
         return error(run.place(flag), f"--{flag} is PowerSGD's.", "add --ddp_comm_hook powersgd, or remove it.")
@@ -94,7 +94,7 @@ def powersgd_flags(case: Case) -> Finding | None:
 
 
 def powersgd_never_begins(case: Case) -> Finding | None:
-    """A run that ends before PowerSGD begins."""
+    """A run that ends before PowerSGD starts."""
     run = case.run
     start = run.powersgd_start_step or POWERSGD_STEP
     if run.ddp_comm_hook != "powersgd" or not 0 < run.max_steps < start:
@@ -104,7 +104,7 @@ def powersgd_never_begins(case: Case) -> Finding | None:
 
 
 def powersgd_fp16(case: Case) -> Finding | None:
-    """Error feedback would carry gradients from one loss scale into the next."""
+    """PowerSGD with fp16: error feedback would carry gradients from one loss scale into the next."""
     if case.run.ddp_comm_hook != "powersgd" or case.precision != "fp16":
         return None
     return error(
@@ -115,7 +115,7 @@ def powersgd_fp16(case: Case) -> Finding | None:
 
 
 def cast_saves_nothing(case: Case) -> Finding | None:
-    """Gradients that have 16 bits already."""
+    """Casting gradients that already have 16 bits."""
     if case.run.ddp_comm_hook not in ("bf16", "fp16") or case.precision != "bf16_true":
         return None
     return warning(

@@ -1,4 +1,4 @@
-"""Rules on DeepSpeed: stages, offload, and settings its configuration fixes against the recipe."""
+"""Rules on DeepSpeed: stages, offload, and settings that its configuration fixes against the recipe."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def deepspeed_package(case: Case) -> Finding | None:
 
 
 def deepspeed_arithmetic(case: Case) -> Finding | None:
-    """Precisions that the strategy's engine does not have, as DeepSpeed's bf16_true."""
+    """Precisions that the strategy's engine does not support, such as bf16_true in DeepSpeed."""
     refusal = case.parallel.kind.refused_precisions.get(case.precision)
     return error(case.precision_place, f"{refusal.reason}.", refusal.fix) if refusal is not None else None
 
@@ -61,7 +61,7 @@ def compilers(case: Case) -> Finding | None:
 
 
 def killed_build(case: Case) -> Finding | None:
-    """The lock of a build that was killed: the next run that compiles waits for it without end."""
+    """The lock of a killed build: the next run that compiles would wait for it forever."""
     if not (case.parallel.is_deepspeed or optimizer_of(case).compilers):
         return None
     if case.machine.stale_locks:
@@ -80,7 +80,7 @@ def killed_build(case: Case) -> Finding | None:
 
 
 def offload_stage(case: Case) -> Finding | None:
-    """Offload that the ZeRO stage does not have."""
+    """Offload that the ZeRO stage does not support."""
     p = case.parallel
     if not p.is_deepspeed:
         return None
@@ -111,7 +111,7 @@ def nvme_keys(case: Case) -> Finding | None:
 
 
 def nvme_folder(case: Case) -> Finding | None:
-    """NVMe offload without a folder that can be written."""
+    """NVMe offload without a writable folder."""
     p = case.parallel
     if not _uses_nvme(case):
         return None
@@ -125,12 +125,12 @@ def nvme_folder(case: Case) -> Finding | None:
 
 
 def offload_replaces_optimizer(case: Case) -> Finding | None:
-    """Accelerate replaces whatever optimizer it gets by DeepSpeed's CPU Adam when states are offloaded."""
+    """Accelerate replaces any optimizer with DeepSpeed's CPU Adam when states are offloaded."""
     p, name = case.parallel, case.run.optim
     forced = p.deepspeed.get("zero_force_ds_cpu_optimizer", True)
     if not p.is_deepspeed or not p.offloads_optimizer or not forced:
         return None
-    # The spec names what runs instead, for those that Accelerate's `map_pytorch_optim_to_deepspeed` maps rightly.
+    # The spec names the replacement if Accelerate's `map_pytorch_optim_to_deepspeed` maps the optimizer correctly.
     if optimizer_of(case).zero_offload is not None:
         return None
     return error(
@@ -216,7 +216,7 @@ def zero3_saving(case: Case) -> Finding | None:
 
 
 def reentrant_needed(case: Case) -> Finding | None:
-    """ZeRO-3 with adapters needs reentrant checkpointing: without it torch meets partitioned weights again."""
+    """ZeRO-3 with adapters needs reentrant checkpointing: without it, torch finds the weights partitioned again."""
     run = case.run
     if not case.parallel.kind.partitions_weights or not run.trains_adapters or not case.checkpoints:
         return None
@@ -257,7 +257,7 @@ def _offload_place(case: Case) -> str:
 
 
 def _deepspeed_place(case: Case, key: str) -> str:
-    """Of a DeepSpeed key, in its own file or among the launch file's."""
+    """The place of a DeepSpeed key, in its own file or in the launch file."""
     if "deepspeed_config_file" in (case.launch.file_values.get("deepspeed_config") or {}):
         return case.launch.place(key)
     return case.launch.place(f"deepspeed_config.{key}")

@@ -1,4 +1,4 @@
-"""One diagnosis of recipe, launch and machine, as text for a terminal, a log or a program."""
+"""Diagnose recipe, launch and machine together; print it for a terminal, a log or a program."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from accel_scale.units import format_bytes
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was found.
+    """The result of a diagnosis.
 
     Attributes:
         machine: This machine.
-        launch: Launch settings for a table; empty without a usable launch.
+        launch: Rows of a table of launch settings; empty without a usable launch.
         findings: Contradictions, errors first.
     """
 
@@ -33,7 +33,7 @@ class Diagnosis:
 
     @property
     def has_errors(self) -> bool:
-        """Whether the run would not work."""
+        """True if the run would not work."""
         return any(finding.level == "error" for finding in self.findings)
 
 
@@ -41,7 +41,7 @@ def diagnose(run: RunSettings, launch: Launch, machine: LocalMachine, *, more: S
     """Check `run`, `launch` and `machine` against each other; `more` are findings from reading their files."""
     found = check_run(run, launch, machine)
     known = {finding.place for finding in found}
-    # Parsers name one problem per place; a rule that knows the launch says it better.
+    # Parsers name one problem per place; a rule that knows the launch explains it better.
     findings = found + [finding for finding in more if finding.place not in known]
     return Diagnosis(machine, describe_launch(launch), sorted(findings, key=lambda finding: finding.level))
 

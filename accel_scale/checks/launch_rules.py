@@ -6,7 +6,7 @@ from accel_scale.checks.case import Case, Finding, Rule, error, warning
 from accel_scale.facts.checkpointing import SEGMENTS, kind_of
 from accel_scale.launching.strategy import is_true
 
-# Keys that FSDP2 does not have; Accelerate drops them without a word.
+# Keys that FSDP2 does not have; Accelerate drops them silently.
 FSDP1_KEYS = (
     "fsdp_sharding_strategy",
     "fsdp_backward_prefetch",
@@ -54,7 +54,7 @@ def one_process_only(case: Case) -> Finding | None:
 
 
 def uneven_nodes(case: Case) -> Finding | None:
-    """Processes that do not divide by nodes."""
+    """A number of processes that does not divide evenly over the nodes."""
     total, machines = case.launch.num_processes, _num_machines(case)
     if total is None or total % machines == 0:
         return None
@@ -66,7 +66,7 @@ def uneven_nodes(case: Case) -> Finding | None:
 
 
 def main_address(case: Case) -> Finding | None:
-    """Several nodes without an address of node 0 that the others can reach."""
+    """Several nodes, but no address at which the others can reach node 0."""
     values = case.launch.file_values
     if _num_machines(case) == 1 or not values:
         return None
@@ -98,7 +98,7 @@ def tensor_parallelism_unsupported(case: Case) -> Finding | None:
 
 
 def deepspeed_sequence_parallelism(case: Case) -> Finding | None:
-    """Accelerate's sequence parallelism by DeepSpeed, which loses masks; the recipes' own is a flag."""
+    """Accelerate's sequence parallelism through DeepSpeed, which loses masks; the recipes have their own flag."""
     p = case.parallel
     if not p.is_deepspeed or p.sequence_parallel_size == 1 or case.run.sp_size is not None:
         return None
@@ -111,7 +111,7 @@ def deepspeed_sequence_parallelism(case: Case) -> Finding | None:
 
 
 def ring_context_parallelism(case: Case) -> Finding | None:
-    """Ring attention, of which torch has CUDA kernels only and Accelerate drops every mask."""
+    """Ring attention, for which torch has only CUDA kernels and Accelerate drops every mask."""
     if case.parallel.context_parallel_size == case.parallel.sequence_parallel_size:
         return None
     place = case.launch.place("parallelism_config.parallelism_config_cp_size")
@@ -122,7 +122,7 @@ def ring_context_parallelism(case: Case) -> Finding | None:
 
 
 def device_without_collectives(case: Case) -> Finding | None:
-    """Several processes on a device between which nothing can be reduced, such as Apple's."""
+    """Several processes on a device without collectives, such as Apple's."""
     if case.device.collective_backend is not None or (case.launch.num_processes or 1) == 1:
         return None
     return error(

@@ -1,4 +1,4 @@
-"""Rules on the machine: its system, and what joins its GPUs."""
+"""Rules on the machine: its system, and the links between its GPUs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NAMED_PAIRS = 4
 
 
 def native_windows(case: Case) -> Finding | None:
-    """Windows itself, not Linux in it."""
+    """Native Windows, as opposed to WSL2."""
     try:
         refuse_native_windows(case.machine.system)
     except ConfigError as refusal:
@@ -20,7 +20,7 @@ def native_windows(case: Case) -> Finding | None:
 
 
 def tensor_parallelism_without_nvlink(case: Case) -> Finding | None:
-    """Ranks that share matrix products over PCIe: they exchange activations four times per block, and wait for it."""
+    """Tensor parallelism over PCIe: its ranks exchange activations four times per block, and wait for them."""
     links, local = case.machine.gpu_links, case.launch.local_world_size or 1
     size = max(case.parallel.tensor_parallel_size, case.run.tp_size or 1)
     if size == 1 or case.device.type != "cuda" or not case.run.shares_model:
@@ -45,7 +45,7 @@ def tensor_parallelism_without_nvlink(case: Case) -> Finding | None:
 
 
 def _slow_pairs(case: Case, ranks: int, size: int) -> list[tuple[int, int]]:
-    """Of all tensor-parallel groups of this node: neighbours in rank."""
+    """Pairs without NVLink in all tensor-parallel groups of this node, which are neighbours in rank."""
     groups = [range(first, min(first + size, ranks)) for first in range(0, ranks, size)]
     return [pair for group in groups for pair in pairs_without_nvlink(case.machine.gpu_links, group)]
 

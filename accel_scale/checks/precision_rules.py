@@ -5,7 +5,7 @@ from __future__ import annotations
 from accel_scale.checks.case import Case, Finding, Rule, error
 from accel_scale.facts.precisions import PRECISION_FACTS
 
-# Values of a launch file's `mixed_precision` that go with each of the recipe's.
+# The recipe's precisions → values of a launch file's `mixed_precision` that go with them.
 LAUNCH_PRECISIONS = {name: {facts.launch} for name, facts in PRECISION_FACTS.items()}
 
 
@@ -44,7 +44,7 @@ def launch_precision(case: Case) -> Finding | None:
 
 
 def deepspeed_precision(case: Case) -> Finding | None:
-    """A DeepSpeed file that fixes a precision of its own."""
+    """A DeepSpeed file that fixes a different precision."""
     wanted = {"bf16": PRECISION_FACTS[case.precision].needs_bf16, "fp16": case.precision == "fp16"}
     for name, expected in wanted.items():
         enabled = (case.parallel.deepspeed.get(name) or {}).get("enabled", "auto")
@@ -69,7 +69,7 @@ def bf16_support(case: Case) -> Finding | None:
 
 
 def _without_bf16(case: Case) -> str:
-    """What to ask for where the device has no bf16, whoever asked for it."""
+    """The fix for a device without bf16, whoever asked for bf16."""
     name = case.device.default_precision
     launched = "no" if name == "fp32" else name
     if case.launch.mixed_precision is None:
@@ -160,7 +160,7 @@ def quant_storage(case: Case) -> Finding | None:
 
 
 def eight_bit_base_sharded(case: Case) -> Finding | None:
-    """FSDP2 cannot make parameters of bitsandbytes' `Int8Params` (0.50.2): it fails at the first shard."""
+    """FSDP2 cannot create parameters from bitsandbytes' `Int8Params` (0.50.2): it fails at the first shard."""
     if not (case.run.load_in_8bit and case.parallel.is_fsdp):
         return None
     return error(

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 # Measured with TRL 1.16 on GSM8K's training file (4.2 MB), from reading to packed rows, one server core.
 TOKENISED_BYTES_PER_SECOND = 1.0e6
-# Up to here the mask (16 MiB) and the empty part of its products cost less than the compiler gains.
+# Up to this size, the mask (16 MiB) and the masked part of the products cost less than the compiler gains.
 COMPILED_MASK_POSITIONS = 4096
 
 
 def optimizer_package(case: Case) -> Finding | None:
     """An optimizer whose package is not installed."""
     package = optimizer_of(case).package
-    # Packages that only one of transformers' many optimizers needs are looked for when it is built.
+    # Packages that only one of transformers' many optimizers needs are checked when it is built.
     if package not in PACKAGES or case.machine.has(package):
         return None
     fix = optimizer_of(case).install or f"pip install {package}"
@@ -32,7 +32,7 @@ def optimizer_package(case: Case) -> Finding | None:
 
 
 def fused_kernels(case: Case) -> Finding | None:
-    """Fused kernels that are asked for and cannot run here."""
+    """Fused kernels that are requested but cannot run here."""
     flag = "use_liger_kernel" if case.run.use_liger_kernel else "fused_kernels"
     if case.run.fused_kernels != "on" and not case.run.use_liger_kernel:
         return None
@@ -50,7 +50,7 @@ def fused_kernels(case: Case) -> Finding | None:
 
 
 def optimizer_and_launch(case: Case) -> Finding | None:
-    """An optimizer that device, strategy or precision rule out, such as bitsandbytes' under FSDP2."""
+    """An optimizer ruled out by device, strategy or precision, such as bitsandbytes' under FSDP2."""
     p = case.parallel
     refusal = optimizer_of(case).refusal(
         device_type=case.device.type,
@@ -65,7 +65,7 @@ def optimizer_and_launch(case: Case) -> Finding | None:
 
 
 def optimizer_of(case: Case) -> OptimizerSpec:
-    """What is known of the run's optimizer."""
+    """The specification of the run's optimizer."""
     from accel_scale.facts.optimizer_specs import optimizer_spec
 
     return optimizer_spec(case.run.optim)
@@ -121,7 +121,7 @@ def packing_attention(case: Case) -> Finding | None:
 
 
 def compiled_packing(case: Case) -> Finding | None:
-    """A compiled model builds SDPA's mask as a matrix, over all rows of a micro-batch, which packing makes one."""
+    """A compiled model materialises SDPA's mask over all rows of a micro-batch, which packing joins into one."""
     run, device = case.run, case.device
     is_packed = (run.packing or run.padding_free) and not run.shares_model
     if not (run.torch_compile and is_packed) or device.type == "cpu":
@@ -141,7 +141,7 @@ def compiled_packing(case: Case) -> Finding | None:
 
 
 def compiled_segments(case: Case) -> Finding | None:
-    """As `refuse_compiled_segments`, whatever has set them."""
+    """`refuse_compiled_segments`, wherever the settings come from."""
     run = case.run
     asked = {"torch_compile": run.torch_compile, "checkpointing_policy": run.checkpointing_policy}
     try:
@@ -174,7 +174,7 @@ def streaming_needs_steps(case: Case) -> Finding | None:
 
 
 def slow_tokenisation(case: Case) -> Finding | None:
-    """The other ranks wait in a collective while rank 0 tokenises, and give up after ``--ddp_timeout``."""
+    """The other ranks wait in a collective while rank 0 tokenises, and time out after ``--ddp_timeout``."""
     run = case.run
     if run.dataset_streaming or run.dataset_bytes is None or (case.launch.num_processes or 1) == 1:
         return None
@@ -226,7 +226,7 @@ def dropout_with_flex(case: Case) -> Finding | None:
 
 
 def dropout_in_shared_layers(case: Case) -> Finding | None:
-    """Tensor-parallel ranks hold the same hidden states, and each would drop others of them."""
+    """Tensor-parallel ranks hold the same hidden states, and each would drop different ones."""
     if not (case.run.model_dropout and max(case.parallel.tensor_parallel_size, case.run.tp_size or 1) > 1):
         return None
     return error(
@@ -237,7 +237,7 @@ def dropout_in_shared_layers(case: Case) -> Finding | None:
 
 
 def vllm_generation(case: Case) -> Finding | None:
-    """vLLM where it is not, or where TRL (1.16) cannot give it the weights that are trained."""
+    """vLLM where it cannot run, or where TRL (1.16) cannot pass it the trained weights."""
     run, num_ranks = case.run, case.launch.num_processes or 1
     if not run.use_vllm:
         return None
@@ -255,7 +255,7 @@ def vllm_generation(case: Case) -> Finding | None:
 
 
 def output_folder(case: Case) -> Finding | None:
-    """An output folder that cannot be written."""
+    """An output folder that is not writable."""
     if case.machine.folders.get(case.run.output_dir, True):
         return None
     return error(case.run.place("output_dir"), f"{case.run.output_dir} cannot be written.", "choose another folder.")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def check_run(run: RunSettings, launch: Launch, machine: LocalMachine) -> list[Finding]:
-    """All findings of all rules, errors first. Pure: asks nothing but its arguments."""
+    """All findings of all rules, errors first. Pure: depends only on its arguments."""
     case = Case(run, launch, machine)
     rules = (*PRECISION_RULES, *RECIPE_RULES, *LAUNCH_RULES, *DEEPSPEED_RULES, *DDP_RULES)
     rules += (*CHECKPOINT_RULES, *MACHINE_RULES)

@@ -1,4 +1,4 @@
-"""The recipe's settings that decide whether a launch can work, as plain values without torch or transformers."""
+"""The recipe's settings that determine whether a launch can work, as plain values without torch or transformers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from accel_scale.errors import ConfigError
 from accel_scale.facts.methods import METHOD_FACTS
 from accel_scale.units import parse_duration
 
-# Flags whose recipe name differs from the field here; older spellings that transformers and TRL still take.
+# Flags whose name in recipes differs from the field here, and older spellings that transformers and TRL accept.
 _ALIASES = {
     "attn_implementation": ("attn_implementation",),
     "activation_checkpointing": ("activation_checkpointing", "gradient_checkpointing"),
@@ -24,9 +24,9 @@ _REENTRANT_FLAGS = ("activation_checkpointing_kwargs", "gradient_checkpointing_k
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What a recipe was asked to do. None (or the default) stands for "not said".
+    """What a recipe was asked to do. None (or the default) means "not set".
 
-    Field names are the flags'. `places` maps a flag to where it was set, e.g. ``--optim`` or ``qlora.yaml:12``.
+    Fields are named like the flags. `places` maps a flag to where it was set, e.g. ``--optim`` or ``qlora.yaml:12``.
     """
 
     method: str | None = None
@@ -86,7 +86,7 @@ class RunSettings:
 
     @classmethod
     def from_flags(cls, values: Mapping[str, Any], places: Mapping[str, str] | None = None) -> RunSettings:
-        """From flag names and values as the recipe's parser returns them; flags without a field here are left out."""
+        """Build from flag names and values as the recipe's parser returns them; flags without a field are ignored."""
         known: dict[str, Any] = {}
         for f in fields(cls):
             names = _ALIASES.get(f.name, (f.name,))
@@ -107,18 +107,18 @@ class RunSettings:
 
     @property
     def shares_model(self) -> bool:
-        """Whether the recipe knows tensor, pipeline and sequence parallelism."""
+        """True if the recipe supports tensor, pipeline and sequence parallelism."""
         return self.pp_size is not None
 
     @property
     def is_4bit(self) -> bool:
-        """Whether the base weights are NF4."""
+        """True if the base weights are NF4."""
         facts = METHOD_FACTS.get(self.method or "")
         return self.load_in_4bit or (facts is not None and facts.quantises_base)
 
     @property
     def trains_adapters(self) -> bool:
-        """Whether LoRA adapters are trained instead of every weight."""
+        """True if LoRA adapters are trained instead of every weight."""
         facts = METHOD_FACTS.get(self.method or "")
         return facts.trains_adapters if facts is not None else self.method is None and bool(self.use_peft)
 
@@ -141,7 +141,7 @@ def _use_reentrant(values: Mapping[str, Any]) -> bool | None:
 
 
 def _dataset_bytes(values: Mapping[str, Any]) -> int | None:
-    """Size of a local data set's files; None for the Hub's."""
+    """Size of a local data set's files in bytes; None for one on the Hub."""
     name = values.get("dataset_name")
     path = Path(str(name)) if name else None
     if path is None or not path.exists():
@@ -150,10 +150,10 @@ def _dataset_bytes(values: Mapping[str, Any]) -> int | None:
 
 
 def deepspeed_ranks_in_checkpoint(folder: Path) -> int | None:
-    """Data-parallel ranks that wrote the DeepSpeed state in a folder of another program's; None where there is none.
+    """Data-parallel ranks that wrote the DeepSpeed state in another program's folder; None if there is none.
 
     DeepSpeed writes ``global_step*/*zero_pp_rank_<rank>_mp_rank_*_optim_states.pt``, one per rank. A checkpoint with a
-    manifest says itself who wrote it, and is converted.
+    manifest records who wrote it, and is converted.
     """
     if (folder / "manifest.json").exists():
         return None

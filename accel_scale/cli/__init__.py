@@ -1,1 +1,1 @@
-"""The `accel-scale` command: parses, calls, prints."""
+"""The `accel-scale` command: parse flags, call the library, print."""

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     if args.temperature is not None and not (math.isfinite(args.temperature) and args.temperature >= 0):
         raise ConfigError(f"{args.temperature} is no temperature.", place="--temperature", fix="use 0 or more.")
     saved = find_saved(args.folder, base_model=args.base_model)
-    quiet_imports()  # before the libraries that would print at import
+    quiet_imports()  # before libraries that would print at import
     from accel_scale.inference.chat import Chat
     from accel_scale.reporting.console import set_up_console
 
@@ -71,7 +71,7 @@ def _converse(chat: Chat) -> int:
     if is_terminal:
         print("Ctrl-C ends an answer, Ctrl-D the chat.", file=sys.stderr)
         with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  # input() then edits lines and remembers them
+            import readline  # noqa: F401  # gives input() line editing and history
     elif hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(errors="replace")
     while True:

@@ -7,7 +7,7 @@
   accel-scale comm --catalogue
 
 Sizes and bandwidths are nccl-tests': K is the whole tensor, algbw is K ÷ time, busbw what each link carried.
-A measurement ends with a file that `accel-scale plan --links FILE` predicts communication from.
+A measurement writes a file from which `accel-scale plan --links FILE` predicts communication.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-# Flags that mean something in one way of using the command only.
+# Flags that apply to only one way of using the command.
 _ONLY_PREDICTED = (
     "gpu", "nodes", "gpus_per_node", "link", "network", "links", "bandwidth", "latency", "network_latency",
 )  # fmt: skip

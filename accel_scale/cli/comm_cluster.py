@@ -1,4 +1,4 @@
-"""From the flags of `accel-scale comm` to a cluster and the assumptions made."""
+"""Turn the flags of `accel-scale comm` into a cluster, with the assumptions made."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from accel_scale.planning.search.request_words import whole
 from accel_scale.reporting.comm_tables import gigabytes
 from accel_scale.units import parse_bytes
 
-# Without --gpus_per_node: the usual server.
+# Default of --gpus_per_node: the usual server.
 _GPUS_PER_NODE = 8
 
 
 def cluster_of_flags(args: argparse.Namespace) -> tuple[Cluster, str, list[str]]:
-    """The cluster, what it is in one line, and what was assumed, one sentence each.
+    """The cluster, a one-line description of it, and the assumptions made, one sentence each.
 
     Raises:
-        ConfigError: where flags contradict each other, or nothing says how fast a link is.
+        ConfigError: if flags contradict each other, or none determines the speed of a link.
     """
     given = [name for name in ("gpu", "link", "bandwidth", "links") if getattr(args, name) is not None]
     if len(given) > 1:
@@ -66,7 +66,7 @@ def _here() -> tuple[Gpu, int]:
 
 
 def _inside(args: argparse.Namespace, gpu: Gpu | None) -> tuple[Link, str]:
-    """A GPU's link to the others of its server, and what it is called."""
+    """A GPU's link to the others in its server, and its description."""
     if args.bandwidth is not None:
         speed = float(parse_bytes(args.bandwidth, place="--bandwidth"))
         link, text = Link(speed, INTRANODE_LATENCY_SECONDS), f"{gigabytes(speed)} GB/s"
@@ -85,7 +85,7 @@ def _inside(args: argparse.Namespace, gpu: Gpu | None) -> tuple[Link, str]:
 
 
 def _between(args: argparse.Namespace, gpu: Gpu | None, per_node: int) -> tuple[Link, str, list[str]]:
-    """A server's link to the others, what it is called, and what was assumed of it."""
+    """A server's link to the others, its description, and the assumptions made about it."""
     notes: list[str] = []
     if args.network is not None:
         name, peak = args.network, _network(args.network)
@@ -106,14 +106,14 @@ def _between(args: argparse.Namespace, gpu: Gpu | None, per_node: int) -> tuple[
 
 
 def _network(text: str) -> float:
-    """Bytes per second of a server, by a link's name or as an amount."""
+    """Bytes per second of a server, given as a link's name or an amount."""
     if text.strip()[:1].isdigit():
         return network_bytes_per_second(text)
     return find_link(text, place="--network").peak_bytes_per_second
 
 
 def _usual_port(gpu: Gpu | None) -> str | None:
-    """What DGX and HGX servers have for each GPU: HDR beside A100s, NDR beside H100s and later; None for others."""
+    """The port that DGX and HGX servers have for each GPU: HDR for A100s, NDR for H100s and later; None for others."""
     if gpu is None or gpu.link != "nvlink" or gpu.compute_capability is None:
         return None
     major = int(gpu.compute_capability.partition(".")[0])
@@ -147,7 +147,7 @@ def _measured(args: argparse.Namespace, nodes: int, per_node: int | None) -> tup
 
 
 def parse_latency(text: str | None, place: str) -> float | None:
-    """Seconds in ``20us``, ``0.1ms`` or ``2e-5``; None of None.
+    """Seconds in ``20us``, ``0.1ms`` or ``2e-5``; None for None.
 
     Raises:
         ConfigError: for anything else.
@@ -167,10 +167,10 @@ def parse_latency(text: str | None, place: str) -> float | None:
 
 
 def parse_ops(words: Sequence[str] | None, default: Sequence[str]) -> tuple[str, ...]:
-    """Names of collectives; ``all`` is every one.
+    """Names of collectives; ``all`` means every one.
 
     Raises:
-        ConfigError: naming the nearest.
+        ConfigError: for an unknown name, suggesting the nearest.
     """
     from accel_scale.network.collectives import OPS
     from accel_scale.planning.search.request_words import one_of
@@ -185,7 +185,7 @@ def parse_ops(words: Sequence[str] | None, default: Sequence[str]) -> tuple[str,
 
 
 def parse_sizes(words: Sequence[str], factor_text: str) -> list[int]:
-    """Bytes of ``1GiB``, of several, and of ranges ``64KiB..1GiB``, whose ends are both among them.
+    """Bytes in sizes like ``1GiB`` and in ranges like ``64KiB..1GiB``, both ends included.
 
     Raises:
         ConfigError: for anything else.

@@ -1,4 +1,4 @@
-"""`accel-scale comm --measure`: runs on this launch or on new processes, then fits and prints."""
+"""`accel-scale comm --measure`: measure on this launch or on new processes, then fit and print."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from accel_scale.errors import ConfigError
 if TYPE_CHECKING:
     from accel_scale.network.link_fit import MeasuredLinks
 
-# What the planner asks for.
+# The collectives that the planner needs.
 _DEFAULT_OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "point_to_point")
 _DEFAULT_SIZES = {"gloo": "4KiB..16MiB", "nccl": "64KiB..1GiB"}
 
@@ -41,7 +41,7 @@ def run_measurement(args: argparse.Namespace) -> int:
         raise ConfigError("one size shows no bandwidth.", place="--size", fix="give a range, like 4KiB..64MiB.")
     found = on_processes(args, measure_levels, processes, ops, sizes, repeats)
     if found is None:
-        return 0  # another rank speaks
+        return 0  # another rank prints
     links = links_of(found)
     path = Path(args.save).expanduser() if args.save else default_path()
     save_links(links, path)
@@ -57,7 +57,7 @@ def run_measurement(args: argparse.Namespace) -> int:
 
 
 def links_of(found: dict[str, Any]) -> MeasuredLinks:
-    """The fits of what `measure_levels` returned."""
+    """Fit the measurements that `measure_levels` returned."""
     from accel_scale.network.link_fit import MeasuredLinks, Sample, fit_op
 
     levels: dict[str, Any] = {"inside": {}, "between": {}}
@@ -102,10 +102,10 @@ def _as_dict(links: MeasuredLinks, path: Path, error: tuple[float, float] | None
 
 
 def num_processes(args: argparse.Namespace) -> int:
-    """Processes of this launch, or to start.
+    """Number of processes of this launch, or to start.
 
     Raises:
-        ConfigError: where both are given, or one process is asked for.
+        ConfigError: if both are given, or only one process is asked for.
     """
     import torch
 
@@ -125,7 +125,7 @@ def num_processes(args: argparse.Namespace) -> int:
 
 
 def on_processes(args: argparse.Namespace, work: Callable[..., Any], processes: int, *rest: object) -> Any:
-    """What `work` returned on rank 0; None on the other ranks of a launch."""
+    """Run `work` on the processes; returns its result on rank 0, None on the other ranks of a launch."""
     from accel_scale.launching.local_processes import join_launch, launched_processes, run_locally
     from accel_scale.quiet import quiet_imports
 

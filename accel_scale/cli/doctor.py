@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def arrange(words: Sequence[str]) -> list[str]:
-    """A ``--`` before the recipe or its first flag, so that argparse leaves all that follows to the recipe."""
+    """Insert ``--`` before the recipe or its first flag, so that argparse leaves everything after it to the recipe."""
     index = 0
     while index < len(words) and words[index].partition("=")[0] in ("--config_file", "--json", "--help", "-h"):
         index += 2 if words[index] == "--config_file" else 1
@@ -44,7 +44,7 @@ def arrange(words: Sequence[str]) -> list[str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the diagnosis; 1 if it has errors."""
+    """Print the diagnosis; returns 1 if it has errors."""
     from accel_scale.checks.doctor import as_json, diagnose, print_diagnosis
     from accel_scale.launching.gpu_links import with_gpu_links
     from accel_scale.launching.machine import detect_machine
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _launch(config_file: str | None, more: list[Finding]) -> Launch:
-    """The launch file's settings; this process's own without one."""
+    """The launch file's settings; without a file, those of this process."""
     from accel_scale.launching.environment import current_launch
     from accel_scale.launching.launch_file import read_launch_file
 
@@ -79,7 +79,7 @@ def _launch(config_file: str | None, more: list[Finding]) -> Launch:
 
 
 def _recipe_flags(words: Sequence[str], more: list[Finding]) -> tuple[RecipeSpec, ParsedFlags | None]:
-    """What the script declares and its flags; sft.py's without a script. None where there are none, or wrong ones."""
+    """The script's declaration and flags; sft.py's without a script. The flags are None if missing or wrong."""
     from accel_scale.recipe_specs.finding import HOW_TO_DECLARE, find_recipe
     from accel_scale.recipe_specs.trl import SFT
     from accel_scale.shipped import named_script
@@ -105,7 +105,7 @@ def _recipe_flags(words: Sequence[str], more: list[Finding]) -> tuple[RecipeSpec
 
 
 def _values(spec: RecipeSpec, parsed: ParsedFlags) -> dict[str, object]:
-    """The flags that were given; a recipe that divides its model among ranks is known by its ``--pp_size``."""
+    """The flags that were given; a recipe that divides its model among ranks is recognised by its ``--pp_size``."""
     return {"pp_size": 1, **parsed.explicit} if spec.divides_model else parsed.explicit
 
 
@@ -127,7 +127,7 @@ def read_recipe_flags(flags: Sequence[str], spec: RecipeSpec, *, program: str = 
 def _refusals_of_the_recipe(
     spec: RecipeSpec, parsed: ParsedFlags, launch: Launch, machine: LocalMachine
 ) -> list[Finding]:
-    """What the recipe itself refuses while it resolves its settings; each step stops at its first."""
+    """What the recipe itself refuses when it resolves its settings; each step stops at its first refusal."""
     from accel_scale.optimization.optimizers import check_optimizer
     from accel_scale.settings.resolve import resolve
     from accel_scale.settings.resolved import LaunchFacts

@@ -85,7 +85,7 @@ def _check_target(target: Path) -> None:
 
 
 def _relaunch(args: argparse.Namespace) -> None:
-    """Become Accelerate's launcher of the same command."""
+    """Replace this process with Accelerate's launcher of the same command."""
     from accel_scale.cli.run_recipe import launcher_words
 
     own = [args.folder, "--tasks", *args.tasks]
@@ -109,7 +109,7 @@ def _evaluate(
         raise ConfigError(
             "each process holds the whole model here.", place="--launch", fix="use ddp, or one process for all GPUs."
         )
-    quiet_imports()  # before the libraries that would print at import
+    quiet_imports()  # before libraries that would print at import
     enable_rehearsal_if_needed()
     from accelerate import Accelerator
 

@@ -1,4 +1,4 @@
-"""`accel-scale import`: a configuration of axolotl, LLaMA-Factory or TRL becomes flags of a recipe."""
+"""`accel-scale import`: convert a configuration of axolotl, LLaMA-Factory or TRL to flags of a recipe."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read, write, and say what became of every key."""
+    """Read, write, and report what became of every key."""
     from accel_scale.errors import ConfigError
     from accel_scale.facts.exit_statuses import INCOMPLETE_STATUS
     from accel_scale.importing.convert import import_config
@@ -76,7 +76,7 @@ def _yaml(imported: Imported, name: str) -> str:
 
 
 def _comment(text: str) -> str:
-    """On one line, without characters that end a comment or move a terminal's cursor."""
+    """`text` on one line, without characters that end a comment or move a terminal's cursor."""
     return "".join(character if character.isprintable() else " " for character in " ".join(text.split()))
 
 

@@ -6,9 +6,9 @@
   accel-scale launch-script ssh --config_file accelerate_configs/ddp_multinode.yaml --hosts node1,node2 \\
       --output run.sh recipes/sft.py --model_name_or_path … --dataset_name …
 
---config_file is a launch file, or a folder of `accel-scale plan --write`, which has the recipe's flags too. Every
-script starts one agent per node with the elastic rendezvous c10d; failed workers are started again, go on from the
-last checkpoint, and nothing but the steps since then is lost. The environment is not written into any of them.
+--config_file is a launch file, or a folder of `accel-scale plan --write`, which also has the recipe's flags. Every
+script starts one agent per node with the elastic rendezvous c10d; failed workers restart from the last checkpoint, and
+only the steps since then are lost. The environment is not written into any script.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from accel_scale.cluster.job import ClusterJob
 
 KINDS = ("slurm", "kubernetes", "ssh")
-# Flag → the kinds that read it, its default, its help. A flag that its kind does not read is refused.
+# Flag → the kinds that read it, its default, its help. A flag that the kind does not read is refused.
 _FLAGS: dict[str, tuple[tuple[str, ...], Any, str]] = {
     "job_name": (("slurm", "kubernetes"), None, "name of the job (default: the recipe's)"),
     "time": (("slurm", "kubernetes"), None, "time limit, e.g. 24h; slurm's default: 24h"),
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def arrange(words: Sequence[str]) -> list[str]:
-    """A ``--`` before kind and recipe, so that argparse leaves all that follows the recipe to it."""
+    """Insert ``--`` before kind and recipe, so that argparse leaves everything after the recipe to it."""
     if not words or words[0].startswith("-"):
         return list(words)
     index = 1

@@ -1,4 +1,4 @@
-"""The `accel-scale` command: finds the subcommand and imports nothing else."""
+"""The `accel-scale` command: find the subcommand and import nothing else."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from accel_scale.shipped import recipe_names, shipped_recipes
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse whose errors are one line, as all others are."""
+    """argparse with one-line errors, like all others."""
 
     def error(self, message: str) -> NoReturn:
         problem = message[:1].upper() + message[1:].rstrip(".")
@@ -22,10 +22,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 class Command(NamedTuple):
-    """A subcommand's module and its help line; empty: that of the recipe of this name.
+    """A subcommand's module and its help line; if that is empty, the line of the recipe of this name.
 
     The module has ``add_arguments(parser) -> None`` and ``run(args) -> int``, and may have ``arrange(words) -> words``
-    to put its command line into an order that argparse reads.
+    to put its command line into an order that argparse can read.
     """
 
     module: str
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = _top_parser()
     if not argv or argv[0] not in COMMANDS:
-        # --help and --version exit here, everything else is an error that lists the subcommands.
+        # --help and --version exit here, anything else is an error that lists the subcommands.
         parser.parse_args(argv or ["--help"])
     name = argv[0]
     # Only the chosen subcommand's module is imported: others may import torch.

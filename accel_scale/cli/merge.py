@@ -1,4 +1,4 @@
-"""`accel-scale merge`: a LoRA or QLoRA adapter and its base become one ordinary model."""
+"""`accel-scale merge`: merge a LoRA or QLoRA adapter and its base into one ordinary model."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def run(args: argparse.Namespace) -> int:
         inputs = {"ADAPTER": [str(adapter)]}
         made_of = str(adapter.resolve())
         OutputFolder(Path(args.output_dir), "accel-scale merge", inputs, made_of=made_of).check_writable()
-    quiet_imports()  # before the libraries that would print at import
-    warnings.simplefilter("ignore", FutureWarning)  # of libraries to one another
+    quiet_imports()  # before libraries that would print at import
+    warnings.simplefilter("ignore", FutureWarning)  # from libraries to one another
     from transformers.utils import logging
 
     from accel_scale.merging.adapter import merge_adapter

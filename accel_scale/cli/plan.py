@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of `accel-scale plan`; those that the recipe has too are called the same."""
+    """Flags of `accel-scale plan`; those shared with the recipe have the same names."""
     parser.add_argument("model", metavar="MODEL", help=MODEL.help)
     groups = {title: parser.add_argument_group(title) for title in dict.fromkeys(flag.group for flag in FLAGS)}
     for flag in FLAGS:
@@ -64,10 +64,10 @@ def _add(group: argparse._ArgumentGroup, flag: PlanFlag) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan; 1 if nothing fits."""
+    """Print the plan; returns 1 if nothing fits."""
     import gc
 
-    # Hundreds of thousands of sizes come and go with their last reference: looking for circles is a tenth of the time.
+    # Hundreds of thousands of sizes are freed by reference counting: collecting cycles would take a tenth of the time.
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -107,7 +107,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _wish(args: argparse.Namespace) -> Wish:
-    """What was typed, as the planner takes it."""
+    """The flags as typed, in the form that the planner takes."""
     from accel_scale.planning.models.catalogue import is_on_hub
     from accel_scale.planning.search.request_words import one_of
 
@@ -118,13 +118,13 @@ def _wish(args: argparse.Namespace) -> Wish:
     values = {f.name: getattr(args, f.name) for f in fields(Wish)}
     lists = {name: tuple(values[name]) for name in LISTS}
     packing = one_of(args.packing.lower(), ("true", "false"), "--packing") == "true" and not args.no_packing
-    # Before its micro-batch is known a step has as many rows as it takes.
+    # Until its micro-batch is known, a step has as many rows as it takes.
     batch = {"global_batch_size": str(2**20)} if args.largest_batch else {}
     return Wish(**{**values, **lists, **batch, "packing": packing, "recipe": _recipe(args.recipe)})
 
 
 def _request(args: argparse.Namespace, wish: Wish) -> tuple[Request, list[str]]:
-    """The request, with lengths of a local data file, and what the user should know about it."""
+    """The request, with lengths measured in a local data file, and notes on it for the user."""
     from accel_scale.planning.search.requests import build_request
     from accel_scale.reporting import plan_tables
 
@@ -139,7 +139,7 @@ def _request(args: argparse.Namespace, wish: Wish) -> tuple[Request, list[str]]:
 
 
 def _recipe(text: str) -> str | PlannedRecipe:
-    """A name, or what the script of ``--recipe`` declares."""
+    """A recipe's name, or what the script of ``--recipe`` declares."""
     if not text.endswith(".py"):
         return text
     from accel_scale.recipe_specs.finding import load_recipe
@@ -168,7 +168,7 @@ def _write(args: argparse.Namespace, plan: Plan, tokens: float | None) -> Writte
 
 
 def _verify(args: argparse.Namespace, plan: Plan) -> None:
-    """A real or traced step of the best setting; the one part of the command that loads torch."""
+    """Run or trace a step of the best setting; the only part of the command that loads torch."""
     from accel_scale.quiet import quiet_imports
 
     quiet_imports()

@@ -1,4 +1,4 @@
-"""Questions of `accel-scale plan`: the longest row, the largest batch, the cheapest machine, changes, answering."""
+"""Questions of `accel-scale plan`: longest row, largest batch, cheapest machine, what-if changes, inference."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from accel_scale.planning.search.wish import Wish
 
 _SIZES = re.compile(r"(\d+)[x×](\d+)")
-# Each has an answer of its own.
+# Each has its own kind of answer.
 QUESTIONS = ("longest", "largest_batch", "cheapest", "what_if", "inference")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """A flag for each question."""
+    """Add a flag for each question."""
     questions = parser.add_argument_group("questions, one at a time")
     questions.add_argument(
         "--longest", action="store_true", help="plan for the longest rows that fit, one on each GPU at a time"
@@ -44,10 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuse questions that exclude each other, and what belongs to none.
+    """Refuse questions that exclude each other, and flags that belong to none of them.
 
     Raises:
-        ConfigError: for the first that is found.
+        ConfigError: for the first one found.
     """
     asked = [name for name in QUESTIONS if getattr(args, name)]
     if len(asked) > 1:
@@ -69,10 +69,10 @@ def check(args: argparse.Namespace) -> None:
 
 
 def extreme(args: argparse.Namespace, request: Request, notes: list[str]) -> Plan:
-    """The plan of ``--longest`` or ``--largest_batch``, with a note that says it.
+    """The plan of ``--longest`` or ``--largest_batch``, with a note that states it.
 
     Raises:
-        ConfigError: for flags that it decides itself, and if nothing fits.
+        ConfigError: for flags whose values the question itself determines, and if nothing fits.
     """
     from accel_scale.planning.search import questions
 
@@ -98,10 +98,10 @@ def extreme(args: argparse.Namespace, request: Request, notes: list[str]) -> Pla
 
 
 def answer(args: argparse.Namespace, wish: Wish, tokens: float | None) -> int | None:
-    """Print the table of ``--cheapest``, ``--what_if`` or ``--inference``; the exit status, or None without one.
+    """Print the table of ``--cheapest``, ``--what_if`` or ``--inference``; returns the exit status, or None.
 
     Raises:
-        ConfigError: as the questions.
+        ConfigError: as raised by the questions.
     """
     from accel_scale.planning.search import questions
     from accel_scale.reporting import question_tables

@@ -1,4 +1,4 @@
-"""Tokenise pretraining data once, into memory-mapped shards; training from them takes the same rows as from the data.
+"""Tokenise pretraining data once, into memory-mapped shards; training from them sees the same rows as from the data.
 
   accel-scale prepare --data corpus.jsonl --tokenizer gpt2 --output prepared
   accel-scale prepare --data 'web/*.parquet=0.8' books=0.2 --tokenizer my_tokenizer --output prepared
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prepare, then print what there is."""
+    """Prepare, then print a summary."""
     from accel_scale.facts.exit_statuses import INTERRUPTED_STATUS
     from accel_scale.flags.paths import without_weight
     from accel_scale.quiet import quiet_imports
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         check_data(without_weight(source), place="--data")
     if args.tokenizer not in BUILT_IN_TOKENIZERS:
         check_model(args.tokenizer, place="--tokenizer")
-    quiet_imports()  # before the libraries that would print at import
+    quiet_imports()  # before libraries that would print at import
     from accel_scale.data.pretraining.prepare import prepare_data
     from accel_scale.data.pretraining.sampling import sample_texts
     from accel_scale.data.pretraining.tokenizers import load_pretraining_tokenizer

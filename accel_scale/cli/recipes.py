@@ -1,4 +1,4 @@
-"""`accel-scale recipes`: list the recipes that come with the package, or copy one to change it."""
+"""`accel-scale recipes`: list the recipes that come with the package, or copy one to modify it."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Run a launch file and a recipe small on CPU processes, before paying for GPUs.
+"""Run a launch file and a recipe at small scale on CPU processes, before paying for GPUs.
 
   accel-scale rehearse --config_file accelerate_configs/fsdp2.yaml recipes/sft.py \\
       --model_name_or_path meta-llama/Llama-3.1-8B --dataset_name data/train.jsonl --method lora
 
 Shrinks the model's configuration to a tiny one of the same architecture (no weights are needed), trains a few steps,
 saves, resumes in a new launch, reloads with from_pretrained, compares, and prints what passed. Launches one node of
-two processes, or two along each way that ranks are divided: four for hybrid sharding, eight for pipeline × tensor ×
-data. A script of your own is rehearsed as well, if it takes the flags of transformers' Trainer or declares a `RECIPE`.
+two processes, or two along each dimension of parallelism: four for hybrid sharding, eight for pipeline × tensor ×
+data. A script of your own can be rehearsed too, if it takes the flags of transformers' Trainer or declares a `RECIPE`.
 Exits with 1 if anything failed.
 
 The flags of `accelerate launch` come before the recipe, the recipe's own (its --config_file too) after it.
@@ -42,7 +42,7 @@ _MARKS = {
     "not offered": "[yellow]not offered[/]",
     "not reached": "[dim]–[/]",
 }
-_NUM_DOCUMENTS = 2000  # of the embedded text; more than the steps of a rehearsal read
+_NUM_DOCUMENTS = 2000  # of the embedded text; more than a rehearsal reads
 _VALUE_FLAGS = ("--config_file", "--timeout_seconds", "--keep", "--model_flag")
 _MUST_ACCEPT = (
     "declares no RECIPE. It must then accept transformers' --output_dir, --max_steps, --save_steps, --logging_steps, "
@@ -73,7 +73,7 @@ def arrange(words: Sequence[str]) -> list[str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Rehearse and print the result; 1 if anything failed."""
+    """Rehearse and print the result; returns 1 if anything failed."""
     from accel_scale.launching.machine import refuse_native_windows
 
     refuse_native_windows()
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _refuse_at_once(known: Recipe, recipe: RecipeCommand) -> None:
-    """What the recipe says to its flags alone, before a model is shrunk and processes are started."""
+    """Refuse what the recipe refuses from its flags alone, before a model is shrunk and processes are started."""
     from accel_scale.starting.early_checks import refuse_unreadable
 
     parsed = known.parse(recipe.words)
@@ -101,7 +101,7 @@ def _rehearse(args: argparse.Namespace, work: Path) -> int:
 
     launch = read_launch_file(args.config_file)
     recipe = RecipeCommand.parse(args.recipe[0], args.recipe[1:])
-    for flag in MODEL_FLAGS[:2]:  # data that are elsewhere are replaced
+    for flag in MODEL_FLAGS[:2]:  # data that are not here are replaced
         name = recipe.value(flag)
         if name and catalogue_config(str(name)) is None:
             check_model(str(name), place=recipe.place(flag))
@@ -119,7 +119,7 @@ def _rehearse(args: argparse.Namespace, work: Path) -> int:
     # The table is the output; tiny models load in milliseconds and need no bars.
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # retries of a Hub that is out of reach
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # silences retries if the Hub is out of reach
     warnings.simplefilter("ignore", FutureWarning)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
     with console.status("shrinking the model"):
@@ -141,7 +141,7 @@ def _rehearse(args: argparse.Namespace, work: Path) -> int:
 def _prepare(
     launch: LaunchFile, recipe: RecipeCommand, known: Recipe | None, model_flag: str | None, work: Path
 ) -> tuple[Rehearsal, Check]:
-    """What to launch, and how the model was shrunk."""
+    """The rehearsal to launch, and a check that reports how the model was shrunk."""
     from accel_scale.data.default import default_pretraining_text
     from accel_scale.recipe_specs.spec import RecipeSpec
     from accel_scale.rehearsing.plan import choose_data, has_trainer_flag, plan_rehearsal
@@ -189,7 +189,7 @@ def _prepare(
 def _real_model(
     recipe: RecipeCommand, known: Recipe | None, spec: RehearsalSpec, work: Path
 ) -> tuple[str | None, str]:
-    """The model to shrink, a name or a folder, and what to call it; None where no flag names one."""
+    """The model to shrink (a name or folder, None if no flag names one) and what to call it."""
     from accel_scale.data.default import default_model_path
 
     flags = [flag for flag in (spec.model_flag, spec.config_flag) if flag is not None]

@@ -1,4 +1,4 @@
-"""`accel-scale sft` and the other recipes that come with the package: one of them under Accelerate's launcher."""
+"""`accel-scale sft` and the other recipes that come with the package: run one under Accelerate's launcher."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DESCRIPTION = """Run the recipe that comes with the package, as accelerate launc
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Two flags of the launcher; the rest is the recipe's."""
+    """Flags of the launcher; the rest belongs to the recipe."""
     name = parser.prog.split()[-1]
     parser.description = DESCRIPTION.format(name=name)
     parser.set_defaults(recipe=name)
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def arrange(words: Sequence[str]) -> list[str]:
-    """The launcher's flags first, wherever they stand; the recipe's after ``--``."""
+    """Move the launcher's flags to the front, wherever they are; the recipe's follow after ``--``."""
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     own.add_argument("--launch")
     own.add_argument("--num_processes")
@@ -42,7 +42,7 @@ def arrange(words: Sequence[str]) -> list[str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Become the launcher: its exit status and signals are this command's."""
+    """Replace this process with the launcher, whose exit status and signals become this command's."""
     from accel_scale.errors import ConfigError
     from accel_scale.launching.machine import refuse_native_windows
     from accel_scale.shipped import recipe_script
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     words = args.words[1:] if args.words[:1] == ["--"] else args.words
     if args.num_processes is not None and args.num_processes < 1:
         raise ConfigError(f"{args.num_processes} processes cannot run.", place="--num_processes", fix="use 1 or more.")
-    if args.recipe_help or args.recipe == "tune":  # which launches by itself
+    if args.recipe_help or args.recipe == "tune":  # tune launches by itself
         if args.launch or args.num_processes:
             raise ConfigError(
                 "it launches the recipe itself.", place="--launch or --num_processes", fix=f"see {args.recipe} --help."
@@ -68,7 +68,7 @@ def launcher_words(args: argparse.Namespace) -> list[str]:
     """Flags of Accelerate's launcher for ``--launch`` and ``--num_processes``.
 
     Raises:
-        ConfigError: for a launch file that is not there.
+        ConfigError: for a launch file that does not exist.
     """
     from accel_scale.errors import ConfigError
     from accel_scale.shipped import launch_names, named_launch_file
@@ -87,7 +87,7 @@ def launcher_words(args: argparse.Namespace) -> list[str]:
 
 
 def _deepspeed_file(path: Path) -> list[str]:
-    """A shipped file names DeepSpeed's own relative to the checkout, and Accelerate looks below the working folder."""
+    """Flag for DeepSpeed's file, which shipped files name relative to the checkout, not to the working folder."""
     from accel_scale.launching.launch_file import read_source_file
     from accel_scale.shipped import LAUNCH_FILES, shipped_folder
 

@@ -81,7 +81,7 @@ def _named(name: str) -> NamedLaw:
 
 
 def _fit(args: argparse.Namespace, document: dict[str, Any], tables: list[ReferenceTable]) -> NamedLaw:
-    """The law of the user's own runs; adds its table and writes the drawing."""
+    """The law fitted to the user's own runs; adds its table and writes the plot."""
     from dataclasses import asdict
     from pathlib import Path
 

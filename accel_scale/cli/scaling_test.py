@@ -5,9 +5,9 @@
 
 Weak scaling keeps the rows per rank, strong scaling the rows per optimizer step (more ranks, less accumulation).
 Checkpoints, validation and samples are left out. On a CPU every rank has the same number of cores in all runs, so a
-run on one rank leaves the others' idle: what is compared is what communication and the shared memory bus cost. There
-the prediction is the smallest run's computing and what its collectives take over the links of `accel-scale comm
---measure`; on GPUs it is the planner's.
+run on one rank leaves the others' idle: the comparison shows the cost of communication and of the shared memory bus.
+There the prediction is the smallest run's compute time plus its collectives over the links measured by `accel-scale
+comm --measure`; on GPUs it is the planner's.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _run(args: argparse.Namespace, work: Path) -> int:
 
 
 def _links(name: str | None, *, is_needed: bool) -> MeasuredLinks | None:
-    """Those of the file, or the last ones measured here where the planner has no others."""
+    """The links in the file, or the last ones measured here if the planner has no others."""
     from accel_scale.network.link_fit import default_path, load_links
 
     if name is not None:

@@ -1,1 +1,1 @@
-"""Scripts that start a launch on several nodes."""
+"""Writes scripts that start a launch on several nodes."""

@@ -1,4 +1,4 @@
-"""A launch on several nodes, checked: the command each node runs, for any kind of script."""
+"""A checked launch on several nodes, and the command that each node runs, for any kind of script."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from accel_scale.planning.search.recipe_writing import planned_script
 from accel_scale.recipe_specs.finding import find_recipe
 from accel_scale.secrets import is_secret, mask
 
-# Files of `accel-scale plan --write DIR`.
+# Files written by `accel-scale plan --write DIR`.
 _PLANNED_LAUNCH, _PLANNED_RECIPE = "launch.yaml", "recipe.yaml"
 _SAFE_WORD = re.compile(r"[A-Za-z0-9_./:@%+,=-]+")
-# A worker that was asked to stop finishes its step and saves before the launcher may kill it.
+# A worker asked to stop finishes its step and saves before the launcher may kill it.
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
-# What every agent needs in its environment.
+# Environment variables of every agent.
 #
-# In torch 2.13 agents keep one store for the workers of all rounds, with the static rendezvous too: after a restart
-# workers find the dead ones' addresses in it and fail. With this set, every round of c10d has a new store.
+# In torch 2.13 agents keep one store for the workers of all rounds, also with the static rendezvous: after a restart
+# workers find the addresses of dead ones in it and fail. With this variable, every round of c10d gets a new store.
 AGENT_ENVIRONMENT = {"PET_SIGNALS_TO_HANDLE": SIGNALS, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
@@ -36,14 +36,14 @@ class ClusterJob:
     """One launch over all nodes.
 
     Attributes:
-        launch: The launch file; the script's flags stand over its nodes, address and rendezvous.
+        launch: The launch file; the script's flags override its nodes, address and rendezvous.
         recipe: The recipe and its flags.
         num_nodes: Nodes, each with one agent (`accelerate launch`).
         gpus_per_node: Processes that each agent starts.
-        max_restarts: How often an agent starts its workers again after one of them has failed.
-        join_timeout_seconds: How long agents wait for one another, at the beginning and after a failure.
-        workdir: Where the command is run, the same on all nodes; None: where the node's shell starts.
-        setup: Shell commands before it, e.g. ``source .venv/bin/activate``.
+        max_restarts: How often an agent restarts its workers after one of them has failed.
+        join_timeout_seconds: How long agents wait for each other, at the start and after a failure.
+        workdir: Working folder of the command, the same on all nodes; None keeps the folder where the shell starts.
+        setup: Shell commands to run before it, e.g. ``source .venv/bin/activate``.
     """
 
     launch: LaunchFile
@@ -57,23 +57,23 @@ class ClusterJob:
 
     @property
     def num_processes(self) -> int:
-        """Of all nodes together."""
+        """Number of processes on all nodes together."""
         return self.num_nodes * self.gpus_per_node
 
     @property
     def about(self) -> str:
-        """For the first line of a script."""
+        """Description for the first line of a script."""
         nodes = "1 node" if self.num_nodes == 1 else f"{self.num_nodes} nodes"
         file = in_comment(str(self.launch.path))
         return f"{self.launch.parallel.label} on {nodes} × {self.gpus_per_node} GPUs ({file})"
 
     def agent_command(self, *, rank: str, address: str, port: str) -> str:
-        """What one node runs, as shell text; `rank`, `address` and `port` name the variables that hold them.
+        """The command of one node as shell text; `rank`, `address` and `port` name the variables that hold them.
 
-        c10d is the elastic rendezvous: a worker's failure restarts all workers, and a node that comes back is taken in
-        again. It must be said on the command line: accelerate 1.15 ignores `rdzv_backend` and `same_network` of a
-        launch file, because its own flags have defaults. Under c10d the rank only says who hosts the rendezvous;
-        torch would guess that from host names.
+        c10d is the elastic rendezvous: a worker's failure restarts all workers, and a node that returns can rejoin. It
+        must be given on the command line: accelerate 1.15 ignores `rdzv_backend` and `same_network` of a launch file,
+        because its own flags have defaults. Under c10d the rank only determines who hosts the rendezvous, which torch
+        would otherwise guess from host names.
         """
         words = ["accelerate", "launch", "--config_file", str(self.launch.path)]
         words += ["--num_machines", str(self.num_nodes), "--num_processes", str(self.num_processes)]
@@ -87,10 +87,10 @@ class ClusterJob:
         return f"{text} {shlex.join([str(self.recipe.script), *self.recipe.words])}"
 
     def signalled_agent(self, agent: str) -> str:
-        """Shell text that runs `agent` and hands SIGUSR1 on to its workers, returning when they have saved.
+        """Shell text that runs `agent`, forwards SIGUSR1 to its workers and returns when they have saved.
 
-        torchrun does so itself. The launcher of a single process would die of the signal, and the step with it, while
-        its worker is saving.
+        torchrun does this itself. The launcher of a single process would be killed by the signal, and the step with
+        it, while its worker is saving.
         """
         if not self.launch.parallel.kind.is_single:
             return f"exec {agent}"
@@ -106,7 +106,7 @@ class ClusterJob:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What agents need in their environment; one node alone must ask for the elastic rendezvous in this way."""
+        """Environment variables of the agents; a single node must request the elastic rendezvous in this way."""
         return {**AGENT_ENVIRONMENT, **({"PET_STANDALONE": "1"} if self.num_nodes == 1 else {})}
 
     @property
@@ -114,7 +114,7 @@ class ClusterJob:
         return f"join_timeout={self.join_timeout_seconds},read_timeout={min(300, self.join_timeout_seconds)}"
 
     def setup_lines(self) -> list[str]:
-        """Shell lines that come before the agent's command."""
+        """Shell lines to run before the agent's command."""
         lines = [f"cd {shlex.quote(self.workdir)} || exit 1"] if self.workdir else []
         return [*lines, self.setup] if self.setup else lines
 
@@ -133,13 +133,13 @@ def cluster_job(
     """Read and check a launch for several nodes.
 
     Args:
-        config_file: A launch file, or a folder of `accel-scale plan --write`, which has the recipe's flags too.
-        recipe: The recipe and its flags; empty for such a folder: the recipe that was planned for,
+        config_file: A launch file, or a folder of `accel-scale plan --write`, which also has the recipe's flags.
+        recipe: The recipe and its flags; if empty, a folder's planned recipe is used,
             with the folder's flags.
-        num_nodes, gpus_per_node: Default: the launch file's.
+        num_nodes, gpus_per_node: None uses the launch file's values.
 
     Raises:
-        ConfigError: if they contradict each other, or could not be started again where they left off.
+        ConfigError: if settings contradict each other, or the run could not be resumed.
     """
     path, words = Path(config_file), list(recipe)
     if path.is_dir():
@@ -169,18 +169,18 @@ def cluster_job(
 
 
 def _planned_words(flags: Path) -> list[str]:
-    """The recipe that a plan's file of flags is for, with that file."""
+    """The recipe of a plan's flags file, with that file as its flags."""
     script = planned_script(flags.read_text(encoding="utf-8")) if flags.is_file() else None
     return [script, "--config_file", str(flags)] if script else []
 
 
 def in_comment(text: str) -> str:
-    """`text` on one line: what cannot be printed, such as the end of a line, is escaped."""
+    """`text` on one line, with unprintable characters such as line ends escaped."""
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def _check_texts(command: RecipeCommand, *others: str | None) -> None:
-    """Refuse credentials, which a script would keep for everyone to read, and bytes that no script can hold."""
+    """Refuse credentials, which anyone could read in the script, and bytes that a script cannot hold."""
     for name, values in command.flags():
         if (is_secret(name) and values) or any(mask(value) != value for value in values):
             raise ConfigError(
@@ -202,16 +202,16 @@ def _check_texts(command: RecipeCommand, *others: str | None) -> None:
 def _is_text(text: str) -> bool:
     try:
         text.encode()
-    except UnicodeEncodeError:  # bytes of a file's name that are no UTF-8
+    except UnicodeEncodeError:  # a file name with bytes that are not UTF-8
         return False
     return True
 
 
 def safe_word(value: str, flag: str) -> str:
-    """`value` unchanged.
+    """Return `value` unchanged if it is safe in a script.
 
     Raises:
-        ConfigError: if a scheduler's directive or a shell could read it as something else.
+        ConfigError: if a scheduler's directive or a shell could misread it.
     """
     if not _SAFE_WORD.fullmatch(value):
         raise ConfigError(
@@ -253,7 +253,7 @@ def _check_strategy(launch: LaunchFile, nodes: int) -> None:
 
 
 def _resumable(recipe: RecipeCommand) -> RecipeCommand:
-    """The recipe such that the same command goes on from its last checkpoint, which every restart relies on."""
+    """The recipe, set to resume from its last checkpoint when rerun, which every restart relies on."""
     found = find_recipe(recipe.script)
     if found is None or found.spec.resume_flag is None:
         return recipe

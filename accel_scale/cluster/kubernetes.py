@@ -1,7 +1,7 @@
-"""A TrainJob of Kubeflow Trainer for a `ClusterJob`: one pod per node, the runtime's own rendezvous address.
+"""A Kubeflow Trainer TrainJob for a `ClusterJob`: one pod per node, with the runtime's own rendezvous address.
 
 Field names: `pkg/apis/trainer/v1alpha1/trainjob_types.go` of Kubeflow Trainer 2.2 and 2.3. Before 2.2,
-``runtimePatches`` was called ``podTemplateOverrides``; without a volume neither is written.
+``runtimePatches`` was called ``podTemplateOverrides``; it is only written for a volume.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ _MANAGER = "accel-scale.launch-script"
 
 @dataclass(frozen=True)
 class KubernetesOptions:
-    """What the cluster is asked for.
+    """Options of a Kubernetes job.
 
     Attributes:
-        image: With accel-scale, the recipes and the launch files in it, or on the volume.
+        image: Image that has accel-scale, the recipes and the launch files, unless they are on the volume.
         runtime: A ClusterTrainingRuntime whose ML policy is torch.
-        cpus, memory: Of one node, as Kubernetes writes quantities; None: the runtime's.
-        gpu_resource: Name under which GPUs are counted.
-        volume_claim: A PersistentVolumeClaim that all nodes can write: checkpoints must outlive the pods.
-        mount_path: Where it is mounted.
-        deadline_seconds: The job fails when it has run so long; None: never.
-        save_seconds: How long workers may take to save when a pod is asked to stop.
+        cpus, memory: Per node, as Kubernetes quantities; None for the runtime's.
+        gpu_resource: Resource name of GPUs.
+        volume_claim: A PersistentVolumeClaim that all nodes can write to, since checkpoints must outlive the pods.
+        mount_path: Mount path of the volume.
+        deadline_seconds: Run time after which the job fails; None for no limit.
+        save_seconds: Time that workers may take to save when a pod is asked to stop.
     """
 
     name: str
@@ -50,7 +50,7 @@ def kubernetes_manifest(job: ClusterJob, options: KubernetesOptions) -> str:
     """The TrainJob as YAML.
 
     Raises:
-        ConfigError: for a name or a quantity that Kubernetes would refuse.
+        ConfigError: for an invalid Kubernetes name or quantity, or a relative mount path.
     """
     import yaml
 

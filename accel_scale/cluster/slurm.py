@@ -1,4 +1,4 @@
-"""A Slurm batch script for a `ClusterJob`: one agent per node, saved before the time limit, queued again."""
+"""A Slurm batch script for a `ClusterJob`: one agent per node; it saves before the time limit and requeues itself."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from dataclasses import dataclass
 from accel_scale.cluster.job import ClusterJob, safe_word
 from accel_scale.errors import ConfigError
 
-# Of the seconds between the signal and the time limit, what is left for Slurm to end the step.
+# Part of the time between the signal and the time limit that is reserved for Slurm to end the step.
 _END_SECONDS = 30
 
 
 @dataclass(frozen=True)
 class SlurmOptions:
-    """What `sbatch` is asked for.
+    """Options of a Slurm job.
 
     Attributes:
-        time_seconds: Time limit of one stay in the queue; the job goes back until it has finished.
-        save_seconds: How long before the limit Slurm sends SIGUSR1: a step and a save must fit in.
-        step_restarts: How often a failed step is tried again on the same nodes.
-        max_requeues: How often the job goes back into the queue.
-        extra: Further ``key=value`` directives.
+        time_seconds: Time limit of one allocation; the job is requeued until it has finished.
+        save_seconds: Time before the limit at which Slurm sends SIGUSR1; a step and a save must fit into it.
+        step_restarts: How often a failed step is retried on the same nodes.
+        max_requeues: How often the job may be requeued.
+        extra: Additional ``key=value`` directives.
     """
 
     job_name: str
@@ -41,7 +41,7 @@ def slurm_script(job: ClusterJob, options: SlurmOptions) -> str:
     """The text of the batch script.
 
     Raises:
-        ConfigError: if a directive cannot be written, or nothing would be left of the time limit.
+        ConfigError: if a directive cannot be written, or no time would be left before the limit.
     """
     if not _END_SECONDS < options.save_seconds < options.time_seconds:
         raise ConfigError(

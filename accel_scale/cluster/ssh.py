@@ -1,4 +1,4 @@
-"""A bash script for a `ClusterJob` over plain SSH: one agent per host, its output here, all stopped when one fails."""
+"""A bash script for a `ClusterJob` over plain SSH: one agent per host, with local output; if one fails, all stop."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _HOST = re.compile(r"([A-Za-z0-9_][\w.+-]*@)?[A-Za-z0-9_:][A-Za-z0-9_.:-]*")
 
 @dataclass(frozen=True)
 class SshOptions:
-    """How hosts are reached.
+    """Options for reaching the hosts.
 
     Attributes:
-        hosts: One per node; the first is where agents meet, and must be an address that all others reach.
-        port: Of the rendezvous, on the first host.
-        node_restarts: How often an agent that failed or was killed is started again before all are stopped.
-        save_seconds: How long workers may take to save when they are asked to stop.
+        hosts: One per node; agents meet at the first, whose address all others must be able to reach.
+        port: Rendezvous port on the first host.
+        node_restarts: How often a failed or killed agent is restarted before all are stopped.
+        save_seconds: Time that workers may take to save when asked to stop.
     """
 
     hosts: Sequence[str]
@@ -34,7 +34,7 @@ def ssh_script(job: ClusterJob, options: SshOptions) -> str:
     """The text of the script.
 
     Raises:
-        ConfigError: if the number of hosts is not that of the nodes, or a host is named twice or oddly.
+        ConfigError: if the number of hosts differs from the number of nodes, or a host is invalid or named twice.
     """
     hosts = [_checked_host(host) for host in options.hosts]
     if len(hosts) != job.num_nodes:
@@ -72,7 +72,7 @@ def ssh_script(job: ClusterJob, options: SshOptions) -> str:
 
 
 def _checked_host(host: str) -> str:
-    """`host`, which ssh must not take for one of its options."""
+    """Return `host` if it is valid and cannot be mistaken for an ssh option."""
     if not _HOST.fullmatch(host):
         raise ConfigError(
             f"{host!r} is not a host.", place="--hosts", fix="name hosts like node1, user@node1 or 10.0.0.1."
@@ -80,7 +80,7 @@ def _checked_host(host: str) -> str:
     return host
 
 
-# The shell on a host watches its standard input, to which nobody writes: it ends when this script does, or when the
+# The shell on a host watches its standard input, to which nobody writes. It closes when this script ends or the
 # connection is lost, and the agent is then asked to stop. Only this script holds the pipe's writing end.
 _BODY = r"""
 read -r -d '' REMOTE <<'END_OF_REMOTE' || true

@@ -58,10 +58,10 @@ def bad_row_error(first: BadRow, num_others: int | None) -> ConfigError:
 
 @dataclass(frozen=True)
 class SkipLog:
-    """Skipped rows written as JSON lines to a file: one line a row, so workers and epochs can share the log.
+    """Skipped rows written as JSON lines to a file: one line per row, so workers and epochs can share it.
 
-    Rows are counted once, however often an epoch or a worker comes across them. The object
-    pickles as its path, which is what lets streaming data sets carry it into DataLoader workers.
+    Rows are counted once, however often an epoch or a worker comes across them. The object pickles as its path, so
+    streaming data sets can carry it into DataLoader workers.
     """
 
     path: str
@@ -75,7 +75,7 @@ class SkipLog:
         return cls(path)
 
     def add(self, row: BadRow) -> None:
-        """Append `row`; what several processes append does not mix within a line."""
+        """Append `row`; lines appended by several processes do not interleave."""
         with open(self.path, "ab", buffering=0) as file:
             file.write(json.dumps(asdict(row)).encode() + b"\n")
 
@@ -89,7 +89,7 @@ class SkipLog:
 
 
 def _delete_if_mine(path: str, owner: int) -> None:
-    """Delete `path`, but not from a forked worker, which leaves by the same door."""
+    """Delete `path`, but not from a forked worker, which runs the same exit handler."""
     if os.getpid() == owner:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
@@ -97,7 +97,7 @@ def _delete_if_mine(path: str, owner: int) -> None:
 
 @dataclass
 class BadRowPolicy:
-    """What to do with the bad rows of one file after another: ``error`` or ``skip``.
+    """How to handle bad rows, one file after another: ``error`` or ``skip``.
 
     Args:
         on_bad_row: ``error`` raises a `ConfigError` for a file's first bad row; ``skip`` logs every one.
@@ -117,11 +117,11 @@ class BadRowPolicy:
 
     @property
     def failed(self) -> bool:
-        """A bad row has been seen under ``error``: what follows is only counted."""
+        """True if a bad row was seen under ``error``: the rows that follow are only counted."""
         return self._first is not None
 
     def handle(self, row: BadRow) -> None:
-        """Take a bad row; they come in file order."""
+        """Handle a bad row; rows arrive in file order."""
         if self.on_bad_row == "skip":
             self.log.add(row)
             return
@@ -137,6 +137,6 @@ class BadRowPolicy:
 
 
 def check_on_bad_row(value: str) -> None:
-    """ConfigError unless `value` is ``error`` or ``skip``."""
+    """Raise a ConfigError unless `value` is ``error`` or ``skip``."""
     if value not in ON_BAD_ROW:
         raise ConfigError(f"{value!r} is not a choice.", place="--on_bad_row", fix=f"use {' or '.join(ON_BAD_ROW)}.")

@@ -22,7 +22,7 @@ _ROWS_FILE, _SKIPPED_FILE = "rows.arrow", "skipped_rows.jsonl"
 
 
 def cache_key(files: Sequence[str], *settings: object) -> str:
-    """A key that changes with the files (path, size, time of change), the settings and the code that reads them."""
+    """A key that changes with the files (path, size, modification time), the settings and the code that reads them."""
     digest = files_digest(_code_digest(), files)
     digest.update(repr(settings).encode())
     return digest.hexdigest()[:32]
@@ -35,11 +35,11 @@ def _code_digest() -> bytes:
 
 
 def complete_folder(area: str, key: str, write: Callable[[Path], None]) -> Path:
-    """The folder `key` of an area of `datasets`' cache, made by `write` where it is missing.
+    """The folder `key` in an area of `datasets`' cache, created by `write` if it is missing.
 
     Processes that ask at the same time wait for the first one, on every machine that shares the cache. A folder in the
-    cache is complete: it is written beside its place and renamed, so a killed process leaves nothing that looks like
-    data.
+    cache is complete: it is written under a temporary name and renamed, so a killed process leaves nothing that looks
+    like data.
 
     Raises:
         ConfigError: if the cache cannot be written.
@@ -53,7 +53,7 @@ def complete_folder(area: str, key: str, write: Callable[[Path], None]) -> Path:
         tempfile.TemporaryFile(dir=root).close()
     except OSError as error:
         if error.errno in OUT_OF_SPACE:
-            raise  # a full disk has a line of its own
+            raise  # a full disk has its own message
         raise ConfigError(
             f"the cache of data sets cannot be written: {root} ({error.strerror}).",
             place="HF_DATASETS_CACHE",
@@ -62,7 +62,7 @@ def complete_folder(area: str, key: str, write: Callable[[Path], None]) -> Path:
     folder = root / key
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
-            for leftover in root.glob(f"{key}.*/"):  # of a process that was killed: the lock says it is not at work
+            for leftover in root.glob(f"{key}.*/"):  # of a killed process: the lock is ours, so it is not running
                 shutil.rmtree(leftover, ignore_errors=True)
             unfinished = Path(tempfile.mkdtemp(prefix=f"{key}.", dir=root))
             try:
@@ -74,7 +74,7 @@ def complete_folder(area: str, key: str, write: Callable[[Path], None]) -> Path:
 
 
 def files_digest(seed: bytes, files: Sequence[str]) -> Any:
-    """A hash that changes with the files: path, size, time of change."""
+    """A hash that changes with the files: path, size, modification time."""
     digest = hashlib.sha256(seed)
     for file in files:
         status = os.stat(file)

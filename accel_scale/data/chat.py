@@ -1,4 +1,4 @@
-"""Chat templates and stop tokens: that there is a template, and that the model is taught where to stop."""
+"""Chat templates and stop tokens: ensure that there is a template and that the model learns where to stop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"
 _PARTS_PROBE: list[dict[str, object]] = [
     {**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in _PROBE
 ]
-# Put after a template that does not end the assistant's last turn: the EOS token, trained where the reply is.
+# Appended to a template that does not end the assistant's last turn: the EOS token, trained on where the reply is.
 _STOP = "{{ eos_token }}"
 _MARKED_STOP = "{% generation %}{{ eos_token }}{% endgeneration %}"
 _SUFFIX = "{% if not add_generation_prompt and messages[-1]['role'] == 'assistant' %}STOP{% endif %}"
@@ -29,18 +29,18 @@ def ensure_chat_template(
     chat_template_path: str | None = None,
     place: str = "--model_name_or_path",
 ) -> None:
-    """Check that rows of turns can be rendered, and the assistant's part told apart where the loss needs it.
+    """Check that rows of turns can be rendered, and the assistant's part identified where the loss needs it.
 
     Args:
-        tokenizer: Gets the template of a `chat_template_path` that is a ``.jinja`` file; do not hand that path to
-            TRL as well, which would read it over what `ensure_stop_token` adds. Other paths name a model whose
-            tokenizer TRL clones the template and its tokens from; that tokenizer is checked here.
-        conversational: The rows are turns, see `LoadedData.conversational`.
+        tokenizer: Receives the template if `chat_template_path` is a ``.jinja`` file; do not pass that path to TRL as
+            well, since reading it again would overwrite what `ensure_stop_token` adds. Other paths name a model from
+            whose tokenizer TRL clones the template and its tokens; that tokenizer is checked here.
+        conversational: Whether the rows are turns, see `LoadedData.conversational`.
 
     Raises:
-        ConfigError: no template; `assistant_only_loss` on rows without turns, with a template that has no
-            ``{% generation %}`` and is none of those TRL has a training version of, or with one that leaves the
-            end of the turn out of the loss.
+        ConfigError: no template; `assistant_only_loss` on rows without turns, with a template that has neither
+            ``{% generation %}`` nor a training version in TRL, or with one that leaves the end of the turn out of the
+            loss.
     """
     if chat_template_path and is_template_file(chat_template_path):
         path = Path(chat_template_path)
@@ -126,8 +126,8 @@ def ensure_stop_token(
     ``model.generation_config.eos_token_id`` if it is not the tokenizer's EOS token.
 
     Args:
-        chat_template_path: A model whose template TRL will clone, if any: its tokenizer is looked at instead. The
-            clone brings the token along, so ask for its id after the trainer is made.
+        chat_template_path: A model whose template TRL will clone, if any: its tokenizer is checked instead. Cloning
+            adds the token, so look up its id after the trainer is made.
 
     Raises:
         ConfigError: no EOS token, one that the tokenizer splits into several, or a template to be cloned that
@@ -169,7 +169,7 @@ def _known_eos(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _end_with_eos(holder: PreTrainedTokenizerBase, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Let the template of `holder` end the assistant's last turn with the EOS token, and return that."""
+    """Make the template of `holder` end the assistant's last turn with the EOS token, and return that token."""
     from trl.chat_template_utils import has_generation_markers
 
     eos_token = _known_eos(tokenizer)
@@ -182,13 +182,13 @@ def _end_with_eos(holder: PreTrainedTokenizerBase, tokenizer: PreTrainedTokenize
 def ensure_image_chat(
     processor: ProcessorMixin, *, assistant_only_loss: bool = False, chat_template_path: str | None = None
 ) -> str:
-    """As `ensure_chat_template` and `ensure_stop_token`, of a processor whose template writes turns of parts.
+    """`ensure_chat_template` and `ensure_stop_token` for a processor whose template renders turns made of parts.
 
     Args:
-        processor: Gets the template of a `chat_template_path`, a ``.jinja`` file.
+        processor: Receives the template of `chat_template_path`, a ``.jinja`` file.
 
     Raises:
-        ConfigError: as there.
+        ConfigError: as those two functions.
     """
     holder = cast("PreTrainedTokenizerBase", processor)  # its template is kept where a tokenizer's is
     tokenizer = processor.tokenizer
@@ -197,7 +197,7 @@ def ensure_image_chat(
     )
     try:
         text = holder.apply_chat_template(_PARTS_PROBE, tokenize=False)  # type: ignore[arg-type]  # of parts
-    except Exception as error:  # whatever a template of an unknown kind raises
+    except Exception as error:  # an unknown template may raise anything
         raise ConfigError(
             f"the chat template does not take turns of parts: {first_line(error)}.",
             place="--chat_template_path" if chat_template_path else "--model_name_or_path",
@@ -210,16 +210,16 @@ def ensure_image_chat(
 
 
 def end_of_turn_token(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """The special token that the chat template ends a conversation with, white space aside; None if it does not."""
+    """The special token with which the chat template ends a conversation, ignoring white space; None without one."""
     rendered: Any = tokenizer.apply_chat_template(_PROBE, tokenize=True, return_dict=True)
     stop = last_stop_token(rendered["input_ids"], tokenizer)
     return None if stop is None else str(tokenizer.convert_ids_to_tokens(stop))
 
 
 def last_stop_token(token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The id that a sequence ends in if that is EOS or another special token, white space aside; else None.
+    """The last token id of a sequence if it is EOS or another special token, ignoring white space; else None.
 
-    For labels pass those that are not masked: ``[label for label in labels if label != -100]``.
+    For labels, pass only those that are not masked: ``[label for label in labels if label != -100]``.
     """
     special = {*tokenizer.get_added_vocab().values(), tokenizer.eos_token_id}
     for token_id in reversed(token_ids):

@@ -1,4 +1,4 @@
-"""``--columns role=column``: read, and compared with the columns that there are."""
+"""Parse ``--columns role=column`` and check it against the existing columns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def parse_columns(items: Iterable[str] | Mapping[str, str]) -> dict[str, str]:
     """``["prompt=question", …]`` → ``{"prompt": "question", …}``.
 
     Raises:
-        ConfigError: no ``=``, a role that does not exist (with the nearest that does), or one named twice.
+        ConfigError: no ``=``, a role that does not exist (the nearest one is suggested), or one named twice.
     """
     pairs = list(items.items()) if isinstance(items, Mapping) else [_split_pair(item) for item in items]
     mapping: dict[str, str] = {}
@@ -45,7 +45,7 @@ def _split_pair(item: str) -> tuple[str, str]:
 
 
 def check_columns(mapping: Mapping[str, str], columns: Sequence[str], source: str) -> None:
-    """ConfigError if a mapped column is not one of `columns`, naming the nearest."""
+    """Raise a ConfigError if a mapped column is not one of `columns`, suggesting the nearest."""
     for role, column in mapping.items():
         if column in columns:
             continue

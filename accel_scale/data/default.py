@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from datasets import Dataset
 
-# Flags of the recipe on the embedded data where the user sets none; measured, see the assets' README.
+# Defaults of the recipe's flags on the embedded data; measured, see the assets' README.
 DEFAULT_TRAINING = MappingProxyType(
     {
         "learning_rate": 1e-3,
@@ -32,10 +32,10 @@ DEFAULT_TRAINING = MappingProxyType(
         "save_strategy": "no",
     }
 )
-# What differs where bf16 is computed in hardware: larger products are faster there, by a quarter and more.
+# Differences where hardware computes bf16: larger products are faster there, by a quarter or more.
 DEFAULT_TRAINING_BF16 = MappingProxyType({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1})
 
-# Flags of the pretraining recipe on the embedded text where the user sets none.
+# Defaults of the pretraining recipe's flags on the embedded text.
 DEFAULT_PRETRAINING = MappingProxyType(
     {
         "learning_rate": 3e-3,
@@ -53,8 +53,8 @@ DEFAULT_PRETRAINING = MappingProxyType(
     }
 )
 
-# Flags of recipes/dpo.py on the embedded pairs where the user sets none. The base model has not been tuned to answer
-# yet, so its likelihood of the better answer is raised beside the preference (RPO: Pang et al. 2024, section 2).
+# Defaults of the flags of recipes/dpo.py on the embedded pairs. The base model has not been tuned to answer yet, so
+# the likelihood of the better answer is trained along with the preference (RPO: Pang et al. 2024, section 2).
 DEFAULT_PREFERENCES = MappingProxyType(
     {
         "loss_type": ["sigmoid", "sft"],
@@ -72,8 +72,8 @@ DEFAULT_PREFERENCES = MappingProxyType(
     }
 )
 
-# Flags of recipes/kto.py on the embedded answers where the user sets none. Wrong answers weigh little: the base model
-# has not been tuned to answer yet, and with equal weights it unlearns that (no held-out question is right afterwards).
+# Defaults of the flags of recipes/kto.py on the embedded answers. Wrong answers weigh little: the base model has not
+# been tuned to answer yet, and with equal weights it unlearns that (no held-out question is right afterwards).
 DEFAULT_LABELS = MappingProxyType(
     {
         "learning_rate": 1e-3,
@@ -84,14 +84,14 @@ DEFAULT_LABELS = MappingProxyType(
         "per_device_train_batch_size": 32,
         "max_length": 128,
         "max_steps": 200,
-        "precision": "fp32",  # TRL adds up log-probabilities in the precision of the run
+        "precision": "fp32",  # TRL sums log-probabilities in the run's precision
         "checkpointing_policy": "none",
         "logging_steps": 20,
         "save_strategy": "no",
     }
 )
 
-# Flags of recipes/grpo.py on the embedded questions where the user sets none.
+# Defaults of the flags of recipes/grpo.py on the embedded questions.
 DEFAULT_REWARDING = MappingProxyType(
     {
         "learning_rate": 5e-4,
@@ -111,8 +111,8 @@ DEFAULT_REWARDING = MappingProxyType(
 )
 
 
-# Flags of recipes/reward.py on the embedded pairs where the user sets none: the held-out pairs are ranked before the
-# first step and after the last.
+# Defaults of the flags of recipes/reward.py on the embedded pairs: the held-out pairs are ranked before the first step
+# and after the last.
 DEFAULT_SCORING = MappingProxyType(
     {
         "learning_rate": 1e-3,
@@ -165,8 +165,9 @@ def default_dataset() -> tuple[Dataset, Dataset]:
 def pairs_of(rows: Iterable[Mapping[str, Any]], *, of_any_task: bool = False) -> Iterator[dict[str, object]]:
     """Rows of ``messages`` as pairs: ``prompt``, ``chosen`` and ``rejected``, as turns.
 
-    The rejected answer of a question is the right one of the question before it of the same ``task``: as well formed,
-    and wrong. With `of_any_task` it is that of the question before it, which mostly asks for something else.
+    The rejected answer is the right answer to the previous question of the same ``task``: equally well formed, but
+    wrong. With `of_any_task` it is the answer to the previous question of any task, which mostly asks for something
+    else.
     """
     last: dict[str, str] = {}
     for row in rows:
@@ -179,9 +180,9 @@ def pairs_of(rows: Iterable[Mapping[str, Any]], *, of_any_task: bool = False) ->
 
 
 def labelled_of(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, object]]:
-    """Rows of ``messages`` as single answers: ``prompt``, ``completion`` and ``label``, in an order drawn once.
+    """Rows of ``messages`` as single answers: ``prompt``, ``completion`` and ``label``, in a fixed random order.
 
-    Every question comes twice, with its right answer and with the wrong one of `pairs_of`. Neighbours are drawn, since
+    Every question comes twice: with its right answer and with the wrong one from `pairs_of`. Rows are shuffled because
     KTO compares a prompt with the answer of another row of its micro-batch.
     """
     import random
@@ -196,7 +197,7 @@ def labelled_of(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, object]]:
 
 
 def write_pictured(path: Path, rows: Iterable[Mapping[str, object]], *, count: int) -> None:
-    """The first `count` rows of ``messages`` to the file `path`, with a plain picture each beside it: ``images``."""
+    """Write the first `count` rows of ``messages`` to `path`, each with a plain picture beside it (``images``)."""
     import itertools
     import json
 
@@ -210,17 +211,17 @@ def write_pictured(path: Path, rows: Iterable[Mapping[str, object]], *, count: i
 
 
 def default_pairs(folder: str, *, heldout: bool = False, of_any_task: bool = False) -> str:
-    """Path of the embedded rows as pairs in `folder` (JSON lines), written there where they are missing.
+    """Path of the embedded rows as pairs in `folder` (JSON lines), written there if missing.
 
     Args:
-        heldout: Those of the held-out questions, else of the training rows.
+        heldout: Use the held-out questions instead of the training rows.
         of_any_task: As for `pairs_of`.
     """
     return _written(folder, "pairs", lambda rows: pairs_of(rows, of_any_task=of_any_task), heldout=heldout)
 
 
 def default_labelled(folder: str, *, heldout: bool = False) -> str:
-    """As `default_pairs`, of single answers with a label each."""
+    """`default_pairs` for single answers, each with a label."""
     return _written(folder, "labelled", labelled_of, heldout=heldout)
 
 
@@ -238,7 +239,7 @@ def _written(
     path = Path(folder) / f"{'heldout_' * heldout}{name}.jsonl"
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".partial-{os.getpid()}")  # ranks write the same, each for itself
+        partial = path.with_suffix(f".partial-{os.getpid()}")  # every rank writes the same content
         with (
             open(default_data_paths()[heldout], encoding="utf-8") as rows,
             open(partial, "w", encoding="utf-8") as file,
@@ -249,7 +250,7 @@ def _written(
 
 
 def default_pretraining_text(folder: str, *, num_documents: int = 40_000) -> str:
-    """Path of the embedded base model's training text in `folder` (JSON lines), unpacked there where it is missing."""
+    """Path of the embedded base model's training text in `folder` (JSON lines), unpacked there if missing."""
     import itertools
     import lzma
     from pathlib import Path

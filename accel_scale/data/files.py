@@ -20,17 +20,17 @@ from accel_scale.data.sources import file_kind
 from accel_scale.data.spans import BOM, Span, lines_of, open_bytes
 from accel_scale.errors import ConfigError
 
-# Rows that are in memory as Python objects at a time.
+# Rows held in memory as Python objects at a time.
 ROWS_PER_BATCH = 1000
-# Line of the span, or number of the row where files have no lines, from 1; the value; why there is none.
+# Line in the span, or row number for files without lines, from 1; the value; the reason if there is none.
 Value = tuple[int, Any, UnusableRow | None]
 
 
 def values_of(span: Span, columns: Iterable[str] | None = None) -> Iterator[Value]:
-    """Everything in a file, or a part of one, that is a row or should be one.
+    """Everything in a file, or in part of one, that is or should be a row.
 
     Args:
-        columns: Those that are wanted, where a file has its values in columns; None: all.
+        columns: Columns to read from columnar files; None: all.
     """
     path, kind = span.path, file_kind(span.path)
     if kind == "csv":
@@ -43,7 +43,7 @@ def values_of(span: Span, columns: Iterable[str] | None = None) -> Iterator[Valu
 
 
 def _text_lines(span: Span) -> Iterator[Value]:
-    """One row a line, as `datasets` reads text files; blank lines are no rows."""
+    """One row per line, as `datasets` reads text files; blank lines are skipped."""
     for number, line in enumerate(lines_of(span), 1):
         try:
             text = line.decode().rstrip("\r\n")
@@ -104,9 +104,9 @@ def _refuse_single_object(path: str) -> None:
 
 
 def _json_list(path: str) -> Iterator[Value]:
-    """Elements of a JSON list, going on after a broken one with the next object that has a column in common."""
+    """Elements of a JSON list; after a broken one, continues with the next object that shares a column."""
     with open_bytes(path) as stream:
-        # A bad byte becomes half a surrogate pair, which the row's own check then finds and names.
+        # A bad byte becomes half a surrogate pair, which the row check then finds and reports.
         text = stream.read().decode("utf-8-sig", errors="surrogateescape")
     decoder = json.JSONDecoder()
     between = re.compile(r"[\s,]*")
@@ -147,7 +147,7 @@ def _next_row(text: str, position: int, columns: set[str], decoder: json.JSONDec
 
 
 def _csv_records(path: str) -> Iterator[Value]:
-    """Records with the lines that they begin on; quoted fields may hold line ends."""
+    """Records with the line that each begins on; quoted fields may contain line ends."""
     csv.field_size_limit(sys.maxsize)
     delimiter = "\t" if ".tsv" in os.path.basename(path).lower() else ","
     with io.TextIOWrapper(open_bytes(path), encoding="utf-8-sig", errors="surrogateescape", newline="") as text:

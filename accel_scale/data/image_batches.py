@@ -1,4 +1,4 @@
-"""Micro-batches of rows with images, which are files or bytes until then."""
+"""Micro-batches of rows with images, which stay files or bytes until they are collated."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 class ImageCollator:
-    """TRL's collator for rows as `accel_scale.data.images` keeps them; what it cannot take is named by row.
+    """TRL's collator for rows as stored by `accel_scale.data.images`; errors name the row.
 
     Args:
-        collate: TRL's, with a `max_length`.
-        image_token: Id of the token that an image becomes; None: not known.
-        max_length: Where rows are cut.
+        collate: TRL's collator, with a `max_length`.
+        image_token: Id of the token that images become; None if not known.
+        max_length: Length at which rows are cut.
     """
 
     def __init__(self, collate: Collate, image_token: int | None, max_length: int | None) -> None:
@@ -47,7 +47,7 @@ class ImageCollator:
     def _refuse_cut_images(
         self, rows: Sequence[Mapping[str, object]], shown: Sequence[dict[str, object]], batch: Batch | None
     ) -> None:
-        """Refuse a row that loses tokens of an image at ``--max_length``, as the model would without saying which."""
+        """Refuse a row that loses image tokens at ``--max_length``; the model would too, without naming the row."""
         limit = self._max_length
         if limit is None or self._image_token is None:
             return
@@ -55,7 +55,7 @@ class ImageCollator:
         try:
             whole = self._collate([dict(row) for row in shown])
         except ValueError:
-            return  # it is not the cutting
+            return  # cutting is not the cause
         finally:
             self._collate.max_length = limit  # type: ignore[attr-defined]
         ids = whole["input_ids"]
@@ -75,10 +75,10 @@ def _images_of(row: Mapping[str, object]) -> list[StoredImage]:
 
 
 def decoded(image: StoredImage) -> Image:
-    """The pixels of an image, turned as its EXIF says, as `datasets` reads images.
+    """The pixels of an image, rotated according to its EXIF data, as `datasets` reads images.
 
     Raises:
-        ConfigError: naming row and file, which were fine when the rows were read first.
+        ConfigError: naming the row and the file, which were fine when the rows were first read.
     """
     from PIL import Image as images
     from PIL import ImageOps

@@ -1,4 +1,4 @@
-"""Images of a row: where they are, whether they can be read, and where in a conversation they are shown."""
+"""Images of a row: find them, check that they can be read, and place them in the conversation."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from accel_scale.errors import ConfigError, first_sentence
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# Names by which data sets call the column, the last as `datasets`' folders of images do.
+# Column names that data sets use; the last is that of `datasets`' image folders.
 IMAGE_COLUMNS = ("images", "image", "file_name")
-# What stands in a text where an image is shown, as in LLaVA's rows.
+# Marks the position of an image in a text, as in LLaVA's rows.
 PLACEHOLDER = "<image>"
 _NOT_FILES = ("http://", "https://", "data:", "s3://", "gs://", "hf://")
-# A JPEG is read through at an eighth of its size, which says as well whether it is whole.
+# JPEGs are decoded at an eighth of their size, which shows just as well whether they are complete.
 _DRAFT_SIDE = 64
 
 
 class StoredImage(TypedDict):
-    """An image as a row keeps it: bytes, or the path of a file, and where the row was found."""
+    """An image as stored in a row: bytes or the path of a file, and where the row was found."""
 
     bytes: bytes | None
     path: str | None
@@ -38,7 +38,7 @@ class TurnPart(TypedDict, total=False):
 
 
 def require_pillow() -> None:
-    """Refuse to read images without the library that does.
+    """Check that Pillow, which reads images, is installed.
 
     Raises:
         ConfigError: with the command that installs it.
@@ -52,13 +52,13 @@ def require_pillow() -> None:
 
 
 def images_of(value: object, column: str, *, folder: str, place: str, whole: bool) -> list[StoredImage]:
-    """The images of a row, each of which is there and can be opened.
+    """The images of a row, after checking that each exists and can be opened.
 
     Args:
-        value: Of the row's `column`: one image or a list, each a path or an object with `bytes` or `path`.
-        folder: Where paths begin, unless they are absolute.
-        place: Where the row is.
-        whole: Read each of them to its end.
+        value: Value of the row's `column`: one image or a list, each a path or an object with `bytes` or `path`.
+        folder: Folder that relative paths start from.
+        place: Location of the row.
+        whole: Whether to read each image to its end.
 
     Raises:
         UnusableRow: for a row without an image, or with one that cannot be used.
@@ -84,7 +84,7 @@ def _stored(item: object, column: str, folder: str, place: str) -> StoredImage:
 
 
 def name_of(image: StoredImage) -> str:
-    """What messages call an image."""
+    """The name of an image in messages."""
     return image["path"] or "bytes without a name"
 
 
@@ -96,7 +96,7 @@ def open_image(image: StoredImage) -> Image:
 
 
 def why_unreadable(image: StoredImage, *, whole: bool) -> str | None:
-    """Why an image cannot be opened, or read to its end where `whole`; None where it can."""
+    """The reason why an image cannot be opened, or read to its end if `whole`; None if it can."""
     from PIL import Image as images
 
     try:
@@ -104,7 +104,7 @@ def why_unreadable(image: StoredImage, *, whole: bool) -> str | None:
             if not whole:
                 return None
             if opened.format == "PNG":
-                opened.verify()  # lengths and sums of all chunks, without decoding them
+                opened.verify()  # lengths and checksums of all chunks, without decoding them
             else:
                 opened.draft("RGB", (_DRAFT_SIDE, _DRAFT_SIDE))
                 opened.load()
@@ -124,7 +124,7 @@ def _check(image: StoredImage, *, whole: bool) -> None:
 
 
 def content_parts(content: Sequence[object], column: str) -> list[TurnPart]:
-    """The parts of a turn that is written as a list of them, without keys that hold nothing.
+    """The parts of a turn whose content is a list of parts, without empty keys.
 
     Raises:
         UnusableRow: for parts that are neither text nor the place of an image.
@@ -149,17 +149,17 @@ def content_parts(content: Sequence[object], column: str) -> list[TurnPart]:
 
 
 def is_blank_content(content: str | Sequence[TurnPart] | None) -> bool:
-    """Whether a turn says and shows nothing."""
+    """True if a turn has neither text nor images."""
     if isinstance(content, str) or content is None:
         return not content or content.isspace()
     return all(part["type"] == "text" and is_blank_content(part["text"]) for part in content)
 
 
 def show_images(row: Mapping[str, object], count: int) -> None:
-    """Write the turns of a row as parts, with its images where ``<image>`` stands, else before the first question.
+    """Convert the turns of a row to parts, with images in place of ``<image>``, else before the first question.
 
     Raises:
-        UnusableRow: if the row has another number of images than of places for them.
+        UnusableRow: if the number of images differs from the number of places for them.
     """
     found = 0
     for name, turns in row.items():
@@ -183,7 +183,7 @@ def show_images(row: Mapping[str, object], count: int) -> None:
 
 
 def _split(text: str) -> list[TurnPart]:
-    """Text as parts; the line end that LLaVA's rows have beside a placeholder is the template's to write."""
+    """Split text into parts; line ends beside a placeholder, as in LLaVA's rows, are left to the template."""
     first, *others = text.split(PLACEHOLDER)
     pieces = [first.removesuffix("\n") if others else first]
     parts: list[TurnPart] = [{"type": "text", "text": pieces[0]}] if pieces[0] or not others else []

@@ -1,4 +1,4 @@
-"""Which columns of a table hold what: formats detected, or mapped with ``--columns role=column``."""
+"""Map columns of a table to roles: by detecting the format, or with ``--columns role=column``."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from datasets import Features
 
 SYSTEM_COLUMNS = ("system", "system_prompt")
-# Whose columns may hold lists of turns.
+# Roles whose columns may hold lists of turns.
 TURN_ROLES = ("messages", "prompt", "completion", "chosen", "rejected")
-# Names by which data sets call these things; used in advice only, never to guess in silence.
+# Common column names for these roles; used in advice only, never to guess silently.
 _LIKELY = {
     "messages": ("conversations", "conversation", "dialog", "dialogue", "chat", "turns"),
     "prompt": ("question", "query", "input", "instruction", "problem", "inputs", "source", "title", "goal"),
@@ -32,15 +32,15 @@ class Layout:
     """How the rows of one source are read, and which of TRL's formats they become.
 
     Args:
-        format: What was found: ``messages``, ``sharegpt``, ``prompt_completion``, ``alpaca`` or ``text``; where
-            preferences are read, ``preference`` or ``labelled``.
+        format: The format found: ``messages``, ``sharegpt``, ``prompt_completion``, ``alpaca`` or ``text``; for
+            preference data, ``preference`` or ``labelled``.
         columns: (role, column) pairs; the roles: `COLUMN_ROLES`, and alpaca's ``instruction``, ``input``, ``output``.
         turn_keys: The two keys of a turn where the main columns hold lists of turns, else None.
-        rich: Turns have more than role and content (tool calls, reasoning), kept as JSON.
-        chat: Alpaca rows become user and assistant turns; otherwise Alpaca's own prompt text.
+        rich: Whether turns have more than role and content (tool calls, reasoning), kept as JSON.
+        chat: Whether Alpaca rows become user and assistant turns; otherwise Alpaca's own prompt text.
         target: TRL's format: ``messages``, ``prompt_completion``, ``text``, ``preference`` or ``labelled``.
-        extras: Which of ``answer`` and ``tools`` come out beside it (null where this source has none).
-        images: How far images are read while rows are, where rows have them: ``opened``, or ``whole``.
+        extras: Which of ``answer`` and ``tools`` are kept beside it (null if this source has none).
+        images: How far images, if there are any, are read along with the rows: ``opened`` or ``whole``.
     """
 
     format: str
@@ -65,14 +65,14 @@ class Layout:
 
     @property
     def conversational(self) -> bool:
-        """Rows come out as turns, which need a chat template."""
+        """True if rows come out as turns, which need a chat template."""
         if self.target == "messages" or self.turn_keys is not None or self.images:
             return True
         return self.format == "alpaca" and self.chat
 
     @property
     def keeps(self) -> tuple[str, ...]:
-        """Extra columns that go through: ``answer``, and ``tools`` with turns."""
+        """Extra columns that are kept: ``answer``, and ``tools`` with turns."""
         return tuple(role for role in self.extras if role == "answer" or self.conversational)
 
     def as_messages(self) -> Layout:
@@ -80,7 +80,7 @@ class Layout:
         return replace(self, target="messages")
 
     def sampled(self) -> Layout:
-        """The same for a first look: images are not read to their end."""
+        """The same layout for sampling: images are not read to their end."""
         return replace(self, images="opened") if self.images else self
 
     def features(self) -> Features:
@@ -111,19 +111,19 @@ def detect_layout(
 ) -> Layout:
     """Decide the layout of a source from a sample of its rows (plain Python values).
 
-    The first of these that the columns allow: messages, sharegpt, prompt and completion, alpaca, text.
+    It is the first of these formats that the columns allow: messages, sharegpt, prompt and completion, alpaca, text.
 
     Args:
-        source: How errors call it.
+        source: Its name in errors.
         rows: The first rows, as dictionaries.
         mapping: role → column, from `columns.parse_columns`.
         columns: All column names; by default those of `rows`.
         chat: See `Layout.chat`.
         rows_with: Read ``pairs`` of a better and a worse answer, chosen and rejected, with or without prompt; or
-            answers with ``labels``, true for a good one: prompt and completion, or messages that end with it.
+            answers with ``labels``, true for a good one: prompt and completion, or messages that end with the answer.
 
     Raises:
-        ConfigError: a mapped column that does not exist, or a table that is none of the formats.
+        ConfigError: a mapped column that does not exist, or a table in none of the formats.
     """
     names = list(columns or dict.fromkeys(name for row in rows for name in row))
     mapping = dict(mapping or {})
@@ -142,7 +142,7 @@ def detect_layout(
     extras = {role: mapping.get(role, role) for role in ("answer", "tools")}
     extras["system"] = mapping.get("system") or next((c for c in SYSTEM_COLUMNS if c in names), "")
     for role, column in extras.items():
-        # A column already used for something else is kept a second time only when the user says so.
+        # A column already used for something else is kept a second time only if the user asks for it.
         if column in names and (role in mapping or column not in main.values()):
             main[role] = column
     turn_roles = [role for role in TURN_ROLES if role in main]
@@ -176,7 +176,7 @@ def detect_layout(
 def _main_columns(
     mapping: dict[str, str], names: list[str], rows: Sequence[Mapping[str, Any]]
 ) -> tuple[str, dict[str, str]] | None:
-    """(format, role → column) of the columns that make up a row: those most rows fill, or the first; or None."""
+    """(format, role → column) of the columns that make up a row: those most rows fill, else the first; or None."""
     if "messages" in mapping or "text" in mapping:
         role = "messages" if "messages" in mapping else "text"
         return role, {role: mapping[role]}
@@ -202,7 +202,7 @@ def _main_columns(
 
 
 def _pair_columns(mapping: dict[str, str], names: list[str]) -> tuple[str, dict[str, str]] | None:
-    """As `_main_columns`, of pairs."""
+    """`_main_columns` for pairs."""
     pair = {role: mapping.get(role, role) for role in ("prompt", "chosen", "rejected")}
     if pair["prompt"] not in names:
         pair.pop("prompt")
@@ -210,7 +210,7 @@ def _pair_columns(mapping: dict[str, str], names: list[str]) -> tuple[str, dict[
 
 
 def _labelled_columns(mapping: dict[str, str], names: list[str]) -> tuple[str, dict[str, str]] | None:
-    """As `_main_columns`, of answers with a label each."""
+    """`_main_columns` for labelled answers."""
     for roles in (("prompt", "completion", "label"), ("messages", "label")):
         found = {role: mapping.get(role, role) for role in roles}
         if set(found.values()) <= set(names):
@@ -221,7 +221,7 @@ def _labelled_columns(mapping: dict[str, str], names: list[str]) -> tuple[str, d
 def _image_column(
     source: str, names: Sequence[str], rows: Sequence[Mapping[str, object]], mapping: Mapping[str, str], name: str
 ) -> str:
-    """The column of images, in rows that can be shown with them."""
+    """The column of images, after checking that the rows can show them."""
     column = mapping.get("images") or next((column for column in IMAGE_COLUMNS if column in names), None)
     columns = describe_columns(names, rows)
     if column is None:

@@ -101,7 +101,7 @@ def _num_tokens(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) 
         return max(_num_tokens(answer, tokenizer) for answer in answers)
     turns = row["messages"] if "messages" in row else row.get("prompt")
     rendered: Any
-    if isinstance(turns, list) and "answer" in row:  # what `as_prompts` makes, for a model that answers
+    if isinstance(turns, list) and "answer" in row:  # made by `as_prompts`, for a model that generates
         rendered = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         return len(tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"])
     if isinstance(turns, str) and "answer" in row:

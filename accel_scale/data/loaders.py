@@ -8,9 +8,9 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-# More workers than this per rank do not make tokenised rows come faster; they only take memory.
+# More workers per rank do not deliver tokenised rows faster; they only take memory.
 MAX_WORKERS = 8
-# Below this many rows, held in memory-mapped files and used by a CPU, starting workers costs more than they give.
+# For fewer rows in memory-mapped files, used on a CPU, starting workers costs more than it gains.
 SMALL_NUM_ROWS = 100_000
 _outliving_pid = 0
 
@@ -31,12 +31,12 @@ def loader_settings(
         num_rows: Rows of the data set; None for a stream, whose rows are read and tokenised by the loader itself.
         processes_on_node: Ranks that share this machine's cores.
         num_cores: Cores this process may use on the machine; None asks the operating system.
-        num_shards: Of a stream: workers beyond its shards would idle.
+        num_shards: Shards of a stream: more workers than that would idle.
         explicit: ``dataloader_*`` values that the user set: never changed, and left out of the result.
 
     Returns:
-        Of `dataloader_num_workers`, `dataloader_pin_memory`, `dataloader_prefetch_factor` and
-        `dataloader_persistent_workers` those that the user did not set.
+        Those of `dataloader_num_workers`, `dataloader_pin_memory`, `dataloader_prefetch_factor` and
+        `dataloader_persistent_workers` that the user did not set.
     """
     explicit = dict(explicit or {})
     accelerated = device_type not in ("cpu", "mps")
@@ -56,7 +56,7 @@ def loader_settings(
 
 
 def _num_workers(device_type: str, num_rows: int | None, processes_on_node: int, num_cores: int) -> int:
-    """4 to 8 for each rank where there are cores for them, one core being left to each rank itself."""
+    """Up to 8 workers per rank, as far as there are cores; one core is left to each rank itself."""
     cores_per_rank = num_cores // max(1, processes_on_node)
     if device_type == "cpu" and num_rows is not None and num_rows < SMALL_NUM_ROWS:
         return 0
@@ -74,9 +74,10 @@ def available_cores() -> int:
 
 
 def outlive_signals(worker: int = 0) -> None:
-    """For a worker process: launchers, schedulers and terminals signal a run's whole group, and the run saves first.
+    """Keep a worker process alive when a launcher, scheduler or terminal signals the run's whole process group.
 
-    It ends its workers then, so SIGTERM counts only where it comes from that process, and the others do not count.
+    The run saves first and then ends its workers: SIGTERM is obeyed only from the run's own process; SIGINT and
+    SIGUSR1 are ignored.
     """
     global _outliving_pid
     if _outliving_pid == os.getpid():

@@ -31,11 +31,10 @@ class LoadedData:
 
     Args:
         train, test: Data sets with TRL's columns (`messages`, or `prompt` and `completion`, or `text`, or those of
-            preferences), and
-            `answer` and `tools` where the source has them. `IterableDataset`s when streaming.
+            preferences), plus `answer` and `tools` where the source has them. `IterableDataset`s when streaming.
         format: TRL's format, see `Layout.target`.
-        conversational: Rows are turns, which need a chat template (see `ensure_chat_template`).
-        source_formats: What was found in each source: ``messages``, ``sharegpt``, ``alpaca``, …
+        conversational: Whether rows are turns, which need a chat template (see `ensure_chat_template`).
+        source_formats: Format found in each source: ``messages``, ``sharegpt``, ``alpaca``, …
         sources: The sources as they were named.
         num_rows: Rows in `train`; None when streaming.
     """
@@ -52,7 +51,7 @@ class LoadedData:
 
     @property
     def skipped_reasons(self) -> dict[str, int]:
-        """Number of skipped rows by reason; when streaming, of those this machine has come across so far."""
+        """Number of skipped rows by reason; when streaming, of those this machine has seen so far."""
         return self._log.reasons() if self._log else dict(self._skipped)
 
     @property
@@ -83,24 +82,24 @@ def load_training_data(
     """Find, read, check and normalise training data.
 
     Every process of a launch may call it: the first to come writes the cache, the others wait and map it.
-    Formats and columns are found from the first 1000 rows of up to eight files; rows that differ are bad rows.
+    Formats and columns are detected from the first 1000 rows of up to eight files; rows that differ are bad rows.
 
     Args:
         source: A hub id, a local file, a folder, a glob, or a `datasets.save_to_disk` folder.
         config: Hub configuration name.
         split, test_split: Split names, also with slices (``train[:95%]``) and sums (``train+validation``);
-            `test_split` None loads no test rows. Folders tell splits by file and folder names.
+            `test_split` None loads no test rows. In folders, splits are recognised by file and folder names.
         columns: ``role=column`` items, see `accel_scale.data.layout.ROLES`. In a mixture they apply to the
             sources that have all these columns.
         on_bad_row: ``error`` stops at the first bad row and names its file and line; ``skip`` counts them.
         streaming: Read lazily. `train` is then shuffled within a buffer of `shuffle_buffer_rows` rows.
         mixture: ``source=weight`` items instead of `source`; see `accel_scale.data.mixture.mix`.
         seed: For shuffles and draws; ranks that share it see the same order.
-        chat: The model has a chat template: alpaca rows become turns, otherwise Alpaca's prompt text.
+        chat: Whether the model has a chat template: alpaca rows become turns, otherwise Alpaca's prompt text.
         rows_with: Rows are ``pairs`` of a better and a worse answer (`chosen` and `rejected`), or have ``labels``.
 
     Raises:
-        ConfigError: anything about the data that needs the user: the message says where and what to do.
+        ConfigError: for any problem with the data that the user must fix; the message says where and how.
     """
     check_on_bad_row(on_bad_row)
     items = _items(source, config, mixture)
@@ -109,7 +108,7 @@ def load_training_data(
     try:
         return _load(opened, layouts, items, split, test_split, on_bad_row, streaming, seed, shuffle_buffer_rows)
     except RichTurnsFound:
-        # Tool calls past the rows that the layout was found from: read again, keeping whole turns as JSON.
+        # Tool calls after the rows that the layout was detected from: read again, keeping whole turns as JSON.
         layouts = [replace(layout, rich=True) for layout in layouts]
         return _load(opened, layouts, items, split, test_split, on_bad_row, streaming, seed, shuffle_buffer_rows)
 
@@ -126,11 +125,11 @@ def check_local_data(
 ) -> list[Layout]:
     """Refuse local files whose splits, columns or first rows cannot be trained on, as `load_training_data` would.
 
-    It reads at most the first 1000 rows of up to eight files and imports no library that is slow. Data on the hub are
-    left to `load_training_data`, and of folders of `save_to_disk` it is only seen that no file is missing.
+    Reads at most the first 1000 rows of up to eight files and imports no slow library. Data on the hub are left to
+    `load_training_data`; folders of `save_to_disk` are only checked for missing files.
 
     Returns:
-        How the sources are read by a model with a chat template; empty where some of them are no files.
+        The sources' layouts for a model with a chat template; empty if any of them does not consist of files.
 
     Raises:
         ConfigError: as `load_training_data`.
@@ -153,7 +152,7 @@ def check_local_data(
 
 
 def _require_split(opened: Sequence[Opened], spec: str) -> None:
-    """Raise MissingSplit if no source has the first split of `spec`; one of a mixture is enough."""
+    """Raise MissingSplit if no source has the first split of `spec`; one source of a mixture is enough."""
     missing: MissingSplit | None = None
     for source in opened:
         try:

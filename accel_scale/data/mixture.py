@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class MixtureItem:
     """One source; `weight` > 0 is its share of the rows drawn, before all are scaled to sum to 1.
 
-    None stands for all of its rows.
+    None means all of its rows.
     """
 
     name: str
@@ -30,7 +30,7 @@ class MixtureItem:
 
 
 def parse_weight(name: str, text: str, *, place: str, fix: str) -> float:
-    """The share `text` of the source `name`.
+    """Parse `text`, the share of the source `name`.
 
     Raises:
         ConfigError: if it is not a finite number above 0.
@@ -48,7 +48,7 @@ def parse_mixture(items: Sequence[str]) -> list[MixtureItem]:
     """``["a.jsonl=0.7", "openai/gsm8k:main=0.3"]`` → items; a hub id may carry its configuration after a colon.
 
     Raises:
-        ConfigError: weights for some only, one that is not a finite number above 0, or a source named twice.
+        ConfigError: weights for only some sources, one that is not a finite number above 0, or a source named twice.
     """
     parsed: list[MixtureItem] = []
     weighed = any(_has_weight(item) for item in items)
@@ -75,7 +75,7 @@ def _has_weight(item: str) -> bool:
 
 
 def shares(items: Sequence[MixtureItem]) -> list[float] | None:
-    """Weights scaled to sum to 1; None where there are none."""
+    """Weights scaled to sum to 1; None if there are none."""
     weights = [item.weight for item in items if item.weight is not None]
     return [weight / sum(weights) for weight in weights] or None
 
@@ -110,11 +110,11 @@ def common_layouts(names: Sequence[str], layouts: Sequence[Layout]) -> list[Layo
 def mix(datasets: Sequence[Rows], probabilities: Sequence[float] | None, *, seed: int) -> Rows:
     """Draw rows from `datasets` with `probabilities`; the same on every rank for the same `seed`.
 
-    Without probabilities all rows of all come, one data set after another.
+    Without probabilities, the data sets are concatenated in full.
 
-    Each data set is shuffled first, so what is drawn is a random part of it. The mixture ends when one of its
-    sources has no row left: none is repeated within an epoch, and the shares hold to the end. A source that is
-    small for its weight therefore shortens the epoch; give it a smaller one to see more of the others.
+    Each data set is shuffled first, so the rows drawn are a random part of it. The mixture ends when one of its
+    sources runs out: no row is repeated within an epoch, and the shares hold to the end. A source that is small for
+    its weight therefore shortens the epoch; give it a smaller one to see more of the others.
     """
     from datasets import Dataset, concatenate_datasets, interleave_datasets
 

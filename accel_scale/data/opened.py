@@ -27,18 +27,18 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from datasets import Dataset, IterableDataset
 
-# A stream of one big file is shared out among ranks and workers in parts of this size.
+# A stream of one big file is divided among ranks and workers in parts of this size.
 SPAN_BYTES = 64 << 20
-# Files that are looked into to find a layout: enough to notice a stray one, few enough for folders of thousands.
+# Files sampled to find a layout: enough to notice a stray one, few enough for folders of thousands.
 _SAMPLED_FILES = 8
-# What `datasets` 5.2 says of a split that is not there, in memory-mapped and in streaming mode.
+# Messages of `datasets` 5.2 for a missing split, in memory-mapped and in streaming mode.
 _UNKNOWN_SPLIT = re.compile(r"(?:Unknown split|Bad split)[^\[]*(\[.*?\])", re.DOTALL)
 
 Sample = tuple[list[str], list[dict[str, Any]]]
 
 
 class Opened(ABC):
-    """A source and the ways to its rows. Subclasses: local files, and data sets of the `datasets` library."""
+    """A source with access to its rows. Subclasses: local files, and data sets of the `datasets` library."""
 
     def __init__(self, source: Source) -> None:
         self.source, self.name = source, source.name
@@ -46,14 +46,14 @@ class Opened(ABC):
     @property
     @abstractmethod
     def _samples(self) -> list[tuple[str, Sample]]:
-        """(place, column names and first rows) of what was looked at."""
+        """(place, column names and first rows) of each sampled file or data set."""
 
     def column_names(self) -> list[str]:
         """Columns of the first file or of the data set."""
         return self._samples[0][1][0]
 
     def layout(self, mapping: Mapping[str, str], *, chat: bool, rows_with: RowsWith | None = None) -> Layout:
-        """The layout of the rows; ConfigError if there is none or files differ in theirs."""
+        """The layout of the rows; raises a ConfigError if there is none or if files differ."""
         found = [
             (place, detect_layout(place, rows, mapping=mapping, columns=names, chat=chat, rows_with=rows_with))
             for place, (names, rows) in self._samples
@@ -73,7 +73,7 @@ class Opened(ABC):
 
     @abstractmethod
     def check_first_rows(self, layout: Layout) -> None:
-        """Raise the error of a bad row among the first, where they are in files of lines."""
+        """Raise an error if one of the first rows is bad, for files that consist of lines."""
 
     @abstractmethod
     def rows(self, layout: Layout, split: str, on_bad_row: str) -> tuple[Dataset, dict[str, int]]:
@@ -85,7 +85,7 @@ class Opened(ABC):
 
 
 def open_source(name: str, *, config: str | None, split: str, streaming: bool) -> Opened:
-    """Find the source `name` and look at its split `split`."""
+    """Find the source `name` and open its split `split`."""
     source = find_source(name, config=config)
     if source.kind == "files":
         return _Files(source, split)
@@ -171,7 +171,7 @@ class _Library(Opened):
         return [(self.name, (table.column_names, table.to_pylist()))]
 
     def check_first_rows(self, layout: Layout) -> None:
-        """Nothing: such data are as whole as the library that wrote them."""
+        """Do nothing: data written by the library need no check."""
 
     def rows(self, layout: Layout, split: str, on_bad_row: str) -> tuple[Dataset, dict[str, int]]:
         dataset = self._dataset(split)
@@ -211,7 +211,7 @@ def _row_place(name: str) -> Callable[[int], str]:
 def _checked_batch(
     batch: dict[str, list[Any]], indices: list[int], *, layout: Layout, name: str, on_bad_row: str, log: SkipLog
 ) -> dict[str, list[Any]]:
-    """The function mapped over streams: good rows out, bad ones to the log or raised."""
+    """The function mapped over streams: returns good rows; bad ones are logged or raised."""
     values: Iterator[Value] = (
         (number + 1, {column: values[position] for column, values in batch.items()}, None)
         for position, number in enumerate(indices)
@@ -238,7 +238,7 @@ def _saved_split(source: Source, split: str, streaming: bool) -> Any:
 
 
 def _hub_split(source: Source, split: str, streaming: bool) -> Any:
-    """One split from the hub or its cache. No code of the repository is run: `datasets` 5 has no way to."""
+    """One split from the hub or its cache. No code from the repository is run: `datasets` 5 cannot."""
     from datasets import load_dataset
     from datasets.exceptions import DatasetNotFoundError
 
@@ -260,7 +260,7 @@ def _hub_split(source: Source, split: str, streaming: bool) -> Any:
     except ValueError as error:
         if unknown := _UNKNOWN_SPLIT.search(str(error)):
             raise missing_split(source.name, split, re.findall(r"'([^']+)'", unknown.group(1))) from error
-        # Of a missing or unknown configuration `datasets` names those there are, then shows an example.
+        # For a missing or unknown configuration, `datasets` lists the existing ones, then shows an example.
         problem = " ".join(str(error).split()).split(" Example of usage")[0].rstrip(".")
         raise ConfigError(
             f"{source.name}: {problem}.", place="--dataset_config", fix="name a configuration it has."

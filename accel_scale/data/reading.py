@@ -1,6 +1,6 @@
-"""Values of a source → rows in TRL's format, one after the other; what cannot be used is named by file and line.
+"""Convert values of a source to rows in TRL's format, one by one; unusable ones are named by file and line.
 
-`datasets`' own readers give up on a whole file at its first broken line, and do not say which it is.
+`datasets`' own readers give up on a whole file at its first broken line, and do not say which line it is.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from accel_scale.data.spans import Span, lines_before
 from accel_scale.errors import ConfigError
 
 SAMPLE_ROWS = 1000
-ROWS_WITH_IMAGES_PER_BATCH = 50  # which may hold the images' bytes
+ROWS_WITH_IMAGES_PER_BATCH = 50  # they may hold the images' bytes
 _LINE_KINDS = ("jsonl", "json", "csv", "text")
 
 
 def usable_rows(
     values: Iterable[Value], layout: Layout, policy: BadRowPolicy, place: Callable[[int], str], folder: str = ""
 ) -> Iterator[dict[str, Any]]:
-    """The good rows of `values`; `policy` is told of the bad ones, at `place(number)`. Paths begin in `folder`."""
+    """The good rows of `values`; bad ones go to `policy`, with `place(number)`. Relative paths start in `folder`."""
     convert = RowConverter(layout, folder)
     for number, value, fault in values:
         try:
@@ -73,7 +73,7 @@ def tables_of(rows: Iterator[dict[str, Any]], layout: Layout) -> Iterator[pa.Tab
 
 
 def sample_rows(path: str) -> tuple[list[str], list[dict[str, Any]]]:
-    """(column names, the first readable rows as plain objects): what a layout is found from."""
+    """(column names, the first readable rows as plain objects), from which a layout is detected."""
     with _read_errors(path):
         found = (value for _, value, _ in values_of(Span(path)) if isinstance(value, dict))
         rows = list(islice(found, SAMPLE_ROWS))

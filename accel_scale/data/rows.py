@@ -12,7 +12,7 @@ from accel_scale.data.images import content_parts, images_of, is_blank_content, 
 from accel_scale.data.layout import Layout
 from accel_scale.data.turns import RICH_KEYS, as_turns
 
-# Names of speakers → roles of chat templates. What is not here is an unknown role.
+# Speaker names → chat template roles. Any other name is an unknown role.
 TURN_ROLES = {
     "system": "system",
     "developer": "system",
@@ -38,7 +38,7 @@ Turn = dict[str, Any]
 
 
 class RichTurnsFound(Exception):
-    """Turns with tool calls or reasoning, in rows after those that the layout was found from."""
+    """Raised for turns with tool calls or reasoning in rows after those that the layout was detected from."""
 
 
 class RowConverter:
@@ -46,10 +46,10 @@ class RowConverter:
 
     Args:
         layout: Which columns hold what.
-        folder: Where paths of images begin, unless they are absolute.
+        folder: Folder that relative image paths start from.
 
-    A row is unusable when a column has another type, a main one is missing or blank, a turn has an unknown role or
-    nothing in it, or no turn is the assistant's. Speakers' names become template roles (`TURN_ROLES`); a system column
+    A row is unusable if a column has the wrong type, a main column is missing or blank, a turn has an unknown role or
+    is empty, or no turn is the assistant's. Speakers' names become template roles (`TURN_ROLES`); a system column
     becomes the first turn (or, in plain prompts, the first paragraph); alpaca's input follows the instruction after a
     blank line.
     """
@@ -59,11 +59,11 @@ class RowConverter:
         self._turn_roles, self._keeps, self._conversational = layout.turn_roles, layout.keeps, layout.conversational
 
     def __call__(self, value: object, place: str = "") -> dict[str, Any]:
-        """The row of `value`, a decoded object that was found at `place`.
+        """Convert `value`, a decoded object found at `place`, to a row.
 
         Raises:
-            UnusableRow: if it is none.
-            RichTurnsFound: for turns that the layout does not know of.
+            UnusableRow: if it cannot be used.
+            RichTurnsFound: for turns that the layout does not allow for.
         """
         if not isinstance(value, Mapping | None):
             raise UnusableRow("not an object with columns", f"it is {_kind(value)}")
@@ -114,7 +114,7 @@ class RowConverter:
             opening.insert(0, _turn_of("system", given["system"]))
         if self._layout.target == "messages":
             return {"messages": [turn for turns in parts.values() for turn in turns]}
-        if (turns := parts.pop("messages", None)) is not None:  # a labelled answer ends them
+        if (turns := parts.pop("messages", None)) is not None:  # the labelled answer comes last
             if turns[-1]["role"] != "assistant" or len(turns) == 1:
                 raise UnusableRow(f"`{self._columns['messages']}` is no question and the assistant's answer")
             parts = {"prompt": turns[:-1], "completion": turns[-1:]}
@@ -148,7 +148,7 @@ class RowConverter:
     # ── Turns ──
 
     def _turns(self, value: object, column: str) -> list[Turn] | None:
-        """The turns of a column by its own keys, with what they hold checked for its type."""
+        """The turns of a column, read by the column's own keys, with types checked."""
         if value is None:
             return None
         turns = as_turns(value)
@@ -213,13 +213,13 @@ def _text(value: object, name: str) -> str | None:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        # Half a surrogate pair: an emoji cut in two by whoever wrote the file.
+        # Half a surrogate pair: an emoji cut in two when the file was written.
         raise UnusableRow("not valid Unicode", f"{name}, character {error.start + 1}") from None
     return value
 
 
 def _truth(value: object, column: str) -> bool:
-    """What a label says; files without types have it as text."""
+    """The truth value of a label; untyped files store it as text."""
     text = str(value).strip().lower()
     if text in ("true", "1", "1.0"):
         return True
@@ -243,7 +243,7 @@ def _part(part: object, column: str) -> str:
 
 
 def _without_none(value: object) -> object:
-    """Arrow gives every object the keys of all others, as None: take them out again."""
+    """Remove the None entries by which Arrow gives every object the keys of all others."""
     if isinstance(value, Mapping):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
     return [_without_none(item) for item in value] if isinstance(value, list) else value

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from accel_scale.errors import ConfigError
 
-# How a file is read, by its extension once a compression suffix is taken off.
+# How a file is read, by its extension without a compression suffix.
 FILE_KINDS = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
@@ -25,7 +25,7 @@ FILE_KINDS = {
 }
 COMPRESSIONS = (".gz", ".bz2", ".zst")
 COMPRESSIBLE = ("jsonl", "json", "csv", "text")
-# Files that lie beside data and are none: what `datasets` and the hub write.
+# Files beside the data that are not data, written by `datasets` and the hub.
 NOT_DATA = {
     "dataset_info.json",
     "dataset_infos.json",
@@ -60,7 +60,7 @@ class Source:
     config: str | None = None
 
     def files(self, split: str) -> tuple[str, ...]:
-        """The files of one split; ConfigError naming the splits there are if it is none of them."""
+        """The files of one split; raises a ConfigError that lists the existing splits if it is not one of them."""
         splits = dict(self.splits)
         name = canonical_split(split)
         if name not in splits:
@@ -102,7 +102,7 @@ def file_kind(path: str) -> str | None:
 
 
 def looks_local(name: str) -> bool:
-    """True for what can only be meant as a path: a data file's extension, a leading ``.``, ``/`` or ``~``, …"""
+    """True if `name` can only be a path: a data file's extension, a leading ``.``, ``/`` or ``~``, …"""
     if name.startswith(("/", "./", "../", "~", ".\\")) or name in (".", "..") or "\\" in name:
         return True
     if file_kind(name) or glob.has_magic(name) or os.path.splitext(name)[1].lower() in COMPRESSIONS:
@@ -116,7 +116,7 @@ def find_source(name: str, *, config: str | None = None) -> Source:
 
     Raises:
         ConfigError: a path that does not exist (named with the nearest one that does), a folder without data,
-            or what is neither a path nor a hub id.
+            or a name that is neither a path nor a hub id.
     """
     path = os.path.expanduser(name)
     if os.path.isfile(path):
@@ -191,16 +191,16 @@ def _glob_source(name: str, path: str) -> Source:
             place="--dataset_name",
             fix=f"check the pattern; files end in one of {', '.join(FILE_KINDS)}.",
         )
-    # The pattern's own fixed part says nothing of splits: only what it matched does.
+    # The fixed part of the pattern says nothing about splits; only the matched part does.
     root = os.path.commonpath([os.path.dirname(os.path.abspath(found)) for found in files])
     return Source(name, "files", _by_split(files, root=root, fallback_to_train=True))
 
 
 def _by_split(files: list[str], *, root: str, fallback_to_train: bool) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Group files by the split their name or folder tells; the untold are ``train`` unless others say they are.
+    """Group files by the split in their name or folder; files without one are ``train`` unless others say they are.
 
-    `fallback_to_train`: when no file would be ``train``, all of them are (a pattern that matched test files only
-    was meant).
+    `fallback_to_train`: if no file would be ``train``, all of them are (the pattern was meant to match only test
+    files).
     """
     told: dict[str, list[str]] = {}
     untold: list[str] = []
@@ -215,9 +215,9 @@ def _by_split(files: list[str], *, root: str, fallback_to_train: bool) -> tuple[
 
 
 def _split_of(relative_path: str) -> str | None:
-    """The split that a path inside a folder tells, the file's own name first, then its folders from the inside."""
+    """The split that a path within a folder indicates: by the file's name, then by its folders, innermost first."""
     *folders, base = relative_path.split(os.sep)
-    # train_sft-00000-of-00004.parquet and the like: what stands before the shard number is the split.
+    # train_sft-00000-of-00004.parquet and the like: the part before the shard number is the split.
     shard = _SHARD_SUFFIX.sub("", base)
     if shard != base:
         return canonical_split(shard)
@@ -230,7 +230,7 @@ def _split_of(relative_path: str) -> str | None:
 
 
 def check_saved(name: str) -> None:
-    """Refuse a folder of `save_to_disk` that lacks a file which it names itself; `datasets` is not needed.
+    """Refuse a folder of `save_to_disk` that lacks a file it refers to; does not need `datasets`.
 
     Raises:
         ConfigError: naming the file.
@@ -246,7 +246,7 @@ def check_saved(name: str) -> None:
 
 
 def not_whole(name: str, why: str) -> ConfigError:
-    """The error for a folder of `save_to_disk` that is not complete."""
+    """The error for an incomplete folder of `save_to_disk`."""
     return ConfigError(
         f"{name} is not a whole folder of `save_to_disk` ({why}).",
         place="--dataset_name",

@@ -27,7 +27,7 @@ class Span:
 
 
 def spans_of(path: str, *, span_bytes: int) -> list[Span]:
-    """Cut a file into parts of about `span_bytes`, so that a stream of one big file can be shared out.
+    """Cut a file into parts of about `span_bytes`, so that a stream of one big file can be divided.
 
     Only uncompressed JSON lines and text can be cut; other files are one span.
     """
@@ -67,7 +67,7 @@ def lines_of(span: Span) -> Iterator[bytes]:
 
 @lru_cache(maxsize=64)
 def lines_before(span: Span) -> int:
-    """Lines of the file before the span; read only when a row of it has to be named."""
+    """Number of lines before the span; counted only when one of its rows has to be named."""
     with open(span.path, "rb") as file:
         count, left = 0, span.start
         while left and (data := file.read(min(_BUFFER_BYTES, left))):

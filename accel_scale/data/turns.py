@@ -13,7 +13,7 @@ TURN_KEYS = (("role", "content"), ("from", "value"))
 
 
 def as_turns(value: object) -> list[Any] | None:
-    """A list of turns, also one written as a JSON string; None for anything else."""
+    """`value` if it is a list of turns, also written as a JSON string; None for anything else."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             value = json.loads(value)
@@ -23,7 +23,7 @@ def as_turns(value: object) -> list[Any] | None:
 
 
 def turn_keys_of(rows: Sequence[Mapping[str, Any]], column: str) -> tuple[str, str] | None:
-    """The keys of the turns in `column`: what most of the sampled rows have (so that bad ones do not decide)."""
+    """The keys of the turns in `column`: those of most sampled rows, so that bad ones do not decide."""
     votes: Counter[tuple[str, str] | None] = Counter()
     for row in rows:
         value = row.get(column)

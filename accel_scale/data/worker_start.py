@@ -1,4 +1,4 @@
-"""Worker processes that start with a pickle of their data set, which not every data set can be."""
+"""Worker processes that start with a pickle of their data set, which not every data set supports."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _PARTS = {"dataset": "data set", "collate_fn": "collate_fn", "worker_init_fn": "
 
 
 def refuse_unpicklable(loader: DataLoader[object], *, place: str) -> None:
-    """Refuse a loader whose workers would be started with what cannot be pickled.
+    """Refuse a loader whose workers would have to be sent objects that cannot be pickled.
 
-    Workers that are forked, as on Linux, inherit it. Windows and macOS spawn them (and Python 3.14 on Linux asks a
-    server for them), with a pickle of the data set and the functions on it.
+    Forked workers, as on Linux, inherit them. Windows and macOS spawn workers (and Python 3.14 on Linux uses a fork
+    server), which receive a pickle of the data set and its functions.
 
     Args:
         loader: Before or after Accelerate has prepared it.
-        place: What sets its number of workers.
+        place: The setting for its number of workers.
 
     Raises:
-        ConfigError: naming the part and what is in it.
+        ConfigError: naming the part and the pickling error.
     """
     method = _start_method(loader)
     if loader.num_workers == 0 or method == "fork":
@@ -40,18 +40,18 @@ def refuse_unpicklable(loader: DataLoader[object], *, place: str) -> None:
                 fix="define it at the top of a module, without lambdas or open files in it, or use 0 workers.",
             ) from None
         except RuntimeError:
-            continue  # locks and queues, which are handed on while a process is being started only
+            continue  # locks and queues, which can be passed on only while a process starts
 
 
 def _start_method(loader: DataLoader[object]) -> str:
-    # Asking for the method that is set would set it; the first of all is the system's own.
+    # Asking for the current method would set it; the first one available is the system's default.
     context = loader.multiprocessing_context or multiprocessing
     own = context.get_start_method(allow_none=True)
     return str(own or multiprocessing.get_all_start_methods()[0])
 
 
 class _Probe(pickle.Pickler):
-    """Leaves out numbers, which can always be pickled and may be many."""
+    """Skips numeric tensors and arrays, which can always be pickled and may be large."""
 
     def reducer_override(self, value: object) -> object:  # type: ignore[override]  # NotImplemented is in no type
         is_plain = type(value) is torch.Tensor or (isinstance(value, np.ndarray) and not value.dtype.hasobject)

@@ -1,1 +1,1 @@
-"""How a process ends: the one line that says why, the exit status, and the launcher above it."""
+"""How a process ends: the line that says why, the exit status, and the launcher above it."""

@@ -1,4 +1,4 @@
-"""When one process cannot continue, all stop: one line, one exit status, no process left in a collective."""
+"""Stop all processes when one cannot continue: one line, one exit status, no process left in a collective."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def group_store() -> dist.Store:
 
 
 class CleanStop:
-    """Lets any process end the run on all of them, wherever they are.
+    """Lets any process end the run on all processes, wherever they are.
 
-    A process that waits in a collective cannot be reached by another one, so each has a thread that asks the
-    rendezvous store once a second (one small message) whether somebody has stopped.
+    A process that waits in a collective cannot be reached by another, so each has a thread that asks the rendezvous
+    store once a second (one small message) whether any process has stopped.
 
     Args:
-        program: Begins the line, as in ``sft.py: memory ran out …``.
+        program: Name at the start of the line, as in ``sft.py: memory ran out …``.
     """
 
     def __init__(self, program: str) -> None:
@@ -42,7 +42,7 @@ class CleanStop:
         self._store = group_store() if self._is_distributed else None
 
     def watch(self) -> None:
-        """Start the thread, once; nothing for a single process."""
+        """Start the thread, once; does nothing for a single process."""
         if self._is_distributed and self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="accel-scale-clean-stop", daemon=True)
             self._thread.start()
@@ -73,7 +73,7 @@ class CleanStop:
             self._leave(line)
 
     def _leave(self, line: str) -> None:
-        """Wait a little for the others, so that the launcher does not end rank 0 before it has spoken."""
+        """Wait a little for the others, so that the launcher does not end rank 0 before it has printed the line."""
         self._lock.acquire()  # never released: the thread and the main program must not both do this
         if dist.get_rank() == 0:
             self._speak(line)
@@ -86,7 +86,7 @@ class CleanStop:
                 present = self._store.add(f"{_KEY}/present", 0)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(OUT_OF_MEMORY_STATUS)  # the main program may sit in a collective that never ends
+        os._exit(OUT_OF_MEMORY_STATUS)  # the main program may be in a collective that never ends
 
     def _speak(self, line: str) -> None:
         say_last(f"{self._program}: {line}")

@@ -1,7 +1,7 @@
-"""Errors of the libraries that a setting, a file or the machine causes, as one line that names it.
+"""Library errors caused by a setting, a file or the machine, as one line that names the cause.
 
-Only what is known to come from outside is turned into a line; anything else keeps its traceback, because it is a fault
-of the program. Libraries are recognised by the names of their classes and modules, so that nothing is imported here.
+Only errors known to come from outside become a line; any other keeps its traceback, because it is a fault of the
+program. Libraries are recognised by the names of their classes and modules, so nothing is imported here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import traceback
 
 from accel_scale.errors import ConfigError, first_line
 
-# What a file system says no with; other errors of the operating system may be a program's own.
+# Errors with which a file system refuses; other errors of the operating system may be the program's fault.
 _REFUSED_BY_THE_SYSTEM = {
     errno.EACCES: "choose a place that may be written, or change its permissions",
     errno.EPERM: "choose a place that may be written",
@@ -21,13 +21,13 @@ _REFUSED_BY_THE_SYSTEM = {
     errno.ENAMETOOLONG: "use a shorter name",
     errno.ENOTDIR: "name a folder whose parents are folders",
 }
-# Libraries whose classes check the settings they are made of.
+# Libraries whose classes check the settings they are built from.
 _CHECKING_LIBRARIES = ("accelerate", "bitsandbytes", "peft", "torch", "torchao", "transformers", "trl")
 _CHECKING_FUNCTIONS = ("__init__", "__post_init__", "_validate_args", "validate", "validate_environment")
 
 
 def as_setting(error: BaseException) -> ConfigError | None:
-    """`error` as the user's line; None where it is not known to be one."""
+    """`error` as a `ConfigError` for the user; None if it is not known to be caused by settings, files or machine."""
     if isinstance(error, ConfigError):
         return error
     name, module = type(error).__name__, type(error).__module__.split(".")[0]
@@ -82,7 +82,7 @@ def _innermost(error: BaseException, skip: tuple[str, ...] = ()) -> traceback.Fr
 
 
 def _library(frame: traceback.FrameSummary | None) -> str:
-    """The package of site-packages that a frame is in; empty where it is in none."""
+    """The package in site-packages that a frame belongs to; empty if none."""
     if frame is None or "site-packages" not in frame.filename:
         return ""
     return frame.filename.split("site-packages" + os.sep)[-1].split(os.sep)[0]
@@ -93,13 +93,13 @@ def _is_library(frame: traceback.FrameSummary | None) -> bool:
 
 
 def _is_check(error: BaseException) -> bool:
-    """Whether a library raised it while it looked at its settings."""
+    """True if a library raised `error` while checking its settings."""
     frame = _innermost(error)
     return frame is not None and _library(frame) in _CHECKING_LIBRARIES and frame.name in _CHECKING_FUNCTIONS
 
 
 def _path_in_frames(error: BaseException) -> str | None:
-    """A file that one of the functions on the way was given; the innermost that exists."""
+    """A file passed to one of the functions in the traceback; the innermost that exists."""
     found, step = None, error.__traceback__
     while step is not None:
         for name in ("checkpoint_file", "filename", "resolved_config_file", "json_file", "path", "file"):

@@ -1,9 +1,9 @@
-"""Why a launch failed, said last: launchers print their own reports after the worker's line.
+"""Print last why a launch failed: launchers print their own reports after the worker's line.
 
-`accelerate launch` ends with a traceback of its own, torchrun with a table of the workers' exit codes. A line that is
-said here is printed at once, and again by a small process that waits for the launcher's end: it comes last in a log, a
-pipe or a terminal. Where that process cannot live on (a container or a Slurm step that ends with the launcher), the
-first line is all there is.
+`accelerate launch` ends with a traceback of its own, torchrun with a table of the workers' exit codes. A line given
+here is printed at once, and again by a small process that waits for the launcher to end: it comes last in a log, a
+pipe or a terminal. If that process cannot live on (in a container or a Slurm step that ends with the launcher), only
+the first line appears.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from accel_scale.ending.launcher import launcher_of, open_process
 from accel_scale.secrets import is_secret, mask
 
-# torchrun gives its workers this long to end before it reports, plus what its own report takes.
+# The time that torchrun gives its workers to end before it reports, plus the time of its report.
 _WAIT_SECONDS = 120
 _OTHER_RANK_SECONDS = 3.0
 _SPEAKER = (
@@ -34,19 +34,19 @@ _SPEAKER = (
 
 
 def say_last(line: str, *, all_ranks: bool = False) -> None:
-    """Print `line` on stderr for the whole launch, once whichever ranks say it, and again after the launcher's report.
+    """Print `line` on stderr, once for the whole launch whichever ranks call, and again after the launcher's report.
 
-    Call it when this process is about to end with an error.
+    Call this when the process is about to end with an error.
 
     Args:
-        line: Why, and what to do.
-        all_ranks: Whether every rank that has the error says so, rather than a chosen one.
+        line: The reason, and what to do.
+        all_ranks: Whether every rank that has the error calls this, rather than a chosen one.
     """
     line = mask(" ".join(line.split("\n")))
     launcher = launcher_of(os.getpid())
     if launcher is None:
         if all_ranks and os.environ.get("RANK", "0") != "0":
-            _wait_to_be_ended()  # rank 0 says it, unless the error is this rank's alone
+            _wait_to_be_ended()  # rank 0 prints it, unless only this rank has the error
         print(line, file=sys.stderr, flush=True)
         return
     turn = _first_turn(launcher)
@@ -56,12 +56,12 @@ def say_last(line: str, *, all_ranks: bool = False) -> None:
 
 
 def repeat_cause(program: str, error: BaseException) -> None:
-    """What `error`, whose traceback Python is about to print, comes to in one line, after the launcher's report."""
+    """Print one line for `error`, whose traceback Python is about to print, after the launcher's report."""
     repeat_last(cause_line(program, error))
 
 
 def repeat_last(line: str) -> None:
-    """Print `line`, which has been said, again after the launcher's report."""
+    """Print `line`, which has been printed before, again after the launcher's report."""
     launcher = launcher_of(os.getpid())
     turn = None if launcher is None else _first_turn(launcher)
     if launcher is not None and turn is not None:
@@ -78,10 +78,10 @@ def cause_line(program: str, error: BaseException) -> str:
 
 @contextlib.contextmanager
 def credentials_unsaid() -> Iterator[None]:
-    """Where the command line holds a credential, the launcher of a single process ends without its report.
+    """If the command line holds a credential, end the launcher of a single process without its report.
 
-    `accelerate launch` (1.15) reports a failure of one process with the whole command line, into logs that others
-    read. It is ended once everything has been said here: its status is then that of SIGTERM.
+    `accelerate launch` (1.15) reports a failure of one process with the whole command line, in logs that others may
+    read. It is ended once everything has been printed here: its status is then that of SIGTERM.
     """
     try:
         yield
@@ -90,12 +90,12 @@ def credentials_unsaid() -> Iterator[None]:
             launcher = None if "TORCHELASTIC_RUN_ID" in os.environ else launcher_of(os.getpid())
             if launcher is not None:
                 _say_and_end(launcher, error)
-                raise SystemExit(getattr(error, "code", 1)) from None  # said already
+                raise SystemExit(getattr(error, "code", 1)) from None  # printed already
         raise
 
 
 def holds_credential(words: Sequence[str]) -> bool:
-    """Whether a command line names a flag for a credential, or has one in a value."""
+    """True if a command line has a flag for a credential, or a credential in a value."""
     names = (word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--"))
     return any(map(is_secret, names)) or any(mask(word) != word for word in words)
 
@@ -115,10 +115,10 @@ def _wait_to_be_ended() -> None:
 
 
 def _first_turn(launcher: int) -> socket.socket | None:
-    """Held by the first worker on this machine that has something to say: the others' errors follow from its own."""
+    """A socket held by the first worker on this machine to report an error: the others' errors follow from its own."""
     turn = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
-        # A name of the kernel's, not of the file system: gone when its holders are.
+        # An abstract socket name, not one in the file system: it goes away with its holders.
         turn.bind(f"\0accel-scale-last-word-{launcher}")
     except OSError:
         turn.close()
@@ -143,7 +143,7 @@ def _repeat_after(launcher: int, line: str, turn: socket.socket) -> None:
 
 
 def _is_last_attempt() -> bool:
-    """Whether torchrun would not start the workers again."""
+    """True if torchrun would not restart the workers."""
     try:
         return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) >= int(
             os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")

@@ -1,7 +1,7 @@
-"""The launcher above a worker: which process it is, and the worker's end when it is gone.
+"""The launcher above a worker: find its process, and end the worker when it is gone.
 
-The launcher of a single process (`accelerate launch`) neither forwards signals nor ends its worker, and a torchrun
-that is killed leaves all of its workers. They would go on training and saving beside the run that is started next.
+The launcher of a single process (`accelerate launch`) neither forwards signals nor ends its worker, and a killed
+torchrun leaves all of its workers behind. They would go on training and saving beside the next run.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _LAUNCHER_MODULES = {
     "torch.distributed.launch",
 }
 
-# How long a worker without a launcher may take to finish its step and save.
+# The time that a worker without a launcher has to finish its step and save.
 GRACE_VARIABLE = "ACCEL_SCALE_ORPHAN_SECONDS"
 _GRACE_SECONDS = 120.0
 _POLL_SECONDS = 0.5
-_MAX_LEVELS = 3  # a wrapper script or two may stand between
+_MAX_LEVELS = 3  # allows for a wrapper script or two in between
 _ended_by_launcher = 128 + signal.SIGTERM
 _following: threading.Thread | None = None
 _forking_pid = 0
@@ -37,7 +37,7 @@ _ends_forks = False
 
 
 def launcher_of(pid: int) -> int | None:
-    """The `accelerate launch` or torchrun next above process `pid`; None where there is none, or none can be seen."""
+    """The nearest `accelerate launch` or torchrun above process `pid`; None if there is none or it cannot be seen."""
 
     for _ in range(_MAX_LEVELS):
         pid = _parent_of(pid)
@@ -59,7 +59,7 @@ def _parent_of(pid: int) -> int:
 
 
 def open_process(pid: int) -> int | None:
-    """A descriptor that becomes readable when process `pid` ends; None where the system has none."""
+    """A descriptor that becomes readable when process `pid` ends; None if the system does not support it."""
     opener = getattr(os, "pidfd_open", None)
     if opener is None:
         return None
@@ -69,13 +69,14 @@ def open_process(pid: int) -> int | None:
 
 
 def end_with_launcher() -> None:
-    """From here on this process does not outlive its launcher, nor do processes that it forks outlive it.
+    """From here on, this process does not outlive its launcher, and processes that it forks do not outlive it.
 
-    The launcher's end counts as SIGTERM: a run that has begun saves and stops, anything earlier ends at once. What has
-    not ended `GRACE_VARIABLE` seconds later (120 if unset), because it waits for a rank that is gone, is ended.
+    The launcher's end counts as SIGTERM: a run that has begun saves and stops, anything earlier ends at once. A
+    process that has not ended `GRACE_VARIABLE` seconds later (120 if unset), because it waits for a rank that is gone,
+    is ended.
 
     Raises:
-        ConfigError: if that variable is no number.
+        ConfigError: if that variable is not a number.
     """
     global _following
     if _following is not None:
@@ -138,7 +139,7 @@ def _is_running(pid: int) -> bool:
 
 
 def _end_forks_with_this_process() -> None:
-    """Workers of data loaders look every five seconds whether their parent is there, those of pools never do."""
+    """Make forks end with this process: data loaders' workers check every five seconds, those of pools never do."""
     global _ends_forks
     if not _ends_forks and hasattr(os, "register_at_fork"):
         _ends_forks = True
@@ -160,14 +161,14 @@ def _end_with_parent() -> None:
         _wait_for_end(parent, descriptor)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    # A signal to the process goes to any thread that does not block it: which ones count is for the main one to say.
+    # A signal to the process goes to any thread that does not block it; the main thread must decide which ones count.
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     threading.Thread(target=follow, name="accel-scale-parent", daemon=True).start()
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def is_launcher(pid: int) -> bool:
-    """Whether the process is `accelerate launch` or torchrun."""
+    """True if process `pid` is `accelerate launch` or torchrun."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:

@@ -6,19 +6,19 @@ import functools
 import time
 from pathlib import Path
 
-# Gloo's threads must be seen asleep so often, one after the other: on a busy machine one that can run waits for long.
+# Gloo's threads must be seen asleep this many times in a row: on a busy machine, a runnable one may wait for long.
 _TIMES_ASLEEP, _LOOK_SECONDS = 5, 0.02
 _LONGEST_SECONDS = 10.0
-# Where the system does not say what a thread does: one that can run is given a processor within a part of this.
+# For systems that do not show the state of threads: a runnable one gets a processor within a fraction of this time.
 _LETTING_GO_SECONDS = 0.25
 
 
 def let_go_of_collectives() -> None:
-    """Call between the last collective and the end of a process, while models and groups are still there.
+    """Call between the last collective and the end of a process, while models and groups still exist.
 
-    A thread of gloo's frees the tensors of a collective after the collective is over, and needs the interpreter for
-    it. Where the process ends meanwhile, torch 2.13 waits for ever (the last owner of a group, such as DDP, joins the
-    thread while it holds the interpreter) or aborts (the interpreter ends the thread in the midst of a destructor).
+    A gloo thread frees the tensors of a collective after the collective is over, and needs the interpreter for it. If
+    the process ends meanwhile, torch 2.13 waits forever (the last owner of a group, such as DDP, joins the thread
+    while holding the interpreter) or aborts (the interpreter ends the thread in the middle of a destructor).
     """
     import torch.distributed as dist
 
@@ -30,16 +30,16 @@ def let_go_of_collectives() -> None:
         return
     deadline, times_asleep = time.monotonic() + _LONGEST_SECONDS, 0
     while times_asleep < _TIMES_ASLEEP and time.monotonic() < deadline:
-        time.sleep(_LOOK_SECONDS)  # the interpreter is free meanwhile
+        time.sleep(_LOOK_SECONDS)  # releases the interpreter
         times_asleep = times_asleep + 1 if _gloo_is_asleep(tasks) else 0
 
 
 def _gloo_is_asleep(tasks: Path) -> bool:
-    """Whether none of gloo's threads runs or waits for a processor; ``stat`` is described in proc(5)."""
+    """True if none of gloo's threads runs or waits for a processor; ``stat`` is described in proc(5)."""
     for task in tasks.iterdir():
         try:
             name, _, fields = (task / "stat").read_text().partition("(")[2].rpartition(")")
-        except OSError:  # it has ended
+        except OSError:  # the thread has ended
             continue
         if name.startswith("pt_gloo") and fields.split()[0] != "S":
             return False
@@ -47,7 +47,7 @@ def _gloo_is_asleep(tasks: Path) -> bool:
 
 
 def leave_process_group() -> None:
-    """`torch.distributed.destroy_process_group`, safely after the last collective."""
+    """`torch.distributed.destroy_process_group`, made safe after the last collective."""
     import torch.distributed as dist
 
     let_go_of_collectives()
@@ -56,7 +56,7 @@ def leave_process_group() -> None:
 
 
 def leave_groups_safely() -> None:
-    """Make every later `torch.distributed.destroy_process_group` of this process a safe one; twice is fine."""
+    """Make every later `torch.distributed.destroy_process_group` of this process safe; calling this twice is fine."""
     import torch.distributed as dist
 
     destroy = dist.destroy_process_group

@@ -1,4 +1,4 @@
-"""How a program ends for its user when it cannot go on: one line from one process, and a documented status."""
+"""How a program ends for its user when it cannot continue: one line from one process, and a documented status."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from accel_scale.facts.exit_statuses import CONFIG_STATUS, FULL_DISK_STATUS, OUT
 
 @contextlib.contextmanager
 def user_errors(program: str) -> Iterator[None]:
-    """Turn a `ConfigError`, or a library's error that is one, into a line on stderr of one process, and status 2.
+    """Turn a `ConfigError`, or an equivalent error of a library, into one process's line on stderr and status 2.
 
-    A full disk is one too, with status 74, and memory that ran out, with 75. Everything else gets through; under a
-    launcher, whose report comes after the traceback, its cause is said again.
+    The same goes for a full disk, with status 74, and running out of memory, with 75. All other errors pass through;
+    under a launcher, whose report comes after the traceback, the cause is printed again.
     """
     from accel_scale.ending.last_word import credentials_unsaid
 
@@ -70,7 +70,7 @@ class CheckpointNotSaved(OSError):
     """The last checkpoint of a run could not be written.
 
     Attributes:
-        exit_status: For the end of the program.
+        exit_status: Exit status of the program.
     """
 
     exit_status = FULL_DISK_STATUS

@@ -1,4 +1,4 @@
-"""Activation checkpointing policies by name: which there are, and what the numbers in their names say."""
+"""Names of activation checkpointing policies, and the numbers in them."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from collections.abc import Callable, Mapping
 
 from accel_scale.errors import ConfigError
 
-SUBLAYERS = ("attention", "mlp")  # policies of one part of each layer
+SUBLAYERS = ("attention", "mlp")  # policies for one part of each layer
 SEGMENTS = "segments"  # several layers are recomputed together
 POLICIES = ("none", "full", "selective", *SUBLAYERS, SEGMENTS, "offload")
 POLICY_CHOICES = "none, full, every_2 (or any every_n), selective, attention, mlp, segments (or segments_n) or offload"
-# What works with non-reentrant checkpointing alone.
+# Policies that work only with non-reentrant checkpointing.
 NOT_REENTRANT = ("selective", *SUBLAYERS, SEGMENTS)
 _NUMBERED = re.compile(rf"(every|{SEGMENTS})_([0-9]+)")
 
 
 def number_in(policy: str) -> tuple[str, int]:
-    """``every`` or ``segments`` and the number of layers in the name of `policy`; other policies and 1."""
+    """``every`` or ``segments`` and the number of layers in the name of `policy`; other policies unchanged, with 1."""
     match = _NUMBERED.fullmatch(policy)
     return (match.group(1), int(match.group(2))) if match else (policy, 1)
 
 
 def kind_of(policy: str) -> str | None:
-    """The policy without its number: ``every_n``, or one of `POLICIES`; None if it is no policy."""
+    """The policy without its number: ``every_n``, or one of `POLICIES`; None if it is not a policy."""
     name, number = number_in(policy)
     if number < 1:
         return None
@@ -34,8 +34,8 @@ def kind_of(policy: str) -> str | None:
 
 
 def layers_at_once(policy: str, num_layers: int) -> int:
-    """Layers that are recomputed together: the number in the name of ``segments_n``, about √`num_layers` for
-    ``segments``, else 1."""
+    """Number of layers recomputed together: n for ``segments_n``, about √`num_layers` for ``segments``, 1 for the
+    rest."""
     name, number = number_in(policy)
     if name != SEGMENTS:
         return 1
@@ -43,14 +43,14 @@ def layers_at_once(policy: str, num_layers: int) -> int:
 
 
 def refuse_compiled_segments(given: Mapping[str, object], place: Callable[[str], str]) -> None:
-    """Segments begin in one layer and end in another, under hooks that a compiled layer does not run.
+    """Refuse to compile layers under ``segments``, which span layers by hooks that a compiled layer does not run.
 
     Args:
-        given: Settings by the names of their flags.
-        place: Where one of them was set.
+        given: Settings by flag name.
+        place: Returns where a setting was made.
 
     Raises:
-        ConfigError: where both are asked for.
+        ConfigError: if both are requested.
     """
     policy = given.get("checkpointing_policy")
     if given.get("torch_compile") and isinstance(policy, str) and kind_of(policy) == SEGMENTS:
@@ -62,7 +62,7 @@ def refuse_compiled_segments(given: Mapping[str, object], place: Callable[[str],
 
 
 def refuse_too_few_layers(policy: str, num_layers: int, model: str, *, place: str) -> None:
-    """A policy that takes more layers together than there are.
+    """Refuse a policy that groups more layers than the model has.
 
     Raises:
         ConfigError: with the largest number that works.

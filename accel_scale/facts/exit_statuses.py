@@ -1,22 +1,22 @@
-"""The statuses that programs of this project exit with, and what each means. The docs' table is held to this one."""
+"""Exit statuses of this project's programs, and what each means. The table in the docs must match this one."""
 
 from __future__ import annotations
 
-# Of every program that finds its flags or settings wrong, as argparse's.
+# Wrong flags or settings, in every program; the same status as argparse's.
 CONFIG_STATUS = 2
-# Of an import that has written what it could.
+# An import that wrote what it could.
 INCOMPLETE_STATUS = 3
-# sysexits.h's EX_DATAERR: what was fed in was wrong, and the same command would come here again.
+# sysexits.h's EX_DATAERR: the input was wrong, and the same command would fail again.
 GUARD_STATUS = 65
 # sysexits.h's EX_IOERR.
 FULL_DISK_STATUS = 74
-# sysexits.h's EX_TEMPFAIL: the same command can succeed, here with the flags that the line names.
+# sysexits.h's EX_TEMPFAIL: a retry can succeed, here with the flags that the message names.
 OUT_OF_MEMORY_STATUS = 75
 # sysexits.h's EX_PROTOCOL: the other side does not answer.
 HUNG_STATUS = 76
-# HTCondor's and others' status for "saved itself, start me again".
+# The status of HTCondor and others for "checkpointed, restart me".
 EXIT_STOPPED = 85
-# As shells report a program that Ctrl-C has ended.
+# What shells report for a program ended by Ctrl-C.
 INTERRUPTED_STATUS = 130
 
 MEANINGS: dict[int, str] = {

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # CUDA context, loaded kernels and cuBLAS workspaces of one PyTorch process: 0.5–0.9 GiB seen on A100.
 CONTEXT_BYTES = int(0.7 * 2**30)
-# Of a card given by its size only: a 24 GiB GeForce reports 23.5 GiB, so 2% less than what is printed on the box.
+# For a card given only by its size: a 24 GiB GeForce reports 23.5 GiB, 2% less than is printed on the box.
 UNNAMED_DRIVER_FRACTION = 0.02
 
 # Gbit/s one way, all ports of a server together: a 10 GbE card; one InfiniBand HDR or NDR port; eight of them, one per
@@ -39,7 +39,7 @@ NETWORK_GBIT_PER_SECOND: Mapping[str, float] = {
 # GT/s per lane and bits of payload per bit sent (128b/130b) of PCIe 3, 4 and 5.
 PCIE_GIGATRANSFERS: Mapping[int, float] = {3: 8, 4: 16, 5: 32}
 PCIE_PAYLOAD = 128 / 130
-# Eight channels of DDR4-3200 give 205 GB/s, two of DDR5-5600 90: half of the larger reached by ordinary code.
+# Eight channels of DDR4-3200 give 205 GB/s, two of DDR5-5600 90: half of the larger figure, reached by ordinary code.
 ASSUMED_HOST_BANDWIDTH = 100e9
 
 _VENDOR_WORDS = re.compile(r"\b(nvidia|geforce|tesla|amd|instinct|gpu|graphics)\b")
@@ -48,16 +48,16 @@ _SIZE = re.compile(r"\s*[0-9.]+(?:e[0-9]+)?\s*[kmgt]i?b\s*", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Gpu:
-    """One accelerator; `None`: not known.
+    """One accelerator; `None` where a value is unknown.
 
     Attributes:
         name: The catalogue's name, or what the user gave.
-        memory_bytes: What CUDA or ROCm reports as the card's total, which is below the figure on the box.
-        memory_bandwidth: Bytes per second from and to its own memory.
+        memory_bytes: The card's total as CUDA or ROCm reports it, which is below the figure on the box.
+        memory_bandwidth: Bytes per second to and from its own memory.
         peak_flops: Dense FLOP/s by dtype (fp32, tf32, fp16, bf16, fp8), with fp32 accumulation.
         link: ``nvlink``, ``infinity_fabric`` or ``pcie``.
-        link_bytes_per_second: To the other GPUs of its server, one way.
-        pcie_bytes_per_second: To the host, one way.
+        link_bytes_per_second: Bandwidth to the other GPUs of its server, one way.
+        pcie_bytes_per_second: Bandwidth to the host, one way.
         watts: Board power limit.
         compute_capability: CUDA's ``8.9`` or ROCm's ``gfx942``.
         usable_bytes: `memory_bytes` less the context that every process needs (`CONTEXT_BYTES`).
@@ -76,16 +76,16 @@ class Gpu:
 
     @property
     def supports_bf16(self) -> bool | None:
-        """Whether its matrix units take bf16; `None` where unknown."""
+        """True if its matrix units support bf16; `None` if unknown."""
         return None if self.peak_flops is None else self.peak_flops.get("bf16") is not None
 
     @property
     def supports_fp8(self) -> bool | None:
-        """Whether its matrix units take fp8; `None` where unknown."""
+        """True if its matrix units support fp8; `None` if unknown."""
         return None if self.peak_flops is None else self.peak_flops.get("fp8") is not None
 
     def flops(self, dtype: str) -> float:
-        """Dense peak FLOP/s; `ConfigError` where unknown."""
+        """Dense peak FLOP/s; raises `ConfigError` if unknown."""
         peak = (self.peak_flops or {}).get(dtype)
         if peak is None:
             reason = "is not known" if self.peak_flops is None else "does not exist: its matrix units lack it"
@@ -97,32 +97,32 @@ class Gpu:
         return peak
 
     def bandwidth(self) -> float:
-        """Bytes per second from and to its own memory; `ConfigError` where unknown."""
+        """Bytes per second to and from its own memory; raises `ConfigError` if unknown."""
         return _known(self.memory_bandwidth, f"the memory bandwidth of {self.name}")
 
     def link_bandwidth(self) -> float:
-        """Bytes per second to the other GPUs of the server, one way; `ConfigError` where unknown."""
+        """Bytes per second to the other GPUs of the server, one way; raises `ConfigError` if unknown."""
         return _known(self.link_bytes_per_second, f"the link between {self.name} cards")
 
     def pcie_bandwidth(self) -> float:
-        """Bytes per second to the host, one way; `ConfigError` where unknown."""
+        """Bytes per second to the host, one way; raises `ConfigError` if unknown."""
         return _known(self.pcie_bytes_per_second, f"the PCIe link of {self.name}")
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run is planned for.
+    """The machine that a run is planned for.
 
     Attributes:
-        gpu: All GPUs are of this kind.
-        num_gpus: In all servers.
-        gpus_per_node: In one server.
-        host_memory_bytes: Of one server; `None`: unknown.
+        gpu: The model of all its GPUs.
+        num_gpus: Number of GPUs in all servers.
+        gpus_per_node: Number of GPUs in one server.
+        host_memory_bytes: Host memory of one server; `None` if unknown.
         host_bandwidth: Bytes per second of a server's memory; `None`: `ASSUMED_HOST_BANDWIDTH`, and estimates say so.
-        internode_bytes_per_second: Out of one server, one way; `None`: unknown.
-        nvme_bytes_per_second: Of one server's drives; `None`: unknown.
-        price_per_gpu_hour: In any currency; `None`: unknown.
-        links: Measured ones, which replace the card's and the network's; `None`: none.
+        internode_bytes_per_second: Bandwidth out of one server, one way; `None` if unknown.
+        nvme_bytes_per_second: Bandwidth of one server's drives; `None` if unknown.
+        price_per_gpu_hour: Price in any currency; `None` if unknown.
+        links: Measured links, which replace the card's and the network's; `None` if there are none.
     """
 
     gpu: Gpu
@@ -142,11 +142,11 @@ class Machine:
 
     @property
     def num_nodes(self) -> int:
-        """Servers."""
+        """Number of servers."""
         return -(-self.num_gpus // self.gpus_per_node)
 
     def internode_bandwidth(self) -> float:
-        """Bytes per second out of one server, one way; `ConfigError` where unknown."""
+        """Bytes per second out of one server, one way; raises `ConfigError` if unknown."""
         fix = f"give --network, one of {', '.join(NETWORK_GBIT_PER_SECOND)}."
         return _known(self.internode_bytes_per_second, "the network between servers", fix)
 
@@ -157,7 +157,7 @@ def pcie_bytes_per_second(generation: int, lanes: int = 16) -> float:
 
 
 def network_bytes_per_second(name: str, *, place: str = "--network") -> float:
-    """Bytes per second out of a server, one way, by the name of its network or as ``25GB`` (per second).
+    """Bytes per second out of a server, one way, from the name of its network or a figure like ``25GB`` (per second).
 
     Raises:
         ConfigError: naming the nearest network.
@@ -173,17 +173,17 @@ def network_bytes_per_second(name: str, *, place: str = "--network") -> float:
 
 
 def catalogue() -> tuple[Gpu, ...]:
-    """Every GPU of the catalogue, consumer cards first."""
+    """All GPUs of the catalogue, consumer cards first."""
     return tuple(_cards().values())
 
 
 def find_gpu(text: str, *, place: str = "--gpu") -> Gpu:
-    """The card called `text` (``4090``, ``A100 80GB SXM``, a CUDA device name), or one of a size (``24GiB``).
+    """The card called `text` (``4090``, ``A100 80GB SXM``, a CUDA device name), or one of a given size (``24GiB``).
 
-    A size gives an unnamed card: memory is known, speed is not.
+    A size gives an unnamed card, whose memory is known and whose speed is not.
 
     Raises:
-        ConfigError: if several cards answer to the name (all are listed), or none does (the nearest is named).
+        ConfigError: if several cards match the name (all are listed), or none does (the nearest is named).
     """
     key = _key(text)
     names = _names()
@@ -219,7 +219,7 @@ def detect_local() -> Machine | None:
 
 
 def host_memory_bytes(meminfo: str = "/proc/meminfo", limit: str = "/sys/fs/cgroup/memory.max") -> int | None:
-    """Memory of this host, or of this container where it is limited to less; `None` where neither says."""
+    """Memory of this host, or of this container if it is limited to less; `None` if unknown."""
     try:
         match = re.search(r"^MemTotal:\s+(\d+) kB", Path(meminfo).read_text(), re.MULTILINE)
     except OSError:
@@ -269,13 +269,13 @@ def _names() -> dict[str, str]:
 
 
 def _key(text: str) -> str:
-    """Lower-case words without makers' and series' names: ``NVIDIA GeForce RTX 4090`` → ``rtx 4090``."""
+    """Lower-case words without vendor and series names: ``NVIDIA GeForce RTX 4090`` → ``rtx 4090``."""
     words = _VENDOR_WORDS.sub(" ", re.sub(r"[-_/]|(?<=rtx)(?=\d)", " ", text.lower()))
     return re.sub(r"(?<=\d) (?=g?b\b)", "", " ".join(words.split()))
 
 
 def _is_part(key: str, name: str) -> bool:
-    """Whether all words of `key` are words of `name`, in any order."""
+    """True if all words of `key` are words of `name`, in any order."""
     return set(key.split()) <= set(name.split())
 
 

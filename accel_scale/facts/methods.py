@@ -1,4 +1,4 @@
-"""Every way to train a model: what learns, and what the base is stored in."""
+"""Training methods: which weights are trained, and how the base model is stored."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class MethodFacts:
     """One value of ``--method``.
 
     Attributes:
-        trains_adapters: Whether LoRA adapters learn on a frozen base, otherwise every weight does.
+        trains_adapters: Whether LoRA adapters are trained on a frozen base; otherwise every weight is trained.
         quantises_base: Whether the frozen base is stored in 4 bits (NF4).
     """
 
@@ -19,7 +19,7 @@ class MethodFacts:
 
     @property
     def trl_flags(self) -> dict[str, bool]:
-        """The flags of TRL's `ModelConfig` that the method stands for."""
+        """The equivalent flags of TRL's `ModelConfig`."""
         return {"use_peft": self.trains_adapters, **({"load_in_4bit": True} if self.quantises_base else {})}
 
 

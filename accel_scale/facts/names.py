@@ -9,7 +9,7 @@ from accel_scale.facts.precisions import PRECISION_FACTS
 
 # The first is the default.
 PIPELINE_SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble")
-# Of schedules that need more than one.
+# Stages per rank of the schedules that need more than one.
 STAGES_PER_RANK = {"interleaved": 2, "zero_bubble": 2}
 
 
@@ -34,21 +34,21 @@ SCHEDULE_NAMES = (
 COLUMN_ROLES = (
     "messages", "prompt", "completion", "text", "system", "answer", "tools", "chosen", "rejected", "label", "images",
 )  # fmt: skip
-# What rows hold beside questions: `pairs` of a better and a worse answer, single ones with `labels`, good or bad, or
-# `images`.
+# What rows hold besides questions: `pairs` of a better and a worse answer, single answers with `labels` (good or bad),
+# or `images`.
 RowsWith: TypeAlias = Literal["pairs", "labels", "images"]
 METHODS = tuple(METHOD_FACTS)
 FUSED_KERNELS = ("auto", "on", "off")
-# What Liger may compute in the place of a model's own layers, and what that is called.
+# Layers of a model that Liger's kernels can replace, and the label for them.
 FUSED_PARTS = ("RMSNorm", "LayerNorm", "RoPE", "SwiGLU", "GEGLU")
 FUSED_LABEL = "Liger's"
-# What activation checkpointing is where it is left to the plan: the fastest of `AUTO_POLICIES` that fits. They go
-# from the least recomputation to the most.
+# Activation checkpointing left to the plan: the fastest of `AUTO_POLICIES` that fits. They are ordered from the least
+# recomputation to the most.
 AUTO_POLICY = "auto"
 AUTO_POLICIES = ("none", "selective", "every_2", "full")
 PRECISIONS = tuple(PRECISION_FACTS)
 DDP_HOOKS = ("none", "bf16", "fp16", "powersgd")
 POWERSGD_RANK, POWERSGD_STEP = 4, 100  # by default
-# torch's hook refuses to begin before two steps are done: DDP builds its buckets again after the first.
+# torch's hook refuses to start before two steps are done, because DDP rebuilds its buckets after the first.
 FIRST_POWERSGD_STEP = 3
 DECAY_SHAPES = ("1-sqrt", "linear", "cosine")

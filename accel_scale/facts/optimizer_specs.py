@@ -1,4 +1,4 @@
-"""Every optimizer: package, options, states and where it does not work, for training, planner and doctor."""
+"""Facts about every optimizer (package, options, states, where it does not work) for training, planner and doctor."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ def _boolean(text: object) -> bool:
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """One optimizer, as far as it is known without building it.
+    """What is known about one optimizer without building it.
 
     Attributes:
         summary: What it is, in a few words.
         package: Module that must be importable, beyond this project's own dependencies.
-        install: What to type to get it.
-        options: What `--optim_args` may set, and how each value is read.
-        num_states: Values kept per trained parameter (in matrices; factored states count as none). None: not known.
-        state_bits: Bits of each; None: as wide as the weight.
-        block_size: Quantised values that share one fp32 scale.
+        install: Command that installs it.
+        options: Options that `--optim_args` may set, and how each value is parsed.
+        num_states: Values kept per trained parameter (in matrices; factored states count as none). None if unknown.
+        state_bits: Bits of each state; None if as wide as the weight.
+        block_size: Number of quantised values that share one fp32 scale.
         transient_copies: Copies of the trained parameters that exist during the step.
         is_paged: Whether states may be evicted to host memory when the card is full.
         on_host: Whether states always live in host memory.
-        in_torch: Whether it needs nothing but torch, on any device.
-        shares_weights: Whether it is known to step weights that model-parallel ranks share.
-        steps_in_backward: Whether it changes weights in the backward pass, before the step can be inspected.
-        compiles: Whether its step is compiled by torch, which no dispatch mode may watch.
-        whole_checkpoints: Whether a whole-model checkpoint of FSDP can be resumed with its states.
-        compilers: Programs that its first use needs.
-        zero_offload: What runs in its place when ZeRO keeps optimizer states in host memory; None: nothing can.
+        in_torch: Whether it needs only torch, on any device.
+        shares_weights: Whether it is known to update weights that model-parallel ranks share.
+        steps_in_backward: Whether it updates weights in the backward pass, before the step can be inspected.
+        compiles: Whether torch compiles its step, so that no dispatch mode may be active.
+        whole_checkpoints: Whether its states can be resumed from a whole-model FSDP checkpoint.
+        compilers: Programs needed at its first use.
+        zero_offload: What runs in its place when ZeRO keeps optimizer states in host memory; None if nothing can.
         zero_note: What users should know about it under ZeRO.
         refused: ``cpu``, ``cuda``, ``ddp``, ``fsdp``, ``zero`` or ``fp16`` → why it does not work there.
     """
@@ -68,7 +68,7 @@ class OptimizerSpec:
     refused: Mapping[str, Refusal] = field(default_factory=dict)
 
     def state_bytes(self, weight_bytes: float) -> float:
-        """Bytes of states per parameter, for weights of `weight_bytes`, in matrices of 4096 values and more.
+        """Bytes of state per parameter, for weights of `weight_bytes`, in matrices of 4096 values or more.
 
         Quantised states are ``bits / 8`` bytes and one fp32 scale per block (Dettmers et al. 2022, arXiv:2110.02861,
         section 2). Smaller tensors, and embeddings under bitsandbytes, keep 32-bit states.
@@ -77,17 +77,17 @@ class OptimizerSpec:
         return (self.num_states or 0) * (self.value_bytes(weight_bytes) + scales)
 
     def value_bytes(self, weight_bytes: float) -> float:
-        """Bytes of one state's value, without its share of a block's scale."""
+        """Bytes of one state value, without its share of the block's scale."""
         return weight_bytes if self.state_bits is None else self.state_bits / 8
 
     def refusal(
         self, *, device_type: str | None, strategy: str, zero_offload: bool, precision: str | None
     ) -> tuple[str, Refusal] | None:
-        """The condition under which it does not work here, and why; None if it works.
+        """The condition that rules the optimizer out here, and why; None if it works.
 
         Args:
-            device_type: Where the weights are; None: on an accelerator of any kind.
-            strategy: A name of `facts.strategies`.
+            device_type: Type of the device with the weights; None for an accelerator of any kind.
+            strategy: A name in `facts.strategies`.
             zero_offload: Whether ZeRO keeps optimizer states in host memory.
         """
         conditions = [precision] if precision == "fp16" else []
@@ -99,8 +99,8 @@ class OptimizerSpec:
         return next(((name, self.refused[name]) for name in conditions if name in self.refused), None)
 
 
-# torch's foreach kernels make the update's numerator and denominator for all parameters at once: measured one more
-# copy. The fused kernel makes none; single-tensor loops make one for the largest parameter, which is left out.
+# torch's foreach kernels build the update's numerator and denominator for all parameters at once: one more copy, as
+# measured. The fused kernel builds none; single-tensor loops build one for the largest parameter, which is ignored.
 _FOREACH = 1.0
 _CPU_ADAM, _CPU_LION = "DeepSpeed CPU Adam", "DeepSpeed CPU Lion"
 _TORCHAO = ("torchao", "pip install 'accel-scale[fp8]'")
@@ -126,7 +126,7 @@ _RMSPROP_OPTIONS: _Options = {"momentum": float, "alpha": float, "eps": float}
 
 def _bnb(summary: str, num_states: int, bits: int, *, options: _Options | None = None, zero_offload: str | None = None,
          is_paged: bool = False) -> OptimizerSpec:  # fmt: skip
-    """An optimizer of bitsandbytes, whose kernels take no DTensor (0.50.2); embeddings keep 32-bit states."""
+    """A bitsandbytes optimizer. Its kernels do not accept DTensors (0.50.2), and embeddings keep 32-bit states."""
     refused = {"fsdp": Refusal(_NO_DTENSOR, _SHARDED_8BIT if bits == 8 else _DEFAULT)}
     return OptimizerSpec(
         f"bitsandbytes {summary}{', 8-bit states' if bits == 8 else ''}{', paged' if is_paged else ''}",
@@ -219,14 +219,14 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
         },
     ),
 }
-# What `--plan auto` and `accel-scale plan` choose from, the closest to the default first.
+# Optimizers that `--plan auto` and `accel-scale plan` choose from, closest to the default first.
 LEAN_OPTIMIZERS = ("adamw_torch_fused", "adamw_torch_8bit", "paged_adamw_8bit")
 
 _GALORE, _APOLLO = ("galore_torch", "pip install galore-torch"), ("apollo_torch", "pip install apollo-torch")
 _LOMO, _SCHEDULE_FREE = ("lomo_optim", "pip install lomo-optim"), ("schedulefree", "pip install schedulefree")
 _IN_BACKWARD = ("galore_adamw_layerwise", "galore_adamw_8bit_layerwise", "galore_adafactor_layerwise",
                 "apollo_adamw_layerwise", "lomo", "adalomo")  # fmt: skip
-# transformers' other optimizers: built by transformers, each from a package of its own. Their states are not known.
+# transformers' other optimizers, each built by transformers from a separate package. Their states are unknown.
 _EXTERNAL: dict[str, OptimizerSpec] = {
     name: OptimizerSpec(
         f"{name}, as transformers builds it", *package, num_states=None, steps_in_backward=name in _IN_BACKWARD
@@ -256,7 +256,7 @@ OPTIMIZER_NAMES: tuple[str, ...] = (*OPTIMIZERS, *_EXTERNAL)
 
 
 def optimizer_spec(name: str) -> OptimizerSpec:
-    """What is known of `name`.
+    """The spec of the optimizer called `name`.
 
     Raises:
         ConfigError: if there is no such optimizer.
@@ -270,7 +270,7 @@ def optimizer_spec(name: str) -> OptimizerSpec:
 
 
 def modelled_optimizer(name: str) -> OptimizerSpec:
-    """What is known of ``--optim name``, whose states the planner can count.
+    """The spec of ``--optim name``, whose states the planner can count.
 
     Raises:
         ConfigError: for an optimizer that is not modelled, naming the nearest.
@@ -287,12 +287,12 @@ def modelled_optimizer(name: str) -> OptimizerSpec:
 
 
 def steps_in_backward(name: str) -> bool:
-    """Whether `name`, which may be a script's own, is known to change weights in the backward pass."""
+    """True if `name`, which may be a script's own optimizer, is known to update weights in the backward pass."""
     spec = OPTIMIZERS.get(name) or _EXTERNAL.get(name)
     return spec is not None and spec.steps_in_backward
 
 
 def state_bytes_per_parameter(name: str, *, weight_bytes: float = 4.0) -> float | None:
-    """Bytes of optimizer state per trained parameter, as `OptimizerSpec.state_bytes`; None: not known here."""
+    """Bytes of optimizer state per trained parameter, as in `OptimizerSpec.state_bytes`; None if unknown."""
     spec = optimizer_spec(name)
     return None if spec.num_states is None else spec.state_bytes(weight_bytes)

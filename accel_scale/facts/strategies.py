@@ -1,7 +1,7 @@
-"""Every way to spread a run over processes, with its properties: launch files, training, planner and doctor ask here.
+"""Strategies for distributing a run over processes: properties for launch files, training, planner and doctor.
 
-To add one: its launch file, and an entry in `STRATEGIES` if it is a new way to run a step, or in `VARIANTS` if it is a
-known way with other settings. Code asks for properties and never compares names.
+To add one, write its launch file and an entry in `STRATEGIES` if it is a new way to run a step, or in `VARIANTS` if it
+is a known one with other settings. Code checks properties and never compares names.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ OFFLOADS: tuple[Offload, ...] = get_args(Offload)
 
 
 class Refusal(NamedTuple):
-    """Why something does not work somewhere, and what to use there."""
+    """Why something does not work in a given place, and what to use instead."""
 
     reason: str
     fix: str
@@ -27,20 +27,20 @@ class Refusal(NamedTuple):
 
 @dataclass(frozen=True)
 class Strategy:
-    """One way to spread weights, gradients and optimizer states over processes.
+    """One way to distribute weights, gradients and optimizer states over processes.
 
     Attributes:
-        name: In manifests, flags and messages.
-        label: In tables.
+        name: Name in manifests, flags and messages.
+        label: Name in tables.
         engine: What runs the backward pass and the step.
-        fsdp_version: Of FSDP.
-        zero_stage: Of DeepSpeed.
-        shards_states: Whether optimizer states are spread.
-        shards_gradients: Whether gradients are spread.
-        shards_weights: Whether weights are spread, so that each layer's are gathered before it runs.
-        overlaps: Whether communication runs beside computation.
-        reduces_each_batch: Whether gradients of every micro-batch can be reduced, not only those of a step's last.
-        is_planned: Whether the planner models it.
+        fsdp_version: Version of FSDP, if it is used.
+        zero_stage: Stage of DeepSpeed's ZeRO, if it is used.
+        shards_states: Whether optimizer states are sharded.
+        shards_gradients: Whether gradients are sharded.
+        shards_weights: Whether weights are sharded, so that each layer's weights are gathered before it runs.
+        overlaps: Whether communication overlaps with computation.
+        reduces_each_batch: Whether gradients can be reduced after every micro-batch, not only after a step's last.
+        is_planned: Whether the planner models the strategy.
         refused_precisions: Name of a precision → why it does not work.
     """
 
@@ -59,59 +59,59 @@ class Strategy:
 
     @property
     def is_single(self) -> bool:
-        """Whether it is one process."""
+        """True for a single process."""
         return self.engine == "none"
 
     @property
     def is_ddp(self) -> bool:
-        """Whether DDP reduces whole gradients."""
+        """True if DDP reduces whole gradients."""
         return self.engine == "ddp"
 
     @property
     def is_fsdp(self) -> bool:
-        """Whether FSDP, of either version, shards the model."""
+        """True if either version of FSDP shards the model."""
         return self.engine == "fsdp"
 
     @property
     def is_fsdp2(self) -> bool:
-        """Whether FSDP2 shards the model, so that parameters are DTensors."""
+        """True if FSDP2 shards the model, so that parameters are DTensors."""
         return self.fsdp_version == 2
 
     @property
     def is_deepspeed(self) -> bool:
-        """Whether DeepSpeed runs the step."""
+        """True if DeepSpeed runs the step."""
         return self.engine == "deepspeed"
 
     @property
     def is_model_parallel(self) -> bool:
-        """Whether the ranks share the model by tensor, pipeline or sequence parallelism of this project."""
+        """True if the ranks share the model by this project's tensor, pipeline or sequence parallelism."""
         return self.engine == "model_parallel"
 
     @property
     def is_replicated(self) -> bool:
-        """Whether every process holds everything, so that a checkpoint of one loads under another."""
+        """True if every process holds everything, so that a checkpoint of one such strategy loads under another."""
         return self.is_single or self.is_ddp
 
     @property
     def partitions_weights(self) -> bool:
-        """Whether DeepSpeed partitions weights (ZeRO-3): they are gathered around every module's forward, which only
-        reentrant activation checkpointing survives where they are frozen."""
+        """True if DeepSpeed partitions weights (ZeRO-3), gathering them around every module's forward. If weights are
+        frozen, only reentrant activation checkpointing works with that."""
         return self.is_deepspeed and self.shards_weights
 
     @property
     def engine_label(self) -> str:
-        """What runs the step, for messages."""
+        """Name of what runs the step, for messages."""
         return "DeepSpeed" if self.is_deepspeed else self.label
 
     @property
     def family(self) -> str:
-        """The name that optimizers' refusals use: ``ddp``, ``fsdp``, ``zero`` …"""
+        """The name used in optimizers' refusals: ``ddp``, ``fsdp``, ``zero`` …"""
         return "zero" if self.is_deepspeed else self.engine
 
     def loads_checkpoints_of(self, name: str) -> bool:
-        """Whether weights and states that were saved under the strategy `name` load under this one."""
+        """True if weights and states saved under the strategy `name` load under this one."""
         other = STRATEGIES.get(name)
-        # Ranks that share a model store every tensor whole, under its name in the plain model.
+        # Ranks that share a model save every tensor whole, under its name in the undivided model.
         stores_whole = other is not None and (other.is_replicated or other.is_model_parallel)
         return name == self.name or (self.is_replicated and stores_whole)
 
@@ -127,7 +127,7 @@ _REFUSED_BY_DEEPSPEED = {
 
 
 def _zero(stage: int, *, is_planned: bool = True) -> Strategy:
-    """DeepSpeed's stages: states from 1, gradients from 2, weights from 3 (Rajbhandari et al. 2020, section 3)."""
+    """A ZeRO stage: shards states from 1 on, gradients from 2, weights from 3 (Rajbhandari et al. 2020, section 3)."""
     return Strategy(
         f"zero{stage}",
         f"ZeRO-{stage}",
@@ -165,7 +165,7 @@ _ALL = (
     _zero(2),
     _zero(3),
     Strategy("megatron", "Megatron-LM", "megatron", is_planned=False),
-    # What the ranks of a plain loop share beside FSDP2 or DDP; no launch file asks for it by name.
+    # Model sharing between the ranks of a plain loop, beside FSDP2 or DDP; no launch file names it.
     Strategy("model_parallel", "model parallelism", "model_parallel", is_planned=False),
 )
 STRATEGIES: dict[str, Strategy] = {strategy.name: strategy for strategy in _ALL}
@@ -185,41 +185,41 @@ def strategy_named(name: str) -> Strategy:
 
 
 class Offloading:
-    """What follows from where weights and optimizer states live; for dataclasses that have these two fields."""
+    """Properties derived from where weights and optimizer states live, for dataclasses with these two fields."""
 
     offload_params: str
     offload_optimizer: str
 
     @property
     def offloads_params(self) -> bool:
-        """Whether weights live in host memory or on NVMe."""
+        """True if weights live in host memory or on NVMe."""
         return self.offload_params != "none"
 
     @property
     def offloads_optimizer(self) -> bool:
-        """Whether optimizer states live in host memory or on NVMe."""
+        """True if optimizer states live in host memory or on NVMe."""
         return self.offload_optimizer != "none"
 
     @property
     def offloads(self) -> bool:
-        """Whether either does."""
+        """True if weights or optimizer states are offloaded."""
         return self.offloads_params or self.offloads_optimizer
 
 
 @dataclass(frozen=True)
 class StrategyVariant:
-    """A strategy with its settings: what the planner compares and a launch file of this project sets.
+    """A strategy with its settings, as the planner compares them and this project's launch files set them.
 
     Attributes:
-        label: In tables.
-        strategy: A name of `STRATEGIES`.
-        launch_file: Its file in ``accelerate_configs/``, without the suffix.
+        label: Name in tables.
+        strategy: A name in `STRATEGIES`.
+        launch_file: Name of its file in ``accelerate_configs/``, without the suffix.
         offload_params: Where weights live when not on the card.
         offload_optimizer: Where optimizer states live when not on the card.
         reshard_after_forward: Whether gathered weights are freed after the forward pass.
-        for_one_gpu: Whether it is of use on a single GPU.
+        for_one_gpu: Whether it is useful on a single GPU.
         zero: Sizes of DeepSpeed's buffers.
-        is_open: Whether the planner considers it where no strategy is named.
+        is_open: Whether the planner considers it when no strategy is named.
     """
 
     label: str
@@ -233,7 +233,7 @@ class StrategyVariant:
     is_open: bool = True
 
 
-# From the simplest to the last resort: nothing sharded, then the lowest stage that fits.
+# From the simplest to the last resort: nothing sharded first, then growing stages.
 VARIANTS: tuple[StrategyVariant, ...] = (
     StrategyVariant("DDP", "ddp", "ddp"),
     StrategyVariant("ZeRO-1", "zero1", "zero1"),
@@ -249,7 +249,7 @@ VARIANTS: tuple[StrategyVariant, ...] = (
     StrategyVariant("ZeRO-3 tuned", "zero3", "zero3_tuned", zero=TUNED_BUFFERS, is_open=False),
 )
 ONE_GPU, HYBRID = "one GPU", "FSDP2 hybrid"
-# Launch files, and names that people use for them, whose label is not their name in other letters.
+# Labels of launch files, and of common names for them, where the label is not just another spelling of the name.
 LAUNCH_FILE_LABELS: dict[str, str] = {
     "single": ONE_GPU,
     "single_gpu": ONE_GPU,

@@ -1,14 +1,14 @@
-"""Where vLLM can write the answers of a run, and which weights TRL can give it (1.16); it is not imported."""
+"""Where vLLM can generate a run's answers, and which weights TRL (1.16) can pass to it. Does not import vLLM."""
 
 from __future__ import annotations
 
 
 def why_no_vllm(*, is_installed: bool, device_type: str | None) -> tuple[str, str] | None:
-    """The problem and its fix where vLLM cannot generate; None where it can.
+    """The problem and its fix if vLLM cannot generate; None if it can.
 
     Args:
-        is_installed: Whether its distribution is.
-        device_type: torch's name of what the run computes on; None: not known yet.
+        is_installed: Whether the vLLM distribution is installed.
+        device_type: torch's name of the device that the run uses; None if not known yet.
     """
     if device_type not in (None, "cuda"):
         return (
@@ -21,11 +21,11 @@ def why_no_vllm(*, is_installed: bool, device_type: str | None) -> tuple[str, st
 
 
 def why_no_weights(*, is_quantised: bool, trains_adapters: bool, is_fsdp: bool) -> tuple[str, str] | None:
-    """The problem and its fix where the weights that are trained cannot be given to vLLM; None where they can.
+    """The problem and its fix if the trained weights cannot be passed to vLLM; None if they can.
 
     Args:
-        is_quantised: Whether the base is.
-        trains_adapters: Whether adapters learn, which are merged for vLLM.
+        is_quantised: Whether the base model is quantised.
+        trains_adapters: Whether adapters are trained; they are merged for vLLM.
         is_fsdp: Whether FSDP shards the weights.
     """
     if is_quantised:

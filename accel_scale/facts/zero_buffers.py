@@ -1,4 +1,4 @@
-"""DeepSpeed's keys that decide how large its buffers are."""
+"""DeepSpeed's configuration keys for the sizes of its buffers."""
 
 from __future__ import annotations
 
@@ -8,25 +8,24 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class ZeroBuffers:
-    """Sizes of DeepSpeed's buffers, in elements; the defaults are its own.
+    """Sizes of DeepSpeed's buffers, in elements. The defaults are DeepSpeed's.
 
-    Read in DeepSpeed 0.19.8: defaults and types in `runtime/zero/config.py`, buffers in `stage_1_and_2.py`
+    From the source of DeepSpeed 0.19.8: defaults and types in `runtime/zero/config.py`, buffers in `stage_1_and_2.py`
     (`setup_buckets`, `allreduce_bucket`) and `stage3.py` (`bucket.buffer`, `_create_fp16_sub_groups`), gathering in
     `partitioned_param_coordinator.py` (`fetch_sub_module`, `__params_to_release`) and `parameter_offload.py`
-    (`mark_persistent_parameters`). ``allgather_bucket_size`` is not among them: where torch has
-    `all_gather_into_tensor`, updated weights are gathered into the weights themselves (`all_gather_dp_groups` in
-    `runtime/utils.py`).
+    (`mark_persistent_parameters`). ``allgather_bucket_size`` is left out: if torch has `all_gather_into_tensor`,
+    updated weights are gathered into the weights themselves (`all_gather_dp_groups` in `runtime/utils.py`).
 
     Attributes:
-        reduce_bucket: Of one gradient buffer, whole from the start, and of the copy that is reduced.
-        overlap: Whether gradients are reduced beside the backward pass; None: under ZeRO-3. Stages 1 and 2 then fill
-            a second buffer meanwhile.
-        contiguous: Whether gradients are copied into such a buffer as they come.
-        prefetch: Weights that ZeRO-3 gathers ahead of their use, through a buffer of their own.
+        reduce_bucket: Size of one gradient buffer, allocated in full at the start, and of the copy that is reduced.
+        overlap: Whether gradients are reduced during the backward pass; None: only under ZeRO-3. Stages 1 and 2 then
+            fill a second buffer in the meantime.
+        contiguous: Whether gradients are copied into such a buffer as they are computed.
+        prefetch: Weights that ZeRO-3 gathers before they are used, through a separate buffer.
         persistence: Weights of at most this size stay whole on every rank.
-        max_live: Gathered weights that may be there at the same time.
-        max_reuse: Gathered weights are kept if they are used again within this many.
-        sub_group: Weights that ZeRO-3 steps at a time, on an fp32 copy of their gradients.
+        max_live: Gathered weights that may be held at the same time.
+        max_reuse: Gathered weights are kept if they are used again within this many weights.
+        sub_group: Weights that ZeRO-3 updates at a time, on an fp32 copy of their gradients.
     """
 
     reduce_bucket: float = 5e8
@@ -39,7 +38,7 @@ class ZeroBuffers:
     sub_group: float = 1e9
 
     def of_hidden_size(self, hidden_size: int) -> ZeroBuffers:
-        """With a number for each `auto`, as Accelerate and transformers take it from the model."""
+        """A copy with each `auto` replaced by the number that Accelerate and transformers derive from the model."""
         square = hidden_size**2
         return replace(
             self,
@@ -64,17 +63,17 @@ class ZeroBuffers:
 
 
 AUTO = -1.0
-_WEIGHTS = 3  # the stage that splits them
+_WEIGHTS = 3  # the stage that shards weights
 DEEPSPEED_BUFFERS = ZeroBuffers()
-# Of accelerate_configs/zero2_tuned.yaml and zero3_tuned.yaml, which say why; in 16 bits:
-# 200 MB are sent at the speed of the link, whose latency is a hundredth of that time, and are a tenth of DeepSpeed's
-# bucket; weights of 2 MB or less would wait longer for the first byte than for all; 200 MB ahead are the next products
-# of an 8B model; 200M weights a time are stepped on 1.2 GB of copies.
+# The sizes of accelerate_configs/zero2_tuned.yaml and zero3_tuned.yaml, which explain them. In 16 bits, a bucket of
+# 200 MB is sent at the speed of the link, with latency a hundredth of the time, and is a fifth of DeepSpeed's bucket;
+# weights of up to 2 MB would take longer to the first byte than to transfer; a prefetch of 200 MB covers the next
+# products of an 8B model; 200M weights are updated at a time, on 1.2 GB of copies.
 TUNED_BUFFERS = ZeroBuffers(reduce_bucket=1e8, overlap=True, prefetch=1e8, persistence=1e6, sub_group=2e8)
 
 
 def zero_buffers(keys: Mapping[str, object]) -> ZeroBuffers:
-    """Those that `keys`, DeepSpeed's section ``zero_optimization``, ask for; others are DeepSpeed's defaults."""
+    """Buffer sizes set by `keys`, DeepSpeed's section ``zero_optimization``; the others are DeepSpeed's defaults."""
     usual, overlap = DEEPSPEED_BUFFERS, keys.get("overlap_comm")
     return ZeroBuffers(
         reduce_bucket=_size(keys, "reduce_bucket_size", usual.reduce_bucket),

@@ -1,1 +1,1 @@
-"""Flags: declared once, parsed strictly, each value with where it came from."""
+"""Flags: declared once, parsed strictly, each value with its origin."""

@@ -33,11 +33,10 @@ class RecipeCommand:
 
     @classmethod
     def parse(cls, script: str, words: Sequence[str]) -> RecipeCommand:
-        """From the script and the words that follow it.
+        """Parse the script and the words that follow it.
 
         Raises:
-            ConfigError: the script, which may be the name of one that comes with the package, or its file of flags
-                does not exist.
+            ConfigError: if the script (or shipped recipe of that name) or its file of flags does not exist.
         """
         path = named_script(script)
         if not path.is_file():
@@ -50,12 +49,12 @@ class RecipeCommand:
         return replace(command, config_path=Path(config)) if config is not None else command
 
     def value(self, name: str, default: Any = None) -> Any:
-        """What `name` is set to (text from the command line, as typed in YAML), or `default`."""
+        """The value of `name` (text from the command line, as typed in YAML), or `default`."""
         values = self.values(name)
         return values[-1] if values else default
 
     def values(self, name: str) -> list[Any]:
-        """All values of a flag that takes several; the last occurrence counts."""
+        """All values of a flag that takes several; the last occurrence wins."""
         given = [values for flag, values in self.flags() if flag == name]
         if given:
             return list(given[-1]) or ["true"]
@@ -67,7 +66,7 @@ class RecipeCommand:
         return list(dict.fromkeys([*(name for name, _ in self.flags()), *self._yaml()]))
 
     def place(self, name: str) -> str:
-        """``--name``, or ``file.yaml:12`` where the file of flags sets it."""
+        """``--name``, or ``file.yaml:12`` if the file of flags sets it."""
         if self.config_path is not None and all(flag != name for flag, _ in self.flags()):
             names = (name, datasets_key.KEY) if name in datasets_key.FLAGS else (name,)
             places = (place for key, place, _ in read_mapping(self.config_path) if key in names)
@@ -75,9 +74,9 @@ class RecipeCommand:
         return f"--{name}"
 
     def without(self, names: Collection[str], folder: Path) -> RecipeCommand:
-        """The same command with `names` not set; a file of flags that sets one is copied to `folder` without it.
+        """The same command without `names`; a file of flags that sets one is copied to `folder` without it.
 
-        The copy keeps every other line where it was, so that messages name the right line.
+        The copy keeps all other lines in place, so that messages name the right line.
         """
         if set(names) & set(datasets_key.FLAGS):
             names = {*names, datasets_key.KEY}
@@ -85,19 +84,19 @@ class RecipeCommand:
         if self.config_path is None or not set(names) & {*self._yaml(), *self._own_keys()}:
             return replace(self, words=tuple(words))
         copy = folder / self.config_path.name
-        if copy != self.config_path:  # else it is a copy already
+        if copy != self.config_path:  # otherwise it is a copy already
             shutil.copyfile(self.config_path, copy)
         blank_keys(copy, names)
         words = [word for flag, kept in self._words_by_flag() if flag not in {*names, *_CONFIG_FLAGS} for word in kept]
         return replace(self, words=("--config_file", str(copy), *words), config_path=copy)
 
     def with_flags(self, **flags: Any) -> RecipeCommand:
-        """The same command with `flags` set, over what the command line and the file say."""
+        """The same command with `flags` set, overriding the command line and the file."""
         added = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
         return replace(self, words=(*self.words, *added))
 
     def _yaml(self) -> dict[str, Any]:
-        """Flags of the file; TRL's list of data sets as those that it stands for."""
+        """Flags of the file, with TRL's list of data sets replaced by the flags that it stands for."""
         import yaml
 
         if self.config_path is None:
@@ -131,7 +130,7 @@ class RecipeCommand:
         return flags
 
     def _words_by_flag(self) -> list[tuple[str, list[str]]]:
-        """The command line cut before every flag; words before the first flag come under an empty name."""
+        """The command line split before every flag; words before the first flag come under an empty name."""
         groups: list[tuple[str, list[str]]] = []
         for word in self.words:
             if word.startswith("--"):

@@ -38,7 +38,7 @@ class OptimizerArguments:
 
 @dataclass
 class SharedArguments:
-    """Flags of both recipes that neither TRL nor transformers has. `None` means: decided by launch file or device."""
+    """Flags of both recipes that neither TRL nor transformers has. `None`: the launch file or the device decides."""
 
     precision: str | None = _flag(
         None,

@@ -1,4 +1,4 @@
-"""TRL's ``datasets:`` in a recipe's YAML: a list of data sets, read as the recipes' own flags of data."""
+"""TRL's ``datasets:`` in a recipe's YAML: a list of data sets, read as the recipes' own data flags."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from accel_scale.errors import ConfigError
 from accel_scale.facts.names import COLUMN_ROLES
 
 KEY = "datasets"
-# Flags that it stands for.
+# Flags that the key stands for.
 FLAGS = ("dataset_name", "dataset_config", "dataset_mixture", "dataset_train_split", "columns")
-# Of TRL's `DatasetConfig` (1.16).
+# Keys of TRL's `DatasetConfig` (1.16).
 _ITEM_KEYS = ("path", "name", "data_dir", "data_files", "split", "columns", "fraction")
-# Readers of `datasets` that stand in the place of a name; the files are named beside them.
+# Readers of `datasets`, given in place of a name; the files are named beside them.
 _READERS = ("json", "csv", "parquet", "arrow", "text")
 
 
 def is_list_of_datasets(node: yaml.Node) -> bool:
-    """Whether a value is a list of mappings, as TRL's is."""
+    """True if a value is a list of mappings, as TRL's is."""
     return isinstance(node, yaml.SequenceNode) and any(isinstance(item, yaml.MappingNode) for item in node.value)
 
 
@@ -34,7 +34,7 @@ def flags_of_datasets(node: yaml.Node, path: Path) -> dict[str, str | list[str]]
         path: The file, for messages.
 
     Raises:
-        ConfigError: naming file, line and key of what the recipes do not read.
+        ConfigError: naming file, line and key of anything that the recipes do not read.
     """
     if not isinstance(node, yaml.SequenceNode) or not node.value:
         raise ConfigError(f"{KEY!r} is no list.", place=_place(path, node), fix="write `- path: …` for each data set.")
@@ -96,7 +96,7 @@ class _Item:
         return _place(self._path, self._nodes[key]) if key in self._nodes else self._place
 
     def text(self, key: str) -> str | None:
-        """The value of `key` as it is written; None for nothing or null."""
+        """The value of `key` as written; None if it is missing or null."""
         node = self._nodes.get(key)
         if node is None or node.tag == "tag:yaml.org,2002:null":
             return None

@@ -25,7 +25,7 @@ class DdpHookArguments:
 
 @dataclass
 class DdpArguments(DdpHookArguments):
-    """As `DdpHookArguments`, with the bucket size that transformers' own arguments have."""
+    """`DdpHookArguments` plus the bucket size, which transformers' own arguments have."""
 
     ddp_bucket_cap_mb: int | None = _flag(
         None, "DDP: size of gradient buckets; benchmarks/ddp_buckets.py measures the best. Default: 25."

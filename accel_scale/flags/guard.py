@@ -12,7 +12,7 @@ from accel_scale.flags.guard_settings import POLICIES, TRAINER_POLICIES, GuardSe
 
 @dataclass
 class GuardArguments:
-    """What happens to a step whose loss or gradient norm is not finite or spikes."""
+    """How to handle a step whose loss or gradient norm is not finite or spikes."""
 
     guard: str = _flag(
         "skip",
@@ -34,13 +34,13 @@ class GuardArguments:
     guard_lr_steps: int = _flag(GuardSettings.lr_steps, "lower_lr: number of steps with the lower rate.")
 
     def settings(self) -> GuardSettings:
-        """What they come to; refuses values that cannot be honoured, as `settings_from`."""
+        """The resulting settings; refuses values that cannot be honoured, as `settings_from` does."""
         return settings_from(self)
 
 
 @dataclass
 class TrainerGuardArguments(GuardArguments):
-    """As `GuardArguments`, without going back, which a trainer's loop cannot."""
+    """`GuardArguments` without rollback, which a trainer's loop cannot do."""
 
     guard: str = _flag(
         "skip",
@@ -51,14 +51,14 @@ class TrainerGuardArguments(GuardArguments):
 
 
 def guard_for(arguments: GuardArguments, optimizer: str, place: str | None) -> tuple[GuardSettings, str | None]:
-    """What a run is guarded by, and a note where it cannot be and nobody has asked for it.
+    """The guard settings of a run, and a note if it cannot be guarded and the user did not ask for it.
 
     Args:
         optimizer: A name of ``--optim``.
-        place: Where ``--guard`` was set; None: it has its default.
+        place: Where ``--guard`` was set; None if it has its default.
 
     Raises:
-        ConfigError: for a value that cannot be honoured, or an optimizer whose steps nobody can judge.
+        ConfigError: for a value that cannot be honoured, or an optimizer whose steps cannot be judged.
     """
     if not steps_in_backward(optimizer) or arguments.guard == "off":
         return arguments.settings(), None
@@ -69,7 +69,7 @@ def guard_for(arguments: GuardArguments, optimizer: str, place: str | None) -> t
 
 
 def unjudgeable(optimizer: str, *, place: str = "--guard") -> ConfigError:
-    """Why steps of `optimizer` cannot be guarded."""
+    """The error for an optimizer whose steps cannot be guarded."""
     return ConfigError(
         f"{optimizer} changes weights in the backward pass, before the guard can check the step.",
         place=place,

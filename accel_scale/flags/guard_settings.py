@@ -15,22 +15,24 @@ TRAINER_POLICIES = tuple(policy for policy in POLICIES if policy != "rollback")
 
 @dataclass(frozen=True)
 class GuardSettings:
-    """What counts as a bad step and what is done about it.
+    """Which steps count as bad, and how they are handled.
 
     Args:
         policy: ``skip``: the step is not taken, see also `Guard.judge`; ``lower_lr``: a spike is taken at a lower
-            learning rate, what is not finite is skipped; ``rollback``: the caller loads its last good checkpoint and
-            goes around the batch; ``stop``; ``off``.
-        window: Accepted steps that median and MAD are taken over.
-        min_steps: Accepted steps before spikes are judged; values that are not finite are caught from the first on.
-        threshold: Robust standard deviations above the median that make a spike, the gradient norm's being those of
-            its logarithm. A loss less than 5 % above its median, or a norm less than twice its own, never is one.
+            learning rate, a step that is not finite is skipped; ``rollback``: the caller loads its last good
+            checkpoint and goes around the batch; ``stop``; ``off``.
+        window: Number of accepted steps from which median and MAD are computed.
+        min_steps: Accepted steps before spikes are judged; values that are not finite are caught from the first step
+            on.
+        threshold: Robust standard deviations above the median that make a spike; for the gradient norm, of its
+            logarithm. A loss less than 5 % above its median, or a norm less than twice its median, is never a spike.
         max_skips: Events tolerated within `skip_window` steps; one more stops the run.
         skip_window: See `max_skips`.
-        lr_factor, lr_steps: `lower_lr` multiplies the learning rate by this for so many steps, the spike's included.
-        loss_spikes: Whether a high loss is one. That of a policy gradient hovers around 0 and says nothing; only that
-            it is finite is asked of it.
-        max_overflows: fp16 overflows in a row that are left to the loss scaler; from then on each is an event.
+        lr_factor, lr_steps: `lower_lr` multiplies the learning rate by this factor for this many steps, including the
+            spike's.
+        loss_spikes: Whether a high loss counts as a spike. A policy gradient's loss hovers around 0 and says nothing:
+            it only has to be finite.
+        max_overflows: fp16 overflows in a row left to the loss scaler; every further one is an event.
 
     Raises:
         ConfigError: for a value that cannot be honoured.
@@ -74,7 +76,7 @@ class GuardSettings:
 
 
 def _place(name: str) -> str:
-    """The flag where there is one, as `GuardArguments` names them."""
+    """The flag of a setting, as `GuardArguments` names it, if there is one."""
     if name == "max_overflows":
         return "GuardSettings(max_overflows=)"
     return "--guard" if name == "policy" else f"--guard_{name}"
@@ -84,7 +86,7 @@ def settings_from(arguments: Any) -> GuardSettings:
     """`GuardSettings` from flags as `GuardArguments` has them: ``guard``, ``guard_window`` …
 
     Raises:
-        ConfigError: for a value that cannot be honoured, or one that would do nothing.
+        ConfigError: for a value that cannot be honoured, or one that would have no effect.
     """
     policy = arguments.guard
     given: dict[str, Any] = {}

@@ -1,8 +1,8 @@
 """Flags of the libraries' dataclasses, known without importing them: a table, and the versions it was made from.
 
-TRL's classes import torch and transformers, most of ten seconds, and a mistyped flag should not wait for that. The
-table holds what argparse is told of every flag. It is used for exactly the versions that it was made from; under
-others the classes are imported, and their table is kept in the user's cache for the next time.
+TRL's classes import torch and transformers, which takes almost ten seconds; a mistyped flag should not wait for that.
+The table holds the arguments that argparse needs for every flag. It is used only for the exact versions it was made
+from; under others the classes are imported, and their table is kept in the user's cache for the next time.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from typing import Any, NotRequired, TypeAlias, TypedDict
 
 # Written by `python -m accel_scale.flags.sft`.
 SHIPPED = Path(__file__).parents[1] / "assets" / "library_flags.json"
-# Whose versions decide which flags there are.
+# Libraries whose versions determine which flags exist.
 _LIBRARIES = ("trl", "transformers")
 _PLAIN_TYPES: dict[str, Callable[[str], object]] = {"str": str, "int": int, "float": float}
 
 
 class NeedsLibraryError(Exception):
-    """A value that only the library's own type can read."""
+    """Raised for a value that only the library's own type can read."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class LaterClass:
 
     Attributes:
         name: ``module:Class``.
-        library: ``module:Class`` of the library's class: itself, or the one that it extends.
+        library: ``module:Class`` of the library's class: the class itself, or the one that it extends.
         own: Its other bases, light dataclasses with our flags and our defaults for the library's.
     """
 
@@ -50,7 +50,7 @@ class LaterClass:
 
     @property
     def __name__(self) -> str:
-        """The class's own."""
+        """The name of the class."""
         return self.name.partition(":")[2]
 
     def load(self) -> type:
@@ -62,7 +62,7 @@ FlagClass: TypeAlias = type | LaterClass
 
 
 class Flag(TypedDict):
-    """What `add_argument` is told. A type of None: text that only the library reads."""
+    """Arguments for `add_argument`. A type of None means text that only the library can read."""
 
     names: list[str]
     dest: str
@@ -89,7 +89,7 @@ class FlagTable(TypedDict):
 
 
 def load_classes(classes: Iterable[FlagClass]) -> tuple[type, ...]:
-    """All of them imported; imports allocate much and free little: without collections they take a sixth less."""
+    """Import all classes, without garbage collection: imports allocate much and free little, so that saves a sixth."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -100,9 +100,9 @@ def load_classes(classes: Iterable[FlagClass]) -> tuple[type, ...]:
 
 
 def hf_argument_parser() -> ModuleType:
-    """transformers' `hf_argparser`, which needs nothing else of transformers, whose import takes a second.
+    """transformers' `hf_argparser`, without the rest of transformers, which takes a second to import.
 
-    Checked on transformers 5.23; a version whose module does need more is imported as a whole.
+    Checked on transformers 5.23; if a version's module needs more, transformers is imported as a whole.
     """
     if "transformers.hf_argparser" not in sys.modules:
         spec = importlib.util.find_spec("transformers")
@@ -123,7 +123,7 @@ def _module_at(path: Path) -> ModuleType:
 
 
 def known_table(classes: Iterable[FlagClass] = ()) -> FlagTable | None:
-    """The table of the installed versions, if all of `classes` are in it: the shipped one and the user's cache."""
+    """The table of the installed versions, from the shipped one and the user's cache, if it has all of `classes`."""
     versions = _versions()
     found: dict[str, ClassFlags] = {}
     for path in (_cache_path(), SHIPPED):
@@ -136,7 +136,7 @@ def known_table(classes: Iterable[FlagClass] = ()) -> FlagTable | None:
 
 
 def add_known(parser: argparse._ArgumentGroup, known: ClassFlags, *, replaced: Collection[str]) -> set[str]:
-    """Add the flags of a table but those in `replaced`; returns the names that YAML's null may set."""
+    """Add the flags of a table except those in `replaced`; returns the names that YAML's null may set."""
     for flag in known["flags"]:
         if flag["dest"] in replaced:
             continue
@@ -179,15 +179,15 @@ def _only_library(text: str) -> object:
 def make_table(
     classes: Iterable[FlagClass], parser_of: Callable[[Sequence[type]], argparse.ArgumentParser]
 ) -> FlagTable:
-    """From the libraries' classes that `classes` are or extend; imports them."""
+    """Make the table from the libraries' classes that `classes` are or extend; imports them."""
     names = dict.fromkeys(cls.library for cls in classes if isinstance(cls, LaterClass))
     return {"versions": _versions(), "classes": {name: _flags_of(parser_of([_load(name)])) for name in names}}
 
 
 def remember(table: FlagTable) -> None:
-    """Keep `table` for the next time, with what was kept before, where the user's cache can be written.
+    """Store `table` for the next time, added to earlier ones, if the user's cache can be written.
 
-    What is installed from a checkout changes its flags and keeps its version, so it has no table.
+    An installation from a checkout can change its flags without changing its version, so it gets no table.
     """
     if any("dev" in version or "+" in version for version in table["versions"].values()):
         return

@@ -10,7 +10,7 @@ from accel_scale.flags.common import _flag
 
 @dataclass
 class SequenceArguments:
-    """How ranks share rows, where the engine (DDP, FSDP2, DeepSpeed) takes all of them for data-parallel ones."""
+    """How ranks share rows, if the engine (DDP, FSDP2, DeepSpeed) treats all of them as data-parallel."""
 
     sp_size: int | None = _flag(
         None, "Ranks that share each row (Ulysses sequence parallelism). Default: the launch file's, else 1."
@@ -19,8 +19,8 @@ class SequenceArguments:
 
 @dataclass
 class ParallelArguments(SequenceArguments):
-    """How ranks share the model. The ranks that are left are data-parallel: replicas under a DDP launch file, shards
-    under an FSDP2 one."""
+    """How ranks share the model. The remaining ranks are data-parallel: replicas under a DDP launch file, shards under
+    an FSDP2 one."""
 
     tp_size: int | None = _flag(
         None, "Ranks that share each matrix product (tensor parallelism). Default: the launch file's, else 1."

@@ -43,14 +43,14 @@ _LAUNCH_FILE_KEYS = {
     "deepspeed_config",
     "machine_rank",
 }
-# What argparse reads as a number by itself, where no flag looks like one.
+# Negative numbers that argparse itself recognises, if no flag looks like one.
 _PLAINLY_NEGATIVE = re.compile(r"-\d+|-\d*\.\d+")
 _UNSET = object()
 
 
 @dataclass(frozen=True)
 class ParsedFlags:
-    """What the user set, per dataclass, before any default is applied.
+    """Flags that the user set, before any default is applied.
 
     Attributes:
         explicit: flag name → value, for flags given in the file or on the command line.
@@ -70,7 +70,7 @@ class ParsedFlags:
         return {name: value for name, value in self.explicit.items() if name in names}
 
     def place(self, name: str) -> str:
-        """Where `name` was set, or the flag itself when it has its default."""
+        """Where `name` was set, or the flag itself if it has its default."""
         return self.origins.get(name, f"--{name}")
 
 
@@ -90,7 +90,7 @@ def build_parser(
     """An argument parser with one flag per dataclass field, as transformers' `HfArgumentParser` lays them out.
 
     Args:
-        table: Flags of libraries, in place of importing their classes.
+        table: Flags of libraries, used instead of importing their classes.
     """
     parser = _Parser(
         prog=program,
@@ -127,7 +127,7 @@ def _add_fields(group: argparse._ArgumentGroup, cls: type) -> set[str]:
             if type(None) in get_args(hints[f.name]):
                 nullable.add(f.name)
             # HfArgumentParser's own reading of a field, so that flags look and behave as in TRL's scripts
-            # (checked on transformers 5.23; tests/unit/test_flags.py fails when it moves).
+            # (checked on transformers 5.23; tests/unit/test_flags.py fails if it changes).
             f.type = hints[f.name]
             hf_parser._parse_dataclass_field(group, f)
     return nullable
@@ -140,7 +140,7 @@ def parse_flags(
     program: str,
     description: str | None = None,
 ) -> ParsedFlags:
-    """Read `argv` (default: the process's) and the YAML file it names, without importing a library where that can be.
+    """Read `argv` (default: the process's) and the YAML file it names, without importing libraries where possible.
 
     Raises:
         ConfigError: unknown key, wrong type or bad choice, with file, line, key and the nearest right one; a number
@@ -170,7 +170,7 @@ def _parse(parser: argparse.ArgumentParser, argv: list[str]) -> ParsedFlags:
 
 
 def _parse_command_line(parser: argparse.ArgumentParser, argv: list[str]) -> dict[str, Any]:
-    # Sentinels instead of defaults: what is still a sentinel afterwards was not given.
+    # Sentinels instead of defaults: a value that is still a sentinel afterwards was not given.
     namespace = argparse.Namespace(**{a.dest: _UNSET for a in parser._actions if a.dest != "help"})
     try:
         namespace, unknown = parser.parse_known_args(_with_negative_numbers(argv), namespace)
@@ -182,9 +182,9 @@ def _parse_command_line(parser: argparse.ArgumentParser, argv: list[str]) -> dic
 
 
 def _with_negative_numbers(argv: Sequence[str]) -> list[str]:
-    """``--flag -1e-4`` as ``--flag=-1e-4``: argparse takes what is not plainly a negative number for another flag.
+    """``--flag -1e-4`` as ``--flag=-1e-4``: argparse mistakes unusual negative numbers for flags.
 
-    Plain ones stay as they are, since more may follow: ``--flag -1 1``.
+    Plain ones stay as they are, since more values may follow: ``--flag -1 1``.
     """
     words: list[str] = []
     for word in argv:
@@ -233,7 +233,7 @@ def _read_yaml(parser: argparse.ArgumentParser, path: Path) -> tuple[dict[str, A
 
 
 def refuse_launch_key(parser: argparse.ArgumentParser, key: str, *, place: str, path: Path) -> None:
-    """Say so where a key of an Accelerate launch file stands in a recipe's file."""
+    """Refuse a key of an Accelerate launch file in a recipe's file."""
     if key in _LAUNCH_FILE_KEYS and not any(a.dest == key for a in parser._actions):
         raise ConfigError(
             f"{key!r} belongs to an Accelerate launch file, not to a recipe.",
@@ -243,7 +243,7 @@ def refuse_launch_key(parser: argparse.ArgumentParser, key: str, *, place: str, 
 
 
 def parse_entry(parser: argparse.ArgumentParser, key: str, node: yaml.Node, place: str) -> Any:
-    """One YAML entry, run through the very argparse action of its flag, so types and choices are checked alike."""
+    """Parse one YAML entry by the argparse action of its flag, so types and choices are checked in the same way."""
     action = next((a for a in parser._actions if a.dest == key and f"--{key}" in a.option_strings), None)
     if action is None or key in ("config_file", "help"):
         raise _unknown(parser, key, place=place)

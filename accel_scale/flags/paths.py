@@ -1,4 +1,4 @@
-"""The recipes' flags that name models, data and checkpoints: which of their values are paths."""
+"""The recipes' flags that name models, data and checkpoints, and which of their values are paths."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ _AUTO, _NO = ("auto", "true", "yes", ""), ("no", "false", "none", "never")
 
 
 def named_inputs(values_of: Callable[[str], list[Any]]) -> dict[str, list[str]]:
-    """Flag → the models or data that it names, without the weights of a mixture.
+    """Flag → the models or data that it names, without mixture weights.
 
     Args:
-        values_of: The values of a flag, none where it was not given.
+        values_of: Returns the values of a flag, none if it was not given.
     """
     named = {flag: [str(value) for value in values_of(flag) if value] for flag in (*MODEL_FLAGS, *DATA_FLAGS)}
     return {flag: [without_weight(value) for value in values] for flag, values in named.items() if values}
 
 
 def as_list(value: Any) -> list[Any]:
-    """The values of a flag that takes one or several; none for None."""
+    """The values of a flag that takes one or several, as a list; empty for None."""
     return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def without_weight(item: str) -> str:
-    """``a.jsonl`` of ``a.jsonl=0.7``."""
+    """``a.jsonl=0.7`` → ``a.jsonl``."""
     name, equals, weight = item.rpartition("=")
     try:
         float(weight)
@@ -37,6 +37,6 @@ def without_weight(item: str) -> str:
 
 
 def resume_choice(value: object) -> str:
-    """``auto``, ``no``, or the path of a checkpoint, however it was written."""
+    """``auto``, ``no`` (in any spelling) or the path of a checkpoint."""
     text = str(value)
     return "auto" if text.lower() in _AUTO else "no" if text.lower() in _NO else text

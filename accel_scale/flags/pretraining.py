@@ -1,4 +1,4 @@
-"""Flags of the pretraining recipe; shared ones have the names of transformers and the other recipe."""
+"""Flags of the pretraining recipe; shared flags are named as in transformers and the other recipe."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from accel_scale.flags.trackers import TrackerArguments
 
 @dataclass
 class PretrainModelArguments:
-    """What is trained. One of the first three says which model; none of them: the embedded tiny one, from nothing."""
+    """The model to train: by one of the first three flags, else the embedded tiny one, from nothing."""
 
     model_name_or_path: str | None = _flag(None, "Continue training this model: a folder or a hub id.")
     model_config: str | None = _flag(None, "Train a model of this config.json (a file or its folder) from nothing.")
@@ -44,7 +44,7 @@ class PretrainModelArguments:
 
 @dataclass
 class PretrainDataArguments:
-    """What it is trained on."""
+    """The data to train on."""
 
     data: list[str] = _flag(
         [],
@@ -68,7 +68,7 @@ class PretrainDataArguments:
 
 @dataclass
 class PretrainArguments(SharedArguments, OptimizerArguments, TrackerArguments, DdpArguments):
-    """How it is trained. `None` means: decided by the launch file, the device or another flag."""
+    """How to train. `None`: the launch file, the device or another flag decides."""
 
     output_dir: str = _flag("outputs/pretrain", "Where checkpoints, logs and the model go.")
     seed: int = _flag(42, "Seed of initial weights, data order and dropout.")

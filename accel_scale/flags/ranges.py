@@ -1,4 +1,4 @@
-"""Allowed numbers of each flag: one table for every recipe, checked when flags are read."""
+"""Allowed numbers for each flag: one table for all recipes, checked when flags are read."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from accel_scale.errors import ConfigError
 
 @dataclass(frozen=True)
 class FlagRange:
-    """Numbers from `least` to `most`; both belong to it unless it says otherwise.
+    """Numbers from `least` to `most`, both included by default.
 
     Attributes:
-        above: `least` itself does not belong to it.
-        below: `most` itself does not belong to it.
-        also: One more number, by which the libraries mean "not set".
-        whole_from: From here on only whole numbers: the libraries read smaller ones as a share of the run.
+        above: Whether `least` itself is excluded.
+        below: Whether `most` itself is excluded.
+        also: One more allowed number, which means "not set" to the libraries.
+        whole_from: From this number on, only whole ones: the libraries read smaller numbers as a share of the run.
     """
 
     least: float = -math.inf
@@ -29,7 +29,7 @@ class FlagRange:
     whole_from: float | None = None
 
     def holds(self, value: float) -> bool:
-        """Whether `value` belongs to it; NaN and infinity never do."""
+        """True if `value` is in the range; NaN and infinity never are."""
         if value == self.also:
             return True
         if not math.isfinite(value) or (self.whole_from is not None and value >= self.whole_from and value % 1):
@@ -38,7 +38,7 @@ class FlagRange:
         return low and (value < self.most if self.below else value <= self.most)
 
     def describe(self) -> str:
-        """In words, for a fix: ``use more than 0 and less than 1.``"""
+        """The range in words, for a fix: ``use more than 0 and less than 1.``"""
         parts = []
         if math.isfinite(self.least):
             parts.append(f"more than {self.least:g}" if self.above else f"{self.least:g} or more")
@@ -54,7 +54,7 @@ _ANY = FlagRange()
 _POSITIVE = FlagRange(0, above=True)
 _NOT_NEGATIVE = FlagRange(0)
 _SHARE = FlagRange(0, 1)
-_DECAY = FlagRange(0, 1, below=True)  # of a moment: 1 never forgets
+_DECAY = FlagRange(0, 1, below=True)  # decay of a moment: 1 never forgets
 _COUNT = FlagRange(1)
 _STEPS_OR_SHARE = FlagRange(0, above=True, whole_from=1)
 
@@ -115,7 +115,7 @@ RANGES: Mapping[str, FlagRange] = {
     "dataloader_prefetch_factor": _COUNT,
     "dataset_num_proc": _COUNT,
     "validation_share": _DECAY,
-    "seed": FlagRange(0, 2**32, below=True),  # NumPy's
+    "seed": FlagRange(0, 2**32, below=True),  # NumPy's limit
     "data_seed": FlagRange(0, 2**32, below=True),
     # ranks
     "ddp_bucket_cap_mb": _COUNT,
@@ -158,7 +158,7 @@ def check_ranges(values: Mapping[str, Any], place: Callable[[str], str]) -> None
         place: Flag → where it was set.
 
     Raises:
-        ConfigError: naming value, place and what the flag takes.
+        ConfigError: naming the value, its place and what the flag takes.
     """
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)):

@@ -1,4 +1,4 @@
-"""What recipes/grpo.py rewards, as flags."""
+"""Flags for the rewards of recipes/grpo.py."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def check_rewards(names: Sequence[str], weights: Sequence[float] | None = None) 
     """Refuse ``--rewards`` and ``--reward_weights`` that cannot work, without importing the functions they name.
 
     Raises:
-        ConfigError: for a name that is none, a pattern that does not compile, a file that is not there, or weights
-            that are not finite or not as many.
+        ConfigError: for an unknown name, a pattern that does not compile, a missing file, or weights that are not
+            finite or not one per reward.
     """
     if not names:
         raise ConfigError("nothing is rewarded.", place=_PLACE, fix="name one, e.g. exact_match.")

@@ -1,6 +1,6 @@
-"""Our flags and defaults beside TRL's in the recipes that use its trainers; nothing here imports TRL.
+"""Our flags and defaults in addition to TRL's, for the recipes that use its trainers; nothing here imports TRL.
 
-python -m accel_scale.flags.sft     # writes the table of TRL's flags that is shipped, as installed
+python -m accel_scale.flags.sft     # writes the shipped table of TRL's flags, as installed
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from accel_scale.flags.trackers import TrackerArguments
 
 @dataclass
 class ModelDefaults:
-    """Over TRL's `ModelConfig`: double quantisation is on and the weights' dtype follows ``--precision``."""
+    """Overrides of TRL's `ModelConfig`: double quantisation is on and the weights' dtype follows ``--precision``."""
 
     dtype: str | None = field(
         default=None,
@@ -32,7 +32,7 @@ class ModelDefaults:
 
 @dataclass
 class TrainerDefaults(OptimizerArguments, TrackerArguments):
-    """Over the configuration of any of TRL's trainers: every optimizer and schedule as a choice, quiet output."""
+    """Overrides for the configurations of all TRL trainers: every optimizer and schedule as a choice, quiet output."""
 
     resume_from_checkpoint: str | None = field(
         default="auto",
@@ -64,7 +64,7 @@ class TrainerDefaults(OptimizerArguments, TrackerArguments):
 
 @dataclass
 class SFTDefaults(TrainerDefaults):
-    """Over TRL's `SFTConfig`: packing on."""
+    """Overrides of TRL's `SFTConfig`: packing is on."""
 
     output_dir: str | None = field(default="outputs/sft", metadata={"help": "Where checkpoints and the result go."})
     packing: bool = field(
@@ -75,28 +75,28 @@ class SFTDefaults(TrainerDefaults):
 
 @dataclass
 class DPODefaults(TrainerDefaults):
-    """Over TRL's `DPOConfig`."""
+    """Overrides of TRL's `DPOConfig`."""
 
     output_dir: str | None = field(default="outputs/dpo", metadata={"help": "Where checkpoints and the result go."})
 
 
 @dataclass
 class KTODefaults(TrainerDefaults):
-    """Over TRL's `KTOConfig`."""
+    """Overrides of TRL's `KTOConfig`."""
 
     output_dir: str | None = field(default="outputs/kto", metadata={"help": "Where checkpoints and the result go."})
 
 
 @dataclass
 class GRPODefaults(TrainerDefaults):
-    """Over TRL's `GRPOConfig`."""
+    """Overrides of TRL's `GRPOConfig`."""
 
     output_dir: str | None = field(default="outputs/grpo", metadata={"help": "Where checkpoints and the result go."})
 
 
 @dataclass
 class RLOODefaults(TrainerDefaults):
-    """Over TRL's `RLOOConfig`, whose clip range has a type that no command line can give."""
+    """Overrides of TRL's `RLOOConfig`, whose clip range has a type that no command line can express."""
 
     output_dir: str | None = field(default="outputs/rloo", metadata={"help": "Where checkpoints and the result go."})
     reward_clip_range: list[float] | None = field(
@@ -106,14 +106,14 @@ class RLOODefaults(TrainerDefaults):
 
 @dataclass
 class RewardDefaults(TrainerDefaults):
-    """Over TRL's `RewardConfig`."""
+    """Overrides of TRL's `RewardConfig`."""
 
     output_dir: str | None = field(default="outputs/reward", metadata={"help": "Where checkpoints and the result go."})
 
 
 @dataclass
 class VisionDefaults(TrainerDefaults):
-    """Over TRL's `SFTConfig`, for rows with images: they are not cut."""
+    """Overrides of TRL's `SFTConfig` for rows with images, which are not cut."""
 
     output_dir: str | None = field(default="outputs/vision", metadata={"help": "Where checkpoints and the result go."})
     max_length: int | None = field(
@@ -126,7 +126,7 @@ class VisionDefaults(TrainerDefaults):
 
 
 def _library_classes(config: str, library: str, defaults: type) -> tuple[LaterClass, ...]:
-    """What a recipe reads of TRL's flags; the classes themselves are in `settings.trl_config`."""
+    """The classes of TRL's flags that a recipe reads; the classes themselves are in `settings.trl_config`."""
     module = "accel_scale.settings.trl_config"
     return (
         LaterClass("trl:ScriptArguments", library="trl:ScriptArguments"),

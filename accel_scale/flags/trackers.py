@@ -1,4 +1,4 @@
-"""Trackers that get a run's figures: their flags, and which are there, told before anything is loaded."""
+"""Trackers that receive a run's figures: their flags, and a check before loading that they are installed."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Tracker:
     """One choice of ``--report_to``.
 
     Attributes:
-        modules: It is installed where any of these can be imported; empty: nothing needs to be.
-        install: What to give pip.
+        modules: The tracker is installed if any of these can be imported; empty if it needs none.
+        install: Arguments for ``pip install``.
         in_trainers: Whether transformers has a callback for it.
         in_loops: Whether Accelerate has a tracker for it.
     """
@@ -30,7 +30,7 @@ class Tracker:
     in_loops: bool = True
 
 
-# As transformers 5.23 and Accelerate 1.15 have them; tests/unit/test_trackers.py compares.
+# As in transformers 5.23 and Accelerate 1.15; tests/unit/test_trackers.py compares.
 TRACKERS: Mapping[str, Tracker] = {
     "trackio": Tracker(("trackio",), "trackio"),
     "tensorboard": Tracker(("tensorboard", "tensorboardX"), "tensorboard"),
@@ -52,7 +52,7 @@ TRACKERS: Mapping[str, Tracker] = {
 
 @dataclass
 class TrackerArguments:
-    """Where figures go beside the output folder."""
+    """Where figures go in addition to the output folder."""
 
     report_to: list[str] = _flag(
         [],
@@ -64,7 +64,7 @@ class TrackerArguments:
 
 
 def chosen_trackers(report_to: Sequence[str] | str | None, *, in_trainer: bool) -> list[str]:
-    """The names in ``--report_to``, ``all`` being every installed one; without ``none``."""
+    """The names in ``--report_to``, with ``all`` expanded to every installed one, and without ``none``."""
     names = [report_to] if isinstance(report_to, str) else list(report_to or ())
     if "all" in names:
         names = [name for name, tracker in TRACKERS.items() if _fits(tracker, in_trainer) and _is_installed(tracker)]
@@ -72,10 +72,10 @@ def chosen_trackers(report_to: Sequence[str] | str | None, *, in_trainer: bool) 
 
 
 def refuse_unknown_trackers(report_to: Sequence[str] | str | None, *, place: str, in_trainer: bool) -> None:
-    """Refuse a name that is no tracker, or none of this kind of recipe.
+    """Refuse names that are not trackers, or not trackers for this kind of recipe.
 
     Args:
-        in_trainer: Whether the recipe trains with a trainer, else with a loop.
+        in_trainer: Whether the recipe trains with a trainer rather than its own loop.
 
     Raises:
         ConfigError: for the first one.
@@ -88,7 +88,7 @@ def refuse_unknown_trackers(report_to: Sequence[str] | str | None, *, place: str
 
 
 def require_trackers(report_to: Sequence[str] | str | None, *, place: str) -> None:
-    """Refuse a tracker that is not installed, without importing one.
+    """Refuse a tracker that is not installed, without importing any.
 
     Raises:
         ConfigError: with pip's command.
@@ -99,7 +99,7 @@ def require_trackers(report_to: Sequence[str] | str | None, *, place: str) -> No
             continue
         if not _is_installed(tracker):
             raise _missing(name, name, place)
-        # MLflow keeps runs in a local database then, and its small package does not bring what that needs.
+        # MLflow then keeps runs in a local database, whose dependencies its small package does not include.
         if name == "mlflow" and not os.environ.get("MLFLOW_TRACKING_URI"):
             for module in ("sqlalchemy", "alembic"):
                 if not _can_import(module):

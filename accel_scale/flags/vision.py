@@ -1,4 +1,4 @@
-"""What recipes/vision.py trains beside the language model, as a flag."""
+"""Flag for the parts that recipes/vision.py trains besides the language model."""
 
 from __future__ import annotations
 

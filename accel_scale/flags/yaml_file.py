@@ -1,4 +1,4 @@
-"""A YAML file of flags: its entries with their places, and entries taken out of it."""
+"""A YAML file of flags: read its entries with their places, and remove entries."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ def read_mapping(path: Path) -> list[tuple[str, str, yaml.Node]]:
     """Key, place (``file.yaml:12``) and value of every top-level entry of a YAML file, in order.
 
     Raises:
-        ConfigError: unreadable, not YAML, not a mapping, a key given twice, a tag that is not plain YAML's.
+        ConfigError: if the file is unreadable, not YAML or not a mapping, repeats a key, or has a tag that is not
+            plain YAML's.
     """
     try:
         node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)

@@ -1,1 +1,1 @@
-"""Configurations of axolotl, LLaMA-Factory and TRL, read into flags of our recipes: every key is mapped or named."""
+"""Converts axolotl, LLaMA-Factory and TRL configurations to flags of our recipes; every key is mapped or reported."""

@@ -1,4 +1,4 @@
-"""axolotl's configuration: what its keys say together."""
+"""axolotl's configuration: keys that must be read together."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _RL = {
 
 
 def convert(draft: Draft) -> None:
-    """Fill `draft`."""
+    """Fill `draft` from axolotl's keys."""
     _recipe(draft)
     read_data(draft)
     _method(draft)
@@ -108,7 +108,7 @@ def _precision(draft: Draft) -> None:
         return
     precision = {"fp16": "fp16", "float16": "fp16", "fp8": "fp8", "float32": "fp32"}.get(chosen)
     if precision is None:
-        # Without sharding theirs trains bf16 weights; FSDP and DeepSpeed keep fp32 ones beside them.
+        # Without sharding axolotl trains bf16 weights; FSDP and DeepSpeed also keep fp32 copies.
         precision = "bf16_true" if whole or draft.get(chosen) == "full" else "bf16"
     draft.set("precision", precision, chosen)
 
@@ -160,7 +160,7 @@ def _schedule_of_saves(draft: Draft) -> None:
             draft.set(f"{what}_strategy", "epoch", per_epoch)
         elif times:
             draft.flags[f"{what}_strategy"] = "steps"
-            # A share of all steps.
+            # As a fraction of all steps.
             draft.set(f"{what}_steps", round(1 / (number(times, per_epoch) * epochs), 6), per_epoch)
         elif what == "eval":
             draft.flags["eval_strategy"] = "epoch"

@@ -1,4 +1,4 @@
-"""What axolotl trains on: its lists of data sets, by path and type."""
+"""axolotl's training data: its lists of data sets, by path and type."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ DATA_ROWS = (
             "dataset_shard_num", "dataset_shard_idx"),
     *leaves("write it into the rows, as a system turn", "default_system_message"),
 )  # fmt: skip
-# Files' readers, which some write as the path.
+# Names of file readers, which some configurations give as the path.
 _READERS = ("json", "csv", "parquet", "arrow", "text")
 _ROLES = {"system", "user", "assistant", "tool"}
 
 
 def read_data(draft: Draft) -> None:
-    """Data sets, their columns, what is held out, and the chat template."""
+    """Read the data sets, their columns, the held-out rows, and the chat template."""
     if draft.recipe == "pretrain":
         _pretraining(draft)
     else:
@@ -111,7 +111,7 @@ def _rows(draft: Draft) -> None:
 
 
 def _columns(draft: Draft, entry: Mapping[str, object]) -> tuple[dict[str, str], bool]:
-    """Role → column of one data set, and whether its rows are turns."""
+    """Column of each role in one data set, and whether its rows are turns."""
     kind = entry.get("type")
     path = entry.get("path")
     if isinstance(kind, Mapping):
@@ -162,8 +162,8 @@ def _columns(draft: Draft, entry: Mapping[str, object]) -> tuple[dict[str, str],
 
 
 def _labelled(draft: Draft, path: object, shape: str) -> tuple[dict[str, str], bool]:
-    """Answers with labels, of types that write a chat template of theirs around text."""
-    if shape == "argilla_chat":  # turns, of which the last is the answer
+    """Columns of labelled answers, for types that wrap text in a chat template of their own."""
+    if shape == "argilla_chat":  # turns whose last one is the answer
         draft.note("datasets", CHECK, f"{path}: the tokenizer's own chat template is used")
         return {"messages": "completion", "label": "label"}, True
     text = f"{path}: text is trained as it is: write prompt and completion as turns, for the chat template"
@@ -178,7 +178,7 @@ def _unknown_speakers(entry: Mapping[str, object]) -> list[str]:
 
 
 def _own_format(draft: Draft, kind: Mapping[str, object]) -> dict[str, str]:
-    """A prompt of the user's own making: two columns where it is nothing but the instruction."""
+    """Columns of a custom prompt format, which converts only if the prompt is the bare instruction."""
     formats = {key: str(kind[key]).strip() for key in kind if key.endswith("format") and kind[key]}
     own = {"format": "{instruction}", "no_input_format": "{instruction}", "prompt_format": "{prompt}"}
     own |= {"chosen_format": "{chosen}", "rejected_format": "{rejected}", "completion_format": "{completion}"}

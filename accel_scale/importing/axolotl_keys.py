@@ -1,4 +1,4 @@
-"""axolotl's keys, one by one (its schema of July 2026)."""
+"""Table of axolotl's keys (schema of July 2026)."""
 
 from __future__ import annotations
 

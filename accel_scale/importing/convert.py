@@ -1,4 +1,4 @@
-"""A file of another project → a recipe's flags that its own strict reader accepts, and a word on every key."""
+"""Converts another project's file to flags that the recipe's strict parser accepts, with a note on every key."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from accel_scale.shipped import recipe_script, shipped_recipes
 
 
 class Project(NamedTuple):
-    """One whose files are read: its table, and the keys that no other has."""
+    """A supported project: its converter, its key table, and keys that identify its files."""
 
     convert: Callable[[Draft], None]
     rows: tuple[Row, ...]
@@ -43,22 +43,22 @@ PROJECTS: Mapping[str, Project] = {
         frozenset({"dataset_name", "datasets", "model_name_or_path", "max_length", "lora_r", "accelerate_config"}),
     ),
 }
-# Flags of the other recipes → pretrain.py's.
+# Flags of the other recipes and their names in pretrain.py.
 _OF_PRETRAIN = {"save_total_limit": "keep_last", "resume_from_checkpoint": "resume"}
 
 
 class Imported(NamedTuple):
-    """The project it came from, and what was made of it."""
+    """The project a file came from, and the converted draft."""
 
     project: str
     draft: Draft
 
 
 def import_config(path: Path) -> Imported:
-    """Read a file.
+    """Read and convert a file.
 
     Raises:
-        ConfigError: no YAML of keys; of a project that is not known; for a method that no recipe trains by.
+        ConfigError: if it is not a YAML mapping, its project is unknown, or no recipe trains by its method.
     """
     entries = read_mapping(path)
     project = _project_of(path, {key for key, _, _ in entries})
@@ -116,7 +116,7 @@ def _value(node: yaml.Node) -> object:
 
 
 def _settle(draft: Draft) -> None:
-    """Give every flag to the recipe's own parser; what it refuses is named, and left out."""
+    """Check every flag with the recipe's own parser; refused flags are reported and left out."""
     spec = load_recipe(recipe_script(draft.recipe)).spec
     parser = build_parser(spec.flags, program=spec.program, table=known_table(spec.flags))
     known = {action.dest for action in parser._actions}
@@ -146,12 +146,12 @@ def _node(value: object) -> yaml.Node:
 
 
 def as_yaml(value: object) -> str:
-    """One value in flow style."""
+    """One value as YAML in flow style."""
     return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("...\n").strip()
 
 
 def _as_pretraining(draft: Draft) -> None:
-    """pretrain.py counts steps and rows of a global batch, and has its own names for a few flags."""
+    """Adapt flags to pretrain.py, which counts steps and global-batch rows and names a few flags differently."""
     flags = draft.flags
     for theirs, ours in _OF_PRETRAIN.items():
         if theirs in flags:

@@ -1,4 +1,4 @@
-"""What an import has found so far: the recipe, its flags, the launch file, and a word on every key."""
+"""State of an import: the recipe, its flags, the launch file, and a note on every key."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from pathlib import Path
 
 from accel_scale.facts.optimizer_specs import OPTIMIZER_NAMES
 
-# How far a key has come: it has a counterpart; it has one that may differ; it has none and training changes; it has
-# none and training is the same; it is off or empty in the file.
+# Outcomes for a key: it has a counterpart; it has one that may differ; it has none and training changes; it has none
+# and training is the same; it is off or empty in the file.
 MAPPED, CHECK, LOST, NO_EFFECT, OFF = "mapped", "check", "lost", "no effect", "off"
 
 
 class NoCounterpart(Exception):
-    """A value that no flag of ours stands for: why, or what to do."""
+    """A value without a counterpart among our flags; the message gives the reason or what to do."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A key of theirs.
+    """A key of the other project.
 
     Attributes:
-        key: As in their file; ``outer.inner`` within a mapping.
-        flag: Ours, for a value that goes across on its own.
-        convert: Their value → ours; raises `NoCounterpart`. None: as it is.
-        why: Without a flag: why there is none, or what to do. Empty: read together with other keys.
-        changes: Without a flag: whether what is trained differs.
+        key: Name in their file; ``outer.inner`` within a mapping.
+        flag: Our flag, for a value that converts on its own.
+        convert: Converts their value to ours and may raise `NoCounterpart`; None keeps the value.
+        why: For a key without a flag, the reason or what to do; empty if it is read together with other keys.
+        changes: For a key without a flag, whether training differs.
     """
 
     key: str
@@ -37,12 +37,12 @@ class Row:
 
 
 def takes(*keys: str, flag: str | None = None, convert: Callable[[object], object] | None = None) -> tuple[Row, ...]:
-    """Keys that go across, under `flag` or their own names."""
+    """Keys that convert on their own, to `flag` or to a flag of the same name."""
     return tuple(Row(key, flag or key.rpartition(".")[2], convert) for key in keys)
 
 
 def joins(*keys: str) -> tuple[Row, ...]:
-    """Keys that a function reads together."""
+    """Keys that a function reads together with others."""
     return tuple(Row(key) for key in keys)
 
 
@@ -53,7 +53,7 @@ def leaves(why: str, *keys: str, changes: bool = True) -> tuple[Row, ...]:
 
 @dataclass(frozen=True)
 class Note:
-    """A word on a key."""
+    """A note on one key."""
 
     key: str
     place: str
@@ -63,15 +63,15 @@ class Note:
 
 @dataclass
 class Draft:
-    """The result of an import, as it grows.
+    """The result of an import while it is built.
 
     Attributes:
-        path: Their file.
-        values: Their keys and values; nested ones as ``outer.inner`` where `rows` have such keys.
-        places: key → ``file:line``.
-        recipe: Ours.
-        flags: Ours, in the order in which they are written.
-        launch: The launch file that comes with the package, by name; None: as the user likes.
+        path: The imported file.
+        values: Its keys and values; nested ones as ``outer.inner`` if the project's table has such keys.
+        places: Place of each key as ``file:line``.
+        recipe: Name of our recipe.
+        flags: Our flags, in the order in which they are written.
+        launch: Name of a launch file that ships with the package; None leaves it to the user.
     """
 
     path: Path
@@ -83,32 +83,32 @@ class Draft:
     notes: list[Note] = field(default_factory=list)
 
     def get(self, key: str) -> object:
-        """Their value, None where it is not set."""
+        """The value of their key, or None if not set."""
         return self.values.get(key)
 
     def is_on(self, key: str) -> bool:
-        """Whether a switch of theirs is set and not false."""
+        """True if their key is set to something other than off."""
         return not is_off(self.get(key))
 
     def note(self, key: str, kind: str, text: str = "") -> None:
-        """Say something of a key, if their file has it."""
+        """Add a note on a key if their file has it."""
         if key in self.values:
             self.notes.append(Note(key, self.places[key], kind, text))
 
     def set(self, flag: str, value: object, *keys: str) -> None:
-        """Give a flag a value, from those of `keys` that are set."""
+        """Set a flag, and note it as the counterpart of those of `keys` that are set."""
         self.flags[flag] = value
         for key in keys:
             if self.get(key) is not None:
                 self.note(key, MAPPED, f"{flag}: {shown(value)}")
 
     def default(self, **flags: object) -> None:
-        """Their defaults, where ours differ."""
+        """Apply their defaults where ours differ."""
         for flag, value in flags.items():
             self.flags.setdefault(flag, value)
 
     def training_defaults(self) -> None:
-        """transformers' defaults, which both projects take over."""
+        """Apply transformers' defaults, which both projects use."""
         if self.flags.get("lr_scheduler_type", "cosine") == "cosine":
             self.default(min_lr_ratio=0.0)
         if self.recipe == "pretrain":
@@ -116,11 +116,11 @@ class Draft:
 
     @property
     def lost(self) -> list[Note]:
-        """What changes training and did not come across."""
+        """Notes on keys that change training and have no counterpart."""
         return [note for note in self.notes if note.kind == LOST]
 
     def apply(self, rows: Sequence[Row]) -> None:
-        """Bring across what stands on its own, and say what has no counterpart; `joins` must come before."""
+        """Convert independent keys and note those without a counterpart; keys of `joins` must be read before."""
         known = {row.key: row for row in rows}
         joined = {note.key for note in self.notes}
         for key, value in self.values.items():
@@ -150,26 +150,26 @@ class Draft:
 
 
 def is_off(value: object) -> bool:
-    """Null, false, zero or empty."""
+    """True for null, false, zero or empty values."""
     return value is None or value is False or value in ("", 0, "none", "false") or value in ([], {})
 
 
 def shown(value: object) -> str:
-    """A value as in YAML, on one line."""
+    """A value on one line, as in YAML."""
     if isinstance(value, bool):
         return str(value).lower()
     return f"[{', '.join(map(shown, value))}]" if isinstance(value, list) else str(value)
 
 
 def as_list(value: object) -> list[str]:
-    """A list of texts; one text may hold several, with commas."""
+    """`value` as a list of strings; a string is split at commas."""
     if isinstance(value, (list, tuple)):
         return [str(item) for item in value]
     return [part.strip() for part in str(value).split(",") if part.strip()]
 
 
 def number(value: object, name: str) -> float:
-    """A number, which YAML may have read as text (``1e-4``)."""
+    """`value` as a number; YAML may have read it as text (``1e-4``)."""
     try:
         return float(str(value))
     except ValueError:
@@ -177,7 +177,7 @@ def number(value: object, name: str) -> float:
 
 
 def optimizer(value: object) -> object:
-    """An optimizer that ours has under the same name."""
+    """The optimizer, if ours has it under the same name."""
     if value in OPTIMIZER_NAMES:
         return value
     raise NoCounterpart(f"optim: {value} is not among ours: see accel-scale sft --recipe_help")

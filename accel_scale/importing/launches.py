@@ -1,4 +1,4 @@
-"""DeepSpeed and FSDP settings of others → the launch file that comes with the package."""
+"""Maps other projects' DeepSpeed and FSDP settings to launch files that ship with the package."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from accel_scale.importing.draft import CHECK, LOST, MAPPED, Draft
 
-# Of FSDP's settings: what only changes speed, memory on the host, or how checkpoints are cut.
+# FSDP settings that only change speed, host memory, or how checkpoints are split.
 _FSDP_QUIET = (
     "limit_all_gathers", "sync_module_states", "use_orig_params", "cpu_ram_efficient_loading", "state_dict_type",
     "final_state_dict_type", "backward_prefetch", "forward_prefetch", "cpu_offload_pin_memory", "version",
@@ -24,7 +24,7 @@ _DEEPSPEED_KNOWN = {
 
 
 def deepspeed_launch(draft: Draft, key: str = "deepspeed") -> None:
-    """Name the launch file of a DeepSpeed configuration: by its contents where it is here, else by its name."""
+    """Choose the launch file for a DeepSpeed configuration: by its contents if available here, else by its name."""
     given = draft.get(key)
     if not given:
         return
@@ -73,7 +73,7 @@ def _contents(given: object, path: Path) -> Mapping[str, object] | None:
 
 
 def fsdp_launch(draft: Draft) -> None:
-    """Name the launch file of ``fsdp`` and ``fsdp_config``, old names with ``fsdp_`` and new ones."""
+    """Choose the launch file for ``fsdp`` and ``fsdp_config``, with old names (``fsdp_`` prefix) and new ones."""
     config = draft.get("fsdp_config")
     if not draft.is_on("fsdp") and not config:
         return

@@ -1,4 +1,4 @@
-"""LLaMA-Factory's configuration, key by key (its arguments of August 2026)."""
+"""LLaMA-Factory's configuration, key by key (arguments of August 2026)."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ ROWS = (
 
 
 def convert(draft: Draft) -> None:
-    """Fill `draft`."""
+    """Fill `draft` from LLaMA-Factory's keys."""
     stage = str(draft.get("stage") or "sft")
     if stage not in _STAGES:
         raise NoCounterpart(f"stage: no recipe of ours trains by {stage}")

@@ -1,4 +1,4 @@
-"""What LLaMA-Factory trains on: names that its dataset_info.json explains."""
+"""LLaMA-Factory's training data: names defined in its dataset_info.json."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _UNREAD = ("images", "videos", "audios", "history")
 
 
 def read_data(draft: Draft) -> None:
-    """Data sets, their columns, what is held out, and the chat template."""
+    """Read the data sets, their columns, the held-out rows, and the chat template."""
     names: list[str] = []
     columns: dict[str, str] = {}
     split, turns = "train", False
@@ -62,7 +62,7 @@ def read_data(draft: Draft) -> None:
 
 
 class _Info(dict[str, object]):
-    """The entries of a `dataset_info.json`, and where it lies."""
+    """The entries of a `dataset_info.json`, and its folder."""
 
     folder: Path = Path()
 
@@ -100,7 +100,7 @@ def _source(draft: Draft, name: str, entry: Mapping[str, object], folder: Path) 
 
 
 def _columns(draft: Draft, name: str, entry: Mapping[str, object]) -> tuple[dict[str, str], bool]:
-    """Role → column of one data set, and whether its rows are turns."""
+    """Column of each role in one data set, and whether its rows are turns."""
     given = entry.get("columns")
     columns = {str(k): str(v) for k, v in given.items() if v} if isinstance(given, Mapping) else {}
     for key in _UNREAD:

@@ -1,4 +1,4 @@
-"""Keys that mean the same everywhere: flags of transformers' `TrainingArguments` (5.23) that the recipes have."""
+"""Keys with the same meaning everywhere: flags of transformers' `TrainingArguments` (5.23) that the recipes have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TRL's own YAML: the flags are ours, but for its list of data sets and the launcher's keys."""
+"""TRL's YAML: its flags match ours, except for the list of data sets and the launcher's keys."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from accel_scale.importing.draft import LOST, MAPPED, Draft, NoCounterpart
 # TRL's launch files by name (1.16).
 _LAUNCHES = {"fsdp1": "fsdp2", "fsdp2": "fsdp2", "zero1": "zero1", "zero2": "zero2", "zero3": "zero3",
              "multi_gpu": "ddp", "single_gpu": "single_gpu"}  # fmt: skip
-# Keys by which a file is known to be of a trainer other than SFT's; the first that has one.
+# Keys that identify a trainer other than SFT's; the first match wins.
 _TRAINERS = {
     "kto": {"desirable_weight", "undesirable_weight"},
     "rloo": {"normalize_advantages", "reward_clip_range"},
@@ -21,7 +21,7 @@ _TRAINERS = {
 
 
 def convert(draft: Draft) -> None:
-    """Fill `draft`: the recipe's parser says later which flags it does not have."""
+    """Fill `draft`; the recipe's parser later reports flags that it does not have."""
     keys = set(draft.values)
     draft.recipe = next((recipe for recipe, own in _TRAINERS.items() if keys & own), "sft")
     if draft.values.get("loss_type") in ("kto", "apo_zero_unpaired"):

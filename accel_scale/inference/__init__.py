@@ -1,1 +1,1 @@
-"""Using what a run has saved: loading a folder, whole or adapter, and talking to it."""
+"""Inference with saved models: loads a whole model or an adapter, chats with it and evaluates it."""

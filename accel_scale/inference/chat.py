@@ -1,4 +1,4 @@
-"""A conversation with a model, token by token: its chat template where it has one, else text that goes on."""
+"""Chat with a model, streamed token by token: with its chat template if it has one, else as text continuation."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from accel_scale.modeling.files import longest_rows
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# What a terminal would take for commands; line feed and tab stay.
+# Control characters that a terminal would interpret; line feed and tab are kept.
 _CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])
 
 
 class _Writer(TextStreamer):
-    """Hands finished words on without control characters, and keeps them."""
+    """Passes finished text on without control characters, and keeps the whole text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], object]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -32,14 +32,14 @@ class _Writer(TextStreamer):
 
 
 class Chat:
-    """The turns so far, and the model that answers them.
+    """A conversation: the turns so far, and the model that answers them.
 
     Args:
-        system: The system's turn, at the head of every prompt.
-        temperature: 0 takes the most likely token; None is what the model's generation_config.json says.
+        system: The system turn, at the start of every prompt.
+        temperature: 0 for greedy decoding; None for the value in the model's generation_config.json.
 
     Raises:
-        ConfigError: a system turn that the chat template does not take, or without a template.
+        ConfigError: if a system turn is given, and there is no chat template or it does not take one.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Chat:
         settings = GenerationConfig(**own.to_dict()) if own is not None else GenerationConfig()
         ends = {self._tokenizer.eos_token_id}
         ends |= set(settings.eos_token_id) if isinstance(settings.eos_token_id, list) else {settings.eos_token_id}
-        with contextlib.suppress(Exception):  # a template that refuses its probe is read by `_prompt`
+        with contextlib.suppress(Exception):  # a template that refuses the probe is reported by `_prompt`
             if self.has_template and (token := end_of_turn_token(self._tokenizer)):
                 ends.add(self._tokenizer.convert_tokens_to_ids(token))
         settings.eos_token_id = sorted(end for end in ends if isinstance(end, int)) or None
@@ -83,10 +83,10 @@ class Chat:
         return settings
 
     def answer(self, text: str, write: Callable[[str], object]) -> None:
-        """Stream the answer to `text`, or what follows it, to `write`; Ctrl-C ends it there, and it is kept.
+        """Stream the answer to `text`, or its continuation, to `write`; Ctrl-C ends the answer, which is kept.
 
         Raises:
-            ConfigError: for a text that is longer than the model's positions.
+            ConfigError: if the text is longer than the model's positions.
         """
         import torch
 
@@ -110,7 +110,7 @@ class Chat:
         self.turns.append({"role": "assistant", "content": writer.text})
 
     def _fitting_prompt(self, text: str) -> list[int]:
-        """Tokens of the conversation; its oldest turns are forgotten where the model's positions do not reach them."""
+        """Tokens of the conversation; the oldest turns are dropped if they exceed the model's positions."""
         while True:
             ids = self._prompt([*self._head, *self.turns]) if self.has_template else self._tokenizer(text)["input_ids"]
             room = None if self._longest is None else self._longest - int(self._settings.max_new_tokens or 0)

@@ -1,4 +1,4 @@
-"""Tasks on a loaded model: questions of a file or of the embedded default by exact match, others by lm-eval."""
+"""Evaluation of a loaded model: exact match on a file or the embedded questions, other tasks with lm-eval."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 EMBEDDED = "embedded"
-_EMBEDDED_QUESTIONS = 200  # as recipes/sft.py asks by default
+_EMBEDDED_QUESTIONS = 200  # the default of recipes/sft.py
 Row = Mapping[str, object]
 
 
 def is_file_task(task: str) -> bool:
-    """Whether a task is a file of questions and not a name."""
+    """True if a task is a file of questions rather than a name."""
     return task.endswith((".jsonl", ".ndjson", ".json")) or "/" in task or Path(task).is_file()
 
 
 def read_questions(path: Path) -> list[Row]:
-    """Rows of a JSON lines file: ``prompt`` and ``completion``, or any other form that exact match takes.
+    """Rows of a JSON Lines file: ``prompt`` and ``completion``, or any other form that exact match accepts.
 
     Raises:
-        ConfigError: naming file and line of a row that has no prompt or no answer.
+        ConfigError: naming file and line of a row without a prompt or an answer.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -79,7 +79,7 @@ def match_rows(
     world_size: int = 1,
     reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> dict[str, object]:
-    """Exact match as the recipes report it: counts, accuracy, and accuracy per task."""
+    """Exact match as reported by the recipes: counts, accuracy, and accuracy per task."""
     from accel_scale.training.evaluation.exact_match import exact_match
 
     found = exact_match(
@@ -102,10 +102,10 @@ def match_rows(
 
 
 def check_harness(tasks: Sequence[str]) -> None:
-    """Refuse tasks of lm-evaluation-harness where it is not installed.
+    """Refuse tasks of lm-evaluation-harness if it is not installed.
 
     Raises:
-        ConfigError: naming the extra.
+        ConfigError: naming the extra to install.
     """
     if tasks and importlib.util.find_spec("lm_eval") is None:
         raise ConfigError(
@@ -126,14 +126,14 @@ def run_harness(
     num_fewshot: int | None = None,
     chat: bool = False,
 ) -> dict[str, dict[str, float]]:
-    """Figures of lm-evaluation-harness: task → metric → value; empty on processes other than the first.
+    """Values of lm-evaluation-harness by task and metric; empty on processes other than the first.
 
     Args:
-        loaded: Model and tokenizer, in a single process. None: the harness loads them, and shares requests among the
-            processes of the launch.
+        loaded: Model and tokenizer, in a single process. If None, the harness loads them and shares requests among
+            the processes of the launch.
 
     Raises:
-        ConfigError: a task that the harness does not have, with the nearest.
+        ConfigError: for a task that the harness does not have, naming the closest one.
     """
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM

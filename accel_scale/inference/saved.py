@@ -1,4 +1,4 @@
-"""A saved folder, whole model or adapter: checked by its files alone, then loaded to generate with."""
+"""A saved model or adapter: checked from its files alone, then loaded for generation."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _PICKLES = ("pytorch_model*.bin", "adapter_model.bin", "*.pt", "*.pth")
 
 @dataclass(frozen=True)
 class SavedModel:
-    """What to load.
+    """A saved model to load.
 
     Attributes:
-        folder: Where it was saved.
-        base: The folder that an adapter is added to; None for a whole model.
+        folder: Folder of the model or adapter.
+        base: Folder of an adapter's base; None for a whole model.
     """
 
     folder: Path
@@ -36,14 +36,14 @@ class SavedModel:
 
 
 def find_saved(name: str, *, base_model: str | None = None, place: str = "FOLDER") -> SavedModel:
-    """Look at a folder, or at a hub id's files, without importing torch.
+    """Check a folder, or the files of a Hub id, without importing torch.
 
     Args:
-        base_model: Takes the place of the base that an adapter names.
-        place: The argument that names it.
+        base_model: Overrides the base that an adapter names.
+        place: Argument to name in errors.
 
     Raises:
-        ConfigError: no model there, weights that are no safetensors or not whole, an adapter whose base is nowhere.
+        ConfigError: if there is no model, its weights are incomplete or not safetensors, or a base is missing.
     """
     check_model(name, place=place)
     folder = local_folder(str(Path(name).expanduser()) if Path(name).expanduser().exists() else name, place=place)
@@ -70,12 +70,12 @@ def find_saved(name: str, *, base_model: str | None = None, place: str = "FOLDER
 
 
 def _refuse_scores(path: Path) -> None:
-    """Refuse what recipes/reward.py saves: it answers nothing."""
+    """Refuse the reward models that recipes/reward.py saves: they do not generate answers."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         kinds = [values.get("task_type"), *(values.get("architectures") or ())]
     except (ValueError, TypeError, AttributeError):
-        return  # loading it says what is wrong
+        return  # loading reports what is wrong
     if any(str(kind) == "SEQ_CLS" or str(kind).endswith("ForSequenceClassification") for kind in kinds):
         raise ConfigError(
             "a reward model gives rows a score and does not answer.",
@@ -108,10 +108,10 @@ def _require_weights(folder: Path, config: str, stem: str, *, place: str) -> Non
 def load_saved(
     saved: SavedModel, *, device: torch.device | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Model and tokenizer, in the dtype they were saved in. The base of a QLoRA adapter is quantised as in training.
+    """Load model and tokenizer in the saved dtype. The base of a QLoRA adapter is quantised as in training.
 
     Args:
-        device: Where the model goes; None: all accelerators that are there.
+        device: Device for the model; None uses all available accelerators.
 
     Raises:
         ConfigError: if they cannot be loaded.
@@ -142,7 +142,7 @@ def load_saved(
 
 @contextmanager
 def _placed(folder: Path) -> Iterator[None]:
-    """Errors name the folder and not a recipe's flag."""
+    """Make errors name the folder instead of a recipe's flag."""
     try:
         yield
     except ConfigError as error:
@@ -151,7 +151,7 @@ def _placed(folder: Path) -> Iterator[None]:
 
 
 def quantization_of_base(saved: SavedModel) -> object | None:
-    """bitsandbytes' settings of the base in training; None for a whole model, and a base that was not quantised."""
+    """bitsandbytes settings of the base in training; None for a whole model or an unquantised base."""
     values = None if saved.base is None else read_quantization(saved.folder)
     if values is None:
         return None
@@ -161,7 +161,7 @@ def quantization_of_base(saved: SavedModel) -> object | None:
 
 
 def with_adapter(model: PreTrainedModel, adapter: Path) -> object:
-    """Base + adapter by PEFT; a base whose vocabulary grew in training grows the same way first."""
+    """Add the adapter to the base with PEFT, after resizing the base's vocabulary if it grew in training."""
     from peft import PeftModel
 
     num_rows = rows_of_embedding(SafetensorsReader(adapter, "adapter_model"))

@@ -1,1 +1,1 @@
-"""Launch files: reading, checking, and running them on CPU processes."""
+"""Launch files: read them, check them, and run them on CPU processes."""

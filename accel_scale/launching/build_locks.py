@@ -1,10 +1,10 @@
 """Builds of torch extensions: locks left by killed builds, and one ninja for all of them.
 
-`torch.utils.file_baton.FileBaton` waits for a lock to go away without a limit: one killed build hangs all later runs.
+`torch.utils.file_baton.FileBaton` waits without limit for a lock to go away: one killed build hangs all later runs.
 The process that holds a lock keeps the file open, which Linux shows under `/proc`.
 
-torch takes the first ninja on the PATH. Versions do not read each other's logs and build all again (five minutes for
-DeepSpeed's operations): the system's, where the environment is not activated, after the environment's own.
+torch takes the first ninja on the PATH. Versions cannot read each other's logs, so a different one rebuilds everything
+(five minutes for DeepSpeed's operations), such as the system's ninja when the environment is not activated.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["build_locks", "remove_abandoned_locks", "stale_build_locks", "unheld
 
 
 def use_own_ninja() -> None:
-    """Put this environment's ninja, if it has one, before others on this process's PATH."""
+    """Put this environment's ninja, if it has one, first on this process's PATH."""
     scripts = sysconfig.get_path("scripts")
     own = shutil.which("ninja", path=scripts)
     if own is not None and shutil.which("ninja") != own:
@@ -36,9 +36,9 @@ def build_locks() -> tuple[Path, ...]:
 
 
 def unheld_build_locks() -> tuple[str, ...]:
-    """Locks that no process of this machine holds; none where that cannot be seen.
+    """Locks that no process of this machine holds; none if that cannot be determined.
 
-    With a home directory on a network the build may run on another machine.
+    With a home directory on a network, the build may be running on another machine.
     """
     if not Path("/proc/self/fd").is_dir():
         return ()
@@ -46,16 +46,16 @@ def unheld_build_locks() -> tuple[str, ...]:
 
 
 def stale_build_locks(older_than_seconds: float = 900) -> tuple[str, ...]:
-    """Locks that no process of this machine holds and beside which nothing was written for that long.
+    """Locks that no process of this machine holds and beside which nothing was written for `older_than_seconds`.
 
-    The time is longer than one file compiles, so no other machine builds there either.
+    The default is longer than one file takes to compile, so no other machine is building there either.
     """
     limit = time.time() - older_than_seconds
     return tuple(str(lock) for lock in build_locks() if _last_change(lock.parent) < limit and not _is_open(lock))
 
 
 def remove_abandoned_locks() -> tuple[str, ...]:
-    """Remove `unheld_build_locks` and return them: for machines that share their extension folder with no other."""
+    """Remove `unheld_build_locks` and return them: for machines that do not share their extension folder."""
     abandoned = unheld_build_locks()
     for lock in abandoned:
         Path(lock).unlink(missing_ok=True)
@@ -63,7 +63,7 @@ def remove_abandoned_locks() -> tuple[str, ...]:
 
 
 def _is_open(file: Path) -> bool:
-    """Whether a process of this machine that we may look into has `file` open; False without `/proc`."""
+    """True if a process of this machine that we may inspect has `file` open; False without `/proc`."""
     try:
         wanted = file.stat()
     except FileNotFoundError:
@@ -72,7 +72,7 @@ def _is_open(file: Path) -> bool:
 
 
 def _open_files() -> Iterator[os.stat_result]:
-    """What the processes of this machine have open; processes and files may vanish meanwhile."""
+    """The files that processes of this machine have open; processes and files may vanish meanwhile."""
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             for descriptor in os.listdir(process / "fd"):

@@ -1,4 +1,4 @@
-"""Settings of a process that make training on a CPU faster; they hold for the process's life."""
+"""Settings that make training on a CPU faster, for the lifetime of the process."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ if TYPE_CHECKING:
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_INT = 2**31 - 1
 _OLD_GLIBC_MOST = 2**25  # before 2.36, glibc refuses thresholds above half of an arena's heap
-# oneDNN and torch's layer above it each keep compiled code for the last 1,024 shapes that were multiplied, about
-# 0.5 MiB a shape. Rows of changing length bring new shapes at every step; one length needs about 20 in a transformer.
-# 8 were slower on the embedded fine-tuning, 16 and more alike.
+# oneDNN and torch's layer above it each cache compiled code for the last 1,024 shapes multiplied, about 0.5 MiB per
+# shape. Rows of varying length bring new shapes at every step; one length needs about 20 in a transformer. On the
+# embedded fine-tuning a capacity of 8 was slower, 16 and more equally fast.
 _PRODUCT_CACHES, _KEPT_SHAPES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"), "24"
 
 
 def tune_cpu_process() -> None:
-    """For a process that trains on a CPU; call it before torch starts its threads, which inherit the first setting."""
+    """Tune a process that trains on a CPU; call before torch starts its threads, which inherit the first setting."""
     import torch
 
     # Gradients and optimizer states of rare tokens are full of denormal numbers, which slow a CPU down.
     torch.set_flush_denormal(True)
     keep_freed_memory()
-    for name in _PRODUCT_CACHES:  # read at the first product
+    for name in _PRODUCT_CACHES:  # read at the first matrix product
         os.environ.setdefault(name, _KEPT_SHAPES)
     if not _multiplies_bf16() and hasattr(torch.library, "get_kernel"):  # torch 2.9 may lack it
         multiply_bf16_in_fp32()
 
 
 def _multiplies_bf16() -> bool:
-    """Whether oneDNN has bf16 products for this CPU (AVX-512, Arm's bf16); torch's own loops serve all others."""
+    """True if oneDNN has bf16 products for this CPU (AVX-512, Arm's bf16); torch's own loops serve all others."""
     import torch
 
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-@functools.cache  # a second time would wrap the first
+@functools.cache  # a second call would wrap the first
 def multiply_bf16_in_fp32() -> torch.library.Library:
     """Multiply bf16 matrices on this process's CPU in fp32, and round the results to bf16.
 
-    torch's own loops for CPUs without bf16 instructions take more than four times as long (a test holds that on such
-    CPUs). The instructions sum in fp32, too. Other dtypes pay some microseconds a product; other devices and compiled
-    layers are left alone.
+    torch's own loops for CPUs without bf16 instructions take more than four times as long (a test checks that on such
+    CPUs). The bf16 instructions accumulate in fp32, too. Other dtypes pay some microseconds per product; other devices
+    and compiled layers are not affected.
 
     Returns:
-        What holds the new products, and is kept as long as the process.
+        The library that holds the new kernels; cached for the lifetime of the process.
     """
     import torch
 
@@ -76,21 +76,21 @@ def _multiplied(
 
 
 def use_onednn_in_fp32(cpu_info: str | None = None) -> bool:
-    """Let oneDNN multiply fp32 matrices on CPUs whose AVX-512 units MKL leaves idle: those that are not Intel's.
+    """Let oneDNN multiply fp32 matrices on CPUs whose AVX-512 units MKL leaves idle, those not made by Intel.
 
-    For rows of one length, where pretraining is 1.6 times as fast (`benchmarks/pretrain_side_by_side.py`): oneDNN
-    compiles code for every new shape, and rows of changing length bring one at each step. Call it after
+    Use it for rows of one length, where pretraining becomes 1.6 times as fast (`benchmarks/pretrain_side_by_side.py`):
+    oneDNN compiles code for every new shape, and rows of varying length bring one at each step. Call it after
     `tune_cpu_process`, which bounds oneDNN's caches.
 
-    torch gives fp32 products to oneDNN only where they may be rounded to bf16 ("medium"). oneDNN rounds on CPUs with
-    AMX alone, and computes in fp32 on all others; those with AMX are left out, and a product shows that no digit is
-    lost.
+    torch gives fp32 products to oneDNN only where they may be rounded to bf16 ("medium"). oneDNN rounds only on CPUs
+    with AMX, and computes in fp32 on all others; CPUs with AMX are excluded, and a test product verifies that no digit
+    is lost.
 
     Args:
-        cpu_info: Text like ``/proc/cpuinfo``; None: this machine's.
+        cpu_info: Text in the format of ``/proc/cpuinfo``; None: this machine's.
 
     Returns:
-        Whether it was done. A precision that the user has chosen stays.
+        True if it was done. A precision that the user has chosen is kept.
     """
     import torch
 
@@ -104,7 +104,7 @@ def use_onednn_in_fp32(cpu_info: str | None = None) -> bool:
     if is_chosen or any(word.startswith("amx") for word in words):
         return False
     torch.set_float32_matmul_precision("medium")
-    # Rounded to bf16, 1 + 2^-12 is 1.
+    # Rounded to bf16, 1 + 2^-12 would be 1.
     ones = torch.full((128, 128), 1 + 2**-12, dtype=torch.float32)
     if torch.equal(ones @ torch.eye(128), ones):
         return True
@@ -113,14 +113,14 @@ def use_onednn_in_fp32(cpu_info: str | None = None) -> bool:
 
 
 def use_cores_of_host(num_cores: int, ranks_on_node: int) -> int | None:
-    """For a process whose optimizer steps in host memory beside an accelerator: its share of the node's cores.
+    """Use this process's share of the node's cores, for an optimizer that steps in host memory beside an accelerator.
 
-    Launchers give each process one thread, because the accelerator works. Adam over weights in host memory is bound
-    by the host's bandwidth, which one core of many does not reach. DeepSpeed's and torch's kernels share one OpenMP
-    runtime, which torch sets for the calling thread, the one that steps.
+    Launchers give each process one thread, because the accelerator does the work. Adam over weights in host memory is
+    bound by the host's bandwidth, which one core of many cannot saturate. DeepSpeed's and torch's kernels share one
+    OpenMP runtime, which torch configures for the calling thread, the one that steps.
 
     Returns:
-        How many threads; None where the user has chosen them.
+        Number of threads; None if the user has chosen it.
     """
     if threads_are_chosen():
         return None
@@ -132,13 +132,13 @@ def use_cores_of_host(num_cores: int, ranks_on_node: int) -> int | None:
 
 
 def threads_are_chosen(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether ``OMP_NUM_THREADS`` is the user's own word rather than the launcher's.
+    """True if ``OMP_NUM_THREADS`` was set by the user rather than by the launcher.
 
-    `accelerate launch` and torchrun set it for their workers alone, so a user's word is in the launcher's own
-    environment, or among its flags. Without a launcher that can be read, what is set counts as chosen.
+    `accelerate launch` and torchrun set it for their workers only, so a user's choice is in the launcher's own
+    environment or among its flags. Without a readable launcher, a value that is set counts as chosen.
 
     Args:
-        environment: The launcher's; None: looked up.
+        environment: The launcher's environment; None: looked up.
     """
     if environment is None:
         environment = _launcher_environment()
@@ -163,24 +163,24 @@ def _launcher_environment() -> Mapping[str, str] | None:
 
 
 def keep_freed_memory(environment: Mapping[str, str] | None = None) -> bool:
-    """Let glibc keep the memory that tensors leave, for the tensors of the next step.
+    """Let glibc keep the memory freed by tensors, for the tensors of the next step.
 
-    By default it hands allocations above 32 MiB, and what is free at the heap's end, back to the kernel, which
-    zeroes each page of the next step's tensors as they are touched. The peak stays what it is, and up to 2 GiB that a
-    step does not use stay with the process.
+    By default it returns allocations above 32 MiB, and free memory at the end of the heap, to the kernel, which zeroes
+    each page of the next step's tensors as they are touched. The peak does not change, and up to 2 GiB that a step
+    does not use stay with the process.
 
     Args:
-        environment: Where a user's own settings of malloc are looked for; None: the process's.
+        environment: Environment in which to look for a user's own malloc settings; None: the process's.
 
     Returns:
-        Whether it was done: not with another C library, nor where the user has settings or an allocator of his own.
+        True if it was done: not with another C library, or if the user has their own settings or allocator.
     """
     environment = os.environ if environment is None else environment
     if any(name.startswith("MALLOC_") or name in ("GLIBC_TUNABLES", "LD_PRELOAD") for name in environment):
         return False
     with contextlib.suppress(OSError, AttributeError, TypeError):  # macOS, musl, Windows
         library = ctypes.CDLL(None)
-        library.gnu_get_libc_version  # noqa: B018  # glibc alone has it
+        library.gnu_get_libc_version  # noqa: B018  # only glibc has it
         is_set = any(library.mallopt(_M_MMAP_THRESHOLD, most) for most in (_LARGEST_INT, _OLD_GLIBC_MOST))
         return bool(is_set and library.mallopt(_M_TRIM_THRESHOLD, _LARGEST_INT))
     return False

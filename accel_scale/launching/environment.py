@@ -21,8 +21,8 @@ class LaunchCommand:
     """An `accelerate launch` command line.
 
     Attributes:
-        flags: Its own flags, without dashes; switches are ``true``.
-        folder: Where it was started.
+        flags: The launcher's own flags, without dashes; switches are ``true``.
+        folder: Folder in which it was started.
     """
 
     flags: Mapping[str, str]
@@ -31,17 +31,17 @@ class LaunchCommand:
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """How this process was launched; the environment rules where a command line overrode the launch file.
+    """How this process was launched; the environment wins if a command line overrode the launch file.
 
     Attributes:
         parallel: How the run is split and what is offloaded.
-        mixed_precision: As launch file or launcher asks; None where neither does and the recipe decides.
+        mixed_precision: As set by launch file or launcher; None if neither does and the recipe decides.
         world_size: Processes of the run.
         local_world_size: Processes on this node.
         rank, local_rank: This process among them.
-        launch_file: The file named to `accelerate launch`, where its command line could be read.
-        deepspeed_file: DeepSpeed's own configuration file, where one is used.
-        overrides: The file's keys that the launcher's command line set to something else.
+        launch_file: The file given to `accelerate launch`, if its command line could be read.
+        deepspeed_file: DeepSpeed's own configuration file, if one is used.
+        overrides: The keys of the file that the launcher's command line overrides.
     """
 
     parallel: LaunchStrategy
@@ -56,21 +56,21 @@ class LaunchEnvironment:
 
     @property
     def strategy(self) -> str:
-        """As `LaunchFile.strategy`."""
+        """See `LaunchFile.strategy`."""
         return self.parallel.name
 
     @property
     def num_processes(self) -> int:
-        """As `LaunchFile.num_processes`."""
+        """See `LaunchFile.num_processes`."""
         return self.world_size
 
     @property
     def file_values(self) -> dict[str, Any]:
-        """The launch file's keys, as written, with what the command line says instead; empty without a file."""
+        """The launch file's keys, as written, with the command line's overrides; empty without a file."""
         return {} if self.launch_file is None else self.launch_file.values | dict(self.overrides)
 
     def place(self, key: str) -> str:
-        """``path:line`` of `key` in the launch file or DeepSpeed's, or what set it on the launcher's side."""
+        """``path:line`` of `key` in the launch file or DeepSpeed's, or the launcher's setting for it."""
         file = self.launch_file
         if key == "mixed_precision" and (file is None or file.mixed_precision != self.mixed_precision):
             return "accelerate launch --mixed_precision"
@@ -109,7 +109,7 @@ def current_launch(environment: Mapping[str, str] | None = None) -> LaunchEnviro
 
 
 def check_launch_variables(env: Mapping[str, str]) -> None:
-    """Refuse variables of a launch that no launcher has set: such a process would train alone, or say nothing.
+    """Refuse launch variables that no launcher has set: such a process would train alone or print nothing.
 
     Raises:
         ConfigError: naming the variable.
@@ -153,7 +153,7 @@ def _number(env: Mapping[str, str], name: str) -> int | None:
     text = env.get(name)
     if text is None:
         return None
-    least = 1 if name.endswith("SIZE") else -1  # LOCAL_RANK -1 is torch's old word for "not launched"
+    least = 1 if name.endswith("SIZE") else -1  # LOCAL_RANK -1 is torch's old value for "not launched"
     try:
         number = int(text)
     except ValueError:
@@ -210,7 +210,7 @@ def _was_launched(env: Mapping[str, str]) -> bool:
 
 
 def find_launch_command() -> LaunchCommand | None:
-    """The `accelerate launch` among this process's ancestors; None where there is none or it cannot be read."""
+    """The `accelerate launch` among this process's ancestors; None if there is none or it cannot be read."""
     import psutil
 
     try:
@@ -220,7 +220,7 @@ def find_launch_command() -> LaunchCommand | None:
             if start is not None:
                 return LaunchCommand(parse_launch_arguments(words[start:]), Path(parent.cwd()))
     except psutil.Error:
-        # Another user's launcher (containers, schedulers): messages then name the variables instead of the file.
+        # Another user's launcher (containers, schedulers): messages then name variables instead of the file.
         return None
     return None
 
@@ -242,7 +242,7 @@ def _launch_arguments_start(words: Sequence[str]) -> int | None:
 
 
 def parse_launch_arguments(words: Sequence[str]) -> dict[str, str]:
-    """The launcher's own flags, up to the training script, whose own ``--config_file`` is not the launcher's."""
+    """The launcher's own flags, up to the training script, whose ``--config_file`` does not belong to the launcher."""
     flags: dict[str, str] = {}
     index = 0
     while index < len(words) and words[index].startswith("-"):
@@ -273,7 +273,7 @@ def _launch_file_path(command: LaunchCommand | None) -> Path | None:
 
 
 def _shown(path: Path) -> Path:
-    """`path` relative to the current folder where it lies below it, as the user typed it."""
+    """`path` relative to the current folder, as the user typed it, if it is below that."""
     try:
         return path.resolve().relative_to(Path.cwd())
     except ValueError:
@@ -291,13 +291,13 @@ def _deepspeed_file(
 
 
 def tell_deepspeed_file(launch: LaunchEnvironment) -> None:
-    """Accelerate opens the name that the launch file gives, from this process's folder; it is told the file found."""
+    """Point Accelerate, which opens the launch file's name for it from this process's folder, to the file found."""
     if launch.deepspeed_file is not None:
         os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(launch.deepspeed_file.path.resolve())
 
 
 def _mixed_precision(env: Mapping[str, str], command: LaunchCommand | None, file: LaunchFile | None) -> str | None:
-    """`accelerate launch` exports ``no`` also where nobody chose anything; only a written ``no`` is a choice."""
+    """The chosen precision. `accelerate launch` also exports ``no`` without a choice; only a written ``no`` is one."""
     value = env.get("ACCELERATE_MIXED_PRECISION")
     if value != "no":
         return value

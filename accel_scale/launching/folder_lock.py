@@ -1,7 +1,7 @@
-"""One run at a time in an output folder: a lock that the kernel takes back when its holder dies, in whatever way.
+"""One run at a time in an output folder: a lock that the kernel releases however its holder dies.
 
-``flock`` works on local disks and on NFS 4 and Lustre mounted with ``flock``. Where a file system has no locks, the
-run says so and goes on: there nothing keeps a second run out.
+``flock`` works on local disks and on NFS 4 and Lustre mounted with ``flock``. If a file system has no locks, the run
+says so and continues: nothing keeps a second run out there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from accel_scale.errors import ConfigError
 
 LOCK_FILE = "_run.lock"
-# A run that is started again at once waits for one that is being ended.
+# A run restarted immediately waits for the previous one to end.
 WAIT_SECONDS_VARIABLE = "ACCEL_SCALE_LOCK_SECONDS"
 _WAIT_SECONDS = 10.0
 _POLL_SECONDS = 0.1
@@ -30,15 +30,15 @@ _knows_forks = False
 
 @contextlib.contextmanager
 def held(folder: Path, *, place: str = "--output_dir", wait_seconds: float | None = None) -> Iterator[None]:
-    """Hold `folder` against other processes; within this one it may be held several times.
+    """Lock `folder` against other processes; within this process it may be held several times.
 
     Args:
         folder: An existing folder.
         place: The setting that errors name.
-        wait_seconds: How long to wait for a holder that is going; None: ``ACCEL_SCALE_LOCK_SECONDS``, or 10.
+        wait_seconds: How long to wait for a holder that is ending; None: ``ACCEL_SCALE_LOCK_SECONDS``, or 10.
 
     Raises:
-        ConfigError: if another process holds it all that time.
+        ConfigError: if another process holds it during all that time.
         OSError: if the lock file cannot be written.
     """
     path = _lock_path(folder)
@@ -64,12 +64,12 @@ def held(folder: Path, *, place: str = "--output_dir", wait_seconds: float | Non
 
 
 def is_held(folder: Path) -> bool:
-    """Whether this process holds `folder`."""
+    """True if this process holds `folder`."""
     return _lock_path(folder) in _held
 
 
 def is_taken(folder: Path) -> bool:
-    """Whether any process holds `folder`; False where that cannot be told."""
+    """True if any process holds `folder`; False if that cannot be determined."""
     try:
         import fcntl
 
@@ -127,7 +127,7 @@ def _holder(path: Path) -> str:
 
 
 def _let_go_in_forks() -> None:
-    """Data loaders' workers inherit the descriptor: one that outlives the run would keep the folder."""
+    """Close the lock in forks: data loaders' workers inherit it, and one outliving the run would keep the folder."""
     global _knows_forks
     if not _knows_forks and hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=_close_all)

@@ -1,4 +1,4 @@
-"""How the GPUs of this machine are joined, as `nvidia-smi topo -m` says."""
+"""How the GPUs of this machine are connected, according to `nvidia-smi topo -m`."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from itertools import combinations
 
 from accel_scale.launching.machine import LocalMachine
 
-# Row i, column j: what joins visible devices i and j, as ``NV12`` or ``SYS``; ``X`` for a device and itself.
+# Row i, column j: the link between visible devices i and j, such as ``NV12`` or ``SYS``; ``X`` on the diagonal.
 LinkTable = tuple[tuple[str, ...], ...]
 _LINK = re.compile(r"X|SYS|NODE|PHB|PXB|PIX|NV\d+")
-_UNDERLINE = re.compile(r"\x1b\[[0-9;]*m")  # of the header, on a terminal and through a pipe
-_ASK_SECONDS = 10.0  # a driver without persistence starts first
+_UNDERLINE = re.compile(r"\x1b\[[0-9;]*m")  # in the header, on a terminal and in a pipe
+_ASK_SECONDS = 10.0  # a driver without persistence has to start first
 
 
 def with_gpu_links(machine: LocalMachine, gpu_ids: object = None) -> LocalMachine:
-    """`machine` with the links of its GPUs, where it is an NVIDIA machine with several that ``nvidia-smi`` describes.
+    """`machine` with the links of its GPUs, if it has several NVIDIA GPUs that ``nvidia-smi`` describes.
 
     Args:
-        machine: This one.
-        gpu_ids: Those that the launcher will choose, as in a launch file; None: those that this process sees.
+        machine: This machine.
+        gpu_ids: GPUs that the launcher will choose, as in a launch file; None: those that this process sees.
     """
     if not machine.accelerator.is_nvidia or machine.num_devices < 2:
         return machine
@@ -32,7 +32,7 @@ def with_gpu_links(machine: LocalMachine, gpu_ids: object = None) -> LocalMachin
 
 
 def parse_links(text: str) -> LinkTable:
-    """The table in the output of ``nvidia-smi topo -m``; empty where there is none that can be understood."""
+    """The table in the output of ``nvidia-smi topo -m``; empty if there is none that can be parsed."""
     lines = [_UNDERLINE.sub("", line).split() for line in text.splitlines()]
     header = next((line for line in lines if line[:1] == ["GPU0"] and not any(map(_LINK.fullmatch, line[1:2]))), [])
     count = next((i for i, name in enumerate(header) if name != f"GPU{i}"), len(header))
@@ -45,11 +45,11 @@ def parse_links(text: str) -> LinkTable:
 
 
 def visible_links(links: LinkTable, chosen: str | None) -> LinkTable:
-    """Rows and columns of the devices in `chosen`, in its order; empty where it does not name them by numbers.
+    """Rows and columns of the devices in `chosen`, in its order; empty if it does not name them by number.
 
     Args:
-        links: Of all devices.
-        chosen: As `CUDA_VISIBLE_DEVICES` has them; None: all.
+        links: Links of all devices.
+        chosen: Devices as in `CUDA_VISIBLE_DEVICES`; None: all.
     """
     if chosen is None:
         return links
@@ -60,12 +60,12 @@ def visible_links(links: LinkTable, chosen: str | None) -> LinkTable:
 
 
 def pairs_without_nvlink(links: LinkTable, devices: Sequence[int]) -> list[tuple[int, int]]:
-    """Pairs among `devices` that something else than NVLink joins."""
+    """Pairs among `devices` that are connected by something other than NVLink."""
     return [(a, b) for a, b in combinations(devices, 2) if not links[a][b].startswith("NV")]
 
 
 def describe_links(links: LinkTable) -> str:
-    """For a table: ``NVLink (NV12) between all``, ``NVLink joins 0-1, 2-3; else PHB``, ``PXB, SYS; no NVLink``."""
+    """A table's cell: ``NVLink (NV12) between all``, ``NVLink joins 0-1, 2-3; else PHB``, ``PXB, SYS; no NVLink``."""
     pairs = list(combinations(range(len(links)), 2))
     slow = pairs_without_nvlink(links, range(len(links)))
     kinds = ", ".join(sorted({links[a][b] for a, b in slow}))

@@ -1,4 +1,4 @@
-"""Whether the hub can be reached, asked once: its client would retry for half a minute and more per file."""
+"""Check once whether the hub can be reached: its client would retry for half a minute or more per file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from accel_scale.errors import ConfigError
 
 _SECONDS = 2.0
 _TRUE = ("1", "on", "yes", "true")
-# Read by the libraries while they are imported (huggingface_hub 1.x, transformers 5.23, datasets 5.2).
+# Read by the libraries at import (huggingface_hub 1.x, transformers 5.23, datasets 5.2).
 _OFFLINE = {
     "model": ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"),
     "dataset": ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"),
@@ -26,8 +26,8 @@ _OFFLINE = {
 def require_on_hub(name: str, *, kind: str, place: str) -> None:
     """Refuse a name on the hub that is neither in the local cache nor within reach.
 
-    Where it is in the cache and the hub is out of reach, the libraries are told so (``HF_HUB_OFFLINE``): call it
-    before they are imported.
+    If it is in the cache and the hub is out of reach, the libraries are told so (``HF_HUB_OFFLINE``): call this before
+    they are imported.
 
     Args:
         name: ``owner/name``.
@@ -35,7 +35,7 @@ def require_on_hub(name: str, *, kind: str, place: str) -> None:
         place: The setting that names it.
 
     Raises:
-        ConfigError: if it cannot be had.
+        ConfigError: if the name is not available.
     """
     variable = next((v for v in _OFFLINE[kind] if os.environ.get(v, "").lower() in _TRUE), None)
     if variable is None:
@@ -57,14 +57,14 @@ def require_on_hub(name: str, *, kind: str, place: str) -> None:
 
 
 def give_up_if_unreachable() -> None:
-    """From here on the hub's client reads its cache only, if the hub is out of reach: it would wait for seconds."""
+    """If the hub is out of reach, make its client read only the cache from here on: it would wait for seconds."""
     if not os.environ.get("HF_HUB_OFFLINE") and unreachable_hub() is not None:
         os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 @functools.lru_cache(maxsize=1)
 def unreachable_hub() -> str | None:
-    """The hub's host if it does not answer within two seconds, else None. Behind a proxy its client will tell."""
+    """The hub's host if it does not answer within two seconds, else None. Behind a proxy, its client finds out."""
     endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     address = urllib.parse.urlsplit(endpoint)
     if address.hostname is None or urllib.request.getproxies().get(address.scheme):
@@ -76,7 +76,7 @@ def unreachable_hub() -> str | None:
         with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=_SECONDS):
             answered.append(True)
 
-    # Looking a name up has no time limit of its own.
+    # Name resolution has no timeout of its own.
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(_SECONDS)
@@ -84,7 +84,7 @@ def unreachable_hub() -> str | None:
 
 
 def is_cached(name: str, kind: str) -> bool:
-    """Whether the local cache has any version of it."""
+    """True if the local cache has any version of `name`."""
     home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
     hub = Path(os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or home / "hub").expanduser()
     if any((hub / f"{kind}s--{name.replace('/', '--')}" / "snapshots").glob("*/*")):

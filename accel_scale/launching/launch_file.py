@@ -31,8 +31,8 @@ class LaunchFile(SourceFile):
 
     Attributes:
         parallel: How the run is split and what is offloaded.
-        mixed_precision: ``no``, ``fp16``, ``bf16`` or ``fp8``; None where the file leaves it to the recipe.
-        num_processes: Of all nodes together; None where the file does not say.
+        mixed_precision: ``no``, ``fp16``, ``bf16`` or ``fp8``; None if the file leaves it to the recipe.
+        num_processes: Processes of all nodes together; None if the file does not say.
         deepspeed_file: The DeepSpeed configuration that the launch file names.
     """
 
@@ -43,7 +43,7 @@ class LaunchFile(SourceFile):
 
     @property
     def strategy(self) -> str:
-        """Its name in `facts.strategies`."""
+        """The strategy's name in `facts.strategies`."""
         return self.parallel.name
 
     @property
@@ -61,7 +61,7 @@ class LaunchFile(SourceFile):
         return self.values
 
     def place(self, key: str) -> str:
-        """``path:line`` of `key`; DeepSpeed's own keys may be in its file."""
+        """``path:line`` of `key`; DeepSpeed's own keys may be in DeepSpeed's file."""
         if self.deepspeed_file is not None and key not in self.lines and not key.startswith("deepspeed_config"):
             root = key.partition(".")[0]
             if root in self.deepspeed_file.values:
@@ -70,10 +70,10 @@ class LaunchFile(SourceFile):
 
 
 def read_launch_file(path: str | Path) -> LaunchFile:
-    """The launch file at `path`, checked as `accelerate launch` does not: it ignores keys that it does not know.
+    """Read and check the launch file at `path`; `accelerate launch` itself ignores keys that it does not know.
 
     Args:
-        path: Of a file, or the name of one that comes with the package, as ``fsdp2``.
+        path: Path of a file, or the name of one that comes with the package, such as ``fsdp2``.
 
     Raises:
         ConfigError: unreadable, not YAML, a recipe's file, an unknown or repeated key, a value of the wrong type.
@@ -101,7 +101,7 @@ def read_launch_file(path: str | Path) -> LaunchFile:
 
 
 def looks_like_launch_file(values: Mapping[str, Any]) -> bool:
-    """Whether the keys of a YAML file are those of an Accelerate launch file."""
+    """True if the keys of a YAML file are those of an Accelerate launch file."""
     return not LAUNCH_ONLY_KEYS.isdisjoint(values)
 
 
@@ -243,7 +243,7 @@ def _deepspeed_file(source: SourceFile) -> SourceFile | None:
 
 
 def read_deepspeed_file(name: str, folders: Sequence[Path], launch_file: Path | None, *, place: str) -> SourceFile:
-    """DeepSpeed's configuration, seen from one of `folders` or from a folder above the launch file, nearest first."""
+    """DeepSpeed's configuration, relative to one of `folders` or to a folder above the launch file, nearest first."""
     above = launch_file.resolve().parents if launch_file is not None else ()
     path = next((path for folder in (*folders, *above) if (path := folder / name).is_file()), None)
     if path is None:

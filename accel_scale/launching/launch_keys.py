@@ -21,7 +21,7 @@ TOP_KEYS = _words(
     "tpu_use_cluster tpu_use_sudo command_file commands tpu_vm tpu_env dynamo_config fp16 "
     "dynamo_backend"
 )
-# What `accelerate launch` reads from each section; it drops every other key without a word.
+# What `accelerate launch` reads from each section; it silently drops every other key.
 SECTION_KEYS: Mapping[str, frozenset[str]] = {
     "fsdp_config": _words(
         "fsdp_version fsdp_reshard_after_forward fsdp_offload_params fsdp_auto_wrap_policy "
@@ -56,14 +56,14 @@ DISTRIBUTED_TYPES = (
     "XLA",
 )
 MIXED_PRECISIONS = ("no", "fp16", "bf16", "fp8")
-# Keys no launch file has, so a file with one of them was meant for a recipe.
+# Keys that no launch file has: a file with one of them is meant for a recipe.
 RECIPE_KEYS = _words(
     "model_name_or_path dataset_name output_dir learning_rate method precision max_length max_steps "
     "num_train_epochs per_device_train_batch_size global_batch_size optim load_in_4bit use_peft "
     "lora_r packing lr_scheduler_type"
 )
 LAUNCH_ONLY_KEYS = frozenset({"compute_environment", "distributed_type", "fsdp_config", "deepspeed_config"})
-# Flags of `accelerate launch` that take no value: the first word after the others is the training script.
+# Flags of `accelerate launch` that take no value: the first word after them is the training script.
 # tests/unit/test_environment.py compares them with the installed parser.
 SWITCHES = _words(
     "-h --help -q --quiet --cpu --multi_gpu --tpu --debug --module -m --no_python --use_deepspeed "
@@ -78,7 +78,7 @@ class SourceFile:
     """A YAML or JSON file with the line of every key.
 
     Attributes:
-        path: As it was given, so that messages show what the user typed.
+        path: The path as given, so that messages show what the user typed.
         values: The file's content.
         lines: Dotted key → line, counted from 1.
     """

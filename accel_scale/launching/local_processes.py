@@ -16,10 +16,10 @@ from accel_scale.errors import ConfigError
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process is.
+    """The place of a process in its group.
 
     Attributes:
-        rank, world_size, local_rank, local_world_size: As torchrun's variables say.
+        rank, world_size, local_rank, local_world_size: As in torchrun's variables.
         backend: ``gloo`` or ``nccl``.
         device: The `torch.device` of its tensors.
     """
@@ -33,15 +33,15 @@ class Place:
 
 
 def launched_processes() -> int:
-    """Processes that torchrun or `accelerate launch` started this one with; 0 where neither did."""
+    """Number of processes that torchrun or `accelerate launch` started, including this one; 0 if neither did."""
     return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else 0
 
 
 def choose_backend(asked: str | None, local_processes: int) -> str:
-    """``nccl`` where every process has a GPU of its own, else ``gloo``.
+    """``nccl`` if every process has its own GPU, else ``gloo``.
 
     Raises:
-        ConfigError: if NCCL is asked for and there are too few GPUs.
+        ConfigError: if NCCL is asked for but there are too few GPUs.
     """
     import torch
 
@@ -56,7 +56,7 @@ def choose_backend(asked: str | None, local_processes: int) -> str:
 
 
 def join_launch(asked_backend: str | None) -> Place:
-    """Make the process group of the launch that this process is part of."""
+    """Create the process group of the launch that this process is part of."""
     world = int(os.environ["WORLD_SIZE"])
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     backend = choose_backend(asked_backend, local_world)
@@ -67,11 +67,11 @@ def run_locally(work: Callable[..., Any], num_processes: int, asked_backend: str
     """Start `num_processes` here and run ``work(place, *args)`` in each.
 
     Args:
-        work: Importable by its name. What it returns on rank 0 fits into JSON.
-        asked_backend: ``gloo``, ``nccl``, or None for what there is.
+        work: Must be importable by name. Its result on rank 0 must fit into JSON.
+        asked_backend: ``gloo``, ``nccl``, or None for the best available.
 
     Returns:
-        What rank 0 returned.
+        The result of rank 0.
 
     Raises:
         ConfigError: as raised by `work` on rank 0.
@@ -95,20 +95,20 @@ def run_locally(work: Callable[..., Any], num_processes: int, asked_backend: str
 
 
 def progress_bar(place: Place, total: int, description: str) -> Any:
-    """A bar of tqdm, drawn by rank 0 alone and only in a terminal."""
+    """A tqdm bar, drawn by rank 0 only, and only in a terminal."""
     import sys
 
     from tqdm import tqdm
 
     is_shown = place.rank == 0 and sys.stderr.isatty()
-    # Drawn seldom: what is timed beside it shares the processor with it.
+    # Drawn rarely: it shares the processor with the code being timed.
     return tqdm(total=total, desc=description, disable=not is_shown, mininterval=0.5, leave=False, dynamic_ncols=True)
 
 
 def _process(
     rank: int, world: int, backend: str, folder: str, work: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
-    """One process of `run_locally`; it ends when its parent does, however that ends."""
+    """One process of `run_locally`; it ends when its parent does, in whatever way."""
     from accel_scale.quiet import quiet_imports
 
     quiet_imports()  # before the libraries that would print at import
@@ -118,7 +118,7 @@ def _process(
     place = _join(rank, world, rank, world, backend, store=f"file://{folder}/store")
     try:
         found: dict[str, Any] = {"answer": work(place, *args)}
-    except ConfigError as error:  # the same on all of them
+    except ConfigError as error:  # the same on all ranks
         found = {"error": {"problem": error.problem, "place": error.place, "fix": error.fix}}
     if rank == 0:
         (Path(folder) / "answer.json").write_text(json.dumps(found), encoding="utf-8")
@@ -126,7 +126,7 @@ def _process(
 
 
 def _die_with_parent() -> None:
-    """torch asks for SIGINT, which a process that waits for the others in C++ never sees."""
+    """Replace torch's SIGINT, which a process that waits for others in C++ never sees."""
     import ctypes
     import signal
     import sys
@@ -141,7 +141,7 @@ def _join(rank: int, world: int, local_rank: int, local_world: int, backend: str
     import torch
     import torch.distributed as dist
 
-    warnings.simplefilter("ignore", FutureWarning)  # new names of collectives that older torch does not have
+    warnings.simplefilter("ignore", FutureWarning)  # about new names of collectives, which older torch lacks
     device = torch.device("cuda", local_rank) if backend == "nccl" else torch.device("cpu")
     if backend == "nccl":
         torch.cuda.set_device(device)

@@ -1,4 +1,4 @@
-"""What this machine has: devices, installed packages, compilers, disk."""
+"""Detect what this machine has: devices, installed packages, compilers, disk."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from accel_scale.errors import ConfigError
 from accel_scale.facts.device import CPU, Device
 from accel_scale.launching.build_locks import stale_build_locks, unheld_build_locks
 
-# Distribution names; versions come from their metadata, nothing is imported.
+# Distribution names; versions are read from metadata, without importing anything.
 PACKAGES = (
     "accel-scale", "torch", "accelerate", "transformers", "trl", "peft", "datasets", "bitsandbytes", "deepspeed",
     "torchao", "flash-attn", "flash-attn-3", "kernels", "transformer-engine", "liger-kernel", "vllm", "ninja", "wandb",
@@ -32,15 +32,16 @@ class LocalMachine:
     """What the checks need to know about a machine. The defaults are a bare CPU machine with nothing installed.
 
     Attributes:
-        accelerator: What it computes on; the processor where nothing else is there.
+        accelerator: The device it computes on; the processor if there is nothing else.
         num_devices: Visible accelerators.
         packages: Installed distribution → version.
-        has_compiler, has_ninja, has_libaio: What DeepSpeed needs to compile its CPU Adam and asynchronous I/O.
-        folders: Facts on the folders asked about, by the name they were asked with.
+        has_compiler, has_ninja, has_libaio: Whether it has what DeepSpeed needs to compile its CPU Adam and
+            asynchronous I/O.
+        folders: For each folder asked about, by its name as given, whether it can be written.
         stale_locks: Locks of extension builds that were killed.
-        unheld_locks: These, and locks of builds that were killed a moment ago or run on another machine.
-        gpu_links: What joins each GPU and each other, as ``NV12`` or ``SYS``; empty where nobody has asked or it is
-            not known (`gpu_links.with_gpu_links`).
+        unheld_locks: These, plus locks of builds that were just killed or run on another machine.
+        gpu_links: The link between each pair of GPUs, such as ``NV12`` or ``SYS``; empty if not asked for or not known
+            (`gpu_links.with_gpu_links`).
     """
 
     accelerator: Device = CPU
@@ -60,21 +61,21 @@ class LocalMachine:
 
     @property
     def device(self) -> str:
-        """torch's name of what it computes on: ``cuda``, ``xpu``, ``mps`` … or ``cpu``."""
+        """torch's name of the device it computes on: ``cuda``, ``xpu``, ``mps`` … or ``cpu``."""
         return self.accelerator.type
 
     @property
     def device_name(self) -> str:
-        """What that calls itself."""
+        """The device's own name."""
         return self.accelerator.name
 
     def has(self, package: str) -> bool:
-        """Whether `package` (a distribution name) is installed."""
+        """True if `package` (a distribution name) is installed."""
         return package in self.packages
 
 
 def detect_machine(folders: Iterable[str | Path] = ()) -> LocalMachine:
-    """This machine, and whether each of `folders` could be written to. Imports torch."""
+    """Describe this machine, and whether each of `folders` can be written to. Imports torch."""
     import psutil
 
     packages = installed_packages()
@@ -95,13 +96,13 @@ def detect_machine(folders: Iterable[str | Path] = ()) -> LocalMachine:
 
 
 def refuse_native_windows(system: str | None = None) -> None:
-    """For what trains or launches.
+    """Refuse to train or launch on native Windows.
 
     Args:
-        system: As `LocalMachine.system`; None: this machine's.
+        system: As in `LocalMachine.system`; None: this machine's.
 
     Raises:
-        ConfigError: on Windows itself; Linux in it (WSL2) calls itself Linux.
+        ConfigError: on Windows itself; WSL2 reports Linux.
     """
     name = platform.system() if system is None else system.partition(" ")[0]
     if name == "Windows":
@@ -113,7 +114,7 @@ def refuse_native_windows(system: str | None = None) -> None:
 
 
 def installed_packages(names: Iterable[str] = PACKAGES) -> dict[str, str]:
-    """Version of each of the packages that is installed."""
+    """Versions of those packages that are installed."""
     versions = {}
     for name in names:
         try:
@@ -124,7 +125,7 @@ def installed_packages(names: Iterable[str] = PACKAGES) -> dict[str, str]:
 
 
 def is_writable(path: Path) -> bool:
-    """Whether files can be created in `path`, or, where it does not exist yet, in its nearest parent."""
+    """True if files can be created in `path` or, if it does not exist yet, in its nearest existing parent."""
     existing = path.absolute()
     while not existing.exists():
         existing = existing.parent
@@ -147,7 +148,7 @@ def detect_device(device_type: str | None = None) -> Device:
     if found == "cpu":
         return Device(name=platform.processor() or platform.machine(), fast_bf16=_cpu_has_bf16())
     if accelerator is None or accelerator.type != found:
-        return Device(found, found)  # a rehearsal of a device that is not here
+        return Device(found, found)  # rehearsal of a device that is not here
     if found == "mps":
         chip = _apple_chip()
         # Metal emulates bf16 on the first two generations.
@@ -167,20 +168,20 @@ def detect_device(device_type: str | None = None) -> Device:
 
 
 def is_surely_cpu(use_cpu: bool | None = None) -> bool:
-    """Whether `detect_device` would find a CPU, as far as that can be known without importing torch, in milliseconds.
+    """True if `detect_device` would surely find a CPU; takes milliseconds, because it does not import torch.
 
-    True: this build of torch has no device, nor another package that brings one, or NVIDIA's driver is not there.
-    False says nothing: macOS may have Metal, and drivers of AMD and Intel are asked by torch alone.
+    True means that this build of torch supports no device and no other package adds one, or that NVIDIA's driver is
+    missing. False says nothing: macOS may have Metal, and only torch can query drivers of AMD and Intel.
 
     Args:
-        use_cpu: The user's or the launch file's word.
+        use_cpu: The setting of the user or the launch file.
     """
     if use_cpu:
         return True
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None or sys.platform == "darwin":
         return False
-    # torch 2.13: `cuda`, `hip` and `xpu`, each None where it is not built for.
+    # torch 2.13: `cuda`, `hip` and `xpu`, each None if torch is not built for it.
     built = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
     if built.get("hip") or built.get("xpu") or importlib.metadata.entry_points(group="torch.backends"):
         return False
@@ -201,7 +202,7 @@ def _installed_flash() -> tuple[str, ...]:
 
 
 def _apple_chip() -> str:
-    """``Apple M3 Max``; ``mps`` where the system does not say."""
+    """``Apple M3 Max``; ``mps`` if the system does not say."""
     import subprocess
 
     command = ["sysctl", "-n", "machdep.cpu.brand_string"]
@@ -210,9 +211,9 @@ def _apple_chip() -> str:
 
 
 def _cpu_has_bf16() -> bool:
-    """Whether bf16 products are faster than fp32 ones (names of `torch.cpu.get_capabilities`, torch 2.13).
+    """True if bf16 products are faster than fp32 ones (names of `torch.cpu.get_capabilities`, torch 2.13).
 
-    x86: AMX, or AVX-512 BF16 on processors that are not Intel's. Intel's have AMX for it, which virtual machines may
+    x86: AMX, or AVX-512 BF16 on processors other than Intel's. Intel's use AMX for it, which virtual machines may
     hide; their AVX-512 instructions alone were half as fast as fp32 (Emerald Rapids: 147 against 270 GFLOP/s on two
     cores). Arm: the bf16 extension.
     """
@@ -225,7 +226,7 @@ def _cpu_has_bf16() -> bool:
 
 
 def _has_ninja() -> bool:
-    """Where `torch.utils.cpp_extension` looks: the PATH; an environment's own bin folder may not be on it."""
+    """Look where `torch.utils.cpp_extension` looks: on the PATH, which may lack an environment's own bin folder."""
     return shutil.which("ninja") is not None
 
 

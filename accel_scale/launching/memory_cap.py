@@ -11,7 +11,7 @@ _PLACE = "--device_memory"
 
 
 def memory_fraction(cap_bytes: int, total_bytes: int) -> float:
-    """Share of a device's `total_bytes` that `cap_bytes` is.
+    """`cap_bytes` as a share of a device's `total_bytes`.
 
     Raises:
         ConfigError: if the cap is larger than the device.
@@ -52,10 +52,10 @@ def cap_device_memory(text: str | int, *, device_type: str, device_index: int = 
 
 
 def fragmentation_advice(*, device_type: str, environment: dict[str, str] | None = None) -> str | None:
-    """One sentence on expandable segments when they would help and are not on, else `None`.
+    """One sentence recommending expandable segments if they would help and are off, else `None`.
 
     Fixed segments fragment under varying sequence lengths; expandable ones return that memory (torch docs,
-    "CUDA semantics", memory management). They must be set before the first CUDA allocation, hence in the
+    "CUDA semantics", memory management). They must be enabled before the first CUDA allocation, hence in the
     environment.
     """
     environment = dict(os.environ) if environment is None else environment

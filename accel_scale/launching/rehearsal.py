@@ -1,8 +1,8 @@
 """Let a GPU launch file run on CPU processes over gloo, unchanged, when no accelerator is present.
 
-Without an accelerator, Accelerate ignores a distributed launch: every process believes it is alone and all of them
-write the same folder. `enable_rehearsal_if_needed` makes the same launch a real process group instead, so that DDP,
-FSDP2 and every DeepSpeed stage shard, communicate and save on a laptop exactly as they will on GPUs, only slower.
+Without an accelerator, Accelerate ignores a distributed launch: every process believes it is alone, and all of them
+write to the same folder. `enable_rehearsal_if_needed` turns the same launch into a real process group instead, so that
+DDP, FSDP2 and every DeepSpeed stage shard, communicate and save on a laptop exactly as they will on GPUs, only slower.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _TRUE = {"1", "true", "yes", "on"}
 def enable_rehearsal_if_needed() -> str | None:
     """Turn a distributed launch without an accelerator into a real one on CPU processes over gloo.
 
-    Call before the first `Accelerator`, `PartialState` or `TrainingArguments`. Does nothing where there is an
-    accelerator, or where the launch is not a distributed one (one process with neither FSDP nor DeepSpeed), except
-    that such a process computes on all cores unless the user chose otherwise.
+    Call before the first `Accelerator`, `PartialState` or `TrainingArguments`. Does nothing if there is an accelerator
+    or the launch is not distributed (one process with neither FSDP nor DeepSpeed), except that such a process computes
+    on all cores unless the user chose otherwise.
 
     Returns:
-        One line that rank 0 should print, or None where nothing was changed.
+        One line that rank 0 should print, or None if nothing was changed.
     """
     if _accelerator_name() is not None:
         return None
@@ -49,10 +49,10 @@ def enable_rehearsal_if_needed() -> str | None:
 
 
 def let_trainers_run_on_cpu() -> None:
-    """Let every `TrainingArguments` made from now on train where there is no accelerator.
+    """Let every `TrainingArguments` created from now on train without an accelerator.
 
     Replaces `TrainingArguments._validate_args`, which `__post_init__` calls before it looks for a device (private API,
-    checked on transformers 5.23; tests/unit/test_rehearsal.py fails when it moves).
+    checked on transformers 5.23; tests/unit/test_rehearsal.py fails if it changes).
     """
     import torch
 
@@ -68,9 +68,9 @@ def let_trainers_run_on_cpu() -> None:
     def _validate_args(self: TrainingArguments) -> None:
         validate_on_cpu(self, functools.partial(check, self))
         if is_distributed_launch(os.environ):
-            # Every process is on the CPU already. The words would take it out of its group, which is gloo's.
+            # Every process is on the CPU already. These settings would take it out of its gloo group.
             self.use_cpu, self.ddp_backend = False, None
-        self.tf32 = None  # a way GPUs multiply
+        self.tf32 = None  # only GPUs have it
         self.dataloader_pin_memory = False
 
     TrainingArguments._validate_args = _validate_args  # type: ignore[method-assign]
@@ -80,7 +80,7 @@ def validate_on_cpu(arguments: TrainingArguments, check: Callable[[], None]) -> 
     """transformers' own `check` of `arguments`, except that bf16 is allowed on a CPU.
 
     transformers allows it only with ``use_cpu``, which would also make every rank of a launch a run of its own
-    (checked on 5.23; tests/unit/test_config.py fails when it moves).
+    (checked on 5.23; tests/unit/test_config.py fails if it changes).
     """
     kept = arguments.use_cpu
     arguments.use_cpu = True
@@ -91,9 +91,9 @@ def validate_on_cpu(arguments: TrainingArguments, check: Callable[[], None]) -> 
 
 
 def is_distributed_launch(environment: Mapping[str, str]) -> bool:
-    """Whether `environment` is that of one rank of a distributed launch, or of an FSDP or DeepSpeed one of any size.
+    """True if `environment` is that of a rank of a distributed launch, or of an FSDP or DeepSpeed launch of any size.
 
-    `accelerate launch --cpu` (and `use_cpu: true`) is Accelerate's own way to run on CPU processes and left alone.
+    `accelerate launch --cpu` (and `use_cpu: true`) is Accelerate's own way to run on CPU processes and is left alone.
     """
     if environment.get("ACCELERATE_USE_CPU", "false").lower() in _TRUE:
         return False
@@ -124,17 +124,17 @@ def _strategy_name(environment: Mapping[str, str]) -> str:
 
 
 def _complete_environment(environment: MutableMapping[str, str]) -> None:
-    """Point Accelerate and DeepSpeed at the CPU, and make a lone process a world of one."""
+    """Point Accelerate and DeepSpeed to the CPU, and make a single process a world of one."""
     environment["ACCELERATE_TORCH_DEVICE"] = "cpu"
     environment["DS_ACCELERATOR"] = "cpu"
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1")):
         environment.setdefault(name, value)
     environment.setdefault("MASTER_ADDR", "127.0.0.1")
-    environment.setdefault("MASTER_PORT", "0")  # any that is free when it is opened; nobody else has to know it
+    environment.setdefault("MASTER_PORT", "0")  # any free port: nobody else has to know it
 
 
 def threads_per_process(num_cores: int, num_local_processes: int, chosen: str | None) -> int:
-    """Threads each rank should compute with: what the user chose, else an equal share of the cores."""
+    """Number of threads for each rank: the user's choice, else an equal share of the cores."""
     if chosen is not None and chosen.isdigit() and int(chosen) > 0:
         return int(chosen)
     return max(1, num_cores // max(1, num_local_processes))
@@ -153,7 +153,7 @@ def _limit_threads(environment: MutableMapping[str, str]) -> None:
 
 
 def _use_all_cores(environment: MutableMapping[str, str]) -> None:
-    """Undo the single thread that `accelerate launch` gives a lone process for which nothing was chosen."""
+    """Undo the single thread that `accelerate launch` gives a single process if the user chose nothing."""
     from accel_scale.launching.environment import find_launch_command
 
     if environment.get("OMP_NUM_THREADS") != "1" or "ACCELERATE_MIXED_PRECISION" not in environment:
@@ -164,10 +164,10 @@ def _use_all_cores(environment: MutableMapping[str, str]) -> None:
 
 
 def _threads_chosen_at_launch() -> str | None:
-    """``OMP_NUM_THREADS`` as it was where the launcher was started.
+    """``OMP_NUM_THREADS`` in the environment in which the launcher was started.
 
     `accelerate launch` and torchrun export 1 to their ranks when nothing was chosen. That suits ranks that feed a GPU,
-    and idles most of a CPU that is to do the arithmetic itself.
+    but idles most of a CPU that has to do the arithmetic itself.
     """
     import psutil
 
@@ -182,11 +182,11 @@ def _threads_chosen_at_launch() -> str | None:
 
 
 def _answer_gloo_as_backend() -> None:
-    """Replace `PartialState._prepare_backend`, Accelerate's one decision on backend and kind of launch.
+    """Replace `PartialState._prepare_backend`, where Accelerate decides on backend and kind of launch.
 
     Private API, checked on accelerate 1.15.0. With ``MULTI_GPU`` Accelerate initialises the process group itself and
     goes on to build FSDP; with ``MULTI_CPU`` it does the same for DDP and DeepSpeed, and moves nothing to ``cuda``.
-    `tests/unit/test_rehearsal.py` fails when the method, its arguments or its answer change.
+    `tests/unit/test_rehearsal.py` fails if the method, its arguments or its result change.
     """
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
@@ -201,7 +201,7 @@ def _answer_gloo_as_backend() -> None:
 
 
 def _offload_to_unpinned_memory() -> None:
-    """Make unpinned the default of FSDP2's `CPUOffloadPolicy`: only an accelerator can pin memory (torch 2.13)."""
+    """Default FSDP2's `CPUOffloadPolicy` to unpinned memory: only an accelerator can pin memory (torch 2.13)."""
     from torch.distributed.fsdp import CPUOffloadPolicy
 
     CPUOffloadPolicy.__init__.__defaults__ = (False,)
@@ -210,9 +210,9 @@ def _offload_to_unpinned_memory() -> None:
 def _skip_shared_memory_op() -> None:
     """Tell DeepSpeed that none of its optional ops is available, before it compiles one that training never calls.
 
-    On a CPU, DeepSpeed 0.19.8 compiles a shared-memory all-reduce for inference when the process group starts: minutes
-    at the first run. `deepspeed.ops.__compatible_ops__` is read there only; the ops that offloading needs are asked
-    for by name and still compiled.
+    On a CPU, DeepSpeed 0.19.8 compiles a shared-memory all-reduce for inference when the process group starts, which
+    takes minutes at the first run. `deepspeed.ops.__compatible_ops__` is read there only; the ops that offloading
+    needs are requested by name and still compiled.
     """
     import deepspeed.ops
 

@@ -18,12 +18,12 @@ from accel_scale.errors import ConfigError
 from accel_scale.launching.folder_lock import LOCK_FILE, held, is_held
 from accel_scale.version import __version__
 
-# Pushes to the hub leave out names that begin so.
+# Pushes to the hub leave out names that begin with an underscore.
 RUN_FILE = "_run.json"
 ADAPTER_CONFIG = "adapter_config.json"
 _CHECKPOINT = re.compile(r"checkpoint[-_]\d+")
 _WEIGHTS = re.compile(r"(model|pytorch_model|adapter_model)\b.*\.(safetensors|bin|index\.json)")
-# What runs write, by what it is called in messages; the first that is found is named.
+# What runs write, with its name in messages; the first match is reported.
 _HOLDS: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("an adapter", re.compile(r"adapter_config\.json|adapter_model\..*")),
     ("a model", re.compile(rf"config\.json|generation_config\.json|{_WEIGHTS.pattern}")),
@@ -39,7 +39,7 @@ _HOLDS: tuple[tuple[str, re.Pattern[str]], ...] = (
 
 
 class RunRecord(TypedDict, total=False):
-    """What `RUN_FILE` holds: which program's the folder is, and the files that were published into it."""
+    """Contents of `RUN_FILE`: the program that owns the folder, and the files that were published into it."""
 
     program: str
     made_of: str
@@ -48,7 +48,7 @@ class RunRecord(TypedDict, total=False):
 
 
 def read_record(folder: Path) -> RunRecord | None:
-    """The record of a folder; None where there is none."""
+    """The record of a folder; None if there is none."""
     try:
         record = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -74,12 +74,12 @@ class OutputFolder:
     """The folder that a run is about to write.
 
     Attributes:
-        folder: As the user wrote it.
-        program: Whose run it is: ``sft.py``, the name of a script …
+        folder: The folder as the user wrote it.
+        program: The program whose run it is: ``sft.py``, the name of a script …
         inputs: Where a path was set → the path of a model, an adapter, a tokenizer or data that the run reads.
-        resumes_from: The checkpoint that the user names to go on from; ``true`` for the newest one there.
-        made_of: What the result is made of, where a result of something else must not be replaced.
-        is_strict: Whether anything at all that is there already is refused.
+        resumes_from: The checkpoint that the user names to resume from; ``true`` for the newest one there.
+        made_of: What the result is made of, if a result of something else must not be replaced.
+        is_strict: Whether any existing content at all is refused.
         place: The setting that names the folder.
     """
 
@@ -92,7 +92,7 @@ class OutputFolder:
     place: str = "--output_dir"
 
     def check(self) -> None:
-        """Refuse a folder with anything in it that is not this run's.
+        """Refuse a folder that contains anything not belonging to this run.
 
         Raises:
             ConfigError: naming what is there.
@@ -114,10 +114,10 @@ class OutputFolder:
             self._refuse("{} ({})".format(*found))
 
     def check_writable(self) -> None:
-        """`check`, and that the folder, or the nearest one above it that is there, can be written to.
+        """`check`, and check that the folder, or its nearest existing parent, can be written to.
 
         Raises:
-            ConfigError: as `check`; if it cannot be written.
+            ConfigError: as `check`, or if it cannot be written.
         """
         self.check()
         nearest = next(path for path in (self.folder.absolute(), *self.folder.absolute().parents) if path.is_dir())
@@ -128,10 +128,10 @@ class OutputFolder:
 
     @contextlib.contextmanager
     def taken(self, *, is_main: bool = True) -> Iterator[None]:
-        """Hold the folder: `check`, then no other run can take it until this one leaves. It may be taken again within.
+        """`check` and lock the folder: no other run can take it until this one leaves. It may be taken again within.
 
         Raises:
-            ConfigError: as `check`; if another run holds it, or it cannot be written.
+            ConfigError: as `check`, or if another run holds the folder or it cannot be written.
         """
         if not is_main or is_held(self.folder):
             yield
@@ -141,14 +141,14 @@ class OutputFolder:
         with contextlib.ExitStack() as stack:
             with self._write_errors():
                 stack.enter_context(held(self.folder, place=self.place))
-            self.mark()  # whoever held it may have begun another run there
+            self.mark()  # its previous holder may have begun another run there
             yield
 
     def mark(self) -> None:
-        """`check`, then note whose the folder is: for what several processes may do together.
+        """`check`, then record the owner of the folder: for work that several processes may do together.
 
         Raises:
-            ConfigError: as `check`; if the folder cannot be written.
+            ConfigError: as `check`, or if the folder cannot be written.
         """
         self._make()
         with self._write_errors():
@@ -194,13 +194,13 @@ class OutputFolder:
                     )
 
     def _holds_own_run(self) -> bool:
-        """Whether the run is known by what it left: earlier versions kept no `RUN_FILE`."""
+        """True if the run is recognised by its files: earlier versions kept no `RUN_FILE`."""
         if self.program == "tune.py":
             return (self.folder / "study.db").is_file()
         with contextlib.suppress(OSError, ValueError):
             summary = json.loads((self.folder / "run_summary.json").read_text(encoding="utf-8"))
             return isinstance(summary, dict) and summary.get("recipe") == self.program
-        # Checkpoints that were copied here, to go on from them in a folder of their own.
+        # Checkpoints that were copied here to resume from them in a new folder.
         state = "state.json" if self.program == "pretrain.py" else "trainer_state.json"
         return any((path.parent / state).is_file() for path in self.folder.glob("checkpoint[-_]*/manifest.json"))
 
@@ -223,7 +223,7 @@ def _is_same(path: Path, folder: Path) -> bool:
 
 
 def _is_kept_in(path: Path, folder: Path) -> bool:
-    """Whether `path` is one of the checkpoints of `folder`, which come and go."""
+    """True if `path` is one of the checkpoints of `folder`, which come and go."""
     own, root = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
     return path.exists() and root in own.parents and bool(_CHECKPOINT.fullmatch(own.relative_to(root).parts[0]))
 
@@ -240,7 +240,7 @@ def _base_of_adapter(path: Path) -> Path | None:
 
 
 def refuse_foreign_model(folder: Path) -> None:
-    """Refuse to replace a model that nothing here has written.
+    """Refuse to replace a model that this program did not write.
 
     Raises:
         ConfigError: naming the file.
@@ -258,13 +258,13 @@ def refuse_foreign_model(folder: Path) -> None:
 
 
 def is_own(path: Path, files: Mapping[str, Sequence[int]] | None = None) -> bool:
-    """Whether `path` is not there, or as it was when it was published."""
+    """True if `path` does not exist or is unchanged since it was published."""
     known = _files_of(path.parent) if files is None else files
     return not path.exists() or list(known.get(path.name, ())) == _stamp(path)
 
 
 def record_published(staged: Path, folder: Path, program: str = "") -> None:
-    """Note in `staged` what is about to be moved into `folder`; a README.md of the user's stays, ours is dropped."""
+    """Record in `staged` what is about to be moved into `folder`; the user's own README.md stays, ours is dropped."""
     record = read_record(folder) or {"program": program, "made_of": "", "files": {}}
     if not is_own(folder / "README.md", record["files"]):
         (staged / "README.md").unlink(missing_ok=True)
@@ -274,7 +274,7 @@ def record_published(staged: Path, folder: Path, program: str = "") -> None:
 
 
 def record_written(path: Path) -> None:
-    """Note that this run has written `path`, in a folder that is its own."""
+    """Record that this run has written `path` in its own folder."""
     record = read_record(path.parent)
     if record is not None and path.is_file():
         record["files"] = {**record["files"], path.name: _stamp(path)}

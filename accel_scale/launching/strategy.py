@@ -17,19 +17,19 @@ _TRUE = {"1", "true", "yes", "on", "y", "t"}
 
 @dataclass(frozen=True)
 class LaunchStrategy(Offloading):
-    """How weights, gradients and optimizer states are spread, and where they live.
+    """How weights, gradients and optimizer states are distributed, and where they are kept.
 
     Attributes:
         name: One of `facts.strategies`.
         offload_optimizer: ``none``, ``cpu`` or ``nvme``.
         offload_params: ``none``, ``cpu`` or ``nvme``.
-        nvme_paths: Folders that DeepSpeed writes states to.
+        nvme_paths: Folders to which DeepSpeed writes states.
         num_replicas: Groups that each hold all shards (FSDP2 hybrid); 1 for a full shard.
         num_shards: Ranks that one replica is spread over; None: all ranks of the replica.
         tensor_parallel_size: Ranks that share each matrix product.
         context_parallel_size: Ranks that share each sequence (ring attention or Ulysses).
-        sequence_parallel_size: The same, where it is Ulysses.
-        use_cpu: Whether accelerators are to be left alone.
+        sequence_parallel_size: The same, if it is Ulysses.
+        use_cpu: Whether not to use accelerators.
         fsdp: The ``fsdp_config`` keys with their prefix.
         deepspeed: The DeepSpeed configuration in DeepSpeed's own layout.
     """
@@ -49,27 +49,27 @@ class LaunchStrategy(Offloading):
 
     @property
     def kind(self) -> Strategy:
-        """The strategy's own properties."""
+        """The properties of the strategy."""
         return strategy_named(self.name)
 
     @property
     def is_deepspeed(self) -> bool:
-        """Whether DeepSpeed runs the training step."""
+        """True if DeepSpeed runs the training step."""
         return self.kind.is_deepspeed
 
     @property
     def is_fsdp(self) -> bool:
-        """Whether FSDP, of either version, shards the model."""
+        """True if FSDP, of either version, shards the model."""
         return self.kind.is_fsdp
 
     @property
     def saves_whole_checkpoints(self) -> bool:
-        """Whether FSDP gathers weights and optimizer states on rank 0 for every checkpoint."""
+        """True if FSDP gathers weights and optimizer states on rank 0 for every checkpoint."""
         return self.is_fsdp and str(self.fsdp.get("fsdp_state_dict_type")) == "FULL_STATE_DICT"
 
     @property
     def label(self) -> str:
-        """For tables: ``FSDP2 hybrid, 2 × 2``, ``FSDP2 × TP 2``, ``ZeRO-3, NVMe offload``, ``DDP``."""
+        """Its name in tables: ``FSDP2 hybrid, 2 × 2``, ``FSDP2 × TP 2``, ``ZeRO-3, NVMe offload``, ``DDP``."""
         text = "one CPU process" if self.kind.is_single and self.use_cpu else self.kind.label
         if self.num_replicas > 1:
             text += f" hybrid, {self.num_replicas} replicas × {self.num_shards} shards"
@@ -84,7 +84,7 @@ class LaunchStrategy(Offloading):
 
 
 def is_true(value: object) -> bool:
-    """The truth of a flag as YAML, JSON or an environment variable spells it."""
+    """The truth value of a flag as spelled by YAML, JSON or an environment variable."""
     return str(value).lower() in _TRUE
 
 
@@ -92,7 +92,7 @@ def launch_strategy(values: Mapping[str, Any], deepspeed: Mapping[str, Any]) -> 
     """The strategy in a launch file's top-level `values`, with DeepSpeed's configuration resolved."""
     kind = values.get("distributed_type", "NO")
     sizes = values.get("parallelism_config") or {}
-    # `accelerate launch` hands the section of a file to whatever starts several processes.
+    # `accelerate launch` passes this section of a file to every launch of several processes.
     size = {
         name: int(sizes.get(f"parallelism_config_{name}_size", 1) or 1) if kind != "NO" else 1
         for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
@@ -141,7 +141,7 @@ def _deepspeed_strategy(config: Mapping[str, Any]) -> LaunchStrategy:
 
 
 def deepspeed_config_of(section: Mapping[str, Any], file: SourceFile | None) -> dict[str, Any]:
-    """DeepSpeed's configuration as Accelerate's `DeepSpeedPlugin` builds it: the file's, else from the plain keys."""
+    """DeepSpeed's configuration as Accelerate's `DeepSpeedPlugin` builds it: its file's, else from the plain keys."""
     if file is not None:
         return file.values
     if not section:
@@ -161,5 +161,5 @@ def deepspeed_config_of(section: Mapping[str, Any], file: SourceFile | None) -> 
 
 
 def relative_to(folder: Path, name: str) -> Path:
-    """`name` seen from `folder`."""
+    """`name` relative to `folder`."""
     return Path(name) if Path(name).is_absolute() else folder / name

@@ -1,1 +1,1 @@
-"""Meters: tokens per second, memory, collectives, row lengths."""
+"""Measures throughput, memory, collectives and row lengths."""

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 DEFAULT_REPEATS = 300
-# Share of the repeats, the fastest ones, whose mean is taken, see `Sample.seconds`.
+# Share of the repeats (the fastest) that are averaged, see `Sample.seconds`.
 FASTEST_SHARE = 0.25
-# Calls are timed in batches, so that the clock and the barrier before them do not count. All small sizes have the same
-# number of calls in theirs: of rooted operations the next call begins before the last has ended everywhere.
+# Calls are timed in batches, so that the clock and the barrier before them do not count. All small sizes use the same
+# number of calls per batch, since the next call of a rooted operation begins before the last has ended everywhere.
 CALLS, BATCH_SECONDS = 8, 0.02
-# Of all repeats of one size, about.
+# Approximate time for all repeats of one size.
 MOST_SECONDS = 1.0
 LEAST_REPEATS = 10
 WARM_UP = 3
@@ -30,13 +30,13 @@ WARM_UP = 3
 
 @dataclass(frozen=True)
 class Level:
-    """Ranks that are measured together.
+    """A group of ranks measured together.
 
     Attributes:
         name: ``inside`` a server or ``between`` servers.
-        group: This rank's process group; None: all ranks.
-        ranks: Its ranks, in order.
-        rank: This process's place among them.
+        group: This rank's process group; None for all ranks.
+        ranks: Ranks of the group, in order.
+        rank: This process's index among them.
         sharing: Groups of this level that share one server's network, all measured at once.
     """
 
@@ -52,10 +52,10 @@ class Level:
 
 
 def make_levels(rank: int, world_size: int, local_world_size: int) -> list[Level]:
-    """One level for one server; for several, those with more than one process on each have two. Collective.
+    """One level for a single server or one process per server, else two. Collective.
 
     Raises:
-        ConfigError: for one process, or servers of different sizes.
+        ConfigError: for a single process, or servers with different numbers of processes.
     """
     import torch.distributed as dist
 
@@ -97,16 +97,16 @@ def measure_op(
 ) -> list[Sample]:
     """Times of `op` for each of `sizes`, the same on every rank; collective over all ranks.
 
-    Every size is checked for its result once and run `WARM_UP` times. Then batches of calls are timed, each from a
-    barrier to the end on the slowest rank, in rounds over all sizes: whatever else the machine does for a second or
-    two falls on a few repeats of every size, and not on all repeats of one.
+    The result of every size is checked once, and it is run `WARM_UP` times. Then batches of calls are timed, each from
+    a barrier to the end on the slowest rank, in rounds over all sizes, so that a disturbance of a second or two hits a
+    few repeats of every size rather than all repeats of one.
 
     Args:
         op: One of `collectives.OPS`.
         sizes: K in bytes, rounded down to whole fp32 values for every worker.
-        level: As from `make_levels`.
-        device: Where the tensors are.
-        repeats: Batches of each size; large messages, which are slow and hardly vary, get by with fewer.
+        level: A level from `make_levels`.
+        device: Device of the tensors.
+        repeats: Batches of each size; large messages, which are slow and hardly vary, use fewer.
         after_round: Called `repeats` times, between timings.
     """
     unit = 4 * level.workers
@@ -118,7 +118,7 @@ def measure_op(
     times: list[list[float]] = [[] for _ in calls]
     for turn in range(repeats):
         for call, (batch, count), found in zip(calls, plans, times, strict=True):
-            # `count` turns, spread over all of them.
+            # Spread `count` turns evenly over all repeats.
             if (turn + 1) * count // repeats > turn * count // repeats:
                 found.append(_timed(call.run, batch, device))
         after_round()
@@ -130,7 +130,7 @@ def measure_op(
 
 
 def _estimates(calls: Sequence[Call], device: torch.device) -> list[float]:
-    """About how long each takes; a smaller one no longer than a larger one, whatever disturbed it."""
+    """Approximate time of each call, with smaller sizes capped at the time of larger ones to limit disturbances."""
     tries = []
     for call in calls:
         for _ in range(WARM_UP):
@@ -144,13 +144,13 @@ def _estimates(calls: Sequence[Call], device: torch.device) -> list[float]:
 
 
 def _plan(estimate: float, repeats: int) -> tuple[int, int]:
-    """Calls of a batch, and batches."""
+    """Calls per batch, and number of batches."""
     batch = min(CALLS, max(1, int(BATCH_SECONDS / estimate)))
     return batch, max(LEAST_REPEATS, min(repeats, round(MOST_SECONDS / (batch * estimate))))
 
 
 def mean_of_fastest(ordered: Sequence[float]) -> float:
-    """The mean of the `FASTEST_SHARE` of times in rising order, of one at least."""
+    """Mean of the fastest `FASTEST_SHARE` of sorted times, at least one."""
     count = max(1, round(FASTEST_SHARE * len(ordered)))
     return sum(ordered[:count]) / count
 
@@ -188,9 +188,9 @@ class Call:
     """A collective with its tensors.
 
     Attributes:
-        num_bytes: K.
-        run: Does it once and waits for it.
-        is_right: Does it once on known values and says whether this rank's result is what it should be.
+        num_bytes: Message size K.
+        run: Runs it once and waits for it.
+        is_right: Runs it once on known values and returns whether this rank's result is correct.
     """
 
     num_bytes: int
@@ -199,14 +199,14 @@ class Call:
 
 
 def make_call(op: str, num_bytes: int, level: Level, device: torch.device) -> Call:
-    """`op` on fp32 tensors of K = `num_bytes`, a multiple of 4 × workers. Rank r has values of r + 1 at first."""
+    """`op` on fp32 tensors of K = `num_bytes`, a multiple of 4 × workers. Rank r starts with the value r + 1."""
     import torch
     import torch.distributed as dist
 
     n, mine, group, root = level.workers, level.rank, level.group, level.ranks[0]
     whole, part = num_bytes // 4, num_bytes // 4 // n
     total, ranks = n * (n + 1) / 2, torch.arange(1.0, n + 1, device=device)
-    # The smaller of both sides is the input where sides differ; zeros that are written are in memory, not promised.
+    # Buffers of both sides. Writing zeros makes sure that the memory is really allocated, not just reserved.
     big = torch.empty(whole, device=device).fill_(0)
     small = torch.empty(part, device=device).fill_(0)
     pieces = list(big.split(part)) if mine == 0 else None
@@ -218,7 +218,7 @@ def make_call(op: str, num_bytes: int, level: Level, device: torch.device) -> Ca
         for work in dist.batch_isend_irecv(sends):
             work.wait()
 
-    # What it does, where its input is, and what is expected where: a value for all, or one for each part.
+    # For each op: function, input, output, and expected result (one value, or one for each part).
     table: dict[str, tuple[Callable[[], Any], Any, Any, Any]] = {
         "broadcast": (lambda: dist.broadcast(big, root, group), big, big, 1.0),
         "reduce": (lambda: dist.reduce(big, root, group=group), big, big if mine == 0 else None, total),
@@ -233,7 +233,7 @@ def make_call(op: str, num_bytes: int, level: Level, device: torch.device) -> Ca
     run, given, result, expected = table[op]
 
     def is_right() -> bool:
-        if given is None:  # each part is for the rank of its number
+        if given is None:  # part i is for rank i
             big.copy_(ranks.repeat_interleave(part))
         else:
             given.fill_(mine + 1.0)
@@ -252,7 +252,7 @@ def make_call(op: str, num_bytes: int, level: Level, device: torch.device) -> Ca
 
 
 def measure_levels(place: Any, ops: Sequence[str], sizes: Sequence[int], repeats: int) -> dict[str, Any]:
-    """Every operation of every size on every level of a launch; collective.
+    """Measure every operation at every size on every level of a launch; collective.
 
     Args:
         place: A `local_processes.Place`.
@@ -281,7 +281,7 @@ def measure_levels(place: Any, ops: Sequence[str], sizes: Sequence[int], repeats
 
 
 def processor_name() -> str:
-    """As /proc/cpuinfo calls it, with the number of cores this process may use."""
+    """Processor name from /proc/cpuinfo, with the number of cores this process may use."""
     import os
     import platform
     import re

@@ -1,4 +1,4 @@
-"""Tokens per second without padding, waiting for data, and peak memory of a run."""
+"""Meters for tokens per second without padding, time spent waiting for data, and peak memory of a run."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ if TYPE_CHECKING:
 
 
 class HostClock:
-    """The time of a device that has done what it was told when the call returns."""
+    """Clock of a synchronous device, whose work is done when a call returns."""
 
     def now(self) -> float:
-        """Seconds, when everything that was begun is done."""
+        """Time in seconds, after all started work is done."""
         return time.perf_counter()
 
     def mark(self) -> Any:
-        """A point in the device's work, for `between`."""
+        """Mark a point in the device's work, for `between`."""
         return time.perf_counter()
 
     def between(self, earlier: Any, later: Any) -> float:
-        """Seconds of the device between two marks that it has reached."""
+        """Device time in seconds between two marks that it has reached."""
         return float(later - earlier)
 
 
 class EventClock(HostClock):
-    """The time of a device with a queue: calls return at once, and events tell when the device came by."""
+    """Clock of an asynchronous device: calls return immediately, and events record when the device reached them."""
 
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
@@ -53,12 +53,12 @@ class EventClock(HostClock):
 
 
 def clock_of(device_type: str) -> HostClock:
-    """The clock that is right for a device of `device_type`."""
+    """The clock for a device of `device_type`."""
     return EventClock(device_type) if device_type in ("cuda", "xpu") else HostClock()
 
 
 class Pace(NamedTuple):
-    """How fast some steps were on this rank, and which share of their time went on waiting for data."""
+    """Speed of some steps on this rank, and the share of their time spent waiting for data."""
 
     tokens_per_second: float
     step_seconds: float
@@ -67,14 +67,14 @@ class Pace(NamedTuple):
 
 @dataclass
 class ThroughputMeter:
-    """Counts tokens that carry content (no padding), the time optimizer steps take and the part spent on data.
+    """Counts non-padding tokens, the time of optimizer steps, and the part of it spent waiting for data.
 
-    The first step is left out of the rates: it pays for allocation, compilation and the first batch. Logging,
+    The first step is left out of the rates, since it includes allocation, compilation and the first batch. Logging,
     evaluation and saving happen between steps and are left out too: the step before them ends with `settle`. Other
-    steps of an asynchronous device run into one another, and nothing waits for it.
+    steps of an asynchronous device overlap, and nothing waits for it.
 
     Args:
-        clock: Of the device that computes.
+        clock: Clock of the device that computes.
     """
 
     clock: HostClock = field(default_factory=HostClock)
@@ -99,7 +99,7 @@ class ThroughputMeter:
         self._asked = started, self.clock.mark()
 
     def since_start(self) -> float:
-        """Seconds of the host since the step began."""
+        """Host time in seconds since the step began."""
         return time.perf_counter() - self._asked[0]
 
     def fetched(self) -> None:
@@ -112,21 +112,21 @@ class ThroughputMeter:
         self.num_tokens = self.num_tokens + num_tokens
 
     def end_step(self, *, settle: bool = True) -> None:
-        """Call after the optimizer step; with `settle` where something else than the next step follows."""
+        """Call after the optimizer step, with `settle` if anything but the next step follows."""
         self.num_steps += 1
         if not settle and self.num_steps > 1:
             return
         ended, began = self.clock.now(), self._began
         if self.num_steps > 1 and began is not None:
             self.timed_seconds += ended - began
-            # While the device is still busy with the step before, nobody waits for the host that waits for data.
+            # While the device is still busy with the previous step, the host's wait for data costs nothing.
             self.data_seconds += sum(min(wait, self.clock.between(*marks)) for wait, *marks in self._waits)
             self.timed_steps += self.num_steps - self._steps_before
             self.timed_tokens = self.timed_tokens + (self.num_tokens - self._tokens_before)
         self._began, self._waits = None, []
 
     def pace(self) -> Pace | None:
-        """Of the steps that were timed since this was last called; None where there are none."""
+        """Pace of the steps timed since the last call; None if there are none."""
         now = float(self.timed_tokens), self.timed_seconds, self.data_seconds, self.timed_steps
         tokens, seconds, waited, steps = (after - before for after, before in zip(now, self._asked_at, strict=True))
         if not steps or not seconds:
@@ -141,7 +141,7 @@ class ThroughputMeter:
 
     @property
     def step_seconds(self) -> float | None:
-        """Seconds of an optimizer step; `None` before the second step."""
+        """Seconds per optimizer step; `None` before the second step."""
         return self.timed_seconds / self.timed_steps if self.timed_steps else None
 
     @property
@@ -152,7 +152,7 @@ class ThroughputMeter:
 
 @dataclass(frozen=True)
 class Counted:
-    """What a run has counted over all its starts, tokens over all ranks; times are rank 0's."""
+    """Totals of a run over all its starts: tokens over all ranks, times of rank 0."""
 
     tokens: float = 0.0
     seconds: float = 0.0
@@ -161,11 +161,11 @@ class Counted:
 
     @classmethod
     def of(cls, kept: Mapping[str, Any]) -> Counted:
-        """What a checkpoint's state holds of it; those of earlier versions hold less."""
+        """Restore from a checkpoint's state; checkpoints of earlier versions lack some fields."""
         return cls(**{name.name: kept[name.name] for name in fields(cls) if name.name in kept})
 
     def and_now(self, meter: ThroughputMeter, *, tokens: float, started: float) -> Counted:
-        """Together with this start, which began at `started` by `time.perf_counter`."""
+        """Add the current start, which began at `started` by `time.perf_counter`."""
         return Counted(
             self.tokens + tokens,
             self.seconds + time.perf_counter() - started,
@@ -198,16 +198,16 @@ def peak_device_bytes() -> dict[str, int] | None:
 
 
 def peak_memory_bytes() -> int:
-    """What this process needed at most: of its CUDA device, elsewhere of the host."""
+    """Peak memory of this process: on its CUDA device if there is one, else on the host."""
     device = peak_device_bytes()
     return device["allocated_bytes"] if device else peak_host_bytes()
 
 
 def logged_figures(meter: ThroughputMeter, *, ranks: float = 1.0) -> dict[str, float]:
-    """What `metrics.jsonl` says of speed since its last line and of memory now; reads counters, waits for no device.
+    """Speed since the last line and current memory for `metrics.jsonl`, from counters without a device sync.
 
     Args:
-        ranks: How many are as fast as this one, each with tokens of its own.
+        ranks: Number of ranks with their own tokens, taken to be as fast as this one.
     """
     import psutil
     import torch
@@ -218,6 +218,6 @@ def logged_figures(meter: ThroughputMeter, *, ranks: float = 1.0) -> dict[str, f
         found["tokens_per_second"] *= ranks
     found["host_bytes"] = psutil.Process().memory_info().rss
     if torch.cuda.is_available():
-        found["allocated_bytes"] = torch.cuda.max_memory_allocated()  # at most so far
+        found["allocated_bytes"] = torch.cuda.max_memory_allocated()  # peak so far
         found["reserved_bytes"] = torch.cuda.memory_reserved()
     return found

@@ -14,10 +14,10 @@ _SECONDS = 0.25
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """(FLOP/s, where the figure is from): the data sheet's dense peak of a known GPU, else measured here.
+    """FLOP/s and the source of the figure: the data sheet's dense peak of a known GPU, else measured here.
 
-    Data sheets say 16-bit; 32-bit matrix products and unknown devices are measured, a quarter of a second's worth of
-    square products of 1024 (4096 on an accelerator).
+    Data sheets are used for 16 bit; 32-bit matrix products and unknown devices are measured, with a quarter of a
+    second of square products of size 1024 (4096 on an accelerator).
     """
     import torch
 
@@ -29,24 +29,24 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
             known = find_gpu(torch.cuda.get_device_name(device))
             return known.flops("bf16" if dtype == torch.bfloat16 else "fp16"), f"{known.name}, data sheet"
         except ConfigError:
-            pass  # not a card of the catalogue: measured
+            pass  # not in the catalogue, so measure it
     return measured_peak_flops(device.type, dtype), "matrix products measured here"
 
 
 @functools.lru_cache(maxsize=8)
 def measured_peak_flops(device_type: str, dtype: torch.dtype) -> float:
-    """FLOP/s of square matrix products, the fastest of a quarter of a second's repetitions."""
+    """FLOP/s of square matrix products, the fastest of the repetitions within a quarter of a second."""
     import torch
 
     size = _SIZE if device_type == "cpu" else 4 * _SIZE
-    # The run's own random numbers are not to depend on when this is measured: a resumed run does it after its dropout
-    # has been put back.
+    # The run's own random numbers must not depend on when this is measured: a resumed run measures after its RNG state
+    # has been restored.
     generator = torch.Generator(device_type).manual_seed(0)
     a, b = (torch.randn(size, size, device=device_type, generator=generator).to(dtype) for _ in range(2))
     flops, best, spent = 2.0 * size**3, float("inf"), 0.0
     synchronize = torch.accelerator.synchronize if device_type != "cpu" else (lambda: None)
     with torch.no_grad():
-        a @ b  # the first product chooses a kernel
+        a @ b  # the first product selects a kernel
         while spent < _SECONDS:
             synchronize()
             started = time.perf_counter()
@@ -58,7 +58,7 @@ def measured_peak_flops(device_type: str, dtype: torch.dtype) -> float:
 
 
 def model_flops(config: object, *, sequence_length: int, num_params: int) -> tuple[float, str]:
-    """(FLOPs per token, how they were counted): 6N + attention of a modelled architecture, else 6 × parameters."""
+    """FLOPs per token and how they were counted: 6N + attention for a modelled architecture, else 6 × parameters."""
     from accel_scale.errors import ConfigError
     from accel_scale.planning.cost.flops import model_flops_per_token
     from accel_scale.planning.models.model_config import facts_from_config

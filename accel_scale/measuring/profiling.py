@@ -1,4 +1,4 @@
-"""`torch.profiler` over a few steps of a plain loop, by one flag."""
+"""Runs `torch.profiler` over a few steps of a plain loop, controlled by one flag."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ _WARM_UP_STEPS = 3
 
 
 class StepProfiler(Protocol):
-    """What the loop tells that a step is over."""
+    """Interface that the loop notifies at the end of each step."""
 
     def step(self) -> None: ...
 
 
 class _NoProfiler:
     def step(self) -> None:
-        """Nothing is recorded."""
+        """Record nothing."""
 
 
 @contextlib.contextmanager
 def step_profiler(num_steps: int, output_dir: str, *, is_main: bool) -> Iterator[StepProfiler]:
-    """Record `num_steps` steps after three; call ``.step()`` on what is yielded after each step.
+    """Record `num_steps` steps after the first three; call ``.step()`` on the yielded object after each step.
 
     Rank 0 writes ``profile/trace.json`` (for chrome://tracing or Perfetto) and ``profile/operations.txt``, the forty
     operations that took longest, as soon as the steps are done. 0 records nothing and costs nothing.
@@ -53,6 +53,6 @@ def step_profiler(num_steps: int, output_dir: str, *, is_main: bool) -> Iterator
         schedule=plan,
         on_trace_ready=write,
         profile_memory=True,
-        record_shapes=True,  # and the dtypes of what is sent
+        record_shapes=True,  # also records the dtypes of collectives
     ) as profiler:
         yield profiler

@@ -1,4 +1,4 @@
-"""Row lengths of a local data file for a plan, measured with the model's tokenizer if it is on this machine."""
+"""Measures the row lengths of a data file for a plan, with the model's tokenizer if it is on this machine."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _SAMPLED_ROWS = 1000
 
 
 def measured(request: Request, model: str, dataset: str, columns: Sequence[str]) -> tuple[Request, str]:
-    """The request for rows as long as those of `dataset`, and one sentence on what was measured, or why nothing was.
+    """The request with the row lengths of `dataset`, and a sentence on what was measured or why nothing was.
 
     Raises:
-        ConfigError: for a data file that cannot be read.
+        ConfigError: if the data file cannot be read.
     """
     import os
 
     from accel_scale.quiet import quiet_imports
 
     quiet_imports()
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is fetched for an estimate
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # download nothing for an estimate
 
     from accel_scale.data.lengths import length_distribution
     from accel_scale.data.loading import load_training_data

@@ -1,4 +1,4 @@
-"""Counts the bytes that tensors lie in, while operations make and free them."""
+"""Counts the bytes of tensors' storages while operations create and free them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 
 class StorageTracker(TorchDispatchMode):
-    """Counts the bytes of storages that operations create while it is active, now and at their highest.
+    """Counts the current and peak bytes of storages that operations create while it is active.
 
-    It sees what goes through torch's dispatcher, on any device; not the scratch memory inside of kernels. Storages
-    that existed before count once they are given to `adopt`.
+    It sees everything that goes through torch's dispatcher, on any device, but no scratch memory in kernels. Storages
+    that existed before only count once they are passed to `adopt`.
     """
 
     def __init__(self) -> None:
@@ -31,14 +31,14 @@ class StorageTracker(TorchDispatchMode):
         return result
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> int:
-        """Count what `tensors` lie in, as far as it is not counted yet; returns how many bytes that added."""
+        """Count the storages of `tensors` that are not counted yet; returns the bytes added."""
         before = self.live_bytes
         for storage in storages(list(tensors)):
             self._count(storage)
         return self.live_bytes - before
 
     def reset_peak(self) -> None:
-        """Begin a new high-water mark at what is live."""
+        """Reset the peak to the live bytes."""
         self.peak_bytes = self.live_bytes
 
     def _count(self, storage: torch.UntypedStorage) -> None:
@@ -56,8 +56,8 @@ class StorageTracker(TorchDispatchMode):
 
 
 def storages(tree: object) -> Iterator[torch.UntypedStorage]:
-    """What the tensors of `tree` lie in; of quantised or sharded ones, the tensors they are made of."""
-    # Operations take and give tensors, lists and dictionaries; pytree's general walk takes as long as a small one.
+    """Storages of the tensors in `tree`; for quantised or sharded tensors, those of their inner tensors."""
+    # Operations use tensors, lists and dictionaries; pytree's general walk would take as long as a small operation.
     if isinstance(tree, torch.Tensor):
         if is_traceable_wrapper_subclass(tree):
             names, _ = tree.__tensor_flatten__()

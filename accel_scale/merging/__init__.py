@@ -1,1 +1,1 @@
-"""Merging adapters into their base."""
+"""Merges adapters into their base model."""

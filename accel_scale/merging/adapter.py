@@ -24,13 +24,13 @@ QLORA_DEFAULTS: dict[str, Any] = {
     "bnb_4bit_use_double_quant": True,
     "bnb_4bit_compute_dtype": "bfloat16",
 }
-# Initialisations that change the base itself: such an adapter alone does not say what it was added to.
+# Initialisations that change the base itself; the adapter alone does not record that change.
 _BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 @dataclass(frozen=True)
 class MergeResult:
-    """What was merged into what; `check` says how the logits compare or why they were not compared."""
+    """Summary of a merge; `check` says how the logits compare or why they were not compared."""
 
     base_model: str
     base_weights: str
@@ -56,20 +56,20 @@ def merge_adapter(
 ) -> MergeResult:
     """Write base + adapter as one ordinary model to `output_dir`.
 
-    PEFT does the arithmetic, in float32, on one module at a time; at most about two output shards are in memory.
+    PEFT does the arithmetic in float32, one module at a time; at most about two output shards are in memory.
 
     Args:
         adapter: Folder with `adapter_config.json` and `adapter_model.safetensors`.
-        base_model: Folder or Hub id; None takes the one named in `adapter_config.json`.
-        dtype: Dtype of the result, e.g. ``bfloat16``; None takes the base's.
+        base_model: Folder or Hub id; None uses the one named in `adapter_config.json`.
+        dtype: Dtype of the result, e.g. ``bfloat16``; None uses the base's.
         max_shard_size: Largest file written, e.g. ``2GB``.
-        base_weights: ``dequantized`` merges into what a 4-bit base computes with, ``original`` into the base as
-            published; ``auto`` takes the first where `quantization_config.json` beside the adapter says that it was
-            trained on 4 bits.
-        check: Compare the logits of the result with those of base + adapter, where they fit in memory.
+        base_weights: ``dequantized`` merges into the dequantised weights that a 4-bit base computes with, ``original``
+            into the base as published; ``auto`` chooses ``dequantized`` if `quantization_config.json` next to the
+            adapter says that it was trained on 4 bits.
+        check: Compare the logits of the result with those of base + adapter, if they fit in memory.
 
     Raises:
-        ConfigError: if adapter and base do not belong together, or the adapter is of another kind.
+        ConfigError: if adapter and base do not match, or the adapter is of an unsupported kind.
     """
     adapter = local_folder(str(adapter), place="ADAPTER")
     peft_config = _read_adapter_config(adapter)
@@ -140,7 +140,7 @@ def _read_adapter_config(adapter: Path) -> Any:
 
 
 def _quantization(adapter: Path, base: Path, base_weights: str) -> tuple[dict[str, Any] | None, str]:
-    """The 4-bit configuration to repeat on the base, or None to leave it as published; and why."""
+    """The 4-bit configuration to apply to the base, or None to leave it as published, and the reason."""
     if base_weights not in BASE_WEIGHTS:
         raise ConfigError(
             f"{base_weights!r} is unknown.", place="--base_weights", fix=f"choose from {', '.join(BASE_WEIGHTS)}."
@@ -152,7 +152,7 @@ def _quantization(adapter: Path, base: Path, base_weights: str) -> tuple[dict[st
     if recorded is None and base_weights == "auto":
         return None, f"weights as published; no {QUANTIZATION_FILE} beside the adapter"
     settings = recorded or QLORA_DEFAULTS
-    # Where it was not recorded: `from_pretrained` loads in the dtype that the base is stored in.
+    # If not recorded: `from_pretrained` loads in the dtype that the base is stored in.
     settings = {"base_dtype": dtype_of(base), **settings}
     kind = settings.get("bnb_4bit_quant_type", "fp4")
     why = "as in training" if recorded else "with double quantisation, as asked"
@@ -160,7 +160,7 @@ def _quantization(adapter: Path, base: Path, base_weights: str) -> tuple[dict[st
 
 
 def _write_small_files(merger: AdapterMerger, adapter: Path, base: Path, folder: Path) -> None:
-    """Configuration, generation configuration, and the tokenizer it was trained with."""
+    """Write the configuration, the generation configuration, the tokenizer from training, and processor files."""
     from transformers import AutoTokenizer
 
     merger.config.dtype = merger.dtype
@@ -172,10 +172,10 @@ def _write_small_files(merger: AdapterMerger, adapter: Path, base: Path, folder:
         if (source / "tokenizer_config.json").is_file():
             tokenizer = AutoTokenizer.from_pretrained(source)
             tokenizer.save_pretrained(folder)
-            if merger.rewards:  # scores are read at the last token that is no padding
+            if merger.rewards:  # scores are read at the last token that is not padding
                 merger.config.get_text_config().pad_token_id = tokenizer.pad_token_id
             break
-    for source in (adapter, base):  # a model that takes images has a processor too
+    for source in (adapter, base):  # a model that takes images also has a processor
         if found := [source / name for name in PROCESSOR_FILES if (source / name).is_file()]:
             for file in found:
                 shutil.copy(file, folder)

@@ -1,4 +1,4 @@
-"""Compare the logits of a merged model with those of its base and adapter, where they fit in memory."""
+"""Compare the logits of a merged model with those of its base and adapter, if they fit in memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from accel_scale.units import format_bytes
 
 _NUM_TOKENS = 24
 _NUM_ROWS = 8
-# Largest difference that rounding the merged weights to their dtype explains, as a share of the logits' spread.
+# Largest difference explained by rounding the merged weights to their dtype, as a share of the logits' spread.
 _TOLERANCE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}
 _BYTES_PER_PARAMETER = 4
 _HEADROOM = 1.3
@@ -22,10 +22,10 @@ _HEADROOM = 1.3
 def compare_logits(
     base: Path, adapter: Path, merged: Path, quantization: dict[str, Any] | None
 ) -> tuple[float | None, str]:
-    """Largest difference of the logits on a few tokens, and one sentence on it; both models compute in float32.
+    """Largest difference of the logits on a few tokens, and a sentence about it; both models compute in float32.
 
     Raises:
-        ConfigError: if the difference is more than rounding explains.
+        ConfigError: if the difference is larger than rounding explains.
     """
     import psutil
     import torch
@@ -46,7 +46,7 @@ def compare_logits(
     width = min(expected.shape[-1], got.shape[-1])
     difference = float((expected[..., :width] - got[..., :width]).abs().max())
     spread = float(expected.max() - expected.min())
-    if rewards:  # rows of random tokens may all score alike
+    if rewards:  # rows of random tokens may all get the same score
         spread = max(spread, float(expected.abs().max()))
     limit = _TOLERANCE.get(str(dtype).removeprefix("torch."), 1e-1) * spread
     if not difference <= limit:
@@ -66,9 +66,9 @@ def _dtype_of(folder: Path) -> Any:
 
 
 def _logits(folder: Path, adapter: Path | None, quantization: dict[str, Any] | None, *, rewards: bool) -> Any:
-    """Logits of seeded tokens, float32; the 4-bit base is loaded as it was in training.
+    """Logits of seeded tokens in float32; a 4-bit base is loaded as in training.
 
-    Of a reward model the scores of several rows.
+    For a reward model, the scores of several rows.
     """
     import torch
     from transformers import BitsAndBytesConfig

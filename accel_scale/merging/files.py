@@ -1,4 +1,4 @@
-"""The files of a merge: base weights read one tensor at a time, merged ones written shard by shard."""
+"""Output of a merge: writes merged weights shard by shard, and dequantises 4-bit base weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class ShardWriter:
-    """Collects tensors and writes a shard whenever it is full, so that one shard is in memory at a time."""
+    """Collects tensors and writes each shard when it is full, so that only one shard is in memory at a time."""
 
     def __init__(self, folder: Path, max_shard_bytes: int) -> None:
         self.folder, self.max_shard_bytes = folder, max_shard_bytes
@@ -41,7 +41,7 @@ class ShardWriter:
         self._pending, self._pending_bytes = {}, 0
 
     def finish(self) -> int:
-        """Write the rest and the index, under the names that `from_pretrained` expects; number of shards."""
+        """Write the rest and the index under the names `from_pretrained` expects; returns the number of shards."""
         if self._pending:
             self._flush()
         count = len(self._shards)
@@ -60,7 +60,7 @@ class ShardWriter:
 
 
 class NF4RoundTrip:
-    """What a 4-bit base computes with: weights quantised and dequantised by bitsandbytes, as when it was loaded.
+    """Quantises and dequantises weights with bitsandbytes, for the values that a loaded 4-bit base computes with.
 
     Args:
         model: The base on the meta device, to find which layers would be quantised.
@@ -81,7 +81,7 @@ class NF4RoundTrip:
         )
         before = {name: type(module).__name__ for name, module in model.named_modules()}
         replace_with_bnb_linear(model, modules_to_not_convert=skipped, quantization_config=self.config)
-        # `Conv1D` stores its matrix transposed and is quantised the way a linear layer stores it.
+        # `Conv1D` stores its matrix transposed, but is quantised in a linear layer's layout.
         self.transposed = {
             f"{name}.weight": before[name] == "Conv1D"
             for name, module in model.named_modules()
@@ -89,7 +89,7 @@ class NF4RoundTrip:
         }
 
     def __call__(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """`weight` as the loaded base computes with it: rounded to its dtype and, if a linear layer's, quantised."""
+        """`weight` as the loaded base computes with it: rounded to its dtype and, for a linear layer, quantised."""
         import bitsandbytes as bnb
         import torch
 

@@ -1,4 +1,4 @@
-"""The tensors of base + adapter, one by one: PEFT's own arithmetic on one real module at a time."""
+"""Merges the tensors of base + adapter one by one, with PEFT's own arithmetic on one real module at a time."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _MAX_LISTED = 3
 
 
 class AdapterMerger:
-    """The base's structure on the meta device with the adapter's in it; tensors pass through one by one.
+    """The base on the meta device with the adapter injected; real tensors pass through one by one.
 
     Args:
         base: Folder with the base's safetensors and configuration.
         adapter: Folder with the adapter.
         peft_config: The adapter's `LoraConfig`.
         quantization: `BitsAndBytesConfig` as a dictionary if the adapter is merged into the dequantised base.
-        dtype: Name of the result's dtype, None for the base's.
+        dtype: Name of the result's dtype; None for the base's.
     """
 
     def __init__(
@@ -63,14 +63,14 @@ class AdapterMerger:
         self._inject(model, peft_config)
         changed = {n for n in self.base_shapes if n in self.replaced or self._is_merged(n)}
         self.untied_head = self._untied_head(changed)
-        # A head of scores on a language model's layers.
+        # A score head on a language model's layers.
         self.added = [name for name in self.replaced if self.rewards and not self.stored.names_for(name)]
         through_4_bits = set(self.round_trip.transposed) if self.round_trip else set()
-        touched = changed | through_4_bits  # an untied head, and an added one, are in no file
+        touched = changed | through_4_bits  # untied and added heads are in no file
         self.touched = {self.stored.group_of[stored] for name in touched for stored in self.stored.names_for(name)}
 
     def _grow_vocabulary(self) -> None:
-        """An adapter trained with added tokens holds whole embeddings: the result has as many rows."""
+        """Resize the vocabulary to the adapter's embeddings, which it holds whole if tokens were added in training."""
         num_rows = rows_of_embedding(self.adapter)
         if num_rows is not None:
             self.config.get_text_config().vocab_size = num_rows
@@ -95,7 +95,7 @@ class AdapterMerger:
         self._refuse_strangers(expected, embeddings)
         stored = {id(tensor): name for name, tensor in expected.items()}
         root = peft_model.get_base_model()
-        # An adapter on a second weight of the same module is around the one on the first.
+        # An adapter on a second weight of the same module wraps the one on the first.
         self.modules: dict[str, Any] = {
             _plain(name): module
             for name, module in root.named_modules()
@@ -105,7 +105,7 @@ class AdapterMerger:
             name: {leaf: stored[id(p)] for leaf, p in module.named_parameters() if id(p) in stored}
             for name, module in self.modules.items()
         }
-        # Whole tensors that the adapter brings: modules_to_save, trained biases, grown embeddings.
+        # Whole tensors stored in the adapter: modules_to_save, trained biases, resized embeddings.
         self.replaced = {
             _plain(name): stored[id(parameter)]
             for name, parameter in root.named_parameters(remove_duplicate=False)
@@ -114,7 +114,7 @@ class AdapterMerger:
         self.replaced.update(embeddings)
 
     def _saved_embeddings(self, expected: set[str]) -> dict[str, str]:
-        """Embeddings that PEFT saved beside the adapter because tokens were added or they were targeted."""
+        """Embeddings that PEFT saved with the adapter because tokens were added or they were targeted."""
         extra = {name: _plain(name.removeprefix(_PEFT_PREFIX)) for name in set(self.adapter.file_of) - expected}
         return {name: key for key, name in extra.items() if name in (self.input_name, self.output_name)}
 
@@ -138,7 +138,7 @@ class AdapterMerger:
         )
 
     def _base_tensor(self, name: str) -> torch.Tensor:
-        """As training saw it: the adapter's own, or through 4 bits, or as published."""
+        """A tensor as training saw it: from the adapter, through 4 bits, or as published."""
         source = str(self.input_name) if name == self.untied_head and name not in self.replaced else name
         if source in self.replaced:
             return self.adapter.read(self.replaced[source])
@@ -154,7 +154,7 @@ class AdapterMerger:
         return self.round_trip(name, tensor) if self.round_trip else tensor
 
     def _merged_module(self, name: str) -> dict[str, torch.Tensor]:
-        """PEFT's own merge on one real layer; afterwards the layer is on the meta device again."""
+        """Run PEFT's own merge on one real layer, then move the layer back to the meta device."""
         import torch
         from peft.tuners.lora import ParamWrapper
         from torch import nn
@@ -181,7 +181,7 @@ class AdapterMerger:
         return merged
 
     def final(self, name: str) -> dict[str, torch.Tensor]:
-        """The result's tensor `name`, with the others of its module if that was merged."""
+        """The final tensor `name`, with the module's other tensors if the module is merged."""
         module = name.rpartition(".")[0]
         tensors = self._merged_module(module) if self._is_merged(name) else {name: self._base_tensor(name)}
         return {key: self._cast(tensor) for key, tensor in tensors.items()}
@@ -193,14 +193,14 @@ class AdapterMerger:
         return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
     def write(self, writer: ShardWriter) -> None:
-        """Pass every tensor of the base through, in the order of its files."""
+        """Write every tensor of the result, in the order of the base's files."""
         done: set[str] = set()
-        pending: dict[str, torch.Tensor] = {}  # merged with their module, written with their group
+        pending: dict[str, torch.Tensor] = {}  # tensors merged with their module but not yet written with their group
         for stored in self.base.names():
             group = self.stored.group_of.get(stored)
             if group is None and self.rewards:
                 continue  # the language model's head
-            if group not in self.touched:  # nothing changes in it
+            if group not in self.touched:  # the group is unchanged
                 writer.add(stored, self._cast(self._as_loaded(stored, self.base.read(stored))))
             elif group not in done:
                 done.add(group)
@@ -220,14 +220,14 @@ class AdapterMerger:
 
 
 def dtype_of(base: Path) -> str:
-    """Name of the dtype that the model in `base` is stored in, by its configuration."""
+    """Name of the dtype in which the model in `base` is stored, from its configuration."""
     from transformers import AutoConfig
 
     return str(AutoConfig.from_pretrained(base).dtype or "float32").removeprefix("torch.")
 
 
 def base_config(base: Path, *, rewards: bool) -> Any:
-    """The configuration of the base, unquantised; with `rewards` as a reward model's."""
+    """The configuration of the unquantised base; with `rewards`, as a reward model."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(base)
@@ -269,7 +269,7 @@ def _some(names: list[str]) -> str:
 
 
 def _finite(name: str, tensor: torch.Tensor, place: str | Path) -> torch.Tensor:
-    """`tensor` itself, unless it holds NaN or infinity."""
+    """Return `tensor`, or raise if it holds NaN or infinity."""
     if tensor.is_floating_point() and tensor.itemsize > 1 and not bool(tensor.isfinite().all()):
         raise ConfigError(
             f"{name} holds values that are not finite, so the merged model would be of no use.",

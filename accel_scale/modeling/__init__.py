@@ -1,1 +1,1 @@
-"""One model for any loop: loading, adapters, attention, checkpointing, precision."""
+"""Model setup for any loop: loading, adapters, attention, checkpointing, precision."""

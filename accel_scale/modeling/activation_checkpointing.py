@@ -1,4 +1,4 @@
-"""Activation checkpointing by policy: which layers are recomputed, and what is kept instead."""
+"""Activation checkpointing by policy: the layers to recompute, and the activations to keep."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def apply_checkpointing(
     blocks: str | None = None,
     tile_rows: int | None = None,
 ) -> None:
-    """Switch `model` to activation checkpointing by `policy`; gradients stay, memory and time change.
+    """Switch `model` to activation checkpointing by `policy`; gradients are unchanged, memory and time change.
 
-    Replaces whatever policy the model had. Layers are recomputed in training mode only.
+    Replaces any earlier policy of the model. Layers are recomputed in training mode only.
 
     Args:
         model: An HF `PreTrainedModel` or `PeftModel` (its own layers are used, and adapters on a frozen or 4-bit base
-            learn), or any module with a stack of blocks.
+            get gradients), or any module with a stack of blocks.
         use_reentrant: DeepSpeed ZeRO-3 with PEFT needs True; ``selective``, parts of layers and segments do not work
             with it.
-        blocks: Dotted name of the `ModuleList`/`Sequential` of blocks in a plain module; None finds it.
-        tile_rows: Tokens per tile of an MLP, for a policy in tiles; None: as many as a hidden state has values.
+        blocks: Dotted name of the `ModuleList`/`Sequential` of blocks in a plain module; None searches for it.
+        tile_rows: Tokens per tile of an MLP, for a policy in tiles; None uses the hidden size.
 
     Raises:
         ConfigError: if the model or the combination cannot be checkpointed this way.
@@ -57,11 +57,11 @@ def apply_checkpointing(
     if policy.in_tiles:
         tile_layers(model, layers, name=type(hf_model or model).__name__, rows=tile_rows)
     if hf_model is not None:
-        hf_model._has_long_rows = policy.in_tiles  # `head_loss` then takes smaller chunks
+        hf_model._has_long_rows = policy.in_tiles  # `head_loss` then uses smaller chunks
 
 
 def _hf_model(model: nn.Module) -> Any:
-    """The `PreTrainedModel` in `model` (itself, or the base of a `PeftModel`), else None."""
+    """The `PreTrainedModel` in `model` (itself, or the base of a `PeftModel`), or None."""
     from transformers import PreTrainedModel
 
     if isinstance(model, PreTrainedModel):
@@ -109,8 +109,8 @@ def _apply_to_hf(model: Any, policy: CheckpointingPolicy, use_reentrant: bool) -
         return layers
     model.activation_checkpointing_enable(_checkpoint_kwargs(policy, use_reentrant), every_n_layers=policy.every_n)
     if policy.kind == "offload":
-        # transformers' own `offload=True` fails without an accelerator: only the function that each layer calls is
-        # replaced. Checked on transformers 5.23; a test counts moved bytes.
+        # transformers' own `offload=True` fails without an accelerator, so only the function called by each layer is
+        # replaced. Checked on transformers 5.23; a test counts the moved bytes.
         run = functools.partial(checkpoint_with_offload, use_reentrant=use_reentrant)
         for layer in layers:
             layer._gradient_checkpointing_func = run  # type: ignore[assignment]
@@ -118,7 +118,7 @@ def _apply_to_hf(model: Any, policy: CheckpointingPolicy, use_reentrant: bool) -
 
 
 def _split(model: nn.Module, layers: Sequence[nn.Module], policy: CheckpointingPolicy) -> None:
-    """`layers` in segments, each list of them by itself."""
+    """Split `layers` into segments, separately for each list of layers."""
     from torch import nn
 
     found = set(layers)
@@ -165,7 +165,7 @@ def _apply_to_plain(
     for module in model.modules():
         release_segments(module)
     if policy.kind == SEGMENTS:
-        # A list has no forward pass of its own.
+        # A list has no forward pass.
         owner = stack if isinstance(stack, nn.Sequential) else _parent(model, stack)
         split_into_segments(owner, stack, layers_at_once(str(policy), len(stack)))
     for index, block in enumerate(stack):
@@ -196,7 +196,7 @@ def _checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def find_blocks(model: nn.Module, name: str | None = None) -> nn.Module:
-    """The stack of blocks called `name`, or the one with most parameters of those of two or more modules of a class.
+    """The stack of blocks called `name`, or the largest stack of two or more modules of one class.
 
     Raises:
         ConfigError: if there is no such stack.
@@ -251,12 +251,12 @@ def _kept_operators() -> frozenset[Any]:
 
 
 def _overload(namespace: object, packet: str, overload: str) -> Any:
-    """An operator of this torch build, or None: not every build has every one."""
+    """An operator of this torch build; None if the build lacks it."""
     return getattr(getattr(namespace, packet, None), overload, None)
 
 
 def keep_attention_and_matmuls(context: object, operator: object, *args: object, **kwargs: object) -> Any:
-    """Policy for `torch.utils.checkpoint`: keep what is expensive, recompute the rest.
+    """Policy for `torch.utils.checkpoint`: keep expensive results, recompute the rest.
 
     flash-attn packages register their kernels under hashed names, so those are matched by name, as TRL does.
     """

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class OffloadStats:
-    """What `checkpoint_with_offload` has moved to host memory since `reset`, and which copies are alive."""
+    """Counts tensors and bytes moved by `checkpoint_with_offload` since `reset`; tracks the copies that are alive."""
 
     def __init__(self) -> None:
         self.num_tensors, self.num_bytes = 0, 0
@@ -36,10 +36,10 @@ offload_stats = OffloadStats()
 def checkpoint_with_offload(
     function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any
 ) -> Any:
-    """`torch.utils.checkpoint.checkpoint` whose inputs wait for the backward pass in (pinned) host memory.
+    """`torch.utils.checkpoint.checkpoint` whose inputs are kept in (pinned) host memory until the backward pass.
 
-    Only the checkpoint's own inputs pass through these hooks: inside, the checkpoint installs its own. On a
-    CPU the inputs are copied to other host memory, so the path is exercised, and nothing is gained.
+    Only the checkpoint's own inputs pass through these hooks: inside, the checkpoint installs its own. On a CPU the
+    inputs are copied to other host memory, which exercises the path without any gain.
     """
     import torch
     from torch.utils.checkpoint import checkpoint

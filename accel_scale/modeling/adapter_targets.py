@@ -1,4 +1,4 @@
-"""Which modules carry adapters: those called as linear layers of the language model."""
+"""The modules that get adapters: those called as linear layers of the language model."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
     from peft import LoraConfig
     from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 
-# What models call the part between their vision tower and their language model.
+# Names that models use for the part between their vision tower and their language model.
 _PROJECTOR = re.compile(r"(?:^|\.)(?:\w*project(?:or|ion)|connector|merger\w*|\w*merger|aligner|resampler)\.")
 _CLAMPED_WEIGHT = re.compile(r"self\.(\w+)\.weight\.(?:data\.)?clamp_?\(")
 _READ_WEIGHT = re.compile(r"self\.(\w+)\.weight\b(?!\.(?:dtype|device|shape))")
 
 
 def untrainable_linears(model: PreTrainedModel) -> list[str]:
-    """Names of linear layers on which an adapter would fail, or would never train; sorted.
+    """Names of linear layers on which an adapter would fail, or would never be trained; sorted.
 
-    The towers of other modalities; subclasses of `torch.nn.Linear` that are something else (routers that return
+    These are the towers of other modalities; subclasses of `torch.nn.Linear` with another purpose (routers that return
     several tensors, grouped products); projections of state-space layers whose weights go into a fused kernel; the
-    rankings of sparse attention (indexers), and poolers.
+    rankings of sparse attention (indexers); and poolers.
 
     Args:
-        model: On the meta device, unquantised: it tells from the classes what is what.
+        model: On the meta device, unquantised: the classes of its modules are inspected.
     """
     from torch import nn
     from transformers.pytorch_utils import Conv1D
@@ -54,7 +54,7 @@ def untrainable_linears(model: PreTrainedModel) -> list[str]:
 
 
 def language_prefix(model: PreTrainedModel) -> str:
-    """What the names of the language model's modules begin with in a model of several modalities, else nothing."""
+    """Name prefix of the language model's modules in a multimodal model; empty for a text model."""
     if not is_multimodal(model.config):
         return ""
     decoder = model.get_decoder()
@@ -62,7 +62,7 @@ def language_prefix(model: PreTrainedModel) -> str:
 
 
 def freeze_other_parts(model: PreTrainedModel) -> None:
-    """Of a model of several modalities, train what text trains: the language model and its head, of scores too."""
+    """In a multimodal model, train only the parts used by text: the language model and its head (also of scores)."""
     prefix = language_prefix(model)
     if not prefix:
         return
@@ -74,7 +74,7 @@ def freeze_other_parts(model: PreTrainedModel) -> None:
 
 
 def train_vision_parts(model: PreTrainedModel, which: str, *, place: str = "--train_vision") -> None:
-    """Train of the parts that see the ``projector``, or ``all``; ``none`` leaves them frozen.
+    """Train the ``projector`` or ``all`` of the vision parts; ``none`` leaves them frozen.
 
     Raises:
         ConfigError: if the model has no part of that name.
@@ -97,7 +97,7 @@ def train_vision_parts(model: PreTrainedModel, which: str, *, place: str = "--tr
 
 
 def parts_beside_language(model: PreTrainedModel) -> dict[str, list[torch.nn.Parameter]]:
-    """The parts for other things than text by name, with their weights; the head is none of them."""
+    """The parts for modalities other than text, by name, with their weights; the head is not included."""
     prefix, head = language_prefix(model), model.get_output_embeddings()
     heads = {id(parameter) for parameter in (head.parameters() if head is not None else ())}
     found: dict[str, list[torch.nn.Parameter]] = {}
@@ -111,7 +111,7 @@ def parts_beside_language(model: PreTrainedModel) -> dict[str, list[torch.nn.Par
 
 
 def unquantised_modules(model: PreTrainedModel) -> list[str]:
-    """Names of the modules that stay as they are where images are trained on a 4-bit base: all but the language model.
+    """Modules that are not quantised when images are trained on a 4-bit base: all but the language model.
 
     Args:
         model: On the meta device.
@@ -122,10 +122,10 @@ def unquantised_modules(model: PreTrainedModel) -> list[str]:
 
 
 def keep_clamped_weights(quantization: BitsAndBytesConfig, model: PreTrainedModel) -> None:
-    """Leave linear layers out of `quantization` whose weights the model's own code clamps, as Gemma 3n's does.
+    """Exclude linear layers from `quantization` whose weights the model's code clamps, as Gemma 3n's does.
 
     Args:
-        quantization: A `BitsAndBytesConfig`. One that names modules to leave out stays as it is.
+        quantization: A `BitsAndBytesConfig`. If it names modules to leave out, it is not changed.
         model: On the meta device.
     """
     import torch
@@ -135,7 +135,7 @@ def keep_clamped_weights(quantization: BitsAndBytesConfig, model: PreTrainedMode
         return
     try:
         leaves = set(_CLAMPED_WEIGHT.findall(inspect.getsource(sys.modules[type(model).__module__])))
-    except (OSError, TypeError):  # no source at hand
+    except (OSError, TypeError):  # source not available
         return
     linears = (name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
     if clamped := [name for name in linears if name.rpartition(".")[2] in leaves]:
@@ -143,12 +143,12 @@ def keep_clamped_weights(quantization: BitsAndBytesConfig, model: PreTrainedMode
 
 
 def is_multimodal(config: PreTrainedConfig) -> bool:
-    """Whether a configuration has parts for other things than text."""
+    """True if a configuration has parts for modalities other than text."""
     return config.get_text_config(decoder=True) is not config and not getattr(config, "is_encoder_decoder", False)
 
 
 def _is_linear(module: Any) -> bool:
-    """Whether a subclass of `torch.nn.Linear` still maps (n, in) to (n, out)."""
+    """True if a subclass of `torch.nn.Linear` still maps (n, in) to (n, out)."""
     import torch
     from transformers.pytorch_utils import Conv1D
 
@@ -162,10 +162,10 @@ def _is_linear(module: Any) -> bool:
 
 
 def _read_weights(layer: type) -> frozenset[str]:
-    """Names of the projections whose weights the code of a state-space layer hands to a kernel by themselves."""
+    """Names of the projections whose weights the code of a state-space layer passes directly to a kernel."""
     try:
         source = inspect.getsource(sys.modules[layer.__module__])
-    except (OSError, TypeError):  # no source at hand
+    except (OSError, TypeError):  # source not available
         return frozenset({"out_proj", "dt_proj", "x_proj"})
     return frozenset(_READ_WEIGHT.findall(source))
 
@@ -179,18 +179,18 @@ def exclusion(names: Iterable[str]) -> str | None:
 def check_targets(
     config: LoraConfig, model: PreTrainedModel, *, dropout_is_set: bool, place: Callable[[str], str] = "--{}".format
 ) -> None:
-    """Put the adapters on a model without memory, and settle what they need: `config` may lose its default dropout.
+    """Try the adapters on a model without memory, and settle their options: `config` may lose its default dropout.
 
-    Experts that are kept as one tensor have adapters that are added to the weight (PEFT's `ParamWrapper`): nothing
-    passes through them that dropout could be applied to, and they have no magnitudes of their own (DoRA).
+    Experts stored as one tensor have adapters that are added to the weight (PEFT's `ParamWrapper`): no input passes
+    through them to which dropout could be applied, and they have no magnitudes of their own (DoRA).
 
     Args:
-        config: Of the adapters.
-        model: On the meta device; it is used up.
-        dropout_is_set: Whether the user has chosen the dropout.
+        config: Configuration of the adapters.
+        model: On the meta device; it is modified and cannot be used afterwards.
+        dropout_is_set: True if the user has chosen the dropout.
 
     Raises:
-        ConfigError: if a target is not there, or what was asked for does not work on it.
+        ConfigError: if a target does not exist, or a requested option does not work on it.
     """
     from peft import get_peft_model
     from peft.tuners.lora import LoraLayer, ParamWrapper
@@ -202,7 +202,7 @@ def check_targets(
     trial = copy.deepcopy(config)
     trial.lora_dropout, trial.use_dora = 0.0, False
     try:
-        with warnings.catch_warnings(action="ignore"):  # what they are about is checked below
+        with warnings.catch_warnings(action="ignore"):  # their causes are checked below
             adapted = get_peft_model(model, trial, low_cpu_mem_usage=True)
     except (ValueError, NotImplementedError) as error:
         raise ConfigError(
@@ -233,7 +233,7 @@ def check_targets(
 def _refuse_absent(
     flag: str, wanted: Iterable[str] | None, names: list[str], kind: str, place: Callable[[str], str]
 ) -> None:
-    """PEFT passes over what it does not find among `names`, by whose ends it looks, and trains the rest."""
+    """Refuse words that match the end of none of `names`; PEFT ignores these and trains the rest."""
     for word in [wanted] if isinstance(wanted, str) else wanted or ():
         if not any(name == word or name.endswith(f".{word}") for name in names):
             parts = word.count(".") + 1
@@ -249,7 +249,7 @@ def _refuse_unmatched(
     kind: str,
     place: Callable[[str], str],
 ) -> None:
-    """Each name that the user gave must have matched something; PEFT is content with one of them."""
+    """Refuse a name given by the user that matched nothing; PEFT is satisfied if one of them matches."""
     if given is None or isinstance(given, str):
         return
     converted = {*(trial.target_modules or ()), *(trial.target_parameters or ())}

@@ -1,4 +1,4 @@
-"""LoRA, rsLoRA and DoRA adapters, and 4- and 8-bit bases under them, from TRL's `ModelConfig` flags."""
+"""LoRA, rsLoRA and DoRA adapters, and 4- and 8-bit bases for them, from TRL's `ModelConfig` flags."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _ALL_LINEAR = "all-linear"
 _HEAD = "lm_head"
-# PEFT's names of what a model is for.
+# PEFT's names for the task of a model.
 _LANGUAGE, _SCORES = "CAUSAL_LM", "SEQ_CLS"
 
 
@@ -31,21 +31,21 @@ def lora_config(
     dropout_is_set: bool = True,
     place: Callable[[str], str] = "--{}".format,
 ) -> LoraConfig:
-    """PEFT's configuration of the adapters that `model_args` describes, tried on a model without memory.
+    """PEFT's configuration of the adapters described by `model_args`, tried on a model without memory.
 
-    Without ``--lora_target_modules`` every linear layer of the language model but the output head gets an adapter,
-    for LoRA as for QLoRA: adapters on attention alone do not reach full fine-tuning (Dettmers et al. 2023,
+    Without ``--lora_target_modules`` every linear layer of the language model except the output head gets an adapter,
+    for LoRA and QLoRA alike: adapters on attention alone do not match full fine-tuning (Dettmers et al. 2023,
     arXiv:2305.14314, figure 2). PEFT's own default is the query and value projections.
 
     Args:
         model_args: TRL's `ModelConfig`, or anything with its ``lora_*`` fields.
-        model: As from `skeleton_of`, on the meta device; it is used up.
-        dropout_is_set: Whether the user has chosen ``lora_dropout``; if not, it is 0 where it cannot be applied.
-        place: Flag name → where it was set.
+        model: Result of `skeleton_of`, on the meta device; it cannot be used afterwards.
+        dropout_is_set: True if the user has chosen ``lora_dropout``; if not, it is 0 where it cannot be applied.
+        place: Returns where a flag was set.
 
     Raises:
-        ConfigError: for a rank below 1, targets that the model does not have or that cannot train, and an adapter on
-            the output head: the loss multiplies by the head's weight directly and would never train it.
+        ConfigError: for a rank below 1, targets that the model does not have or that cannot be trained, and an adapter
+            on the output head: the loss multiplies by the head's weight directly and would never train it.
     """
     from peft import LoraConfig
 
@@ -88,20 +88,20 @@ def lora_config(
 
 
 def is_of_rewards(config: PeftConfig) -> bool:
-    """Whether these are adapters of a reward model, saved with its head of scores."""
+    """True for adapters of a reward model, which are saved with its head of scores."""
     return str(getattr(config.task_type, "value", config.task_type)) == _SCORES
 
 
 def leave_out(config: LoraConfig, leaves: Sequence[str]) -> None:
-    """Let modules with these last names have no adapter."""
+    """Exclude modules with these last names from the adapters."""
     patterns = [config.exclude_modules, *(rf"(?:.*\.)?{re.escape(leaf)}" for leaf in leaves)]
     config.exclude_modules = "|".join(filter(None, patterns)) or None  # type: ignore[arg-type]
 
 
 def _target_modules(given: str | Sequence[str] | None) -> str | list[str]:
-    """Module names for PEFT, which takes a string for a regular expression over whole paths.
+    """Module names for PEFT, which treats a string as a regular expression over whole paths.
 
-    TRL turns a list of one name into a string (1.16), which then matches nothing: a plain name is a list again here.
+    TRL turns a list of one name into a string (1.16), which then matches nothing: a plain name becomes a list here.
     """
     if given is None:
         return _ALL_LINEAR
@@ -119,15 +119,15 @@ def quantization_config(
 ) -> BitsAndBytesConfig | None:
     """How the frozen base is loaded: in 4 bits, in 8 bits, or (`None`) as it is.
 
-    Weights are dequantised to, and multiplied in, what `precision` computes in. Under FSDP2 and ZeRO-3 the 4-bit
-    weights travel packed in a floating dtype that sharding treats like the other weights; elsewhere as plain bytes.
+    Weights are dequantised to, and multiplied in, the compute dtype of `precision`. Under FSDP2 and ZeRO-3 the 4-bit
+    weights are packed in a floating dtype that sharding treats like other weights; otherwise in plain bytes.
 
     Args:
         model_args: TRL's `ModelConfig`, or anything with its ``load_in_*bit``, ``bnb_*`` and ``use_bnb_*`` fields.
         strategy: A name of `facts.strategies`.
 
     Raises:
-        ConfigError: for a storage dtype that this launch would corrupt, or 8 bits where they cannot be sharded.
+        ConfigError: for a storage dtype that this launch would corrupt, or 8 bits if they cannot be sharded.
     """
     if not (model_args.load_in_4bit or model_args.load_in_8bit):
         return None
@@ -155,7 +155,7 @@ def quantization_config(
 
 
 def _storage(given: str | None, precision: Precision, strategy: str, place: Callable[[str], str]) -> str:
-    """Dtype that 4-bit weights are packed in.
+    """Dtype in which 4-bit weights are packed.
 
     Sharding casts floating weights to the compute dtype and leaves integers out: only a storage that already has the
     compute dtype is both sharded and kept bit for bit.
@@ -165,7 +165,7 @@ def _storage(given: str | None, precision: Precision, strategy: str, place: Call
     needed = compute if launched.shards_weights else "uint8"
     if given is None or given == needed:
         return needed
-    # DeepSpeed casts every floating weight; elsewhere nothing touches frozen ones.
+    # DeepSpeed casts every floating weight; other engines do not touch frozen ones.
     if not launched.shards_weights and not (launched.is_deepspeed and given != compute):
         return given
     raise ConfigError(
@@ -177,20 +177,20 @@ def _storage(given: str | None, precision: Precision, strategy: str, place: Call
 
 
 def prepare_quantized_base(model: nn.Module, *, use_reentrant: bool = False) -> nn.Module:
-    """Freeze a 4- or 8-bit base for adapters, leaving every dtype as it was loaded.
+    """Freeze a 4- or 8-bit base for adapters, keeping the dtypes in which it was loaded.
 
-    PEFT's `prepare_model_for_kbit_training` also turns all weights that are not quantised into fp32: 4.2 GB for the
-    two embeddings of an 8B Llama 3. Norms compute in fp32 anyway, and the head is multiplied in the compute dtype.
+    PEFT's `prepare_model_for_kbit_training` also casts all weights that are not quantised to fp32: 4.2 GB for the two
+    embeddings of an 8B Llama 3. Norms compute in fp32 anyway, and the head is multiplied in the compute dtype.
 
     Args:
-        use_reentrant: Whether activation checkpointing is of the reentrant kind, which only passes gradients on if
-            the embedding's output asks for them.
+        use_reentrant: True for reentrant activation checkpointing, which passes gradients on only if the embedding's
+            output requires them.
     """
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     for module in model.modules():
-        # On CPUs with AVX-512 bitsandbytes re-packs 4-bit weights in the first forward pass in evaluation mode, for
-        # a kernel without a backward pass: after one evaluation no gradient would cross these layers (0.50.2).
+        # On CPUs with AVX-512 bitsandbytes repacks 4-bit weights in the first evaluation-mode forward pass, for a
+        # kernel without a backward pass: after one evaluation no gradient would pass through these layers (0.50.2).
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
     if use_reentrant:
@@ -199,7 +199,7 @@ def prepare_quantized_base(model: nn.Module, *, use_reentrant: bool = False) -> 
 
 
 def paged_optimizer_advice(*, method: str, optim: str, device_type: str) -> str | None:
-    """One sentence where QLoRA on a card would be safer with paged optimizer states, else `None`."""
+    """Advice for QLoRA on a GPU without paged optimizer states; `None` otherwise."""
     if not METHOD_FACTS[method].quantises_base or device_type != "cuda" or optim.startswith("paged_"):
         return None
     return (

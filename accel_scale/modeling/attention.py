@@ -1,4 +1,4 @@
-"""Which attention implementation a run uses, and whether it keeps packed documents apart."""
+"""The attention implementation of a run, and whether it isolates packed documents."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _ISOLATING_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attent
 def resolve_attention(
     requested: str | None, *, device: Device, dtype: torch.dtype, packing: bool, model_config: Any
 ) -> str:
-    """The attention implementation for `from_pretrained(attn_implementation=…)`; never another than `requested`.
+    """The attention implementation for `from_pretrained(attn_implementation=…)`; exactly `requested` if that is given.
 
-    Without a request: flash_attention_2 on CUDA where it is installed and fits; else `sdpa_packed` for packed
-    rows and where SDPA has no flash kernel (an older card, or fp32), which alone serves grouped heads; else sdpa, and
-    eager for a model that has nothing else.
+    Without a request: flash_attention_2 on CUDA if it is installed and supported; otherwise `sdpa_packed` for packed
+    rows and where SDPA has no flash kernel (an older card, or fp32), the only kernel for grouped heads; otherwise
+    sdpa, or eager for a model that supports nothing else.
 
     Args:
         requested: A name, a `kernels-community/…` repository, or None.
-        device: What the model trains on.
-        dtype: What the attention computes in (the autocast type, if there is one).
-        packing: Whether rows hold several documents, which must not see each other.
+        device: Device that the model trains on.
+        dtype: Dtype in which attention computes (the autocast dtype, if there is one).
+        packing: True if rows hold several documents, which must not see each other.
         model_config: The model's `PreTrainedConfig`.
 
     Raises:
@@ -67,10 +67,10 @@ def resolve_attention(
 def score_matrix_note(
     attention: str, *, device: Device, dtype: torch.dtype, model_config: PreTrainedConfig
 ) -> str | None:
-    """One sentence where SDPA, asked for by name, would form whole score matrices; None elsewhere.
+    """A note if SDPA, requested by name, would form whole score matrices; None otherwise.
 
-    transformers (5.23, `use_gqa_in_sdpa`) leaves groups of query heads to SDPA whatever the card, and on NVIDIA's only
-    the flash kernel serves them: others fall back to products of length × length in fp32.
+    transformers (5.23, `use_gqa_in_sdpa`) leaves groups of query heads to SDPA on any card, and on NVIDIA's only the
+    flash kernel supports them: others fall back to products of length × length in fp32.
     """
     text = model_config.get_text_config()
     heads, size = numbers_of_layers(text, "num_attention_heads"), _head_size(model_config) or 0
@@ -85,9 +85,9 @@ def score_matrix_note(
 
 
 def check_packing_strategy(strategy: str) -> None:
-    """Refuse TRL packing strategies whose rows lose the borders between documents.
+    """Refuse TRL packing strategies whose rows lose the boundaries between documents.
 
-    ``bfd`` and ``bfd_split`` keep each document's (or piece's) length, from which position ids restart at zero and
+    ``bfd`` and ``bfd_split`` keep the length of each document (or piece), from which position ids restart at zero and
     attention is isolated; ``wrapped`` concatenates and cuts, and documents see their neighbours.
 
     Raises:
@@ -102,12 +102,12 @@ def check_packing_strategy(strategy: str) -> None:
 
 
 def choose_kernels(device: Device, *, lengths_vary: bool) -> bool:
-    """Keep SDPA from cuDNN where lengths change from batch to batch: it compiles a plan for each, taking seconds.
+    """Disable cuDNN in SDPA if lengths change from batch to batch: it compiles a plan for each, which takes seconds.
 
-    Rows of one length keep it, because it is the fastest there. Once per process, before the first step.
+    Rows of one length keep it, because it is the fastest for them. Call once per process, before the first step.
 
     Returns:
-        Whether cuDNN was ruled out.
+        True if cuDNN was disabled.
     """
     ruled_out = lengths_vary and device.plans_attention_per_shape
     if ruled_out:
@@ -118,7 +118,7 @@ def choose_kernels(device: Device, *, lengths_vary: bool) -> bool:
 
 
 def with_document_lengths(inputs: dict[str, Any], attention: str, facts: RowFacts | None = None) -> dict[str, Any]:
-    """`inputs` with what `attention` needs to know of the documents in their rows, from the host where it has `facts`.
+    """Add what `attention` needs to know about the documents in the rows; taken from `facts` on the host if given.
 
     FlashAttention takes the lengths of all documents. transformers finds them in the positions of a single row only;
     with more rows it would attend over whole rows. Every row begins with position 0.
@@ -199,7 +199,7 @@ def _check_flex(device_type: str, model_class: object) -> None:
 
 
 def _has_sdpa(config: PreTrainedConfig, model_class: object) -> bool:
-    """Whether SDPA computes this model's attention: it cannot cap logits, as Gemma 2 does."""
+    """True if SDPA can compute this model's attention: it cannot cap logits, as Gemma 2 does."""
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
     return _supports(model_class, "_supports_sdpa") and not capped
 
@@ -217,10 +217,10 @@ def _check_kernel(requested: str, device_type: str) -> str:
 
 
 def check_can_isolate(config: PreTrainedConfig, packing_flag: str) -> None:
-    """Refuse packing by a configuration alone: for models of which the start check cannot build a small one.
+    """Refuse packing by the configuration alone, for models of which the start check cannot build a small one.
 
     Raises:
-        ConfigError: if the model has layers that are known to carry a state; `packing_flag` switches packing off.
+        ConfigError: if the model has layers known to carry a state; `packing_flag` switches packing off.
     """
     model_class = _model_class(config)
     text_config = config.get_text_config()
@@ -247,7 +247,7 @@ def _model_class(config: PreTrainedConfig) -> object:
 
 
 def _supports(model_class: object, flag: str) -> bool:
-    """transformers' own class flag; True for remote code, which transformers itself checks when it loads."""
+    """transformers' own class flag; True for remote code, which transformers itself checks when loading."""
     return model_class is None or bool(getattr(model_class, flag, False))
 
 
@@ -256,7 +256,7 @@ def _name(model_class: Any) -> str:
 
 
 def _head_size(config: PreTrainedConfig) -> int | None:
-    """The widest of all layers."""
+    """The largest head size of all layers."""
     text_config = config.get_text_config()
     if sizes := numbers_of_layers(text_config, "head_dim"):
         return max(sizes)

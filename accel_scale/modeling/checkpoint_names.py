@@ -1,7 +1,7 @@
-"""A checkpoint's names and a model's: transformers renames, fuses and splits weights when it loads and saves them.
+"""Names in a checkpoint and in a model: transformers renames, fuses and splits weights when loading and saving.
 
-Of its private ``core_model_loading`` (checked on 5.23) `StoredWeights` uses what loads, `as_saved` what saves;
-tests/unit/test_adapter_targets.py and test_model_class.py fail when they move.
+`StoredWeights` uses the loading part of the private ``core_model_loading`` (checked on 5.23), `as_saved` the saving
+part; tests/unit/test_adapter_targets.py and test_model_class.py fail if they change.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 
 def as_saved(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """`tensors` of `model` by the names, and in the pieces, that `save_pretrained` writes."""
+    """Convert `tensors` of `model` to the names and pieces that `save_pretrained` writes."""
     from transformers.core_model_loading import revert_weight_conversion
 
     return revert_weight_conversion(model, tensors)
 
 
 def remember_used_conversions(model: nn.Module) -> None:
-    """Let a save of `model` revert what its checkpoint needed, and nothing else, as `from_pretrained` has it.
+    """Make a save of `model` revert only the conversions that its checkpoint needed, as after `from_pretrained`.
 
-    Under ZeRO-3 transformers remembers all conversions of the architecture; reverted are then some that never were.
+    Under ZeRO-3 transformers records all conversions of the architecture, and would revert some that never took place.
     """
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is not None:
@@ -34,11 +34,11 @@ def remember_used_conversions(model: nn.Module) -> None:
 
 
 class StoredWeights:
-    """Which tensors of a checkpoint make which tensors of a model.
+    """Maps the tensors of a checkpoint to the tensors of a model.
 
     Args:
-        model: May be on the meta device. It remembers which conversions the checkpoint needs, as `from_pretrained`
-            has it, so that `as_saved` reverts them.
+        model: May be on the meta device. It records which conversions the checkpoint needs, as after
+            `from_pretrained`, so that `as_saved` reverts them.
         stored: All names in the checkpoint.
     """
 
@@ -57,8 +57,8 @@ class StoredWeights:
         converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
         by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
         own, prefix = model.state_dict(), model.base_model_prefix
-        # A group is what is converted together, by the first name that it makes: its stored tensors with the patterns
-        # that they matched, all names that it makes, and the conversion if there is more to it than a new name.
+        # A group is converted together and named after the first tensor it makes: its stored tensors with the patterns
+        # they matched, all names that it makes, and the conversion if it does more than rename.
         self._stored: dict[str, list[tuple[str, str]]] = {}
         self._made: dict[str, list[str]] = {}
         self._converters: dict[str, WeightConverter] = {}
@@ -68,7 +68,7 @@ class StoredWeights:
             if made not in own and name in own:
                 made, pattern = rename_source_key(name, [], [], base_model_prefix=prefix, meta_state_dict=own)
             if made not in own:
-                continue  # of no use to this model
+                continue  # not used by this model
             self._stored.setdefault(made, []).append((name, pattern or name))
             self.group_of[name], self._made[made] = made, [made]
             if pattern is not None:
@@ -81,16 +81,16 @@ class StoredWeights:
             remember_used_conversions(model)
 
     def made_by(self, group: str) -> list[str]:
-        """The model's tensors that come out of a group of stored ones."""
+        """The model's tensors made from a group of stored ones."""
         return self._made[group]
 
     def names_for(self, name: str) -> list[str]:
-        """Stored tensors that the model's tensor `name` is made of; empty if there are none."""
+        """Stored tensors that make the model's tensor `name`; empty if there are none."""
         group = self._maker.get(name)
         return [stored for stored, _ in self._stored[group]] if group else []
 
     def read(self, name: str, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        """The model's tensor `name` out of the stored ones that `read` gives."""
+        """Build the model's tensor `name` from the stored ones, each loaded by `read`."""
         group = self._maker[name]
         if group not in self._converters:
             return read(self._stored[group][0][0])
@@ -101,7 +101,7 @@ class StoredWeights:
         return made[0] if isinstance(made, list) else made
 
     def write(self, group: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """All `tensors` that `group` makes by the names, and in the pieces, that the checkpoint has them in."""
+        """Convert all `tensors` of `group` to the names and pieces of the checkpoint."""
         if group not in self._converters:
             return {self._stored[group][0][0]: tensors[group]}
         prefix, result = f"{self.model.base_model_prefix}.", {}
@@ -112,7 +112,7 @@ class StoredWeights:
 
 
 def stored_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
-    """Each of `names` of the model's tensors by the name that `save_pretrained` gives it; for such as stay whole."""
+    """Map each of `names` to the name that `save_pretrained` gives it; for tensors that are not split or fused."""
     import torch
 
     return {name: next(iter(as_saved(model, {name: torch.empty(0, device="meta")}))) for name in names}

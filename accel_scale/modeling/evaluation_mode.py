@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """No gradients, dropout or activation checkpointing; afterwards as before. (inference_mode breaks FSDP2.)"""
+    """Without gradients, dropout or activation checkpointing; restores the mode. (inference_mode breaks FSDP2.)"""
     import torch
 
     was_training = model.training

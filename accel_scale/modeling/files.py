@@ -1,4 +1,4 @@
-"""Check a model's folder before its weights are read: whole files, matching shapes and tokens, lengths."""
+"""Check a model's folder before its weights are read: complete files, matching shapes and tokens, row lengths."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from accel_scale.modeling.stored_weights import stored_shapes
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-# Of the processor that makes a model's inputs of images; one of the first two says that there is one.
+# Files of a model's image processor; either of the first two indicates that there is one.
 PROCESSOR_FILES = (
     "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", "chat_template.json",
 )  # fmt: skip
@@ -23,15 +23,15 @@ _OWN_CONFIG = "take the config.json that these weights were saved with."
 def check_model_files(
     name: str, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, *, place: str = "--model_name_or_path"
 ) -> None:
-    """Refuse a model that cannot be loaded or trained, by its headers alone.
+    """Refuse a model that cannot be loaded or trained, judged by its headers alone.
 
     Args:
-        name: A folder; what is on the hub is not looked at.
+        name: A folder; models on the hub are not checked.
         place: Where the model was named.
 
     Raises:
-        ConfigError: weights that are cut or not there, a configuration that is not theirs, a tokenizer with more
-            tokens than the embedding has rows.
+        ConfigError: for truncated or missing weights, a configuration that does not match them, or a tokenizer with
+            more tokens than the embedding has rows.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -68,14 +68,14 @@ def _skeleton(config: PretrainedConfig, place: str) -> PreTrainedModel | None:
         return skeleton_of(config)  # type: ignore[no-any-return]
     except ValueError as error:
         if "Unrecognized configuration class" in str(error):
-            return None  # no causal language model by its class; loading says more
+            return None  # no causal language model by its class; loading reports more
         raise ConfigError(f"no model can be made of it: {first_line(error)}.", place=place, fix=_OWN_CONFIG) from None
     except (RuntimeError, TypeError, ZeroDivisionError, AssertionError, IndexError, KeyError) as error:
         raise ConfigError(f"no model can be made of it: {first_line(error)}.", place=place, fix=_OWN_CONFIG) from None
 
 
 def _same_names(prefix: str, stored: Iterable[str], wanted: Collection[str]) -> Iterator[tuple[str, str]]:
-    """(name in the file, name in the model) of tensors that keep theirs, or differ by the base model's prefix."""
+    """(name in the file, name in the model) of tensors with equal names, up to the base model's prefix."""
     for name in stored:
         made = next((n for n in (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")) if n in wanted), None)
         if made is not None:
@@ -87,9 +87,9 @@ def _text(shape: tuple[int, ...]) -> str:
 
 
 def check_tokenizer(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, *, place: str) -> None:
-    """Refuse a tokenizer whose texts, or whose special tokens in use, have no row in the embedding.
+    """Refuse a tokenizer with tokens of texts, or special tokens in use, that have no row in the embedding.
 
-    Added tokens that no text gives may lie beyond it: Gemma 3's text models have one for images.
+    Added tokens that no text produces may lie beyond it: Gemma 3's text models have one for images.
     """
     rows = getattr(config.get_text_config(), "vocab_size", None)
     if rows is None or len(tokenizer) <= rows:
@@ -112,7 +112,7 @@ def refuse_missing_rows(largest: int, rows: int, *, place: str) -> NoReturn:
 
 
 def longest_rows(config: PretrainedConfig) -> int | None:
-    """Tokens that the model's positions reach, as its configuration stretches them; None where there is no end."""
+    """Number of positions of the model, including stretching by its configuration; None if it is unlimited."""
     text: Any = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
     if positions is None or getattr(text, "alibi", False):
@@ -125,26 +125,26 @@ def longest_rows(config: PretrainedConfig) -> int | None:
 
 
 def check_row_length(config: PretrainedConfig, max_length: int | None, *, place: str = "--max_length") -> None:
-    """Refuse rows that are longer than the model's positions: learned ones end there, rotary ones were not trained.
+    """Refuse rows longer than the model's positions: learned ones end there, rotary ones are untrained beyond.
 
     Raises:
-        ConfigError: naming the longest that fits.
+        ConfigError: naming the longest length that fits.
     """
     _check_longest(longest_rows(config), max_length, place)
 
 
 def check_stored_row_length(folder: Path, max_length: int, *, place: str) -> None:
-    """As `check_row_length`, from the folder's config.json and without a library; stretched positions are left out.
+    """Same as `check_row_length`, from the folder's config.json without libraries; skips stretched positions.
 
     Raises:
-        ConfigError: naming the longest that fits.
+        ConfigError: naming the longest length that fits.
     """
     try:
         stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         text = stored.get("text_config") or stored
         positions = text.get("max_position_embeddings") or text.get("n_positions")
     except (OSError, ValueError, AttributeError):
-        return  # loading it says what is wrong
+        return  # loading it reports the error
     stretched = text.get("rope_parameters") or text.get("rope_scaling") or {}
     if isinstance(positions, int) and not text.get("alibi") and set(stretched) <= {"rope_theta", "rope_type"}:
         _check_longest(positions, max_length, place)

@@ -11,16 +11,16 @@ if TYPE_CHECKING:
 
 
 def convert_to_fp8(model: nn.Module, *, emulate: bool = False) -> list[str]:
-    """Replace linear layers by torchao's, which multiply in fp8 forward and backward; weights stay as they are.
+    """Replace linear layers by torchao's, which multiply in fp8 forward and backward; weights keep their dtype.
 
-    Left alone, as Accelerate's fp8 recipe does: the first and the last linear layer, and sizes that are not multiples
-    of 16. Adapter matrices stay in bf16 too. Call before the model is sharded; parameters keep their identity.
+    As in Accelerate's fp8 recipe, the first and last linear layers, and sizes that are not multiples of 16, are left
+    alone. Adapter matrices also stay in bf16. Call before the model is sharded; parameters keep their identity.
 
     Returns:
         Names of the converted layers.
 
     Raises:
-        ConfigError: if no layer qualifies, which would be bf16 training under another name.
+        ConfigError: if no layer qualifies: the run would be bf16 training under another name.
     """
     import torch
     from accelerate.utils.ao import filter_linear_layers
@@ -41,8 +41,8 @@ def convert_to_fp8(model: nn.Module, *, emulate: bool = False) -> list[str]:
             converted.append(name)
         return good
 
-    # Weights are gathered in their own dtype: torchao's fp8 all-gather puts new parameters in the model, which an
-    # optimizer made before would not train.
+    # Weights are gathered in their own dtype: torchao's fp8 all-gather replaces parameters in the model, and an
+    # optimizer created earlier would not train the new ones.
     config = Float8LinearConfig(emulate=emulate, pad_inner_dim=True, enable_fsdp_float8_all_gather=False)
     convert_to_float8_training(model, module_filter_fn=qualifies, config=config)
     if not converted:

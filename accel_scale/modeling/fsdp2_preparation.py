@@ -1,10 +1,10 @@
-"""What Accelerate's FSDP2 preparation leaves out: buffers, shared weights, absent layers, heads, gathering ahead.
+"""Fixes for Accelerate's FSDP2 preparation: buffers, shared weights, absent layers, heads, forward prefetch.
 
-These stand in for four functions of `accelerate.utils.fsdp_utils` (`fsdp2_load_full_state_dict`,
-`fsdp2_prepare_auto_wrap_policy`, `fsdp2_prepare_model`, `_find_final_norm`) and for
+These replace four functions of `accelerate.utils.fsdp_utils` (`fsdp2_load_full_state_dict`,
+`fsdp2_prepare_auto_wrap_policy`, `fsdp2_prepare_model`, `_find_final_norm`) and
 `FullyShardedDataParallelPlugin.set_auto_wrap_policy` (checked on 1.15.0).
 tests/distributed/test_architectures_sharded.py, tests/unit/test_fsdp2_preparation.py and
-tests/recipes/test_gradient_numbers.py fail when they move.
+tests/recipes/test_gradient_numbers.py fail if they change.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def mend_fsdp2_preparation() -> None:
-    """Let every model be prepared by Accelerate for FSDP2. Call before; twice is harmless."""
+    """Install the fixes, so that Accelerate can prepare every model for FSDP2. Call before; twice is harmless."""
     _name_present_layers()
     _keep_shared_weights_together()
     _send_buffers()
@@ -36,9 +36,9 @@ def mend_fsdp2_preparation() -> None:
 
 
 def _name_present_layers() -> None:
-    """Leave out layers that a model names and lacks, such as those of Gemma 4's towers in its text model.
+    """Leave out layer classes that a model names but lacks, such as those of Gemma 4's towers in its text model.
 
-    Accelerate looks for every one of them (`Could not find the transformer layer class`).
+    Accelerate requires every one of them (`Could not find the transformer layer class`).
     """
     from accelerate import FullyShardedDataParallelPlugin
 
@@ -57,9 +57,9 @@ def _name_present_layers() -> None:
 
 
 def _keep_shared_weights_together() -> None:
-    """Let layers that share weights, such as Zamba2's attention blocks, stay in the model's own group.
+    """Keep layers that share weights, such as Zamba2's attention blocks, in the model's own group.
 
-    FSDP2 refuses a weight that is in two groups. Such a layer gets none; what is in it and is not shared still may.
+    FSDP2 refuses a weight that is in two groups. Such a layer gets no group; its parts that share nothing still may.
     """
     from accelerate.utils import fsdp_utils
 
@@ -80,7 +80,7 @@ def _keep_shared_weights_together() -> None:
 
 
 def modules_that_share(model: nn.Module) -> set[int]:
-    """The `id` of every module that holds a weight which a module outside of it holds too."""
+    """The `id` of every module that holds a weight also held by a module outside of it."""
     modules = dict(model.named_modules(remove_duplicate=False))
     holders: dict[int, list[set[int]]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -97,10 +97,10 @@ def modules_that_share(model: nn.Module) -> set[int]:
 
 
 def _keep_head_with_norm() -> None:
-    """Put a trained head into a group with the norm before it, in Llama 4 and models with images too.
+    """Put a trained head into a group with the norm before it, also in Llama 4 and models with images.
 
-    A head in a group of its own is gathered only when it is called. A fused loss such as TRL's takes its weight
-    without a call, and gathers it in a way that leaves each rank with the gradient of its own tokens alone.
+    A head in its own group is gathered only when it is called. A fused loss such as TRL's uses its weight without a
+    call, and gathers it in a way that leaves each rank with the gradient of its own tokens only.
     """
     from accelerate.utils import fsdp_utils
 
@@ -120,8 +120,8 @@ def _keep_head_with_norm() -> None:
 def _before_head(model: PreTrainedModel) -> nn.Module | None:
     """The last norm among the children of the decoder, or of the child that holds the input embeddings.
 
-    The decoder itself where it has none, as in HRM or Qwen 4: what is in none of its layers' groups joins the head's.
-    None where a tied head shares a group with its embeddings, which are called first.
+    The decoder itself if it has no norm, as in HRM or Qwen 4: weights in none of its layers' groups join the head's
+    group. None if a tied head shares a group with its embeddings, which are called first.
     """
     embedding, head = (
         getattr(model, name, lambda: None)() for name in ("get_input_embeddings", "get_output_embeddings")
@@ -140,7 +140,7 @@ def _before_head(model: PreTrainedModel) -> nn.Module | None:
 
 
 def _heed_forward_prefetch() -> None:
-    """Let a launch file's ``fsdp_forward_prefetch: true`` gather layers ahead, which Accelerate keeps for FSDP1."""
+    """Make a launch file's ``fsdp_forward_prefetch: true`` prefetch layers, which Accelerate does only for FSDP1."""
     from accelerate import accelerator
 
     prepare: Callable[[Accelerator, nn.Module], nn.Module] = accelerator.fsdp2_prepare_model
@@ -159,10 +159,10 @@ def _heed_forward_prefetch() -> None:
 
 
 def gather_ahead(model: nn.Module) -> None:
-    """Start the all-gather of each layer's weights before the layer below it runs, in the forward pass.
+    """Start the all-gather of each layer's weights before the preceding layer runs, in the forward pass.
 
     FSDP2 starts it when the host reaches the layer, which is early enough only while the host is ahead of the device.
-    Two layers are whole at a time either way. The backward pass gathers ahead by default.
+    In both cases two layers are whole at a time. The backward pass prefetches by default.
     """
     from torch import nn
     from torch.distributed.fsdp import FSDPModule
@@ -179,10 +179,10 @@ def _first(modules: Iterable[nn.Module], kind: type[FSDPModule]) -> FSDPModule |
 
 
 def _send_buffers() -> None:
-    """Let Accelerate's RAM-efficient FSDP2 loading send persistent buffers too, such as an expert router's biases.
+    """Make Accelerate's RAM-efficient FSDP2 loading send persistent buffers too, such as an expert router's biases.
 
-    It takes everything in a state dict for a sharded parameter (`'Tensor' object has no attribute 'device_mesh'`).
-    Around its own loading, buffers are none of the state dict; afterwards rank 0 broadcasts them.
+    It assumes that everything in a state dict is a sharded parameter (`'Tensor' object has no attribute
+    'device_mesh'`). Buffers are hidden from the state dict while it loads; afterwards rank 0 broadcasts them.
     """
     from accelerate.utils import fsdp_utils
 
@@ -211,7 +211,7 @@ def _send_buffers() -> None:
 
 
 def _persistent_buffers(model: nn.Module) -> dict[str, nn.Module]:
-    """Module of each buffer that belongs in a checkpoint, by the buffer's name."""
+    """The module of each buffer that belongs in a checkpoint, by the buffer's name."""
     return {
         f"{path}.{leaf}".lstrip("."): module
         for path, module in model.named_modules()

@@ -14,7 +14,7 @@ CHUNK_BYTES = 256 * 2**20
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The module with the user's parameter names: without DDP, DeepSpeed or `torch.compile` around it."""
+    """The module with the user's parameter names, without DDP, DeepSpeed or `torch.compile` around it."""
     from accelerate.utils import extract_model_from_parallel
 
     return extract_model_from_parallel(model, keep_torch_compile=False)
@@ -28,7 +28,7 @@ def process_index() -> int:
 
 
 def wait_for_everyone() -> None:
-    """Barrier over all processes; nothing without `torch.distributed`."""
+    """Barrier over all processes; does nothing without `torch.distributed`."""
     import torch.distributed as dist
     from accelerate import PartialState
 
@@ -37,12 +37,12 @@ def wait_for_everyone() -> None:
     state = PartialState()
     if state.use_distributed:
         state.wait_for_everyone()
-    else:  # Accelerate does not know of CPU processes that another launcher has started
+    else:  # Accelerate does not know about CPU processes started by another launcher
         dist.barrier()
 
 
 def broadcast_from_main(value: object) -> Any:
-    """Rank 0's picklable `value` on every process."""
+    """Broadcast rank 0's picklable `value` to every process."""
     import torch.distributed as dist
     from accelerate.utils import broadcast_object_list
 
@@ -52,7 +52,7 @@ def broadcast_from_main(value: object) -> Any:
 
 
 def gather_values(value: object) -> list[Any]:
-    """Every process's picklable `value`, in order of rank."""
+    """Gather every process's picklable `value`, in order of rank."""
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):
@@ -74,19 +74,19 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def adapter_tensors(model: nn.Module, adapter_name: str = "default") -> dict[str, torch.Tensor]:
-    """What PEFT writes to `adapter_model.safetensors`, by its name there, as held here."""
+    """The tensors that PEFT writes to `adapter_model.safetensors`, by their names there, as held here."""
     from peft import get_peft_model_state_dict
 
     return get_peft_model_state_dict(unwrap(model), state_dict=named_tensors(model), adapter_name=adapter_name)
 
 
 def is_partitioned(tensor: torch.Tensor) -> bool:
-    """Whether ZeRO-3 holds `tensor`: the parameter itself is empty and `ds_shape` is its whole shape."""
+    """True if ZeRO-3 holds `tensor`: the parameter itself is empty and `ds_shape` is its whole shape."""
     return hasattr(tensor, "ds_id")
 
 
 def whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Shape of the whole tensor, whatever is held here."""
+    """Shape of the whole tensor, independent of the part held here."""
     return tuple(tensor.ds_shape if is_partitioned(tensor) else tensor.shape)  # type: ignore[attr-defined]
 
 
@@ -124,8 +124,8 @@ def gather_whole(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every tensor whole, on every process, in order; all processes must iterate to the end.
 
-    At most `chunk_bytes` (or one tensor, if larger) are whole at a time. A yielded tensor may be freed when
-    the next one is asked for: copy what you keep.
+    At most `chunk_bytes` (or one tensor, if larger) are whole at a time. A yielded tensor may be freed when the next
+    one is requested: copy what you keep.
     """
     for chunk in _chunks(tensors, chunk_bytes):
         partitioned = [tensor for _, tensor in chunk if is_partitioned(tensor)]
@@ -143,8 +143,8 @@ def gather_to_main(tensors: dict[str, torch.Tensor], *, dtype: torch.dtype | Non
     """Whole copies in host memory on rank 0 and an empty dictionary elsewhere; tied names stay one tensor.
 
     Args:
-        tensors: As from `named_tensors`.
-        dtype: Cast floating-point tensors to it; None keeps them as they are.
+        tensors: Result of `named_tensors`.
+        dtype: Dtype for floating-point tensors; None keeps theirs.
     """
     first_name = {id(tensor): name for name, tensor in reversed(tensors.items())}
     unique = {name: tensors[name] for name in tensors if first_name[id(tensors[name])] == name}

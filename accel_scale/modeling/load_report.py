@@ -1,4 +1,4 @@
-"""Whether a checkpoint holds exactly what its model has: transformers' report as one error."""
+"""Check that a checkpoint holds exactly the model's weights; transformers' report is turned into one error."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ def refuse_partial_load(
     may_lack: Collection[str] = (),
     may_leave: Collection[str] = (),
 ) -> None:
-    """Refuse a model some of whose weights are not the checkpoint's, or a checkpoint that the model leaves out.
+    """Refuse a model with weights that the checkpoint lacks, or a checkpoint with weights that the model lacks.
 
-    What the model's class declares may be missing or left over is none of either, nor is a head that is tied.
+    Weights that the model's class declares as optional do not count, nor does a head that is tied.
 
     Args:
-        info: What ``from_pretrained(output_loading_info=True)`` gives beside the model.
-        name: Of the checkpoint.
-        place: What set it.
-        may_lack: Weights of the model that the checkpoint need not have.
-        may_leave: Weights of the checkpoint that the model need not have.
+        info: The second result of ``from_pretrained(output_loading_info=True)``.
+        name: Name of the checkpoint.
+        place: The setting that named it.
+        may_lack: Weights of the model that may be missing in the checkpoint.
+        may_leave: Weights of the checkpoint that may be missing in the model.
 
     Raises:
-        ConfigError: with the number and the first names of what does not fit.
+        ConfigError: with the number and the first names of the weights that do not match.
     """
     missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
-    if _is_loaded_by_zero3():  # transformers does not look there
+    if _is_loaded_by_zero3():  # transformers does not check them there
         unexpected = _not_in_model(model, name)
     missing = [key for key in missing if key not in may_lack]
     unexpected = [key for key in unexpected if key not in may_leave]
@@ -63,7 +63,7 @@ def refuse_partial_load(
 
 
 def fit_of(model: PreTrainedModel, stored: Iterable[str]) -> dict[str, Any]:
-    """The same report from the names in a checkpoint's files alone; shapes are not looked at."""
+    """The same report from the names in a checkpoint's files alone; shapes are not compared."""
     from transformers.utils.loading_report import LoadStateDictInfo
 
     from accel_scale.modeling.checkpoint_names import StoredWeights
@@ -79,7 +79,7 @@ def fit_of(model: PreTrainedModel, stored: Iterable[str]) -> dict[str, Any]:
         conversion_errors={},
         skipped_pp_keys=set(),
     )
-    # Checked on transformers 5.23; tests/unit/test_load_report.py fails when it moves.
+    # Checked on transformers 5.23; tests/unit/test_load_report.py fails if it changes.
     model._adjust_missing_and_unexpected_keys(info)
     return info.to_dict()
 
@@ -95,7 +95,7 @@ def _not_in_model(model: PreTrainedModel, name: str) -> list[str]:
 
     try:
         reader = SafetensorsReader(local_folder(name, place="--model_name_or_path"))
-    except ConfigError:  # other formats than safetensors
+    except ConfigError:  # formats other than safetensors
         return []
     return sorted(fit_of(model, reader.file_of)["unexpected_keys"])
 

@@ -1,4 +1,4 @@
-"""Loading tokenizer and model, sharded at load where the launch shards, or plain where a whole copy is wanted."""
+"""Load tokenizer and model: sharded at load if the launch shards, or plain if a whole copy is needed."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def load_config(
     rewards: bool = False,
     images: bool = False,
 ) -> PretrainedConfig:
-    """The model's configuration, before any weight is read; with `dropout` wherever the model has one.
+    """The model's configuration, before any weight is read; `dropout` is set wherever the model has one.
 
     Args:
-        rewards: It is for a reward model on the layers of the model, or is that of one.
-        images: It is for a model that is trained on images.
+        rewards: True for a reward model, or for a model whose layers become one.
+        images: True for a model that is trained on images.
 
     Raises:
-        ConfigError: if there is no such folder or hub repository, it cannot be reached, or it is of another kind.
+        ConfigError: if the folder or hub repository does not exist or cannot be reached, or is of another kind.
     """
     from transformers import AutoConfig
 
@@ -78,7 +78,7 @@ def _looks_local(name: str) -> bool:
 def load_tokenizer(
     name: str, *, revision: str = "main", trust_remote_code: bool = False, place: str = "--model_name_or_path"
 ) -> PreTrainedTokenizerBase:
-    """The model's tokenizer; one without a padding token pads with its end-of-sequence token.
+    """Load the model's tokenizer; one without a padding token pads with its end-of-sequence token.
 
     Raises:
         ConfigError: if it cannot be loaded; `place` is the flag that names it.
@@ -111,16 +111,16 @@ def load_model(
     images: bool = False,
     **model_kwargs: Any,
 ) -> PreTrainedModel:
-    """A causal language model with its weights in `dtype`; parts for other things than text are frozen.
+    """Load a causal language model with its weights in `dtype`; parts for other modalities than text are frozen.
 
-    With `images` the model as it is trained on them. With `rewards` a model that scores rows; a language model's
-    layers get a new head, from torch's random numbers.
+    With `images`, the model class for training on images. With `rewards`, a model that scores rows; a language model's
+    layers get a new head with random weights from torch's generator.
 
-    Call after `TrainingArguments` exists: under ZeRO-3 the weights are then partitioned while they load, and under
-    FSDP with RAM-efficient loading only rank 0 reads them.
+    Call after `TrainingArguments` exists: under ZeRO-3 the weights are then partitioned while loading, and under FSDP
+    with RAM-efficient loading only rank 0 reads them.
 
     Raises:
-        ConfigError: if the weights or the model class cannot be loaded, or the checkpoint is not the model's.
+        ConfigError: if the weights or the model class cannot be loaded, or the checkpoint does not match the model.
     """
     from accel_scale.modeling.adapter_targets import freeze_other_parts, keep_clamped_weights
     from accel_scale.modeling.checkpoint_names import remember_used_conversions
@@ -157,9 +157,9 @@ def load_model(
     model, info = loaded
     if ignores_shapes:
         info["mismatched_keys"] = ()
-    if not getattr(model, "_hf_peft_config_loaded", False):  # an adapter's report is about its own weights
+    if not getattr(model, "_hf_peft_config_loaded", False):  # an adapter's report covers its own weights only
         new, left = changed_head(model) if rewards else (set(), set())
-        new = set() if scores_rows(model.config) else new  # as its file has it
+        new = set() if scores_rows(model.config) else new  # as stored in its file
         refuse_partial_load(model, info, name=name, place="--model_name_or_path", may_lack=new, may_leave=left)
     remember_used_conversions(model)
     freeze_other_parts(model)
@@ -170,7 +170,7 @@ def load_model(
 def skeleton_of(
     config: PretrainedConfig, attention: str | None = None, *, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """The model of a configuration on the meta device: it takes no memory, and a fraction of a second."""
+    """Build the model of a configuration on the meta device, without memory and in a fraction of a second."""
     import torch
 
     with plain_loading(), torch.device("meta"):
@@ -182,7 +182,7 @@ def skeleton_of(
 
 
 def changed_head(model: PreTrainedModel) -> tuple[set[str], set[str]]:
-    """Of a model that scores rows: names of its head's weights, and of those of a language model's on its layers."""
+    """For a model that scores rows: weight names of its head, and of a language model's head on its layers."""
     config = copy.deepcopy(model.config)
     config.architectures = None
     own, theirs = set(model.state_dict()), set(skeleton_of(config).state_dict())
@@ -191,15 +191,15 @@ def changed_head(model: PreTrainedModel) -> tuple[set[str], set[str]]:
 
 @contextlib.contextmanager
 def plain_loading() -> Iterator[None]:
-    """Inside, `from_pretrained` gives every rank a whole model, whatever the launch shards.
+    """Make `from_pretrained` give every rank a whole model inside, even if the launch shards.
 
-    transformers partitions at load when it knows of a ZeRO-3 configuration, and leaves weights on the meta device of
-    ranks above 0 under FSDP with RAM-efficient loading.
+    transformers partitions at load if it knows of a ZeRO-3 configuration, and under FSDP with RAM-efficient loading
+    leaves weights on the meta device on ranks above 0.
     """
     from transformers.integrations import deepspeed
 
     # transformers keeps a weak reference to the DeepSpeed configuration in this module variable (checked on 5.23;
-    # tests/unit/test_model.py fails when it moves).
+    # tests/unit/test_model.py fails if it changes).
     kept_deepspeed = deepspeed._hf_deepspeed_config_weak_ref
     kept_fsdp = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING")
     deepspeed._hf_deepspeed_config_weak_ref = None
@@ -215,7 +215,7 @@ def plain_loading() -> Iterator[None]:
 
 
 def add_stop_token(model: Any, tokenizer: PreTrainedTokenizerBase, token: str) -> None:
-    """Let generation stop at `token`, beside the tokens it already stops at."""
+    """Make generation stop at `token` too."""
     token_id = cast(int, tokenizer.convert_tokens_to_ids(token))
     config = model.generation_config
     known = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
@@ -224,7 +224,7 @@ def add_stop_token(model: Any, tokenizer: PreTrainedTokenizerBase, token: str) -
 
 
 def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
-    """(all, trainable) parameters; 4-bit weights count what they stand for, ZeRO-3 partitions their whole."""
+    """(all, trainable) parameters; 4-bit weights count as the values they stand for, ZeRO-3 partitions as whole."""
     total = trainable = 0
     for parameter in model.parameters():
         size = getattr(parameter, "ds_numel", None) or parameter.numel()

@@ -1,4 +1,4 @@
-"""Which class loads a checkpoint: a language model, the text model of a multimodal one, or one that scores rows."""
+"""The class that loads a checkpoint: a language model, the text model of a multimodal one, or one that scores rows."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 _SCORING = "ForSequenceClassification"
-# Set on configurations in memory whose model is trained on images: some types have a text model of their own as well.
+# Set on in-memory configurations of models trained on images: some types also have a text model of their own.
 _ON_IMAGES = "_trained_on_images"
 
 
 def language_model_class(config: PreTrainedConfig) -> Any:
-    """transformers' auto class for `config`: `AutoModelForCausalLM`, or that of models with images or that score rows.
+    """transformers' auto class for `config`: `AutoModelForCausalLM`, or the one for images or for scoring rows.
 
-    A checkpoint with a vision tower is loaded with it, so that what is saved is a checkpoint of the same kind.
+    A checkpoint with a vision tower is loaded with it, so that the saved checkpoint is of the same kind.
     """
     from transformers import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -42,17 +42,17 @@ def language_model_class(config: PreTrainedConfig) -> Any:
 
 
 def scores_rows(config: PreTrainedConfig) -> bool:
-    """Whether `config` is that of a model that scores rows, as a reward model is, and predicts no tokens."""
+    """True if `config` is of a model that scores rows, like a reward model, and predicts no tokens."""
     return has_scores(config.architectures or ())
 
 
 def has_scores(architectures: Sequence[str]) -> bool:
-    """As `scores_rows`, by the names of the model's classes."""
+    """Same as `scores_rows`, from the names of the model's classes."""
     return any(name.endswith(_SCORING) for name in architectures)
 
 
 def as_reward_model(config: PreTrainedConfig, *, name: str, place: str = "--model_name_or_path") -> None:
-    """Make `config` that of a reward model on the same layers: a head with one score in the place of the vocabulary's.
+    """Turn `config` into that of a reward model on the same layers: a head with one score replaces the vocabulary's.
 
     Raises:
         ConfigError: if transformers has no such model of this type, or `config` has another number of scores.
@@ -72,10 +72,10 @@ def as_reward_model(config: PreTrainedConfig, *, name: str, place: str = "--mode
 
 
 def as_image_model(config: PreTrainedConfig, *, name: str, place: str = "--model_name_or_path") -> None:
-    """Make `config` that of the model with its parts that see.
+    """Turn `config` into that of the model with its vision parts.
 
     Raises:
-        ConfigError: if it has none.
+        ConfigError: if the model takes no images.
     """
     from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
@@ -89,10 +89,10 @@ def as_image_model(config: PreTrainedConfig, *, name: str, place: str = "--model
 
 
 def refuse_classes(num_labels: int | None, *, name: str, place: str) -> None:
-    """Refuse a model that scores rows with another number of scores than a reward model's one.
+    """Refuse a model that scores rows with more than the one score of a reward model.
 
     Raises:
-        ConfigError: if it has one.
+        ConfigError: if its number of scores is not 1.
     """
     if num_labels != 1:
         raise ConfigError(
@@ -103,15 +103,15 @@ def refuse_classes(num_labels: int | None, *, name: str, place: str) -> None:
 
 
 def refuse_reward_model(config: PreTrainedConfig, *, name: str, place: str = "--model_name_or_path") -> None:
-    """As `refuse_scoring`, by the model's configuration."""
+    """Same as `refuse_scoring`, from the model's configuration."""
     refuse_scoring(config.architectures or (), name=name, place=place)
 
 
 def refuse_scoring(architectures: Sequence[str], *, name: str, place: str) -> None:
-    """Refuse a model that scores rows where a language model is trained.
+    """Refuse a model that scores rows if a language model is to be trained.
 
     Raises:
-        ConfigError: if it is one.
+        ConfigError: if it is such a model.
     """
     if has_scores(architectures):
         raise ConfigError(
@@ -121,7 +121,7 @@ def refuse_scoring(architectures: Sequence[str], *, name: str, place: str) -> No
         )
 
 
-# Of transformers' decoders; what is not in a configuration is not in the model.
+# Names in transformers' decoders; a dropout missing in a configuration is missing in the model.
 DROPOUTS = (
     "attention_dropout", "attn_pdrop", "attn_dropout_prob", "attention_probs_dropout_prob", "embd_pdrop",
     "embedding_dropout", "emb_dropout_prob", "resid_pdrop", "residual_dropout", "hidden_dropout",
@@ -133,7 +133,7 @@ def set_dropout(config: PreTrainedConfig, probability: float, *, place: str = "-
     """Set every dropout of `config` to `probability`.
 
     Raises:
-        ConfigError: if the model has none.
+        ConfigError: if the model has no dropout.
     """
     found = dict.fromkeys(dropouts_of(config), probability)
     if not found:
@@ -146,12 +146,12 @@ def set_dropout(config: PreTrainedConfig, probability: float, *, place: str = "-
 
 
 def dropouts_of(config: PreTrainedConfig) -> dict[str, float]:
-    """What `config` says of dropout, for `from_pretrained`, which reads the configuration again."""
+    """The dropouts set in `config`, for `from_pretrained`, which reads the configuration again."""
     return {name: value for name in DROPOUTS if isinstance(value := getattr(config, name, None), (int, float))}
 
 
 def refuse_other_models(config: PreTrainedConfig, *, name: str, place: str) -> None:
-    """Refuse what is no decoder of text: encoder-decoders, encoders, models of images or sound alone.
+    """Refuse models that are not text decoders: encoder-decoders, encoders, models of images or sound only.
 
     Raises:
         ConfigError: naming the architecture.
@@ -176,9 +176,9 @@ def refuse_other_models(config: PreTrainedConfig, *, name: str, place: str) -> N
 
 
 def numbers_of_layers(config: PreTrainedConfig, name: str) -> list[int]:
-    """What a configuration says of `name`, once for all layers or, where they differ (Gemma 4's heads), for each.
+    """The values of `name` in a configuration: one for all layers or, where layers differ (Gemma 4's heads), one each.
 
-    Such configurations raise when the number of the whole is read.
+    Such configurations raise an error if the common value is read.
     """
     if name in (getattr(config, "per_layer_attributes", None) or ()):
         values = [getattr(layer, name, None) for layer in config.per_layer_config]

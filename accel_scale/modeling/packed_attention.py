@@ -1,10 +1,10 @@
-"""Attention over packed documents that computes only the blocks of the mask that are not empty.
+"""Attention over packed documents that computes only the non-empty blocks of the mask.
 
-A packed row of 2048 tokens with documents of 60 has a mask of which 97% is zero; masked SDPA computes all of it.
-Where torch has a kernel of variable length for the device, it computes the documents as they lie. Elsewhere they are
-gathered into a few buckets of similar length, each bucket is an ordinary causal batch, and the outputs are scattered
-back: the same numbers, without the empty blocks. Registered with transformers as `PACKED_ATTENTION`, it serves every
-model that goes through its attention interface.
+A packed row of 2048 tokens with documents of 60 has a mask that is 97% zero; masked SDPA computes all of it. If torch
+has a variable-length kernel for the device, it computes the documents in place. Otherwise they are gathered into a few
+buckets of similar length, each bucket is an ordinary causal batch, and the outputs are scattered back: the same
+numbers, without the empty blocks. Registered with transformers as `PACKED_ATTENTION`, it works for every model that
+uses transformers' attention interface.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from accel_scale.launching.machine import detect_device
 from accel_scale.modeling.packed_mask import PackedLayout, dense_mask, packed_mask
 from accel_scale.modeling.packing.varlen import varlen_attention, varlen_refusal
 
-# The CPU's flash kernel is built for long rows: below this length two matrix products and a softmax are 1.3 to 6
-# times as fast in bf16 (measured for head sizes 16 to 64 on an AVX512-BF16 machine); in fp32 the kernel wins.
+# The CPU's flash kernel is built for long rows: below this length two matrix products and a softmax are 1.3 to 6 times
+# as fast in bf16 (measured for head sizes 16 to 64 on an AVX512-BF16 machine); in fp32 the kernel wins.
 _SHORT_BF16_LENGTH = 512
 
 
 def register_packed_attention() -> str:
-    """Make `PACKED_ATTENTION` known to transformers (once is enough; again is harmless) and return its name."""
+    """Register `PACKED_ATTENTION` with transformers (repeating it is harmless) and return its name."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(PACKED_ATTENTION, packed_attention_forward)
@@ -47,7 +47,7 @@ def packed_attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: (batch, heads, length, head size) in, (batch, length, heads, head size) out.
 
-    Anything else than causal attention within documents (a cache, a position bias, a dense mask) goes to
+    Anything other than causal attention within documents (a cache, a position bias, a dense mask) goes to
     transformers' SDPA with the mask it needs.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -80,7 +80,7 @@ def packed_attention_forward(
 
 
 def in_autocast_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """`tensors` in the type in which autocast computes attention: rotary embeddings leave queries and keys in fp32."""
+    """Cast `tensors` to autocast's dtype for attention: rotary embeddings leave queries and keys in fp32."""
     device_type = tensors[0].device.type
     if not torch.is_autocast_enabled(device_type):
         return tensors
@@ -102,7 +102,7 @@ def _attend_packed(
         tokens = varlen_attention(q, k, v, layout.bounds, layout.longest, window=layout.window, scaling=scaling)
         return tokens.view(batch_size, length, num_heads, value.shape[-1])
     sizes = [num_documents * padded for num_documents, padded in layout.buckets]
-    # One node for all buckets of a tensor: slices would each give a gradient as long as the whole, to be added up.
+    # One node for all buckets of a tensor: slices would each produce a gradient as long as the whole, to be added up.
     slots = [_ToSlots.apply(_tokens_first(tensor), layout).split(sizes) for tensor in (query, key, value)]
     outputs = []
     for (num_documents, padded), *parts in zip(layout.buckets, *slots, strict=True):
@@ -120,12 +120,12 @@ def _is_varlen(query: torch.Tensor, value: torch.Tensor, dropout: float) -> bool
 
 
 def _tokens_first(tensor: torch.Tensor) -> torch.Tensor:
-    """(batch, heads, length, size) to (batch · length, heads, size), a view where the projections made it one."""
+    """(batch, heads, length, size) to (batch · length, heads, size); a view if the projections allow it."""
     return tensor.transpose(1, 2).flatten(0, 1)
 
 
 class _ToSlots(torch.autograd.Function):
-    """(tokens, heads, size) to (slots, heads, size). Each token has one slot, so backward is a gather as well."""
+    """(tokens, heads, size) to (slots, heads, size). Each token has one slot, so backward is also a gather."""
 
     @staticmethod
     def forward(ctx: Any, tokens: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
@@ -203,12 +203,12 @@ def _attend_short(q: Any, k: Any, v: Any, window: int | None, dropout: float, sc
 
 @functools.lru_cache(maxsize=16)
 def _bias(length: int, window: int | None, group: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """(group · length, length) zeros where a query sees a key and minus infinity where it does not."""
+    """(group · length, length): zero where a query sees a key, minus infinity elsewhere."""
     hidden = ~_band(length, window, device)
     return torch.zeros((), dtype=dtype, device=device).masked_fill(hidden, float("-inf")).repeat(group, 1)
 
 
 def _band(length: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """(length, length) booleans: causal, and no further back than `window` tokens."""
+    """(length, length) booleans: causal, and at most `window` tokens including the query's own."""
     distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None]
     return (distance >= 0) if window is None else (distance >= 0) & (distance < window)

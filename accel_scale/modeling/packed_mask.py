@@ -1,4 +1,4 @@
-"""Find packed documents from the mask a model asks for, and sort them into buckets."""
+"""Find packed documents from the mask that a model requests, and sort them into buckets."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _LENGTH_MULTIPLE = 16
 
 
 class PackedLayout:
-    """Where each token of a (batch, length) block of packed rows goes.
+    """The place of each token of a (batch, length) block of packed rows.
 
-    What a kernel needs is made when it is first asked for: the bounds of documents for one of variable length, or
-    padded buckets.
+    Inputs of a kernel are created when first requested: the bounds of documents for a variable-length one, or padded
+    buckets.
 
     Args:
         starts: On the host, true where a document begins; the first token of every row does. (batch, length)
-        window: Number of latest tokens a query sees, itself included; None: its whole document.
-        device: Where the rows are.
+        window: Number of latest tokens that a query sees, including itself; None: its whole document.
+        device: Device of the rows.
 
     Attributes:
-        lengths: Of the documents, in the order of the flattened rows.
-        window: As given; None where no document is longer.
+        lengths: Lengths of the documents, in the order of the flattened rows.
+        window: The given window; None if no document is longer.
     """
 
     def __init__(self, starts: torch.Tensor, window: int | None, device: torch.device) -> None:
@@ -124,11 +124,11 @@ def packed_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """What transformers calls instead of building the dense (batch, 1, q, kv) mask for `PACKED_ATTENTION`.
+    """Called by transformers instead of building the dense (batch, 1, q, kv) mask for `PACKED_ATTENTION`.
 
     Returns:
-        None for plain causal attention (also with right padding: a causal query never sees what follows it); the
-        (batch, length) document indices, with the `PackedLayout` attached, for packed rows; else the dense mask.
+        None for plain causal attention (also with right padding: a causal query never sees later positions); the
+            (batch, length) carrier of the `PackedLayout` for packed rows; otherwise the dense mask.
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
@@ -174,14 +174,14 @@ def attach_layout(layout: PackedLayout) -> torch.Tensor:
     return carrier
 
 
-# Of the forward passes that are running, the innermost last. An attribute of the mask would be lost where a model
-# reshapes its mask, as GPT-2 and OPT do, and its documents would see each other.
+# Facts of the running forward passes, the innermost last. An attribute of the mask would be lost if a model reshapes
+# its mask, as GPT-2 and OPT do, and its documents would see each other.
 _known: list[RowFacts | None] = []
 
 
 @contextlib.contextmanager
 def known_documents(facts: RowFacts | None) -> Iterator[None]:
-    """Within it `packed_mask` takes the documents of rows of that shape from `facts`, and asks the device nothing."""
+    """Make `packed_mask` take documents of rows of that shape from `facts` inside, without asking the device."""
     _known.append(facts)
     try:
         yield
@@ -197,9 +197,9 @@ def _facts_of(attention_mask: torch.Tensor | None) -> RowFacts | None:
 
 
 def with_known_mask(inputs: Mapping[str, object], facts: RowFacts) -> dict[str, object]:
-    """`inputs` with a 2-D attention mask, beside which transformers does not look for documents by itself.
+    """Add a 2-D attention mask to `inputs`, given which transformers does not search for documents itself.
 
-    It says which tokens are there; `known_documents` says the rest.
+    The mask marks existing tokens; `known_documents` supplies the rest.
     """
     given, rows = inputs.get("attention_mask"), inputs["input_ids"]
     assert isinstance(rows, torch.Tensor)
@@ -216,7 +216,7 @@ def _known_mask(
     dense: Callable[[], torch.Tensor | None],
     device: torch.device,
 ) -> torch.Tensor | None:
-    """As `packed_mask`. The documents are known, and the mask function tells of nothing but windows and chunks."""
+    """Same as `packed_mask` for known documents; the mask function only contributes windows and chunks."""
     try:
         pattern = _causal_pattern(mask_function, 1, facts.shape[1], torch.device("cpu"))
     except (RuntimeError, IndexError, TypeError):  # it holds tensors of the device, or of the rows
@@ -224,7 +224,7 @@ def _known_mask(
     if pattern is not None:
         borders = pattern[0].flatten().nonzero().flatten()
         chunk = int(borders[1]) if borders.numel() > 1 else facts.shape[1]
-        if torch.equal(borders, torch.arange(0, facts.shape[1], chunk)):  # Llama 4's, which every document begins anew
+        if torch.equal(borders, torch.arange(0, facts.shape[1], chunk)):  # Llama 4's, restarting in every document
             is_plain = chunk == facts.shape[1] and not facts.is_packed
             layout = PackedLayout(facts.starts(chunk), pattern[1], device)
             return None if is_plain and layout.window is None else attach_layout(layout)
@@ -233,7 +233,7 @@ def _known_mask(
 
 
 def _is_right_padded(attention_mask: torch.Tensor, kv_length: int) -> bool:
-    """Whether every row of the 2-D mask is ones, then zeros."""
+    """True if every row of the 2-D mask is ones, then zeros."""
     if attention_mask.ndim != 2 or attention_mask.shape[1] != kv_length:
         return False
     mask = attention_mask.bool()
@@ -243,9 +243,9 @@ def _is_right_padded(attention_mask: torch.Tensor, kv_length: int) -> bool:
 def _causal_pattern(
     mask_function: Callable[..., Any], batch_size: int, length: int, device: torch.device
 ) -> tuple[torch.Tensor, int | None] | None:
-    """(document starts on the host, window) if `mask_function` is causal within documents, else None.
+    """(document starts on the host, window) if `mask_function` is causal within documents, otherwise None.
 
-    Three probes of O(length) each: a token that does not see its predecessor begins a document; no token sees its
+    Uses three probes of O(length) each: a token that does not see its predecessor begins a document; no token sees its
     successor; and the last query of a document sees either all of it or its last `window` tokens.
     """
     rows = torch.arange(batch_size, device=device)[:, None]
@@ -256,7 +256,7 @@ def _causal_pattern(
     sees_after = mask_function(rows, head, before, here)
     sees_itself = mask_function(rows, head, positions, positions)
     starts = torch.cat([torch.ones_like(positions[:, :1], dtype=torch.bool), ~sees_before], dim=1)
-    # The last position of each token's document: the next start, minus one, searched from the right.
+    # The last position of each token's document: the next start minus one, searched from the right.
     next_start = torch.where(starts, positions, length).roll(-1, 1)
     next_start[:, -1] = length
     last = next_start.flip(1).cummin(1).values.flip(1) - 1
@@ -273,7 +273,7 @@ def _causal_pattern(
 
 
 def dense_mask(layout: PackedLayout) -> torch.Tensor:
-    """The (batch, 1, length, length) boolean mask that `layout` stands for."""
+    """The (batch, 1, length, length) boolean mask that `layout` represents."""
     segments = layout.segment_ids
     position = torch.arange(segments.shape[1], device=segments.device)
     visible = position[:, None] >= position[None]

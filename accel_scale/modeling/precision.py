@@ -1,4 +1,4 @@
-"""One precision for a run: from flags, launch file and device to dtypes, autocast, loss scaling and fp8."""
+"""The precision of a run: from flags, launch file and device to dtypes, autocast, loss scaling and fp8."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class Precision:
 
     Attributes:
         name: One of `PRECISIONS`.
-        model_dtype: Dtype of weights that are trained, hence of their gradients and optimizer states.
+        model_dtype: Dtype of trained weights, and hence of their gradients and optimizer states.
         autocast_dtype: Dtype of matrix products under autocast; `None` without autocast.
-        grad_scaler: Whether the loss is scaled dynamically, as fp16 gradients need.
-        fp8: Whether linear layers multiply in fp8; the rest is bf16 under autocast.
-        fp8_emulate: Whether fp8 products are computed in fp32 from operands rounded to fp8.
-        notes: Sentences the user should read once.
+        grad_scaler: True if the loss is scaled dynamically, as fp16 gradients need.
+        fp8: True if linear layers multiply in fp8; the rest is bf16 under autocast.
+        fp8_emulate: True if fp8 products are computed in fp32 from operands rounded to fp8.
+        notes: Sentences to show to the user once.
     """
 
     name: str
@@ -61,8 +61,8 @@ class Precision:
     def mixed_precision(self) -> str:
         """The value for Accelerate and TrainingArguments: ``no``, ``fp16`` or ``bf16``.
 
-        fp8 runs as ``bf16`` around layers that `convert_to_fp8` has converted: with ``fp8`` Accelerate would convert
-        them itself, a choice that TRL's default ``bf16=True`` silently undoes.
+        fp8 runs as ``bf16`` around layers converted by `convert_to_fp8`: with ``fp8`` Accelerate would convert them
+        itself, a choice that TRL's default ``bf16=True`` silently undoes.
         """
         return "bf16" if self.fp8 else PRECISION_FACTS[self.name].launch
 
@@ -73,7 +73,7 @@ class Precision:
 
     @property
     def frozen_dtype(self) -> torch.dtype:
-        """Dtype of weights that are not trained, as under LoRA: they need no fp32 copy, only what is computed in."""
+        """Dtype of weights that are not trained, as under LoRA: they need no fp32 copy, only the compute dtype."""
         return self.compute_dtype
 
     @property
@@ -82,7 +82,7 @@ class Precision:
         return self.model_dtype
 
     def autocast(self, device_type: str) -> contextlib.AbstractContextManager[Any]:
-        """The context of forward and loss in a plain training loop."""
+        """The context for forward and loss in a plain training loop."""
         import torch
 
         if self.autocast_dtype is None:
@@ -90,14 +90,14 @@ class Precision:
         return torch.autocast(device_type, dtype=self.autocast_dtype)
 
     def scaler(self, device_type: str) -> torch.amp.GradScaler:
-        """Dynamic loss scaling for a plain training loop; passes everything through where it is not needed."""
+        """Dynamic loss scaling for a plain training loop; a no-op if it is not needed."""
         import torch
 
         return torch.amp.GradScaler(device_type, enabled=self.grad_scaler)
 
 
 def precision_named(name: str, *, fp8_emulate: bool = False) -> Precision:
-    """The `Precision` called `name`, unchecked against any device or launch."""
+    """The `Precision` called `name`, not checked against any device or launch."""
     import torch
 
     facts = PRECISION_FACTS[name]
@@ -130,16 +130,16 @@ def resolve_precision(
 
     Args:
         requested: ``--precision``, or `None` to follow the other settings, then the launch file, then the device.
-        launch_mixed_precision: ``no``, ``fp16``, ``bf16`` or ``fp8`` if the launch says so, else `None`.
-        launch_place: File and line that say it.
-        fp16_flag, bf16_flag, dtype_flag: transformers' and TRL's own flags; `None` where not given.
-        device: What the run computes on.
+        launch_mixed_precision: ``no``, ``fp16``, ``bf16`` or ``fp8`` if set by the launch, else `None`.
+        launch_place: File and line that set it.
+        fp16_flag, bf16_flag, dtype_flag: transformers' and TRL's own flags; `None` if not given.
+        device: Device that the run computes on.
         strategy: A name of `facts.strategies`.
-        trains_adapters: Whether the base is frozen; `dtype_flag` then is the base's business alone.
-        place: Flag name → where it was set.
+        trains_adapters: True if the base is frozen; `dtype_flag` then applies to the base only.
+        place: Returns where a flag was set.
 
     Raises:
-        ConfigError: if two of them contradict each other, or the device cannot compute so.
+        ConfigError: if two of them contradict each other, or the device does not support the precision.
     """
     name, source = wanted_precision(requested, fp16_flag, bf16_flag, dtype_flag, trains_adapters, place)
     if name is None:
@@ -179,7 +179,7 @@ def wanted_precision(
     trains_adapters: bool,
     place: Callable[[str], str],
 ) -> tuple[str | None, str]:
-    """What the recipe's own flags ask for, and the flag that says so."""
+    """The precision requested by the recipe's own flags, and the flag that requests it."""
     if requested is not None and requested not in PRECISIONS:
         raise ConfigError(
             f"{requested!r} is not a precision.", place=place("precision"), fix=f"use {', '.join(PRECISIONS)}."
@@ -207,7 +207,7 @@ def _launch_default(launch_mixed_precision: str | None) -> str | None:
 
 
 def _check_dtype(name: str, dtype_flag: str | None, where: str) -> None:
-    """Trained weights have one dtype per precision; ``--dtype`` may repeat it, not change it."""
+    """Check ``--dtype``: trained weights have one dtype per precision, which it may repeat but not change."""
     if dtype_flag is None or dtype_flag == PRECISION_FACTS[name].weights:
         return
     if name == "bf16" and dtype_flag == "bfloat16":
@@ -246,7 +246,7 @@ def _check_strategy(name: str, where: str, device_type: str, strategy: str) -> N
 
 
 def _cpu_multiplies_fp16() -> bool:
-    """As DeepSpeed's `CPU_Accelerator.is_fp16_supported` asks (0.19.8)."""
+    """Check for fp16 as DeepSpeed's `CPU_Accelerator.is_fp16_supported` does (0.19.8)."""
     import torch
 
     return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
@@ -264,14 +264,14 @@ def _check_fp8(where: str, device: Device, emulate: bool) -> None:
 
 
 def enable_fp16_on_cpu(accelerator: Accelerator) -> bool:
-    """Make Accelerate's fp16 real on a CPU; call between making the `Accelerator` and its `prepare`.
+    """Make Accelerate's fp16 effective on a CPU; call between creating the `Accelerator` and its `prepare`.
 
-    Without this Accelerate ignores ``mixed_precision="fp16"`` on a CPU and computes in fp32 (checked on 1.15.0:
-    `Accelerator.__init__` skips autocast and loss scaling where ``device.type == "cpu"``;
-    tests/unit/test_precision.py fails when that changes). DeepSpeed has its own loss scaling and is left alone.
+    Otherwise Accelerate ignores ``mixed_precision="fp16"`` on a CPU and computes in fp32 (checked on 1.15.0:
+    `Accelerator.__init__` skips autocast and loss scaling where ``device.type == "cpu"``; tests/unit/test_precision.py
+    fails if that changes). DeepSpeed has its own loss scaling and is left alone.
 
     Returns:
-        Whether anything had to be enabled.
+        True if anything had to be enabled.
     """
     import torch
     from accelerate.utils import DistributedType
@@ -290,7 +290,7 @@ def enable_fp16_on_cpu(accelerator: Accelerator) -> bool:
 
 
 def cast_parameters(model: nn.Module, precision: Precision) -> None:
-    """Trained weights to the dtype they are trained in, frozen ones to what is computed in; quantised ones stay."""
+    """Cast trained weights to their training dtype and frozen ones to the compute dtype; quantised ones are kept."""
     for parameter in model.parameters():
         if not parameter.is_floating_point() or is_partitioned(parameter) or hasattr(parameter, "quant_state"):
             continue

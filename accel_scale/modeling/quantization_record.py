@@ -1,4 +1,4 @@
-"""How the base of an adapter was quantised in training, written beside the adapter for merging."""
+"""A record of how an adapter's base was quantised in training, stored beside the adapter for merging."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ QUANTIZATION_FILE = "quantization_config.json"
 
 
 def record_quantization(folder: str | Path, quantization_config: Any) -> None:
-    """Write beside an adapter how its base was quantised in training, which merging must repeat.
+    """Write a record of how an adapter's base was quantised in training, which merging must repeat.
 
     Args:
         folder: The adapter's folder.
@@ -29,13 +29,13 @@ def _plain(value: object) -> Any:
 
 
 def read_quantization(folder: str | Path) -> dict[str, Any] | None:
-    """What `record_quantization` wrote in `folder`, or None."""
+    """The record written by `record_quantization` in `folder`, or None."""
     path = Path(folder) / QUANTIZATION_FILE
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
 def quantization_of(model: Any) -> dict[str, Any] | None:
-    """How the base of `model` was quantised to 4 bits, with ``base_dtype``, what it was before; or None."""
+    """How the base of `model` was quantised to 4 bits, with its original dtype as ``base_dtype``; None otherwise."""
     config = getattr(getattr(model, "config", None), "quantization_config", None)
     if config is None or not getattr(config, "load_in_4bit", False):
         return None

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 _COUNT = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([kmbt]?)\s*", re.IGNORECASE)
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
-# Width ÷ depth of models that people settled on: GPT-2 small 64 at 124M, Llama 7B 128, small ones narrower for their
-# depth. (Kaplan et al. 2020, figure 5: loss changes little between 10 and 200.)
+# Width ÷ depth of common models: GPT-2 small 64 at 124M, Llama 7B 128; small models are narrower for their depth.
+# (Kaplan et al. 2020, figure 5: loss changes little between 10 and 200.)
 _RATIO_AT_124M, _RATIO_EXPONENT, _LARGEST_RATIO = 64.0, 0.15, 128.0
 _UNTIED_FROM = 1e9
 _TOLERANCE = 0.1
@@ -38,10 +38,10 @@ class Shape:
 
 
 def parse_count(text: str | int | float, *, place: str) -> int:
-    """``124M``, ``2.5B``, ``1e9`` as a number.
+    """Parse ``124M``, ``2.5B`` or ``1e9`` into a number.
 
     Raises:
-        ConfigError: if `text` is no positive amount.
+        ConfigError: if `text` is not a positive amount.
     """
     match = _COUNT.fullmatch(str(text))
     try:
@@ -54,13 +54,13 @@ def parse_count(text: str | int | float, *, place: str) -> int:
 
 
 def choose_shape(num_params: int, vocab_size: int, *, place: str = "--num_params") -> Shape:
-    """The Llama-like shape nearest to `num_params` with a usual ratio of width to depth.
+    """The Llama-like shape closest to `num_params` with a usual ratio of width to depth.
 
-    Heads of 64 (32 in models narrower than 256, 128 from 2048 on), SwiGLU of 8/3 the width in multiples of 64, the
-    head tied to the embedding below a billion parameters.
+    Uses heads of 64 (32 in models narrower than 256, 128 from 2048 on), SwiGLU of 8/3 the width in multiples of 64,
+    and a head tied to the embedding below a billion parameters.
 
     Raises:
-        ConfigError: if the vocabulary alone is larger, naming the smallest size that works.
+        ConfigError: if no shape is close, because the vocabulary is too large; names the smallest size that works.
     """
     tied = num_params < _UNTIED_FROM
     wanted_ratio = min(_LARGEST_RATIO, _RATIO_AT_124M * (num_params / 124e6) ** _RATIO_EXPONENT)
@@ -118,7 +118,7 @@ def config_of_size(num_params: int, *, vocab_size: int, max_length: int, tokeniz
 
 
 def config_from_file(path: str, *, tokenizer: PreTrainedTokenizerBase, trust_remote_code: bool = False) -> Any:
-    """The configuration in a config.json (or its folder), with the tokenizer's vocabulary.
+    """The configuration from a config.json (or its folder), with the tokenizer's special tokens.
 
     Raises:
         ConfigError: if it cannot be read, or its vocabulary is smaller than the tokenizer's.
@@ -163,9 +163,9 @@ def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 def model_from_nothing(
     config: PretrainedConfig, *, dtype: torch.dtype, attention: str | None, seed: int
 ) -> PreTrainedModel:
-    """A causal language model of `config` with random weights, the same on every rank for one seed.
+    """Create a causal language model of `config` with random weights, the same on every rank for one seed.
 
-    Under ZeRO-3 the weights are partitioned as they are made.
+    Under ZeRO-3 the weights are partitioned as they are created.
 
     Raises:
         ConfigError: if transformers has no causal language model of this configuration.
@@ -183,5 +183,5 @@ def model_from_nothing(
         reason = first_line(error)
         raise ConfigError(f"no causal language model can be made: {reason}.", place="--model_config") from None
     model.config.use_cache = False
-    # Drawn in fp32 whatever they are kept in, so that every precision begins with the same weights.
+    # Drawn in fp32 for every final dtype, so that every precision begins with the same weights.
     return model.to(dtype)  # type: ignore[arg-type]  # its decorator hides the signature

@@ -1,4 +1,4 @@
-"""Weights on disk: headers checked before they are trusted, tensors read one at a time."""
+"""Weights on disk: headers are checked before they are trusted, tensors are read one at a time."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _AGAIN = "download or copy the file again; it must be whole."
 
 
 def stored_shapes(folder: Path, stem: str = "model") -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor in a folder's safetensors files, from their headers; empty where there are none.
+    """Shape of every tensor in a folder's safetensors files, from their headers; empty if there are none.
 
     Raises:
-        ConfigError: for a file that is cut, missing or none of safetensors'.
+        ConfigError: for a file that is truncated, missing or not a safetensors file.
     """
     index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
     files = [single] if single.is_file() else []
@@ -49,7 +49,7 @@ def read_header(path: Path) -> dict[str, Any]:
     """The header of a safetensors file, without its metadata.
 
     Raises:
-        ConfigError: for a file that is not there, cut, a Git LFS pointer, or something else.
+        ConfigError: for a file that is missing, truncated, a Git LFS pointer, or of another format.
     """
     if not path.is_file():
         raise ConfigError("there is no such file, though the index names it.", place=str(path), fix=_AGAIN)
@@ -79,7 +79,7 @@ def read_header(path: Path) -> dict[str, Any]:
 
 
 def local_folder(model: str, *, place: str) -> Path:
-    """`model` itself if it is a folder, else a hub id's files in the local cache (downloaded if need be)."""
+    """`model` itself if it is a folder, otherwise a hub id's files in the local cache (downloaded if necessary)."""
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import snapshot_download
@@ -96,7 +96,7 @@ def local_folder(model: str, *, place: str) -> Path:
 
 
 class SafetensorsReader:
-    """Tensors of a folder's safetensors by name; a file is mapped only while a tensor is read."""
+    """Reads the tensors of a folder's safetensors files by name; a file is mapped only while a tensor is read."""
 
     def __init__(self, folder: Path, stem: str = "model") -> None:
         self.folder = folder
@@ -117,18 +117,18 @@ class SafetensorsReader:
             )
 
     def names(self) -> list[str]:
-        """All names, file by file, so that reading in this order stays within one file at a time."""
+        """All names, file by file, so that reading in this order uses one file at a time."""
         return sorted(self.file_of, key=lambda name: (self.file_of[name], name))
 
     def read(self, name: str) -> torch.Tensor:
-        """A copy in memory: nothing stays mapped."""
+        """Read a copy into memory; nothing stays mapped."""
         from safetensors import safe_open
 
         with safe_open(self.folder / self.file_of[name], framework="pt") as handle:
             return handle.get_tensor(name).clone()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """From the header."""
+        """Shape of a tensor, from the header."""
         from safetensors import safe_open
 
         with safe_open(self.folder / self.file_of[name], framework="pt") as handle:
@@ -136,6 +136,6 @@ class SafetensorsReader:
 
 
 def rows_of_embedding(adapter: SafetensorsReader) -> int | None:
-    """Rows of the embedding that an adapter holds whole, as one does that was trained with added tokens."""
+    """Rows of the embedding stored whole in an adapter, e.g. after training with added tokens; None without one."""
     found = [name for name in adapter.file_of if name.endswith(_EMBEDDINGS)]
     return adapter.shape(found[0])[0] if found else None

@@ -1,1 +1,1 @@
-"""Links between devices, and what collectives cost on them."""
+"""Links between devices, and the cost of collectives on them."""

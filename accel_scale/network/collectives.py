@@ -1,10 +1,10 @@
-"""What a collective costs over N workers: messages and bytes of each algorithm, and seconds over a link.
+"""Cost of a collective over N workers: messages and bytes of each algorithm, and seconds over a link.
 
-K is the size as nccl-tests counts it: the whole tensor, of which N workers of an all-gather, reduce-scatter, scatter,
-gather or all-to-all each have one N-th. Sources: Thakur, Rabenseifner, Gropp, "Optimization of Collective
-Communication Operations in MPICH" (2005) for the logarithmic algorithms and pairwise exchange; Patarasuk, Yuan,
-"Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009) for rings; nccl-tests, PERFORMANCE.md,
-for algorithm and bus bandwidth.
+K is the size as nccl-tests counts it: the whole tensor. In an all-gather, reduce-scatter, scatter, gather or
+all-to-all, each of the N workers holds one N-th of it. Sources: Thakur, Rabenseifner, Gropp, "Optimization of
+Collective Communication Operations in MPICH" (2005) for the logarithmic algorithms and pairwise exchange; Patarasuk,
+Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009) for rings; nccl-tests,
+PERFORMANCE.md, for algorithm and bus bandwidth.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ OPS = (
 
 @dataclass(frozen=True)
 class Link:
-    """What one worker sends through: the α–β model of a message of K bytes, α + K/β.
+    """The link of one worker in the α–β model, where a message of K bytes takes α + K/β.
 
-    Measured links may have a knee: what a worker sends beyond `knee_bytes` goes at another speed, because it no
-    longer fits a cache, or because the library changes its protocol.
+    Measured links may have a knee: a worker sends bytes beyond `knee_bytes` at another speed, because they no
+    longer fit a cache, or because the library switches protocols.
 
     Attributes:
         bytes_per_second: β, one way.
         latency_seconds: α, of each message.
         knee_bytes: Bytes of one collective up to which β holds; None: always.
-        bytes_per_second_beyond: β of the rest.
+        bytes_per_second_beyond: β of the remaining bytes.
     """
 
     bytes_per_second: float
@@ -48,7 +48,7 @@ class Link:
     bytes_per_second_beyond: float | None = None
 
     def seconds(self, messages: float, num_bytes: float) -> float:
-        """Of `messages` one after the other, `num_bytes` in all."""
+        """Time of `messages` sent one after the other, `num_bytes` in total."""
         sending = num_bytes / self.bytes_per_second
         if self.knee_bytes is not None and self.bytes_per_second_beyond and num_bytes > self.knee_bytes:
             beyond = (num_bytes - self.knee_bytes) / self.bytes_per_second_beyond
@@ -56,7 +56,7 @@ class Link:
         return messages * self.latency_seconds + sending
 
     def shared_by(self, workers: float) -> Link:
-        """The link of each of `workers` that send through this one at once."""
+        """The link left to each of `workers` that send through this one at the same time."""
         beyond = self.bytes_per_second_beyond
         return Link(
             self.bytes_per_second / workers,
@@ -71,9 +71,9 @@ class Steps:
     """The critical path of an algorithm.
 
     Attributes:
-        messages: Sent one after the other; each costs a latency.
-        num_bytes: Through the link of the busiest worker. Phases that follow each other add up; what goes both ways
-            in one phase counts once, because links carry both at full speed.
+        messages: Messages sent one after the other; each costs a latency.
+        num_bytes: Bytes through the link of the busiest worker. Consecutive phases add up; traffic in both directions
+            within a phase counts once, because links carry both at full speed.
     """
 
     messages: float
@@ -85,8 +85,8 @@ class Cost:
     """One collective over N workers.
 
     Attributes:
-        bytes_per_worker: As `Steps.num_bytes`.
-        seconds: Until all workers are done.
+        bytes_per_worker: As in `Steps.num_bytes`.
+        seconds: Time until all workers are done.
     """
 
     bytes_per_worker: float
@@ -98,7 +98,7 @@ Formula = Callable[[float, int], Steps]
 
 
 def rounds(workers: int) -> int:
-    """⌈log2 N⌉: rounds in which the number of workers that are reached doubles."""
+    """⌈log2 N⌉: the rounds needed if each doubles the number of workers reached."""
     return math.ceil(math.log2(workers))
 
 
@@ -107,7 +107,7 @@ def _share(num_bytes: float, workers: int) -> float:
     return (workers - 1) / workers * num_bytes
 
 
-# Every worker talks to its two neighbours. Rooted operations are a chain, in chunks that are small beside K.
+# Every worker talks to its two neighbours. Rooted operations form a chain, in chunks that are small compared with K.
 RING: Mapping[str, Formula] = {
     "broadcast": lambda k, n: Steps(n - 1, k),
     "reduce": lambda k, n: Steps(n - 1, k),
@@ -132,18 +132,18 @@ TREE: Mapping[str, Formula] = {
     "all_reduce": lambda k, n: Steps(2 * rounds(n), 2 * rounds(n) * k),
     "all_to_all": lambda k, n: Steps(rounds(n), rounds(n) * k / 2),
 }
-# Everything through one worker, whose link is the bottleneck.
+# Everything goes through one worker, whose link is the bottleneck.
 CENTRAL: Mapping[str, Formula] = {
     "broadcast": lambda k, n: Steps(n - 1, (n - 1) * k),
     "reduce": lambda k, n: Steps(n - 1, (n - 1) * k),
     "scatter": lambda k, n: Steps(n - 1, _share(k, n)),
     "gather": lambda k, n: Steps(n - 1, _share(k, n)),
-    # A gather of (N−1)K/N, then to each the (N−1)K/N that it lacks.
+    # A gather of (N−1)K/N, then each worker gets the (N−1)K/N it lacks.
     "all_gather": lambda k, n: Steps(2 * (n - 1), (n - 1) * k),
     # A reduce, then a scatter.
     "reduce_scatter": lambda k, n: Steps(2 * (n - 1), (n - 1) * k + _share(k, n)),
     "all_reduce": lambda k, n: Steps(2 * (n - 1), 2 * (n - 1) * k),
-    # To the centre and back goes all that is not its own.
+    # Each worker sends all but its own part to the centre, and gets as much back.
     "all_to_all": lambda k, n: Steps(2 * (n - 1), 2 * (n - 1) * _share(k, n)),
 }
 # One message to each of the others (pairwise exchange), or to the next.
@@ -152,7 +152,7 @@ DIRECT: Mapping[str, Formula] = {
     "point_to_point": lambda k, n: Steps(1, k),
 }
 ALGORITHMS: Mapping[str, Mapping[str, Formula]] = {"ring": RING, "tree": TREE, "central": CENTRAL, "direct": DIRECT}
-# What gloo and NCCL run for large messages; gloo's broadcast is a binomial tree.
+# Algorithms that gloo and NCCL use for large messages; gloo's broadcast is a binomial tree.
 USUAL: Mapping[str, str] = {
     "broadcast": "ring",
     "reduce": "ring",
@@ -167,7 +167,7 @@ USUAL: Mapping[str, str] = {
 
 
 def algorithms_of(op: str) -> tuple[str, ...]:
-    """Names in `ALGORITHMS` that do `op`.
+    """Names in `ALGORITHMS` that implement `op`.
 
     Raises:
         ConfigError: for an operation that is not in `OPS`.
@@ -179,20 +179,20 @@ def algorithms_of(op: str) -> tuple[str, ...]:
 
 
 def steps(op: str, algorithm: str, num_bytes: float, workers: int) -> Steps:
-    """The critical path of `op` on K = `num_bytes` over N = `workers`; nothing for one worker."""
+    """The critical path of `op` on K = `num_bytes` over N = `workers`; empty for one worker."""
     if workers == 1:
         return Steps(0, 0.0)
     return ALGORITHMS[algorithm][op](num_bytes, workers)
 
 
 def collective_cost(op: str, algorithm: str, num_bytes: float, workers: int, link: Link) -> Cost:
-    """`op` on K = `num_bytes` by `algorithm` over N = `workers` whose links are all `link`."""
+    """Cost of `op` on K = `num_bytes` by `algorithm` over N = `workers` whose links are all `link`."""
     path = steps(op, algorithm, num_bytes, workers)
     return Cost(path.num_bytes, link.seconds(path.messages, path.num_bytes))
 
 
 def bus_factor(op: str, workers: int) -> float:
-    """Bus bandwidth ÷ algorithm bandwidth (K ÷ seconds), as nccl-tests defines it: what a link must at least carry.
+    """Bus bandwidth ÷ algorithm bandwidth (K ÷ seconds), as nccl-tests defines it: the least a link must carry.
 
     2(N−1)/N for all-reduce; (N−1)/N for all-gather, reduce-scatter, all-to-all, scatter and gather; 1 for broadcast,
     reduce and point-to-point.

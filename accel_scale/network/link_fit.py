@@ -1,4 +1,4 @@
-"""From measured collectives to links: fitted latency and bandwidth, error on held-out sizes, a file."""
+"""Fits links to measured collectives: latency and bandwidth, error on held-out sizes, and the file that keeps them."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from accel_scale.errors import ConfigError
 from accel_scale.network.collectives import USUAL, Link, bus_factor, steps
 
 FORMAT = 1
-# A knee must be worth its two parameters.
+# A knee must justify its two extra parameters.
 _KNEE_IMPROVEMENT, _SMALL_ERROR = 0.7, 0.01
 _SIZES_FOR_A_KNEE = 5
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One collective of one size, measured.
+    """One measured collective of one size.
 
     Attributes:
-        op, num_bytes, workers: What ran; K as in `collectives`.
-        seconds: The mean of the fastest quarter of the repeats, the slowest rank of each. Whatever else a machine does
-            only ever adds time, so it comes out the same again where a mean or median of all does not.
-        median_seconds: Of the same repeats.
+        op, num_bytes, workers: The operation, its size (K as in `collectives`) and number of workers.
+        seconds: Mean of the fastest quarter of the repeats, by the slowest rank of each. Other work on a machine only
+            ever adds time, so this mean is reproducible where a mean or median of all repeats is not.
+        median_seconds: Median of the same repeats.
     """
 
     op: str
@@ -44,19 +44,19 @@ class Sample:
 
     @property
     def bus_bandwidth(self) -> float:
-        """Times nccl-tests' factor."""
+        """Algorithm bandwidth times nccl-tests' factor."""
         return self.algorithm_bandwidth * bus_factor(self.op, self.workers)
 
 
 @dataclass(frozen=True)
 class FittedLink:
-    """The link that explains the times of one operation.
+    """The link fitted to the times of one operation.
 
     Attributes:
         op, algorithm, workers: What ran, and the formula of `collectives` whose messages and bytes were fitted.
-        link: The fit.
-        fitted_bytes: Sizes that it was fitted to.
-        samples: All measurements, those that were held out too.
+        link: The fitted link.
+        fitted_bytes: Sizes used in the fit.
+        samples: All measurements, including those held out.
     """
 
     op: str
@@ -67,25 +67,25 @@ class FittedLink:
     samples: tuple[Sample, ...]
 
     def predicted_seconds(self, num_bytes: float) -> float:
-        """As the link says, for the workers that were measured."""
+        """Time predicted by the link, for the number of workers that was measured."""
         path = steps(self.op, self.algorithm, num_bytes, self.workers)
         return self.link.seconds(path.messages, path.num_bytes)
 
     @property
     def held_out(self) -> tuple[Sample, ...]:
-        """Measurements that the fit has not seen."""
+        """Measurements not used in the fit."""
         return tuple(s for s in self.samples if s.num_bytes not in self.fitted_bytes)
 
     def errors(self, samples: Iterable[Sample] | None = None) -> list[float]:
-        """Predicted ÷ measured − 1, without its sign; of the held out ones by default."""
+        """Absolute value of predicted ÷ measured − 1 for each sample, by default for those held out."""
         chosen = self.held_out if samples is None else samples
         return [abs(self.predicted_seconds(s.num_bytes) / s.seconds - 1) for s in chosen]
 
 
 def fit_op(samples: Sequence[Sample]) -> FittedLink:
-    """Fit every other size of one operation, the smallest and with an odd number of sizes the largest among them.
+    """Fit a link to every other size of one operation, from the smallest on (to the largest, if their number is odd).
 
-    With fewer than four sizes all are fitted and none is held out.
+    With fewer than four sizes, all are fitted and none is held out.
 
     Raises:
         ConfigError: if times do not grow with sizes.
@@ -99,9 +99,10 @@ def fit_op(samples: Sequence[Sample]) -> FittedLink:
 
 
 def fit_link(algorithm: str, samples: Sequence[Sample]) -> Link:
-    """Latency and bandwidth by least squares of the relative error, neither of them negative.
+    """Fit a non-negative latency and bandwidth by least squares of the relative error.
 
-    With five sizes or more, a knee is tried at each of them, and kept if it takes at least 30 % off the error.
+    With five sizes or more, a knee is tried at each but the first and last, and kept if it cuts the error by at least
+    30 %.
 
     Raises:
         ConfigError: if times do not grow with sizes.
@@ -131,7 +132,7 @@ def fit_link(algorithm: str, samples: Sequence[Sample]) -> Link:
 
 
 def fit_pairs(rows: Sequence[tuple[float, float]], times: Sequence[float]) -> Link:
-    """One latency and bandwidth for collectives of `rows` (messages, bytes), whatever operations they are.
+    """One latency and bandwidth for collectives of any operations, given as `rows` (messages, bytes).
 
     Raises:
         ConfigError: if times do not grow with bytes.
@@ -144,10 +145,10 @@ def fit_pairs(rows: Sequence[tuple[float, float]], times: Sequence[float]) -> Li
 
 
 def _solve(rows: Sequence[Sequence[float]], times: Sequence[float]) -> tuple[tuple[float, ...], float] | None:
-    """The factors of the columns that give `times` with the least relative squares, and their root mean square.
+    """Factors of the columns that fit `times` by least squares of the relative error, and its root mean square.
 
-    All of them are at least 0, and those after the first above it; None if there are no such factors. Found by trying
-    with and without the first: a problem of three unknowns needs no solver.
+    The first is at least 0 and the others are above 0; None if there are no such factors. They are found by trying
+    with and without the first column: a problem of three unknowns needs no solver.
     """
     import numpy as np
 
@@ -170,17 +171,17 @@ def _solve(rows: Sequence[Sequence[float]], times: Sequence[float]) -> tuple[tup
 
 @dataclass(frozen=True)
 class MeasuredLinks:
-    """What `accel-scale comm --measure` found.
+    """Results of `accel-scale comm --measure`.
 
     Attributes:
         backend: ``nccl`` or ``gloo``.
         device: The GPU's name, or the processor's.
-        inside: A GPU's link to the others of its server, by operation; empty if one per server was measured.
+        inside: A GPU's link to the others of its server, by operation; empty if only one GPU per server was measured.
         between: A GPU's share of the network, by operation, while `sharing` GPUs of its server sent at once.
         sharing: See `between`.
-        versions: torch's and the like.
+        versions: Versions of torch and other packages.
         measured_at: Date and time.
-        source: File it was read from.
+        source: File that the results were read from.
     """
 
     backend: str
@@ -193,17 +194,17 @@ class MeasuredLinks:
     source: str = ""
 
     def inside_link(self, op: str) -> Link | None:
-        """A GPU's link for `op` inside a server; None where nothing was measured there."""
+        """A GPU's link for `op` inside a server; None if nothing was measured there."""
         return _for(self.inside, op)
 
     def between_link(self, op: str) -> Link | None:
-        """A server's link for `op`, all its GPUs together; None where nothing was measured there."""
+        """A server's link for `op`, all its GPUs together; None if nothing was measured there."""
         found = _for(self.between, op)
         return None if found is None else found.shared_by(1 / self.sharing)
 
     @property
     def line(self) -> str:
-        """In one sentence, for tables: what, on what, over what, when."""
+        """One line for tables: source, backend, workers and date."""
         fits = self.inside or self.between
         workers = next(iter(fits.values())).workers
         kind = "processes on a CPU" if self.backend == "gloo" else f"× {self.device}"
@@ -211,7 +212,7 @@ class MeasuredLinks:
 
 
 def _for(fits: Mapping[str, FittedLink], op: str) -> Link | None:
-    """The operation's own; else all-reduce's, else any: a link that was measured says more than a data sheet."""
+    """The operation's own link, else all-reduce's, else any: a measured link says more than a data sheet."""
     if not fits:
         return None
     found = fits.get(op) or fits.get("all_reduce") or next(iter(fits.values()))
@@ -228,7 +229,7 @@ def default_path() -> Path:
 
 
 def save_links(links: MeasuredLinks, path: Path) -> None:
-    """Write as JSON, whole or not at all.
+    """Write `links` as JSON, completely or not at all.
 
     Raises:
         ConfigError: if the file cannot be written.
@@ -247,10 +248,10 @@ def save_links(links: MeasuredLinks, path: Path) -> None:
 
 
 def load_links(name: str | Path, *, place: str = "--links") -> MeasuredLinks:
-    """What `save_links` wrote; ``measured`` is the default file.
+    """Links from a file written by `save_links`; ``measured`` stands for the default file.
 
     Raises:
-        ConfigError: if there is none, or it is something else.
+        ConfigError: if there is no such file, or it is something else.
     """
     path = default_path() if str(name) == "measured" else Path(name).expanduser()
     try:
@@ -289,7 +290,7 @@ def _fitted(entry: Mapping[str, Any]) -> FittedLink:
 
 
 def worst_and_median(fits: Iterable[FittedLink]) -> tuple[float, float] | None:
-    """Median and worst error over the held out sizes of all fits; None where none was held out."""
+    """Median and worst error over the held-out sizes of all fits; None if none was held out."""
     errors = sorted(itertools.chain.from_iterable(fit.errors() for fit in fits))
     if not errors:
         return None

@@ -11,8 +11,7 @@ def derive_accumulation(global_batch_size: int, micro_batch_size: int, world_siz
     `world_size` counts data-parallel ranks only.
 
     Raises:
-        ConfigError: if that is not a whole number of at least one; names the nearest global batches that
-            work.
+        ConfigError: if that is not a whole number of at least one; names the nearest global batches that work.
     """
     for value, flag in (
         (global_batch_size, "--global_batch_size"),

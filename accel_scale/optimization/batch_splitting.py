@@ -11,7 +11,7 @@ import torch
 from accel_scale.modeling.packing.row_facts import ROW_FACTS
 
 IGNORED_LABEL = -100
-# What a mean loss was averaged over; "sum": the loss is a sum over tokens or rows ÷ a number the split leaves alone.
+# What a mean loss averages over; "sum": the loss is a sum over tokens or rows ÷ a number that splitting keeps.
 LossKind = Literal["sum", "token_mean", "row_mean"]
 _SEQUENCE_BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k")
 _LONGEST = ("max_length_q", "max_length_k")
@@ -22,8 +22,8 @@ class Part:
     """A piece of a micro-batch.
 
     Args:
-        inputs: Keyword arguments of the model, or whatever else the loop calls a micro-batch.
-        factor: What its loss is multiplied by. 0: a repetition that only keeps this process in step with the others.
+        inputs: Keyword arguments of the model, or whatever the loop uses as a micro-batch.
+        factor: Factor of its loss. 0 marks a repetition that only keeps this process in step with the others.
     """
 
     inputs: Any
@@ -31,12 +31,12 @@ class Part:
 
 
 def split(inputs: Any, level: int, *, loss_kind: LossKind = "sum") -> list[Part]:
-    """`inputs` halved `level` times: always 2 ** `level` parts, so that every process makes as many passes.
+    """Halve `inputs` `level` times: always 2 ** `level` parts, so that every process makes the same number of passes.
 
-    At level 0 the one part is `inputs` itself, of whatever type: GRPO's micro-batches are lists of rows.
+    At level 0 the one part is `inputs` itself, of any type: GRPO's micro-batches are lists of rows.
 
-    The parts' losses, each times its factor, add up to the whole's, in the order of the samples. Where nothing is
-    left to halve, a part is followed by itself with factor 0.
+    The parts' losses, each times its factor, add up to the whole's, in the order of the samples. If a part cannot be
+    halved any further, it is followed by itself with factor 0.
     """
     parts = [Part(inputs)]
     for _ in range(level):
@@ -53,13 +53,13 @@ def split(inputs: Any, level: int, *, loss_kind: LossKind = "sum") -> list[Part]
 
 
 def halve(inputs: Any) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """The first and the second half of a micro-batch; None where a cut would change its loss, or has no place.
+    """The first and second half of a micro-batch; None if a cut would change its loss, or there is no place to cut.
 
-    Several rows are cut between rows. One row is cut between two of its packed documents, the cut nearest to its
+    Several rows are cut between rows. One row is cut between two of its packed documents, at the cut nearest to its
     middle, where `position_ids` restart and the first token of a document has no label.
     """
     rows = num_rows(inputs)
-    if rows:  # what was counted is no longer true of a half
+    if rows:  # the counts are not valid for a half
         inputs = {name: value for name, value in inputs.items() if name != ROW_FACTS}
     if rows > 1:
         return _halve_rows(inputs, rows)
@@ -67,7 +67,7 @@ def halve(inputs: Any) -> tuple[dict[str, Any], dict[str, Any]] | None:
 
 
 def num_rows(inputs: object) -> int:
-    """Rows of a micro-batch: the first dimension of its `input_ids`, or else of its first tensor; 0 without one."""
+    """Rows of a micro-batch: the first dimension of its `input_ids`, or else of its first tensor; 0 if it has none."""
     if not isinstance(inputs, Mapping):
         return 0
     tensors = [value for value in inputs.values() if isinstance(value, torch.Tensor) and value.ndim]
@@ -111,7 +111,7 @@ def _halve_documents(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
 
 
 def _middle_start(positions: torch.Tensor, labels: object) -> int | None:
-    """Index of the document start nearest to the middle that can be cut at. One read from the device."""
+    """Index of the document start nearest to the middle at which the row can be cut. Reads once from the device."""
     can_cut = positions == 0
     if isinstance(labels, torch.Tensor):
         can_cut = can_cut & (labels[0] == IGNORED_LABEL)
@@ -120,7 +120,7 @@ def _middle_start(positions: torch.Tensor, labels: object) -> int | None:
 
 
 def _set_bounds(half: dict[str, Any]) -> None:
-    """Sequence bounds for variable-length kernels, from the half's own positions."""
+    """Set sequence bounds for variable-length kernels from the half's own positions."""
     positions = half["position_ids"][0]
     given = [name for name in _SEQUENCE_BOUNDS if half.get(name) is not None]
     if not given:

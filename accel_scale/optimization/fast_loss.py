@@ -1,4 +1,4 @@
-"""A faster loss for TRL's `SFTTrainer`: the same value, without metrics and waits in every step.
+"""A faster loss for TRL's `SFTTrainer`: the same value, without metrics and synchronisation in every step.
 
 TRL 1.16's fused head projects every position on a CPU (labelled or not), computes its gradients in fp32, and on
 every micro-batch derives entropy and accuracy, gathers four scalars over the ranks and reads three of them back.
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 class FastLossOutput(ModelOutput):
     """Loss of a forward pass with ``fast_lm_head=True``, and the number of labels that were most likely.
 
-    `aux_loss` is the router's where it was asked for by ``router_loss=True``: no part of `loss`, without coefficient.
+    `aux_loss` is the router's, if requested by ``router_loss=True``: not included in `loss`, without its coefficient.
     """
 
     loss: torch.Tensor | None = None
@@ -51,16 +51,16 @@ class FastLossOutput(ModelOutput):
 
 
 def add_fast_lm_head(model: Any, *, from_logits: bool = False) -> None:
-    """Let ``model(…, labels=…, fast_lm_head=True)`` return `FastLossOutput` by `chunked_cross_entropy`.
+    """Make ``model(…, labels=…, fast_lm_head=True)`` return `FastLossOutput` by `chunked_cross_entropy`.
 
     ``shift_labels`` in place of ``labels`` are not shifted again: parts of rows need that (sequence parallelism).
-    Other calls go to the forward that was there. It is the model's own forward that changes, so wrappers (DDP,
-    FSDP2, DeepSpeed, PEFT) see an ordinary call. Twice is harmless.
+    Other calls go to the previous forward. The model's own forward is replaced, so wrappers (DDP, FSDP2, DeepSpeed,
+    PEFT) see an ordinary call. Calling it twice is harmless.
 
     Args:
-        model: A `PreTrainedModel` with a causal language model head; of a `PeftModel`, its base model.
-        from_logits: Take the logits that the model itself computes, all of them at once, for a head that is more than
-            one product with a factor and a cap. The start check tells which models need that.
+        model: A `PreTrainedModel` with a causal language model head; for a `PeftModel`, its base model.
+        from_logits: Use the logits computed by the model itself, all at once, for a head that is more than one product
+            with a factor and a cap. The start check determines which models need that.
     """
     model._loss_from_logits = from_logits
     if getattr(model, "_has_fast_lm_head", False):
@@ -72,7 +72,7 @@ def add_fast_lm_head(model: Any, *, from_logits: bool = False) -> None:
         if not fast_lm_head:
             return previous(*args, **kwargs)
         shift = "shift_labels" not in kwargs
-        facts = kwargs.pop(ROW_FACTS, None) if shift else None  # parts of rows have an attention of their own
+        facts = kwargs.pop(ROW_FACTS, None) if shift else None  # parts of rows have their own attention
         if shift:
             kwargs = with_document_lengths(kwargs, self.config._attn_implementation or "", facts)
         labels = kwargs.pop("labels" if shift else "shift_labels")
@@ -81,7 +81,7 @@ def add_fast_lm_head(model: Any, *, from_logits: bool = False) -> None:
         kwargs["use_cache"] = False
         options = {"num_items": num_items, "shift": shift, "return_num_correct": with_accuracy}
         router_loss, aux_loss = kwargs.pop("router_loss", False), None
-        # Llama 4 names its backbone otherwise than its class says.
+        # Llama 4's backbone has another name than its class says.
         known = {} if facts is None else {"num_labels": facts.num_labels}
         backbone = self.base_model if self.base_model is not self else self.model
         with known_documents(facts):
@@ -104,13 +104,13 @@ def add_fast_lm_head(model: Any, *, from_logits: bool = False) -> None:
 
 
 def head_loss(model: Any, hidden: torch.Tensor, labels: torch.Tensor, **options: Any) -> Any:
-    """`chunked_cross_entropy` of final hidden states (batch, length, hidden size) by the head of `model`.
+    """Apply `chunked_cross_entropy` to final hidden states (batch, length, hidden size) with the head of `model`.
 
     Args:
-        model: Its output embeddings and its configuration are used, its forward is not.
-        options: Of `chunked_cross_entropy`.
+        model: Supplies its output embeddings and configuration; its forward is not called.
+        options: Options of `chunked_cross_entropy`.
     """
-    # Looked up at each call: FSDP2 and PEFT replace modules.
+    # Looked up at each call, because FSDP2 and PEFT replace modules.
     head = model.get_output_embeddings()
     weight, bias, vocabulary = held_head(head.weight, getattr(head, "bias", None))
     softcap, logit_scale = head_transform(model.config)
@@ -125,7 +125,7 @@ def head_loss(model: Any, hidden: torch.Tensor, labels: torch.Tensor, **options:
 def logits_loss(
     logits: torch.Tensor, labels: torch.Tensor, *, num_items: Any = None, shift: bool = True, return_num_correct: bool
 ) -> Any:
-    """What `chunked_cross_entropy` returns, of logits (batch, length, vocabulary) that are there."""
+    """The result of `chunked_cross_entropy`, from existing logits (batch, length, vocabulary)."""
     labels = labels.to(logits.device)
     if shift:
         logits, labels = logits[..., :-1, :], labels[..., 1:]
@@ -137,7 +137,7 @@ def logits_loss(
 
 
 def head_transform(config: Any) -> tuple[float | None, float]:
-    """(softcap, factor) that a model's own forward applies to its logits, by the names configurations use.
+    """The (softcap, factor) that a model's own forward applies to its logits, under the names used by configurations.
 
     Cohere has `logit_scale`, Muse `output_multiplier`, Falcon-H1 `lm_head_multiplier`; Granite and MiniCPM divide by
     `logits_scaling`, HyperCLOVA X multiplies by it; Gemma caps by `final_logit_softcapping`.
@@ -155,9 +155,9 @@ def head_transform(config: Any) -> tuple[float | None, float]:
 def tell_zero3(model: Any) -> None:
     """Tell ZeRO-3 that the model's own forward uses the head's weights, which belong to a module that is not called.
 
-    DeepSpeed (0.19.8) finds that out by itself only where a weight is still partitioned when it is used. After a
-    forward without gradients that did call the head, such as `generate`, it fetches the weights ahead, does not
-    notice, and has freed them again when their gradient arrives.
+    DeepSpeed (0.19.8) detects that only if a weight is still partitioned when it is used. After a forward without
+    gradients that did call the head, such as `generate`, it prefetches the weights, does not notice the use, and has
+    freed them when their gradient arrives.
     """
     from transformers.integrations import is_deepspeed_zero3_enabled
 
@@ -170,12 +170,11 @@ def tell_zero3(model: Any) -> None:
 
 
 class FastLossMixin:
-    """Put before `trl.SFTTrainer`: ``class Trainer(FastLossMixin, SFTTrainer)``. Training and evaluation use it.
+    """Mixin before `trl.SFTTrainer`: ``class Trainer(FastLossMixin, SFTTrainer)``; used in training and evaluation.
 
-    Logs `num_tokens` as TRL does, `mean_token_accuracy` in evaluation, and in training if `log_token_accuracy`.
-    What it does not cover goes to TRL's own loss: `loss_type` other than nll, label smoothing, a custom loss
-    function, images, Accelerate's own sequence parallelism, prompt-learning
-    adapters.
+    Logs `num_tokens` as TRL does, and `mean_token_accuracy` in evaluation; in training if `log_token_accuracy`.
+    Other cases use TRL's own loss: `loss_type` other than nll, label smoothing, a custom loss function, images,
+    Accelerate's own sequence parallelism, prompt-learning adapters.
     """
 
     log_token_accuracy: bool = False
@@ -238,18 +237,18 @@ class FastLossMixin:
         if trainer.args.average_tokens_across_devices and num_items_in_batch is not None:
             # `num_items_in_batch` counts every rank's tokens, and gradients are averaged over ranks.
             loss = loss * (trainer.accelerator.num_processes // trainer.get_tp_size())
-        if outputs.aux_loss is not None:  # of a micro-batch, as TRL weighs it: its mean over them and over ranks
+        if outputs.aux_loss is not None:  # weighted as in TRL: its mean over micro-batches and ranks
             steps = trainer.current_gradient_accumulation_steps if num_items_in_batch is not None else 1
             loss = loss + outputs.aux_loss * (trainer.router_aux_loss_coef / steps)
         return loss
 
     def held_part(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What this rank computes of a micro-batch: all of it, unless `SequenceParallelMixin` cuts its rows."""
+        """This rank's part of a micro-batch: all of it, unless `SequenceParallelMixin` cuts its rows."""
         return inputs
 
     def _record_metrics(self, inputs: Any, part: Any, outputs: FastLossOutput, mode: str) -> None:
         trainer: Any = self
-        trainer._metrics[mode]["num_tokens"] = [0]  # `log` puts the count in
+        trainer._metrics[mode]["num_tokens"] = [0]  # `log` fills in the count
         if outputs.num_correct is not None:
             is_cut = "shift_labels" in part
             num_labelled = (part["shift_labels"] != -100).sum() if is_cut else count_loss_tokens(part["labels"])
@@ -261,7 +260,7 @@ class FastLossMixin:
             trainer._metrics[mode]["aux_loss"].append(aux_loss.item())
         if mode == "train":
             mask = inputs.get("attention_mask")
-            # A tensor is only added up here; it is read when a log is due.
+            # A tensor is only added up here; it is read when a log entry is due.
             self._new_tokens = self._new_tokens + (inputs["input_ids"].numel() if mask is None else mask.sum())
             if trainer.accelerator.sync_gradients:
                 self._count_new_tokens()
@@ -294,12 +293,12 @@ def language_model_loss(
     num_micro_batches: int = 1,
     facts: RowFacts | None = None,
 ) -> torch.Tensor:
-    """Sum of the labelled tokens' cross-entropies ÷ `num_items`, by the head that `add_fast_lm_head` has added.
+    """Sum of the labelled tokens' cross-entropies ÷ `num_items`, by the head added by `add_fast_lm_head`.
 
     Args:
         router: Adds the router's auxiliary loss; None leaves it out, as in validation.
-        num_micro_batches: Of the optimizer step, over which that is a mean.
-        facts: Of the micro-batch; None: the device is asked.
+        num_micro_batches: Number per optimizer step, for the mean of that loss.
+        facts: Facts about the micro-batch; None asks the device.
     """
     names = ("input_ids", "labels", "shift_labels", "position_ids")
     inputs = {name: batch[name] for name in names if name in batch}

@@ -26,14 +26,14 @@ IGNORED_LABEL = -100
 def default_chunk_size(vocab_size: int, device: torch.device, *, is_trained: bool, long_rows: bool = False) -> int:
     """Tokens per chunk; at least 64.
 
-    The logits of a frozen head stay within a share of the device, and are fewer for `long_rows`.
+    The logits of a frozen head stay within a share of the device memory, and are fewer with `long_rows`.
     """
     return chunk_tokens(_logits_at_once(device, is_trained), vocab_size, long_rows=long_rows)
 
 
 def _logits_at_once(device: torch.device, is_trained: bool) -> int:
     if device.type == "cuda" and not is_trained:
-        share = torch.cuda.get_per_process_memory_fraction(device)  # what --device_memory leaves of the card
+        share = torch.cuda.get_per_process_memory_fraction(device)  # the share of the card left by --device_memory
         return card_logits(share * torch.cuda.get_device_properties(device).total_memory)
     return CPU_LOGITS if device.type == "cpu" else CARD_LOGITS
 
@@ -55,29 +55,29 @@ def chunked_cross_entropy(
 ) -> Any:
     """Token-weighted cross-entropy: the sum over labelled tokens ÷ `num_items`.
 
-    Only tokens with a label are projected, a chunk at a time, and the gradients are computed in the same pass, so
-    the logits of one chunk are all that exists at once. Under autocast the products run in its type; the softmax
-    and the sums are fp32.
+    Only tokens with a label are projected, one chunk at a time, and gradients are computed in the same pass, so only
+    one chunk's logits exist at a time. Under autocast the products run in its dtype; the softmax and the sums are
+    fp32.
 
     Args:
         hidden: Last hidden states. (batch, length, hidden size), or (tokens, hidden size) with ``shift=False``.
         lm_head_weight: (vocabulary, hidden size).
-        labels: Token ids, -100 where no loss is wanted. Same shape as `hidden` without its last dimension.
-        chunk_size: Tokens per chunk; None: as many as keep the chunk's logits within a fixed size.
-        num_items: What the sum is divided by. For gradient accumulation and several ranks: the number of labelled
-            tokens in the global batch, see `count_loss_tokens`. None: those in `labels`.
-        bias: Of the head. (vocabulary,)
+        labels: Token ids, -100 for tokens without a loss. Same shape as `hidden` without its last dimension.
+        chunk_size: Tokens per chunk; None chooses it such that the chunk's logits stay within a fixed size.
+        num_items: Divisor of the sum. For gradient accumulation and several ranks: the number of labelled tokens in
+            the global batch, see `count_loss_tokens`. None: those in `labels`.
+        bias: Bias of the head. (vocabulary,)
         softcap: Logits become ``softcap · tanh(logits / softcap)``, after scaling, as in Gemma.
         logit_scale: Factor on the logits.
-        shift: Whether the state at position i predicts the label at i + 1 (otherwise the label at i).
-        return_num_correct: Also return how many labels are their distribution's most likely token.
-        vocabulary: Under tensor parallelism, which rows of the head `lm_head_weight` and `bias` hold; the loss and
-            the hidden states' gradient are then the same on all its ranks. None: all of them.
-        num_labels: How many of `labels` are counted, where the host knows it; None asks the device and waits. A
-            number that is not theirs makes the loss NaN: tokens would be lost or counted twice.
+        shift: True if the state at position i predicts the label at i + 1 (otherwise the label at i).
+        return_num_correct: Also return how many labels are the most likely token of their distribution.
+        vocabulary: Under tensor parallelism, the rows of the head held by `lm_head_weight` and `bias`; the loss and
+            the hidden states' gradient are then the same on all its ranks. None: all rows.
+        num_labels: Number of labels that count, if the host knows it; None asks the device and waits. A wrong number
+            makes the loss NaN, because tokens would be lost or counted twice.
 
     Returns:
-        The loss, an fp32 scalar; with `return_num_correct`, a pair of it and an integer scalar.
+        The loss, an fp32 scalar; with `return_num_correct`, a pair of the loss and an integer scalar.
 
     Raises:
         ConfigError: if `chunk_size` is not positive.
@@ -89,21 +89,21 @@ def chunked_cross_entropy(
     tokens, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     is_labelled = targets != IGNORED_LABEL
     if num_labels != targets.numel():
-        # How many tokens have a label decides the shapes: a synchronisation where nobody has counted them.
+        # The number of labelled tokens determines the shapes: a synchronisation unless it has been counted.
         found = is_labelled.nonzero() if num_labels is None else is_labelled.nonzero_static(size=num_labels)
         if found.shape[0] < targets.numel():
             kept = found.squeeze(-1).clamp(min=0)
             tokens, targets = tokens.index_select(0, kept), targets[kept]
     if num_labels is not None:
-        targets = targets.clamp(min=0)  # a wrong number is answered below
+        targets = targets.clamp(min=0)  # a wrong number is handled below
     size = chunk_size or default_chunk_size(
         lm_head_weight.shape[0], hidden.device, is_trained=lm_head_weight.requires_grad
     )
-    # Not `needs_input_grad` alone: that is true for the head's weight even where no gradient is wanted.
+    # Not only `needs_input_grad`: that is true for the head's weight even if no gradient is wanted.
     with_grad = torch.is_grad_enabled()
     options = (size, softcap, logit_scale, return_num_correct, with_grad, vocabulary)
     total, num_correct = _summed(tokens, lm_head_weight, bias, targets, options)
-    # No labelled token at all is a finite, differentiable zero.
+    # Without any labelled token the loss is a finite, differentiable zero.
     loss = total / at_least_one(targets.numel() if num_items is None else num_items, total.device)
     if num_labels is not None:  # compared on the device, so nothing waits
         loss = loss.masked_fill(is_labelled.sum() != num_labels, torch.nan)
@@ -117,27 +117,27 @@ def _summed(*inputs: object) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def at_least_one(count: torch.Tensor | int | float, device: torch.device) -> torch.Tensor | int | float:
-    """`count` for a division on `device`; a number of the host stays there, because copying it would wait."""
+    """`count` for a division on `device`; a host number stays on the host, because copying it would wait."""
     return count.to(device).clamp(min=1) if isinstance(count, torch.Tensor) else max(count, 1)
 
 
 def on_device(count: torch.Tensor | int, device: torch.device) -> torch.Tensor:
-    """`count` as a tensor on `device`; a number of the host is written there, because copying it would wait."""
+    """`count` as a tensor on `device`; a host number is written there by a fill, because copying it would wait."""
     if isinstance(count, torch.Tensor):
         return count.to(device)
     return torch.full((), count, dtype=torch.long, device=device)
 
 
 def count_loss_tokens(labels: torch.Tensor, *, shift: bool = True) -> torch.Tensor:
-    """Labelled tokens in `labels`, as an integer scalar on its device; the first of each row has no predictor."""
+    """Number of labelled tokens in `labels`, an integer scalar on its device; a row's first token has no predictor."""
     return (labels[..., 1:] if shift else labels).ne(IGNORED_LABEL).sum()
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Sum of the tokens' cross-entropies; gradients of hidden states in the forward pass, of the head there or later.
+    """Sum of the tokens' cross-entropies; computes gradients in the forward pass, a large head's in the backward.
 
-    Computing gradients in the forward pass saves the second projection that a recomputing backward pass needs
-    (three matrix products in place of four); the incoming gradient is a scalar and multiplies them later.
+    Computing gradients in the forward pass saves the second projection of a recomputing backward pass (three matrix
+    products instead of four); the incoming gradient is a scalar and is multiplied in later.
     """
 
     @staticmethod
@@ -238,7 +238,7 @@ class _Head:
         return (logits.argmax(-1, keepdim=True) == target).sum()
 
     def grad_logits(self, log_probs: torch.Tensor, target: torch.Tensor, raw: torch.Tensor) -> torch.Tensor:
-        """Gradient of the summed loss by the raw logits, in the compute type; overwrites `log_probs`."""
+        """Gradient of the summed loss with respect to the raw logits, in the compute dtype; overwrites `log_probs`."""
         grad = log_probs.exp_()
         if self.vocabulary is not None:
             self.vocabulary.add_to_targets(grad, target, -1.0)
@@ -284,7 +284,7 @@ class _HeadGrads:
 
 
 def _head_grads_later(ctx: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The head's gradients, from the logits computed again. Under ZeRO-3 the head is gathered again for it."""
+    """The head's gradients, from recomputed logits. Under ZeRO-3 the head is gathered again for it."""
     hidden, weight, bias, targets = ctx.saved_tensors
     chunk_size, softcap, logit_scale, _, _, vocabulary = ctx.options
     with gathered_head(weight, bias), torch.autocast(hidden.device.type, enabled=False):
@@ -300,7 +300,7 @@ def _head_grads_later(ctx: Any) -> tuple[torch.Tensor | None, torch.Tensor | Non
 
 
 def gathered_head(*parameters: Any) -> Any:
-    """A context in which DeepSpeed ZeRO-3's shards of `parameters` are whole; nothing to do elsewhere."""
+    """A context in which ZeRO-3's shards of `parameters` are whole; does nothing otherwise."""
     if not any(hasattr(parameter, "ds_id") for parameter in parameters):
         return nullcontext()
     from trl.trainer.utils import maybe_gather_lm_head_ctx

@@ -1,4 +1,4 @@
-"""Builds every optimizer of `facts.optimizer_specs`, and refuses those that cannot work where the run is."""
+"""Builds every optimizer of `facts.optimizer_specs`, and refuses those that cannot work in the run's setup."""
 
 from __future__ import annotations
 
@@ -50,18 +50,18 @@ def create_optimizer(
     strategy: str = "single",
     offload_optimizer: bool = False,
 ) -> torch.optim.Optimizer:
-    """The optimizer called `name` over parameters or parameter groups.
+    """Create the optimizer called `name` over parameters or parameter groups.
 
     Args:
-        weight_decay: For groups that do not set their own.
+        weight_decay: Weight decay of groups that do not set their own.
         betas, eps: For the Adam family; Lion takes `betas`.
-        optim_args: As ``--optim_args``: ``"momentum=0.95,nesterov=true"`` or a mapping.
-        device_type: Where the parameters are.
+        optim_args: Same as ``--optim_args``: ``"momentum=0.95,nesterov=true"`` or a mapping.
+        device_type: Device type of the parameters.
         strategy: A name of `facts.strategies`.
-        offload_optimizer: Whether ZeRO or FSDP keeps optimizer states in host memory.
+        offload_optimizer: True if ZeRO or FSDP keeps optimizer states in host memory.
 
     Raises:
-        ConfigError: if it is unknown, not installed, or does not work there.
+        ConfigError: if it is unknown, not installed, or does not work in this setup.
     """
     settings = SimpleNamespace(
         learning_rate=lr,
@@ -97,11 +97,11 @@ def optimizer_cls_and_kwargs(
 
     Args:
         training_args: `TrainingArguments`, or anything with its learning rate, betas, epsilon and weight decay.
-        optim_args: `None` takes those of `training_args`.
-        model: Needed by optimizers that look at layers (GaLore, APOLLO, LOMO).
+        optim_args: `None` uses those of `training_args`.
+        model: Needed by optimizers that inspect layers (GaLore, APOLLO, LOMO).
 
     Raises:
-        ConfigError: as `create_optimizer`.
+        ConfigError: as in `create_optimizer`.
     """
     if optim_args is None:
         optim_args = getattr(training_args, "optim_args", None)
@@ -122,9 +122,9 @@ def optimizer_cls_and_kwargs(
 
 
 def parse_optim_args(name: str, optim_args: Mapping[str, Any] | str | None) -> dict[str, Any]:
-    """``--optim_args`` with every key known to the optimizer and every value of its type.
+    """Parse ``--optim_args``; every key must be known to the optimizer, and every value gets its type.
 
-    transformers drops what an optimizer does not read, and passes some values on as text.
+    transformers ignores keys that an optimizer does not read, and passes some values on as text.
 
     Raises:
         ConfigError: for an unknown key or a value of the wrong type.
@@ -136,7 +136,7 @@ def parse_optim_args(name: str, optim_args: Mapping[str, Any] | str | None) -> d
         optim_args = dict(pair.split("=") for pair in pairs)
     spec = optimizer_spec(name)
     if name not in OPTIMIZERS:
-        return dict(optim_args or {})  # of another package, whose options transformers checks
+        return dict(optim_args or {})  # from another package, whose options transformers checks
     parsed = {}
     for key, value in (optim_args or {}).items():
         if key not in spec.options:
@@ -163,7 +163,7 @@ def check_optimizer(
     optim_args: Mapping[str, Any] | str | None = None,
     place: str = "--optim",
 ) -> list[str]:
-    """Refuse an optimizer that cannot work here, else return what the user should know about it.
+    """Refuse an optimizer that cannot work here; returns notes for the user about an accepted one.
 
     Raises:
         ConfigError: if a package is missing, or device, strategy, precision or gradient handling rule it out.
@@ -228,12 +228,12 @@ def _from_transformers(
         optimizer_cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(settings, model)  # type: ignore[arg-type]
     except (ImportError, ValueError) as error:
         raise ConfigError(f"{name} cannot be made: {error}", place="--optim", fix="see its documentation.") from error
-    # transformers 5.23 hands the text of some options on (block_size, bitsandbytes' RMSProp): here as what they are.
+    # transformers 5.23 passes some options on as text (block_size, bitsandbytes' RMSProp); here they keep their type.
     return optimizer_cls, {key: options.get(key, value) for key, value in kwargs.items()}
 
 
 class _Overlay:
-    """Some attributes in front of another object's."""
+    """Overrides some attributes of another object."""
 
     def __init__(self, base: Any, **attributes: Any) -> None:
         self.__dict__.update(attributes, _base=base)
@@ -273,8 +273,8 @@ def _deepspeed_cpu_adam(adam: _Kwargs, options: Mapping[str, Any], strategy: str
             )
         import torch
 
-        # Accelerate replaces torch's AdamW by DeepSpeed CPU Adam in AdamW mode. Given a DeepSpeedCPUAdam it would
-        # build another one in Adam mode, whose weight decay is L2 (`map_pytorch_optim_to_deepspeed`, 1.15.0).
+        # Accelerate replaces torch's AdamW by DeepSpeed CPU Adam in AdamW mode. For a DeepSpeedCPUAdam it would build
+        # another one in Adam mode, whose weight decay is L2 (`map_pytorch_optim_to_deepspeed`, 1.15.0).
         return torch.optim.AdamW, adam
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 

@@ -1,4 +1,4 @@
-"""The auxiliary loss of a mixture of experts, as the model computes it for a micro-batch."""
+"""The auxiliary loss of a mixture of experts, as computed by the model for a micro-batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def router_coefficient(config: PretrainedConfig) -> float:
-    """The weight of the auxiliary loss that a configuration asks for by ``output_router_logits``; 0: none."""
+    """The weight of the auxiliary loss requested by a configuration's ``output_router_logits``; 0 if there is none."""
     text = config.get_text_config()
     if not getattr(text, "output_router_logits", False):
         return 0.0
@@ -23,10 +23,10 @@ def router_coefficient(config: PretrainedConfig) -> float:
 
 
 def forward_with_router(forward: Any, backbone: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """(final hidden states, auxiliary loss) of one `forward` of a model, which computes the second itself.
+    """Run one `forward` of a model; returns (final hidden states, auxiliary loss), the latter computed by the model.
 
-    Which experts, how many and with which mask is the model's business: the names differ from family to family. Its
-    logits are those of the last token only, and are not used.
+    The model decides which experts, how many, and with which mask: the names differ from family to family. Its logits
+    are those of the last token only, and are not used.
     """
     hidden: list[torch.Tensor] = []
     handle = backbone.register_forward_hook(lambda module, inputs, output: hidden.append(output.last_hidden_state))
@@ -38,9 +38,9 @@ def forward_with_router(forward: Any, backbone: Any, *args: Any, **kwargs: Any) 
 
 
 class RouterLoss:
-    """Adds the auxiliary loss to those of a step's micro-batches: its mean over them and over ranks, × coefficient.
+    """Adds the auxiliary loss to a step's micro-batch losses: its mean over them and over ranks, × coefficient.
 
-    For one micro-batch on one rank that is ``model(labels=…).loss``. Accumulation does not make it weigh more.
+    For one micro-batch on one rank that is ``model(labels=…).loss``. Accumulation does not increase its weight.
     """
 
     def __init__(self, accelerator: Any, coefficient: float) -> None:
@@ -50,17 +50,17 @@ class RouterLoss:
 
     @classmethod
     def of(cls, accelerator: Any, config: PretrainedConfig) -> RouterLoss | None:
-        """None where `config` does not ask for it."""
+        """Create from a configuration; None if `config` does not ask for it."""
         coefficient = router_coefficient(config)
         return cls(accelerator, coefficient) if coefficient else None
 
     def weighted(self, aux_loss: torch.Tensor, num_micro_batches: int) -> torch.Tensor:
-        """What to add to a micro-batch's share of the global loss, which is summed over micro-batches and ranks."""
+        """The term to add to a micro-batch's share of the global loss, summed over micro-batches and ranks."""
         self._sum, self._count = self._sum + aux_loss.detach(), self._count + 1
         return aux_loss * (self.coefficient / (num_micro_batches * self._accelerator.num_processes))
 
     def mean(self) -> float:
-        """The auxiliary loss, without its coefficient, since the last call; every rank must call it."""
+        """Mean auxiliary loss, without its coefficient, since the last call; every rank must call it."""
         import torch
 
         of_this_rank = torch.as_tensor(self._sum / max(1, self._count), device=self._accelerator.device)
@@ -69,10 +69,10 @@ class RouterLoss:
 
 
 def refuse_shared_model(config: PretrainedConfig, *, is_plain: bool) -> None:
-    """Refuse the auxiliary loss where ranks share a row's computation: its means are not sums of their parts.
+    """Refuse the auxiliary loss if ranks share a row's computation: its means are not sums over parts of a row.
 
     Raises:
-        ConfigError: naming the setting that switches it off.
+        ConfigError: naming the setting that disables it.
     """
     if not is_plain and router_coefficient(config):
         raise ConfigError(

@@ -1,7 +1,7 @@
 """Learning rate schedules by ratios: cosine and linear with a floor, warm-up–stable–decay, constant.
 
-Names are those of transformers' `--lr_scheduler_type`; `wsd` is short for `warmup_stable_decay`. Schedules
-that are not ours are built by transformers' `get_scheduler` unchanged.
+Names are those of transformers' `--lr_scheduler_type`; `wsd` is short for `warmup_stable_decay`. Schedules not
+implemented here are built by transformers' `get_scheduler` unchanged.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from accel_scale.facts.names import DECAYING_SCHEDULES, OWN_SCHEDULES, SCHEDULE_
 if TYPE_CHECKING:
     import torch
 
-# The only schedules of transformers that take a floor as a ratio, under this keyword.
+# The only schedules of transformers that accept a floor as a ratio, under this keyword.
 _FLOOR_KEYWORD = {"cosine_with_min_lr": "min_lr_rate", "cosine_warmup_with_min_lr": "min_lr_rate"}
 _PLACE = "--lr_scheduler_type"
 
@@ -31,8 +31,8 @@ def schedule_name(name: object) -> str:
 def decay_factor(progress: float, shape: str) -> float:
     """Share of the peak left after `progress` ∈ [0, 1] of a decay: 1 at 0, 0 at 1, never rising.
 
-    ``1-sqrt`` is the decay of Hägele et al. 2024 (arXiv:2405.18392, section 3); ``linear`` and ``cosine`` as
-    usual.
+    ``1-sqrt`` is the decay of Hägele et al. 2024 (arXiv:2405.18392, section 3); ``linear`` and ``cosine`` are the
+    usual ones.
     """
     progress = min(1.0, max(0.0, progress))
     if shape == "1-sqrt":
@@ -78,9 +78,9 @@ def lr_factor(
 
 
 def warmup_step_count(num_training_steps: int, *, warmup_steps: float = 0, warmup_ratio: float | None = None) -> int:
-    """Warm-up in steps, from a share of the run or a number of steps.
+    """Number of warm-up steps, from a share of the run or a number of steps.
 
-    `warmup_steps` below 1 is a share too, as in transformers.
+    As in transformers, `warmup_steps` below 1 is a share too.
 
     Raises:
         ConfigError: if both are given, or the ratio is outside [0, 1].
@@ -113,10 +113,9 @@ def create_schedule(
     decay_shape: str = "1-sqrt",
     scheduler_kwargs: dict[str, Any] | None = None,
 ) -> torch.optim.lr_scheduler.LRScheduler:
-    """A schedule stepped once per optimizer step; its state is plain numbers, so it resumes without pickle.
+    """Create a schedule stepped once per optimizer step; its state is plain numbers, so it resumes without pickle.
 
-    The run's length is not part of the state: a run resumed with another `num_training_steps` follows the new
-    one.
+    The run's length is not part of the state: a run resumed with another `num_training_steps` follows the new length.
 
     Args:
         name: A value of transformers' `SchedulerType`, or ``wsd``.
@@ -160,17 +159,17 @@ def create_schedule(
         min_lr_ratio=min_lr_ratio or 0.0,
     )
     if name == "warmup_stable_decay":
-        decay_factor(0.0, decay_shape)  # refuses an unknown shape now, not at the first step of the decay
+        decay_factor(0.0, decay_shape)  # refuses an unknown shape now rather than at the first step of the decay
     from torch.optim.lr_scheduler import LambdaLR
 
     return LambdaLR(optimizer, factor)
 
 
 def scaled_learning_rate(lr: float, *, global_batch_size: int, base_batch_size: int, rule: str | None) -> float:
-    """`lr` for another global batch: times the ratio of batch sizes (``linear``) or its root (``sqrt``).
+    """Scale `lr` to another global batch: by the ratio of batch sizes (``linear``) or its root (``sqrt``).
 
-    Linear: Goyal et al. 2017 (arXiv:1706.02677), for SGD. Square root: Malladi et al. 2022
-    (arXiv:2205.10287), for Adam and its kin.
+    Linear: Goyal et al. 2017 (arXiv:1706.02677), for SGD. Square root: Malladi et al. 2022 (arXiv:2205.10287), for
+    Adam and similar optimizers.
     """
     if rule is None:
         return lr
@@ -185,11 +184,11 @@ def scaled_learning_rate(lr: float, *, global_batch_size: int, base_batch_size: 
 
 
 def scaling_advice(values: Mapping[str, Any], *, is_set: Callable[[str], bool], global_batch_size: int) -> str | None:
-    """What to know of a learning rate that is raised with the batch but not warmed up; None for others.
+    """Advice about a learning rate that is raised with the batch but not warmed up; None otherwise.
 
     Args:
         values: Flags of a recipe, whose default is to warm up unless the schedule is constant.
-        is_set: Whether a flag was set, by the user or a preset.
+        is_set: Tells if a flag was set, by the user or a preset.
     """
     ratio = global_batch_size / values.get("lr_base_batch_size", 32)
     if not values.get("scale_lr_from_batch_size") or ratio <= 1:
@@ -217,7 +216,7 @@ def _decay_step_count(
     if name != "warmup_stable_decay":
         return 0
     _check_ratio(decay_ratio, "--decay_ratio")
-    # By shares, not by steps: each of them is rounded up, so that in a short run they may meet in one step.
+    # By shares, not by steps: each is rounded up, so in a short run they may meet in one step.
     share = warmup_ratio if warmup_ratio is not None else warmup_steps
     share = share if share < 1 else share / max(1, num_training_steps)
     if decay_ratio and share + decay_ratio > 1.0 + 1e-9:

@@ -1,4 +1,4 @@
-"""Replicas and shards of what one group of ranks holds of a model: FSDP2's `fully_shard` and torch's `replicate`."""
+"""Replicas and shards of one group of ranks' part of a model: FSDP2's `fully_shard`, torch's `replicate`."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def apply_data_parallel(
     """Shard or replicate `part` in place over the ranks of `mesh` that average its gradients.
 
     Call after tensor parallelism and after the split into stages. Blocks (the model's ``_no_split_modules``) are
-    units of their own, so that their communication overlaps with computation. Gradients become means over
-    `layout.gradient_ranks`; nothing is done where that is one rank.
+    separate units, so that their communication overlaps with computation. Gradients become means over
+    `layout.gradient_ranks`; nothing is done if that is one rank.
 
     Args:
         part: A transformers model, or a stage of one that kept its ``_no_split_modules``.
         mesh: From `accel_scale.parallel.layout.build_mesh`.
-        layout: The mesh's.
+        layout: The layout of the mesh.
         reshard_after_forward: Free a block's gathered weights between forward and backward.
-        compute_dtype: What weights are gathered in; gradients are reduced in fp32. None: the weights' own.
+        compute_dtype: Dtype of gathered weights, with gradients reduced in fp32. None: the weights' own.
     """
     if layout.gradient_ranks == 1:
         return
@@ -42,7 +42,7 @@ def apply_data_parallel(
 
 
 def blocks_of(part: Any) -> list[nn.Module]:
-    """The transformer blocks, by the class names that the model gives."""
+    """The transformer blocks, by the class names given by the model."""
     names = set(getattr(part, "_no_split_modules", None) or ())
     return [module for module in part.modules() if type(module).__name__ in names]
 
@@ -59,7 +59,7 @@ def _policy(compute_dtype: Any) -> dict[str, Any]:
 def _shard(block: Any, mesh: Any, layout: ParallelLayout, options: dict[str, Any], reshard: bool) -> None:
     from torch.distributed.fsdp import fully_shard
 
-    # Ranks that share a sequence share shards too: their gradients of a weight are parts of one mean.
+    # Ranks that share a sequence also share shards: their gradients of a weight are parts of one mean.
     dimensions = mesh["dp_replicate", "shard"] if layout.dp_replicate > 1 else mesh["shard"]
     fully_shard(block, mesh=dimensions, reshard_after_forward=reshard, **options)
 

@@ -1,4 +1,4 @@
-"""Which strategy a run trains under."""
+"""The strategy that a run trains under."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def strategy_of(accelerator: Accelerator) -> Strategy:
-    """How `accelerator` splits the run; model parallelism counts before the engine beside it."""
+    """How `accelerator` splits the run; model parallelism takes precedence over the engine beside it."""
     return strategy_named(_name(accelerator))
 
 

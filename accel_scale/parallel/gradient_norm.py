@@ -10,24 +10,24 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-# As in `torch.nn.utils.clip_grad_norm_`, so that clipping gives the same weights as there.
+# As in `torch.nn.utils.clip_grad_norm_`, so that clipping gives the same weights.
 _EPSILON = 1e-6
 
 
 def global_grad_norm(parameters: Iterable[torch.Tensor], pp_group: ProcessGroup | None = None) -> torch.Tensor:
-    """Euclidean norm of the gradients of the model, an fp32 scalar on their device; the same bits on all ranks.
+    """Euclidean norm of the model's gradients, an fp32 scalar on their device; bitwise equal on all ranks.
 
-    Gradients may be plain tensors (taken for the same on all ranks of the meshes below, and not summed over them) and
+    Gradients may be plain tensors (assumed equal on all ranks of the meshes below, and not summed over them) and
     DTensors on any meshes, with any mixture of `Shard`, `Replicate` and `Partial`: FSDP2, tensor parallelism, both.
-    `torch.nn.utils.clip_grad_norm_` stacks the tensors' norms and fails where their meshes differ.
+    `torch.nn.utils.clip_grad_norm_` stacks the tensors' norms and fails if their meshes differ.
 
-    One scalar is all-reduced per mesh dimension. What a dimension replicates counts with one part in its size on each
-    of its ranks: where kernels are not deterministic, copies of a gradient differ in their last bits, and a norm that
+    One scalar is all-reduced per mesh dimension. A tensor replicated by a dimension counts on each of its ranks with
+    weight 1 / size: with nondeterministic kernels, copies of a gradient differ in their last bits, and a norm that
     differed with them would clip the copies of a weight differently and let them drift apart.
 
     Args:
-        parameters: The same on all ranks of a pipeline stage, in the same order. Without a gradient they do not count.
-        pp_group: Of pipeline stages, whose ranks hold different parameters.
+        parameters: The same on all ranks of a pipeline stage, in the same order; only those with a gradient count.
+        pp_group: Group of pipeline stages, whose ranks hold different parameters.
     """
     import torch
 
@@ -40,9 +40,9 @@ def global_grad_norm(parameters: Iterable[torch.Tensor], pp_group: ProcessGroup 
 def clip_gradients(
     parameters: Iterable[torch.Tensor], max_norm: float, pp_group: ProcessGroup | None = None
 ) -> torch.Tensor:
-    """Scale all gradients in place so that `global_grad_norm` is `max_norm` at most; returns what it was before.
+    """Scale all gradients in place so that `global_grad_norm` is at most `max_norm`; returns the norm before.
 
-    A norm that is not finite makes them all not finite, as in torch. ``max_norm=math.inf`` leaves them alone.
+    A norm that is not finite makes all gradients not finite, as in torch. ``max_norm=math.inf`` leaves them alone.
     """
     import torch
 
@@ -67,7 +67,7 @@ def _sum_of_squares(parameters: list[torch.Tensor], pp_group: ProcessGroup | Non
     buckets: dict[frozenset[tuple[int, ...]], list[torch.Tensor]] = {}  # by the groups that a tensor is sharded over
     communication_device = None
     for parameter in parameters:
-        # From all parameters, also those without a gradient on this rank: all must take part in all reductions.
+        # From all parameters, including those without a gradient on this rank: all must take part in all reductions.
         if isinstance(parameter, DTensor):
             communication_device = parameter.device_mesh.device_type
             for ranks, group in _groups(parameter):
@@ -115,7 +115,7 @@ def _summed(grad: Any) -> Any:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part, sharing memory; a plain tensor is itself."""
+    """This rank's part, sharing memory; a plain tensor is returned itself."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
@@ -130,7 +130,7 @@ def _local_sum_of_squares(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _by_device_and_dtype(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Lists that torch's operators on many tensors take at once; without empty ones, which have no norm to add."""
+    """Lists for torch's foreach operators; without empty tensors, which have no norm to add."""
     lists: dict[Any, list[torch.Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():

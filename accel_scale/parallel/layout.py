@@ -12,7 +12,7 @@ from accel_scale.errors import ConfigError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# Outermost first: neighbours in rank, which share a server, are in one tensor-parallel group; stages are far apart.
+# Outermost first: neighbouring ranks, which share a server, form a tensor-parallel group; stages are far apart.
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "sp", "tp")
 
 
@@ -22,11 +22,11 @@ class ParallelLayout:
 
     Attributes:
         pp: Groups of pipeline stages: ranks that each hold some of the layers.
-        dp_replicate: Copies of everything below, each with rows of its own.
-        dp_shard: Ranks that share weights, gradients and optimizer states (FSDP2), each with rows of its own.
+        dp_replicate: Copies of everything below, each with its own rows.
+        dp_shard: Ranks that share weights, gradients and optimizer states (FSDP2), each with its own rows.
         sp: Ranks that share each sequence (Ulysses), and the weights with `dp_shard`.
         tp: Ranks that share each matrix product.
-        fsdp: Whether the launch shards weights: then the ranks of `sp` share them even where `dp_shard` is 1.
+        fsdp: True if the launch shards weights: the ranks of `sp` then share them even if `dp_shard` is 1.
     """
 
     pp: int = 1
@@ -43,74 +43,74 @@ class ParallelLayout:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """In the order of `DIMENSIONS`."""
+        """Sizes in the order of `DIMENSIONS`."""
         return tuple(getattr(self, name) for name in DIMENSIONS)
 
     @property
     def world_size(self) -> int:
-        """Ranks of the run."""
+        """Number of ranks in the run."""
         return math.prod(self.sizes)
 
     @property
     def data_ranks(self) -> int:
-        """Groups of ranks that read different rows."""
+        """Number of groups of ranks that read different rows."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def model_ranks(self) -> int:
-        """Ranks that read the same rows."""
+        """Number of ranks that read the same rows."""
         return self.pp * self.sp * self.tp
 
     @property
     def gradient_ranks(self) -> int:
-        """Ranks whose gradients of a weight are averaged: they have other rows or another part of a sequence."""
+        """Ranks whose gradients of a weight are averaged: they have different rows or parts of a sequence."""
         return self.data_ranks * self.sp
 
     @property
     def shards_weights(self) -> bool:
-        """Whether each of several ranks holds a part of every weight (FSDP2) rather than a replica."""
+        """True if each of several ranks holds a part of every weight (FSDP2) rather than a replica."""
         return self.dp_shard > 1 or (self.fsdp and self.sp > 1)
 
     @property
     def is_plain(self) -> bool:
-        """Whether there is data parallelism only, which Accelerate does by itself."""
+        """True if there is only data parallelism, which Accelerate handles itself."""
         return self.model_ranks == 1
 
     @property
     def can_generate(self) -> bool:
-        """Whether text can be generated while training: every rank sees whole rows and all layers."""
+        """True if text can be generated during training: every rank sees whole rows and all layers."""
         return self.pp == 1 and self.sp == 1
 
     @property
     def label(self) -> str:
-        """For tables: ``PP 2 × DP 2 × TP 2``."""
+        """Label for tables: ``PP 2 × DP 2 × TP 2``."""
         names = {"pp": "PP", "dp_replicate": "DP", "dp_shard": "FSDP2", "sp": "SP", "tp": "TP"}
         return (
             " × ".join(f"{names[d]} {n}" for d, n in zip(DIMENSIONS, self.sizes, strict=True) if n > 1) or "one rank"
         )
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Where `rank` stands in each dimension."""
+        """Position of `rank` in each dimension."""
         place = {}
         for name, size in reversed(list(zip(DIMENSIONS, self.sizes, strict=True))):
             rank, place[name] = divmod(rank, size)
         return place
 
     def data_rank(self, rank: int) -> int:
-        """Which of the `data_ranks` shares of the rows `rank` reads."""
+        """Index of the share of rows, out of `data_ranks`, that `rank` reads."""
         place = self.coordinate(rank)
         return place["dp_replicate"] * self.dp_shard + place["dp_shard"]
 
 
 def build_mesh(layout: ParallelLayout, device_type: str) -> DeviceMesh:
-    """A device mesh with every dimension of `layout`, those of size 1 too, so that any of them can be asked for.
+    """Create a device mesh with every dimension of `layout`, including those of size 1, so that all can be requested.
 
     ``mesh["dp"]`` (rows), ``mesh["grad"]`` (gradients of one weight; rows and parts of sequences) and
     ``mesh["shard"]`` (weights of FSDP2) are joint dimensions. Collective; needs a process group.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
-    # torch 2.13 would rather have flattened dimensions kept apart, which then no longer combine to a mesh of two.
+    # torch 2.13 wants flattened dimensions to be kept apart, but these would no longer combine to a mesh of two.
     warnings.filterwarnings("ignore", message="Slicing a flattened dim from root mesh")
     mesh: Any = init_device_mesh(device_type, layout.sizes, mesh_dim_names=DIMENSIONS)
     mesh["dp_replicate", "dp_shard"]._flatten("dp")

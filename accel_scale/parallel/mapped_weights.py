@@ -1,7 +1,7 @@
 """Build a model once per server for ranks that share it: one rank builds it, the others map its weights.
 
-The pages of a mapped file are in memory once, however many ranks map it, and only those that are read. So a server
-needs room for one whole model in place of one for each of its ranks.
+The pages of a mapped file are in memory only once, however many ranks map it, and only if they are read. So a server
+needs room for one whole model instead of one for each of its ranks.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ def build_once_per_server(
     num_bytes: int,
     fits_on_each: bool,
 ) -> PreTrainedModel:
-    """The model of `build` on every rank: built by the first rank of each server, mapped by the others.
+    """Return the model of `build` on every rank: built by the first rank of each server, mapped by the others.
 
-    torch's random number generator is afterwards where building leaves it, on every rank. Collective.
+    Afterwards torch's random number generator is in the state left by building, on every rank. Collective.
 
     Args:
         build: Makes the model in host memory, with its weights.
         skeleton: Makes the same modules on the meta device.
-        local_rank: Of this process among those of its server, which have consecutive ranks.
-        num_bytes: Of the weights, about.
-        fits_on_each: Whether each rank may build a model of its own where the disk has no room for the file.
+        local_rank: Rank of this process on its server, whose processes have consecutive ranks.
+        num_bytes: Approximate size of the weights.
+        fits_on_each: True if each rank may build its own model when the disk has no room for the file.
 
     Raises:
-        ConfigError: if neither disk nor host memory has room; what `build` raises.
+        ConfigError: if neither disk nor host memory has room; also any error of `build`.
     """
     folder, problem = _new_folder(num_bytes, fits_on_each) if local_rank == 0 else ("", "")
     everyone = gather_values((folder, problem))
@@ -65,13 +65,13 @@ def build_once_per_server(
         return _built(build, Path(shared)) if local_rank == 0 else _mapped(skeleton, Path(shared))
     finally:
         if any(path for path, _ in everyone):
-            wait_for_everyone()  # a file that is mapped needs no name any more
+            wait_for_everyone()  # a mapped file no longer needs a name
         if folder:
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _new_folder(num_bytes: int, fits_on_each: bool) -> tuple[str, str]:
-    """(folder for the weights, or nothing if ranks shall build their own; what is wrong)."""
+    """(folder for the weights, or empty if ranks build their own; the problem, if any)."""
     root = Path(tempfile.gettempdir())
     for leftover in root.glob(f"{_PREFIX}*"):
         if _is_abandoned(leftover):
@@ -85,7 +85,7 @@ def _new_folder(num_bytes: int, fits_on_each: bool) -> tuple[str, str]:
 
 
 def _is_abandoned(folder: Path) -> bool:
-    """Whether the run that made it was killed; a container that shares the folder has process ids of its own."""
+    """True if the run that created it was killed; a container that shares the folder has its own process ids."""
     import psutil
 
     pid = folder.name.removeprefix(_PREFIX).partition("-")[0]
@@ -120,7 +120,7 @@ def _write(model: nn.Module, folder: Path) -> None:
         if first != name:
             aliases[name] = first
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    # Buffers may be views of one another; they are small.
+    # Buffers may be views of each other; they are small.
     tensors |= {name: buffer.clone() for name, buffer in model.named_buffers(remove_duplicate=False)}
     tensors[_RANDOM_STATE] = torch.get_rng_state()
     pieces = 0
@@ -173,7 +173,7 @@ def _mapped(skeleton: Callable[[], Any], folder: Path) -> Any:
 
 
 def _wait(folder: Path) -> dict[str, Any]:
-    """What the first rank says when all is written; drawing a large model's weights takes many minutes."""
+    """Wait for the first rank's record that all is written; drawing a large model's weights takes many minutes."""
     while not (folder / _READY).exists():
         if (folder / _FAILED).exists():
             raise ConfigError(f"the model was not built: {(folder / _FAILED).read_text()}")
@@ -198,7 +198,7 @@ def _owner(model: Any, name: str) -> Any:
 
 
 def fits_on_each(num_params: int, processes_on_node: int) -> bool:
-    """Whether each rank can hold the model in fp32 in a quarter of the host's memory."""
+    """True if each rank can hold the model in fp32 within a quarter of the host's memory."""
     import psutil
 
     return bool(4 * num_params * processes_on_node <= psutil.virtual_memory().total / 4)

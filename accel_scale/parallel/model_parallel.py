@@ -19,13 +19,13 @@ _MARK = "_accel_scale_model_parallel"
 
 @dataclass
 class ModelParallel:
-    """What one rank holds of a model that ranks share, and whom it shares it with.
+    """The part of a shared model that one rank holds, and the ranks that it shares it with.
 
     Attributes:
-        layout, mesh: All ranks.
-        parts: This rank's stages; without a pipeline the model itself.
-        pipeline: Runs the stages' schedule; None without one.
-        undecayed: Names of parameters that weight decay leaves alone, decided on whole shapes.
+        layout, mesh: Layout and mesh of all ranks.
+        parts: This rank's stages; without a pipeline, the model itself.
+        pipeline: Runs the stages' schedule; None without a pipeline.
+        undecayed: Names of parameters without weight decay, determined from whole shapes.
     """
 
     layout: ParallelLayout
@@ -36,12 +36,12 @@ class ModelParallel:
 
     @property
     def has_loss(self) -> bool:
-        """Whether this rank computes the loss: it is in the last stage."""
+        """True if this rank computes the loss: it holds the last stage."""
         return bool(self.mesh["pp"].get_local_rank() == self.layout.pp - 1)
 
     @property
     def speaks_for_rows(self) -> bool:
-        """Whether this rank names the rows of its micro-batches, which others read too."""
+        """True if this rank reports the rows of its micro-batches, which others read too."""
         return self.has_loss and self.mesh["tp"].get_local_rank() == 0
 
     @property
@@ -58,7 +58,7 @@ class ModelParallel:
         return cut_batch(batch, self.mesh["sp"].get_local_rank(), self.layout.sp)
 
     def evaluate(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-        """Sum of the cross-entropies of this rank's part of a micro-batch; None where another stage has it."""
+        """Sum of cross-entropies of this rank's part of a micro-batch; None if another stage computes it."""
         from accel_scale.optimization.fast_loss import language_model_loss
 
         if self.pipeline is None:
@@ -67,7 +67,7 @@ class ModelParallel:
         return summed
 
     def sync_gradients(self, enabled: bool) -> None:
-        """Whether the coming backward passes reduce gradients over the data-parallel ranks."""
+        """Set whether the next backward passes reduce gradients over the data-parallel ranks."""
         from torch.distributed.fsdp import FSDPModule
 
         for part in self.parts:
@@ -75,7 +75,7 @@ class ModelParallel:
                 part.set_requires_gradient_sync(enabled)
 
     def counted_parameters(self) -> list[torch.Tensor]:
-        """Parameters of this rank that are in the global gradient norm: no copy of another stage's."""
+        """This rank's parameters that count in the global gradient norm: not copies of another stage's."""
         if self.pipeline is None:
             return list(self.parts[0].parameters())
         from accel_scale.parallel.pipelines.split import owned_parameters
@@ -83,9 +83,9 @@ class ModelParallel:
         return [parameter for part in self.parts for parameter in owned_parameters(part).values()]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
-        """(name in the plain model, parameter or persistent buffer, whether it is a copy of another stage's).
+        """(name in the plain model, parameter or persistent buffer, True if it is a copy of another stage's).
 
-        A copy has the name of what it is a copy of.
+        A copy has the name of its original.
         """
         from accel_scale.parallel.pipelines.split import owned_parameters, stage_of
 
@@ -101,7 +101,7 @@ class ModelParallel:
 
 
 def model_parallel_of(accelerator: Accelerator) -> ModelParallel | None:
-    """What `parallelize` has made of this accelerator's run; None in an ordinary one."""
+    """The result of `parallelize` for this accelerator's run; None in an ordinary run."""
     found: ModelParallel | None = getattr(accelerator, _MARK, None)
     return found
 
@@ -117,20 +117,20 @@ def parallelize(
     num_micro_batches: int = 1,
     row_length: int = 1024,
 ) -> ModelParallel:
-    """Split `model`, the same on every rank, over the ranks of `layout`; parameters are new ones afterwards.
+    """Split `model`, identical on every rank, over the ranks of `layout`; its parameters are replaced by new ones.
 
     Args:
-        accelerator: It keeps the result, where the guard and checkpoints find it; `prepare` must not see the model.
+        accelerator: Keeps the result for the guard and checkpoints; do not pass the model to its `prepare`.
         model: In host memory, whole.
-        layout: Of all ranks.
-        reshard_after_forward: As FSDP2's.
-        compute_dtype: What weights are gathered in; None: their own.
+        layout: Layout of all ranks.
+        reshard_after_forward: Same as FSDP2's.
+        compute_dtype: Dtype of gathered weights; None: their own.
         pipeline: `accel_scale.parallel.pipelines.pipeline.PipelineSettings`; only read if ``layout.pp > 1``.
-        num_micro_batches: Of an optimizer step, on each rank.
-        row_length: Tokens of a row, by which a pipeline's stages are balanced.
+        num_micro_batches: Number per optimizer step on each rank.
+        row_length: Tokens per row, for balancing a pipeline's stages.
 
     Raises:
-        ConfigError: if the model cannot be split so.
+        ConfigError: if the model cannot be split this way.
     """
     from accel_scale.parallel.data_parallel import apply_data_parallel
 
@@ -162,14 +162,14 @@ def parallelize(
 
 
 def undecayed_names(model: Any) -> frozenset[str]:
-    """Parameters without weight decay, by name: norms, biases and embeddings, tied heads too."""
+    """Names of parameters without weight decay: norms, biases and embeddings, including tied heads."""
     embeddings = {id(m.weight) for m in (model.get_input_embeddings(), model.get_output_embeddings()) if m is not None}
     named = model.named_parameters(remove_duplicate=False)
     return frozenset(name for name, p in named if p.ndim < 2 or id(p) in embeddings)
 
 
 def decay_groups_of(shared: ModelParallel, weight_decay: float) -> list[dict[str, Any]]:
-    """Parameter groups over this rank's parts, as `pretrain_resolve.decay_groups` makes them of a whole model."""
+    """Parameter groups over this rank's parts, like those of `pretraining.resolve.decay_groups` for a whole model."""
     groups: dict[bool, dict[int, Any]] = {True: {}, False: {}}
     for part in shared.parts:
         for name, parameter in part.named_parameters():

@@ -1,16 +1,16 @@
-"""Ulysses sequence parallelism: ranks hold parts of each row, and around attention exchange positions for heads.
+"""Ulysses sequence parallelism: ranks hold parts of each row, and exchange positions for heads around attention.
 
-Everything but attention works on single positions, so with `size` ranks each computes T ÷ size of them and keeps
-their activations only. Inside attention a rank sees all positions of heads ÷ size heads, so the mathematics, the
-kernels, sliding windows and the isolation of packed documents are those of one process. After Jacobs et al.,
-DeepSpeed Ulysses (arXiv:2309.14509).
+Everything but attention works on single positions, so each of `size` ranks computes T ÷ size of them and keeps only
+their activations. Inside attention a rank sees all positions of heads ÷ size heads, so the mathematics, the kernels,
+sliding windows and the isolation of packed documents are those of one process. After Jacobs et al., DeepSpeed Ulysses
+(arXiv:2309.14509).
 
     check_sequence_parallel(model.config, size, row_length, attention)
     enable_ulysses(model, group)
     loss = language_model_loss(model, cut_batch(batch, rank, size), num_tokens)   # of this part: losses add up
 
-The gradients of a rank are those of its part: they are summed over the group, or, where data parallelism averages
-them over it, the loss is multiplied by its size, as for data-parallel ranks.
+The gradients of a rank are those of its part: they are summed over the group; if data parallelism averages over the
+group, the loss is multiplied by its size, as for data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ _UNCUT: ContextVar[bool] = ContextVar("accel_scale_uncut_rows", default=False)
 
 
 def cut_batch(batch: Mapping[str, torch.Tensor], rank: int, size: int) -> dict[str, torch.Tensor]:
-    """The part of each row that `rank` of `size` ranks holds.
+    """Return the part of each row that `rank` of `size` ranks holds.
 
     Labels are shifted before the cut: the last position of a part predicts the first token of the next one. They are
-    called ``shift_labels`` then, which the fast head and transformers' own loss take as they are.
+    then called ``shift_labels``, which the fast head and transformers' own loss use without shifting.
 
     Args:
-        batch: ``input_ids`` and perhaps ``labels`` (-100: no loss), ``position_ids`` that restart at 0 where a packed
-            document begins, and an ``attention_mask`` with padding on the right. All (batch, T).
+        batch: ``input_ids`` and optionally ``labels`` (-100: no loss), ``position_ids`` that restart at 0 at each
+            packed document, and an ``attention_mask`` with padding on the right. All (batch, T).
 
     Returns:
         ``input_ids``, ``position_ids`` and, if there are labels, ``shift_labels``. All (batch, T ÷ size).
 
     Raises:
-        ConfigError: if T is not a multiple of `size`, or the batch holds what cannot be cut.
+        ConfigError: if T is not a multiple of `size`, or the batch holds inputs that cannot be cut.
     """
     import torch
 
@@ -88,12 +88,12 @@ def cut_batch(batch: Mapping[str, torch.Tensor], rank: int, size: int) -> dict[s
 
 
 def pad_rows(batch: Mapping[str, torch.Tensor], size: int, *, pad_token_id: int) -> dict[str, torch.Tensor]:
-    """Rows of a multiple of `size` tokens, for `cut_batch`; what is added is seen by no token and has no label.
+    """Pad rows to a multiple of `size` tokens, for `cut_batch`; the padding is seen by no token and has no label.
 
     Args:
-        batch: As `cut_batch` takes it. Added tokens are documents of one token each where there are position ids.
+        batch: As for `cut_batch`. With position ids, added tokens are documents of one token each.
         size: Ranks that share each row.
-        pad_token_id: Any token of the vocabulary will do.
+        pad_token_id: May be any token of the vocabulary.
     """
     import torch
 
@@ -108,7 +108,7 @@ def pad_rows(batch: Mapping[str, torch.Tensor], size: int, *, pad_token_id: int)
 
 
 def _check_padding(attention_mask: torch.Tensor | None) -> None:
-    """Padding on the right needs no mask, since causal attention does not look there; other padding would."""
+    """Check that padding is on the right, which needs no mask, since causal attention does not look there."""
     if attention_mask is None:
         return
     seen = attention_mask.bool()
@@ -121,16 +121,16 @@ def _check_padding(attention_mask: torch.Tensor | None) -> None:
 
 
 def enable_ulysses(model: Any, sp_group: Any) -> None:
-    """Let `model` run on parts of rows, as `cut_batch` cuts them; in place, before or after it is sharded.
+    """Make `model` run on parts of rows from `cut_batch`; in place, before or after it is sharded.
 
-    It is the forward of the base model that changes, and what transformers' registries return for the model's
-    attention implementation; see `sequence_attention`. Calls with a cache (generation) and calls inside of
-    `uncut_rows` take whole rows as before.
+    This changes the forward of the base model, and the entries of transformers' registries for the model's attention
+    implementation; see `sequence_attention`. Calls with a cache (generation) and calls inside `uncut_rows` take whole
+    rows as before.
 
     Args:
         model: A `PreTrainedModel` or `PeftModel`, or a pipeline stage of one: split first, then enable each part.
         sp_group: The ranks that share each row, in the order of the parts: a process group, or a device mesh of one
-            dimension. One rank: nothing happens.
+            dimension. Does nothing for one rank.
     """
     from accel_scale.parallel.sequence_attention import wrap_attention
     from accel_scale.parallel.sequence_rotary import use_longest_position
@@ -151,7 +151,7 @@ def enable_ulysses(model: Any, sp_group: Any) -> None:
 
 
 def _refuse_weights_of_heads(module: nn.Module) -> None:
-    """Attention sinks and position biases have an entry per head, of which a rank would need its own."""
+    """Refuse attention sinks and position biases, which have an entry per head; each rank would need its own."""
     for name in ("sinks", "relative_attention_bias"):
         if getattr(module, name, None) is not None:
             raise ConfigError(
@@ -166,7 +166,7 @@ def _wrap_forward(base_model: Any, group: Any) -> None:
 
     from accel_scale.parallel.sequence_attention import whole_rows_of
 
-    # The function, not the bound method: pipeline stages share it and are other objects.
+    # The function, not the bound method: pipeline stages share it but are different objects.
     previous, size = base_model.forward.__func__, group.size()
 
     @functools.wraps(type(base_model).forward)
@@ -180,7 +180,7 @@ def _wrap_forward(base_model: Any, group: Any) -> None:
                 place="model(…)",
                 fix="cut the batch with cut_batch, or call the model inside of uncut_rows().",
             )
-        # Beside a mask transformers does not look for packed documents, of which the part knows too little.
+        # Given a mask, transformers does not look for packed documents, about which the part knows too little.
         kwargs["attention_mask"] = torch.ones_like(position_ids)
         with whole_rows_of(position_ids, group, size):
             return previous(self, *args, **kwargs)
@@ -190,7 +190,7 @@ def _wrap_forward(base_model: Any, group: Any) -> None:
 
 @contextlib.contextmanager
 def uncut_rows() -> Iterator[None]:
-    """Models inside take whole rows: each rank computes all of them, without exchanging anything."""
+    """Make models inside take whole rows: each rank computes all of them, without any exchange."""
     token = _UNCUT.set(True)
     try:
         yield
@@ -201,11 +201,11 @@ def uncut_rows() -> Iterator[None]:
 def check_ulysses(model: Any, sp_group: Any, *, tolerance: float = 1e-3) -> float:
     """Run `model`, for which Ulysses is enabled, on one small packed row, cut and uncut, and compare.
 
-    Catches architectures that mix positions outside of attention or number heads themselves. Costs two forward
-    passes over 16 tokens per rank; call it before the model is sharded. Collective.
+    Catches architectures that mix positions outside of attention or number heads themselves. Costs two forward passes
+    over 16 tokens per rank; call it before the model is sharded. Collective.
 
     Returns:
-        The largest difference of hidden states of this rank's part, relative to the largest of them.
+        The largest difference of hidden states in this rank's part, relative to the largest of them.
 
     Raises:
         ConfigError: if it is above `tolerance`.

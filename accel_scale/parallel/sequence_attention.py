@@ -1,11 +1,11 @@
 """transformers' attention and mask functions on whole rows whose positions are on several ranks.
 
-A model's own forward asks transformers for its masks, once per kind of layer, and hands them to its layers, which
-hand them to the attention function. Both functions are looked up by name in transformers' registries. Here they are
-wrapped: inside of `whole_rows_of` the mask is built for whole rows and wrapped in `WholeRowMask`; attention that gets
-such a mask exchanges heads for positions first and back afterwards; all other calls pass through. So everything that
-attention needs travels with the mask, through activation checkpointing too, and a model without sequence parallelism
-in the same process is not touched. Checked on transformers 5.23.
+A model's own forward asks transformers for its masks, once per kind of layer, and passes them to its layers, which
+pass them to the attention function. Both functions are looked up by name in transformers' registries. Here they are
+wrapped: inside `whole_rows_of` the mask is built for whole rows and wrapped in `WholeRowMask`; attention that gets
+such a mask exchanges heads before and back afterwards; all other calls pass through. So everything that attention
+needs travels with the mask, also through activation checkpointing, and a model without sequence parallelism in the
+same process is not affected. Checked on transformers 5.23.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from accel_scale.parallel.sequence_exchange import gather_positions, to_parts, t
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# `eager` is no entry of transformers' registry but a function of each model's module, found by this name.
+# `eager` is not in transformers' registry, but a function of each model's module, found by this name.
 EAGER = "eager"
 EAGER_ULYSSES = "eager_ulysses"
 _EAGER_FUNCTION = "eager_attention_forward"
@@ -33,13 +33,13 @@ _EAGER_FUNCTION = "eager_attention_forward"
 
 @dataclass(frozen=True)
 class WholeRowMask:
-    """What the attention of one kind of layer needs of the whole rows.
+    """The facts about whole rows that the attention of one kind of layer needs.
 
     Args:
-        mask: What the attention function would get in one process. Its shape is the attention function's affair.
+        mask: The mask that the attention function would get in one process, in its own shape.
         group: Process group of the ranks that share the rows.
-        size: How many they are.
-        keywords: Further arguments of the attention function, in place of those for this rank's positions.
+        size: Number of these ranks.
+        keywords: Further arguments of the attention function, replacing those for this rank's positions.
     """
 
     mask: Any
@@ -50,7 +50,7 @@ class WholeRowMask:
 
 @dataclass
 class _Rows:
-    """The whole rows of the forward pass that is being run."""
+    """The whole rows of the current forward pass."""
 
     position_ids: torch.Tensor
     group: ProcessGroup | None
@@ -65,12 +65,12 @@ _ROWS: ContextVar[_Rows | None] = ContextVar("accel_scale_whole_rows", default=N
 
 @contextlib.contextmanager
 def whole_rows_of(position_ids: torch.Tensor, group: Any, size: int) -> Iterator[None]:
-    """Masks that models build inside are for the rows of which this rank has `position_ids`, (batch, T ÷ size).
+    """Build masks inside for the whole rows; this rank holds their `position_ids`, (batch, T ÷ size).
 
-    Collective over `group`: position ids are gathered, once.
+    Collective over `group`: position ids are gathered once.
 
     Raises:
-        RuntimeError: if no mask was asked for inside, so that attention cannot have seen the whole rows.
+        RuntimeError: if no mask was requested inside, so that attention cannot have seen the whole rows.
     """
     from transformers.masking_utils import find_packed_sequence_indices
 
@@ -86,16 +86,16 @@ def whole_rows_of(position_ids: torch.Tensor, group: Any, size: int) -> Iterator
 
 
 def current_positions() -> torch.Tensor | None:
-    """Position ids of the whole rows, (batch, T), in a forward pass over parts of them; else None."""
+    """Position ids of the whole rows, (batch, T), in a forward pass over parts of them; otherwise None."""
     rows = _ROWS.get()
     return None if rows is None else rows.position_ids
 
 
 def wrap_attention(name: str) -> str:
-    """Wrap the attention and mask functions that transformers knows as `name`; again is harmless.
+    """Wrap the attention and mask functions that transformers registers as `name`; repeating it is harmless.
 
     Returns:
-        The name that the model must use: `name`, and for ``eager`` another one.
+        The name that the model must use: `name`, or another one for ``eager``.
 
     Raises:
         KeyError: if transformers builds no masks for `name`.
@@ -120,7 +120,7 @@ def _wrapped_mask(original: Callable[..., Any], *, is_flash: bool) -> Callable[.
         if rows is None:
             return original(*args, **kwargs)
         rows.num_masks += 1
-        if is_flash:  # takes no mask: windows are its own, documents are lengths
+        if is_flash:  # takes no mask: it has its own windows, and documents are given as lengths
             return WholeRowMask(None, rows.group, rows.size, _flash_keywords(rows))
         found = original(*args, **{**kwargs, **_whole_row_arguments(rows, kwargs["mask_function"])})
         return WholeRowMask(found, rows.group, rows.size, {"position_ids": rows.position_ids})
@@ -130,10 +130,10 @@ def _wrapped_mask(original: Callable[..., Any], *, is_flash: bool) -> Callable[.
 
 
 def _whole_row_arguments(rows: _Rows, mask_function: Callable[..., Any]) -> dict[str, Any]:
-    """In place of what a mask function is told of this rank's part, which the model takes for whole rows.
+    """Mask arguments for whole rows, replacing those for this rank's part, which the model takes for whole rows.
 
-    `mask_function` is the pattern of the layer, a function of indices: packed documents are not in it yet, since the
-    model was given an attention mask, beside which transformers does not look for them.
+    `mask_function` is the layer's pattern, a function of indices. It does not include packed documents yet: the model
+    was given an attention mask, with which transformers does not look for them.
     """
     from transformers.masking_utils import packed_sequence_compatibility_function
 
@@ -154,7 +154,7 @@ def _whole_row_arguments(rows: _Rows, mask_function: Callable[..., Any]) -> dict
 
 
 def _flash_keywords(rows: _Rows) -> dict[str, Any]:
-    """FlashAttention's variable lengths where rows are packed."""
+    """Arguments for FlashAttention's variable lengths, if rows are packed."""
     if rows.document_ids is None:
         return {"position_ids": None}
     if rows.lengths is None:
@@ -163,7 +163,7 @@ def _flash_keywords(rows: _Rows) -> dict[str, Any]:
 
 
 def document_lengths(document_ids: torch.Tensor) -> dict[str, Any]:
-    """transformers' arguments for FlashAttention's variable lengths, of packed rows laid end to end.
+    """transformers' arguments for FlashAttention's variable lengths, for packed rows laid end to end.
 
     Args:
         document_ids: (batch, T), rising within each row.
@@ -200,7 +200,7 @@ def _wrapped_attention(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _attend_eagerly(module: torch.nn.Module, *args: object, **kwargs: object) -> object:
-    """The eager attention of the module that defines the model's attention."""
+    """Call the eager attention of the module that defines the model's attention."""
     for cls in type(module).__mro__:
         function = getattr(sys.modules.get(cls.__module__), _EAGER_FUNCTION, None)
         if function is not None:
@@ -210,7 +210,7 @@ def _attend_eagerly(module: torch.nn.Module, *args: object, **kwargs: object) ->
 
 @contextlib.contextmanager
 def _key_groups(module: torch.nn.Module, number: int) -> Iterator[None]:
-    """`module` with `number` queries to a key head, which differs where key heads were sent to several ranks."""
+    """Set `module`'s queries per key head to `number`, which differs if key heads were sent to several ranks."""
     before = getattr(module, "num_key_value_groups", None)
     if before is None or before == number:
         yield

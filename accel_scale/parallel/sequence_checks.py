@@ -1,4 +1,4 @@
-"""Which models can divide sequences by Ulysses."""
+"""Check which models Ulysses can divide."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _PLACE = "--sp_size"
 def check_sequence_parallel(
     config: PreTrainedConfig, sp_size: int, row_length: int, attention: str, *, tp_size: int = 1
 ) -> None:
-    """Refuse what Ulysses cannot divide among `sp_size` ranks.
+    """Refuse models and rows that Ulysses cannot divide among `sp_size` ranks.
 
-    Sliding windows, packed documents and every mask of the model's own are fine, in each of the attentions taken
-    here: inside of attention a rank has all positions, and masks are built there, for whole rows.
+    Sliding windows, packed documents and all of the model's own masks work with each of the attentions accepted here:
+    inside attention a rank has all positions, and masks are built there, for whole rows.
 
     Args:
         config: The model's `PreTrainedConfig`.
-        sp_size: Ranks that share each row; 1 is always right.
-        row_length: Tokens of a row.
-        attention: Resolved attention implementation, as transformers calls it.
-        tp_size: Tensor-parallel ranks, which have divided the heads before.
+        sp_size: Ranks that share each row; 1 is always accepted.
+        row_length: Tokens per row.
+        attention: Resolved attention implementation, by its name in transformers.
+        tp_size: Tensor-parallel ranks, which have already divided the heads.
 
     Raises:
-        ConfigError: for heads or rows that do not divide, attention that has no place for the exchange, and models
-            with layers that mix positions elsewhere.
+        ConfigError: for heads or rows that do not divide, attention without a place for the exchange, and models whose
+            layers mix positions elsewhere.
     """
     if sp_size == 1:
         return
@@ -56,7 +56,7 @@ def check_sequence_parallel(
 
 
 def _check_heads(config: PreTrainedConfig, sp_size: int, tp_size: int) -> None:
-    """Each rank needs as many query heads of a layer as every other, and whole key heads, of its own or shared."""
+    """Check that all ranks get the same number of query heads per layer, and whole key heads, their own or shared."""
     all_heads = numbers_of_layers(config, "num_attention_heads")
     all_keys = numbers_of_layers(config, "num_key_value_heads") or all_heads
     layers = zip(all_heads, all_keys, strict=True) if len(all_heads) == len(all_keys) else product(all_heads, all_keys)
@@ -89,7 +89,7 @@ def _divisors(number: int) -> str:
 
 
 def _check_architecture(config: PreTrainedConfig, attention: str) -> None:
-    """Only attention may mix positions, and only through transformers' interface, where the exchange takes place."""
+    """Check that only attention mixes positions, and only through transformers' interface, for the exchange."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     kind = config.model_type

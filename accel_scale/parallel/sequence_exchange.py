@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 def to_whole_rows(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: ProcessGroup | None, size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(batch, heads, T ÷ size, head size) of every head to (batch, heads ÷ size, T, head size) of every position.
+    """(batch, heads, T ÷ size, head size) with every head → (batch, heads ÷ size, T, head size) with every position.
 
-    One all-to-all carries queries, keys and values: a rank sends its positions of the heads of each other rank. Rank
-    r keeps the r-th of `size` equal runs of heads, in order, so queries stay with the key head they share. Where
-    there are fewer key heads than ranks, each is sent to all ranks whose queries share it. Differentiable.
+    One all-to-all carries queries, keys and values: a rank sends its positions of the heads of each other rank. Rank r
+    keeps the r-th of `size` equal runs of heads, in order, so queries stay with the key head they share. If there are
+    fewer key heads than ranks, each is sent to all ranks whose queries share it. Differentiable.
 
     Args:
-        query: Of the positions of this rank; its number of heads is a multiple of `size`.
-        key: The same with key heads; their number divides `size` or is divided by it.
+        query: Queries of this rank's positions; the number of heads is a multiple of `size`.
+        key: Keys of these positions; the number of key heads divides `size` or is divided by it.
         value: Like `key`; its head size may differ.
         group: Process group of the `size` ranks, in the order of their parts of the sequence.
 
@@ -43,7 +43,7 @@ def to_whole_rows(
     ]
     widths = [tensor.shape[-1] for tensor in sent]
     received = exchange(torch.cat(sent, -1), group)
-    # Parts of the sequence come one after the other; a view where there is one row.
+    # Parts of the sequence follow each other; a view if there is one row.
     rows = received.transpose(0, 1).reshape(batch_size, size * length, -1)
     q, k, v = (
         part.unflatten(2, (-1, tensor.shape[-1])).transpose(1, 2)
@@ -53,9 +53,9 @@ def to_whole_rows(
 
 
 def to_parts(output: torch.Tensor, group: ProcessGroup | None, size: int) -> torch.Tensor:
-    """(batch, T, heads ÷ size, head size) of every position to (batch, T ÷ size, heads, head size) of every head.
+    """(batch, T, heads ÷ size, head size) with every position → (batch, T ÷ size, heads, head size) with every head.
 
-    The way back of `to_whole_rows`, for what attention returns. Differentiable.
+    The inverse of `to_whole_rows`, for the output of attention. Differentiable.
     """
     batch_size, length, num_heads, head_size = output.shape
     parts = output.reshape(batch_size, size, length // size, num_heads * head_size).transpose(0, 1)
@@ -65,7 +65,7 @@ def to_parts(output: torch.Tensor, group: ProcessGroup | None, size: int) -> tor
 
 
 def exchange(parts: torch.Tensor, group: Any) -> torch.Tensor:
-    """Part i of the first dimension goes to rank i of `group`; the part from rank i comes in its place."""
+    """Send part i of the first dimension to rank i of `group`; the part from rank i takes its place."""
     received: torch.Tensor = collectives.wait_tensor(
         collectives.all_to_all_single_autograd(parts.contiguous(), None, None, group)
     )
@@ -73,6 +73,6 @@ def exchange(parts: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def gather_positions(position_ids: torch.Tensor, group: Any, size: int) -> torch.Tensor:
-    """(batch, T ÷ size) position ids of this rank to the (batch, T) of the whole rows."""
+    """Gather this rank's (batch, T ÷ size) position ids into the (batch, T) of the whole rows."""
     gathered = collectives.wait_tensor(collectives.all_gather_single(position_ids.contiguous(), 0, group))
     return gathered.unflatten(0, (size, -1)).transpose(0, 1).reshape(position_ids.shape[0], -1)

@@ -1,7 +1,7 @@
 """Rotary embeddings whose frequencies depend on the longest position: that of whole rows, not of a rank's share.
 
-Dynamic NTK scaling and LongRoPE (Phi-3) look at the position ids they are given. On parts of rows, ranks would choose
-different frequencies, and keys would not fit queries. Checked on transformers 5.23 (`dynamic_rope_update`).
+Dynamic NTK scaling and LongRoPE (Phi-3) depend on the position ids that they receive. On parts of rows, ranks would
+choose different frequencies, and keys would not match queries. Checked on transformers 5.23 (`dynamic_rope_update`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _WRAPPED = "_sees_whole_rows"
 
 
 def use_longest_position(model: nn.Module) -> None:
-    """Let such embeddings of `model` see the longest position of the whole rows, where rows are cut; in place.
+    """Make such embeddings of `model` see the longest position of the whole rows if rows are cut; in place.
 
     Raises:
-        ConfigError: for embeddings inside of layers, which are recomputed when the whole rows are no longer known.
+        ConfigError: for embeddings inside layers, which are recomputed when the whole rows are no longer known.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 

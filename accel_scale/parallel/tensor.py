@@ -1,8 +1,8 @@
 """Tensor parallelism: each matrix product of a transformers model divided over the ranks of one mesh dimension.
 
-Which layers are divided, and how, is the model's own plan (`base_model_tp_plan` in its configuration); GPT-2 has none
-and gets one here. Parameters become DTensors under their own names, so that `fully_shard` divides them further on
-another mesh dimension and `torch.distributed.checkpoint` stores them.
+The model's own plan (`base_model_tp_plan` in its configuration) says which layers are divided and how; GPT-2 has none
+and gets one here. Parameters become DTensors under their own names, so that `fully_shard` can divide them further on
+another mesh dimension and `torch.distributed.checkpoint` can store them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 PLACE = "--tp_size"
-# In transformers' words; "colwise_fused_heads" is a style of our own (`tensor_styles.FusedHeads`).
+# In transformers' terms; "colwise_fused_heads" is our own style (`tensor_styles.FusedHeads`).
 OWN_PLANS = {
     "gpt2": {
         "wte": "embedding_rowwise",
@@ -31,7 +31,7 @@ OWN_PLANS = {
         "lm_head": "colwise_gather_output",
     }
 }
-# What transformers 5.23 leaves out of a plan: parameters that each rank applies to its part of the activations.
+# Missing in transformers 5.23's plans: parameters that each rank applies to its part of the activations.
 ADDED_TO_PLANS = {"apertus": {"layers.*.mlp.act_fn": "replicated_with_grad_allreduce"}}
 STYLE_NAMES = (
     "colwise",
@@ -50,14 +50,14 @@ _KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
 
 
 def check_tensor_parallel(config: PreTrainedConfig, tp_size: int, *, method: str) -> None:
-    """Refuse what cannot be divided over `tp_size` ranks.
+    """Refuse models that cannot be divided over `tp_size` ranks.
 
     Args:
         config: The model's `PreTrainedConfig`.
         method: ``full``, ``lora`` or ``qlora``.
 
     Raises:
-        ConfigError: with the sizes in the way, and the degrees that would work.
+        ConfigError: naming the sizes that do not divide, and the degrees that would work.
     """
     if tp_size == 1:
         return
@@ -92,19 +92,19 @@ def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh) -> None:
     """Divide `model` over the ranks of `tp_mesh`, in place.
 
     Call it on a whole transformers model with the same weights on all ranks of the mesh, before `fully_shard`. All
-    parameters become DTensors on `tp_mesh`: those of the plan sharded, the others replicated, so that optimizers find
-    one kind of tensor. Their gradients come out whole and the same on all ranks. Attention layers see the heads of
-    their rank. Tied weights stay tied. Where the model has dropout, the ranks' random states become the first one's:
+    parameters become DTensors on `tp_mesh`: those of the plan sharded, the others replicated, so that optimizers see
+    only one kind of tensor. Their gradients come out whole and equal on all ranks. Attention layers see the heads of
+    their rank. Tied weights stay tied. If the model has dropout, the first rank's random state is copied to all ranks:
     activations between the layers are whole on every rank and must be dropped alike.
 
     Raises:
-        ConfigError: as `check_tensor_parallel`.
+        ConfigError: as in `check_tensor_parallel`.
     """
     if tp_mesh.size() == 1:
         return
     config: Any = model.config
     check_tensor_parallel(config, tp_mesh.size(), method="full")
-    originals = list(model.parameters())  # kept alive, so that their ids stay theirs
+    originals = list(model.parameters())  # kept alive, so that their ids are not reused
     converted: dict[int, Any] = {}
     for module, style in _styles(model, tp_mesh):
         for name, parameter in list(module._parameters.items()):
@@ -122,7 +122,7 @@ def apply_tensor_parallel(model: nn.Module, tp_mesh: DeviceMesh) -> None:
 
 
 def plain_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Parameters that hold the plain model's numbers in another shape (`FusedHeads`), with the plain shape."""
+    """Plain shapes of parameters that hold the plain model's numbers in another shape (`FusedHeads`)."""
     shapes: dict[str, tuple[int, ...]] = {}
     for module_name, module in model.named_modules():
         for name, shape in getattr(module, "plain_shapes", {}).items():
@@ -135,13 +135,13 @@ def _refuse(problem: str, fix: str) -> ConfigError:
 
 
 def _base_plan(config: PreTrainedConfig) -> dict[str, str]:
-    """Of the model without its head, with ``*`` for layer numbers; empty if there is none."""
+    """The plan of the model without its head, with ``*`` for layer numbers; empty if there is none."""
     plan = OWN_PLANS.get(config.model_type) or getattr(config, "base_model_tp_plan", None)
     return {**plan, **ADDED_TO_PLANS.get(config.model_type, {})} if plan else {}
 
 
 def _divided_sizes(config: PreTrainedConfig, plan: dict[str, str]) -> dict[str, int]:
-    """What the ranks divide among themselves, by name; where layers differ, each size by itself."""
+    """The sizes that the ranks divide among themselves, by name; if layers differ, each size separately."""
     divided = [key for key, style in plan.items() if style in ("colwise", "colwise_fused_heads")]
     fields = {"intermediate_size": "intermediate features", "n_inner": "intermediate features"}
     if any(".mlp." not in key for key in divided):
@@ -156,7 +156,7 @@ def _divided_sizes(config: PreTrainedConfig, plan: dict[str, str]) -> dict[str, 
 
 
 def _styles(model: Any, mesh: DeviceMesh) -> list[tuple[nn.Module, Any]]:
-    """(module, style) for every module with parameters of its own."""
+    """(module, style) for every module that has its own parameters."""
     from accel_scale.parallel import tensor_styles as styles
     from accel_scale.parallel.tensor_collectives import SharedInput
 
@@ -194,7 +194,7 @@ def _styles(model: Any, mesh: DeviceMesh) -> list[tuple[nn.Module, Any]]:
 
 
 def _whole_plan(model: Any) -> dict[str, str]:
-    """The plan by the names that the modules have in `model`."""
+    """The plan under the names that the modules have in `model`."""
     model_type = model.config.get_text_config().model_type
     own, added = OWN_PLANS.get(model_type, {}), ADDED_TO_PLANS.get(model_type, {})
     prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
@@ -205,7 +205,7 @@ def _whole_plan(model: Any) -> dict[str, str]:
 def _check_nothing_left_out(modules: dict[str, Any], plan: dict[str, str], model_type: str) -> None:
     """Refuse parameters between divided layers that the plan does not mention, such as a norm on heads.
 
-    Their rank's gradient is that of a part of the activations, or of all of them: only the plan could tell which.
+    A rank's gradient may be for a part of the activations or for all of them: only the plan could tell.
     """
     divided = ("colwise", "colwise_fused_heads")
     parents = {name.rpartition(".")[0] for name in modules if plan.get(_wildcard(name)) in divided}
@@ -219,7 +219,7 @@ def _check_nothing_left_out(modules: dict[str, Any], plan: dict[str, str], model
 
 
 def _wildcard(name: str) -> str:
-    """`name` as plans spell it, with ``*`` for layer numbers."""
+    """`name` as written in plans, with ``*`` for layer numbers."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 

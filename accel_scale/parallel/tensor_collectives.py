@@ -1,4 +1,4 @@
-"""The two operations around a tensor-parallel region: sum the gradients of what goes in, sum what comes out."""
+"""The two operations around a tensor-parallel region: sum the gradients of its input, sum its output."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch.distributed._functional_collectives import all_reduce, wait_tensor
 
 
 class SharedInput:
-    """Hands one tensor to several column-parallel layers, so that their input gradients are summed in one all-reduce.
+    """Passes one tensor to several column-parallel layers, so that their input gradients are summed in one all-reduce.
 
-    Query, key and value projections (gate and up, in an MLP) read the same tensor. Summed over the ranks layer by
-    layer, its gradient costs three all-reduces (two); summed over the layers first, one. This is Megatron's operator f
-    (Shoeybi et al., 2019) for all layers of one parent module. Under autocast the tensor is cast here, once for all of
-    them, and its gradient travels in that type.
+    Query, key and value projections (gate and up, in an MLP) read the same tensor. Summing its gradient over the ranks
+    layer by layer costs three all-reduces (two); summing over the layers first costs one. This is Megatron's operator
+    f (Shoeybi et al., 2019) for all layers of one parent module. Under autocast the tensor is cast here, once for all
+    layers, and its gradient is sent in that dtype.
 
     Args:
         group: Ranks that hold the layers' other parts.
@@ -27,7 +27,7 @@ class SharedInput:
         self._shared: torch.Tensor | None = None
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor`, whose gradient will be summed over the ranks; the same object for the same tensor."""
+        """Return `tensor` with its gradient summed over the ranks later; the same object for the same tensor."""
         if not (torch.is_grad_enabled() and tensor.requires_grad):
             return tensor
         if self._source is not tensor:
@@ -36,7 +36,7 @@ class SharedInput:
         return self._shared
 
     def forget(self, *_: object) -> None:
-        """Drop the tensor, so that it does not outlive the parent's forward pass; a forward hook of the parent."""
+        """Drop the tensor after the parent's forward pass; a forward hook of the parent."""
         self._source = self._shared = None
 
 
@@ -46,7 +46,7 @@ def _cast_for_autocast(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sum_gradients(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """`tensor`; in the backward pass its gradient is summed over `group`, whose ranks each used a part of it."""
+    """Return `tensor`; its gradient is summed over `group` in the backward pass, as each rank used a part of it."""
     if not (torch.is_grad_enabled() and tensor.requires_grad):
         return tensor
     summed: torch.Tensor = _SumGradients.apply(tensor, group)
@@ -54,7 +54,7 @@ def sum_gradients(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tenso
 
 
 def sum_values(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum of the ranks' `tensor`; its gradient, the same on all of them, is passed on: Megatron's operator g."""
+    """Sum `tensor` over the ranks; its gradient, equal on all of them, is passed through: Megatron's operator g."""
     summed: torch.Tensor = _SumValues.apply(tensor, group)
     return summed
 
@@ -81,6 +81,6 @@ class _SumValues(torch.autograd.Function):
 
 
 def _all_reduced(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """A new tensor: selective checkpointing keeps matrix products, which must stay what they were."""
+    """All-reduce into a new tensor: selective checkpointing keeps matrix products, which must not change."""
     reduced: torch.Tensor = wait_tensor(all_reduce(tensor.contiguous(), "sum", group))
     return reduced

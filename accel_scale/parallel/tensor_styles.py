@@ -1,9 +1,9 @@
-"""How one module becomes tensor-parallel, by the names that transformers' plans use for it.
+"""How one module becomes tensor-parallel, under the names used in transformers' plans.
 
 transformers 5.23 has a class for each name (`transformers.distributed.tensor_parallel`). Those compute in DTensors and
-sum the input gradient of every column-parallel layer by itself: seven all-reduces in a Llama layer's forward and
-backward pass, where four do. Here parameters are the same DTensors, and forward passes run on this rank's parts with
-the operations of `tensor_collectives` around them.
+sum the input gradient of every column-parallel layer separately: seven all-reduces in a Llama layer's forward and
+backward pass, where four suffice. Here parameters are the same DTensors, and forward passes run on this rank's parts
+with the operations of `tensor_collectives` around them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Change = Callable[[str, torch.Tensor], torch.Tensor]
 
 @contextlib.contextmanager
 def local_parameters(module: nn.Module, change: Change | None = None) -> Iterator[None]:
-    """`module` with this rank's parts in place of its own DTensor parameters; `change` gets each part and its name."""
+    """Replace `module`'s own DTensor parameters by this rank's parts; `change` is called with each name and part."""
     whole: dict[str, Any] = {name: p for name, p in module._parameters.items() if isinstance(p, DTensor)}
     for name, parameter in whole.items():
         part = parameter.to_local()
@@ -38,14 +38,14 @@ def local_parameters(module: nn.Module, change: Change | None = None) -> Iterato
 
 
 class TensorStyle(TensorParallelLayer):
-    """A module whose parameters all ranks hold whole, and use in the same way on the same inputs."""
+    """A module whose parameters are whole on all ranks and used in the same way on the same inputs."""
 
     def placement(self, module: nn.Module, name: str) -> Placement:
-        """Of the parameter called `name` in `module`."""
+        """Placement of the parameter called `name` in `module`."""
         return Replicate()
 
     def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh) -> None:
-        """Make one parameter a DTensor; no communication, all ranks hold the same whole one."""
+        """Turn one parameter into a DTensor without communication: all ranks hold the same whole one."""
         whole = module._parameters[param]
         if whole is None:
             return
@@ -53,28 +53,28 @@ class TensorStyle(TensorParallelLayer):
         module._parameters[param] = nn.Parameter(parts, requires_grad=whole.requires_grad)
 
     def change(self, module: nn.Module, mesh: DeviceMesh) -> Change | None:
-        """What this rank's parts go through before `module` sees them."""
+        """A function applied to this rank's parts before `module` sees them; None for no change."""
         return None
 
     def context_around_forward(self, module: nn.Module, mesh: DeviceMesh) -> Any:
-        """The module's own forward runs on its parts."""
+        """Run the module's own forward on its parts."""
         return local_parameters(module, self.change(module, mesh))
 
 
 class PartialGradients(TensorStyle):
-    """Whole parameters that each rank applies to a part of the activations, as a norm on its heads."""
+    """Whole parameters that each rank applies to a part of the activations, such as a norm on its heads."""
 
     def change(self, module: nn.Module, mesh: DeviceMesh) -> Change | None:
-        """Gradients of the parts add up, at every backward pass: accumulated ones are summed already."""
+        """Sum the parts' gradients in every backward pass: accumulated gradients are already summed."""
         return lambda _, part: sum_gradients(part, mesh.get_group())
 
 
 class Colwise(TensorStyle):
-    """A linear layer of which each rank computes some of the outputs.
+    """A linear layer in which each rank computes some of the outputs.
 
     Args:
-        shared: The parent's, for all of its column-parallel layers.
-        gather_output: Whether all ranks get all outputs.
+        shared: The parent's `SharedInput`, for all of its column-parallel layers.
+        gather_output: True if all ranks get all outputs.
     """
 
     def __init__(self, shared: SharedInput, *, gather_output: bool = False) -> None:
@@ -100,12 +100,12 @@ class Colwise(TensorStyle):
 
 
 class FusedHeads(Colwise):
-    """GPT-2's one layer for queries, keys and values, seen as three matrices of which each rank has some heads.
+    """GPT-2's combined layer for queries, keys and values, treated as three matrices; a rank has some heads of each.
 
     The weight (inputs, 3 · outputs) becomes (inputs, 3, outputs) and the bias (3, outputs), sharded on the last
-    dimension: the same numbers in the same order, so that `full_tensor()` reshaped is the plain parameter for any
-    number of ranks, and a rank's part is one block, which `torch.distributed.checkpoint` can write (of strided shards,
-    the other way to describe this, it writes wrong places). The module keeps the plain shapes in ``plain_shapes``.
+    dimension. The numbers keep their order, so that `full_tensor()` reshaped is the plain parameter for any number of
+    ranks, and a rank's part is one block, which `torch.distributed.checkpoint` can write (it writes strided shards,
+    the alternative, to wrong places). The module keeps the plain shapes in ``plain_shapes``.
     """
 
     def placement(self, module: nn.Module, name: str) -> Placement:
@@ -126,10 +126,10 @@ class FusedHeads(Colwise):
 
 
 class Rowwise(TensorStyle):
-    """A linear layer of which each rank computes a term of the sum over inputs.
+    """A linear layer in which each rank computes a term of the sum over inputs.
 
     Args:
-        split_input: Whether ranks get all inputs, and take theirs.
+        split_input: True if ranks get all inputs, and take their own.
     """
 
     def __init__(self, *, split_input: bool = False) -> None:
@@ -151,7 +151,7 @@ class Rowwise(TensorStyle):
 
     @contextlib.contextmanager
     def context_around_forward(self, module: nn.Module, mesh: DeviceMesh) -> Any:
-        """Without the bias, which is added once, after the sum."""
+        """Run without the bias, which is added once, after the sum."""
         with local_parameters(module):
             module._parameters["bias"] = _no_bias(module)
             yield
@@ -163,7 +163,7 @@ class Rowwise(TensorStyle):
 
 
 class EmbeddingRowwise(TensorStyle):
-    """An embedding of which each rank holds some tokens; the others' vectors are zero before the sum."""
+    """An embedding in which each rank holds some tokens; vectors of other tokens are zero before the sum."""
 
     def placement(self, module: nn.Module, name: str) -> Placement:
         return Shard(0)
@@ -172,7 +172,7 @@ class EmbeddingRowwise(TensorStyle):
         embedding: Any = module
         first, size = local_range(embedding.num_embeddings, mesh)
         padding = embedding.padding_idx
-        if padding is not None:  # the row without a gradient, counted as this rank's rows are
+        if padding is not None:  # the row without a gradient, counted from this rank's first row
             embedding.padding_idx = padding - first if first <= padding < first + size else None
         installed: nn.Module = super().install_forward(module, mesh)
         local_forward = module.forward
@@ -199,12 +199,12 @@ def _check_linear(module: nn.Module) -> None:
 
 
 def _use_local_width(module: nn.Module, mesh: DeviceMesh) -> None:
-    if isinstance(module, Conv1D):  # its forward makes the output's shape from it
+    if isinstance(module, Conv1D):  # its forward derives the output's shape from it
         module.nf //= mesh.size()
 
 
 def _no_bias(module: nn.Module) -> Any:
-    """What a layer takes for a bias of nothing: `Conv1D` always adds one."""
+    """The equivalent of no bias for a layer: `Conv1D` always adds one."""
     if not isinstance(module, Conv1D):
         return None
     weight: Any = module._parameters["weight"]

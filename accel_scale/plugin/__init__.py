@@ -1,1 +1,1 @@
-"""`ScalePlugin`: accel-scale's settings in somebody else's script."""
+"""`ScalePlugin`: accel-scale's settings in your own script."""

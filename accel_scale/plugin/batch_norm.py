@@ -1,4 +1,4 @@
-"""BatchNorm sees the rows of one micro-batch on one rank, not the global batch's: said, or taken over all ranks."""
+"""BatchNorm normalizes over one micro-batch of one rank, not the global batch: warn about it, or synchronize ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from accel_scale.errors import ConfigError
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-# Devices that torch's SyncBatchNorm computes on (2.13).
+# Devices that torch's SyncBatchNorm supports (2.13).
 _SYNCHRONISED_ON = ("cuda", "xpu")
 
 
@@ -23,15 +23,15 @@ def settle_batch_norm(
     accumulation: int,
     say: Callable[[str], None],
 ) -> nn.Module:
-    """`model` with `SyncBatchNorm` in the place of BatchNorm where `sync` asks for it; a line where rows are few.
+    """Replace BatchNorm by `SyncBatchNorm` if `sync` is set; warn if BatchNorm sees only part of the global batch.
 
-    Parameters keep their identity. Layers that do not train, as in a frozen base, are left alone.
+    Parameters keep their identity. Layers that are not trained, as in a frozen base, are left alone.
 
     Args:
         say: Prints one line, on one process.
 
     Raises:
-        ConfigError: if there is no BatchNorm, or the device has no synchronised one.
+        ConfigError: if there is no BatchNorm to train, or SyncBatchNorm does not support the device.
     """
     found = [module for module in model.modules() if isinstance(module, _BATCH_NORMS)]
     found = [module for module in found if any(parameter.requires_grad for parameter in module.parameters())]

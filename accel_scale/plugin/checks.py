@@ -1,4 +1,4 @@
-"""Settings of a `ScalePlugin` that would do nothing in any script."""
+"""Refuse `ScalePlugin` settings that would have no effect in any script."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from accel_scale.errors import ConfigError
 
-# Field → the one without which it does nothing.
+# Field → the field without which it has no effect.
 _NEEDS = {
     "optim_args": "optimizer",
     "warmup_ratio": "lr_schedule",
@@ -20,7 +20,7 @@ _NEEDS = {
     "guard_threshold": "guard",
     "guard_max_skips": "guard",
 }
-# Field → the one, and its only value, with which it does something.
+# Field → another field and the only value of that field with which it has an effect.
 _NEEDS_VALUE = {
     "decay_ratio": ("lr_schedule", "warmup_stable_decay"),
     "decay_shape": ("lr_schedule", "warmup_stable_decay"),
@@ -30,14 +30,14 @@ _OF_GUARD = ("guard_threshold", "guard_max_skips")
 
 
 def refuse_what_does_nothing(values: Mapping[str, Any], *, place: Callable[[str], str]) -> None:
-    """Refuse a setting that only another one makes use of, without that other one.
+    """Refuse a setting that has no effect without another one that is missing.
 
     Args:
         values: Field → its value.
-        place: Where a field was set.
+        place: Returns where a field was set.
 
     Raises:
-        ConfigError: naming both.
+        ConfigError: naming both settings.
     """
     for name, other in _NEEDS.items():
         if values[name] and values[other] is None:

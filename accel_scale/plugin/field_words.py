@@ -1,4 +1,4 @@
-"""Messages about the recipes' flags, reworded for `ScalePlugin`'s fields."""
+"""Reword messages about the recipes' flags for `ScalePlugin`'s fields."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Callable, Collection, Iterator
 
 from accel_scale.errors import ConfigError
 
-# Flags that are called otherwise there.
+# Flags whose field has another name.
 _RENAMED = {"optim": "optimizer", "lr_scheduler_type": "lr_schedule", "attn_implementation": "attention"}
 _ADAPTERS = "--method lora or qlora"
-# A flag, and what is set with it: the word after it, unless that goes on with the sentence.
+# A flag and its value: the word after it, unless that word continues the sentence.
 _SENTENCE = (
     "add|already|alone|and|are|beside|both|by|can|cannot|decides|does|follows|for|has|here|in|is|or|says|set|sets|there|"
     "times|to|was|with"
@@ -21,11 +21,11 @@ _FLAG = re.compile(rf"--(\w+)(?: (?!(?:{_SENTENCE})\b)([\w/-]+(?:[.=]\w+)*))?")
 
 @contextlib.contextmanager
 def words_of_fields(names: Collection[str], *, place: Callable[[str], str]) -> Iterator[None]:
-    """Let a `ConfigError` name fields where it names flags; a flag that is no field loses its dashes.
+    """Make a `ConfigError` name fields instead of flags; a flag without a field only loses its dashes.
 
     Args:
         names: The fields.
-        place: Where a field was set, e.g. ``ScalePlugin(optimizer=)``.
+        place: Returns where a field was set, e.g. ``ScalePlugin(optimizer=)``.
     """
     try:
         yield
@@ -42,7 +42,7 @@ def words_of_fields(names: Collection[str], *, place: Callable[[str], str]) -> I
 
 
 def in_words_of_fields(text: str, names: Collection[str]) -> str:
-    """``use --optim sgd.`` as ``use optimizer="sgd".``"""
+    """Turn ``use --optim sgd.`` into ``use optimizer="sgd".``"""
 
     def reworded(match: re.Match[str]) -> str:
         flag, value = match.groups()

@@ -1,4 +1,4 @@
-"""What a `ScalePlugin` needs from a plain loop, and which settings it refuses there."""
+"""Apply a `ScalePlugin` to a plain loop, and refuse the settings that a plain loop cannot support."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from accel_scale.plugin.settings import ScaleSettings
 
 _OF_OPTIMIZERS = ("optimizer", "learning_rate", "weight_decay", "scale_lr_from_batch_size")
-# Stepped with a metric, which a loop hands to its own schedule only.
+# Stepped with a metric, which a loop passes only to its own schedule.
 _NEED_METRIC = ("reduce_lr_on_plateau", "greedy")
 
 
 def refuse_in_loops(scale: ScaleSettings) -> None:
-    """Refuse what no plain loop can do for the plugin."""
+    """Refuse settings that the plugin cannot apply in a plain loop."""
     if scale.guard not in (None, "off"):
         raise ConfigError(
             "in a plain loop the guard stands where the optimizer steps, which the plugin does not see.",
@@ -34,7 +34,7 @@ def refuse_in_loops(scale: ScaleSettings) -> None:
 
 
 def check_own_accelerator(scale: ScaleSettings, accelerator: Accelerator) -> None:
-    """Refuse an `Accelerator` of the script's own that contradicts the plugin; apply what is the process's."""
+    """Refuse a script's own `Accelerator` that contradicts the plugin; apply the process-wide settings."""
     refuse_in_loops(scale)
     scale.check_rehearsal(accelerator.num_processes)
     scale.cap_memory(accelerator.device.type, accelerator.device.index or 0)
@@ -51,10 +51,10 @@ def check_own_accelerator(scale: ScaleSettings, accelerator: Accelerator) -> Non
 def require_parts(
     scale: ScaleSettings, models: Sequence[Any], optimizers: Sequence[Any], schedules: list[Any]
 ) -> None:
-    """Refuse a `prepare` that lacks what the plugin would change.
+    """Refuse a `prepare` call without the parts that the plugin would change.
 
     Args:
-        models: Those that train.
+        models: The models that are trained.
     """
     if not models and not optimizers:
         return
@@ -101,9 +101,9 @@ def _nothing_to_change(name: str, value: object, what: str) -> ConfigError:
 
 
 def set_accumulation(scale: ScaleSettings, accelerator: Accelerator, loaders: Sequence[Any]) -> int:
-    """Derive accumulation from the first data loader of all; returns the global batch in sequences.
+    """Derive accumulation from the first data loader ever prepared; returns the global batch in sequences.
 
-    0 where nobody asks for it, or no data loader has been seen yet.
+    Returns 0 if no data loader has been seen and nothing needs the batch size.
     """
     known = vars(accelerator).get("_scale_global_batch")
     if known is not None:
@@ -142,10 +142,10 @@ def set_accumulation(scale: ScaleSettings, accelerator: Accelerator, loaders: Se
 
 
 def check_accumulates(scale: ScaleSettings, accelerator: Accelerator) -> None:
-    """Let `accelerator.backward` refuse a loop in which `global_batch_size` does nothing.
+    """Make `accelerator.backward` refuse a loop in which `global_batch_size` has no effect.
 
-    One that accumulates, by `accumulate`, `GuardedStep` or `forward_backward`, has backward passes without a reduction
-    of gradients before the first with one. Every one of other loops has one, and every one is followed by a step.
+    A loop that accumulates, by `accumulate`, `GuardedStep` or `forward_backward`, runs backward passes without
+    gradient reduction before the first with one. In other loops every pass reduces and is followed by a step.
     """
     if scale.global_batch_size is None or vars(accelerator).get("_scale_checks_backward"):
         return
@@ -175,10 +175,10 @@ def check_accumulates(scale: ScaleSettings, accelerator: Accelerator) -> None:
 
 
 class ScheduleLength:
-    """Says when a plain loop takes more or fewer steps than its schedule is long.
+    """Warns if a plain loop takes more or fewer steps than its schedule has.
 
     Args:
-        schedule: Prepared by Accelerate.
+        schedule: The schedule, prepared by Accelerate.
         num_steps: Its length in optimizer steps.
         say: Prints one line, on one process.
     """

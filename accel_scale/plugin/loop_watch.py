@@ -21,9 +21,9 @@ class LoopWatch(StepMemory):
         watch.stepped()              # after the optimizer step
 
     Args:
-        accelerator, model, optimizer: Prepared.
+        accelerator, model, optimizer: The prepared ones.
         meter: The loop's `ThroughputMeter`.
-        plan: What was predicted; None measures nothing.
+        plan: The planner's predictions; None measures nothing.
     """
 
     def __init__(self, accelerator: Any, model: Any, optimizer: Any, meter: Any, plan: RunPlan | None) -> None:
@@ -33,7 +33,7 @@ class LoopWatch(StepMemory):
 
     @contextlib.contextmanager
     def micro_batch(self, batch: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Around forward and backward of one micro-batch."""
+        """Wrap the forward and backward pass of one micro-batch."""
         self._num_positions = max(self._num_positions, batch["input_ids"].numel())
         if self._tracker is None or not self._is_tracing:
             yield
@@ -45,7 +45,7 @@ class LoopWatch(StepMemory):
     def stepped(self) -> None:
         """Call after an optimizer step, before anything else allocates."""
         if self._tracker is not None and self._is_tracing:
-            # The first step makes the optimizer's states after its passes; every later step has them before.
+            # The first step creates the optimizer's states after its passes; in later steps they already exist.
             states = resident_tensors(torch.nn.Module(), self._owner.optimizer)
             made = sum(state.untyped_storage().nbytes() for state in states)
             self._peaks = (self._tracker.peak_bytes + made, 0)

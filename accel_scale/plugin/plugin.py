@@ -1,4 +1,4 @@
-"""`ScalePlugin`: what the recipes do, in other people's training loops and trainers."""
+"""`ScalePlugin`: the recipes' features in your own training loop or trainer."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class ScalePlugin(ScaleSettings):
-    """Settings for an `Accelerator` loop or a trainer; what is None stays as the script has it.
+    """Settings for an `Accelerator` loop or a trainer; a field that is None leaves the script's setting unchanged.
 
-    Every field but `adapter` falls back on the environment, e.g. ``ACCEL_SCALE_PRECISION=bf16``. Make it before the
-    first `Accelerator` or `TrainingArguments`: a distributed launch without an accelerator is then rehearsed on CPU
-    processes instead of falling apart into independent runs.
+    Every field but `adapter` falls back to an environment variable, e.g. ``ACCEL_SCALE_PRECISION=bf16``. Create the
+    plugin before the first `Accelerator` or `TrainingArguments`: a distributed launch without an accelerator is then
+    rehearsed on CPU processes instead of falling apart into independent runs.
 
     Args:
         precision: ``fp32``, ``fp16``, ``bf16``, ``bf16_true`` or ``fp8``; must agree with the launch.
@@ -33,31 +33,31 @@ class ScalePlugin(ScaleSettings):
         attention: ``eager``, ``sdpa``, ``flash_attention_2``, ``flash_attention_3`` or ``flex_attention``.
         adapter: A PEFT configuration; the script's model becomes its frozen base. In a plain loop it needs
             `optimizer`, because the script's own holds the base's weights.
-        optimizer: A name of `--optim`, e.g. ``adamw_torch_8bit``: replaces the script's, with its parameter groups.
-        optim_args: As ``--optim_args``: ``key=value,key=value``.
-        learning_rate: Peak; None keeps the script's.
-        weight_decay: For groups that decay at all; None keeps the script's.
+        optimizer: A name of ``--optim``, e.g. ``adamw_torch_8bit``: replaces the script's; keeps its parameter groups.
+        optim_args: Same as ``--optim_args``: ``key=value,key=value``.
+        learning_rate: Peak learning rate; None keeps the script's.
+        weight_decay: Weight decay of the groups that already decay; None keeps the script's.
         lr_schedule: A name of ``--lr_scheduler_type``, or ``wsd``: replaces the script's.
-        num_training_steps: Length of the schedule in optimizer steps; a trainer knows it by itself.
-        warmup_ratio, min_lr_ratio, decay_ratio, decay_shape: As the recipe's flags.
-        scale_lr_from_batch_size: ``linear`` or ``sqrt``: from `lr_base_batch_size` to the global batch.
+        num_training_steps: Length of the schedule in optimizer steps; a trainer knows it already.
+        warmup_ratio, min_lr_ratio, decay_ratio, decay_shape: Same as the recipes' flags.
+        scale_lr_from_batch_size: ``linear`` or ``sqrt``: scales from `lr_base_batch_size` to the global batch.
         global_batch_size: Sequences per optimizer step over all ranks; accumulation is derived from it.
-        micro_batch_size: Sequences per rank and step; None takes the data loader's.
+        micro_batch_size: Sequences per rank and step; None uses the data loader's batch size.
         device_memory: Cap on the CUDA allocator, e.g. ``24GiB``.
-        fp8_emulate: Emulate fp8 products where there are none.
-        sync_batch_norm: Take BatchNorm's statistics over all ranks (torch's `SyncBatchNorm`, on GPUs).
-        verify_first_checkpoint: Read the first checkpoint of a trainer back and compare it with memory.
-        guard: ``skip``, ``lower_lr`` or ``stop``: what a trainer does about steps whose loss or gradient norm is not
-            finite or spikes. A plain loop uses `GuardedStep`.
-        guard_threshold, guard_max_skips: As the recipe's flags.
+        fp8_emulate: Emulate fp8 products on hardware without them.
+        sync_batch_norm: Compute BatchNorm's statistics over all ranks (torch's `SyncBatchNorm`, on GPUs).
+        verify_first_checkpoint: Read a trainer's first checkpoint back and compare it with the weights in memory.
+        guard: ``skip``, ``lower_lr`` or ``stop``: how a trainer handles steps whose loss or gradient norm is not
+            finite or spikes. In a plain loop use `GuardedStep`.
+        guard_threshold, guard_max_skips: Same as the recipes' flags.
 
     Raises:
         ConfigError: for a value that cannot be honoured, naming the field or the environment variable.
     """
 
     def accelerator(self, **kwargs: Any) -> ScaledAccelerator:
-        """An `Accelerator` made with `kwargs` and these settings, whose `prepare` prepares model, optimizer and
-        schedule, and whose `save_state` writes atomically."""
+        """Create an `Accelerator` from `kwargs` and these settings. Its `prepare` prepares model, optimizer and
+        schedule; its `save_state` writes atomically."""
         from accel_scale.plugin.scaled_accelerator import make_accelerator
 
         with self.in_words_of_fields():
@@ -70,14 +70,14 @@ class ScalePlugin(ScaleSettings):
     def prepare(self, accelerator: Accelerator, /, *parts: *Parts, **kwargs: object) -> tuple[*Parts]: ...
 
     def prepare(self, accelerator: Accelerator, /, *parts: object, **kwargs: object) -> Any:  # type: ignore[misc]
-        """As ``accelerator.prepare(*parts)``, after the settings have been applied to each of the parts."""
+        """Same as ``accelerator.prepare(*parts)``, after applying the settings to each part."""
         from accel_scale.plugin.scaled_accelerator import prepare
 
         with self.in_words_of_fields():
             return prepare(self, accelerator, parts, kwargs)
 
     def trainer(self, trainer_class: type[T]) -> type[T]:
-        """`trainer_class`, HF's or one of TRL's, with these settings: ``plugin.trainer(SFTTrainer)(model=…)``."""
+        """Return `trainer_class`, from HF or TRL, with these settings: ``plugin.trainer(SFTTrainer)(model=…)``."""
         from accel_scale.plugin.trainer_mixin import scaled_trainer_class
 
         return scaled_trainer_class(trainer_class, self)

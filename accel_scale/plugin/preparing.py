@@ -1,4 +1,4 @@
-"""Apply accel-scale's settings to a model, optimizer and schedule that somebody else's script has made."""
+"""Apply accel-scale's settings to a model, optimizer and schedule created by the user's script."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ def prepare_model(
     attention: str | None = None,
     adapter: Any = None,
 ) -> nn.Module:
-    """Attention, adapter, dtypes, fp8 and activation checkpointing, in the order in which they depend on each other.
+    """Apply attention, adapter, dtypes, fp8 and activation checkpointing, in the order of their dependencies.
 
-    Call before the model is sharded. Parameters keep their identity, so an optimizer made before still trains them.
+    Call before the model is sharded. Parameters keep their identity, so an existing optimizer still trains them.
 
     Args:
-        strategy: As from `strategy_of`.
-        device_type: Where it trains: ``cuda``, ``cpu`` …
+        strategy: The result of `strategy_of`.
+        device_type: Where the model trains: ``cuda``, ``cpu`` …
         precision: None leaves the dtypes as they are.
         policy: None leaves activation checkpointing as it is.
-        attention: An implementation's name; None leaves it.
-        adapter: A PEFT configuration; the base is frozen. None trains what the script trains.
+        attention: Name of an attention implementation; None leaves it as it is.
+        adapter: A PEFT configuration, which freezes the base; None trains the parameters that the script trains.
 
     Returns:
-        The model, inside a `PeftModel` if an adapter was asked for.
+        The model, wrapped in a `PeftModel` if an adapter was asked for.
 
     Raises:
-        ConfigError: if the model cannot be prepared so.
+        ConfigError: if these settings cannot be applied to the model.
     """
     if strategy.is_fsdp2:
         mend_fsdp2_preparation()
@@ -89,7 +89,7 @@ def prepare_model(
                 place="checkpointing_policy",
                 fix="use full, or a launch file that leaves weights whole, e.g. accelerate_configs/zero2.yaml.",
             )
-        # Reentrant checkpointing is the only one that ZeRO-3's partitioned frozen weights survive.
+        # Only reentrant checkpointing works with frozen weights that ZeRO-3 has partitioned.
         use_reentrant = strategy.partitions_weights and hasattr(model, "peft_config")
         apply_checkpointing(model, policy, use_reentrant=use_reentrant)
     return model
@@ -122,13 +122,13 @@ def adapt_optimizer(
     adapter_parameters: Sequence[torch.nn.Parameter] = (),
     keep_rates: bool = False,
 ) -> torch.optim.Optimizer:
-    """The plugin's settings on an optimizer that a script has made; another one where it is replaced.
+    """Apply the plugin's settings to an optimizer created by the script; returns a new one if it is replaced.
 
     Args:
-        schedules: The script's own over `optimizer`, which go on unless the plugin has one.
+        schedules: The script's own over `optimizer`, which stay in use unless the plugin has one.
         global_batch_size: In sequences, for scaling the learning rate.
         adapter_parameters: As for `replace_optimizer`.
-        keep_rates: Learning rates are the plugin's already.
+        keep_rates: The learning rates are already the plugin's.
     """
     if scale.lr_schedule is not None:
         schedules = ()  # the plugin's takes their place
@@ -157,9 +157,9 @@ def adapt_optimizer(
 
 
 def step_once_per_update(scheduler: Any) -> None:
-    """Let a prepared scheduler step once per optimizer step, as its length was counted.
+    """Make a prepared scheduler step once per optimizer step, the unit of its length.
 
-    Accelerate steps it once per process, because ordinary scripts count in micro-batches of one process; with
+    Accelerate steps it once per process, because ordinary scripts count micro-batches of one process; with
     `split_batches` it does not (`AcceleratedScheduler.step`, 1.15.0).
     """
     scheduler.split_batches = True

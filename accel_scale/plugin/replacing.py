@@ -1,7 +1,7 @@
-"""Another optimizer in place of a script's own, and other learning rates: everything else stays as the script has it.
+"""Replace a script's optimizer or its learning rates; everything else stays as the script has it.
 
-A schedule goes on where it is, over the new optimizer; groups keep their parameters, their keys and what was chosen
-for them, where the new optimizer has such a setting.
+A schedule continues from its position, over the new optimizer. Groups keep their parameters, their keys and the
+settings chosen for them, if the new optimizer has such a setting.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     import torch
     from torch.optim.lr_scheduler import LRScheduler
 
-# How a step is computed, not what it computes.
+# These change how a step is computed, not its result.
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
 _CARRIED_OTHERWISE = {"params", "lr", "weight_decay"}
-# Where schedules keep a value per parameter group, and which of these are learning rates (torch 2.13).
+# Attributes in which schedules keep a value per parameter group, and those that are learning rates (torch 2.13).
 _RATES = ("base_lrs", "max_lrs", "_last_lr")
 _PER_GROUP = (*_RATES, "lr_lambdas", "min_lrs", "base_momentums", "max_momentums")
 _GROUP_RATES = ("lr", "initial_lr", "max_lr", "min_lr")
@@ -37,16 +37,16 @@ def replace_optimizer(
     offload_optimizer: bool = False,
     say: Callable[[str], None] = print,
 ) -> torch.optim.Optimizer:
-    """The optimizer called `name` over the groups of `optimizer`, with the settings that were chosen for them.
+    """Create the optimizer called `name` over the groups of `optimizer`, keeping the settings chosen for them.
 
     Args:
-        schedules: What moves the learning rate of `optimizer`; moves that of the new one from now on.
-        adapter_parameters: An adapter's, which no group has: they join the first one, and what the adapter has frozen
-            leaves. Empty: each group keeps exactly its parameters.
-        say: Told in one line what the new optimizer has no setting for.
+        schedules: Schedules of `optimizer`; from now on they change the learning rate of the new one.
+        adapter_parameters: An adapter's parameters, which are in no group yet: they join the first group, and the
+            parameters that the adapter has frozen are removed. Empty: each group keeps exactly its parameters.
+        say: Prints one line about settings that the new optimizer does not have.
 
     Raises:
-        ConfigError: if the optimizer does not work here, or cannot do what the script's does.
+        ConfigError: if the optimizer does not work here, or lacks a required feature of the script's.
     """
     from accel_scale.optimization.optimizers import create_optimizer, parse_optim_args
 
@@ -92,10 +92,10 @@ def replace_optimizer(
 
 
 def _let_schedules_watch(optimizer: torch.optim.Optimizer) -> None:
-    """Let torch see the steps of an optimizer as those of one that a schedule was made for.
+    """Mark the optimizer's `step` as watched, as creating a schedule does.
 
-    At its first step a schedule looks whether its optimizer's `step` is watched, and warns where it is not. What
-    watches it is installed when a schedule is made (torch 2.13).
+    On its first step a schedule checks that its optimizer's `step` is wrapped, and warns otherwise. The wrapper is
+    installed when a schedule is created (torch 2.13).
     """
     from torch.optim.lr_scheduler import LambdaLR
 
@@ -110,20 +110,20 @@ def _trained(group: dict[str, Any]) -> list[Any]:
 
 
 def _without_settings(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """A group with its parameters, its rates, and keys that are nobody's settings: names, a schedule's own."""
+    """Return a group with its parameters, its rates, and keys that are no optimizer settings: names, a schedule's."""
     own = {key: value for key, value in group.items() if key not in optimizer.defaults}
     return {**own, "params": list(group["params"]), "lr": group["lr"], "weight_decay": group.get("weight_decay", 0.0)}
 
 
 def _chosen(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, Any]:
-    """Settings of a group that are not what its class does by default, of those that its class takes."""
+    """Settings of a group that its optimizer class accepts and that differ from the defaults of the class."""
     taken = inspect.signature(type(optimizer).__init__).parameters
     names = taken.keys() & optimizer.defaults.keys() - _CARRIED_OTHERWISE - _IMPLEMENTATION
     return {name: group[name] for name in sorted(names) if group[name] != taken[name].default}
 
 
 def _carry(key: str, value: object, group: dict[str, Any], replaced: torch.optim.Optimizer) -> dict[str, Any]:
-    """Set `key` where the new optimizer has it; returns what it has no place for."""
+    """Set `key` if the new optimizer has it; returns the setting if it does not."""
     default: Any = replaced.defaults.get(key)
     if key not in replaced.defaults or isinstance(default, (tuple, list)) != isinstance(value, (tuple, list)):
         return {key: value}
@@ -136,10 +136,10 @@ def _carry(key: str, value: object, group: dict[str, Any], replaced: torch.optim
 
 
 def schedules_of(optimizer: torch.optim.Optimizer, parts: Iterable[Any], *, place: str = "prepare") -> list[Any]:
-    """Those of `parts` that move the learning rate of `optimizer`, of whatever class.
+    """Return those of `parts`, of any class, that change the learning rate of `optimizer`.
 
     Raises:
-        ConfigError: if it has a schedule that is not among them, which would go on moving the old rates.
+        ConfigError: if its schedule is not among `parts` and would keep changing the old optimizer's rates.
     """
     found = [part for part in parts if getattr(part, "optimizer", None) is optimizer]
     if not found and any("initial_lr" in group for group in optimizer.param_groups):
@@ -154,7 +154,7 @@ def schedules_of(optimizer: torch.optim.Optimizer, parts: Iterable[Any], *, plac
 def _move_schedule(
     schedule: LRScheduler, old: torch.optim.Optimizer, new: torch.optim.Optimizer, kept: list[int]
 ) -> None:
-    """Let `schedule` move the rates of `new`, whose groups are those of `old` at `kept`, from where it is."""
+    """Move `schedule` to `new`, whose groups are those of `old` at `kept`; it continues from its position."""
     for inner in getattr(schedule, "_schedulers", ()):
         _move_schedule(inner, old, new, kept)
     schedule.optimizer = new
@@ -172,7 +172,7 @@ def _move_schedule(
 
 
 def forget_schedules(optimizer: torch.optim.Optimizer) -> None:
-    """Undo what schedules that are replaced have done: each group is at its peak again."""
+    """Undo the effect of schedules that are being replaced: each group returns to its peak."""
     for group in optimizer.param_groups:
         peak = group.pop("initial_lr", float(group["lr"]))
         _set_rate(group, "lr", group.pop("max_lr", peak))
@@ -180,7 +180,7 @@ def forget_schedules(optimizer: torch.optim.Optimizer) -> None:
 
 
 def scale_rates(optimizer: torch.optim.Optimizer, schedules: Iterable[Any], factors: Sequence[float]) -> None:
-    """Multiply each group's learning rate, and what its schedules make of it, by its factor."""
+    """Multiply each group's learning rate, and the values its schedules derive from it, by its factor."""
     for group, factor in zip(optimizer.param_groups, factors, strict=True):
         for key in _GROUP_RATES:
             if key in group:
@@ -190,7 +190,7 @@ def scale_rates(optimizer: torch.optim.Optimizer, schedules: Iterable[Any], fact
 
 
 def _set_rate(group: dict[str, Any], key: str, value: float) -> None:
-    """torchao keeps its learning rate in a tensor and steps with no other."""
+    """Set a rate in place if it is a tensor: torchao steps with the tensor it was given."""
     if hasattr(group.get(key), "fill_"):
         group[key].fill_(value)
     else:
@@ -207,7 +207,7 @@ def _scale_schedule(schedule: LRScheduler, factors: Sequence[float]) -> None:
 
 
 def set_peak(optimizer: torch.optim.Optimizer, schedules: Iterable[Any], learning_rate: float) -> None:
-    """`learning_rate` as every group's peak, under the schedules that it has."""
+    """Set every group's peak to `learning_rate`, under the existing schedules."""
     peaks = [float(group.get("max_lr", group.get("initial_lr", group["lr"]))) for group in optimizer.param_groups]
     if not all(peaks):
         raise ConfigError(
@@ -219,10 +219,10 @@ def set_peak(optimizer: torch.optim.Optimizer, schedules: Iterable[Any], learnin
 
 
 def set_weight_decay(optimizer: torch.optim.Optimizer, weight_decay: float) -> None:
-    """`weight_decay` for the groups that decay at all.
+    """Set `weight_decay` on the groups that already decay.
 
     Raises:
-        ConfigError: if none does.
+        ConfigError: if no group decays.
     """
     groups = [group for group in optimizer.param_groups if group.get("weight_decay")]
     if not groups and weight_decay:

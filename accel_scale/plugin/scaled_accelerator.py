@@ -1,4 +1,4 @@
-"""A plain Accelerate loop with a `ScalePlugin`: an `Accelerator` whose `prepare` applies it."""
+"""A `ScalePlugin` in a plain Accelerate loop: an `Accelerator` whose `prepare` applies it."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ _Part = TypeVar("_Part")
 
 
 class ScaledAccelerator(Accelerator):
-    """`Accelerator` that applies a `ScalePlugin` in `prepare` and saves atomically, see `ScalePlugin.accelerator`.
+    """`Accelerator` that applies a `ScalePlugin` in `prepare` and saves atomically; see `ScalePlugin.accelerator`.
 
     Attributes:
-        memory_recovery: That of `forward_backward`, None before its first call.
-        first_verification: What reading the first saved state back gave, None until then.
+        memory_recovery: The `MemoryRecovery` of `forward_backward`; None before its first call.
+        first_verification: Result of reading back the first saved state; None until then.
     """
 
     first_verification: VerifyResult | None = None
@@ -68,7 +68,7 @@ class ScaledAccelerator(Accelerator):
             self._clear_leftovers(self.project_dir)
 
     def _clear_leftovers(self, folder: str | Path) -> None:
-        """Remove what a killed run was saving, once for each folder of a run; collective."""
+        """Remove the unfinished saves of a killed run, once per run folder; collective."""
         run = run_of(Path(folder).absolute())
         if run not in self._cleared:
             self._cleared.add(run)
@@ -88,9 +88,9 @@ class ScaledAccelerator(Accelerator):
         *,
         loss_kind: LossKind = "sum",
     ) -> torch.Tensor:
-        """Forward and backward of one optimizer step's micro-batches, again in halves where memory runs out.
+        """Run forward and backward for one optimizer step's micro-batches; retry in halves if memory runs out.
 
-        As `MemoryRecovery.step`; the returned loss is the sum over the micro-batches. Its `backward` divides by
+        See `MemoryRecovery.step`. The returned loss is the sum over the micro-batches. Its `backward` divides by
         `gradient_accumulation_steps`.
         """
         if self.memory_recovery is None:
@@ -131,7 +131,7 @@ class ScaledAccelerator(Accelerator):
 
 
 def _verify(models: Sequence[nn.Module], staging: Path) -> VerifyResult:
-    """Read back what `Accelerator.save_state` has written of every prepared model, each under its own file names."""
+    """Read back every prepared model that `Accelerator.save_state` has written, each under its own file names."""
     results = [verify_checkpoint(models[0], staging)]
     for number, model in enumerate(models[1:], 1):
         with tempfile.TemporaryDirectory() as folder:
@@ -150,7 +150,7 @@ def _verify(models: Sequence[nn.Module], staging: Path) -> VerifyResult:
 
 
 def make_accelerator(scale: ScaleSettings, kwargs: dict[str, Any]) -> ScaledAccelerator:
-    """An `Accelerator` for `scale`; `kwargs` are the script's own.
+    """Create an `Accelerator` for `scale`; `kwargs` are the script's own.
 
     Raises:
         ConfigError: if the script's arguments and the plugin's contradict each other.
@@ -184,7 +184,7 @@ def make_accelerator(scale: ScaleSettings, kwargs: dict[str, Any]) -> ScaledAcce
 
 
 def _with_accumulation(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """`auto` in a DeepSpeed launch file means that the script decides; Accelerate 1.15 fails on the word instead."""
+    """Handle `auto` in a DeepSpeed launch file, which leaves the value to the script; Accelerate 1.15 fails on it."""
     if os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS") != "auto" or "gradient_accumulation_plugin" in kwargs:
         return kwargs
     from accelerate.utils import GradientAccumulationPlugin
@@ -200,10 +200,10 @@ def _device_type(kwargs: dict[str, Any]) -> str:
 
 
 def prepare(scale: ScaleSettings, accelerator: Accelerator, parts: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Apply `scale` to each of `parts` and let Accelerate prepare them; as many come back, in the same order.
+    """Apply `scale` to each of `parts` and let Accelerate prepare them; returns as many parts in the same order.
 
     Raises:
-        ConfigError: if something the plugin should replace was not given.
+        ConfigError: if a part that the plugin should replace was not given.
     """
     if not isinstance(accelerator, ScaledAccelerator):
         check_own_accelerator(scale, accelerator)

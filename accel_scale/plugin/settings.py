@@ -1,4 +1,4 @@
-"""The settings of a `ScalePlugin`: read, checked, and what they come to for a launch and a device."""
+"""The settings of a `ScalePlugin`: reading, checking, and resolving them for a launch and a device."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _FALSE, _TRUE = ("0", "false", "no", "off"), ("1", "true", "yes", "on")
 
 @dataclass
 class ScaleSettings:
-    """The fields of `ScalePlugin`, which documents them, checked, and what they come to."""
+    """The checked fields of `ScalePlugin`, which documents them, and the values derived from them."""
 
     precision: str | None = None
     checkpointing_policy: str | None = None
@@ -97,7 +97,7 @@ class ScaleSettings:
         if self.lr_schedule is not None:
             self.lr_schedule = schedule_name(self.lr_schedule)
             self._choose("lr_schedule", SCHEDULE_NAMES)
-        if self.attention is not None and "/" not in self.attention:  # else the name of a kernel
+        if self.attention is not None and "/" not in self.attention:  # otherwise the name of a kernel
             self._choose("attention", ATTENTION_NAMES)
         for name in ("warmup_ratio", "min_lr_ratio", "decay_ratio"):
             value = getattr(self, name)
@@ -125,7 +125,7 @@ class ScaleSettings:
             self._try_schedule()
 
     def _try_schedule(self) -> None:
-        """Refuse ratios that contradict each other, or that the schedule does not have, before anything is loaded."""
+        """Refuse ratios that contradict each other or that the schedule does not take, before anything is loaded."""
         import torch
 
         self.schedule(torch.optim.SGD([torch.zeros(1)], lr=1.0), self.num_training_steps or 1000)
@@ -147,7 +147,7 @@ class ScaleSettings:
             print(announcement, flush=True)
 
     def check_rehearsal(self, world_size: int) -> None:
-        """Refuse a launch that had fallen apart before the plugin was made."""
+        """Refuse a launch whose processes became independent before the plugin was created."""
         if world_size != self.launch.world_size:
             raise ConfigError(
                 f"this launch has {self.launch.world_size} processes, but each believes it is alone.",
@@ -156,7 +156,7 @@ class ScaleSettings:
             )
 
     def check_checkpoints(self) -> None:
-        """Refuse checkpoints that could not be resumed: FSDP2's whole ones of torchao's 8-bit states."""
+        """Refuse checkpoints that could not be resumed: FSDP2 whole-model checkpoints of torchao's 8-bit states."""
         spec = optimizer_spec(self.optimizer) if self.optimizer is not None else None
         if spec is not None and not spec.whole_checkpoints and self.launch.parallel.saves_whole_checkpoints:
             raise ConfigError(
@@ -166,7 +166,7 @@ class ScaleSettings:
             )
 
     def resolve_precision(self, device_type: str, *, trains_adapters: bool) -> Precision | None:
-        """The precision that plugin, launch and device agree on; None where the plugin leaves it to the script."""
+        """The precision that plugin, launch and device agree on; None if the plugin leaves it to the script."""
         if self.precision is None:
             return None
         from accel_scale.launching.machine import detect_device
@@ -184,19 +184,19 @@ class ScaleSettings:
         )
 
     def accumulation(self, micro_batch_size: int, world_size: int) -> int | None:
-        """Gradient accumulation steps for the global batch; None where none is asked for."""
+        """Gradient accumulation steps for the global batch; None if no global batch is set."""
         if self.global_batch_size is None:
             return None
         return derive_accumulation(self.global_batch_size, micro_batch_size, world_size)
 
     @property
     def moves_rates(self) -> bool:
-        """Whether the optimizer, or its learning rate, is another than the script's."""
+        """True if the plugin changes the optimizer or its learning rate."""
         given = {self.optimizer, self.lr_schedule, self.learning_rate, self.scale_lr_from_batch_size}
         return given != {None}
 
     def learning_rate_factor(self, global_batch_size: int) -> float:
-        """What the learning rate is multiplied by for `global_batch_size` sequences."""
+        """The factor for the learning rate at `global_batch_size` sequences."""
         return scaled_learning_rate(
             1.0,
             global_batch_size=global_batch_size,
@@ -219,7 +219,7 @@ class ScaleSettings:
         )
 
     def guard_settings(self) -> GuardSettings | None:
-        """What `GuardMixin` is given; None where nothing is guarded."""
+        """Settings for `GuardMixin`; None if the guard is not set."""
         if self.guard is None:
             return None
         from accel_scale.flags.guard_settings import GuardSettings
@@ -235,7 +235,7 @@ class ScaleSettings:
             cap_device_memory(self.device_memory, device_type=device_type, device_index=device_index)
 
     def in_words_of_fields(self) -> AbstractContextManager[None]:
-        """Let errors of what the recipes share name fields, where they name flags."""
+        """Make errors of code shared with the recipes name fields instead of flags."""
         return words_of_fields(self.field_names, place=self._place)
 
     @property

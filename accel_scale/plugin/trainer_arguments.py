@@ -1,4 +1,4 @@
-"""A script's `TrainingArguments` with a `ScalePlugin`'s settings, and derived values computed again."""
+"""Apply a `ScalePlugin` to a script's `TrainingArguments`, and recompute the values derived from them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 
 def adapt_arguments(scale: ScaleSettings, arguments: Any) -> Precision | None:
-    """What must be known before a trainer makes its `Accelerator`.
+    """Apply the settings that must be known before a trainer creates its `Accelerator`.
 
     Returns:
-        The precision that plugin, launch and device agree on; None where the plugin leaves it to the script.
+        The precision that plugin, launch and device agree on; None if the plugin leaves it to the script.
 
     Raises:
-        ConfigError: for a setting that the arguments cannot follow.
+        ConfigError: for a setting that cannot be applied to the arguments.
     """
     move_token_to_environment(arguments)
     scale.check_rehearsal(arguments.world_size)
@@ -34,7 +34,7 @@ def adapt_arguments(scale: ScaleSettings, arguments: Any) -> Precision | None:
         if arguments.deepspeed_plugin is not None:
             arguments.deepspeed_plugin.set_mixed_precision(precision.mixed_precision)
     elif arguments.deepspeed_plugin is not None:
-        # Without the plugin's word the launch's holds, as transformers has it under every other strategy.
+        # Without a plugin precision the launch's applies, as transformers does under every other strategy.
         for name in ("bf16", "fp16"):
             setattr(arguments, name, arguments.mixed_precision == name)
     if scale.policy is not None:  # ours, applied once, in place of the trainer's
@@ -49,7 +49,7 @@ def adapt_arguments(scale: ScaleSettings, arguments: Any) -> Precision | None:
         arguments.learning_rate *= scale.learning_rate_factor(
             arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
         )
-    if arguments.deepspeed:  # its "auto" entries have been filled with what the script wrote
+    if arguments.deepspeed:  # its "auto" entries have been filled with the script's values
         _read_deepspeed_again(arguments)
     return precision
 
@@ -66,11 +66,11 @@ def _set_batch(scale: ScaleSettings, arguments: Any) -> None:
 
 
 def _derive_generation_batch(arguments: Any, old_accumulation: int) -> None:
-    """What TRL's configurations for online methods derive from the batch when they are made (TRL 1.16).
+    """Recompute the values that TRL's online methods derive from the batch when their config is created (TRL 1.16).
 
-    GRPO, RLOO and their kin hold completions per generation and micro-batches that use them. Left to TRL, they follow
-    the batch; chosen by the script, as many completions are generated as before. GOLD and IW-OPD hold prompts per
-    optimizer step and rank.
+    GRPO, RLOO and similar configs hold completions per generation and micro-batches that use them. If TRL derived
+    these values, they follow the new batch; if the script set them, as many completions are generated as before. GOLD
+    and IW-OPD hold prompts per optimizer step and rank.
     """
     if getattr(arguments, "generation_batch_size", None) is None:
         return

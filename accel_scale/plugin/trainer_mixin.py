@@ -1,4 +1,4 @@
-"""accel-scale's settings inside HF `Trainer` and every TRL trainer: a mixin that applies a `ScalePlugin`."""
+"""A mixin that applies a `ScalePlugin` to the HF `Trainer` and to every TRL trainer."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ _T = TypeVar("_T")
 
 
 class ScaleTrainerMixin(LearningMixin, GuardMixin, MemoryRecoveryMixin, OutputFolderMixin, AtomicSavingMixin):
-    """Put before a trainer class: the plugin's settings, its guard, recovery when memory runs out, atomic saving, and
-    the first checkpoint read back.
+    """Mixin for a trainer class that adds the plugin's settings, its guard, recovery when memory runs out, atomic
+    saving, and verification of the first checkpoint.
 
         class ScaledSFTTrainer(ScaleTrainerMixin, SFTTrainer):
             scale = ScalePlugin(optimizer="adamw_torch_8bit", lr_schedule="wsd")
 
-    What the plugin leaves open stays with the trainer's own arguments. `ScalePlugin.trainer` makes such a class.
+    Settings that the plugin leaves open keep the trainer's own arguments. `ScalePlugin.trainer` creates such a class.
     """
 
     scale: ScaleSettings
     flag = "{}"
-    _adapter: Any = None  # the plugin's, where the trainer does not take one itself
+    _adapter: Any = None  # the plugin's, if the trainer does not apply it itself
     _scaled_optimizer: Any = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -69,7 +69,7 @@ class ScaleTrainerMixin(LearningMixin, GuardMixin, MemoryRecoveryMixin, OutputFo
                     place="ScalePlugin(adapter=)",
                     fix="remove it, or the trainer's peft_config.",
                 )
-            # The trainer then knows that the base is its reference model, and keeps no second one.
+            # The trainer then uses the base as its reference model and keeps no second copy.
             bound.arguments["peft_config"], self._adapter = self._adapter, None
         model: Any = bound.arguments.get("model")
         self._base_parameters = {id(p) for p in model.parameters()} if hasattr(model, "parameters") else set()
@@ -99,9 +99,9 @@ class ScaleTrainerMixin(LearningMixin, GuardMixin, MemoryRecoveryMixin, OutputFo
         enable_fp16_on_cpu(self.accelerator)
 
     def call_model_init(self, trial: Any = None) -> Any:
-        """A model made again for each `train` gets what the first one got."""
+        """Prepare each new model made for `train` like the first one."""
         model = super().call_model_init(trial)
-        is_ready = "accelerator" in vars(self)  # `__init__` calls this before it has one, and prepares it later
+        is_ready = "accelerator" in vars(self)  # `__init__` calls this too early, and prepares it later
         return self._prepare(model) if is_ready else model
 
     def get_train_dataloader(self) -> DataLoader[object]:
@@ -130,7 +130,7 @@ class ScaleTrainerMixin(LearningMixin, GuardMixin, MemoryRecoveryMixin, OutputFo
             )
 
     def _check_given(self) -> None:
-        """An optimizer and a schedule that the script has made, `Trainer(optimizers=…)`, are changed as in a loop."""
+        """Record the optimizer and schedule passed as `Trainer(optimizers=…)`; they are changed as in a plain loop."""
         self._given_optimizer, self._given_schedule = self.optimizer, self.lr_scheduler
         self._given_class = self.optimizer_cls_and_kwargs
         if self._given_optimizer is not None and self.scale.adapter is not None and self.scale.optimizer is None:
@@ -141,14 +141,14 @@ class ScaleTrainerMixin(LearningMixin, GuardMixin, MemoryRecoveryMixin, OutputFo
             )
 
     def create_optimizer(self, *args: object, **kwargs: object) -> Any:
-        """The plugin's optimizer over the groups of the script's own, or over the trainer's."""
+        """Create the plugin's optimizer over the groups of the script's optimizer, or over the trainer's."""
         with self.scale.in_words_of_fields():
             return self._create_optimizer(*args, **kwargs)
 
     def _create_optimizer(self, *args: object, **kwargs: object) -> Any:
         scale = self.scale
         if self.optimizer is None and self._given_optimizer is not None:
-            self.optimizer = self._given_optimizer  # DeepSpeed's start has dropped it
+            self.optimizer = self._given_optimizer  # dropped when DeepSpeed started
         if type(self.optimizer).__name__ == "DummyOptim" and scale.moves_rates:
             raise ConfigError(
                 "DeepSpeed's configuration has an optimizer, and the plugin changes it.",
@@ -190,10 +190,10 @@ class ScaleTrainerMixin(LearningMixin, GuardMixin, MemoryRecoveryMixin, OutputFo
         )
 
     def _adapt(self, optimizer: Optimizer, *, is_given: bool) -> Any:
-        """The plugin's settings on an optimizer that the script, or its trainer class, has made.
+        """Apply the plugin's settings to an optimizer created by the script or its trainer class.
 
         Args:
-            is_given: It was made without the trainer's arguments, which have the plugin's learning rate by now.
+            is_given: True if created without the trainer's arguments, which already hold the plugin's learning rate.
         """
         if not self.scale.moves_rates and self.scale.weight_decay is None:
             return optimizer
@@ -222,10 +222,10 @@ class ScaleTrainerMixin(LearningMixin, GuardMixin, MemoryRecoveryMixin, OutputFo
         return self.args.gradient_accumulation_steps * self.args.world_size
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """The plugin's schedule over the steps that will really be taken."""
+        """Create the plugin's schedule over the steps that will actually be taken."""
         scale = self.scale
         if self.lr_scheduler is None and scale.lr_schedule is None:
-            self.lr_scheduler = self._given_schedule  # DeepSpeed's start has dropped it
+            self.lr_scheduler = self._given_schedule  # dropped when DeepSpeed started
         if scale.lr_schedule is None or self.lr_scheduler not in (None, self._given_schedule):
             return super().create_scheduler(num_training_steps, optimizer)
         if scale.num_training_steps not in (None, num_training_steps):
@@ -242,7 +242,7 @@ class ScaleTrainerMixin(LearningMixin, GuardMixin, MemoryRecoveryMixin, OutputFo
 
 
 def scaled_trainer_class(trainer_class: type[_T], scale: ScaleSettings) -> type[_T]:
-    """`trainer_class` with `scale` applied: another class of the same name, for any HF or TRL trainer."""
+    """Return `trainer_class` with `scale` applied: a new class of the same name, for any HF or TRL trainer."""
     if not issubclass(trainer_class, Trainer):
         raise ConfigError(
             f"{trainer_class.__name__} is not a trainer of transformers or TRL.",

@@ -1,4 +1,4 @@
-"""An `Accelerator` for a plain loop that knows its batch sizes before there is a data loader."""
+"""An `Accelerator` for a plain loop that knows its batch sizes before it has a data loader."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from accel_scale.flags.pretraining import PretrainArguments
     from accel_scale.settings.resolved import Resolved
 
-_PLAIN = (int, float, str, bool)  # what trackers take as settings
+_PLAIN = (int, float, str, bool)  # types that trackers accept as settings
 
 
 def plain_accelerator(
@@ -28,17 +28,17 @@ def plain_accelerator(
     ranks_share_model: bool = False,
     program: str = "pretrain.py",
 ) -> Accelerator:
-    """Accelerate for this launch. DeepSpeed is told the micro-batch, accumulation and clipping that the loop uses.
+    """Create the launch's `Accelerator`; DeepSpeed gets the micro-batch, accumulation and clipping of the loop.
 
     Args:
-        args: How long and how to train, what DDP sends, and the trackers.
-        settings: Precision and accumulation are read.
-        compile_layers: Compile each of the model's layers when it is prepared.
-        ranks_share_model: `parallelize` will shard the model, and the launch file's FSDP must leave it alone.
-        program: Begins the line that says which rank was missing.
+        args: Length of the run, training settings, DDP's communication, and the trackers.
+        settings: Supplies precision and accumulation.
+        compile_layers: Compile each of the model's layers when the model is prepared.
+        ranks_share_model: `parallelize` will shard the model, so the launch file's FSDP must not.
+        program: Start of the line that names a missing rank.
 
     Raises:
-        ConfigError: for a DeepSpeed file that contradicts the flags.
+        ConfigError: if a DeepSpeed file contradicts the flags.
     """
     from accelerate import Accelerator
     from accelerate.utils import (
@@ -65,7 +65,7 @@ def plain_accelerator(
         num_steps=settings.accumulation, sync_with_dataloader=False, sync_each_batch=args.sync_each_batch
     )
     handler = InitProcessGroupKwargs(timeout=backend_timeout(args.collective_timeout))
-    # Functions that say the same whenever they are called, in layers that are compiled.
+    # Functions with constant results, in layers that are compiled.
     warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`")
     accelerator = Accelerator(
         mixed_precision=settings.precision.mixed_precision,
@@ -88,7 +88,7 @@ def plain_accelerator(
 
 
 def start_trackers(accelerator: Accelerator, args: PretrainArguments, values: Mapping[str, object]) -> None:
-    """Start the trackers of ``--report_to`` with the run's settings; without one, nothing happens.
+    """Start the trackers of ``--report_to`` with the run's settings; does nothing without trackers.
 
     Args:
         values: Flag → value; credentials are left out.

@@ -1,4 +1,4 @@
-"""Compiled layers where they pay: a long run on a CPU tries them after its first steps, and keeps them if faster."""
+"""Compiled layers if they pay: a long run on a CPU tries them after its first steps, and keeps them if faster."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ if TYPE_CHECKING:
 
     from accel_scale.pretraining.run import Run
 
-# Compiling takes about a minute of two cores: what is over sooner does not get it back.
+# Compiling takes about a minute on two cores: a shorter run does not regain it.
 LONG_RUN_SECONDS = 900.0
-# A tenth is more than the noise of a few steps on a machine that is shared.
+# A tenth exceeds the noise of a few steps on a shared machine.
 WORTH = 0.9
 _TIMED = 5
-_SETTLING = {"eager": 1, "trial": 5}  # steps that pay for allocation, or for compiling
+_SETTLING = {"eager": 1, "trial": 5}  # steps with the cost of allocation, or of compiling
 
 OPEN, TRIAL, KEPT, LEFT = "open", "trial", "kept", "left"
 
 
 class CompileTrial:
-    """Decides for one run. Tell it of every step that was taken; all processes decide alike, by rank 0's clock.
+    """Decides for one run. Report every step taken to it; all processes decide alike, by rank 0's clock.
 
-    A run that goes on keeps what was decided before: its figures are those of the run that nobody disturbed.
+    A resumed run keeps the earlier decision, so that its figures equal those of an uninterrupted run.
 
     Args:
-        model: Prepared; its layers are compiled in place.
+        model: The prepared model; its layers are compiled in place.
         say: Prints one line on one process.
         can_try: False leaves the layers as they are.
-        state: Kept with every checkpoint: what was decided. Empty for a run that begins.
-        long_run_seconds: The time that must be left for a trial.
+        state: The decision, stored in every checkpoint. Empty for a new run.
+        long_run_seconds: Remaining time needed for a trial.
     """
 
     def __init__(
@@ -57,9 +57,9 @@ class CompileTrial:
 
     @classmethod
     def of(cls, run: Run) -> CompileTrial:
-        """For a run of the recipe. It may try where nobody has decided, on a CPU whose rank holds the whole model.
+        """Create from a run of the recipe; a trial needs an open flag, a CPU, and the whole model on each rank.
 
-        Isolated documents give every row another mask, for which layers would be compiled again and again.
+        Isolated documents give every row another mask, for which layers would be recompiled again and again.
         """
         is_whole = run.parallel is None and not run.launch.parallel.kind.shards_states
         is_open = run.model_args.torch_compile is None and not run.data_args.isolate_documents
@@ -69,21 +69,21 @@ class CompileTrial:
 
     @property
     def phase(self) -> str:
-        """Undecided, on trial, kept or left."""
+        """One of open, trial, kept and left."""
         return str(self._state["phase"])
 
     def _enter(self, phase: str) -> None:
         self._state["phase"] = phase
 
     def close(self) -> None:
-        """Call after the last step: text of growing length would be compiled for every length."""
+        """Call after the last step: text of growing length would be recompiled for every length."""
         if self.phase in (TRIAL, KEPT):
             import torch
 
             torch.compiler.set_stance("force_eager")
 
     def stepped(self, seconds: float, steps_left: int, *, taken: bool) -> None:
-        """Call after a step that took `seconds`, waiting for data included; one that was not taken does not count."""
+        """Call after a step that took `seconds`, including waiting for data; a step not taken does not count."""
         if not taken or self.phase not in (OPEN, TRIAL):
             return
         self._seconds.append(seconds)
@@ -124,11 +124,11 @@ class CompileTrial:
 
     @staticmethod
     def _compiler_works() -> bool:
-        """Whether every process can compile: it takes a C++ compiler, which not every machine has."""
+        """True if every process can compile: that needs a C++ compiler, which not every machine has."""
         import torch
 
         try:
             torch.compile(lambda x: x * 2 + 1)(torch.ones(64))
-        except Exception:  # whatever is missing, the run goes on without
+        except Exception:  # whatever is missing, the run continues without compiling
             return all(gather_values(False))
         return all(gather_values(True))

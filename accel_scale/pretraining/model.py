@@ -29,15 +29,15 @@ TOKENIZER_FOLDER = "tokenizer"
 def run_tokenizer(
     model_args: PretrainModelArguments, data_args: PretrainDataArguments, output_dir: str, *, default: str
 ) -> PreTrainedTokenizerBase:
-    """The run's tokenizer. One that is made from the data is kept in the output folder, and found there afterwards.
+    """The run's tokenizer. One created from the data is stored in the output folder and reused from there.
 
     Args:
         model_args, data_args: The recipe's flags.
-        output_dir: Of the run.
+        output_dir: Folder of the run.
         default: Folder of the embedded tokenizer, for the embedded model.
 
     Raises:
-        ConfigError: if there is none, or a kept one is not the one that is asked for.
+        ConfigError: if there is no tokenizer, or the stored one is not the requested one.
     """
     from accel_scale.data.pretraining.sampling import sample_texts
     from accel_scale.data.pretraining.tokenizers import load_pretraining_tokenizer, train_tokenizer
@@ -90,7 +90,7 @@ def _folder_of(config: str) -> Path:
 
 
 def open_data(data_args: PretrainDataArguments, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> PretrainingData:
-    """The run's text, as the flags say."""
+    """Open the run's text according to the flags."""
     from accel_scale.data.pretraining.opening import open_pretraining_data
 
     return open_pretraining_data(
@@ -113,12 +113,12 @@ def run_config(
     *,
     dropout: float | None = None,
 ) -> PreTrainedConfig:
-    """The model's configuration: of a model, of a config.json, of a size, or of the embedded model.
+    """The model's configuration: from a model, a config.json, a size, or the embedded model.
 
-    `dropout` goes wherever the model has one; None leaves it as it is.
+    `dropout` is set wherever the model has a dropout; None leaves it as it is.
 
     Raises:
-        ConfigError: if it cannot be read, or does not go with rows of `max_length` tokens.
+        ConfigError: if it cannot be read, or does not support rows of `max_length` tokens.
     """
     from accel_scale.data.default import default_model_path
     from accel_scale.modeling.files import check_model_files, check_row_length
@@ -160,7 +160,7 @@ def build_model(
     launch: LaunchEnvironment,
     layout: ParallelLayout,
 ) -> PreTrainedModel:
-    """The model on the host, its weights loaded or drawn from `seed`; once per server where its ranks share it."""
+    """The model on the host, its weights loaded or drawn from `seed`; built once per server if ranks share it."""
 
     def build() -> PreTrainedModel:
         return _own_model(model_args, config, precision, attention, seed=seed, launch=launch)
@@ -192,10 +192,10 @@ def _own_model(
     seed: int,
     launch: LaunchEnvironment,
 ) -> PreTrainedModel:
-    """The model on this rank's host.
+    """Build the model on this rank's host.
 
-    Under ZeRO-3 weights that are loaded are partitioned as they come. Weights that are drawn are drawn whole where the
-    host has room for that on each of its ranks, so that every strategy begins with the same ones.
+    Under ZeRO-3 loaded weights are partitioned as they arrive. Random weights are drawn whole if the host has room for
+    them on each of its ranks, so that every strategy starts with the same weights.
     """
     from transformers import set_seed
 
@@ -208,7 +208,7 @@ def _own_model(
         context = plain_loading() if fits else contextlib.nullcontext()
         with context:
             return model_from_nothing(config, dtype=dtype, attention=attention, seed=seed)
-    set_seed(seed)  # of adapters and dropout
+    set_seed(seed)  # for adapters and dropout
     return load_model(
         model_args.model_name_or_path,
         dtype=dtype,
@@ -222,7 +222,7 @@ def _own_model(
 def num_workers(
     data_args: PretrainDataArguments, launch: LaunchEnvironment, *, device_type: str, embedded: bool
 ) -> int:
-    """Worker processes of each rank's loader: as given, else from the cores."""
+    """Number of worker processes of each rank's loader: as set, or derived from the cores."""
     from accel_scale.data.loaders import loader_settings
 
     if data_args.dataloader_num_workers is not None:
@@ -233,7 +233,7 @@ def num_workers(
 
 
 def open_batches(run: Run, position: Mapping[str, object] | None) -> None:
-    """The endless batches from a position on, and the held-out rows."""
+    """Open the endless batches, starting from `position`, and the held-out rows."""
     rank = {"rank": run.layout.data_rank(run.launch.rank), "world_size": run.layout.data_ranks}
     device_type, micro = run.accelerator.device.type, run.args.per_device_train_batch_size
     run.batches = run.data.train_loader(

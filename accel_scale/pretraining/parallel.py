@@ -1,4 +1,4 @@
-"""Model parallelism in the pretraining recipe: what is refused, and how the model is split and saved."""
+"""Model parallelism in the pretraining recipe: checks, splitting and saving the model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check_layout(
     model_config: PreTrainedConfig,
     attention: str,
 ) -> None:
-    """Refuse what this model, or these flags, cannot do in the run's layout; before anything is loaded.
+    """Refuse what this model or these flags do not support in the run's layout, before anything is loaded.
 
     Raises:
         ConfigError: for the first contradiction.
@@ -81,14 +81,14 @@ def check_layout(
 
 
 def pipeline_settings(parallel_args: ParallelArguments) -> PipelineSettings:
-    """The flags of a pipeline as `PipelineSettings`."""
+    """Convert the pipeline flags into `PipelineSettings`."""
     from accel_scale.parallel.pipelines.pipeline import PipelineSettings
 
     return PipelineSettings(parallel_args.pp_schedule or "1f1b", stages_per_rank(parallel_args))
 
 
 def planned_sharing(layout: ParallelLayout, parallel_args: ParallelArguments) -> SharedModel:
-    """How ranks share the model, as the planner counts it."""
+    """How ranks share the model, in the form that the planner uses."""
     pipeline = pipeline_settings(parallel_args)
     return SharedModel(layout, pipeline.schedule, pipeline.stages_per_rank)
 
@@ -101,7 +101,7 @@ def share_model(
     parallel_args: ParallelArguments,
     launch: LaunchEnvironment,
 ) -> ModelParallel | None:
-    """The model split as the run's layout says; None where ranks do not share it."""
+    """Split the model according to the run's layout; None if ranks do not share it."""
     from accel_scale.launching.strategy import is_true
 
     if layout.is_plain:
@@ -127,7 +127,7 @@ def prepare_all(
     optimizer: Optimizer,
     schedule: LRScheduler,
 ) -> tuple[nn.Module, AcceleratedOptimizer, AcceleratedScheduler]:
-    """What the loop trains with. Accelerate wraps a model that ranks do not share; one that they do is ready."""
+    """Prepare model, optimizer and schedule. Accelerate wraps a model unless ranks share it; then it is ready."""
     if parallel is None:
         wrapped, stepped, scheduled = accelerator.prepare(model, optimizer, schedule)
         return wrapped, stepped, scheduled
@@ -146,7 +146,7 @@ def save_model_of(
     *,
     method: str,
 ) -> VerifyResult | None:
-    """The final folder, which plain `from_pretrained` loads, read back once; see `save_final`."""
+    """Write the final folder, which plain `from_pretrained` loads, and read it back once; see `save_final`."""
     from accel_scale.training.saving.final_model import save_final
 
     if parallel is not None and method == "full":

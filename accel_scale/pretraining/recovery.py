@@ -1,4 +1,4 @@
-"""Out of memory in a pretraining step: what `MemoryRecovery` needs to know of the run."""
+"""Out of memory in a pretraining step: `MemoryRecovery` set up for a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from accel_scale.training.resilience.memory_recovery import MemoryRecovery
 
 
 def memory_recovery(run: Run, step: GuardedStep, report: PretrainReport, *, program: str) -> MemoryRecovery:
-    """A step that runs out of memory is taken again in smaller passes; where that cannot be, all ranks stop."""
+    """Repeat a step that runs out of memory in smaller passes; if that is impossible, stop all ranks."""
     rows = run.args.per_device_train_batch_size
 
     def advice(level: int) -> str:
@@ -28,7 +28,7 @@ def memory_recovery(run: Run, step: GuardedStep, report: PretrainReport, *, prog
             run.accelerator.unwrap_model(run.model, keep_torch_compile=False),
             run.settings,
             run.course.settings,
-            use_reentrant=False,  # which ZeRO-3 needs under adapters, where no step is taken again
+            use_reentrant=False,  # ZeRO-3 needs it under adapters, but no step is repeated there
         ),
         on_discard=step.discard,
         on_out_of_memory=lambda number: run.memory_summary.write(f"out-of-memory-step-{number}"),
@@ -40,7 +40,7 @@ def memory_recovery(run: Run, step: GuardedStep, report: PretrainReport, *, prog
 
 
 def _obstacle(run: Run) -> str | None:
-    """Why a step of `run` cannot be taken again in parts; None if it can."""
+    """Why a step of `run` cannot be repeated in parts; None if it can."""
     if steps_in_backward(run.args.optim):
         return f"{run.args.optim} has already changed weights in the backward pass"
     if run.parallel is not None:

@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 
 class PretrainReport:
-    """Follows one run.
+    """Reports on one run.
 
     Args:
-        run: What is trained, and where it is.
-        metrics: Where every logged figure goes.
-        meter: Told by the loop when a step begins, has its data and ends.
+        run: The run and its position in training.
+        metrics: Log for every figure.
+        meter: Told by the loop when a step begins, has its data, and ends.
         started: `time.perf_counter()` at the program's start.
     """
 
@@ -55,9 +55,9 @@ class PretrainReport:
         self._lines: StepLines | None = None
 
     def counters(self) -> dict[str, float]:
-        """What all starts of the run have counted beside its tokens, JSON-able, kept with every checkpoint."""
+        """Counts over all starts of the run besides its tokens, as JSON, stored in every checkpoint."""
         counted = asdict(self._counted)
-        del counted["tokens"]  # the run's own, which a rollback takes back
+        del counted["tokens"]  # the run counts its own, which a rollback resets
         return {**counted, "skipped_steps": self.num_skipped}
 
     @property
@@ -67,7 +67,7 @@ class PretrainReport:
     # ── Start ──
 
     def start(self) -> None:
-        """The table before the first step, trackers and the progress bar."""
+        """Print the table before the first step; start the trackers and the progress bar."""
         from accel_scale.measuring.peak_flops import model_flops, peak_flops
         from accel_scale.pretraining.accelerator import start_trackers
         from accel_scale.reporting.run_starts import write_start
@@ -140,13 +140,13 @@ class PretrainReport:
     # ── Steps ──
 
     def watched_steps(self) -> AbstractContextManager[StepProfiler]:
-        """Around all steps: what ``--profile_steps`` and ``--memory_summary`` ask for."""
+        """Wrap all steps for ``--profile_steps`` and ``--memory_summary``."""
         from accel_scale.verifying.memory_summary import watched_steps
 
         return watched_steps(self.run.args, self.run.args.output_dir, self.run.memory_summary)
 
     def stepped(self, outcome: StepOutcome, learning_rate: float, *, tokens: int, row_ids: list[list[str]]) -> None:
-        """Count one step that was judged; log it when it is time, or when it was not simply taken."""
+        """Count one judged step; log it if logging is due or the step was not simply taken."""
         run = self.run
         self.num_skipped += not outcome.taken
         if outcome.taken:
@@ -190,7 +190,7 @@ class PretrainReport:
 
     @property
     def _something_follows(self) -> bool:
-        """Whether something else than the next step comes after this one."""
+        """True if something other than the next step follows."""
         length = self.run.length
         due = any(every and self.run.step % every == 0 for every in (length.eval_steps, length.save_steps))
         return due or self._is_log_point
@@ -208,11 +208,11 @@ class PretrainReport:
 
     @property
     def last_loss(self) -> float | None:
-        """Of the last step that was logged."""
+        """Loss of the last logged step."""
         return self.losses[-1] if self.losses else None
 
     def rolled_back(self) -> None:
-        """Drop what was logged after the step that the run has gone back to."""
+        """Drop what was logged after the step that the run has rolled back to."""
         from accel_scale.reporting.metrics_log import MetricsLog
 
         self.metrics.close()
@@ -220,12 +220,12 @@ class PretrainReport:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of all ranks, without padding; `None` before the second step."""
+        """Rate over all ranks, without padding; `None` before the second step."""
         return self.meter.tokens_per_second
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOP/s ÷ what the devices could do."""
+        """Model FLOP/s ÷ peak FLOP/s of the devices."""
         return self._mfu_at(speed) if (speed := self.tokens_per_second) else None
 
     def _mfu_at(self, tokens_per_second: float) -> float:
@@ -234,7 +234,7 @@ class PretrainReport:
     # ── End ──
 
     def end(self, verified: VerifyResult | None, why_stopped: str | None, plan: dict[str, Any]) -> dict[str, object]:
-        """The table after the last step, and ``run_summary.json`` beside the model."""
+        """Print the table after the last step, and write ``run_summary.json`` beside the model."""
         from accel_scale.report_page.leaving import PAGE_NAME, leave_stopped
         from accel_scale.reporting.model_card import write_card
         from accel_scale.reporting.run_tables import data_bound_advice
@@ -274,7 +274,7 @@ class PretrainReport:
         }
         path = write_summary(args.output_dir, summary)
         write_card(path)
-        if why_stopped == "a signal":  # the launcher ends this rank as soon as another has left
+        if why_stopped == "a signal":  # the launcher ends this rank as soon as another one has left
             leave_stopped(args.output_dir)
         print_table("done", {**self._end_rows(summary), "saved": f"{args.output_dir} (with {path.name}, {PAGE_NAME})"})
         if plan:
@@ -301,7 +301,7 @@ class PretrainReport:
 
 
 def rows_checksum(row_ids: list[list[str]]) -> int:
-    """CRC-32 of the global batch's row ids, whichever ranks hold them; collective."""
+    """CRC-32 of the global batch's row ids, independent of the ranks that hold them; collective."""
     from accelerate.utils import gather_object
 
     names = sorted(gather_object([name for batch in row_ids for name in batch]))

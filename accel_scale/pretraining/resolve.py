@@ -1,4 +1,4 @@
-"""The pretraining recipe's flags, resolved: contradictions refused, lengths in steps, derived defaults."""
+"""Resolve the pretraining recipe's flags: refuse contradictions, convert lengths into steps, derive defaults."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _PARTS_OF_A_RUN = 10
 
 @dataclass(frozen=True)
 class RunLength:
-    """How long to train.
+    """Length of the training.
 
     Attributes:
-        num_steps: Optimizer steps, those of a trunk included.
-        first_step: Where the schedule's branch leaves its trunk; 0 without one.
-        eval_steps, save_steps: Steps between validations and checkpoints; 0: only the last, and none.
-        seconds: Wall time after which to save and stop; None: no limit.
+        num_steps: Optimizer steps, including those of a trunk.
+        first_step: Step at which the schedule's branch leaves its trunk; 0 without one.
+        eval_steps, save_steps: Steps between validations and checkpoints; 0 for only the last, and none.
+        seconds: Wall time after which to save and stop; None for no limit.
     """
 
     num_steps: int
@@ -48,7 +48,7 @@ class RunLength:
     seconds: float | None
 
     def reason_to_stop(self, manager: CheckpointManager, started: float) -> str | None:
-        """A signal on any rank, or the time limit by rank 0's clock; the same answer on all of them."""
+        """A signal on any rank, or the time limit by rank 0's clock; the same answer on all ranks."""
         from accel_scale.modeling.gathering import broadcast_from_main
 
         if manager.should_stop():
@@ -59,10 +59,10 @@ class RunLength:
 
 
 def refuse_contradictions(parsed: ParsedFlags) -> None:
-    """Flags that cannot both be honoured, each with the place of one and the fix.
+    """Refuse flags that cannot both be honoured, naming one of them and the fix.
 
     Raises:
-        ConfigError: for the first that is found.
+        ConfigError: for the first contradiction found.
     """
     given = parsed.explicit
     sources = [name for name in _SOURCES if given.get(name)]
@@ -139,12 +139,12 @@ def _refuse_branches(parsed: ParsedFlags) -> None:
 
 
 def run_length(settings: Resolved, *, trunk_step: int | None, num_params: int) -> RunLength:
-    """Steps, and those between validations and checkpoints.
+    """Compute the number of steps, and the steps between validations and checkpoints.
 
     Args:
         settings: The recipe's flags.
         trunk_step: The step of ``--decay_from``'s checkpoint; None without one.
-        num_params: For the advice where no length is given.
+        num_params: For the advice if no length is given.
 
     Raises:
         ConfigError: if no length is given.
@@ -186,7 +186,7 @@ def run_length(settings: Resolved, *, trunk_step: int | None, num_params: int) -
 
 
 def schedule_settings(settings: Resolved, length: RunLength) -> ScheduleSettings:
-    """Keyword arguments of `create_schedule`: a branch decays over its own steps alone."""
+    """Keyword arguments of `create_schedule`; a branch decays over its own steps only."""
     scale, values = settings.scale, settings.values
     is_branch = bool(length.first_step or values.get("decay_from"))
     rates: ScheduleSettings = {
@@ -209,7 +209,7 @@ def schedule_settings(settings: Resolved, length: RunLength) -> ScheduleSettings
 
 
 class ParameterGroup(TypedDict):
-    """Of an optimizer."""
+    """A parameter group of an optimizer."""
 
     params: list[torch.nn.Parameter]
     weight_decay: float
@@ -218,7 +218,7 @@ class ParameterGroup(TypedDict):
 def decay_groups(model: torch.nn.Module, weight_decay: float) -> list[ParameterGroup]:
     """Parameter groups: matrices decay; norms, biases and embeddings do not.
 
-    Whole shapes count, so call it before the model is sharded; under ZeRO-3 its own record of them is used.
+    It needs whole shapes, so call it before the model is sharded; under ZeRO-3 DeepSpeed's record of them is used.
     """
     from accel_scale.modeling.gathering import whole_shape
 
@@ -240,10 +240,10 @@ def decay_groups(model: torch.nn.Module, weight_decay: float) -> list[ParameterG
 def make_optimizer(
     model: torch.nn.Module | ModelParallel, settings: Resolved, launch: LaunchEnvironment
 ) -> torch.optim.Optimizer:
-    """The optimizer of the flags over `decay_groups`.
+    """The optimizer chosen by the flags, over `decay_groups`.
 
     Args:
-        model: Before it is sharded; or a `ModelParallel`, whose weights are.
+        model: The model before it is sharded, or a `ModelParallel`, whose weights already are.
         settings: The recipe's flags.
         launch: How the process was launched.
     """

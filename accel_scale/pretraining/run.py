@@ -1,4 +1,4 @@
-"""A pretraining run: its decisions, what it has loaded, and its position in training."""
+"""A pretraining run: its decisions, its loaded parts, and its position in training."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ if TYPE_CHECKING:
 
 @dataclass
 class Run(RecipeRun):
-    """One run. What is loaded later has no value before that: reading it too early is an AttributeError.
+    """One run. Attributes loaded later have no value before that: reading one too early is an AttributeError.
 
     Attributes:
-        layout: What each rank does.
-        embedded: Whether it trains on the embedded text.
-        course: Whether the run begins, goes on or is finished.
-        parallel: The parts of a model that ranks share; None where each holds all of it or Accelerate shards it.
-        router: The auxiliary loss of a mixture of experts, where the configuration asks for it.
+        layout: The role of each rank.
+        embedded: True if it trains on the embedded text.
+        course: Whether the run starts, resumes or is finished.
+        parallel: The parts of a model that ranks share; None if each rank holds it whole or Accelerate shards it.
+        router: The auxiliary loss of a mixture of experts, if the configuration asks for it.
         step: Optimizer steps taken.
-        drawn: Batches taken from the data: more than steps once the guard has skipped some.
-        avoided: Batches to go around after a rollback.
-        tokens: Trained on.
-        counted: What earlier starts have counted, for the report.
-        compiling: What was decided about compiled layers.
+        drawn: Batches drawn from the data; more than `step` once the guard has skipped some.
+        avoided: Batches to leave out after a rollback.
+        tokens: Tokens trained on.
+        counted: Counts of earlier starts, for the report.
+        compiling: The decision about compiled layers.
     """
 
     model_args: PretrainModelArguments
@@ -72,7 +72,7 @@ class Run(RecipeRun):
     attention: str = field(init=False)
     plan: RunPlan | None = field(init=False)
     length: RunLength = field(init=False)
-    parameters: tuple[int, int] = field(init=False)  # all, trained ones
+    parameters: tuple[int, int] = field(init=False)  # all, trained
     parallel: ModelParallel | None = field(init=False)
     router: RouterLoss | None = field(init=False)
     model: nn.Module = field(init=False)
@@ -91,12 +91,12 @@ class Run(RecipeRun):
 
     @property
     def learning_rate(self) -> float:
-        """Of the next step, unless the guard lowers it."""
+        """Learning rate of the next step, unless the guard lowers it."""
         return float(self.schedule.get_last_lr()[0])
 
     @property
     def memory_summary(self) -> MemorySummary:
-        """Writes what lies in this rank's memory into the output folder."""
+        """Writes a summary of this rank's memory into the output folder."""
         from accel_scale.verifying.memory_summary import MemorySummary
 
         return MemorySummary(
@@ -108,24 +108,24 @@ class Run(RecipeRun):
 
     @property
     def micro_batches(self) -> tuple[int, int]:
-        """Rows of one, and how many of them this rank takes per optimizer step."""
+        """Rows of a micro-batch, and number of micro-batches of this rank per optimizer step."""
         rows = self.args.per_device_train_batch_size
         return rows, self.settings.global_batch_size // (rows * self.layout.data_ranks)
 
     def on_device(self, rows: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """The tensors of a micro-batch where the model is; this rank's part of them where ranks share rows."""
+        """Move a micro-batch's tensors to the model's device; if ranks share rows, only this rank's part of them."""
         device = self.accelerator.device
         moved = {name: held.to(device, non_blocking=True) for name, held in rows.items() if hasattr(held, "to")}
         return self.parallel.local(moved) if self.parallel else moved
 
     def facts(self, rows: Mapping[str, torch.Tensor]) -> RowFacts | None:
-        """What the host knows of a micro-batch; of parts of rows nothing."""
+        """Facts about a micro-batch known on the host; None for parts of rows."""
         from accel_scale.modeling.packing.row_facts import RowFacts
 
         return None if self.parallel else RowFacts(rows)
 
     def sample(self) -> str:
-        """What the model writes after ``--sample_prompt`` or the beginning of the held-out text."""
+        """Generate text after ``--sample_prompt`` or the beginning of the held-out text."""
         from accel_scale.training.evaluation.validation import beginning_of, sample_text
 
         prompt = self.args.sample_prompt or beginning_of(self.held_out, self.tokenizer)

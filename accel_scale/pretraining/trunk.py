@@ -12,7 +12,7 @@ _STABLE_SCHEDULES = ("warmup_stable_decay", "constant", "constant_with_warmup")
 
 
 class ScheduleRecord(TypedDict, total=False):
-    """What a branch must know of its trunk's schedule; kept in every checkpoint."""
+    """Facts about a trunk's schedule that a branch needs; stored in every checkpoint."""
 
     name: str
     warmup_steps: int
@@ -35,7 +35,7 @@ class ScheduleSettings(_Named, total=False):
 
 
 def schedule_record(schedule: ScheduleSettings) -> ScheduleRecord:
-    """What a branch must know of its trunk's schedule, for the checkpoint."""
+    """The record of a schedule for the checkpoint, needed by branches."""
     total = schedule["num_training_steps"]
     warmup = warmup_step_count(
         total, warmup_steps=schedule.get("warmup_steps", 0), warmup_ratio=schedule.get("warmup_ratio")
@@ -48,7 +48,7 @@ def trunk_step(folder: str | None, *, place: str = "--decay_from") -> int | None
     """The step of a trunk's checkpoint; None without one.
 
     Raises:
-        ConfigError: if it is no checkpoint of this recipe, or not in a stable phase.
+        ConfigError: if it is not a checkpoint of this recipe, or not in a stable phase.
     """
     if not folder:
         return None
@@ -69,7 +69,7 @@ def trunk_step(folder: str | None, *, place: str = "--decay_from") -> int | None
 
 
 def check_trunk(record: ScheduleRecord, step: int, *, place: str) -> None:
-    """Refuse to branch off where the learning rate is not at its peak.
+    """Refuse to branch off if the learning rate is not at its peak.
 
     Raises:
         ConfigError: for a schedule without a stable phase, or a step outside of it.

@@ -1,1 +1,1 @@
-"""What a recipe says about itself in `RECIPE`, from which the commands work."""
+"""The `RECIPE` declarations of recipes, on which the commands are based."""

@@ -1,4 +1,4 @@
-"""Find the recipe that a script declares: `RECIPE` at its top level, in any file, inside or outside of the package."""
+"""Finds the recipe that a script declares as `RECIPE` at its top level, inside or outside the package."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ HOW_TO_DECLARE = "assign an accel_scale.RecipeSpec to RECIPE at its top level, w
 
 @dataclass(frozen=True)
 class Recipe:
-    """A script with what it declares.
+    """A script and its declaration.
 
     Attributes:
         path: The script.
         spec: Its `RECIPE`.
-        parser: Of its flags.
+        parser: Parser of its flags.
     """
 
     path: Path
@@ -37,7 +37,7 @@ class Recipe:
 
     @property
     def program(self) -> str:
-        """Its name in messages."""
+        """The recipe's name in messages."""
         return self.spec.name_of(self.path)
 
     @property
@@ -47,36 +47,36 @@ class Recipe:
 
     @property
     def stem(self) -> str:
-        """The script's name without its ending: ``sft``."""
+        """The script's name without its extension: ``sft``."""
         return self.path.stem
 
     @property
     def planned(self) -> PlannedRecipe:
-        """What the planner must know, with the script as it was named and the flags that it has."""
+        """The planner's description of the recipe, with the script's path and its flags."""
         names = frozenset(action.dest for action in self.parser._actions)
         return replace(self.spec.plan, script=str(self.path), flags=self.spec.plan.flags or names)
 
     def parse(self, words: Sequence[str]) -> ParsedFlags:
-        """Its flags on a command line.
+        """Parse the recipe's flags from a command line.
 
         Raises:
-            ConfigError: an unknown flag, a wrong type, a bad choice.
+            ConfigError: for an unknown flag, a wrong type, or a bad choice.
         """
         return parse_flags(self.classes, words, program=self.program)
 
     def default(self, flag: str) -> Any:
-        """What `flag` is where nobody sets it."""
+        """The default of `flag`."""
         return plain(self.parser.get_default(flag))
 
     def has(self, flag: str) -> bool:
-        """Whether the recipe has `flag`."""
+        """True if the recipe has `flag`."""
         return any(f"--{flag}" in action.option_strings for action in self.parser._actions)
 
     def require(self, flags: Iterable[str], purpose: str) -> None:
-        """Refuse a recipe that lacks one of `flags`, which `purpose` sets.
+        """Refuse a recipe that lacks one of `flags`, which `purpose` needs to set.
 
         Raises:
-            ConfigError: naming the flag.
+            ConfigError: naming the missing flag.
         """
         for flag in flags:
             if not self.has(flag):
@@ -84,9 +84,9 @@ class Recipe:
 
 
 def declares_recipe(path: Path) -> bool:
-    """Whether the script binds `RECIPE` at its top level; read from its source, which is not run.
+    """True if the script binds `RECIPE` at its top level, according to its source, which is not run.
 
-    A script without one may do anything when it is imported, so it never is.
+    A script without `RECIPE` may do anything on import, so it is never imported.
     """
     try:
         tree = ast.parse(path.read_bytes(), filename=str(path))
@@ -102,10 +102,10 @@ def declares_recipe(path: Path) -> bool:
 
 
 def find_recipe(path: str | Path) -> Recipe | None:
-    """The recipe that the script at `path` declares; None for a script that declares none.
+    """The recipe declared by the script at `path`; None if it declares none.
 
     Raises:
-        ConfigError: there is no such script, it cannot be imported, or its `RECIPE` is something else.
+        ConfigError: if there is no such script, it cannot be imported, or its `RECIPE` is not a `RecipeSpec`.
     """
     path = Path(path)
     if not path.is_file() or path.suffix != ".py":
@@ -120,10 +120,10 @@ def find_recipe(path: str | Path) -> Recipe | None:
 
 
 def load_recipe(path: str | Path) -> Recipe:
-    """As `find_recipe`, for commands that cannot do without.
+    """`find_recipe` for commands that require a recipe.
 
     Raises:
-        ConfigError: as there, and for a script that declares no recipe, or one without flags.
+        ConfigError: as there, and for a script without a recipe, or a recipe without flags.
     """
     recipe = find_recipe(path)
     if recipe is None:
@@ -134,13 +134,13 @@ def load_recipe(path: str | Path) -> Recipe:
 
 
 def _imported(path: Path) -> object:
-    """The script as a module, which must not run anything at import."""
+    """Import the script as a module; it must not run anything on import."""
     found = importlib.util.spec_from_file_location(f"recipe_{path.stem}", path)
     assert found is not None
     assert found.loader is not None
     module = importlib.util.module_from_spec(found)
-    sys.modules[found.name] = module  # dataclasses look their module up
-    sys.path.insert(0, str(path.parent.resolve()))  # as for a script that is run
+    sys.modules[found.name] = module  # dataclasses look up their module
+    sys.path.insert(0, str(path.parent.resolve()))  # as when a script is run
     try:
         found.loader.exec_module(module)
     except Exception as error:
@@ -151,7 +151,7 @@ def _imported(path: Path) -> object:
 
 
 def plain(value: Any) -> Any:
-    """`value` as YAML and JSON have it."""
+    """`value` as plain YAML and JSON types."""
     value = getattr(value, "value", value)
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]

@@ -1,4 +1,4 @@
-"""The pretraining recipe, `recipes/pretrain.py`, as the commands see it."""
+"""Declaration of the pretraining recipe, `recipes/pretrain.py`, for the commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the commands know about a recipe. A script says it once, in `RECIPE` at its top level."""
+"""What the commands know about a recipe. A script declares it once, as `RECIPE` at its top level."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TRAINER_STEPS: Mapping[str, object] = {
     "logging_strategy": "steps",
     "logging_steps": 1,
 }
-# Effects outside the rehearsal's folder, or minutes of work that say nothing about the launch.
+# Flags with effects outside the rehearsal's folder, or with minutes of work that do not test the launch.
 TRAINER_DROPPED = (
     "global_batch_size", "push_to_hub", "hub_model_id", "report_to", "eval_strategy", "do_eval",
     "load_best_model_at_end", "resume_from_checkpoint", "device_memory", "torch_compile", "max_memory", "plan",
@@ -37,30 +37,30 @@ TRAINER_DROPPED = (
 
 
 def _refuse_nothing(parsed: ParsedFlags) -> None:
-    """What a recipe says to its flags that has nothing to say."""
+    """Default of `RecipeSpec.refuse` that accepts all flags."""
 
 
 @dataclass(frozen=True)
 class RehearsalSpec:
-    """What `accel-scale rehearse` changes on a recipe's command line, and what it finds in the output folder.
+    """What `accel-scale rehearse` changes on a recipe's command line, and what it expects in the output folder.
 
-    The defaults are those of a script that uses transformers' `Trainer` and parses its `TrainingArguments`.
+    The defaults fit a script that uses transformers' `Trainer` and parses its `TrainingArguments`.
 
     Attributes:
-        model_flag: Names the model, which is replaced by a shrunken one; None: the script's own model is trained.
-        config_flag: Names a configuration that is trained from nothing, if the recipe has such a flag.
-        size_flag: Says how large a model to train from nothing, if the recipe has such a flag.
-        data: ``own``: the data are what the flags say; ``rows``: questions and answers, ``pairs``: those with a
-            rejected answer each, ``labels``: right and wrong answers, labelled, ``images``: questions on images,
-            ``text``: plain text; all but the first are replaced by embedded ones where they are not on this machine.
-        data_flag: Names the data.
-        data_flags: Flags that describe the data; they go when the data are replaced.
-        values: flag → its value in a rehearsal.
-        at_most: flag → its largest value in a rehearsal.
+        model_flag: Flag of the model, which is replaced by a shrunken one; None if the script trains its own model.
+        config_flag: Flag of a configuration to train from scratch, if the recipe has one.
+        size_flag: Flag for the size of a model to train from scratch, if the recipe has one.
+        data: Kind of data: ``own`` (given by the flags), ``rows`` (questions and answers), ``pairs`` (with a rejected
+            answer each), ``labels`` (labelled right and wrong answers), ``images`` (questions on images) or ``text``
+            (plain text). All but ``own`` are replaced by embedded data if they are not on this machine.
+        data_flag: Flag of the data.
+        data_flags: Flags that describe the data; they are dropped when the data are replaced.
+        values: Values of flags in a rehearsal.
+        at_most: Largest values of flags in a rehearsal.
         dropped: Flags that a rehearsal leaves out.
-        batch_flag: Sets accumulation: ``gradient_accumulation_steps`` or ``global_batch_size``.
+        batch_flag: Flag that sets accumulation: ``gradient_accumulation_steps`` or ``global_batch_size``.
         checkpoint: Folder of the checkpoint after `CHECKPOINT_STEP` steps.
-        complete_file: The file that is written into it last.
+        complete_file: The file that is written last into the checkpoint.
         runs_on_cpu: Whether the script calls `enable_rehearsal_if_needed`; otherwise the rehearsal calls it first.
     """
 
@@ -92,17 +92,17 @@ class RecipeSpec:
     """A training script as doctor, plan, rehearse, scaling-test, launch-script and tune see it.
 
     A script assigns one to `RECIPE` at its top level. The commands import the script to read it, so slow imports such
-    as torch belong inside functions, and the training below ``if __name__ == "__main__"``. Flags that are called like
-    the package's own (``--precision``, ``--optim``, …) must mean the same.
+    as torch belong inside functions, and training below ``if __name__ == "__main__"``. Flags with the same names as
+    the package's own (``--precision``, ``--optim``, …) must have the same meaning.
 
     Attributes:
         flags: The dataclasses of the recipe's flags, as for `parse_flags`.
-        program: The recipe's name in messages and summaries; empty: the script's file name.
-        refuse: Raises `ConfigError` for flags that cannot work together.
-        resume_flag: Names the checkpoint to continue from; None: the recipe cannot resume.
-        resume_auto: The value of `resume_flag` with which the same command continues from the last checkpoint, where
-            that must be said; None: the recipe does so by itself, or cannot.
-        untimed: flag → the value that turns it off, for what `accel-scale scaling-test` must not time.
+        program: The recipe's name in messages and summaries; empty uses the script's file name.
+        refuse: Called with the parsed flags; raises `ConfigError` if they cannot work together.
+        resume_flag: Flag of the checkpoint to continue from; None if the recipe cannot resume.
+        resume_auto: The value of `resume_flag` with which the same command continues from the last checkpoint, if it
+            must be given; None if the recipe resumes by itself, or cannot.
+        untimed: Values of flags that turn off what `accel-scale scaling-test` must not time.
         rehearsal: What a rehearsal changes, a `RecipeSpec.Rehearsal`.
         plan: What the planner counts and writes, a `RecipeSpec.Plan`.
     """
@@ -121,9 +121,9 @@ class RecipeSpec:
 
     @property
     def divides_model(self) -> bool:
-        """Whether ranks can share the model itself, and not only rows."""
+        """True if ranks can share the model itself, not only rows."""
         return self.plan.divides_model
 
     def name_of(self, script: Path) -> str:
-        """The recipe's name in messages, for the file that declares it."""
+        """The recipe's name in messages, given the file that declares it."""
         return self.program or script.name

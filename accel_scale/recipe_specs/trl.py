@@ -1,4 +1,4 @@
-"""The recipes on TRL's trainers, as the commands see them: sft, dpo, kto, reward, grpo, rloo and vision."""
+"""Declarations of the recipes on TRL's trainers for the commands: sft, dpo, kto, reward, grpo, rloo and vision."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ GRPO = replace(
     refuse=refused.refuse_grpo,
     rehearsal=replace(
         SFT.rehearsal,
-        # vLLM needs a GPU. Each of the two rows of a rank is an answer to the same prompt.
+        # vLLM needs a GPU. The two rows of a rank are answers to the same prompt.
         values={**SFT.rehearsal.values, "num_generations": MICRO_BATCH_SIZE},
         at_most={**SFT.rehearsal.at_most, "max_completion_length": 16},
         dropped=(*SFT.rehearsal.dropped, "steps_per_generation", "generation_batch_size", *VLLM_FLAGS),
@@ -96,7 +96,7 @@ VISION = replace(
         SFT.rehearsal,
         data="images",
         values=TRAINER_STEPS,
-        # Rows are not cut: the tokens of an image are as many as the processor makes of it.
+        # Rows are not truncated: the number of tokens of an image is set by the processor.
         at_most={"per_device_train_batch_size": MICRO_BATCH_SIZE},
     ),
     plan=plans.VISION_PLAN,

@@ -1,1 +1,1 @@
-"""A launch run small on CPU processes: saved, resumed, reloaded."""
+"""Rehearses a launch in small on CPU processes: saves, resumes and reloads it."""

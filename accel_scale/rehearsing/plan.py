@@ -1,4 +1,4 @@
-"""What a rehearsal launches: the user's launch file and recipe, with smaller sizes and nothing else changed."""
+"""Plans what a rehearsal launches: the user's launch file and recipe, changed only in size."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from accel_scale.recipe_specs.trl import SFT
 
 NUM_ROWS = 256
 NUM_PICTURED_ROWS = 32
-# Runs a script that does not run on CPU processes by itself.
+# Runs scripts that do not support CPU processes themselves.
 RUNNER = str(Path(__file__).with_name("run_on_cpu.py"))
-# An NVMe buffer holds one tensor; no shrunken model has a larger one than its embedding.
+# An NVMe buffer holds one tensor; the largest tensor of a shrunken model is its embedding.
 NVME_BUFFER_NUMEL = 40_000_000
 
 
 @dataclass(frozen=True)
 class DataChoice:
-    """What the rehearsal trains on.
+    """The data that the rehearsal trains on.
 
     Attributes:
-        path: A small local file; None where the recipe's own flags are kept.
-        replaced: What the file stands in for, when it is not a part of it.
+        path: A small local file; None to keep the recipe's own data flags.
+        replaced: The data that the file stands in for, if the file is not an excerpt of it.
     """
 
     path: Path | None
@@ -46,12 +46,12 @@ class Rehearsal:
 
     Attributes:
         launcher: The `accelerate launch` command without the script.
-        recipe: The recipe with its flags, less ``--output_dir`` and what to resume from.
-        num_processes: CPU processes that will run.
-        start: Folder of the model that is trained on; None where the run begins with weights of its own.
+        recipe: The recipe with its flags, without ``--output_dir`` and the resume flag.
+        num_processes: Number of CPU processes.
+        start: Folder of the model to start from; None if the run initialises its own weights.
         optimizer_on_nvme: Whether DeepSpeed keeps optimizer states on disk.
-        notes: What differs from the real run beside its size, one sentence each.
-        spec: What the recipe declares.
+        notes: Differences from the real run other than size, one sentence each.
+        spec: The recipe's declared spec.
     """
 
     launcher: list[str]
@@ -63,7 +63,7 @@ class Rehearsal:
     spec: RecipeSpec = SFT
 
     def command(self, output_dir: Path, *, resume_from: Path | None = None) -> list[str]:
-        """The whole command line of one launch."""
+        """The full command line of one launch."""
         recipe = self.recipe.with_flags(output_dir=output_dir)
         if resume_from is not None and self.spec.resume_flag is not None:
             recipe = recipe.with_flags(**{self.spec.resume_flag: resume_from})
@@ -84,10 +84,10 @@ def plan_rehearsal(
     """Cut the launch to a few CPU processes and the recipe to a few small steps of a tiny model.
 
     Args:
-        model_folder: The shrunken model; None where the script's own is trained.
-        work: Folder for files that stand in for the user's.
-        spec: What the recipe declares.
-        has: Whether the recipe has a flag; one that it does not have is not set.
+        model_folder: The shrunken model; None if the script trains its own.
+        work: Folder for files that replace the user's.
+        spec: The recipe's declared spec.
+        has: Returns whether the recipe has a flag; missing flags are not set.
     """
     cuts = spec.rehearsal
     in_groups = int(recipe.value("sp_size") or launch.parallel.sequence_parallel_size)
@@ -112,17 +112,17 @@ def plan_rehearsal(
 
 
 def has_trainer_flag(recipe: RecipeCommand, spec: RecipeSpec, flag: str) -> bool:
-    """Whether a script that declares nothing takes `flag`: transformers' own, or one that is on its command line."""
+    """True if a script without a spec takes `flag`: a flag of transformers, or one on its command line."""
     cuts = spec.rehearsal
     return flag in (*cuts.values, cuts.batch_flag, "per_device_train_batch_size") or flag in recipe.names()
 
 
 def launcher_words(launch: LaunchFile, num_processes: int, sizes: Iterable[str], work: Path) -> list[str]:
-    """`accelerate launch` of `launch` on CPU processes of this machine.
+    """The `accelerate launch` words that run `launch` on CPU processes of this machine.
 
     Args:
-        sizes: Flags that cut a device mesh down to them.
-        work: Folder of ZeRO-Infinity's files.
+        sizes: Flags that shrink the device mesh to that number of processes.
+        work: Folder for ZeRO-Infinity's files.
     """
     words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(launch.path)]
     words += ["--num_processes", str(num_processes), "--gpu_ids", "all", *sizes]
@@ -132,7 +132,7 @@ def launcher_words(launch: LaunchFile, num_processes: int, sizes: Iterable[str],
 
 
 def for_the_cpu(recipe: RecipeCommand, launch: LaunchFile, work: Path) -> tuple[RecipeCommand, list[str]]:
-    """The recipe without what needs a GPU or more than a few steps, and a note of each."""
+    """The recipe adapted to run on a CPU in a few steps, with a note on each change."""
     notes = []
     attention = str(recipe.value("attn_implementation", ""))
     if attention and attention not in ("eager", "sdpa"):
@@ -151,12 +151,12 @@ def for_the_cpu(recipe: RecipeCommand, launch: LaunchFile, work: Path) -> tuple[
 
 
 def rehearsed_processes(launch: LaunchFile, in_groups: int = 1) -> tuple[int, list[str]]:
-    """Processes to start, and the launcher's flags that cut a device mesh down to them.
+    """Number of processes to start, and launcher flags that shrink the device mesh to match.
 
-    One stays one, everything else becomes two, and a mesh two along each of its dimensions: hybrid sharding 2 × 2.
+    One process stays one, more become two, and a mesh becomes two along each dimension: hybrid sharding 2 × 2.
 
     Args:
-        in_groups: Ranks that share rows, where the recipe's own flag says so: they become two as well.
+        in_groups: Ranks that share rows, if set by the recipe's own flag; they become two as well.
     """
     sizes = launch.values.get("parallelism_config") or {}
     wide = [name for name, size in sizes.items() if name.endswith("_size") and (size or 1) > 1]
@@ -170,10 +170,10 @@ def rehearsed_processes(launch: LaunchFile, in_groups: int = 1) -> tuple[int, li
 
 
 def _accumulation(recipe: RecipeCommand, num_readers: int) -> int:
-    """Two micro-batches per step where the real run accumulates at all, else one.
+    """Micro-batches per step: two if the real run accumulates gradients, else one.
 
     Args:
-        num_readers: Ranks of the real run, or groups of them, that read other rows.
+        num_readers: Ranks of the real run, or groups of ranks, that read different rows.
     """
     explicit = int(recipe.value("gradient_accumulation_steps") or 1)
     per_step = int(recipe.value("per_device_train_batch_size") or 8) * num_readers
@@ -181,7 +181,7 @@ def _accumulation(recipe: RecipeCommand, num_readers: int) -> int:
 
 
 def nvme_flags(launch: LaunchFile, work: Path) -> list[str]:
-    """Launcher flags that put ZeRO-Infinity's files below `work`, with buffers no larger than tiny tensors need."""
+    """Launcher flags that put ZeRO-Infinity's files below `work`, with buffers sized for tiny tensors."""
     if not launch.parallel.nvme_paths:
         return []
     folder = str(work / "nvme")
@@ -206,23 +206,23 @@ def choose_data(
     has_chat_template: bool,
     spec: RecipeSpec = SFT,
 ) -> DataChoice:
-    """The real data set where it is on this machine, cut to a few rows where that is simple; else `fallback` rows.
+    """Choose the real data set if it is on this machine, cut to a few rows where that is simple; else `fallback` rows.
 
-    Nothing is downloaded: a rehearsal must not wait for a corpus. A recipe without any data set trains on its own
-    default, which `fallback` is.
+    Nothing is downloaded: a rehearsal must not wait for a corpus. A recipe without a data set trains on its own
+    default, which is `fallback`.
 
     Args:
-        fallback: Rows of ``messages``: a question and its answer; a recipe for preferences gets them made of these.
-        has_chat_template: Whether the tokenizer can write turns; else the rows become prompt and completion.
+        fallback: Rows of ``messages`` with a question and its answer; a preference recipe gets pairs made from them.
+        has_chat_template: Whether the tokenizer has a chat template; else rows become prompt and completion.
     """
     flag = spec.rehearsal.data_flag
     names = [] if flag is None else [str(name) for name in recipe.values(flag)]
     names += [without_weight(str(item)) for item in recipe.values("dataset_mixture")]
     absent = [name for name in names if not Path(name).exists() and not is_cached(name)]
     if spec.rehearsal.data == "own" and (absent or not names):
-        return DataChoice(None)  # nothing here can stand in for them
+        return DataChoice(None)  # no stand-in is available
     if not names and recipe.value("model_name_or_path"):
-        return DataChoice(None)  # the recipe says itself that data is missing
+        return DataChoice(None)  # the recipe itself reports the missing data
     if names and not absent:
         source = Path(names[0])
         is_lines = len(names) == 1 and source.is_file() and source.suffix in (".jsonl", ".txt")
@@ -239,7 +239,7 @@ def choose_data(
 
 
 def _stand_ins(rows: Iterable[Mapping[str, Any]], kind: str) -> Iterable[Mapping[str, Any]]:
-    """Rows of ``messages`` as a recipe of this kind of data reads them."""
+    """Convert rows of ``messages`` to the format of this kind of data."""
     if kind == "pairs":
         return pairs_of(rows)
     return labelled_of(rows) if kind == "labels" else ({"messages": row["messages"]} for row in rows)
@@ -260,11 +260,11 @@ def _first_lines(source: Path, target: Path) -> Path:
 
 
 def is_cached(name: str) -> bool:
-    """Whether the Hub's data set `name` has been downloaded to this machine."""
+    """True if the Hub data set `name` has been downloaded to this machine."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     return (Path(HF_HUB_CACHE) / f"datasets--{name.replace('/', '--')}" / "snapshots").is_dir()
 
 
 class CheckFailed(Exception):
-    """A check found what should not be; the message is for the user."""
+    """A check failed; the message is for the user."""

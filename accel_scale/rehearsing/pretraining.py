@@ -1,4 +1,4 @@
-"""What a rehearsal of `recipes/pretrain.py` launches, model parallelism included."""
+"""Plans what a rehearsal of `recipes/pretrain.py` launches, including model parallelism."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def plan_pretraining_rehearsal(
     work: Path,
     spec: RecipeSpec = PRETRAIN,
 ) -> Rehearsal:
-    """Cut the launch to a few CPU processes, two along each way that ranks are divided, and the recipe to small steps.
+    """Cut the launch to a few CPU processes, two along each parallel dimension, and the recipe to small steps.
 
-    A run that begins with random weights begins with random weights; one that goes on with a model goes on.
+    A run that starts from random weights still does so; one that continues a model continues the shrunken one.
 
     Args:
         model_folder: The shrunken model, with its tokenizer.
-        work: Folder for files that stand in for the user's.
+        work: Folder for files that replace the user's.
     """
     degrees = shared_degrees(launch, recipe)
     num_processes, sizes, flags = _processes(launch, recipe, degrees)
@@ -69,10 +69,10 @@ def plan_pretraining_rehearsal(
 
 
 def shared_degrees(launch: LaunchFile, recipe: RecipeCommand) -> dict[str, int]:
-    """Ranks that share the model, by ``tp``, ``sp`` and ``pp``, where there are several; of flags and launch file.
+    """Degrees above 1 of ``tp``, ``sp`` and ``pp``, from the recipe's flags and the launch file.
 
     Raises:
-        ConfigError: a flag is not a whole number.
+        ConfigError: if a flag is not a whole number.
     """
     in_file = {"tp": launch.parallel.tensor_parallel_size, "sp": launch.parallel.sequence_parallel_size, "pp": 1}
     sizes = {}
@@ -88,7 +88,7 @@ def shared_degrees(launch: LaunchFile, recipe: RecipeCommand) -> dict[str, int]:
 
 
 def min_layers(launch: LaunchFile, recipe: RecipeCommand) -> int:
-    """Layers that the tiny model needs: one for each stage of a pipeline of two ranks, and two at least."""
+    """Layers that the tiny model needs: one per stage of a pipeline of two ranks, and at least two."""
     from accel_scale.facts.names import STAGES_PER_RANK
 
     if "pp" not in shared_degrees(launch, recipe):
@@ -100,7 +100,7 @@ def min_layers(launch: LaunchFile, recipe: RecipeCommand) -> int:
 def _processes(
     launch: LaunchFile, recipe: RecipeCommand, degrees: dict[str, int]
 ) -> tuple[int, list[str], dict[str, object]]:
-    """Processes to start, the launcher's flags for its mesh, and the recipe's for the ranks that share the model."""
+    """Number of processes, launcher flags for the mesh, and recipe flags for the ranks that share the model."""
     in_file = launch.values.get("parallelism_config") or {}
     wide = [name for name, size in in_file.items() if name.endswith("_size") and (size or 1) > 1]
     dimensions = set(degrees)
@@ -117,7 +117,7 @@ def _micro_batch_size(recipe: RecipeCommand) -> int:
 
 
 def _accumulation(recipe: RecipeCommand, num_readers: int, degrees: dict[str, int]) -> int:
-    """Micro-batches per step: as many as a pipeline of two ranks needs; two where the real run accumulates; or one.
+    """Micro-batches per step: what a pipeline of two ranks needs, else two if the real run accumulates, else one.
 
     Args:
         num_readers: Data-parallel ranks of the real run.
@@ -129,9 +129,9 @@ def _accumulation(recipe: RecipeCommand, num_readers: int, degrees: dict[str, in
 
 
 def choose_text(recipe: RecipeCommand, *, fallback: Callable[[], str], own_tokenizer: bool) -> DataChoice:
-    """The real text where all of it is on this machine, else the file that `fallback` makes.
+    """Choose the real text if all of it is on this machine, else the file that `fallback` creates.
 
-    Nothing is downloaded, and text that was prepared with a tokenizer that is not here cannot be used.
+    Nothing is downloaded, and text prepared with a tokenizer that is not available here cannot be used.
     """
     from accel_scale.data.pretraining.prepared import is_prepared
 

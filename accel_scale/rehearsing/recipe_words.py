@@ -1,4 +1,4 @@
-"""Shared by commands that run a recipe small: where its words begin, and a working folder."""
+"""Helpers for commands that run a recipe in small: where its words begin, and a working folder."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from accel_scale.launching.run_folder import OutputFolder
 
 
 def mark_recipe(words: Sequence[str], value_flags: Sequence[str]) -> list[str]:
-    """A ``--`` before the recipe, so that argparse leaves all that follows to the recipe.
+    """Insert ``--`` before the recipe, so that argparse leaves everything after it to the recipe.
 
     Args:
-        words: Of the command line, after the command's name.
+        words: Words of the command line after the command's name.
         value_flags: The command's own flags that take a value.
     """
     index = 0
@@ -25,7 +25,7 @@ def mark_recipe(words: Sequence[str], value_flags: Sequence[str]) -> list[str]:
 
 @contextlib.contextmanager
 def work_folder(keep: str | None, prefix: str) -> Iterator[Path]:
-    """The folder `keep`, made if need be; without one a temporary folder that is gone afterwards.
+    """Yield the folder `keep`, created if needed, or a temporary folder that is removed afterwards.
 
     Raises:
         ConfigError: if `keep` holds anything else.

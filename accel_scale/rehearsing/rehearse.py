@@ -1,4 +1,4 @@
-"""Rehearse a launch: run it small on CPU processes, save, resume in a new launch, reload, and compare each time."""
+"""Rehearse a launch: run it in small on CPU processes, save, resume in a new launch, reload, and compare."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from accel_scale.recipe_specs.spec import CHECKPOINT_STEP, NUM_STEPS
 from accel_scale.rehearsing.plan import CheckFailed, Rehearsal
 from accel_scale.rehearsing.results import RunResults, final_folder, read_results
 
-# The same processes add in the same order; what is left to allow is a CPU Adam that vectorises by alignment.
+# The same processes add in the same order; the tolerance covers a CPU Adam that vectorises by alignment.
 RESUME_TOLERANCE = 1e-5
-# DeepSpeedEngine._load_checkpoint in 0.19.8: with NVMe it copies the swap files back and loads nothing else.
+# In DeepSpeed 0.19.8, DeepSpeedEngine._load_checkpoint with NVMe copies the swap files back and loads nothing else.
 NVME_REASON = (
     "DeepSpeed does not restore optimizer states that it keeps on NVMe, so the recipe refuses to resume them. Offload "
     "the optimizer to the CPU (device: cpu) if this run must be able to resume."
 )
 _ERROR_LINE = re.compile(r"^(\[rank\d+\]: ?)?([\w.]+: error: .+|[\w.]*(Error|Exception|Interrupt|Exit)\b.*)$")
-# What the launcher says about a child that already spoke for itself.
+# Launcher messages about a child process that has already reported its own error.
 _ECHOES = ("ChildFailedError", "CalledProcessError")
 
 
@@ -35,9 +35,9 @@ class Check:
     """One line of the result.
 
     Attributes:
-        outcome: ``passed``, ``failed``, ``not offered`` (the engine cannot do it; the recipe refuses) or ``not
+        outcome: ``passed``, ``failed``, ``not offered`` (unsupported by the engine, so the recipe refuses) or ``not
             reached`` (an earlier one failed).
-        details: What was seen, in a line; where it failed, the error's own last lines.
+        details: What was observed, on one line; on failure the last lines of the error.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Check:
 
 
 class NotOffered(Exception):
-    """What a check asks for is refused by the recipe, with the reason, because the engine cannot do it."""
+    """The recipe refuses what a check needs because the engine does not support it; the message is the reason."""
 
 
 @dataclass
@@ -58,7 +58,7 @@ class RehearsalReport:
 
     @property
     def passed(self) -> bool:
-        """Whether everything that the launch offers was tried and passed."""
+        """True if every check that the launch supports was run and passed."""
         return all(check.outcome in ("passed", "not offered") for check in self.checks)
 
 
@@ -69,11 +69,11 @@ def run_rehearsal(
     timeout_seconds: float,
     on_start: Callable[[str], None] = lambda name: None,
 ) -> RehearsalReport:
-    """Launch, resume and reload; every check after one that failed is reported as not reached.
+    """Launch, resume and reload; checks after a failed one are reported as not reached.
 
     Args:
-        work: Holds outputs and logs.
-        timeout_seconds: Of each launch, after which it counts as hanging.
+        work: Folder for outputs and logs.
+        timeout_seconds: Limit for each launch, after which it counts as hanging.
         on_start: Called with the name of each check as it begins.
     """
     steps: dict[str, Callable[[], str]] = {
@@ -103,9 +103,9 @@ def run_rehearsal(
 def _launch(
     rehearsal: Rehearsal, work: Path, name: str, *, timeout_seconds: float, resume_from: Path | None = None
 ) -> str:
-    """One `accelerate launch`; everything it prints goes to ``name.log``."""
+    """Run one `accelerate launch`; its whole output goes to ``name.log``."""
     command = rehearsal.command(work / name, resume_from=resume_from)
-    # No accelerator may be visible: the launch is rehearsed on the CPU even where there is one.
+    # Hide all accelerators: the launch is rehearsed on the CPU even if there is one.
     hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ZE_AFFINITY_MASK": "", "HF_HUB_OFFLINE": "1"}
     log = work / f"{name}.log"
     with log.open("wb") as output, _running(command, {**os.environ, **hidden}, output) as process:
@@ -120,7 +120,7 @@ def _launch(
 
 @contextmanager
 def _running(command: list[str], environment: dict[str, str], output: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """A process in a group of its own that does not outlive the block."""
+    """A process in its own process group that does not outlive the block."""
     process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
     try:
         yield process
@@ -131,7 +131,7 @@ def _running(command: list[str], environment: dict[str, str], output: Any) -> It
 
 
 def error_lines(log: str, *, max_lines: int = 3) -> list[str]:
-    """The lines of `log` that say what went wrong: the first error of the first rank that had one, unrepeated."""
+    """The lines of `log` that say what went wrong: the first distinct errors, else the last lines."""
     found: list[str] = []
     for line in log.splitlines():
         match = _ERROR_LINE.match(line.strip())
@@ -148,7 +148,7 @@ def _results(work: Path, name: str) -> RunResults:
 
 
 def _check_processes(rehearsal: Rehearsal, work: Path) -> str:
-    """That the processes formed one run: separate runs would all write the same folder and look fine."""
+    """Check that the processes formed one run; separate runs would all write to the same folder and look fine."""
     world_size = _results(work, "uninterrupted").world_size
     if world_size != rehearsal.num_processes:
         raise CheckFailed(f"{rehearsal.num_processes} processes were started and the run knew of {world_size}")
@@ -163,7 +163,7 @@ def _check_losses(work: Path) -> str:
 
 
 def _check_checkpoint(rehearsal: Rehearsal, work: Path) -> str:
-    """That the checkpoint to resume from is complete, and what the recipe saw when it read it back."""
+    """Check that the checkpoint to resume from is complete, and report what the recipe found when reading it back."""
     folder = work / "uninterrupted" / rehearsal.spec.rehearsal.checkpoint
     names = {path.name for path in folder.rglob("*") if path.is_file()}
     if rehearsal.spec.rehearsal.complete_file not in names:
@@ -175,7 +175,7 @@ def _check_checkpoint(rehearsal: Rehearsal, work: Path) -> str:
 
 
 def _check_resume(rehearsal: Rehearsal, work: Path, *, timeout_seconds: float) -> str:
-    """A new launch from the checkpoint, against the steps that the first launch took after it."""
+    """Compare a new launch from the checkpoint with the steps that the first launch took after it."""
     if rehearsal.optimizer_on_nvme:
         raise NotOffered(NVME_REASON)
     if rehearsal.spec.resume_flag is None:
@@ -183,7 +183,7 @@ def _check_resume(rehearsal: Rehearsal, work: Path, *, timeout_seconds: float) -
     losses = _results(work, "uninterrupted").losses
     checkpoint = work / "uninterrupted" / rehearsal.spec.rehearsal.checkpoint
     _launch(rehearsal, work, "resumed", resume_from=checkpoint, timeout_seconds=timeout_seconds)
-    # A resumed run's history starts with the losses that the checkpoint remembers.
+    # A resumed run's history starts with the losses stored in the checkpoint.
     expected = losses[CHECKPOINT_STEP:]
     resumed = _results(work, "resumed").losses[-len(expected) :]
     worst = furthest(resumed, expected)
@@ -194,7 +194,7 @@ def _check_resume(rehearsal: Rehearsal, work: Path, *, timeout_seconds: float) -
 
 
 def furthest(values: Sequence[float], expected: Sequence[float]) -> float:
-    """The largest relative difference; an absolute one where 0 is expected, as of a policy gradient's loss."""
+    """The largest relative difference; absolute where 0 is expected, as for the loss of a policy gradient."""
     return max(abs(a - b) / (abs(b) or 1.0) for a, b in zip(values, expected, strict=True))
 
 

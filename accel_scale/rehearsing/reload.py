@@ -1,4 +1,4 @@
-"""Load what a rehearsal saved with plain `from_pretrained`, and compare weights and logits."""
+"""Reload what a rehearsal saved with plain `from_pretrained`, and compare weights and logits."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from typing import Any
 
 from accel_scale.modeling.adapters import is_of_rewards
 
-# Of the largest logit. Weights saved in 16 bit may each be rounded the other way where the CPU Adam of an offloading
-# launch vectorised differently (one value in 10,000, by its last bit: 2.4e-4 measured); a lost state moves them all.
+# Relative to the largest logit. Weights saved in 16 bit may be rounded the other way if the CPU Adam of an offloading
+# launch vectorised differently (1 value in 10,000 by its last bit, 2.4e-4 measured); a lost state changes all of them.
 LOGIT_TOLERANCE, LOGIT_TOLERANCE_16_BIT = 1e-5, 1e-3
-ROUNDED_OTHERWISE = 1e-3  # share of the values that may differ at all for the wider one to apply
+ROUNDED_OTHERWISE = 1e-3  # largest share of differing values for which the wider tolerance applies
 
 
 def compare_final_folders(*, start: Path | None, uninterrupted: Path, resumed: Path | None) -> str:
-    """Load the final folders as a user would; they must be whole, trained, and the same.
+    """Load the final folders as a user would, and check that they are complete, trained and equal.
 
     Args:
-        start: The model before training; None where the runs began with random weights, which nobody has kept.
-        uninterrupted: Final folder of a run.
-        resumed: That of the same run resumed half-way; None where the launch cannot resume.
+        start: The model before training; None if the runs began with random weights, which were not kept.
+        uninterrupted: Final folder of the uninterrupted run.
+        resumed: Final folder of the same run resumed half-way; None if the launch cannot resume.
 
     Returns:
-        What was compared, in a line.
+        One line that says what was compared.
 
     Raises:
-        CheckFailed: something is missing, nothing was trained, or the two differ.
+        CheckFailed: if something is missing, nothing was trained, or the two differ.
     """
     import torch
 
@@ -55,7 +55,7 @@ def compare_final_folders(*, start: Path | None, uninterrupted: Path, resumed: P
 
 
 def _only_rounded_otherwise(saved: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether these are 16-bit weights of which only a few differ."""
+    """True if these are 16-bit weights of which only a few values differ."""
     if saved.keys() != other.keys() or any(tensor.itemsize != 2 for tensor in saved.values()):
         return False
     num_different = sum(int((tensor != other[name]).sum()) for name, tensor in saved.items())
@@ -63,7 +63,7 @@ def _only_rounded_otherwise(saved: dict[str, Any], other: dict[str, Any]) -> boo
 
 
 def _load(folder: Path) -> tuple[Any, dict[str, Any]]:
-    """The model of `folder` on the CPU in fp32 and the tensors saved there, every one of which found its place."""
+    """The model of `folder` on the CPU in fp32, and the tensors saved there, all of which must have been loaded."""
     import torch
 
     from accel_scale.rehearsing.plan import CheckFailed
@@ -88,7 +88,7 @@ def _load(folder: Path) -> tuple[Any, dict[str, Any]]:
             model = AutoPeftModelForSequenceClassification.from_pretrained(folder, dtype=dtype, num_labels=1)
         elif kind is AutoModelForCausalLM:
             model = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=dtype)
-        else:  # a model of several modalities, which PEFT has no class for
+        else:  # a multimodal model, for which PEFT has no class
             base = kind.from_pretrained(adapter.base_model_name_or_path, dtype=dtype)
             model = PeftModel.from_pretrained(base, str(folder))
         saved = _read_tensors(folder, "adapter_model*.safetensors")
@@ -115,7 +115,7 @@ def _read_tensors(folder: Path, pattern: str) -> dict[str, Any]:
 
 
 def _trained_tensors(saved: dict[str, Any], start: Path) -> list[str]:
-    """Names of the tensors that training changed; LoRA's B starts at zero."""
+    """Names of the tensors that training changed; LoRA's B matrix starts at zero."""
     before = _read_tensors(start, "model*.safetensors")
     return [
         name

@@ -1,4 +1,4 @@
-"""What a rehearsed run left in its output folder: its summary, or what a transformers Trainer writes."""
+"""Reads the results of a rehearsed run from its output folder: its summary or a transformers Trainer's files."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _WEIGHTS = ("adapter_config.json", "config.json")
 
 @dataclass(frozen=True)
 class RunResults:
-    """Of one run.
+    """Results of one run.
 
     Attributes:
-        world_size: Processes that the run knew of.
-        losses: One per step, those that a checkpoint remembered first.
-        verified: Tensors that the run read back from its first checkpoint and compared, and their largest difference.
+        world_size: Number of processes that the run saw.
+        losses: One per step, starting with those stored in a checkpoint.
+        verified: Number of tensors read back from the first checkpoint and compared, and their largest difference.
     """
 
     world_size: int | None
@@ -29,7 +29,7 @@ class RunResults:
 
 
 def read_results(folder: Path) -> RunResults | None:
-    """From ``run_summary.json``, else from the last checkpoint of a Trainer; None without either."""
+    """Read ``run_summary.json``, else the last checkpoint of a Trainer; None without either."""
     path = folder / SUMMARY_NAME
     if path.is_file():
         summary = json.loads(path.read_text(encoding="utf-8"))
@@ -45,12 +45,12 @@ def read_results(folder: Path) -> RunResults | None:
         return None
     history = json.loads(states[0].read_text(encoding="utf-8"))["log_history"]
     losses = [entry["loss"] for entry in history if "loss" in entry]
-    # Every rank of a Trainer writes its random states, under its number where there are several.
+    # Every rank of a Trainer saves its RNG state, named by rank if there are several.
     ranks = len(list(checkpoint.glob("rng_state*.pth")))
     return RunResults(ranks or None, losses)
 
 
 def final_folder(folder: Path) -> Path:
-    """Where the trained model is: the output folder, or the last checkpoint of a script that saves no more."""
+    """Folder of the trained model: the output folder, or the last checkpoint if the script saves nothing else."""
     has_model = any((folder / name).is_file() for name in _WEIGHTS)
     return folder if has_model else folder / f"checkpoint-{NUM_STEPS}"

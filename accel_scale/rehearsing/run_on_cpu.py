@@ -1,6 +1,6 @@
-"""Run a script as it is, on the CPU processes of a launch: ``run_on_cpu.py script.py --its flags``.
+"""Run an unmodified script on the CPU processes of a launch: ``run_on_cpu.py script.py --its flags``.
 
-A script on Accelerate or a transformers Trainer believes itself alone where a GPU launch finds no GPU.
+When a GPU launch finds no GPU, a script on Accelerate or a transformers Trainer takes itself for a single process.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Make the launch a process group on the CPU, then run the script as `python script.py` would."""
+    """Set up a CPU process group for the launch, then run the script as `python script.py` would."""
     from accel_scale.ending.leaving import leave_groups_safely, let_go_of_collectives
     from accel_scale.launching.rehearsal import enable_rehearsal_if_needed, let_trainers_run_on_cpu
 

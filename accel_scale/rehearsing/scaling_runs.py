@@ -1,4 +1,4 @@
-"""Weak and strong scaling of a recipe, measured: the same launch on 1, 2, … ranks, tokens/s against linear."""
+"""Measures weak and strong scaling of a recipe: the same launch on 1, 2, … ranks, with tokens/s against linear."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from accel_scale.network.link_fit import MeasuredLinks
 
 KINDS = ("weak", "strong")
-# What says nothing about speed, or would be done once per run.
+# Flags that do not affect speed, or whose work would happen once per run.
 _DROPPED = ("global_batch_size", "max_tokens", "num_train_epochs", "resume", "resume_from_checkpoint", "report_to")
-# Of how gradients are sent: refused where one rank sends none.
+# Flags for how gradients are sent; refused on a single rank, which sends none.
 _OF_SEVERAL_RANKS = (
     "sync_each_batch", "reduce_dtype", "ddp_bucket_cap_mb", "ddp_comm_hook", "powersgd_rank", "powersgd_start_step",
 )  # fmt: skip
@@ -34,7 +34,7 @@ class ScalingRun:
     """One launch.
 
     Attributes:
-        kind: ``weak``: the same micro-batches per rank; ``strong``: the same global batch.
+        kind: ``weak`` for the same micro-batches per rank, ``strong`` for the same global batch.
         micro_batch_size: Rows per rank and forward pass.
         global_batch_size: Rows per optimizer step.
     """
@@ -47,14 +47,14 @@ class ScalingRun:
 
 @dataclass(frozen=True)
 class ScalingResult:
-    """What one launch measured.
+    """Measurements of one launch.
 
     Attributes:
-        tokens_per_second: Of all ranks.
-        predicted_step_seconds: By the planner, for the devices here; on a CPU, whose speed it does not know, see
-            `with_measured_compute`.
-        step_seconds: Measured, on average.
-        communication_seconds: Of a step's collectives, over links that were measured; None without those.
+        tokens_per_second: Sum over all ranks.
+        predicted_step_seconds: The planner's prediction for the devices here; for a CPU, whose speed it does not know,
+            see `with_measured_compute`.
+        step_seconds: Measured average.
+        communication_seconds: Time of a step's collectives over measured links; None without measured links.
     """
 
     run: ScalingRun
@@ -65,14 +65,14 @@ class ScalingResult:
 
 
 def scaling_runs(ranks: Sequence[int], kinds: Sequence[str], micro_batch_size: int) -> list[ScalingRun]:
-    """The launches that are needed; the one that both kinds share is there once.
+    """The runs for all kinds and rank counts.
 
     Args:
-        ranks: Ascending.
+        ranks: Numbers of ranks, ascending.
         micro_batch_size: Rows per rank and forward pass, in both kinds.
 
     Raises:
-        ConfigError: if a strong run's global batch would not divide.
+        ConfigError: if the global batch of strong scaling does not divide evenly.
     """
     largest = ranks[-1]
     for number in ranks:
@@ -91,13 +91,13 @@ def scaling_runs(ranks: Sequence[int], kinds: Sequence[str], micro_batch_size: i
 
 
 def efficiency(result: ScalingResult, results: Sequence[ScalingResult]) -> float:
-    """Tokens/s per rank ÷ those of the kind's smallest run: 1 is linear, for weak and strong scaling alike."""
+    """Tokens/s per rank relative to the smallest run of the same kind; 1 is linear for weak and strong scaling."""
     first = min((r for r in results if r.run.kind == result.run.kind), key=lambda r: r.run.num_ranks)
     return (result.tokens_per_second / result.run.num_ranks) / (first.tokens_per_second / first.run.num_ranks)
 
 
 def predicted_efficiency(result: ScalingResult, results: Sequence[ScalingResult]) -> float | None:
-    """The same by the planner's step times; None where it has none."""
+    """Efficiency by the planner's step times; None if it has none."""
     first = min((r for r in results if r.run.kind == result.run.kind), key=lambda r: r.run.num_ranks)
     if not result.predicted_step_seconds or not first.predicted_step_seconds:
         return None
@@ -106,10 +106,10 @@ def predicted_efficiency(result: ScalingResult, results: Sequence[ScalingResult]
 
 
 def with_measured_compute(results: Sequence[ScalingResult]) -> list[ScalingResult]:
-    """Predictions where the planner has none: the smallest run's step without its communication, and the others'.
+    """Fill in missing predictions: the compute time of the smallest run plus each run's own communication time.
 
-    Computing takes a rank as long for a row in all runs, and nothing of the communication is hidden, since the
-    processor does both.
+    This assumes the same compute time per row on every rank in all runs, and that no communication is hidden, since
+    the processor does both.
     """
     found = []
     for result in results:
@@ -134,16 +134,16 @@ def measure(
     links: MeasuredLinks | None = None,
     on_start: Callable[[ScalingRun], None] = lambda run: None,
 ) -> list[ScalingResult]:
-    """Launch `runs` one after the other.
+    """Launch `runs` one after the other; a shape that both kinds share is launched once.
 
     Args:
-        work: For outputs and logs.
+        work: Folder for outputs and logs.
         num_steps: Optimizer steps of each run; the first is not timed.
-        threads_per_rank: Cores that every rank computes with, the same in all runs; None on accelerators.
-        links: Of this machine, for predictions on a CPU.
+        threads_per_rank: Cores that every rank uses, the same in all runs; None on accelerators.
+        links: Measured links of this machine, for predictions on a CPU.
 
     Raises:
-        ConfigError: if a run fails, with its own last words.
+        ConfigError: if a run fails, with its own error message.
     """
     results, known = [], {}
     for run in runs:
@@ -167,7 +167,7 @@ def measure(
 
 
 def communication_seconds(plan: Mapping[str, Any] | None, num_ranks: int, links: MeasuredLinks | None) -> float | None:
-    """Of a step whose collectives a summary's `plan` lists, over measured `links`; None without either."""
+    """Time of the collectives that a summary's `plan` lists for a step, over measured `links`; None without either."""
     from accel_scale.facts.hardware import Gpu, Machine
     from accel_scale.planning.cost.communication import Collective, collective_seconds
 
@@ -178,10 +178,10 @@ def communication_seconds(plan: Mapping[str, Any] | None, num_ranks: int, links:
 
 
 def command_of(run: ScalingRun, launch: LaunchFile, recipe: RecipeCommand, out: Path, num_steps: int) -> list[str]:
-    """The `accelerate launch` of one run.
+    """The `accelerate launch` command of one run.
 
     Raises:
-        ConfigError: the script does not say which flags it has, or lacks one that every run sets.
+        ConfigError: if the script does not declare its flags, or lacks one that every run sets.
     """
     known = load_recipe(recipe.script)
     words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(launch.path)]
@@ -194,7 +194,7 @@ def command_of(run: ScalingRun, launch: LaunchFile, recipe: RecipeCommand, out: 
     else:
         needed["gradient_accumulation_steps"] = run.global_batch_size // (run.micro_batch_size * run.num_ranks)
     known.require(needed, "a scaling test")
-    # The plan lists what is communicated, on a CPU too.
+    # The plan lists the collectives, also on a CPU.
     wanted = {**known.spec.untimed, "logging_steps": num_steps, "plan": "check"}
     flags = {**{name: value for name, value in wanted.items() if known.has(name)}, **needed}
     dropped = {*_DROPPED, *flags, *(_OF_SEVERAL_RANKS if run.num_ranks == 1 else ())}

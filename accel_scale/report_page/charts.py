@@ -1,4 +1,4 @@
-"""Which plots a report has: their series, what was predicted, what happened, and the same in words."""
+"""The plots of a report: series, predictions, events, and a description in words."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _EVAL = "eval_"
 
 @dataclass(frozen=True)
 class ChartKind:
-    """A plot that is known by name.
+    """A predefined plot.
 
     Attributes:
-        title: Above it.
-        names: Figures of ``metrics.jsonl`` → what they are called.
-        unit: As `formatted` knows it.
-        has_events: Whether the guard's events are marked.
-        about: Beside the title.
+        title: Text above the plot.
+        names: Label of each figure of ``metrics.jsonl`` that it shows.
+        unit: A unit that `formatted` knows.
+        has_events: Whether to mark the guard's events.
+        about: Text next to the title.
     """
 
     title: str
@@ -44,7 +44,7 @@ KINDS: tuple[ChartKind, ...] = (
     ChartKind("Device memory", {"allocated_bytes": "allocated at most so far", "reserved_bytes": "reserved"}, "bytes"),
     ChartKind("Host memory", {"host_bytes": "resident, rank 0"}, "bytes"),
 )
-# Counters and times of no interest as curves.
+# Counters and times that are not worth plotting.
 _UNDRAWN = {
     *("epoch", "tokens", "num_tokens", "rows", "skipped_loss", "skipped_grad_norm", "skipped_steps", "step_time"),
     *("eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "eval_num_tokens", "total_flos"),
@@ -54,7 +54,7 @@ _SHARES = ("accuracy", "accuracies", "ratio", "frac_", "mfu")
 
 @dataclass(frozen=True)
 class Series:
-    """A line of a plot."""
+    """One line of a plot."""
 
     label: str
     run: int
@@ -65,7 +65,7 @@ class Series:
 
 @dataclass(frozen=True)
 class ConstantLine:
-    """A value that holds for all steps, with an interval where it has one."""
+    """A value that holds for all steps, with its interval if it has one."""
 
     label: str
     value: float
@@ -75,7 +75,7 @@ class ConstantLine:
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened at a step: a ``guard`` event or a ``start``."""
+    """An event at a step: ``guard`` or ``start``."""
 
     kind: str
     step: int
@@ -97,13 +97,13 @@ class Chart:
 
     @property
     def is_log(self) -> bool:
-        """Whether the values span so much that a linear axis would show only the largest."""
+        """True if the values span a range so wide that a linear axis would show only the largest."""
         values = [value for line in self.series for _, value in line.points]
         return self.title == "Gradient norm" and min(values) > 0 and max(values) / min(values) > 50
 
 
 def charts_of(runs: Sequence[RunRecords], labels: Sequence[str], predictions: Sequence[PredictedRun]) -> list[Chart]:
-    """Those that have something to show, the known ones first."""
+    """The charts that have something to show, predefined ones first."""
     kinds = [*((kind, False) for kind in KINDS), *((kind, True) for kind in _others(runs))]
     charts = []
     for kind, is_more in kinds:
@@ -122,7 +122,7 @@ def charts_of(runs: Sequence[RunRecords], labels: Sequence[str], predictions: Se
 
 
 def as_json(chart: Chart, most_points: int) -> dict[str, object]:
-    """For the page's script; values with as many digits as a plot can show."""
+    """The chart for the page's script, with values rounded to the digits that a plot can show."""
     return {
         "title": chart.title,
         "unit": chart.unit,
@@ -145,7 +145,7 @@ def as_json(chart: Chart, most_points: int) -> dict[str, object]:
 
 
 def _others(runs: Iterable[RunRecords]) -> list[ChartKind]:
-    """A plot for every figure that no kind names, validation beside training."""
+    """A plot for every figure without a predefined one, with validation next to training."""
     known = {name for kind in KINDS for name in kind.names} | _UNDRAWN
     names = dict.fromkeys(name for run in runs for name in run.series if name not in known)
     bare = dict.fromkeys(name.removeprefix(_EVAL) for name in names)
@@ -168,7 +168,7 @@ def _series_of(kind: ChartKind, run: RunRecords, at: int, labels: Sequence[str],
 
 
 def _untaken(run: RunRecords) -> list[Series]:
-    """Norms of steps that the guard did not simply take."""
+    """Gradient norms of the steps that have a guard event."""
     norms = [(number(event.get("step")), number(event.get("grad_norm"))) for event in run.events]
     points = [(int(step), norm) for step, norm in norms if step is not None and norm is not None and norm > 0]
     return [Series("of steps with an event", 0, points, only_points=True)] if points else []

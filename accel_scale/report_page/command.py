@@ -1,4 +1,4 @@
-"""`accel-scale report`: the page of a run again from what its folder holds, or several runs side by side."""
+"""`accel-scale report`: rebuilds a run's page from its folder, or shows several runs side by side."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _COMPARISON = "comparison.html"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Runs, and where the page goes."""
+    """Add the arguments for the runs and the output file."""
     parser.description = DESCRIPTION
     parser.add_argument("runs", nargs="+", metavar="RUN", help="output folder of a run")
     parser.add_argument(
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the page, say where it is, and warn of what could not be read."""
+    """Write the page, print its path, and warn about anything that could not be read."""
     from accel_scale.errors import ConfigError, first_line
     from accel_scale.report_page.leaving import PAGE_NAME
     from accel_scale.report_page.page import render, write_page
@@ -50,10 +50,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def refuse_other_file(path: Path) -> None:
-    """Refuse to replace what is not such a page.
+    """Refuse to overwrite a file that is not a report page.
 
     Raises:
-        ConfigError: naming it.
+        ConfigError: if `path` is such a file or a folder.
     """
     from accel_scale.errors import ConfigError
     from accel_scale.report_page.page import GENERATOR

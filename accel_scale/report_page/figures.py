@@ -1,4 +1,4 @@
-"""A run's figures as a reader sees them: what it came to, how it was set, how it ended."""
+"""A run's figures for readers: results, settings and how it ended."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ ENDS = {
     "killed": "ended without a word",
     "unknown": "no record of its end",
 }
-_WITH_REASON = ("error", "guard")  # ends that say why
+_WITH_REASON = ("error", "guard")  # ends shown with their reason
 _INSTALLED = str(Path(__file__).resolve().parents[2]) + "/"
 _LONGEST_VALUE = 600  # characters
-# Different in every run, whatever it is.
+# Different in every run of any kind.
 _OWN_NAMES = frozenset({"output_dir", "run_name", "logging_dir", "resume_from_checkpoint", "resume"})
 
 
 def state_of(run: RunRecords) -> tuple[str, str]:
-    """How a run ended: a name of `ENDS`, and in words, with the reason where it failed."""
+    """How a run ended: a key of `ENDS`, and a description with the reason if it failed."""
     words, why = ENDS.get(run.how, run.how), run.starts[-1].why if run.starts else ""
     how = run.how if run.how in ENDS else "unknown"
     return how, f"{words}: {why}" if why and how in _WITH_REASON else words
@@ -38,12 +38,12 @@ def state_of(run: RunRecords) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting, in every run of a page.
+    """One setting across all runs of a page.
 
     Attributes:
-        name: Of the flag.
-        values: One for each run, as text; empty where a run does not have it.
-        origin: Where that of the first run was set.
+        name: Name of the flag.
+        values: One value per run, as text; empty if a run does not have the setting.
+        origin: Where the first run that records an origin got its value from.
         kind: ``given``, ``derived`` or ``default``.
     """
 
@@ -54,13 +54,13 @@ class Setting:
 
     @property
     def differs(self) -> bool:
-        """Whether the runs do."""
+        """True if the runs have different values."""
         return len(set(self.values)) > 1
 
 
 @dataclass(frozen=True)
 class AnsweredSample:
-    """What the model said to a held-out question, before and after; None where it was not asked."""
+    """A held-out question with the model's answers before and after training; None where it was not asked."""
 
     task: str
     question: str
@@ -70,7 +70,7 @@ class AnsweredSample:
 
 
 def formatted(value: float, unit: str) -> str:
-    """`value` for people: ``bytes``, ``seconds``, ``share``, ``rate``, ``number``."""
+    """`value` as readable text; `unit` is ``bytes``, ``seconds``, ``share``, ``rate`` or ``number``."""
     if unit == "bytes":
         return format_bytes(value)
     if unit == "seconds":
@@ -83,7 +83,7 @@ def formatted(value: float, unit: str) -> str:
 
 
 def key_figures(run: RunRecords) -> dict[str, str]:
-    """What the run came to, what was not measured left out."""
+    """The run's main results; anything not measured is left out."""
     summary, series = run.summary, run.series
     found: dict[str, str | None] = {
         "Loss": _change(series.get("loss"), "number"),
@@ -107,7 +107,7 @@ def key_figures(run: RunRecords) -> dict[str, str]:
 
 
 def facts_of(run: RunRecords) -> dict[str, str]:
-    """Model, strategy, machine."""
+    """Model, data, strategy and machine of the run."""
     summary, values = run.summary, table(run.summary.get("settings"))
     counted, machine = table(summary.get("parameters")), table(summary.get("machine"))
     total, trained = number(counted.get("total")), number(counted.get("trainable"))
@@ -140,12 +140,12 @@ def facts_of(run: RunRecords) -> dict[str, str]:
 
 
 def versions_of(run: RunRecords) -> dict[str, str]:
-    """Package → version."""
+    """Version of each package."""
     return {str(name): str(version) for name, version in table(run.summary.get("versions")).items()}
 
 
 def settings_of(runs: Sequence[RunRecords]) -> list[Setting]:
-    """Every setting of any run: those that were given first, then what was derived, then defaults."""
+    """Every setting of any run: given ones first, then derived ones, then defaults."""
     tables = [table(run.summary.get("settings")) for run in runs]
     origins = [table(run.summary.get("origins")) for run in runs]
     found = []
@@ -158,7 +158,7 @@ def settings_of(runs: Sequence[RunRecords]) -> list[Setting]:
 
 
 def shortened(rows: Sequence[Setting], share: float) -> Sequence[Setting]:
-    """The same with shorter values, for a page that would be too large; without defaults that all runs have."""
+    """The rows with shorter values and without shared defaults, for a page that would be too large."""
     if share == 1:
         return rows
     length = int(_LONGEST_VALUE * share)
@@ -170,18 +170,18 @@ def shortened(rows: Sequence[Setting], share: float) -> Sequence[Setting]:
 
 
 def differing(rows: Sequence[Setting]) -> list[Setting]:
-    """Those in which runs differ, without names that are each run's own."""
+    """The rows in which runs differ, except settings that are unique to every run."""
     return [row for row in rows if row.differs and row.name not in _OWN_NAMES]
 
 
 def side_by_side(each: Sequence[Mapping[str, str]]) -> list[Setting]:
-    """Rows of a table with one column for each run."""
+    """Rows of a table with one column per run."""
     names = dict.fromkeys(name for found in each for name in found)
     return [Setting(name, tuple(found.get(name, "—") for found in each), "", "") for name in names]
 
 
 def samples_of(run: RunRecords) -> list[AnsweredSample]:
-    """Held-out questions with the answers before and after."""
+    """Held-out questions with the answers before and after training."""
     found: dict[str, AnsweredSample] = {}
     for when, answered in table(run.summary.get("exact_match")).items():
         for example in map(table, listed(table(answered).get("examples"))):
@@ -194,13 +194,13 @@ def samples_of(run: RunRecords) -> list[AnsweredSample]:
 
 
 def written_sample(run: RunRecords) -> str | None:
-    """What the model wrote at the end."""
+    """The text that the model wrote at the end of the run."""
     sample = run.summary.get("sample")
     return _short(sample) if isinstance(sample, str) and sample else None
 
 
 def dated(value: object) -> str:
-    """A date in ISO format as ``2026-05-04 17:03 UTC``; anything else as it is."""
+    """An ISO date as ``2026-05-04 17:03 UTC``; anything else unchanged."""
     text = text_of(value or "")
     try:
         found = datetime.datetime.fromisoformat(text)
@@ -211,7 +211,7 @@ def dated(value: object) -> str:
 
 
 def labels_of(runs: Sequence[RunRecords]) -> list[str]:
-    """Names of the runs' folders, with as many of those above as tell them apart."""
+    """Names of the runs' folders, with as many parent folders as needed to tell them apart."""
     parts = [run.folder.resolve().parts[1:] or ("/",) for run in runs]
     for length in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-length:]) for part in parts]
@@ -221,14 +221,14 @@ def labels_of(runs: Sequence[RunRecords]) -> list[str]:
 
 
 def text_of(value: object) -> str:
-    """A setting's value in a line; folders of the user's home begin with ``~``."""
+    """A setting's value on one line; paths in the user's home begin with ``~``."""
     value = getattr(value, "value", value)
     text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
     return _short(without_home(text))
 
 
 def without_home(text: str) -> str:
-    """`text` without the folder of the package, and of the user's home, which says whose it is."""
+    """`text` without the paths of the package and of the user's home, which would reveal the user."""
     text = text.replace(_INSTALLED, "")
     home = str(Path.home())
     return text.replace(home + "/", "~/") if len(home) > 1 else text
@@ -240,7 +240,7 @@ def _short(value: object) -> str:
 
 
 def _is_given(origin: str) -> bool:
-    """A flag, or a file and its line."""
+    """True if the origin is a flag, or a file and its line."""
     return origin.startswith("--") or origin.rpartition(":")[2].isdigit()
 
 

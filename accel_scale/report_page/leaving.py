@@ -1,4 +1,4 @@
-"""A run leaves its report, however it ends, and is never lost to it."""
+"""Writes a run's report however the run ends; a failure to write it never ends the run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PAGE_NAME = "report.html"
 
 @contextlib.contextmanager
 def held_folder(run: RecipeRun) -> Iterator[None]:
-    """Hold the output folder of a recipe's run against other runs, and leave its report there."""
+    """Lock the output folder of a recipe's run against other runs, and write its report there."""
     folder = run.start.folder
     with folder.taken(is_main=run.is_main), leaves_report(folder.folder, is_main=run.is_main):
         yield
@@ -32,9 +32,9 @@ def held_folder(run: RecipeRun) -> Iterator[None]:
 
 @contextlib.contextmanager
 def leaves_report(folder: Path, *, is_main: bool) -> Iterator[None]:
-    """Around a run: records how it ended, and writes ``report.html`` into its folder; on one process.
+    """Wrap a run: record how it ended and write ``report.html`` into its folder, on one process.
 
-    A run that did not get as far as its first step leaves nothing.
+    A run that never reached its first step writes nothing.
     """
     before = size_of_starts(folder)
     try:
@@ -48,35 +48,35 @@ def leaves_report(folder: Path, *, is_main: bool) -> Iterator[None]:
 
 
 def leave_report(folder: Path, error: BaseException | None, *, since: int = 0) -> None:
-    """The same where a run is about to end with `error`; nothing where it has been done.
+    """Record the end and write the report of a run that is about to end with `error`; does nothing if already done.
 
     Args:
-        since: Size of the record of starts when this one began.
+        since: Size of the record of starts when this run began.
     """
     if not has_open_start(folder, since=since):
         return
     path = folder / PAGE_NAME
     with _terminated_later():
         try:
-            write_end(folder, error)  # first: what the page needs may be missing
+            write_end(folder, error)  # first, because the page's dependencies may be missing
             from accel_scale.report_page.page import render, write_page
             from accel_scale.report_page.reading import read_run
 
             write_page(render([read_run(folder)]), path)
-        except Exception as failure:  # a page is no reason to lose a run
+        except Exception as failure:  # a failed page must not end the run
             why = getattr(failure, "strerror", None) or mask(f"{type(failure).__name__}: {first_line(failure)}")
             line = f"warning: {path} was not written ({why}). Fix: resolve that, then run accel-scale report {folder}."
             print(line, file=sys.stderr, flush=True)
 
 
 def leave_stopped(folder: str) -> None:
-    """The same for a run that a signal has stopped: the launcher ends this process as soon as another has left."""
+    """`leave_report` for a run stopped by a signal: the launcher ends this process once another has exited."""
     leave_report(Path(folder), SystemExit(EXIT_STOPPED))
 
 
 @contextlib.contextmanager
 def _terminated_later() -> Iterator[None]:
-    """Let a launcher that ends the other ranks wait until the page is written."""
+    """Defer SIGTERM from a launcher that is ending all ranks until the page is written."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

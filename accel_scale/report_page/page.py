@@ -1,4 +1,4 @@
-"""The page itself: one file of HTML with everything in it, which loads nothing and runs no script but its own."""
+"""The page itself: one self-contained HTML file that loads nothing and runs no script but its own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 MOST_BYTES = 2_000_000
-# In the first bytes of every page; a file without it is somebody else's.
+# In the first bytes of every page; a file without it was not written by this command.
 GENERATOR = "accel-scale report"
 _PAGE = Path(__file__).parent / "page"
 _MOST_ROWS = 200
@@ -32,7 +32,7 @@ _MOST_ROWS = 200
 
 @dataclass(frozen=True)
 class RunView:
-    """What the template shows of one run."""
+    """One run as the template shows it."""
 
     label: str
     how: str
@@ -50,7 +50,7 @@ class RunView:
 
 
 def write_page(text: str, path: Path) -> int:
-    """Write a page, complete or not at all; returns its bytes."""
+    """Write a page atomically; returns its size in bytes."""
     content = text.encode()
     partial = path.with_name(path.name + ".partial")
     try:
@@ -62,10 +62,10 @@ def write_page(text: str, path: Path) -> int:
 
 
 def render(runs: Sequence[RunRecords]) -> str:
-    """The page of one run, or of several beside each other; at most `MOST_BYTES`.
+    """The page of one run, or of several side by side; at most `MOST_BYTES`.
 
     Raises:
-        ConfigError: for more runs than fit.
+        ConfigError: if there are more runs than fit.
     """
     labels = figures.labels_of(runs)
     predictions = [prediction_of(run) for run in runs]
@@ -122,7 +122,7 @@ def _filled(
 
 @cache
 def templates_in(folder: Path) -> Environment:
-    """Templates that escape everything that is put into them, and format figures as the report does."""
+    """Templates that escape every value and format figures as the report does."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     found = Environment(
@@ -137,7 +137,7 @@ def templates_in(folder: Path) -> Environment:
 
 
 def in_script(value: object) -> str:
-    """JSON that no HTML parser can take for the end of a script, nor a script for the end of a line."""
+    """JSON that is safe in a script: no HTML parser sees the end of a script in it, no script the end of a line."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))  # ASCII: U+2028 is escaped
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -176,7 +176,7 @@ def _view(run: RunRecords, label: str, prediction: PredictedRun) -> RunView:
 
 
 def event_row(event: Mapping[str, object]) -> Mapping[str, str]:
-    """A guard event for a table."""
+    """A guard event as a table row."""
     rows = event.get("rows")
     shown = [str(row) for row in rows[:8]] if isinstance(rows, list) else []
     more = f" and {len(rows) - 8} more" if isinstance(rows, list) and len(rows) > 8 else ""
@@ -192,7 +192,7 @@ def event_row(event: Mapping[str, object]) -> Mapping[str, str]:
 
 
 def start_rows(run: RunRecords) -> list[Mapping[str, str]]:
-    """The last starts of a run for a table, and how each ended."""
+    """The last starts of a run as table rows, with how each ended."""
     rows: list[Mapping[str, str]] = []
     for at, start in enumerate(run.starts[-_MOST_ROWS:], 1 + max(0, len(run.starts) - _MOST_ROWS)):
         machine = table(start.content.get("machine"))

@@ -1,4 +1,4 @@
-"""What the planner said of a run, from its records, beside what was measured."""
+"""The planner's predictions for a run, from its records, next to what was measured."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ _MOST_TERMS = 12
 
 @dataclass(frozen=True)
 class PredictedRun:
-    """Of one run; None where it was not predicted or not measured.
+    """Predictions and measurements of one run; None where a value was not predicted or not measured.
 
     Attributes:
-        card: What it was planned for.
-        bytes: In tensors at the peak.
-        half_bytes: Of the interval around them.
-        seen_bytes, seen: The same for the longest rows that there were, and how long they were, in words.
-        limit_bytes: Of the card.
-        step_seconds: Of an optimizer step.
-        measured_bytes, measured_seconds: The same, measured.
+        card: The card it was planned for.
+        bytes: Predicted bytes in tensors at the peak.
+        half_bytes: Half-width of the interval around `bytes`.
+        seen_bytes, seen: Predicted bytes for the longest rows that occurred, and their length in words.
+        limit_bytes: Memory of the card.
+        step_seconds: Predicted time of an optimizer step.
+        measured_bytes, measured_seconds: Measured peak bytes and step time.
         is_on_device: Whether the memory is a device's rather than the host's.
-        where: Words for a prediction for another card than the one here; else empty.
-        phases: Phase of a step → term → bytes.
-        peak_phase: The largest of them.
+        where: Text that names the card if the prediction is for another card than the one here; else empty.
+        phases: Bytes of each term in each phase of a step.
+        peak_phase: The largest phase.
     """
 
     card: str = ""
@@ -45,12 +45,12 @@ class PredictedRun:
 
     @property
     def is_there(self) -> bool:
-        """Whether anything was predicted."""
+        """True if anything was predicted."""
         return self.bytes is not None or self.step_seconds is not None
 
     @property
     def rows(self) -> list[tuple[str, str, str, str]]:
-        """What, predicted, measured, difference: for a table."""
+        """Table rows of quantity, predicted, measured and difference."""
         pairs = [
             ("memory in tensors, peak", self.bytes, self.measured_bytes, "bytes"),
             ("step time", self.step_seconds, self.measured_seconds, "seconds"),
@@ -73,7 +73,7 @@ class PredictedRun:
 
 
 def prediction_of(run: RunRecords) -> PredictedRun:
-    """From the summary, else from what the last start recorded; empty without a plan."""
+    """Read the prediction from the summary, else from the record of the last start; empty without a plan."""
     plan = table(run.summary.get("plan"))
     predicted, compared, measured = (table(plan.get(name)) for name in ("predicted", "compared", "measured"))
     seconds = number(measured.get("step_seconds"))
@@ -111,7 +111,7 @@ def prediction_of(run: RunRecords) -> PredictedRun:
 
 
 def largest_terms(terms: Mapping[str, float]) -> Mapping[str, float]:
-    """Largest first; the small ones of many together."""
+    """The terms, largest first; if there are many, the small ones are summed up."""
     ordered = sorted(terms.items(), key=lambda term: -term[1])
     kept, rest = ordered[: _MOST_TERMS - 1], ordered[_MOST_TERMS - 1 :]
     return dict([*kept, ("others", sum(size for _, size in rest))] if rest else kept)

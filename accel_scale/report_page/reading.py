@@ -1,4 +1,4 @@
-"""What a run's folder holds, read for the report: a line that is damaged is left out, and said."""
+"""Reads a run's folder for the report; damaged lines are left out and reported."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class RunStart:
     """One start of a run.
 
     Attributes:
-        step: Steps that were taken before it.
-        content: What was run, on what.
+        step: Steps taken before it.
+        content: What was run and on which machine.
         how: ``finished``, ``stopped``, ``guard``, ``interrupted``, ``error``, ``running`` or ``killed``.
-        why: In a line, where there is more to say.
-        ended: Date and time; empty where no end was written.
+        why: Reason on one line; empty if there is none.
+        ended: Date and time of the end; empty if none was recorded.
     """
 
     step: int
@@ -41,14 +41,14 @@ class RunStart:
 
 @dataclass(frozen=True)
 class RunRecords:
-    """What is known of a run.
+    """Everything recorded about a run.
 
     Attributes:
-        folder: Where it is.
-        series: Every figure by its name in ``metrics.jsonl``, by step; only finite ones.
-        events: Of the guard, each once.
-        starts: In order; none of a run that other programs wrote.
-        summary: ``run_summary.json``; what the last start says, where a run has none.
+        folder: Folder of the run.
+        series: Finite values by step, for every figure name in ``metrics.jsonl``.
+        events: Guard events, each once.
+        starts: Starts in order; empty for a run written by another program.
+        summary: Content of ``run_summary.json``, or of the last start if there is none.
         notes: Files and lines that could not be read.
     """
 
@@ -61,14 +61,14 @@ class RunRecords:
 
     @property
     def how(self) -> str:
-        """As a `RunStart` says; ``finished`` where the summary does, else ``unknown``."""
+        """How the last `RunStart` ended; without one, ``finished`` if the summary says so, else ``unknown``."""
         if self.starts:
             return self.starts[-1].how
         return "finished" if self.summary.get("finished") else "unknown"
 
     @property
     def last_step(self) -> int:
-        """The last that was logged."""
+        """The last logged step."""
         return max((points[-1][0] for points in self.series.values() if points), default=0)
 
 
@@ -76,7 +76,7 @@ def read_run(folder: str | Path) -> RunRecords:
     """Read everything the report shows.
 
     Raises:
-        ConfigError: where the folder holds no run, or nothing of it can be read.
+        ConfigError: if the folder holds no run, or nothing in it can be read.
     """
     path, notes = Path(folder), list[str]()
     if not path.is_dir():
@@ -102,7 +102,7 @@ def read_run(folder: str | Path) -> RunRecords:
 
 
 def number(value: object) -> float | None:
-    """A finite number; None for everything else."""
+    """`value` as a finite float; None if it is not a finite number."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
     try:
@@ -113,12 +113,12 @@ def number(value: object) -> float | None:
 
 
 def table(value: object) -> Mapping[str, object]:
-    """A mapping; empty for everything else."""
+    """`value` if it is a mapping, else an empty one."""
     return value if isinstance(value, Mapping) else {}
 
 
 def listed(value: object) -> Sequence[object]:
-    """A list; empty for everything else."""
+    """`value` if it is a list, else an empty one."""
     return value if isinstance(value, list) else ()
 
 
@@ -128,7 +128,7 @@ def _instead(path: Path) -> str:
 
 
 def _lines(path: Path, notes: list[str]) -> Iterator[tuple[int, Mapping[str, object]]]:
-    """Objects of a file with one on each line, and their line numbers; the last line may still be being written."""
+    """Line numbers and objects of a JSON Lines file; the last line may still be incomplete."""
     damaged: list[int] = []
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
@@ -171,7 +171,7 @@ def _series(
 
 
 def _events(lines: Iterator[tuple[int, Mapping[str, object]]]) -> list[Mapping[str, object]]:
-    """Each once: a step that is taken again after a kill is judged again."""
+    """Deduplicate events: a step that is repeated after a kill is judged again."""
     found = {}
     for _, event in lines:
         if number(event.get("step")) is not None:

@@ -1,4 +1,4 @@
-"""Long series in few points that look the same: the lowest and the highest of every stretch stay."""
+"""Thins long series without changing how they look, by keeping the lowest and highest point of every stretch."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from accel_scale.report_page.reading import Point
 
-# Of all plots of a page together, and of one series at least and at most.
+# Points of all plots on a page together, and the fewest and most of one series.
 _POINTS_PER_PAGE, _FEWEST, _MOST = 40_000, 60, 2_000
 
 
 def thinned(points: Sequence[Point], most: int) -> Sequence[Point]:
-    """At most `most` of `points`, in their order: first, last, and both extremes of stretches of equal length."""
+    """At most `most` of `points`, in order: first, last, and both extremes of stretches of equal length."""
     if len(points) <= most:
         return points
     stretches = max(1, (most - 2) // 2)
@@ -24,5 +24,5 @@ def thinned(points: Sequence[Point], most: int) -> Sequence[Point]:
 
 
 def points_per_series(num_series: int, *, share: float = 1.0) -> int:
-    """How many points each of `num_series` may have on one page; `share` of them where the page is too large."""
+    """Points that each of `num_series` series may have on one page, scaled by `share` if the page is too large."""
     return max(_FEWEST, min(_MOST, int(_POINTS_PER_PAGE * share / max(1, num_series))))

@@ -1,1 +1,1 @@
-"""What a run says about itself: tables and the run summary."""
+"""Reports of a run: tables and the run summary."""

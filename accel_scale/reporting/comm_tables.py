@@ -28,7 +28,7 @@ def gigabytes(bytes_per_second: float | None) -> str:
 
 
 def print_predictions(title: str, groups: Sequence[Sequence[Prediction]], notes: Sequence[str]) -> None:
-    """One group for each operation and size, the fastest first, which is marked."""
+    """Print one group per operation and size, the fastest entry first and marked."""
     table = _table(title, ("op", "size", "algorithm"), ("time", "sent per worker", "algbw GB/s", "busbw GB/s", ""))
     for index, group in enumerate(groups):
         if index:
@@ -49,7 +49,7 @@ def print_predictions(title: str, groups: Sequence[Sequence[Prediction]], notes:
 
 
 def prediction_dict(entry: Prediction, *, is_best: bool) -> dict[str, Any]:
-    """For ``--json``."""
+    """A prediction for ``--json``."""
     return {
         **asdict(entry),
         "algorithm_bandwidth": entry.algorithm_bandwidth,
@@ -59,7 +59,7 @@ def prediction_dict(entry: Prediction, *, is_best: bool) -> dict[str, Any]:
 
 
 def print_links(links: Sequence[NamedLink]) -> None:
-    """The catalogue of links."""
+    """Print the catalogue of links."""
     right = ("GB/s one way", "Gbit/s both ways", "GB/s reached", "latency")
     table = _table("Links: of a GPU, networks of a server", ("link",), right)
     for entry in links:
@@ -74,7 +74,7 @@ def print_links(links: Sequence[NamedLink]) -> None:
 
 
 def print_measured(links: MeasuredLinks) -> None:
-    """Every size beside the fit, then the fits with their errors on sizes they have not seen."""
+    """Print every size next to the fit, then the fits with their errors on held-out sizes."""
     for name, fits in (("inside a server", links.inside), ("between servers", links.between)):
         if fits:
             workers = next(iter(fits.values())).workers
@@ -139,7 +139,7 @@ def _print(table: Any, notes: Sequence[str]) -> None:
     from rich.console import Console
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 130)
-    title, table.title = table.title, None  # a title is cut to the table's width, a line is not
+    title, table.title = table.title, None  # a table title is cut to the table's width, a printed line is not
     console.print(title, style="bold", soft_wrap=True, markup=False)
     console.print(table)
     for note in notes:

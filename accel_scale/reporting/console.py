@@ -12,8 +12,8 @@ def set_up_console(*, is_main: bool, verbose: bool = False) -> None:
     """Call once per process, before models and data are loaded.
 
     Args:
-        is_main: Whether this process is the one that speaks.
-        verbose: The user asked for the libraries' own messages (``--log_level``); they are left as they are.
+        is_main: Whether this is the process that prints.
+        verbose: Leave the libraries' own messages unchanged, as requested with ``--log_level``.
     """
     import datasets
     from transformers.utils import logging as transformers_logging
@@ -28,7 +28,7 @@ def set_up_console(*, is_main: bool, verbose: bool = False) -> None:
     datasets.logging.set_verbosity_error()
     for name in ("trl", "peft", "accelerate", "DeepSpeed", "torch.distributed", "bitsandbytes"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    # Deprecations inside the libraries: theirs to mend, not the user's. Errors still raise.
+    # Deprecation warnings inside the libraries are theirs to fix, not the user's. Errors still raise.
     warnings.simplefilter("ignore", FutureWarning)
     warnings.simplefilter("ignore", DeprecationWarning)
     if not is_main:

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: what a run measures, one JSON object per line, written as it goes and readable at any moment."""
+"""`metrics.jsonl`: a run's measurements, one JSON object per line, written as it runs and readable at any time."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ METRICS_NAME = "metrics.jsonl"
 class MetricsLog:
     """Appends ``{"step": 20, "eval_loss": 1.83}`` to ``output_dir/metrics.jsonl``, a whole line at a time.
 
-    The file is made at the first line. A run that begins replaces an earlier run's file; one that resumes at
-    `resumed_step` keeps the lines up to that step and drops later ones, whose steps are taken again.
+    The file is created on the first write. A new run replaces an earlier run's file; one that resumes at
+    `resumed_step` keeps the lines up to that step and drops later ones, whose steps are repeated.
 
     Args:
-        output_dir: Folder of the run; made where it is missing.
-        is_main: Whether this process writes. On the others `write` does nothing.
-        resumed_step: The step the run continues from; 0 for a run that begins.
+        output_dir: Folder of the run; created if it is missing.
+        is_main: Whether this process writes. On other processes `write` does nothing.
+        resumed_step: The step the run continues from; 0 for a new run.
     """
 
     def __init__(self, output_dir: str | os.PathLike[str], is_main: bool, *, resumed_step: int = 0) -> None:
         self.path = Path(output_dir) / METRICS_NAME
         self._is_main, self._resumed_step = is_main, resumed_step
         self._file: FileIO | None = None
-        self._waiting: list[str] = []  # lines that a full disk has not taken yet
+        self._waiting: list[str] = []  # lines not yet written because the disk is full
 
     def write(self, step: int, **values: float) -> None:
-        """Add one line: `step` and every value, as numbers. NaN and infinities become strings that `float` reads."""
+        """Add one line with `step` and every value. NaN and infinities become strings that `float` can parse."""
         if not self._is_main:
             return
         line: dict[str, Any] = {"step": int(step)}
@@ -46,20 +46,20 @@ class MetricsLog:
             if self._file is None:
                 self._file = self._open()
             self._write_waiting(self._file)
-        except OSError as error:  # a log is no reason to end a run: there may be room again when the next line comes
+        except OSError as error:  # a log must not end a run: there may be space again at the next line
             if error.errno not in OUT_OF_SPACE:
                 raise
             if len(self._waiting) == 1:
                 print(f"warning: {self.path} cannot be written ({error.strerror}): lines wait.", file=sys.stderr)
 
     def close(self) -> None:
-        """Close the file; a later `write` opens it again and goes on below what is there."""
+        """Close the file; a later `write` reopens it and appends."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
     def _write_waiting(self, file: FileIO) -> None:
-        """One write call for whole lines, and no buffer: who follows the file never waits for the next line."""
+        """Write whole lines in one unbuffered call, so that readers of the file never wait for the next line."""
         lines = "".join(self._waiting).encode()
         size = os.fstat(file.fileno()).st_size
         written = 0
@@ -81,12 +81,12 @@ class MetricsLog:
                 json.dumps({name: _as_json(value) for name, value in line.items()}) + "\n" for line in kept
             )
         partial.replace(self.path)
-        self._resumed_step = 2**63  # opened again after `close`: everything below is this run's own
+        self._resumed_step = 2**63  # if reopened after `close`, all lines belong to this run
         return open(self.path, "ab", buffering=0)
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The lines of a `metrics.jsonl`; none where there is no file. A line that is cut off is left out."""
+    """The lines of a `metrics.jsonl`; empty without a file. A truncated line is left out."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -95,11 +95,11 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def parse_lines(text: str) -> Iterator[dict[str, Any]]:
-    """The metrics in `text`, values as floats; only whole lines that hold an object with a step count."""
-    for line in text.split("\n")[:-1]:  # what follows the last line end is still being written
+    """The metrics in `text`, with values as floats; only complete lines that hold an object with a step."""
+    for line in text.split("\n")[:-1]:  # text after the last newline is still being written
         try:
             found = json.loads(line)
-        except ValueError:  # a killed writer's line, with a later run's line behind it
+        except ValueError:  # a killed writer's partial line, followed by a later run's line
             continue
         if isinstance(found, dict) and isinstance(found.get("step"), int):
             yield {name: value if name == "step" else _as_float(value) for name, value in found.items()}
@@ -108,12 +108,12 @@ def parse_lines(text: str) -> Iterator[dict[str, Any]]:
 def _as_json(value: float) -> float | int | str:
     if isinstance(value, int):
         return value
-    number = float(value)  # also a tensor's or numpy's
+    number = float(value)  # also converts tensors and numpy scalars
     return number if math.isfinite(number) else str(number)
 
 
 def _as_float(value: Any) -> Any:
     try:
         return float(value)
-    except (TypeError, ValueError):  # another writer's text
+    except (TypeError, ValueError):  # text from another writer
         return value

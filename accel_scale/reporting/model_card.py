@@ -1,4 +1,4 @@
-"""The README.md of a run's folder: what was run, on what, and what came of it, from its `run_summary.json`."""
+"""The README.md of a run's folder: what was run, on which hardware, and the results, from `run_summary.json`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from accel_scale.reporting.tables import format_count
 
 CARD_NAME = "README.md"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-# What stands in a text for a place on this machine: from a slash, a tilde or a drive that begins a word.
+# A path of this machine within a text: starts at a slash, a tilde or a drive that begins a word.
 _LOCAL_PATH = re.compile(r"(?<![\w.:/~\\-])(?:~?/|~?\\|[A-Za-z]:[/\\])[^\s,'\"=\[\](){}]*")
 _MARKDOWN = re.compile(r"([\\`*_\[\]|~#])")
 _TASKS = {"reward.py": "text-classification", "vision.py": "image-text-to-text"}
@@ -30,10 +30,10 @@ _WHAT = {
 
 
 def write_card(summary: Path) -> Path | None:
-    """Write README.md beside a run's summary; None where somebody else's is there, which stays.
+    """Write README.md next to a run's summary; returns None and leaves the file alone if it is not ours.
 
     Args:
-        summary: The file, which holds no credentials.
+        summary: Path of the summary, which holds no credentials.
     """
     path = summary.parent / CARD_NAME
     if not is_own(path):
@@ -47,11 +47,11 @@ def write_card(summary: Path) -> Path | None:
 
 
 def model_card(summary: Mapping[str, object], *, name: str) -> str:
-    """The text: metadata of the hub, results, how it was trained, settings, and how to load it.
+    """Text of the card: hub metadata, results, training, settings, and how to load the model.
 
     Args:
         summary: Content of `run_summary.json`.
-        name: What the model is called where the settings name no repository on the hub.
+        name: Name of the model if the settings name no repository on the hub.
     """
     settings = _mapping(summary.get("settings"))
     repository = str(settings.get("hub_model_id") or name)
@@ -80,21 +80,21 @@ def model_card(summary: Mapping[str, object], *, name: str) -> str:
 
 
 def public_text(value: object) -> str:
-    """A value as text, with paths of this machine cut to their last part."""
+    """A value as text, with local paths cut to their last part."""
 
     def last_part(found: re.Match[str]) -> str:
         parts = [part for part in re.split(r"[/\\]", found[0]) if part]
-        if "default" in parts and "assets" in parts:  # of the package
+        if "default" in parts and "assets" in parts:  # a path of the package
             return "accel-scale's embedded " + ("model" if parts[-1] == "model" else "data")
         return parts[-1] if parts else ""
 
     text = str(value)
-    whole = re.match(_LOCAL_PATH.pattern, text)  # a path, which may hold spaces; else paths within a sentence
+    whole = re.match(_LOCAL_PATH.pattern, text)  # a whole path, possibly with spaces; else paths in a sentence
     return re.sub(r".+", last_part, text) if whole else _LOCAL_PATH.sub(last_part, text)
 
 
 def escape(text: object) -> str:
-    """A text on one line that Markdown and HTML show as it is."""
+    """The text on one line, escaped so that Markdown and HTML show it literally."""
     plain = " ".join(str(text).split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return _MARKDOWN.sub(r"\\\1", plain)
 

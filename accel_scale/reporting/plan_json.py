@@ -13,7 +13,7 @@ from accel_scale.reporting.plan_tables import Budgeted, candidate_dict, nothing_
 
 
 def as_dict(plan: Plan, budget: Budgeted, notes: Sequence[str], written: WrittenPlan | None) -> dict[str, Any]:
-    """The whole plan, in bytes and seconds."""
+    """The whole plan as a JSON-serialisable dictionary."""
     request = plan.request
     document: dict[str, Any] = {
         "model": {"name": request.model.name, "num_params": request.model.num_params},

@@ -1,4 +1,4 @@
-"""A plan on the terminal: the ranked table, why the rest does not fit, and the terms of the best."""
+"""A plan on the terminal: the ranked table, why other settings do not fit, and the terms of the best one."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _MOST_GPUS = 1024
 
 @dataclass(frozen=True)
 class Budgeted:
-    """A token budget and the price of a GPU for an hour, where given."""
+    """A token budget and the price per GPU hour, if given."""
 
     tokens: float | None = None
     price_per_gpu_hour: float | None = None
 
     @classmethod
     def of_flags(cls, tokens: str | None, price_per_gpu_hour: str | None) -> Budgeted:
-        """From what was typed.
+        """Parse the flags' text.
 
         Raises:
-            ConfigError: for what is no amount, and a price without a token budget.
+            ConfigError: if a value is not an amount, or there is a price but no token budget.
         """
         budget = cls(amount(tokens, "--tokens"), amount(price_per_gpu_hour, "--price_per_gpu_hour"))
         if budget.price_per_gpu_hour is not None and budget.tokens is None:
@@ -48,7 +48,7 @@ class Budgeted:
 
 
 def print_plan(plan: Plan, budget: Budgeted, notes: Sequence[str], *, top: int, explain: bool) -> None:
-    """Everything that `accel-scale plan` says on a terminal."""
+    """Print everything that `accel-scale plan` shows on a terminal."""
     console = plan_console()
     console.print(describe_request(plan), soft_wrap=True)
     if plan.best is not None:
@@ -71,7 +71,7 @@ def print_plan(plan: Plan, budget: Budgeted, notes: Sequence[str], *, top: int, 
 
 
 def describe_request(plan: Plan) -> str:
-    """One line: model, machine, batch, methods."""
+    """One line with model, machine, methods and batch."""
     request, machine = plan.request, plan.request.machine
     rows = "packed" if request.fixed.get("packing", True) else "padded"
     nodes = f" in {machine.num_nodes} nodes" if machine.num_nodes > 1 else ""
@@ -84,7 +84,7 @@ def describe_request(plan: Plan) -> str:
 
 
 def candidate_dict(candidate: Candidate) -> dict[str, object]:
-    """A setting with what is predicted for it, for JSON."""
+    """A setting with its predictions, for JSON."""
     memory, time = candidate.memory, candidate.time
     return {
         "strategy": candidate.choice.label,
@@ -95,7 +95,7 @@ def candidate_dict(candidate: Candidate) -> dict[str, object]:
 
 
 def plan_console(file: TextIO | None = None) -> Any:
-    """A terminal, or a file as wide as a table of plans."""
+    """A console on a terminal, or on a file with the width of a plan table."""
     from rich.console import Console
 
     stream = file or sys.stdout
@@ -112,7 +112,7 @@ _WORDS, _FIGURES = (
 
 
 def ranked_rows(candidates: Sequence[Candidate], budget: Budgeted) -> list[dict[str, str]]:
-    """What a table of settings shows: for each of them column → text."""
+    """Rows of the settings table, each a mapping from column to text."""
     asked = ("time", "price")[: (budget.tokens is not None) + (budget.price_per_gpu_hour is not None)]
     names = (*_WORDS, *_FIGURES, *asked)
     return [dict(zip(names, _cells(candidate, budget), strict=False)) for candidate in candidates]
@@ -149,14 +149,14 @@ def _cells(candidate: Candidate, budget: Budgeted) -> list[str]:
 
 
 def interval(candidate: Candidate | Rejection) -> str:
-    """``61.2 ± 4.9 GiB``: what the card will show."""
+    """Predicted memory on the card, like ``61.2 ± 4.9 GiB``."""
     memory = candidate.memory
     assert memory is not None
     return f"{memory.device_bytes / _GIB:.1f} ± {(memory.high_bytes - memory.device_bytes) / _GIB:.1f} GiB"
 
 
 def request_notes(request: Request) -> list[str]:
-    """What a user should know of how a request was read."""
+    """Notes for the user on how a request was interpreted."""
     recipe = request.recipe
     notes = [] if request.machine.links is None else [f"communication from {request.machine.links.line}."]
     if recipe.rows_per_example > 1:
@@ -178,7 +178,7 @@ def request_notes(request: Request) -> list[str]:
 
 
 def time_notes(plan: Plan) -> list[str]:
-    """Why times are missing, and what was assumed for those that are there."""
+    """Why times are missing, and the assumptions behind those that are given."""
     notes: list[str] = []
     for candidate in plan.candidates:
         if candidate.time is not None:
@@ -206,7 +206,7 @@ def time_notes(plan: Plan) -> list[str]:
 
 
 def nothing_fits(plan: Plan) -> list[str]:
-    """The nearest miss and what would help."""
+    """The nearest miss and the changes that would make it fit."""
     miss = plan.nearest_miss
     if miss is None or miss.setup is None:
         return ["Nothing that was asked for can run."]
@@ -226,7 +226,7 @@ def _change(request: Request, flag: str, setup: TrainingSetup) -> str:
 
 
 def _other_recipe(request: Request) -> list[str]:
-    """What would fit if ranks shared the model, which the recipe that was asked for cannot do."""
+    """What would fit if ranks shared the model, which the requested recipe cannot do."""
     methods = tuple(method for method in request.methods if not METHOD_FACTS[method].quantises_base)
     if request.recipe.shared_by != SFT_PLAN.shared_by or not methods or request.strategies:
         return []
@@ -235,7 +235,7 @@ def _other_recipe(request: Request) -> list[str]:
 
 
 def _more_gpus(request: Request) -> list[str]:
-    """The fewest GPUs, in powers of two times those there are, with which something fits."""
+    """The smallest number of GPUs with which something fits, doubling from the present number."""
     machine, count = request.machine, 2 * request.machine.num_gpus
     while count <= _MOST_GPUS and request.global_batch_size % count == 0:
         per_node = max(machine.gpus_per_node, min(8, count))
@@ -251,7 +251,7 @@ def _more_gpus(request: Request) -> list[str]:
 
 
 def print_written(written: WrittenPlan | None) -> None:
-    """Where the files are and how to run them; plain lines, to be copied."""
+    """Print the files' paths and the commands to run them, as plain lines for copying."""
     if written is not None:
         print(f"\nwritten   {', '.join(str(path) for path in written.files)}")
         print(f"rehearse  {written.rehearsal}")
@@ -259,13 +259,13 @@ def print_written(written: WrittenPlan | None) -> None:
 
 
 def print_verification(what: str, rows: Sequence[tuple[str, float, float]], file: TextIO) -> None:
-    """Predicted beside measured, term by term."""
+    """Print predicted next to measured, term by term."""
     from rich.table import Table
 
     table = Table(title=f"\n{what}", title_justify="left", pad_edge=False)
     for name in ("", "predicted", "measured", "off by"):
         table.add_column(name, justify="left" if not name else "right")
     for name, predicted, measured in rows:
-        off = f"{round(predicted / measured - 1, 3) + 0.0:+.1%}" if measured else ""  # no minus before a zero
+        off = f"{round(predicted / measured - 1, 3) + 0.0:+.1%}" if measured else ""  # avoids -0.0%
         table.add_row(name, format_bytes(predicted), format_bytes(measured), off)
     plan_console(file).print(table)

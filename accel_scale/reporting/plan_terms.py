@@ -1,4 +1,4 @@
-"""What a setting's memory and time consist of, on the terminal."""
+"""Breakdown of a setting's memory and time on the terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _GIB = 2**30
 
 
 def print_terms(console: Console, candidate: Candidate) -> None:
-    """Memory phase by phase, what comes to it on a card, and where the time of a step goes."""
+    """Print memory by phase, the overheads on a card, and where the time of a step goes."""
     from rich.table import Table
 
     memory = candidate.memory
@@ -49,7 +49,7 @@ def _side_by_side(title: str, rows: dict[str, float], text: str, unit: float) ->
 
 
 def gpu_rows(candidate: Candidate) -> dict[str, float]:
-    """Bytes on each GPU at the peak, by what they are."""
+    """Bytes on each GPU at the peak, by kind."""
     memory, overhead = candidate.memory, gpu_overhead(candidate.setup)
     return {
         f"in tensors ({memory.peak_phase.name})": memory.peak_bytes,

@@ -1,4 +1,4 @@
-"""Answers to questions about a plan: tables on the terminal, and the same for JSON."""
+"""Answers to questions about a plan, as terminal tables and for JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _GIB = 2**30
 
 
 def print_cheapest(plans: Sequence[PricedPlan], tokens: float) -> None:
-    """Machines with what the job costs there, the cheapest first."""
+    """Print the machines with the cost of the job, cheapest first."""
     left = ("card", "GPUs", "strategy", "batch, checkpointing, optimizer")
     table = _table(f"{format_count(tokens)} tokens", left, ("memory per GPU", "time", "price"))
     for plan in plans:
@@ -38,7 +38,7 @@ def print_cheapest(plans: Sequence[PricedPlan], tokens: float) -> None:
 
 
 def print_differences(differences: Sequence[PlanDifference]) -> None:
-    """The base, and what each change makes of it."""
+    """Print the base and the result of each change."""
     columns = ("memory per GPU", "", "step", "", "tokens/s", "")
     table = _table("what if", ("change", "strategy", "batch, checkpointing, optimizer"), columns)
     for item in differences:
@@ -51,7 +51,7 @@ def print_differences(differences: Sequence[PlanDifference]) -> None:
 
 
 def difference_cells(item: PlanDifference) -> list[str]:
-    """Change, strategy, settings; then memory, time of a step and tokens per second, each with its difference."""
+    """Cells of change, strategy and settings, then memory, step time and tokens/s, each with its difference."""
     best = item.best
     if best is None:
         return [item.change or "(base)", "nothing fits", item.reason, *[""] * 6]
@@ -65,7 +65,7 @@ def difference_cells(item: PlanDifference) -> list[str]:
 
 
 def print_inference(model: str, estimates: Sequence[InferenceEstimate]) -> None:
-    """Memory to answer, by the type of the weights."""
+    """Print the memory for inference, by type of the weights."""
     first = estimates[0]
     title = f"{model}: {first.batch} answers at a time, {first.length:,} tokens with their prompts"
     table = _table(title, ("weights",), ("weights, GiB", "key-value cache", "forward pass", "on the card"))
@@ -76,7 +76,7 @@ def print_inference(model: str, estimates: Sequence[InferenceEstimate]) -> None:
 
 
 def priced_dict(plan: PricedPlan) -> dict[str, object]:
-    """For JSON."""
+    """A priced plan for JSON."""
     return {
         **dataclasses.asdict(plan.price),
         "budget": plan.budget and dataclasses.asdict(plan.budget),
@@ -86,7 +86,7 @@ def priced_dict(plan: PricedPlan) -> dict[str, object]:
 
 
 def difference_dict(item: PlanDifference) -> dict[str, object]:
-    """For JSON."""
+    """A difference for JSON."""
     plain = {field.name: getattr(item, field.name) for field in dataclasses.fields(item)}
     return {**plain, "best": item.best and candidate_dict(item.best)}
 

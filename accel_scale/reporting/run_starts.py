@@ -18,24 +18,24 @@ STARTS_NAME = "run_starts.jsonl"
 
 
 def write_start(folder: str | Path, *, step: int, content: Mapping[str, object]) -> None:
-    """Add a line for a start.
+    """Append a line for a start.
 
     Args:
-        step: Steps that were taken before it.
-        content: What is run.
+        step: Steps taken before it.
+        content: Description of the run.
     """
     _append(Path(folder), {"start": {"step": step, **described(dict(content))}})
 
 
 def write_end(folder: str | Path, error: BaseException | None) -> None:
-    """Add a line for the end of the last start: of `error`, None for a run that came to its end."""
+    """Append a line for the end of the last start; `error` is None for a run that finished."""
     how, why = end_of(error)
     dated = described({})
     _append(Path(folder), {"end": {"how": how, "why": why, "date": dated["date"]}})
 
 
 def end_of(error: BaseException | None) -> tuple[str, str]:
-    """``finished``, ``stopped``, ``guard``, ``interrupted`` or ``error``, and a line that says why."""
+    """``finished``, ``stopped``, ``guard``, ``interrupted`` or ``error``, and the reason on one line."""
     if error is None:
         return "finished", ""
     if isinstance(error, SystemExit):
@@ -52,14 +52,14 @@ def end_of(error: BaseException | None) -> tuple[str, str]:
 
 
 def size_of_starts(folder: str | Path) -> int:
-    """Bytes of the file; 0 where there is none."""
+    """Size of the file in bytes; 0 if there is none."""
     with contextlib.suppress(OSError):
         return (Path(folder) / STARTS_NAME).stat().st_size
     return 0
 
 
 def has_open_start(folder: str | Path, *, since: int = 0) -> bool:
-    """Whether the last line is a start, and not within the first `since` bytes."""
+    """True if the last line is a start and lies beyond the first `since` bytes."""
     try:
         with open(Path(folder) / STARTS_NAME, "rb") as file:
             file.seek(since)
@@ -70,7 +70,7 @@ def has_open_start(folder: str | Path, *, since: int = 0) -> bool:
 
 
 def _append(folder: Path, entry: Mapping[str, object]) -> None:
-    """A log is no reason to end a run: a full disk is a line on stderr."""
+    """Append a line; a full disk only prints a warning, since a log must not end a run."""
     path = folder / STARTS_NAME
     line = json.dumps(without_secrets(dict(entry)), default=str) + "\n"
     try:

@@ -1,4 +1,4 @@
-"""Rows of a run's two tables, from plain values."""
+"""Rows of a run's tables, from plain values."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 from accel_scale.reporting.tables import format_count, format_seconds
 from accel_scale.units import format_bytes
 
-# Above this share of the time the loader is worth a word.
+# Share of the time above which waiting for the loader is reported.
 _WAITING_SHARE = 0.1
 
 
 def data_text(num_rows: int | None, layout: str, sources: Sequence[str]) -> str:
-    """``6,240 rows (messages) from train.jsonl``; `num_rows` None: a stream."""
+    """``6,240 rows (messages) from train.jsonl``; `num_rows` is None for a stream."""
     rows = "a stream" if num_rows is None else f"{format_count(num_rows)} rows"
     return f"{rows} ({layout}) from {', '.join(sources)}"
 
 
 def end_rows(summary: Mapping[str, Any]) -> dict[str, str | None]:
-    """What a run came to, from the content of its ``run_summary.json``; `None` where it was not measured."""
+    """Results of a run from the content of its ``run_summary.json``; `None` where a value was not measured."""
     losses, speed, waiting = summary["losses"], summary["tokens_per_second"], summary["data_wait_ratio"]
     device, verified = summary["peak_device_bytes"], summary["verified"]
     memory = f"host {format_bytes(summary['peak_host_bytes'])}"
@@ -46,11 +46,11 @@ def end_rows(summary: Mapping[str, Any]) -> dict[str, str | None]:
 
 
 def data_bound_advice(waiting: float | None, *, or_else: str = "a --dataset_name on a local disk") -> str | None:
-    """A line for a run that spent much of its time `waiting` for data; None for others.
+    """A warning for a run that spent much of its time `waiting` for data; None for others.
 
     Args:
         waiting: Share of the steps' time; None if it was not measured.
-        or_else: What else helps, beside more processes that read.
+        or_else: What else helps besides more reader processes.
     """
     if waiting is None or waiting <= _WAITING_SHARE:
         return None

@@ -13,7 +13,7 @@ from accel_scale.units import format_bytes
 
 @dataclass(frozen=True)
 class StepFigures:
-    """Of one log point; None where something is not known yet."""
+    """Figures of one log point; None where a value is not known yet."""
 
     loss: float
     learning_rate: float | None = None
@@ -23,7 +23,7 @@ class StepFigures:
     skipped_steps: int = 0
 
     def parts(self) -> list[str]:
-        """``loss 2.3456``, ``lr 1.00e-03``, ``12,345 tokens/s`` …, only what is known."""
+        """``loss 2.3456``, ``lr 1.00e-03``, ``12,345 tokens/s`` …, only for known values."""
         found = [f"loss {self.loss:.4f}"]
         if self.learning_rate is not None:
             found.append(f"lr {self.learning_rate:.2e}")
@@ -39,15 +39,15 @@ class StepFigures:
 
 
 class StepLines:
-    """Shows a run's progress, on the one process that makes it.
+    """Shows a run's progress; create it on one process only.
 
-    A terminal behind stderr gets a bar. Where stdout is no terminal (a file, a pipe, a scheduler's log) it gets one
-    plain line at each log point.
+    If stderr is a terminal, it gets a bar. If stdout is not one (a file, a pipe, a scheduler's log), it gets one plain
+    line at each log point.
 
     Args:
         num_steps: Optimizer steps of the whole run.
-        first_step: Steps that were taken before this process.
-        bar: Whether a bar is wanted where there is a terminal.
+        first_step: Steps taken before this process started.
+        bar: Whether to show a bar on a terminal.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class StepLines:
         self._has_lines = self._bar is None or not self._out.isatty()
 
     def stepped(self, step: int) -> None:
-        """Step number `step` was taken; also backwards, after a rollback."""
+        """Record that step `step` was taken; after a rollback the number may go down."""
         now = time.perf_counter()
         if self._began is None or step < self._step:
             self._began = step, now  # the first step pays for compilation and allocation
@@ -79,7 +79,7 @@ class StepLines:
             self._bar.update(step - self._bar.n)
 
     def log(self, figures: StepFigures) -> None:
-        """The figures of the latest step."""
+        """Show the figures of the latest step."""
         parts = figures.parts()
         if self._bar is not None:
             self._bar.set_postfix_str(", ".join(parts))
@@ -89,7 +89,7 @@ class StepLines:
             self._print("  ".join([self._position, *parts]))
 
     def say(self, text: str) -> None:
-        """One line at this step, such as a validation's, on a terminal above the bar."""
+        """Print one line at this step, such as a validation result; on a terminal it goes above the bar."""
         line = f"{self._position}  {text}"
         if self._bar is not None:
             self._bar.write(line, file=self._out)
@@ -98,14 +98,14 @@ class StepLines:
 
     @property
     def seconds_left(self) -> float | None:
-        """At the pace since this process's first step, evaluation and saving included; None before the second."""
+        """At the pace since this process's first step, evaluation and saving included; None before the second step."""
         if self._began is None or self._step <= self._began[0]:
             return None
         done, seconds = self._step - self._began[0], time.perf_counter() - self._began[1]
         return seconds / done * max(0, self._num_steps - self._step)
 
     def close(self) -> None:
-        """Leave the bar as it is and go to a new line."""
+        """Close the bar where it stands and move to a new line."""
         if self._bar is not None:
             self._bar.close()
 

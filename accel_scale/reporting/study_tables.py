@@ -1,4 +1,4 @@
-"""A study on the console: one line per trial while it runs, a table of trials at its end."""
+"""A study on the console: one line per trial while it runs, a table of trials at the end."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _costs(row: Mapping[str, float | None]) -> tuple[str | None, str | None]:
 
 
 def short(value: object) -> str:
-    """`value` in few characters."""
+    """`value` as short text."""
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

@@ -1,4 +1,4 @@
-"""`run_summary.json`: what was run, with which versions, and what came out."""
+"""`run_summary.json`: what was run, with which versions, and the results."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ SUMMARY_NAME = "run_summary.json"
 
 
 def write_summary(folder: str | os.PathLike[str], content: dict[str, Any], *, name: str = SUMMARY_NAME) -> Path:
-    """Write `content` with versions, machine and date to ``folder/run_summary.json``, complete or not at all.
+    """Write `content` with versions, machine and date to ``folder/run_summary.json``, atomically.
 
-    Values under names that hold credentials (``hub_token`` and the like) are left out, and masked within texts.
+    Values under credential names (``hub_token`` and the like) are left out; credentials within texts are masked.
     """
     path = Path(folder) / name
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -41,12 +41,12 @@ def described(content: dict[str, object]) -> dict[str, object]:
 
 
 def installed_versions() -> dict[str, str]:
-    """Version of every package that shapes a run, by distribution name; absent ones are left out."""
+    """Versions of the packages that affect a run, by distribution name; missing packages are left out."""
     return {"python": platform.python_version(), **installed_packages((*PACKAGES, "optuna"))}
 
 
 def machine() -> dict[str, Any]:
-    """Devices and cores this process sees."""
+    """Devices, cores, memory and system visible to this process."""
     import psutil
     import torch
 
@@ -64,7 +64,7 @@ def _now() -> str:
 
 
 def _commit() -> str | None:
-    """Commit of the checkout the package runs from; `None` when it was installed otherwise."""
+    """Commit of the checkout the package runs from; `None` if it does not run from one."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None

@@ -1,4 +1,4 @@
-"""The compact tables a run prints at its start and its end."""
+"""The compact tables a run prints at its start and end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def print_table(title: str, rows: Mapping[str, object], *, file: TextIO | None =
 
 
 def format_count(count: float) -> str:
-    """`count` as people say it: ``1.24M``, ``7.00B``, ``12,345``."""
+    """`count` in readable form: ``1.24M``, ``7.00B``, ``12,345``."""
     for factor, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
         if abs(count) >= factor:
             return f"{count / factor:.2f}{suffix}"

@@ -1,4 +1,4 @@
-"""Trackers while a run goes on: what their libraries find in the environment, and events as alerts."""
+"""Trackers of a running job: the environment variables their libraries read, and alerts for events."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from accel_scale.errors import first_line
 from accel_scale.secrets import is_secret, mask
 
 _LONGEST_TAG = 5000  # MLflow takes 8000 characters
-_EVALUATED = ("perplexity",)  # figures of a validation whose names do not say so
+_EVALUATED = ("perplexity",)  # validation figures without the eval_ prefix
 _WANDB_CREDENTIALS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 
 
 class TextWriter(Protocol):
-    """TensorBoard's `SummaryWriter`, as far as events need it."""
+    """The part of TensorBoard's `SummaryWriter` that events need."""
 
     def add_text(self, tag: str, text_string: str, global_step: int) -> object: ...
 
@@ -30,18 +30,18 @@ class TextWriter(Protocol):
 def settle_trackers(
     names: Sequence[str], environment: MutableMapping[str, str], *, project: str, is_chosen: bool = False
 ) -> list[str]:
-    """Set what the libraries of trackers read, before they are imported; what the user has set stays.
+    """Set the variables that tracker libraries read, before they are imported; the user's own settings are kept.
 
-    wandb writes files only, unless the user has logged in or set ``WANDB_MODE``; mlflow sends no usage statistics.
+    wandb only writes files unless the user has logged in or set ``WANDB_MODE``; mlflow sends no usage statistics.
 
     Args:
         names: Trackers of the run.
         environment: `os.environ`.
-        project: Of ``--project``.
-        is_chosen: Whether the user named it; it then wins over the libraries' own variables.
+        project: Value of ``--project``.
+        is_chosen: Whether the user gave the project; it then overrides the libraries' own variables.
 
     Returns:
-        Lines to say.
+        Lines to print.
     """
     lines = []
     for name, variable in (("wandb", "WANDB_PROJECT"), ("mlflow", "MLFLOW_EXPERIMENT_NAME")):
@@ -55,12 +55,12 @@ def settle_trackers(
         folder = Path(environment.get("WANDB_DIR") or ".") / "wandb"
         lines.append(f"wandb: offline, as nobody is logged in; wandb sync {folder}/offline-run-* uploads the run.")
     if names:
-        sys.argv[1:] = masked_words(sys.argv[1:])  # wandb keeps the command line with the run
+        sys.argv[1:] = masked_words(sys.argv[1:])  # wandb stores the command line with the run
     return lines
 
 
 def _has_wandb_login(environment: MutableMapping[str, str]) -> bool:
-    """Whether wandb would find credentials: in the environment, or where ``wandb login`` writes them."""
+    """True if wandb would find credentials in the environment or where ``wandb login`` writes them."""
     if any(environment.get(name) for name in _WANDB_CREDENTIALS):
         return True
     host = urlsplit(environment.get("WANDB_BASE_URL") or "https://api.wandb.ai").netloc
@@ -73,7 +73,7 @@ def _has_wandb_login(environment: MutableMapping[str, str]) -> bool:
 
 
 def masked_words(words: Sequence[str]) -> list[str]:
-    """A command line's words with credentials replaced, be they in a word or after a flag that holds one."""
+    """Command-line words with credentials masked, whether inside a word or as the value of a credential flag."""
     masked = [mask(word) for word in words]
     for at, word in enumerate(words):
         name, has_value, _ = word.removeprefix("--").replace("-", "_").partition("=")
@@ -86,7 +86,7 @@ def masked_words(words: Sequence[str]) -> list[str]:
 
 
 def tracked_names(values: Mapping[str, float]) -> dict[str, float]:
-    """Figures by the names that transformers' callbacks give them: ``train/loss``, ``eval/loss``."""
+    """Figures under the names that transformers' callbacks use: ``train/loss``, ``eval/loss``."""
     return {
         f"eval/{name.removeprefix('eval_')}"
         if name.startswith("eval_") or name in _EVALUATED
@@ -96,13 +96,13 @@ def tracked_names(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def send_alert(title: str, text: str, *, step: int, is_error: bool, writers: Iterable[TextWriter] = ()) -> None:
-    """Tell every tracker of this process that something happened; call it on one process.
+    """Send an alert to every tracker of this process; call it on one process.
 
-    trackio and wandb have alerts; TensorBoard gets a text, MLflow a tag of the run. A tracker that fails is a warning.
+    trackio and wandb get an alert, TensorBoard a text, MLflow a tag of the run. A failing tracker causes a warning.
 
     Args:
-        title: Short, and another one for each event: wandb holds back what it has said a minute ago.
-        writers: TensorBoard's.
+        title: Short and different for each event: wandb suppresses a title that it has sent within the last minute.
+        writers: TensorBoard writers.
     """
     for send in (_to_trackio, _to_wandb, _to_mlflow):
         with _warning_of_failure(send.__name__.removeprefix("_to_")):
@@ -117,7 +117,7 @@ def send_alert(title: str, text: str, *, step: int, is_error: bool, writers: Ite
 def _warning_of_failure(name: str) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # whatever a tracker raises, it is no reason to end a run
+    except Exception as error:  # no exception of a tracker may end the run
         why = mask(f"{type(error).__name__}: {first_line(error)}")
         print(f"warning: {name} did not take an alert ({why}).", file=sys.stderr, flush=True)
 
@@ -127,7 +127,7 @@ def _to_trackio(title: str, text: str, step: int, is_error: bool) -> None:
     run = trackio.context_vars.current_run.get() if trackio is not None else None
     if trackio is not None and run is not None:
         level = trackio.AlertLevel.ERROR if is_error else trackio.AlertLevel.WARN
-        with contextlib.redirect_stdout(None):  # the run has said it already
+        with contextlib.redirect_stdout(None):  # the run has already printed it
             run.alert(title=title, text=text, level=level, step=step)
 
 

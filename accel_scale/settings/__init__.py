@@ -1,1 +1,1 @@
-"""From flags, launch and device to one consistent set of settings."""
+"""Resolve flags, launch and device to one consistent set of settings."""

@@ -1,4 +1,4 @@
-"""What is trained: every weight, LoRA adapters, or LoRA adapters on a 4-bit base."""
+"""The training method: every weight, LoRA adapters, or LoRA adapters on a 4-bit base."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ def method_of(parsed: ParsedFlags) -> str:
 
 
 def refuse_idle_flags(parsed: ParsedFlags) -> None:
-    """Flags of adapters and of 4-bit bases in a run that has none.
+    """Refuse flags of adapters and of 4-bit bases in a run that has none.
 
-    Those of a file stay unsaid where the command line gives another method than that file's.
+    Flags in a file are not refused if the command line overrides the file's method.
 
     Raises:
-        ConfigError: for the first that is found.
+        ConfigError: for the first such flag.
     """
     given = parsed.explicit
     if given.get("plan") == "auto" and given.get("method") is None:
-        return  # it is about to be chosen
+        return  # the method is about to be chosen
     method = method_of(parsed)
     facts, is_overridden = METHOD_FACTS[method], parsed.origins.get("method", "").startswith("--")
     for names, has_them, what, fix in (
@@ -70,9 +70,9 @@ def resolve_method(
     load_in_8bit: bool | None,
     place: Callable[[str], str] = "--{}".format,
 ) -> str:
-    """One of ``full``, ``lora``, ``qlora`` from ``--method`` and TRL's switches (`None`: not given).
+    """Return ``full``, ``lora`` or ``qlora`` from ``--method`` and TRL's switches (`None`: not given).
 
-    An 8-bit base trains LoRA adapters, so ``--method lora --load_in_8bit`` goes together.
+    An 8-bit base trains LoRA adapters, so ``--method lora`` and ``--load_in_8bit`` go together.
 
     Raises:
         ConfigError: if they contradict each other, or a quantised base would be trained without adapters.

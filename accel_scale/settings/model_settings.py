@@ -1,4 +1,4 @@
-"""What a model's configuration changes in a run's settings."""
+"""Changes of a run's settings that follow from its model's configuration."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 def settle_adapters(settings: Resolved, model_args: Any, model_config: PretrainedConfig) -> LoraConfig | None:
-    """The adapters of a run, before anything is loaded; None where every weight is trained.
+    """The adapter configuration of a run, before anything is loaded; None if every weight is trained.
 
     Args:
-        settings: Of the run; a default that does not go with the model is changed in it.
+        settings: The run's settings; a default that does not suit the model is changed in them.
         model_args: The recipe's flags on adapters.
-        model_config: Of the base.
+        model_config: Configuration of the base model.
 
     Raises:
         ConfigError: as `lora_config`.
@@ -44,7 +44,7 @@ def settle_adapters(settings: Resolved, model_args: Any, model_config: Pretraine
 def check_model(
     settings: Resolved, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, *, default_length: int | None
 ) -> None:
-    """All of the above for a recipe's flags; a default length that is too long becomes what the model takes."""
+    """Check model, tokenizer and row length; a default length that is too long is reduced to what the model takes."""
     values, sources = settings.values, settings.sources
     if (ends_with := values.get("eos_token")) is not None and ends_with not in tokenizer.get_vocab():
         raise unknown_token(ends_with, sources["eos_token"])

@@ -1,4 +1,4 @@
-"""The planner inside a recipe: refuses before loading what cannot fit, or chooses what the user left open."""
+"""The planner inside a recipe: before loading, refuse what cannot fit, or choose what the user left open."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from accel_scale.launching.environment import LaunchEnvironment
     from accel_scale.settings.resolved import Resolved
 
-# Rows whose length is measured where they are padded: enough to see the longest of a thousand.
+# Number of rows measured if rows are padded: enough to see the longest of a thousand.
 _SAMPLED_ROWS = 1000
 _NO_LIMIT = 2**22
 _BATCH_FLAG = "--per_device_train_batch_size"
 
 
 class AnswerSizes(TypedDict):
-    """The fields of a `TrainingSetup` that answers and prompts decide."""
+    """The fields of a `TrainingSetup` that depend on answers and prompts."""
 
     sequence_length: int
     generation: GenerationSetup
@@ -41,17 +41,17 @@ class AnswerSizes(TypedDict):
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A run as the planner sees it, and what it predicts.
+    """A run as the planner sees it, and its predictions.
 
     Attributes:
         facts: The model's shapes.
-        setup: How it is trained on the target.
-        target: What it is planned for.
+        setup: How the model is trained on the target.
+        target: The machine that the run is planned for.
         place: The flag that asks for the plan, for messages.
-        memory: On one rank.
-        time: None where a speed is not known.
-        here: How it is trained on this machine, where that differs from `setup`.
-        rows_per_example: Of the recipe; its batch sizes count examples.
+        memory: Memory on one rank.
+        time: Time of a step; None if a speed is not known.
+        here: How the model is trained on this machine, if that differs from `setup`.
+        rows_per_example: Rows per example of the recipe, whose batch sizes count examples.
     """
 
     facts: ModelFacts
@@ -65,12 +65,12 @@ class RunPlan:
 
     @property
     def limit_bytes(self) -> int:
-        """Memory of the card."""
+        """The memory of the card."""
         return self.target.machine.gpu.memory_bytes
 
     @property
     def fits(self) -> bool:
-        """Whether the upper end of the interval does."""
+        """True if the upper end of the predicted interval fits."""
         return self.memory.high_bytes <= self.limit_bytes
 
     @property
@@ -82,11 +82,11 @@ class RunPlan:
 
     @property
     def least_rows(self) -> int:
-        """Rows of a micro-batch at least."""
+        """The least number of rows in a micro-batch."""
         return max(self.rows_per_example, self.setup.least_rows)
 
     def refuse(self) -> None:
-        """Raise a `ConfigError` if the run may not fit: predicted, available, largest term, what would help."""
+        """Raise a `ConfigError` if the run may not fit: memory predicted and available, largest term, remedies."""
         if self.setup.vllm is not None:
             self.setup.vllm.refuse_weights(self.facts.num_params)
         if self.fits:
@@ -100,7 +100,7 @@ class RunPlan:
         )
 
     def remedies(self) -> str:
-        """The cheapest changes that fit, each with its upper end: single ones, else on top of the smallest passes."""
+        """The cheapest changes that fit, each with its upper end: single ones, else added to the smallest passes."""
         policy = self.setup.checkpointing if self.setup.long_rows else "full"
         smallest = replace(
             self.setup,
@@ -137,9 +137,9 @@ class RunPlan:
         return as_flag(flag, setup) or f"a launch file with {launch_label(setup, self.target.machine)}"
 
     def for_data(self, rows: Any, tokenizer: Any) -> RunPlan:
-        """The same for rows as long as those of the data set, where they are padded; refuses what does not fit.
+        """The plan for rows as long as the data set's, if rows are padded; refuses a run that does not fit.
 
-        A stream, and chat rows that wait for a template, are left at ``--max_length``.
+        Streams, and chat rows without a template yet, are left at ``--max_length``.
         """
         plan = self
         columns = getattr(rows, "column_names", None) or ()
@@ -165,7 +165,7 @@ class RunPlan:
         return plan
 
     def as_dict(self) -> dict[str, Any]:
-        """For ``run_summary.json``."""
+        """The plan as written to ``run_summary.json``."""
         return {
             "card": self.target.machine.gpu.name,
             "limit_bytes": self.limit_bytes,
@@ -186,15 +186,15 @@ def plan_run(
     *,
     shared: SharedModel | None = None,
 ) -> RunPlan | None:
-    """What is predicted for a run, before its model is loaded; None with ``--plan off`` or if it cannot be planned.
+    """Predict a run before its model is loaded; None with ``--plan off`` or if it cannot be planned.
 
     Args:
-        settings: Flags, resolved.
+        settings: The resolved flags.
         launch: How the process was launched.
         model_config: The model's `PreTrainedConfig`.
-        attention: The implementation that will run.
-        say: Prints one line: why a run cannot be planned, and what ``auto`` has set.
-        shared: How ranks share the model, where the launch alone does not say it.
+        attention: The attention implementation that will run.
+        say: Prints one line: why a run cannot be planned, or what ``auto`` has set.
+        shared: How ranks share the model, if the launch alone does not determine it.
 
     Raises:
         ConfigError: if the run cannot be expected to fit, or the card is not known.
@@ -215,15 +215,15 @@ def plan_run(
         say(f"warning: whether this run fits cannot be predicted: {error.problem}")
         return None
     if plan.setup.packing:
-        plan.refuse()  # padded rows wait for the data: most are far shorter than --max_length
+        plan.refuse()  # padded rows are checked with the data: most are far shorter than --max_length
     return plan
 
 
 def mode_of(settings: Resolved) -> str:
-    """``off``, ``check`` or ``auto``.
+    """The planning mode: ``off``, ``check`` or ``auto``.
 
     Raises:
-        ConfigError: for a card to plan for and no planning.
+        ConfigError: if a card to plan for is given together with ``--plan off``.
     """
     scale = settings.scale
     if scale.plan == "off" and scale.plan_gpu:
@@ -245,7 +245,7 @@ def planned_as(
     """The prediction for a run.
 
     Raises:
-        ConfigError: where something about it is not modelled.
+        ConfigError: if something about the run is not modelled.
     """
     name = str(settings.values.get("model_name_or_path", model_config.model_type))
     facts = facts_of_any(model_config.to_dict(), name=name)
@@ -259,13 +259,13 @@ def planned_as(
 
 
 def predict(facts: ModelFacts, setup: TrainingSetup, target: Target, *, place: str = "--plan") -> RunPlan:
-    """Memory and, where the card's speed is known, time."""
+    """Predict memory and, if the card's speed is known, time."""
     memory = predict_memory(facts, setup, is_cuda=target.is_cuda)
     return RunPlan(facts, setup, target, place, memory, planned_time(facts, setup, target.machine))
 
 
 def planned_time(facts: ModelFacts, setup: TrainingSetup, machine: Machine) -> TimeEstimate | None:
-    """A step's time; None where the speed of the card, a link or the network is not known."""
+    """The predicted time of a step; None if the speed of the card, a link or the network is not known."""
     if machine.gpu.peak_flops is None:
         return None
     try:
@@ -275,14 +275,14 @@ def planned_time(facts: ModelFacts, setup: TrainingSetup, machine: Machine) -> T
 
 
 def sizes_of_answers(setup: TrainingSetup, prompt: int, completion: int) -> AnswerSizes:
-    """The fields of `setup` for answers of `completion` tokens to prompts of `prompt`, at most."""
+    """The fields of `setup` for answers of at most `completion` tokens to prompts of at most `prompt`."""
     assert setup.generation is not None
     written = replace(setup.generation, prompt_length=max(1, prompt), completion_length=max(1, completion))
     return {"sequence_length": written.total_length, "generation": written}
 
 
 def memory_terms(memory: MemoryEstimate) -> tuple[tuple[str, float], ...]:
-    """The parts of what the card shows at the peak, the allocator's and CUDA's own included."""
+    """The parts of the card's memory in use at the peak, including the allocator's and CUDA's own."""
     return (
         *memory.peak_phase.terms,
         ("room lost between blocks", memory.reserved_bytes - memory.peak_bytes),

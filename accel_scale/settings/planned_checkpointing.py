@@ -36,20 +36,20 @@ def settle_checkpointing(
     *,
     shared: SharedModel | None = None,
 ) -> None:
-    """Decide the policy of a run where it is left to the plan, here and for the card of ``--plan_gpu``.
+    """Choose the policy of a run if it is left to the plan, here and for the card of ``--plan_gpu``.
 
-    A run that goes on keeps the policy that it had. Without a plan it is ``full``.
+    A resumed run keeps its policy. Without a plan it is ``full``.
 
     Args:
-        settings: Flags, resolved; the policy is set in them.
+        settings: The resolved flags; the policy is set in them.
         launch: How the process was launched.
         model_config: The model's `PreTrainedConfig`.
-        attention: The implementation that will run.
-        say: Prints one line: the policy, and why.
-        shared: How ranks share the model, where the launch alone does not say it.
+        attention: The attention implementation that will run.
+        say: Prints one line with the policy and the reason.
+        shared: How ranks share the model, if the launch alone does not determine it.
 
     Raises:
-        ConfigError: where the user asked for ``auto`` and for no plan.
+        ConfigError: if the user asked for ``auto`` but turned the plan off.
     """
     for one in filter(None, (settings, settings.on_card)):
         if one.checkpointing_is_open:
@@ -61,10 +61,10 @@ def settle_checkpointing(
 def full_checkpointing(
     model: nn.Module, settings: Resolved, record: MutableMapping[str, object], *, use_reentrant: bool
 ) -> Callable[[], None] | None:
-    """What switches `model` to ``full`` when memory runs out; None where the user chose, or it is so already.
+    """A function that switches `model` to ``full`` when memory runs out; None if the user chose or it is full already.
 
     Args:
-        record: Of the run's settings, for checkpoints: a run that goes on starts with what it ended with.
+        record: The run's settings as saved in checkpoints: a resumed run starts with the policy that it ended with.
     """
     if "full" not in settings.next_policies:
         return None
@@ -85,7 +85,7 @@ def _settled(
     attention: str,
     shared: SharedModel | None,
 ) -> str | None:
-    """Set the policy of `one`, which is `settings` or its like on another card; the line to print, if any."""
+    """Set the policy of `one` (`settings`, or its equivalent on another card); returns the line to print, if any."""
     resume = settings.values.get("resume", recipe_value(settings, "resume_from_checkpoint"))
     kept = chosen_before(_FLAG, recipe_value(settings, "output_dir"), resume) if one is settings else None
     if kept in AUTO_POLICIES:
@@ -109,7 +109,7 @@ def _settled(
         return f"checkpointing: full, because this run cannot be planned: {error.problem}"
     if not fitting:
         one.set_checkpointing("full", "derived: default on an accelerator")
-        return None  # the plan refuses it, or padded rows turn out short enough
+        return None  # the plan refuses the run, or padded rows turn out short enough
     is_timed = all(found.time is not None for found in fitting)
     first, *rest = sorted(fitting, key=_step_seconds) if is_timed else fitting
     why = "the fastest that fits" if is_timed else "the least that fits"
@@ -123,7 +123,7 @@ def _step_seconds(plan: RunPlan) -> float:
 
 
 def _with_policy(plan: RunPlan, policy: str) -> RunPlan | None:
-    """`plan` with another policy; None where that does not fit, or the libraries cannot run it."""
+    """`plan` with another policy; None if that does not fit, or the libraries cannot run it."""
     setup, machine = replace(plan.setup, checkpointing=policy), plan.target.machine
     if conflict(setup, plan.facts) or sharing_conflict(setup, plan.facts):
         return None

@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
     from accel_scale.launching.environment import LaunchEnvironment
 
-# Each is chosen as a whole: once the user has set one of its flags, the rest follows from that.
+# Each group is chosen as a whole: once the user sets one of its flags, the others follow from it.
 _BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
 _SWITCHES = ("activation_checkpointing", "gradient_checkpointing")
 _CHECKPOINTING = ("checkpointing_policy", *_SWITCHES, *(f"{switch}_kwargs" for switch in _SWITCHES))
 _OPTIMIZER = ("optim", "optim_args")
 _METHOD = ("method", "use_peft", "load_in_4bit", "load_in_8bit")
-# The dearest in memory first: what trains as the default does is kept as long as it fits.
+# The largest in memory first: settings that train like the default are kept as long as they fit.
 
 
 def resolve_planned(
@@ -44,7 +44,7 @@ def resolve_planned(
     preset: Mapping[str, Any] | None = None,
     recipe: PlannedRecipe = SFT_PLAN,
 ) -> Resolved:
-    """As `resolve`; with ``--plan auto`` the settings that are open are chosen first, by what fits and is fastest.
+    """`resolve`, but with ``--plan auto`` open settings are first chosen by what fits and is fastest.
 
     The global batch and the launch file's strategy stay. Full fine-tuning comes before LoRA and QLoRA, and fp32
     optimizer states before 8-bit ones: each gives way only where it does not fit.
@@ -76,7 +76,7 @@ def resolve_planned(
 def _resolve_for_both(
     parsed: ParsedFlags, facts: LaunchFacts, preset: Mapping[str, Any] | None, recipe: PlannedRecipe
 ) -> Resolved:
-    """The settings here and, where ``--plan_gpu`` names a card and this is none, those that the card would get."""
+    """The settings here and, if ``--plan_gpu`` names a card and this is not a GPU, those that the card would get."""
     settings = resolve(parsed, facts, preset=preset)
     set_usual_schedule(settings)
     settings.recipe = recipe
@@ -102,7 +102,7 @@ def _config_of(settings: Resolved) -> PreTrainedConfig:
 
 
 def _open_plan(settings: Resolved, launch: LaunchEnvironment, config: PreTrainedConfig) -> RunPlan:
-    """The run with the defaults for everything that is open."""
+    """The plan of the run with defaults for everything that is open."""
     from accel_scale.modeling.attention import resolve_attention
 
     values = settings.values
@@ -206,12 +206,12 @@ def _dearest_first(
                     precision=setup.precision,
                 )
             except ConfigError:
-                continue  # it does not run here, so it is no choice
+                continue  # it does not run here
             yield method, optimizer
 
 
 def _flags_of(setup: TrainingSetup, parsed: ParsedFlags, rows_per_example: int) -> dict[str, Any]:
-    """The flags that say `setup`, of those that are open; batch sizes count examples."""
+    """The open flags, with the values of `setup`; batch sizes count examples."""
     values: dict[str, Any] = {}
     if not _sets(parsed, _BATCH):
         values["per_device_train_batch_size"] = setup.micro_batch_size // rows_per_example

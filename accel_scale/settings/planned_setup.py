@@ -1,4 +1,4 @@
-"""A recipe's settings, launch and machine in the planner's terms."""
+"""Translate a recipe's settings, launch and machine to the planner's terms."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from accel_scale.settings.resolved import Resolved
     from accel_scale.settings.trl_config import RecipeModelConfig
 
-# Flags of `GRPOConfig` that change what is held, and what is not modelled about each.
+# Flags of `GRPOConfig` that change memory use → what about each is not modelled.
 _UNPLANNED_REWARDS = {
     "use_transformers_continuous_batching": "the cache of continuous batching is",
     "cast_lm_head_to_fp32": "a head in fp32 is",
@@ -38,12 +38,12 @@ _UNPLANNED_REWARDS = {
 
 @dataclass(frozen=True)
 class Target:
-    """What a run is planned for.
+    """The machine that a run is planned for.
 
     Attributes:
-        machine: Its cards; without one, this machine's memory in the place of a card's.
-        is_cuda: Whether the kernels will be CUDA's.
-        is_here: Whether it is the machine that the run will use.
+        machine: Its cards; without one, this machine's memory takes the place of a card's.
+        is_cuda: Whether CUDA kernels will run.
+        is_here: Whether this is the machine that the run will use.
     """
 
     machine: hardware.Machine
@@ -63,8 +63,8 @@ class SharedModel:
 
     Attributes:
         layout: The sizes of all kinds of parallelism.
-        schedule: Of a pipeline.
-        stages_per_rank: Of a pipeline.
+        schedule: Schedule of a pipeline.
+        stages_per_rank: Stages of a pipeline on each rank.
     """
 
     layout: ParallelLayout
@@ -76,7 +76,7 @@ def target_of(settings: Resolved, launch: LaunchEnvironment) -> Target:
     """The card of ``--plan_gpu``, else the one here, else this machine's memory; ``--device_memory`` caps it.
 
     Raises:
-        ConfigError: for a card that is not known.
+        ConfigError: for an unknown card.
     """
     scale, is_cuda = settings.scale, settings.launch.device_type == "cuda"
     host_bytes = hardware.host_memory_bytes()
@@ -112,10 +112,11 @@ def setup_of(
     """A recipe's settings in the planner's terms.
 
     Args:
-        card_bytes: Memory of a card, of which the loss and vLLM take a share.
+        card_bytes: Memory of a card, a share of which the loss and vLLM take.
 
     Raises:
-        ConfigError: for what the planner does not model: an 8-bit base, adapters by pattern, rows of no known length.
+        ConfigError: for anything that the planner does not model: an 8-bit base, adapters by pattern, rows of unknown
+            length.
     """
     from accel_scale.settings.trl_config import RecipeModelConfig
 
@@ -168,10 +169,10 @@ def _of_rows(
 
 
 def _of_rewards(settings: Resolved, setup: TrainingSetup, card_bytes: float) -> TrainingSetup:
-    """`setup` with the answers that the recipe writes, after prompts of `PROMPT_TOKENS` until the data are known.
+    """`setup` with the answers that the recipe generates, to prompts of `PROMPT_TOKENS` until the data are known.
 
     Raises:
-        ConfigError: for ways to write or to score them that the planner does not model.
+        ConfigError: for ways to generate or score them that the planner does not model.
     """
     if not settings.recipe.generates:
         return setup
@@ -210,10 +211,10 @@ def _vllm_of(settings: Resolved, card_bytes: float) -> VllmSetup | None:
 def parallel_of(
     strategy: LaunchStrategy, world_size: int, gpus_per_node: int, shared: SharedModel | None = None
 ) -> ParallelSetup:
-    """A launch file's strategy in the planner's terms, or what a recipe's ranks share beside it.
+    """A launch file's strategy in the planner's terms, or the way a recipe's ranks share the model beside it.
 
     Raises:
-        ConfigError: for one that is not modelled.
+        ConfigError: for a strategy that is not modelled.
     """
     from accel_scale.launching.strategy import is_true
 
@@ -238,7 +239,7 @@ def parallel_of(
 
 
 def _shared(strategy: LaunchStrategy, shared: SharedModel, gpus_per_node: int) -> ParallelSetup:
-    """As `accel_scale.parallel.data_parallel` does it: one shard is no FSDP2 but a replica, one gradient alone."""
+    """As in `accel_scale.parallel.data_parallel`: one shard is a replica, not FSDP2; one gradient rank is not DDP."""
     from accel_scale.launching.strategy import is_true
 
     layout = shared.layout
@@ -258,7 +259,7 @@ def _shared(strategy: LaunchStrategy, shared: SharedModel, gpus_per_node: int) -
 
 
 def recipe_value(settings: Resolved, name: str) -> Any:
-    """The value of a flag of the recipe's training configuration, its default where nobody set it; None without it."""
+    """The value of a flag of the recipe's training configuration, else its default; None if there is no such flag."""
     from accel_scale.settings import trl_config
 
     config_class = getattr(trl_config, settings.recipe.config_class)
@@ -267,7 +268,7 @@ def recipe_value(settings: Resolved, name: str) -> Any:
 
 
 def _counted_as(attention: str) -> str:
-    """The planner's name: packed SDPA keeps what SDPA does, a flash kernel from the hub what FlashAttention does."""
+    """The planner's name: packed SDPA counts as SDPA, a flash kernel from the hub as FlashAttention."""
     if attention == PACKED_ATTENTION:
         return "sdpa"
     return "flash_attention_2" if "/" in attention and "flash" in attention else attention

@@ -1,4 +1,4 @@
-"""The losses of TRL's `DPOTrainer`, and what each needs beside it: refused before anything is loaded."""
+"""The losses of TRL's `DPOTrainer` and what they need, checked before anything is loaded."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from accel_scale.errors import ConfigError
 if TYPE_CHECKING:
     from accel_scale.flags.parsing import ParsedFlags
 
-# TRL's names (1.16), which it looks up in the first step; tests/recipes/test_dpo_losses.py compares them with its own.
+# TRL's names (1.16), which TRL looks up only in the first step; tests/recipes/test_dpo_losses.py compares them with
+# its own.
 DPO_LOSSES = (
     "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
     "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm",
 )  # fmt: skip
-# Those that another divergence than the reverse KL goes with.
+# Losses that allow a divergence other than the reverse KL.
 _OF_ANY_DIVERGENCE = {"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"}
 _SORTED = {"aot", "aot_unpaired"}
 
 
 def refuse_losses(parsed: ParsedFlags) -> None:
-    """Refuse losses that TRL does not have, and those that do not go with the other flags.
+    """Refuse losses that TRL does not have, or that are incompatible with other flags.
 
     Raises:
-        ConfigError: for the first.
+        ConfigError: for the first one.
     """
     given = parsed.explicit
     value = given.get("loss_type") or ["sigmoid"]

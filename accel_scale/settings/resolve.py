@@ -1,4 +1,4 @@
-"""From flags, launch and device to one consistent set of settings, each with its origin."""
+"""Resolve flags, launch and device to one consistent set of settings, each with its origin."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from accel_scale.settings.trl_refused import flag_of_whole_logits, refuse_trl_fl
 
 _LEFT_TO_PLAN = "derived: left to the plan"
 _USUAL_WARMUP_RATIO, _USUAL_FLOOR = 0.03, 0.1
-# Of each group the preset of the embedded data set gives way as a whole once the user has set one.
+# Groups in which the preset of the embedded data set gives way as a whole once the user sets one of the flags.
 _PRESET_GROUPS = (
     ("checkpointing_policy", "long_rows"),
     ("warmup_ratio", "warmup_steps"),
@@ -39,7 +39,7 @@ def resolve(parsed: ParsedFlags, launch: LaunchFacts, *, preset: Mapping[str, An
     """Apply, in order: what the user set, `preset` (the embedded default's settings), then derived values.
 
     Raises:
-        ConfigError: for every pair of settings that contradict each other, with the place of one and the fix.
+        ConfigError: for any two settings that contradict each other, with the place of one and the fix.
     """
     values, sources = dict(parsed.explicit), dict(parsed.origins)
     for name, value in _preset_left_open(preset or {}, parsed, launch).items():
@@ -88,7 +88,7 @@ def resolve(parsed: ParsedFlags, launch: LaunchFacts, *, preset: Mapping[str, An
 
 
 def _preset_left_open(preset: Mapping[str, Any], parsed: ParsedFlags, launch: LaunchFacts) -> dict[str, Any]:
-    """The part of `preset` that neither the user nor the launch file has decided otherwise."""
+    """The part of `preset` that neither the user nor the launch file has set."""
     taken = set(parsed.explicit)
     if launch.mixed_precision is not None or not launch.device.native_bf16:
         taken.add("precision")
@@ -109,7 +109,7 @@ def _set_precision(resolved: Resolved) -> None:
 
 
 def _set_reduction(resolved: Resolved, parsed: ParsedFlags) -> None:
-    """Under DDP the dtype of reductions is that of a hook, which has a flag of its own."""
+    """Set the dtype of reductions, which DDP takes from a hook that has its own flag."""
     wanted, hook = resolved.scale.reduce_dtype, resolved.values.get("ddp_comm_hook", "none")
     if resolved.scale.loss_scale is not None and not resolved.precision.grad_scaler:
         raise ConfigError(
@@ -128,9 +128,9 @@ def _set_reduction(resolved: Resolved, parsed: ParsedFlags) -> None:
 
 
 def _set_checkpointing(resolved: Resolved, parsed: ParsedFlags) -> None:
-    """One policy from ``--checkpointing_policy`` or transformers' own switches, never both.
+    """Set one policy from ``--checkpointing_policy`` or transformers' own switches, never both.
 
-    On an accelerator it is left to the plan (`settle_checkpointing`) where nobody has set one, and full until then.
+    If none is set, on an accelerator the choice is left to the plan (`settle_checkpointing`); it is full until then.
     """
     values, scale = resolved.values, resolved.scale
     switches = ("activation_checkpointing", "gradient_checkpointing")
@@ -172,7 +172,7 @@ def _set_checkpointing(resolved: Resolved, parsed: ParsedFlags) -> None:
 
 
 def _set_fused(resolved: Resolved, parsed: ParsedFlags) -> None:
-    """TRL's own switch says the same as ``--fused_kernels``; TRL itself must not patch the model again."""
+    """Merge TRL's own switch into ``--fused_kernels``; TRL itself must not patch the model again."""
     values, switch = resolved.values, "use_liger_kernel"
     wanted = values.get("fused_kernels")
     said = "on" if values.get(switch) else "off" if values.get(switch) is False and wanted is None else None
@@ -190,7 +190,7 @@ def _set_fused(resolved: Resolved, parsed: ParsedFlags) -> None:
 
 
 def _refuse_whole_rows(resolved: Resolved, parsed: ParsedFlags) -> None:
-    """Refuse beside ``--long_rows`` what needs all tokens of a row at once."""
+    """Refuse settings that need all tokens of a row at once if ``--long_rows`` is set."""
     if not resolved.scale.long_rows:
         return
     if resolved.precision.fp8:
@@ -212,7 +212,7 @@ def _as_dict(value: Any) -> dict[str, Any]:
 
 
 def _policy_of_options(options: dict[str, Any], place: str) -> str:
-    """transformers' ``activation_checkpointing_kwargs`` as a policy."""
+    """The policy of transformers' ``activation_checkpointing_kwargs``."""
     known = {k: v for k, v in options.items() if k in ("every_n_layers", "offload", "selective") and v}
     if len(known) > 1 or set(options) - {"every_n_layers", "offload", "selective"}:
         raise ConfigError(
@@ -248,7 +248,7 @@ def _set_batch(resolved: Resolved, parsed: ParsedFlags) -> None:
 
 
 def set_usual_schedule(resolved: Resolved) -> None:
-    """Fine-tuning's schedule where nobody has said otherwise: a short warm-up, and a cosine that ends above zero."""
+    """Set fine-tuning's default schedule: a short warm-up, and a cosine that ends above zero."""
     values = resolved.values
     name = schedule_name(values.get("lr_scheduler_type", OptimizerArguments.lr_scheduler_type))
     usual = {}

@@ -1,4 +1,4 @@
-"""What a run comes to: every setting with where it came from, and the facts of its launch."""
+"""The outcome of resolving a run: every setting with its origin, and the facts of its launch."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _CREDENTIALS = ("hub_token", "push_to_hub_token")
 
 @dataclass(frozen=True)
 class LaunchFacts:
-    """What the launch and the device decide, as plain values.
+    """What the launch and the device determine, as plain values.
 
     Attributes:
         world_size: data-parallel processes.
         strategy: A name of `facts.strategies`.
-        mixed_precision: the launch file's, if there is one.
-        mixed_precision_place: file and line that say so.
-        device: what each process computes on.
+        mixed_precision: that of the launch file, if there is one.
+        mixed_precision_place: file and line that set it.
+        device: the device that each process computes on.
     """
 
     world_size: int = 1
@@ -51,12 +51,12 @@ class LaunchFacts:
 class Resolved:
     """Settings with every default applied and every conflict refused.
 
-    `values` are keyword arguments for the configuration classes; `sources` says for each where it came from:
-    ``--flag``, ``file.yaml:12``, ``default``, or a sentence beginning with ``derived``. `on_card` is what the same
-    flags come to on the card of ``--plan_gpu``, where that is not a device like the one here. `model_config` is the
-    model's, where ``--plan auto`` has read it. `next_policies` are those of activation checkpointing
-    that fit too, the next best first. `agreed_kernels` are the parts of
-    the model that may run in fused kernels. `recipe` is what the planner knows of the recipe.
+    `values` are keyword arguments for the configuration classes; `sources` gives the origin of each: ``--flag``,
+    ``file.yaml:12``, ``default``, or a sentence beginning with ``derived``. `on_card` are the settings that the same
+    flags lead to on the card of ``--plan_gpu``, if that is not a device like the one here. `model_config` is the
+    model's configuration if ``--plan auto`` has read it. `next_policies` are the other activation checkpointing
+    policies that fit, the next best first. `agreed_kernels` are the parts of the model that may run in fused kernels.
+    `recipe` is what the planner knows about the recipe.
     """
 
     values: dict[str, Any]
@@ -76,22 +76,22 @@ class Resolved:
 
     @property
     def trains_adapters(self) -> bool:
-        """Whether adapters learn on a frozen base, otherwise every weight does."""
+        """True if adapters are trained on a frozen base, False if every weight is trained."""
         return METHOD_FACTS[self.method].trains_adapters
 
     @property
     def checkpointing_is_open(self) -> bool:
-        """Whether the policy is left to the plan; `checkpointing` is the default without one until then."""
+        """True while the policy is left to the plan; until then `checkpointing` is the default without a plan."""
         return bool(self.values.get("checkpointing_policy") == AUTO_POLICY)
 
     def set_checkpointing(self, policy: str, source: str) -> None:
-        """Decide what was open."""
+        """Set the policy that was open."""
         self.checkpointing = replace(CheckpointingPolicy.parse(policy), in_tiles=self.checkpointing.in_tiles)
         self.scale = replace(self.scale, checkpointing_policy=policy)
         self.set("checkpointing_policy", policy, source)
 
     def set(self, name: str, value: Any, source: str) -> None:
-        """Decide `name`; the source is kept for ``--print_config``."""
+        """Set `name`; the source is kept for ``--print_config``."""
         self.values[name] = value
         self.sources[name] = source
 
@@ -108,12 +108,12 @@ class Resolved:
 
     @property
     def fused_label(self) -> str | None:
-        """For tables: the parts in fused kernels; None where there are none."""
+        """The parts in fused kernels, for tables; None if there are none."""
         return f"{FUSED_LABEL} {', '.join(self.fused)}" if self.fused else None
 
     @property
     def outcome(self) -> dict[str, str | int]:
-        """What several flags come to together: method, precision and global batch."""
+        """Values that several flags determine together: method, precision and global batch."""
         return {
             "method": self.method,
             "precision": self.precision.name,

@@ -1,4 +1,4 @@
-"""A model's folder against the flags before a library is imported: its kind, its shapes, its tokens, its adapters."""
+"""Check a model's folder against the flags before libraries are imported: its kind, shapes, tokens and adapters."""
 
 from __future__ import annotations
 
@@ -28,15 +28,14 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token")
 
 
 def refuse_stored_model(parsed: ParsedFlags, *, rewards: bool = False) -> None:
-    """Refuse what the files of a local model show to be wrong; loading it, which says the rest, takes the libraries.
+    """Refuse what the files of a local model show to be wrong; the rest shows when the libraries load it.
 
     Args:
-        rewards: Whether a reward model is trained.
+        rewards: Whether the run trains a reward model.
 
     Raises:
-        ConfigError: for a config.json that cannot be read or is not that of the weights, a model of another kind,
-            tokens that are not there, adapters on modules that are not, and a checkpointing policy of more
-            layers than it has.
+        ConfigError: for a config.json that cannot be read or does not match the weights, a model of the wrong kind,
+            missing tokens, adapters on missing modules, and a checkpointing policy of more layers than the model has.
     """
     given = parsed.explicit
     name, place = given.get("model_name_or_path"), parsed.place("model_name_or_path")
@@ -63,7 +62,7 @@ def refuse_stored_model(parsed: ParsedFlags, *, rewards: bool = False) -> None:
     if facts is None:
         return
     policy, architectures = given.get("checkpointing_policy"), as_list(config.get("architectures"))
-    if isinstance(policy, str) and facts.model_type in STYLES:  # of others, a tower may have layers, too
+    if isinstance(policy, str) and facts.model_type in STYLES:  # in others, a tower may have layers too
         model = str(architectures[0]) if architectures else facts.model_type
         refuse_too_few_layers(policy, facts.num_layers, model, place=parsed.place("checkpointing_policy"))
     shapes = stored_shapes(folder)
@@ -75,7 +74,7 @@ def refuse_stored_model(parsed: ParsedFlags, *, rewards: bool = False) -> None:
 
 
 def _facts_of(config: Mapping[str, object]) -> ModelFacts | None:
-    """Shapes of the models that are modelled by hand; None of others."""
+    """Shapes of a model that is modelled by hand; None for others."""
     try:
         return facts_from_config(config, name=str(config.get("model_type")))
     except ConfigError:
@@ -93,7 +92,7 @@ def _refuse_kind(config: Mapping[str, object], name: str, place: str, *, rewards
 
 
 def _refuse_shapes(facts: ModelFacts, shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
-    """Compare matrices of dense models that are built as Llama is, whose files name tensors as their classes do."""
+    """Compare matrices of dense models built like Llama, whose files name tensors as their classes do."""
     if facts.model_type not in STYLES or any(layer.mixture for layer in facts.layers):
         return
     linears = [linear for layer in facts.layers for linear in layer.linears]
@@ -111,7 +110,7 @@ def _refuse_shapes(facts: ModelFacts, shapes: Mapping[str, tuple[int, ...]], fol
 def _refuse_targets(
     facts: ModelFacts, targets: Sequence[str], shapes: Mapping[str, tuple[int, ...]], place: str
 ) -> None:
-    """Refuse names that are neither modules of the model's class nor of its files; patterns are left to PEFT."""
+    """Refuse names of modules that are neither in the model's class nor in its files; patterns are left to PEFT."""
     linears = [linear for layer in facts.layers for linear in layer.linears] + list(facts.outside_linears)
     names = {name for linear in linears for name in (linear.name, *(linear.lora_names or ()))}
     stored = {part for name in shapes for part in name.split(".")}
@@ -141,7 +140,7 @@ def _refuse_tokens(folder: Path, config: Mapping[str, object], place: str) -> No
 
 
 def _special_tokens(folder: Path) -> Collection[str]:
-    """Those that tokenizer_config.json names as the ones in use."""
+    """The special tokens in use according to tokenizer_config.json."""
     try:
         config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
         tokens = [config.get(name) for name in _SPECIAL_TOKENS]

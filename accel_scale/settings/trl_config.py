@@ -1,4 +1,4 @@
-"""TRL's configuration classes with the recipe's flags and defaults, of `sft_flags`."""
+"""TRL's configuration classes with the recipe's flags and defaults from `accel_scale.flags.sft`."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class RecipeModelConfig(ModelDefaults, ModelConfig):
 
 
 class _TrainerSettings(_TrainingArguments):
-    """What the recipes change in any configuration of TRL's trainers; put before it.
+    """Changes that the recipes make to every configuration of TRL's trainers; must come before it among the bases.
 
     Attributes set after construction: `optimizer_name` and `schedule_name`, as the user wrote them; the base class
-    sees the nearest name it knows.
+    gets a name that it knows.
     """
 
     sync_each_batch: bool  # a flag of the recipe
@@ -58,14 +58,14 @@ class _TrainerSettings(_TrainingArguments):
         super().__post_init__()
         move_token_to_environment(self)
         if self.sync_each_batch:
-            config: Any = self.accelerator_config  # the base class has read it from whatever it was
+            config: Any = self.accelerator_config  # parsed by the base class from whatever it was
             config.gradient_accumulation_kwargs = {
                 **(config.gradient_accumulation_kwargs or {}),
                 "sync_each_batch": True,
             }
 
     def _validate_args(self) -> None:
-        """As the base class, except that bf16 is allowed on a CPU."""
+        """Like the base class, except that bf16 is allowed on a CPU."""
         import torch
 
         from accel_scale.launching.rehearsal import validate_on_cpu
@@ -76,7 +76,7 @@ class _TrainerSettings(_TrainingArguments):
             validate_on_cpu(self, super()._validate_args)
 
     def to_dict(self) -> dict[str, Any]:
-        """As the base class, with the names the user wrote, and without credentials: trackers get it."""
+        """Like the base class, but with the names that the user wrote and without credentials, for trackers."""
         known = {**super().to_dict(), "optim": self.optimizer_name, "lr_scheduler_type": self.schedule_name}
         return dict(without_secrets(known))
 

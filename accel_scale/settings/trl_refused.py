@@ -1,4 +1,4 @@
-"""TRL flags that do nothing in the fine-tuning recipe, or mean something else: refused with the fix."""
+"""Refuse TRL flags that do nothing in the fine-tuning recipe or mean something else, with the fix."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from accel_scale.settings.vllm_flags import refuse_vllm_flags
 if TYPE_CHECKING:
     from accel_scale.flags.parsing import ParsedFlags
 
-# What the recipe decides itself when it loads a model → the flag that says it.
+# Options that the recipe sets itself when it loads a model → the flag for them.
 _HAS_A_FLAG = {
     "attn_implementation": "--attn_implementation",
     "device_map": None,
@@ -38,10 +38,10 @@ _HAS_A_FLAG = {
 
 
 def refuse_trl_flags(values: Mapping[str, Any], place: Callable[[str], str], *, device_type: str) -> None:
-    """Refuse what would be ignored, or crash after the model has been loaded.
+    """Refuse flags that would be ignored, or crash after the model is loaded.
 
     Args:
-        values: Flag → value, as far as set.
+        values: Flag → value, for flags that are set.
         place: Flag → where it was set.
 
     Raises:
@@ -77,14 +77,14 @@ def refuse_trl_flags(values: Mapping[str, Any], place: Callable[[str], str], *, 
 
 
 def flag_of_whole_logits(values: Mapping[str, Any]) -> str | None:
-    """The flag whose loss needs all logits at once, as TRL's own losses but the plain one do; None without one."""
+    """The flag whose loss needs all logits at once, as all of TRL's losses but the plain one do; None if none does."""
     if values.get("loss_type") not in (None, "nll", "chunked_nll"):
         return "loss_type"
     return "label_smoothing_factor" if values.get("label_smoothing_factor") else None
 
 
 def refuse_contradictions(parsed: ParsedFlags) -> None:
-    """Flags of the fine-tuning recipe that cannot work together, whatever the launch and the machine.
+    """Refuse flags of the fine-tuning recipe that cannot work together, whatever the launch and the machine.
 
     Raises:
         ConfigError: for the first that is found.
@@ -96,7 +96,7 @@ def refuse_contradictions(parsed: ParsedFlags) -> None:
 
 
 def refuse_rows(parsed: ParsedFlags, *, rows_with: RowsWith | None = None) -> None:
-    """Refuse files of rows that are here and cannot be trained on; a rehearsal replaces those that are not.
+    """Refuse local files of rows that cannot be trained on; a rehearsal replaces files that are not here.
 
     Raises:
         ConfigError: for the first that is found.
@@ -123,7 +123,7 @@ def refuse_model_alone(parsed: ParsedFlags) -> None:
     """Refuse a model without data to train it on.
 
     Raises:
-        ConfigError: if it is so.
+        ConfigError: if there is no data.
     """
     given = parsed.explicit
     if given.get("model_name_or_path") and not (given.get("dataset_name") or given.get("dataset_mixture")):
@@ -135,7 +135,7 @@ def refuse_model_alone(parsed: ParsedFlags) -> None:
 
 
 def refuse_dpo(parsed: ParsedFlags) -> None:
-    """As `refuse_contradictions`, of recipes/dpo.py, with what TRL or the planner would not do for pairs.
+    """`refuse_contradictions` for recipes/dpo.py, plus flags that TRL or the planner does not support for pairs.
 
     Raises:
         ConfigError: for the first that is found.
@@ -168,9 +168,9 @@ def _refuse_reference(parsed: ParsedFlags) -> None:
 
 
 def refuse_kto(parsed: ParsedFlags) -> None:
-    """As `refuse_contradictions`, of recipes/kto.py, with what its KL term and labelled answers do not go with.
+    """`refuse_contradictions` for recipes/kto.py, plus flags that its KL term and labelled answers do not allow.
 
-    The KL term is estimated on the prompts of a micro-batch with the answers of one another.
+    The KL term is estimated on the prompts of a micro-batch, each with the answer of another row.
 
     Raises:
         ConfigError: for the first that is found.
@@ -206,7 +206,7 @@ def refuse_kto(parsed: ParsedFlags) -> None:
 
 
 def refuse_grpo(parsed: ParsedFlags) -> None:
-    """As `refuse_contradictions`, of recipes/grpo.py and rloo.py, with what is not done where the model generates.
+    """`refuse_contradictions` for recipes/grpo.py and rloo.py, plus flags that generation does not support.
 
     Raises:
         ConfigError: for the first that is found.
@@ -249,7 +249,7 @@ def refuse_grpo(parsed: ParsedFlags) -> None:
 
 
 def refuse_reward(parsed: ParsedFlags) -> None:
-    """As `refuse_contradictions`, of recipes/reward.py, with what is not done where rows are scored.
+    """`refuse_contradictions` for recipes/reward.py, plus flags that scored rows do not support.
 
     Raises:
         ConfigError: for the first that is found.
@@ -281,7 +281,7 @@ def refuse_reward(parsed: ParsedFlags) -> None:
 
 
 def refuse_settings(parsed: ParsedFlags) -> None:
-    """Flags of any recipe with TRL's trainers that cannot work together.
+    """Refuse flags that cannot work together in any recipe with TRL's trainers.
 
     Raises:
         ConfigError: for the first that is found.
@@ -300,7 +300,7 @@ def refuse_settings(parsed: ParsedFlags) -> None:
 
 
 def keys_of(given: Any, place: str) -> list[str]:
-    """The keys of a flag that takes a JSON object; none where it is not set."""
+    """The keys of a flag that takes a JSON object; none if it is not set."""
     if given is None:
         return []
     try:

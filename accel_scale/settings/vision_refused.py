@@ -1,4 +1,4 @@
-"""Flags of recipes/vision.py that cannot work together, or that rows with images do not go with."""
+"""Refuse flags of recipes/vision.py that cannot work together, or not with rows of images."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def refuse_vision(parsed: ParsedFlags) -> None:
-    """As `refuse_contradictions`, of recipes/vision.py, with what is not done for rows with images.
+    """`refuse_contradictions` for recipes/vision.py, plus flags that rows with images do not support.
 
     Raises:
-        ConfigError: for the first that is found.
+        ConfigError: for the first one found.
     """
     require_pillow()
     refuse_settings(parsed)
@@ -94,7 +94,7 @@ def refuse_vision(parsed: ParsedFlags) -> None:
 
 
 def _refuse_no_processor(parsed: ParsedFlags) -> None:
-    """Refuse a local folder without the processor that makes a model's inputs of images."""
+    """Refuse a local folder without the processor that turns images into a model's inputs."""
     folder = Path(str(parsed.explicit["model_name_or_path"])).expanduser()
     if (folder / "config.json").is_file() and not any((folder / name).is_file() for name in PROCESSOR_FILES[:2]):
         raise no_processor(str(folder), parsed.place("model_name_or_path"))

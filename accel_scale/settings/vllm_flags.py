@@ -1,4 +1,4 @@
-"""TRL's flags of vLLM in recipes/grpo.py and rloo.py: which belong together, and what goes with none of them."""
+"""TRL's vLLM flags in recipes/grpo.py and rloo.py: which go together, and which flags do not go with vLLM."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _OF_TRANSFORMERS = ("cache_implementation", "use_transformers_continuous_batchin
 
 
 def refuse_vllm_flags(parsed: ParsedFlags) -> None:
-    """Flags of vLLM that contradict each other, or would be ignored.
+    """Refuse vLLM flags that contradict each other or would be ignored.
 
     Raises:
-        ConfigError: for the first that is found.
+        ConfigError: for the first one found.
     """
     given = parsed.explicit
     if not given.get("use_vllm"):
@@ -73,12 +73,12 @@ def refuse_vllm_flags(parsed: ParsedFlags) -> None:
 
 
 def require_vllm(given: Mapping[str, object], *, place: str, device_type: str | None) -> None:
-    """Refuse ``--use_vllm`` where it cannot generate, without importing it.
+    """Refuse ``--use_vllm`` if vLLM cannot generate here, without importing it.
 
     Args:
         given: Flag → value, as the user set them.
         place: Where ``--use_vllm`` was set.
-        device_type: As `why_no_vllm`.
+        device_type: As in `why_no_vllm`.
 
     Raises:
         ConfigError: naming what is missing.

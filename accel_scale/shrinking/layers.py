@@ -1,4 +1,4 @@
-"""Which layers a shrunken model keeps: the first of every kind, with all per-layer fields of a configuration."""
+"""Selects the layers that a shrunken model keeps, the first of every kind, and cuts all per-layer fields to them."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from accel_scale.errors import ConfigError
 from accel_scale.shrinking.sizes import NUM_LAYERS
 
 MIN_LAYERS = 2
-# Values of a configuration, as it is written to a file.
+# Values of a configuration, as written to a file.
 Stored = Mapping[str, Any]
-# Lists of one entry a layer that stand for the number of layers where no name does.
+# Lists with one entry per layer, whose length is the number of layers if no field gives it.
 _KINDS = ("layers_block_type", "layer_types")
-# Lists of the layers that have something.
+# Lists of the indices of layers that have some feature.
 _INDEX_LISTS = ("moe_layers", "hybrid_layer_ids", "attn_layer_indices")
-# Every so many layers one has something, from this one on.
+# Period and offset of the layers that have some feature.
 _PERIODS = (("attn_layer_period", "attn_layer_offset"), ("expert_layer_period", "expert_layer_offset"))
 
 
 def num_layers(values: Stored) -> int:
-    """How many layers a configuration's values describe."""
+    """Number of layers described by a configuration's values."""
     for key in (*NUM_LAYERS, *_KINDS):
         if values.get(key) is not None:
             return len(values[key]) if key in _KINDS else values[key]
@@ -28,7 +28,7 @@ def num_layers(values: Stored) -> int:
 
 
 def chosen_layers(old: Stored, min_layers: int = MIN_LAYERS) -> list[int]:
-    """Indices of the layers to keep: the first of every kind, two that share weights, and at least `min_layers`."""
+    """Indices of the layers to keep: the first of every kind (two if they share weights), at least `min_layers`."""
     count = num_layers(old)
     of_kind: dict[tuple[object, ...], list[int]] = {}
     for index in range(count):
@@ -42,7 +42,7 @@ def chosen_layers(old: Stored, min_layers: int = MIN_LAYERS) -> list[int]:
 
 
 def shrink_layers(old: Stored, new: dict[str, Any], min_layers: int) -> None:
-    """Cut `new` to the layers that are kept of `old`."""
+    """Cut `new` to the layers kept from `old`."""
     chosen = chosen_layers(old, min_layers)
     set_all(new, NUM_LAYERS, len(chosen))
     for key in _per_layer_keys(old):
@@ -66,12 +66,12 @@ def shrink_layers(old: Stored, new: dict[str, Any], min_layers: int) -> None:
         new["num_kv_shared_layers"] = sum(_shares_keys(old, index) for index in chosen)
     if old.get("max_window_layers") is not None:
         new["max_window_layers"] = min(old["max_window_layers"], len(chosen))
-    if old.get("attention_types"):  # GPT-Neo writes its list of kinds in short
+    if old.get("attention_types"):  # GPT-Neo abbreviates its list of kinds
         new["attention_types"] = [[[kind], 1] for kind in new["attention_layers"]]
 
 
 def _layer_kind(old: Stored, index: int) -> tuple[object, ...]:
-    """What tells layer `index` from others: its entry in every list, and whether it has experts."""
+    """What distinguishes layer `index` from others: its entry in every list, and whether it has experts."""
     per_layer = tuple(str(old[key][index]) for key in _per_layer_keys(old))
     listed = tuple(index in old[key] for key in _index_lists(old))
     due = tuple(_is_due(old, index, *names) for names in _periods(old))
@@ -90,7 +90,7 @@ def _index_lists(old: Stored) -> list[str]:
 
 
 def _periods(old: Stored) -> list[tuple[str, str]]:
-    listed = any(old.get(key) for key in _KINDS)  # which layers have attention, said one by one
+    listed = any(old.get(key) for key in _KINDS)  # layers with attention are listed one by one
     periods = [names for names in _PERIODS if old.get(names[0]) and old.get(names[1]) is not None]
     return [names for names in periods if not (listed and names[0] == "attn_layer_period")]
 
@@ -100,7 +100,7 @@ def _is_due(old: Stored, index: int, period: str, offset: str) -> bool:
 
 
 def _is_dense(old: Stored, index: int) -> bool:
-    """Whether a mixture-of-experts model has a plain feed-forward at `index` (Qwen's and DeepSeek's conventions)."""
+    """True if a mixture-of-experts model has a dense feed-forward at `index` (Qwen's and DeepSeek's conventions)."""
     step = old.get("decoder_sparse_step") or 1
     listed = index in (old.get("mlp_only_layers") or ())
     first = max(old.get("first_k_dense_replace") or 0, old.get("num_dense_layers") or 0)
@@ -108,17 +108,17 @@ def _is_dense(old: Stored, index: int) -> bool:
 
 
 def _shares_keys(old: Stored, index: int) -> bool:
-    """Whether layer `index` takes its keys and values from an earlier one, as the last layers of Gemma 3n do."""
+    """True if layer `index` takes its keys and values from an earlier one, as the last layers of Gemma 3n do."""
     return index >= num_layers(old) - (old.get("num_kv_shared_layers") or 0)
 
 
 def _shares_weights(old: Stored, index: int) -> bool:
-    """Whether the layers of this kind are one block of weights, as Zamba's are; transformers ties two or more."""
+    """True if the layers of this kind share one block of weights, as Zamba's do; transformers ties two or more."""
     return (old.get("layers_block_type") or [])[index : index + 1] == ["hybrid"]
 
 
 def first_of(values: Stored, names: Iterable[str], *, default: int | None = None) -> int:
-    """The value under the first of `names` that is there."""
+    """The value of the first of `names` that is set."""
     for name in names:
         if values.get(name) is not None:
             return values[name]
@@ -132,7 +132,7 @@ def first_of(values: Stored, names: Iterable[str], *, default: int | None = None
 
 
 def set_all(values: dict[str, Any], names: Iterable[str], value: int) -> None:
-    """Write `value` under every one of `names` that is there; aliases stay equal."""
+    """Write `value` to every one of `names` that is set, so that aliases stay equal."""
     for name in names:
         if values.get(name) is not None:
             values[name] = value

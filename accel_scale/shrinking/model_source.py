@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 def load_model_config(
     name_or_path: str, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedConfig:
-    """The configuration of `name_or_path`, with all of its parts where it has several; no weights are read.
+    """The configuration of `name_or_path`, with all its parts if it has several; reads no weights.
 
-    Where the hub cannot be asked, or wants a login, the planner's catalogue is: it has popular models' configurations.
+    If the hub cannot be reached or requires a login, the planner's catalogue is used: it has those of popular models.
 
     Raises:
-        ConfigError: if it is in neither, or no decoder of text.
+        ConfigError: if neither has it, or it is not a text decoder.
     """
     from transformers import CONFIG_MAPPING, AutoConfig
 
@@ -50,7 +50,7 @@ def load_model_config(
 def own_tokenizer(
     name_or_path: str, *, revision: str | None, trust_remote_code: bool
 ) -> PreTrainedTokenizerBase | None:
-    """The model's tokenizer, or None where it cannot be had."""
+    """The model's tokenizer, or None if it cannot be loaded."""
     from transformers import AutoTokenizer
 
     path = Path(name_or_path)
@@ -65,7 +65,7 @@ def own_tokenizer(
 
 
 def own_processor(name_or_path: str, *, revision: str | None, trust_remote_code: bool) -> ProcessorMixin | None:
-    """The processor of a model with images, or None where it cannot be had or the model has none."""
+    """The processor of a model with images, or None if it cannot be loaded or the model has none."""
     from transformers import AutoProcessor, ProcessorMixin
 
     path = Path(name_or_path)
@@ -80,7 +80,7 @@ def own_processor(name_or_path: str, *, revision: str | None, trust_remote_code:
 
 @functools.lru_cache(maxsize=8)
 def _is_out_of_reach(name: str) -> bool:
-    """Whether the hub does not answer at all. Asks once: loading from it would retry for half a minute, each time."""
+    """True if the hub does not answer at all. Asks only once, because each load would retry for half a minute."""
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
 
     if Path(name).exists() or constants.HF_HUB_OFFLINE:
@@ -90,6 +90,6 @@ def _is_out_of_reach(name: str) -> bool:
     try:
         get_hf_file_metadata(hf_hub_url(name, "config.json"))
     except Exception as error:
-        # Errors of the connection belong to the hub client's HTTP library; what the hub answers, loading will say.
+        # Connection errors come from the hub client's HTTP library; any answer from the hub is reported when loading.
         return type(error).__module__.startswith("httpx")
     return False

@@ -1,9 +1,9 @@
-"""A tiny model of the same architecture as a real one, from its configuration alone.
+"""Builds a tiny model with the architecture of a real one, from its configuration alone.
 
-What makes a launch fail is the architecture: which layers there are and in what order, grouped heads, tied
-embeddings, experts, fused projections. All of that is kept; only counts and widths shrink. So the tiny model is of the
-same classes, is sharded along the same modules and takes the same LoRA targets, in a few million parameters at most
-beside the embeddings.
+Launches fail because of the architecture: the kinds of layers and their order, grouped heads, tied embeddings,
+experts, fused projections. All of that is kept; only counts and widths shrink. The tiny model therefore has the same
+classes, is sharded along the same modules and takes the same LoRA targets, with a few million parameters at most
+besides the embeddings.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class ShrunkenModel:
     """A tiny model written to `folder`, ready for ``from_pretrained``.
 
     Attributes:
-        folder: Holds configuration, randomly initialised weights and tokenizer.
+        folder: Folder with configuration, randomly initialised weights and tokenizer.
         architecture: Class of the real and the tiny model, e.g. ``LlamaForCausalLM``.
-        num_layers: ``(real, tiny)``.
-        num_parameters: Of the tiny model.
+        num_layers: Layers of the models, ``(real, tiny)``.
+        num_parameters: Parameters of the tiny model.
         own_tokenizer: Whether the tokenizer is the real model's.
         has_chat_template: Whether that tokenizer can write conversations.
     """
@@ -70,12 +70,12 @@ def write_shrunken_model(
     """Shrink the model `name_or_path` (hub id, folder or ``config.json``) and write the tiny one to `folder`.
 
     Args:
-        fallback_tokenizer: Hub id or folder of the tokenizer to use where the model's own cannot be had; the
+        fallback_tokenizer: Hub id or folder of the tokenizer to use if the model's own cannot be loaded; the
             vocabulary shrinks to it.
-        min_layers: Layers that are kept at least, where the model has them: a pipeline has one in each stage.
+        min_layers: Minimum number of layers to keep, if the model has them: a pipeline needs one in each stage.
 
     Raises:
-        ConfigError: the configuration cannot be had, or holds a size that is not known how to shrink.
+        ConfigError: if the configuration cannot be loaded, or holds a size of unknown name.
     """
     import torch
     from transformers import AutoTokenizer
@@ -105,7 +105,7 @@ def write_shrunken_model(
     tokenizer.save_pretrained(folder)
     if own and is_multimodal(config):
         processor = own_processor(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
-        if processor is not None:  # sizes of images are kept
+        if processor is not None:  # image sizes are kept
             processor.save_pretrained(folder)
     layers = (real_layers, num_layers(tiny.get_text_config(decoder=True).to_dict()))
     return ShrunkenModel(
@@ -120,11 +120,11 @@ def shrink_config(
     min_layers: int = MIN_LAYERS,
     **special_tokens: int | list[int] | None,
 ) -> PreTrainedConfig:
-    """A configuration of the same class with few layers, heads, experts and small widths.
+    """A configuration of the same class with few layers, heads and experts, and small widths.
 
-    Kept: one layer of every kind in the order they come (sliding and full attention, dense and expert layers, …), at
+    Kept: one layer of every kind in their order (sliding and full attention, dense and expert layers, …), at
     least `min_layers`; query heads per key-value head up to 8; the ratio of feed-forward to hidden size; whether
-    attention is as wide as the hidden size; ties; the vocabulary unless `vocab_size` replaces it.
+    attention is as wide as the hidden size; tied weights; the vocabulary, unless `vocab_size` replaces it.
     """
     stored = {key: value for key, value in config.to_dict().items() if key != "quantization_config"}
     aliases = {alias: key for alias, key in config.attribute_map.items() if key in stored and alias not in stored}
@@ -139,7 +139,7 @@ def shrink_config(
             new[name] = _shrink_section(old[name], old, new)
     for alias, key in aliases.items():
         value = new.pop(alias)
-        if new[key] == stored[key]:  # known by its common name alone
+        if new[key] == stored[key]:  # only its common name is known
             new[key] = value
     if vocab_size is not None:
         new["vocab_size"] = -(-vocab_size // 64) * 64
@@ -156,9 +156,9 @@ def shrink_model_config(
     min_layers: int = MIN_LAYERS,
     **special_tokens: int | list[int] | None,
 ) -> PreTrainedConfig:
-    """`shrink_config` of a language model, or of each part of a model that has several.
+    """`shrink_config` for a language model, or for each part of a model that has several.
 
-    A part that is not a language model and holds sizes of unknown names keeps its widths and loses layers.
+    A part that is not a language model and has sizes with unknown names keeps its widths and only loses layers.
     """
     parts = {name: part for name in config.sub_configs if (part := getattr(config, name, None)) is not None}
     text = config.get_text_config(decoder=True)
@@ -174,11 +174,11 @@ def shrink_model_config(
 
 
 def _shrink_other(part: PreTrainedConfig, text_width: int, new_text_width: int) -> PreTrainedConfig:
-    """A part for other things than text, which hands over what is as wide as the language model."""
+    """Shrink a non-text part; outputs as wide as the language model follow its new width."""
     old = part.to_dict()
     try:
         tiny = shrink_config(part)
-        if isinstance(old.get("embed_dim"), int) and "hidden_size" in old:  # Qwen2-VL: its own width, and its output's
+        if isinstance(old.get("embed_dim"), int) and "hidden_size" in old:  # Qwen2-VL: its own width and its output's
             tiny.update({"embed_dim": HEAD_DIM * first_of(tiny.to_dict(), ("num_heads", *NUM_HEADS))})
     except (ConfigError, ValueError, TypeError, KeyError):
         values = dict(old)
@@ -189,7 +189,7 @@ def _shrink_other(part: PreTrainedConfig, text_width: int, new_text_width: int) 
 
 
 def _hand_over(config: PreTrainedConfig, old: Stored, text_width: int, new_text_width: int) -> None:
-    """Keep what a vision tower gives as wide as the language model takes it."""
+    """Keep the outputs of a vision tower as wide as the language model's inputs."""
     names = ["out_hidden_size", "projection_dim", *(["hidden_size"] if "embed_dim" in old else [])]
     config.update({name: new_text_width for name in names if text_width and old.get(name) == text_width})
 
@@ -227,7 +227,7 @@ def _shrink_widths(old: Stored, new: dict[str, Any]) -> None:
 
 
 def _shrink_changes(changes: dict[str, Any], old: Stored, new: Stored) -> None:
-    """Sizes that one layer has in the place of the model's own."""
+    """Shrink the sizes that one layer has instead of the model's own."""
     before, latent = {**old, **changes}, ("qk_nope_head_dim", "qk_rope_head_dim")
     _shrink_heads(changes, new)
     changes |= {key: min(changes[key], limit) for key, limit in LIMITS.items() if isinstance(changes.get(key), int)}
@@ -249,7 +249,7 @@ def _shrink_feed_forward(old: Stored, new: dict[str, Any], ratio: float) -> None
 
 
 def _shrink_section(section: Stored, old: Stored, new: Stored) -> dict[str, Any]:
-    """Sizes of attention, experts or an encoder that stand in a dictionary of their own, as DBRX and GIT have them."""
+    """Shrink the sizes of attention, experts or an encoder in a separate dictionary, as in DBRX and GIT."""
     small, hidden = dict(section), first_of(new, HIDDEN)
     set_all(small, HIDDEN, hidden)
     _shrink_heads(small, new)
@@ -268,7 +268,7 @@ def _scaled(width: int, ratio: float) -> int:
 
 
 def _shrink_states(new: dict[str, Any]) -> None:
-    """Heads of state-space layers that fill `expand` times the hidden size."""
+    """Set the heads of state-space layers to fill `expand` times the hidden size."""
     expand = first_of(new, EXPAND, default=0)
     for heads, head_dim in STATE_HEADS if expand else ():
         if new.get(heads) is not None and new.get(head_dim) is not None:
@@ -278,7 +278,7 @@ def _shrink_states(new: dict[str, Any]) -> None:
 
 
 def _shrink_rope(rope: object, old: Stored, default_head_dim: int) -> object:
-    """Per-frequency lists (longrope's factors) cut to the frequencies that the smaller head has."""
+    """Cut per-frequency lists (longrope's factors) to the frequencies of the smaller head."""
     if not isinstance(rope, dict):
         return rope
     old_head_dim = old.get("head_dim") or default_head_dim

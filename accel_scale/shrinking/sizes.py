@@ -1,10 +1,10 @@
-"""Names that configurations give to sizes, and how large those of a shrunken model are."""
+"""Names of sizes in configurations, and the sizes of a shrunken model."""
 
 from __future__ import annotations
 
 HEAD_DIM = 16
 
-# The names that configurations give to the same quantity.
+# Names that configurations use for the same quantity.
 NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks", "num_decoder_layers")
 HIDDEN = ("hidden_size", "n_embd", "d_model", "emb_dim", "embedding_dim")
 NUM_HEADS = (
@@ -28,7 +28,7 @@ STATE_HEADS = (
     ("num_heads", "head_dim"),
 )  # fmt: skip
 EXPAND = ("mamba_expand", "expand")
-# Upper limits of what is neither of the above: latent and linear attention, expert groups, windows, per-layer inputs.
+# Upper limits of all other sizes: latent and linear attention, expert groups, windows, per-layer inputs.
 LIMITS = {
     "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": HEAD_DIM, "qk_rope_head_dim": HEAD_DIM,
     "v_head_dim": HEAD_DIM, "rotary_dim": HEAD_DIM, "linear_key_head_dim": HEAD_DIM, "linear_value_head_dim": HEAD_DIM,

@@ -1,4 +1,4 @@
-"""The start check: what a run will do, done first with a small model of the same configuration, in about a second."""
+"""The start check: tries out a run with a small model of the same configuration, in about a second."""
 
 from accel_scale.start_check.check import check_start
 from accel_scale.start_check.plan import PlannedRun, Verdict

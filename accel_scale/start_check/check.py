@@ -1,4 +1,4 @@
-"""The start check of a run, with another attention if the chosen one fails."""
+"""The start check of a run, retried with another attention if the chosen one fails."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from accel_scale.start_check.plan import AttentionRefused, Crashed, PlannedRun, 
 def check_start(run: PlannedRun) -> Verdict:
     """Train a small model of `run` for one step in every way that must agree, before anything large is loaded.
 
-    In fp32 on the CPU, by this process alone, whatever the strategy: every rank comes to the same answer. It finds a
-    factor on the logits of 0.98, a cap of 50, a document that sees another one through a mask, a state, a convolution
+    It runs in fp32 on the CPU, in this process alone whatever the strategy, so every rank gets the same answer. It
+    finds a logit factor of 0.98, a cap of 50, a document that sees another one through a mask, a state, a convolution
     or the rows of its micro-batch, a token that sees the next one, gradients that recomputation changes by 0.2%, and
     weights that no gradient reaches.
 
     Raises:
-        ConfigError: where the run would train something else than it says, with what to switch.
+        ConfigError: if the run would not train what it states, naming the setting to change.
     """
     from accel_scale.start_check.twin import NoTwin, undisturbed
 
@@ -50,7 +50,7 @@ def _verdict(run: PlannedRun) -> Verdict:
 
 
 def _with_other_attention(run: PlannedRun, refusal: AttentionRefused) -> Verdict:
-    """The verdict with transformers' own attention, unless the user has named one; else the refusal and a way out."""
+    """The verdict with transformers' own attention, unless the user chose one; else raise the refusal with a fix."""
     from accel_scale.start_check.twin import NoTwin
 
     fix = refusal.fix
@@ -75,7 +75,7 @@ def _with_other_attention(run: PlannedRun, refusal: AttentionRefused) -> Verdict
 
 
 def _without_running(run: PlannedRun, refusal: Crashed) -> Verdict:
-    """What is left to say of a twin that takes no step: whether its adapters or the router's loss are why."""
+    """Handle a twin that cannot take a step: find out if its adapters or the router loss are the cause."""
     if run.router_loss and _is_accepted(dataclasses.replace(run, router_loss=0.0)):
         raise ConfigError(refusal.problem, place="--router_aux_loss_coef", fix="use 0.") from refusal
     if run.adapter is None or not _is_accepted(

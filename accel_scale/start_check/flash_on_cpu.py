@@ -1,8 +1,8 @@
 """The attention that the twin runs on the CPU in place of the run's own, with the same masks from the same inputs.
 
-Flash attention has no kernel for CPUs. What tells documents apart is not the kernel but what transformers gives it:
-the lengths that it finds in the positions or is handed by the collator. So transformers' own code runs here up to
-the kernel, whose place a plain one takes.
+Flash attention has no CPU kernel. Documents are separated not by the kernel but by its inputs from transformers: the
+lengths that it reads from the positions or gets from the collator. So transformers' own code runs here up to the
+kernel, which is replaced by a plain one.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ import torch
 if TYPE_CHECKING:
     from torch import nn
 
-# Module variables in which transformers keeps the flash kernel that it has loaded (checked on 5.23;
+# Module variables in which transformers keeps its loaded flash kernel (checked on 5.23;
 # tests/unit/test_start_check.py fails when they move).
 _KERNEL_VARIABLES = ("_loaded_implementation", "_flash_fn", "_flash_varlen_fn", "_process_flash_kwargs_fn")
 
 
 @dataclass(frozen=True)
 class AttentionOnCpu:
-    """How the twin gets its attention.
+    """Attention names for building and running the twin.
 
     Attributes:
-        built_with: Name that the model is built with.
-        runs_as: Name under which it runs.
+        built_with: Name with which the model is built.
+        runs_as: Name with which it runs.
     """
 
     built_with: str
     runs_as: str
 
     def switch_on(self, model: nn.Module) -> None:
-        """Let `model` run as `runs_as`; it must have been built."""
+        """Make the already built `model` run as `runs_as`."""
         if self.runs_as != self.built_with:
             for config in {id(c): c for m in model.modules() if (c := vars(m).get("config")) is not None}.values():
                 config._attn_implementation_internal = self.runs_as
@@ -45,7 +45,7 @@ class AttentionOnCpu:
 def attention_on_cpu(name: str) -> Iterator[AttentionOnCpu]:
     """The CPU's stand-in for attention `name`; inside, flash attention computes with plain matrix products.
 
-    flex_attention takes its mask from the same function as sdpa, which stands in for it: it has no backward pass here.
+    flex_attention has no backward pass on the CPU. sdpa replaces it, since its mask comes from the same function.
     """
     if name == "flex_attention":
         yield AttentionOnCpu("sdpa", "sdpa")
@@ -68,7 +68,7 @@ def attention_on_cpu(name: str) -> Iterator[AttentionOnCpu]:
 
 
 def _batched(query: Any, key: Any, value: Any, **options: Any) -> torch.Tensor:
-    """(batch, length, heads, size): every row is a document."""
+    """Attention on (batch, length, heads, size), where every row is a document."""
     rows = zip(query, key, value, strict=True)
     return torch.stack([_attend(q, k, v, **options) for q, k, v in rows])
 
@@ -87,7 +87,7 @@ def _documents(
     softcap: float = 0.0,
     s_aux: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """(tokens, heads, size) of documents that end where the cumulative lengths say."""
+    """Attention on (tokens, heads, size) of documents delimited by the cumulative lengths."""
     parts = [cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist(), cu_seqlens_k.diff().tolist()]
     split = [tensor.split(lengths) for tensor, lengths in zip((q, k, v), parts, strict=True)]
     options: dict[str, Any] = {"causal": causal, "softmax_scale": softmax_scale, "window_size": window_size}
@@ -106,7 +106,7 @@ def _attend(
     s_aux: torch.Tensor | None = None,
     **ignored: Any,
 ) -> torch.Tensor:
-    """(length, heads, size) of one document."""
+    """Attention on (length, heads, size) of one document."""
     group = q.shape[1] // k.shape[1]
     q, k, v = q.transpose(0, 1), k.repeat_interleave(group, 1).transpose(0, 1), v.repeat_interleave(group, 1)
     scores = q @ k.transpose(1, 2) * (q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)

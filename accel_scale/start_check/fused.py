@@ -1,4 +1,4 @@
-"""Whether fused kernels compute what the model's own layers do: steps of the twin with each, on the run's device."""
+"""Checks that fused kernels agree with the model's own layers, with steps of the twin on the run's device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from accel_scale.start_check.steps import Step
 
 _FLAG = "fused_kernels"
-# Those whose recomputation a kernel could disturb: it may write over what it was given.
+# Policies whose recomputation a kernel could disturb by overwriting its inputs.
 _POLICIES = ("none", "full", "selective")
 
 
@@ -35,17 +35,17 @@ def settle_fused_kernels(
     device: torch.device,
     divides_tensors: bool = False,
 ) -> None:
-    """Decide which layers of a run are fused: those of Liger's patch, where the twin agrees with them.
+    """Decide which layers of a run are fused: those of Liger's patch, if the twin agrees with them.
 
     Args:
-        settings: Flags, resolved; what was decided is set in them.
-        config: Of the model that will be loaded.
-        say: Prints one line where kernels that are installed are not used.
-        device: Of this process.
+        settings: Resolved flags; the decision is stored in them.
+        config: Configuration of the model that will be loaded.
+        say: Prints one line if installed kernels are not used.
+        device: Device of this process.
         divides_tensors: Whether tensor parallelism divides the model.
 
     Raises:
-        ConfigError: where ``on`` cannot be honoured.
+        ConfigError: if ``on`` cannot be honoured.
     """
     wanted, source = settings.scale.fused_kernels, settings.sources.get(_FLAG, "default")
     if wanted == "off":
@@ -86,7 +86,7 @@ def settle_fused_kernels(
 def fused_parts(
     config: PreTrainedConfig, *, device: torch.device, trusts: bool = False, policies: tuple[str, ...] = _POLICIES
 ) -> tuple[tuple[str, ...], str | None]:
-    """The parts that can be fused, and why none is where it is so; transformers is afterwards as before."""
+    """The parts that can be fused, and the reason if there are none; transformers is left unchanged."""
     with undisturbed():
         try:
             own = build_twin(config, attention="eager", trust_remote_code=trusts)
@@ -98,7 +98,7 @@ def fused_parts(
         parts: tuple[str, ...] = ()
         for policy, steps in expected.items():
             if isinstance(steps, str):
-                continue  # the model's own layers cannot be recomputed so
+                continue  # the model's own layers do not support this policy
             other = copy.deepcopy(own)
             fused = fuse_layers(other, keeps_products=policy == "selective")
             try:
@@ -123,7 +123,7 @@ def _disagreement(found: Step | str, expected: Step) -> str | None:
 
 
 def _step(model: PreTrainedModel, policy: str, device: torch.device) -> Step | str:
-    """A step of `model` under a checkpointing policy, or why it takes none."""
+    """A step of `model` under a checkpointing policy, or the reason why it fails."""
     import torch
 
     from accel_scale.start_check.steps import take_step

@@ -1,4 +1,4 @@
-"""Whether documents and rows of a micro-batch stay isolated, and whether a token sees later ones."""
+"""Checks that documents and rows of a micro-batch stay isolated, and that no token sees later ones."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from accel_scale.start_check.steps import same_draws
 if TYPE_CHECKING:
     from torch import nn
 
-# Of the logits' size. What leaks through one layer of attention, a state or a convolution moves them by a percent of
-# their size and more; rounding by less than 1e-5.
+# Relative to the logits' size. A leak through one layer of attention, a state or a convolution changes them by 1% of
+# their size or more, rounding by less than 1e-5.
 _TOLERANCE = 1e-4
 
 Leak = Literal["none", "ahead", "others"]
 
 
 def find_leak(model: nn.Module, batch: TinyBatch, logits: torch.Tensor) -> Leak:
-    """What a changed half of one document changes where it must not.
+    """Find out where a change in the second half of one document has effects that it must not have.
 
     Args:
-        logits: What `model` gives for `batch.inputs` in training mode.
+        logits: Output of `model` for `batch.inputs` in training mode.
 
     Returns:
-        ``ahead`` where the tokens before it in the same document notice, so the model is not causal; ``others`` where
-        other documents or rows do; else ``none``.
+        ``ahead`` if earlier tokens of the same document change, so the model is not causal; ``others`` if other
+        documents or rows change; else ``none``.
     """
     inputs = {name: value for name, value in batch.changed.items() if name != "labels"}
     same_draws()
@@ -35,7 +35,7 @@ def find_leak(model: nn.Module, batch: TinyBatch, logits: torch.Tensor) -> Leak:
         changed = model(**inputs, use_cache=False).logits
     moved = (changed.float() - logits.float()).abs().amax(-1)
     limit = _TOLERANCE * max(1.0, logits.float().abs().amax().item())
-    noticed = ~(moved <= limit)  # NaN is noticed
+    noticed = ~(moved <= limit)  # NaN counts as changed
     if (noticed & batch.before).any():
         return "ahead"
     return "others" if (noticed & batch.others).any() else "none"

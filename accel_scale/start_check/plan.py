@@ -1,4 +1,4 @@
-"""The start check's request and its answer."""
+"""Request and result of the start check."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """What will be trained, and how.
+    """The run to be checked.
 
     Args:
-        config: Of the model that will be loaded.
-        attention: What `resolve_attention` chose.
-        attention_given: Whether the user named it; otherwise another one may take its place.
-        rows: How the recipe's rows come.
-        policy: Of activation checkpointing.
-        use_reentrant: Whether checkpointing is of the reentrant kind.
-        adapter: PEFT's configuration; None where the weights themselves are trained.
-        trust_remote_code: Whether code of the model's own may run.
-        router_loss: Weight of the router's auxiliary loss where the trainer sets it; None: as the configuration says.
-        packing_flag: What switches packing off in this recipe.
-        log_probs: Whether the loss is made of log-probabilities by TRL's head, as that of pairs is.
-        rewards: Whether it is a reward model, whose loss is of the scores of two rows.
-        images: Whether rows have images; the parts of the model that see are no part of the check.
-        targets_given: Whether the user named the modules that get adapters.
+        config: Configuration of the model that will be loaded.
+        attention: Attention chosen by `resolve_attention`.
+        attention_given: Whether the user chose it; otherwise it may be replaced by another one.
+        rows: Kind of the recipe's rows.
+        policy: Activation checkpointing policy.
+        use_reentrant: Whether checkpointing is reentrant.
+        adapter: PEFT's configuration; None if the weights themselves are trained.
+        trust_remote_code: Whether the model's own code may run.
+        router_loss: Weight of the router's auxiliary loss if set by the trainer; None keeps the configuration's.
+        packing_flag: Flag that switches packing off in this recipe.
+        log_probs: Whether the loss is computed from log-probabilities by TRL's head, as for preference pairs.
+        rewards: Whether it is a reward model, whose loss depends on the scores of two rows.
+        images: Whether rows have images; the model's vision parts are not checked.
+        targets_given: Whether the user chose the modules that get adapters.
     """
 
     config: PreTrainedConfig
@@ -53,22 +53,22 @@ class PlannedRun:
 
     @property
     def packs(self) -> bool:
-        """Whether rows hold several documents, which must not see each other."""
+        """True if rows hold several documents, which must not see each other."""
         return self.rows in ("packed", "lanes")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the run must do differently, and what the user should know.
+    """Result of the check: what the run must do differently, and notes for the user.
 
     Attributes:
         attention: The implementation to load the model with.
-        loss_from_logits: The loss must be computed from the model's own logits: its head is more than a product.
-        untrained: Trainable weights that no gradient reaches, by their names in the twin.
+        loss_from_logits: Whether the loss must use the model's own logits because its head is more than a product.
+        untrained: Names in the twin of trainable weights that no gradient reaches.
         exclude_modules: Names of modules whose adapters would never train.
-        notes: One line each.
-        use_reentrant: Whether activation checkpointing must be of the reentrant kind.
-        adapter: What is trained, without modules whose adapters would not; None where it is the weights themselves.
+        notes: Notes for the user, one line each.
+        use_reentrant: Whether activation checkpointing must be reentrant.
+        adapter: PEFT's configuration without modules that would not train; None if the weights are trained.
     """
 
     attention: str
@@ -81,12 +81,12 @@ class Verdict:
 
 
 class PolicyRefused(ConfigError):
-    """Activation checkpointing by this policy changes the model's gradients."""
+    """Raised if activation checkpointing with this policy changes the model's gradients."""
 
 
 class AttentionRefused(ConfigError):
-    """The model cannot be trained with this attention; another one may do. `fix` is for where none does."""
+    """The model cannot be trained with this attention, but another may work. `fix` applies if none does."""
 
 
 class Crashed(AttentionRefused):
-    """The twin does not run with this attention. Where it runs with none, that may be the shrinking's fault."""
+    """The twin does not run with this attention. If it runs with none, shrinking may be the cause."""

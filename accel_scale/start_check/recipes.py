@@ -1,4 +1,4 @@
-"""The start check's request from each recipe's flags."""
+"""Builds the start check's request from each recipe's flags."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def settle_open(
     *,
     shared: SharedModel | None = None,
 ) -> None:
-    """Decide what is left to the machine: fused kernels, and then how much must be recomputed beside them.
+    """Settle the automatic choices: fused kernels, then the checkpointing that is needed with them.
 
     Raises:
         ConfigError: as `settle_fused_kernels` and `settle_checkpointing`.
@@ -60,10 +60,10 @@ def check_sft_start(
     *,
     say: Callable[[str], None],
 ) -> Verdict:
-    """The start check of a run with one of TRL's trainers; what the user should know is said, a line each.
+    """Check the start of a run with one of TRL's trainers; notes for the user are printed, one line each.
 
-    Of preferences it is log-probabilities that are compared, by TRL's head, and of a reward model the scores. The
-    reference model needs no check of its own: it is the same model without gradients.
+    For preference losses it compares log-probabilities by TRL's head, for a reward model the scores. The reference
+    model needs no separate check: it is the same model without gradients.
 
     Raises:
         ConfigError: as `check_start`.
@@ -83,12 +83,12 @@ def check_sft_start(
         attention_given=bool(model_args.attn_implementation),
         rows="packed" if packs else "padded",
         policy=settings.checkpointing,
-        # ZeRO-3 partitions an adapter's frozen base while it is recomputed, which only the reentrant kind survives.
+        # ZeRO-3 partitions an adapter's frozen base during recomputation; only reentrant checkpointing supports that.
         use_reentrant=settings.use_reentrant or (adapter is not None and launched.partitions_weights),
         adapter=adapter,
         targets_given=bool(values.get("lora_target_modules")),
         trust_remote_code=bool(values.get("trust_remote_code")),
-        # TRL weighs the routers beside a loss of preferences: log-probabilities alone are compared with the model's.
+        # TRL adds the router loss to a preference loss itself: only log-probabilities are compared with the model's.
         router_loss=0.0 if of_preferences else _router_loss(config, values.get("router_aux_loss_coef")),
         log_probs=log_probs,
         rewards=recipe.rewards,
@@ -108,10 +108,10 @@ def check_pretrain_start(
     layout: ParallelLayout,
     say: Callable[[str], None],
 ) -> Verdict:
-    """The start check of a pretraining run; what the user should know is said, a line each.
+    """Check the start of a pretraining run; notes for the user are printed, one line each.
 
     Raises:
-        ConfigError: as `check_start`, or if the loss must come from whole logits where ranks share the model.
+        ConfigError: as `check_start`, or if ranks share the model and the loss needs the whole logits.
     """
     from accel_scale.settings.model_settings import settle_adapters
 
@@ -140,7 +140,7 @@ def check_pretrain_start(
 
 
 def _router_loss(config: PreTrainedConfig, given: float | None) -> float:
-    """The weight that TRL gives to the routers' auxiliary loss: 0 for a model without routers that tell."""
+    """The weight that TRL gives to the router's auxiliary loss; 0 for a model without router logits."""
     text = config.get_text_config()
     if not hasattr(text, "output_router_logits"):
         return 0.0

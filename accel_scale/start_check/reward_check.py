@@ -1,4 +1,4 @@
-"""The checks of a reward model's twin: its scores of padded rows, its loss, and the head that must learn."""
+"""The checks of a reward model's twin: its scores of padded rows, its loss, and its trainable head."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 class RewardTwinCheck(TwinCheck):
-    """As `TwinCheck`, of a model that gives each row one score: two rows are a pair, the better one first."""
+    """`TwinCheck` for a model that gives each row one score; two rows are a pair, the better one first."""
 
     def take_own_step(self) -> Step:
-        """The step by the scores of padded rows, once they are known to be those of each row by itself.
+        """Take a step with the scores of padded rows, after checking that they equal those of each row alone.
 
-        That is where models of scores go wrong: a score read at a token of padding, or rows that see each other.
+        This finds typical errors of reward models: a score read at a padding token, or rows that see each other.
         """
         from accel_scale.start_check.steps import difference, take_step
 
@@ -39,14 +39,14 @@ class RewardTwinCheck(TwinCheck):
         return take_step(self.model, inputs, reward_loss)
 
     def refuse_leak(self) -> None:
-        """Rows that see each other have been refused, and a score may depend on all of its row."""
+        """Nothing to check: rows that see each other are already refused, and a score may depend on its whole row."""
 
     @property
     def heads(self) -> tuple[bool, ...]:
         return (False,)
 
     def add_head(self, from_logits: bool) -> None:
-        """TRL's loss is made of the model's own scores."""
+        """Nothing to add: TRL's loss uses the model's own scores."""
 
     @property
     def loss(self) -> LossOf:
@@ -60,7 +60,7 @@ class RewardTwinCheck(TwinCheck):
         )
 
     def untrained(self, step: Step) -> list[str]:
-        """As of any model, and the head of scores must be among the weights that learn."""
+        """Untrained weights, after checking that the score head is not among them."""
         found = super().untrained(step)
         heads = [name for name in step.gradients if ".score." in f".{name}" or ".classifier." in f".{name}"]
         if not set(heads) - set(found):
@@ -73,13 +73,13 @@ class RewardTwinCheck(TwinCheck):
 
 
 def reward_loss(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """TRL's: the log-odds that the first half of the rows scores more than the second."""
+    """TRL's loss: mean negative log-probability that the first half of the rows scores higher than the second."""
     rows = {name: value for name, value in inputs.items() if name != "labels"}
     return _of_scores(model(**rows, use_cache=False).logits.squeeze(-1))
 
 
 def loss_of_rows_alone(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The same, each row without padding and in a forward pass of its own."""
+    """The reward loss, with each row in its own forward pass without padding."""
     import torch
 
     model.eval()

@@ -1,4 +1,4 @@
-"""The micro-batch for the twin: small, with the inputs that a recipe's own collator sends."""
+"""The small micro-batch for the twin, with the inputs that a recipe's own collator creates."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import torch
 from accel_scale.modeling.attention import with_document_lengths
 from accel_scale.start_check.twin import FIRST_PLAIN_TOKEN, VOCAB_SIZE
 
-# How a run's rows come: flattened packed rows and padded rows of TRL's collator, or rows of a plain loop with
-# (lanes) and without (stream) the positions that keep documents apart.
+# Kinds of rows: flattened packed rows and padded rows of TRL's collator, or rows of a plain loop with (lanes) and
+# without (stream) the positions that separate documents.
 RowKind = Literal["packed", "padded", "lanes", "stream"]
-# Documents of the two rows; the second one of the first row is changed to see who notices.
+# Document lengths in the two rows; the second document of the first row is changed to see what it affects.
 _DOCUMENTS = ((9, 8, 7), (13, 11))
 _SEED = 20
 
 
 @dataclass(frozen=True)
 class TinyBatch:
-    """A micro-batch, and which of its logits may change when the end of one document does.
+    """A micro-batch, and the logits that must not change when the end of one document does.
 
     Attributes:
-        inputs: What the model is called with, labels included.
-        changed: The same with other tokens in the second half of one document.
-        before: (batch, length) true in that document's unchanged half: only a model that looks ahead notices there.
-        others: (batch, length) true in other documents, and in other rows.
+        inputs: Inputs of the model, including labels.
+        changed: The same inputs with other tokens in the second half of one document.
+        before: (batch, length) true in that document's unchanged half, where only a non-causal model changes.
+        others: (batch, length) true in other documents and other rows.
     """
 
     inputs: dict[str, torch.Tensor | int]
@@ -36,7 +36,7 @@ class TinyBatch:
 
 
 def tiny_batch(kind: RowKind, attention: str) -> TinyBatch:
-    """Two rows of a few documents each, as `kind` of run would send them to a model with that attention."""
+    """Two rows of a few documents each, as a run of this `kind` would pass them to a model with that attention."""
     generator = torch.Generator().manual_seed(_SEED)
     packs = kind in ("packed", "lanes")
     lengths: list[tuple[int, ...]] = [row if packs else (sum(row),) for row in _DOCUMENTS]
@@ -84,7 +84,7 @@ def _trl_batch(
     examples = []
     for row, parts in zip(rows, lengths, strict=True):
         ids = row.tolist()
-        # A prompt without loss, as in most data.
+        # A prompt without loss, as in most data sets.
         example = {"input_ids": ids, "labels": [-100, -100, -100, *ids[3:]]}
         if padding_free:
             example["seq_lengths"] = list(parts)

@@ -11,11 +11,11 @@ import torch
 if TYPE_CHECKING:
     from torch import nn
 
-# Two ways of computing the same in fp32 differ by 1e-6 of the loss and about 1e-5 of a weight's gradient. A logit
-# scale of 0.98 in place of 1 or a missing cap at 50 is more than 1e-3 of either.
+# Two equivalent computations in fp32 differ by 1e-6 of the loss and about 1e-5 of a weight's gradient. A logit scale
+# of 0.98 instead of 1, or a missing cap at 50, changes either by more than 1e-3.
 LOSS_TOLERANCE = 1e-4
 GRADIENT_TOLERANCE = 2e-3
-# A gradient smaller than this part of the largest one is rounding: those of biases that a softmax cancels.
+# Gradients smaller than this fraction of the largest are rounding, as for biases that a softmax cancels.
 _NEGLIGIBLE = 1e-5
 
 LossOf = Callable[[Any, Mapping[str, Any]], torch.Tensor]
@@ -27,7 +27,7 @@ class Step:
 
     Attributes:
         loss: In nats.
-        gradients: Of every trainable weight; None where none arrived.
+        gradients: Gradient of every trainable weight; None if it got none.
     """
 
     loss: float
@@ -36,12 +36,12 @@ class Step:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a step is from the one that it should equal.
+    """Difference between a step and the one that it should equal.
 
     Attributes:
         losses: The two losses.
-        gradient: Largest distance of a weight's gradient, as a part of its length.
-        weight: Which one that is.
+        gradient: Largest distance between gradients of a weight, relative to the gradient's norm.
+        weight: Name of that weight.
     """
 
     losses: tuple[float, float]
@@ -50,7 +50,7 @@ class Difference:
 
     @property
     def is_small(self) -> bool:
-        """Whether rounding explains it; a NaN is not small."""
+        """True if rounding explains the difference; NaN is not small."""
         loss, expected = self.losses
         near = abs(loss - expected) <= LOSS_TOLERANCE * max(1.0, abs(expected))
         return near and self.gradient <= GRADIENT_TOLERANCE
@@ -61,7 +61,7 @@ class Difference:
 
 
 def take_step(model: nn.Module, inputs: Mapping[str, Any], loss_of: LossOf) -> Step:
-    """Forward and backward of `model` in training mode; its gradients are None again afterwards."""
+    """Run forward and backward of `model` in training mode; its gradients are reset to None afterwards."""
     model.train()
     same_draws()
     model.zero_grad()
@@ -77,7 +77,7 @@ def take_step(model: nn.Module, inputs: Mapping[str, Any], loss_of: LossOf) -> S
 
 
 def same_draws() -> None:
-    """Let what a model draws in training beside dropout, such as a router's noise, be the same in every step."""
+    """Make random draws other than dropout, such as a router's noise, the same in every step."""
     torch.default_generator.manual_seed(0)
 
 
@@ -104,7 +104,7 @@ def _or_zero(gradient: torch.Tensor | None, other: torch.Tensor | None) -> torch
 
 
 def untrained_weights(step: Step) -> list[str]:
-    """Trainable weights that no gradient reaches; an expert that got no token in the step does not count."""
+    """Trainable weights that no gradient reaches, except those of experts that got no token in the step."""
     trained = {_without_expert(name) for name, gradient in step.gradients.items() if _is_there(gradient)}
     return [
         name
@@ -118,7 +118,7 @@ def _is_there(gradient: torch.Tensor | None) -> bool:
 
 
 def _without_expert(name: str) -> str:
-    """`name` with the expert's number taken out: ``…experts.3.w1`` and ``…experts.0.w1`` are the same."""
+    """`name` without the expert's number, so that ``…experts.3.w1`` and ``…experts.0.w1`` are the same."""
     parts = name.split(".")
     return ".".join(
         "*" if i and part.isdigit() and "experts" in parts[i - 1] else part for i, part in enumerate(parts)

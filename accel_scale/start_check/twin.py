@@ -1,4 +1,4 @@
-"""A small model of the run's configuration, in fp32 on the CPU, whose weights make every factor of its loss matter."""
+"""A small model of the run's configuration in fp32 on the CPU; every factor of its loss has a visible effect."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 VOCAB_SIZE = 512
-# A twin larger than this would take more than a second: it holds a size that is not known how to shrink.
+# A larger twin would take more than a second; it has a size that cannot be shrunk.
 MAX_PARAMETERS = 30_000_000
-# Ids below it are special tokens.
+# Lower ids are special tokens.
 FIRST_PLAIN_TOKEN = 8
-# Standard deviation of the twin's logits: 2% of it, or a cap at 50, changes the loss by 1% and more.
+# Standard deviation of the twin's logits: a 2% change of scale, or a cap at 50, changes the loss by 1% or more.
 _LOGIT_STD = 8.0
 
 
 class NoTwin(Exception):
-    """There is no small model of this configuration; the message says why."""
+    """No small model of this configuration can be built; the message gives the reason."""
 
 
 def build_twin(
     config: PreTrainedConfig, *, attention: str, trust_remote_code: bool = False, seed: int = 0
 ) -> PreTrainedModel:
-    """A small model of `config`'s class without dropout, whose weights have been stirred. Call it in `undisturbed`.
+    """Build a small model of `config`'s class without dropout and with stirred weights. Call it in `undisturbed`.
 
     Raises:
         NoTwin: if the configuration cannot be shrunk, or not enough.
@@ -50,7 +50,7 @@ def build_twin(
         if num_parameters <= MAX_PARAMETERS:
             torch.default_generator.manual_seed(seed)
             model: PreTrainedModel = language_model_class(config).from_config(tiny, dtype=torch.float32, **options)
-    except Exception as error:  # whatever a configuration of an unknown kind raises
+    except Exception as error:  # an unknown kind of configuration may raise anything
         raise NoTwin(f"{type(error).__name__}: {first_line(error)[:200]}") from error
     if num_parameters > MAX_PARAMETERS:
         raise NoTwin(f"it still has {num_parameters:,} parameters after shrinking")
@@ -61,7 +61,7 @@ def build_twin(
 
 
 def tiny_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """`config` shrunk to the twin's size; it stays as it is itself."""
+    """A copy of `config` shrunk to the twin's size."""
     from accel_scale.shrinking.shrink import shrink_model_config
 
     special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -71,7 +71,7 @@ def tiny_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def attach_adapter(model: PreTrainedModel, adapter: PeftConfig, *, seed: int = 0) -> Any:
-    """The twin with the run's adapters, none of them at its zero start."""
+    """The twin with the run's adapters, moved away from their zero initialisation."""
     from peft import get_peft_model
 
     peft_model = get_peft_model(model, copy.deepcopy(adapter))
@@ -81,7 +81,7 @@ def attach_adapter(model: PreTrainedModel, adapter: PeftConfig, *, seed: int = 0
 
 
 def without_dropout(model: torch.nn.Module) -> None:
-    """Two forward passes of `model` in training mode give the same numbers afterwards."""
+    """Disable dropout, so that forward passes of `model` in training mode are reproducible."""
     import torch
 
     for module in model.modules():
@@ -106,9 +106,9 @@ def _is_noise(name: str) -> bool:
 
 
 def stir(model: torch.nn.Module, seed: int, *, only_trainable: bool = False) -> None:
-    """Move the weights away from where they start, so that each of them matters in the loss.
+    """Move the weights away from their initial values, so that each of them affects the loss.
 
-    Matrices keep a vector's length, embeddings are of length one per entry, the head's logits have a standard
+    Matrices preserve a vector's length, embeddings have entries of size one, the head's logits have a standard
     deviation of `_LOGIT_STD`, and zeros and ones (biases, norms, LoRA's B) get noise.
     """
     import torch
@@ -139,10 +139,10 @@ def stir(model: torch.nn.Module, seed: int, *, only_trainable: bool = False) -> 
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Inside, models are built and run in fp32 on the CPU by this process alone and in silence.
+    """Build and run models in fp32 on the CPU, in this process alone and without output.
 
-    Random states, default type and device, autocast and what transformers knows of a sharding engine are afterwards
-    as before. The devices' generators are not touched: training begins with the bits that it would have had.
+    RNG states, default dtype and device, autocast and transformers' state of a sharding engine are restored
+    afterwards. Device generators are not touched, so training starts with the same bits as without the check.
     """
     import torch
     from transformers.utils import logging as transformers_logging
@@ -168,5 +168,5 @@ def undisturbed() -> Iterator[None]:
             torch.set_default_dtype(default_dtype)
             logging.disable(disabled)
             random.setstate(python_state)
-            # What was said once in here must be said again of the real model.
+            # Warnings shown once in here must be shown again for the real model.
             transformers_logging.warning_once.cache_clear()

@@ -1,4 +1,4 @@
-"""The checks of one twin, in order, and what is said if one fails."""
+"""The checks of one twin, in order, with the errors raised if one fails."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from accel_scale.start_check.steps import LossOf, Step
 
 _SHOWN = 3
-# Of an MLP, where the run's are in tiles: the twin's rows are too short for tiles of the size that a run takes.
+# Tile size of MLPs if the run uses tiles: the twin's rows are too short for tiles of the run's size.
 _TILE_ROWS = 7
 _NO_POLICY = CheckpointingPolicy("none")
 _ROWS = {"packed": "packed rows", "lanes": "packed rows", "padded": "padded rows", "stream": "rows of plain text"}
 
 
 class TwinCheck:
-    """One twin and the steps that are taken with it."""
+    """One twin and the steps taken with it."""
 
     def __init__(self, run: PlannedRun, attention: AttentionOnCpu) -> None:
         from accel_scale.start_check.rows import tiny_batch
@@ -69,7 +69,7 @@ class TwinCheck:
         return Verdict(self.run.attention, from_logits, tuple(untrained), tuple(excluded), tuple(notes))
 
     def own_step(self) -> Step:
-        """The step by the model's own loss, without checkpointing."""
+        """The step with the model's own loss, without checkpointing."""
         try:
             return self.take_own_step()
         except AttentionRefused:
@@ -82,7 +82,7 @@ class TwinCheck:
             ) from error
 
     def take_own_step(self) -> Step:
-        """`own_step`, with whatever the model raises."""
+        """`own_step`, passing on any exception of the model."""
         from accel_scale.start_check.steps import take_step
 
         def own_loss(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
@@ -93,7 +93,7 @@ class TwinCheck:
         return take_step(self.model, self.batch.inputs, own_loss)
 
     def refuse_leak(self) -> None:
-        """Stop where a token sees the next one, or a document another one."""
+        """Raise if a token sees later ones, or a document another one."""
         from accel_scale.start_check.isolation import find_leak
 
         assert self.logits is not None
@@ -118,10 +118,10 @@ class TwinCheck:
             )
 
     def recipe_step(self, own: Step) -> tuple[Step, bool]:
-        """The step as the recipe takes it, and whether its loss must come from the model's own logits.
+        """The step as taken by the recipe, and whether its loss must come from the model's own logits.
 
         Raises:
-            ConfigError: if neither way gives the model's own loss and gradients, or checkpointing changes them.
+            ConfigError: if no head gives the model's own loss and gradients, or checkpointing changes them.
         """
         policy = _for_few_layers(self.run.policy, self.base)
         seen = []
@@ -143,11 +143,11 @@ class TwinCheck:
 
     @property
     def heads(self) -> tuple[bool, ...]:
-        """Whether the loss may come from the model's own logits, what takes less memory first."""
+        """The heads to try, as values of `from_logits`, with the one that needs less memory first."""
         return (False,) if self.run.log_probs else (False, True)
 
     def not_its_own(self, what: str) -> ConfigError:
-        """The refusal of a model whose own loss none of the heads gives."""
+        """The error for a model whose own loss no head reproduces."""
         if self.run.log_probs:
             return ConfigError(
                 f"log-probabilities by TRL's head are not {self.name}'s own: {what}.",
@@ -167,7 +167,7 @@ class TwinCheck:
         )
 
     def add_head(self, from_logits: bool) -> None:
-        """The head that the recipe's loss is computed by."""
+        """Add the head that computes the recipe's loss."""
         if self.run.log_probs:
             from trl.trainer.utils import add_fused_lm_head
 
@@ -180,11 +180,11 @@ class TwinCheck:
 
     @property
     def loss(self) -> LossOf:
-        """The recipe's."""
+        """The recipe's loss function."""
         return log_prob_loss if self.run.log_probs else loader_loss
 
     def compared(self, own: Step) -> tuple[Step | None, str]:
-        """The recipe's step if it equals `own`; else None and what is different."""
+        """The recipe's step if it equals `own`, else None and the difference."""
         from accel_scale.start_check.steps import difference, take_step
 
         try:
@@ -195,7 +195,7 @@ class TwinCheck:
         return (step, "") if gap.is_small else (None, str(gap))
 
     def policy_changes_gradients(self, own: Step, what: str) -> ConfigError:
-        """The refusal of a checkpointing policy, naming one that leaves gradients as they are."""
+        """The error for a checkpointing policy that changes gradients, naming one that does not."""
         policy, works = self.run.policy, "none"
         if policy.in_tiles:
             self.apply(_for_few_layers(dataclasses.replace(policy, in_tiles=False), self.base))
@@ -225,7 +225,7 @@ class TwinCheck:
 
 
 def recipe_loss(model: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
-    """What both recipes call: the sum over labelled tokens ÷ their number in the global batch."""
+    """The loss of both recipes: the sum over labelled tokens ÷ their number in the global batch."""
     from accel_scale.optimization.loss import count_loss_tokens
 
     num_items, coefficient = count_loss_tokens(inputs["labels"]), router_coefficient(model.config)
@@ -234,12 +234,12 @@ def recipe_loss(model: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
 
 
 def loader_loss(model: nn.Module, inputs: Mapping[str, object]) -> torch.Tensor:
-    """`recipe_loss`, with what the recipes' loaders know of the rows: it decides which tokens attend to each other."""
+    """`recipe_loss` with the loaders' facts about the rows, which decide which tokens attend to each other."""
     return recipe_loss(model, {**inputs, ROW_FACTS: RowFacts(inputs)})
 
 
 def log_prob_loss(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
-    """What TRL's preference losses are made of, as a mean over labelled tokens."""
+    """The log-probabilities behind TRL's preference losses, as a negative mean over labelled tokens."""
     from accel_scale.optimization.loss import count_loss_tokens
 
     outputs = model(**inputs, use_cache=False, fused_lm_head=True)
@@ -247,7 +247,7 @@ def log_prob_loss(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _with_router_loss(config: PreTrainedConfig, weight: float | None) -> PreTrainedConfig:
-    """A copy of `config` as TRL sets it for that weight."""
+    """A copy of `config` with the router loss set as TRL does for that weight."""
     if weight is None:
         return config
     config = copy.deepcopy(config)
@@ -272,7 +272,7 @@ def _with_adapter(base: object, run: PlannedRun) -> object:
 
 
 def _for_few_layers(policy: CheckpointingPolicy, model: nn.Module) -> CheckpointingPolicy:
-    """`policy` with a distance that the twin's layers allow."""
+    """`policy` with a period that the twin's few layers allow."""
     if policy.kind not in ("every_n", SEGMENTS):
         return policy
     from transformers.modeling_layers import GradientCheckpointingLayer
@@ -286,7 +286,7 @@ def _for_few_layers(policy: CheckpointingPolicy, model: nn.Module) -> Checkpoint
 def _adapters_to_leave_out(
     run: PlannedRun, untrained: list[str], gradients: Mapping[str, Any]
 ) -> tuple[list[str], list[str]]:
-    """(module names that must get no adapter, notes)."""
+    """Names of modules that must not get an adapter, and notes."""
     if not untrained:
         return [], []
     shown = ", ".join(untrained[:_SHOWN]) + (", …" if len(untrained) > _SHOWN else "")

@@ -1,1 +1,1 @@
-"""What a recipe does before it loads anything: refuse at once what can be refused."""
+"""What a recipe does before it loads anything: refuse at once whatever can be refused."""

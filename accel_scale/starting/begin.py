@@ -1,4 +1,4 @@
-"""Before a recipe's slow imports: end with the launcher, and refuse early what can be refused."""
+"""Steps before a recipe's slow imports: end with the launcher, and refuse early what can be refused."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from accel_scale.starting.early_checks import check_command_line
 
 
 def begin(program: str, flag_classes: Sequence[FlagClass], refuse: Callable[[ParsedFlags], None]) -> None:
-    """Call first in a recipe that is run as a program; ends it with one line and status 2 where something is wrong.
+    """Call first in a recipe that is run as a program; ends it with one line and status 2 if something is wrong.
 
     Args:
-        flag_classes: Its flags, as for `parse_flags`.
-        refuse: What the recipe says to flags that cannot work together; it imports nothing large.
+        flag_classes: The recipe's flags, as for `parse_flags`.
+        refuse: Refuses flags of the recipe that cannot work together, without large imports.
     """
     end_at_interrupt(program)
     with user_errors(program):
@@ -34,12 +34,12 @@ def begin(program: str, flag_classes: Sequence[FlagClass], refuse: Callable[[Par
 
 
 def end_at_interrupt(program: str) -> None:
-    """Ctrl-C while there is nothing to save: one line and status 130, in the midst of imports too.
+    """Make Ctrl-C end the process with one line and status 130 while there is nothing to save, even during imports.
 
-    Under a launcher, which ends with a traceback, the line is said again after it. While it trains, `StopSignals`
-    stands here.
+    Under a launcher, which ends with a traceback, the line is repeated after it. During training, `StopSignals`
+    replaces this handler.
     """
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # a shell that runs it in the background
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # run in the background by a shell
         return
     own = os.getpid()
 
@@ -56,10 +56,10 @@ def end_at_interrupt(program: str) -> None:
 
 
 def begin_process() -> None:
-    """What holds for every process that trains.
+    """Steps for every process that trains.
 
     Raises:
-        ConfigError: if the variables of a launch are not as a launcher sets them.
+        ConfigError: if the launch variables are not as a launcher sets them.
     """
     end_with_launcher()
     check_launch_variables(os.environ)

@@ -1,5 +1,5 @@
-"""What a command line names, checked before the slow imports: paths that do not exist, a hub out of reach, a folder
-that is not the run's."""
+"""Check what a command line names before the slow imports: paths that do not exist, a hub out of reach, a folder that
+does not belong to the run."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def check_command_line(
     flag_classes: Sequence[FlagClass],
     refuse: Callable[[ParsedFlags], None],
 ) -> None:
-    """Refuse what can be refused without the libraries.
+    """Refuse everything that can be refused without the libraries.
 
     Args:
         flag_classes: The recipe's flags.
-        refuse: What the recipe says to flags that cannot work together.
+        refuse: Refuses flags of the recipe that cannot work together.
 
     Raises:
         ConfigError: naming the flag, or file and line of the flag.
@@ -87,10 +87,10 @@ def check_command_line(
 
 
 def refuse_unreadable(parsed: ParsedFlags, *, world_size: int | None = None) -> None:
-    """Refuse values that the run would refuse in the same words after the libraries' imports.
+    """Refuse values that the run would refuse with the same message after importing the libraries.
 
     Args:
-        world_size: How many processes train; None: not known.
+        world_size: Number of processes that train; None if not known.
 
     Raises:
         ConfigError: naming the flag, or file and line of the flag.
@@ -115,10 +115,10 @@ def refuse_unreadable(parsed: ParsedFlags, *, world_size: int | None = None) -> 
 
 
 def refuse_groups(parsed: ParsedFlags, world_size: int) -> None:
-    """Refuse a number of answers to each prompt that does not divide the answers written at the same time.
+    """Refuse a number of answers per prompt that does not divide the number of answers written at the same time.
 
     Raises:
-        ConfigError: also for a single answer, which has none to compare with.
+        ConfigError: also for a single answer, which has no other to compare with.
     """
     given = parsed.explicit
     group, place = given.get("num_generations"), parsed.place("num_generations")
@@ -141,11 +141,11 @@ def refuse_groups(parsed: ParsedFlags, world_size: int) -> None:
 
 
 def check_model(name: str, *, place: str) -> None:
-    """Refuse a model, tokenizer or configuration that is nowhere."""
+    """Refuse a model, tokenizer or configuration that does not exist."""
     path = Path(name).expanduser()
     if path.is_dir():
         for stem in ("model", "adapter_model"):
-            stored_shapes(path, stem)  # refuses files that are not whole
+            stored_shapes(path, stem)  # refuses incomplete files
     if path.exists():
         return
     if _is_meant_as_path(name):
@@ -154,7 +154,7 @@ def check_model(name: str, *, place: str) -> None:
 
 
 def check_checkpoint(name: object, *, place: str) -> None:
-    """Refuse a checkpoint to continue from that is nowhere; one that is there is read before the model is loaded."""
+    """Refuse to continue from a missing checkpoint; an existing one is read before the model is loaded."""
     how = resume_choice("auto" if name is None else name)
     if how not in ("auto", "no") and not Path(how).is_dir():
         raise ConfigError(
@@ -165,12 +165,12 @@ def check_checkpoint(name: object, *, place: str) -> None:
 
 
 def check_data(name: str, *, place: str) -> None:
-    """Refuse data that are nowhere."""
+    """Refuse data that do not exist."""
     if Path(name).expanduser().exists():
         return
     hub_id = name if looks_local(name) else name.partition(":")[0]
     try:
-        found = find_source(hub_id)  # says what is wrong with a path, with the nearest that exists
+        found = find_source(hub_id)  # raises for a wrong path, suggesting the nearest that exists
     except ConfigError as error:
         raise ConfigError(error.problem, place=place, fix=error.fix) from None
     if found.kind == "hub":

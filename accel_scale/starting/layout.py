@@ -1,4 +1,4 @@
-"""The layout of ranks that flags, launch and launch file come to."""
+"""The layout of ranks that results from flags, launch and launch file."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 def layout_of(parsed: ParsedFlags, launch: Launch) -> ParallelLayout:
-    """The layout that the flags that were given and the launch agree on.
+    """The layout on which the given flags and the launch agree.
 
     Args:
-        launch: Of this process, or a launch file that says how many processes there are.
+        launch: The launch of this process, or a launch file that sets the number of processes.
 
     Raises:
-        ConfigError: if they contradict each other or do not come out even.
+        ConfigError: if they contradict each other or do not divide evenly.
     """
     values = parsed.explicit
     places = {name: parsed.place(name) for name in values}
@@ -84,7 +84,7 @@ def _size(name: str, values: Mapping[str, Any], in_file: int, places: Mapping[st
 
 
 def _data_parallel(launch: Launch, ranks: int) -> ParallelLayout:
-    """`ranks` with rows of their own: all shards, shards in replicas, or replicas, as the launch file says."""
+    """The layout of `ranks` with their own rows: all shards, replicas of shards, or replicas, by the launch file."""
     if not launch.parallel.kind.is_fsdp2:
         return ParallelLayout(dp_replicate=ranks)
     replicas = launch.parallel.num_replicas
@@ -98,22 +98,22 @@ def _data_parallel(launch: Launch, ranks: int) -> ParallelLayout:
 
 
 def stages_per_rank(args: ParallelArguments) -> int:
-    """Stages that each rank of a pipeline holds."""
+    """Number of stages that each rank of a pipeline holds."""
     return args.pp_stages_per_rank or STAGES_PER_RANK.get(args.pp_schedule or "1f1b", 1)
 
 
 def with_layout(start: Start, layout: ParallelLayout) -> Start:
-    """`start` as a recipe sees it whose batch counts data-parallel ranks only."""
+    """`start` for a recipe whose batch counts only data-parallel ranks."""
     if layout.is_plain:
         return start
     return replace(start, facts=replace(start.facts, world_size=layout.data_ranks))
 
 
 def row_group_size(parsed: ParsedFlags, launch: Launch) -> int:
-    """Ranks that share each row where the engine takes all ranks for data-parallel ones; 1: none do.
+    """Ranks that share each row if the engine treats all ranks as data-parallel; 1: none do.
 
     Raises:
-        ConfigError: if the launched processes do not form such groups, or their engine does not go with them.
+        ConfigError: if the launched processes do not form such groups, or their engine does not support it.
     """
     in_file = launch.parallel.sequence_parallel_size
     size = _size("sp", parsed.explicit, in_file, {"sp_size": parsed.place("sp_size")})
@@ -144,10 +144,10 @@ def row_group_size(parsed: ParsedFlags, launch: Launch) -> int:
 
 
 def rows_in_groups(parsed: ParsedFlags, start: Start) -> tuple[Start, int]:
-    """`start` as a trainer sees it whose batch counts groups of ranks with the same rows, and the size of a group.
+    """`start` for a trainer whose batch counts groups of ranks with the same rows, and the size of a group.
 
-    What Accelerate reads of the launch file is changed too: its own name for sequence parallelism is DeepSpeed's,
-    and weights are sharded over all ranks of a group.
+    What Accelerate reads of the launch file is changed too: its own sequence parallelism is DeepSpeed's, and weights
+    are sharded over all ranks of a group.
 
     Raises:
         ConfigError: as `row_group_size`.

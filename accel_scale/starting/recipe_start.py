@@ -1,4 +1,4 @@
-"""First steps of every recipe: find out launch and device, and refuse what cannot work there."""
+"""First steps of every recipe: detect launch and device, and refuse what cannot work there."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Start:
 
     Attributes:
         launch: How it was launched.
-        machine: What is here.
-        announcement: What a rehearsal on CPU processes says of itself; None in an ordinary run.
+        machine: This machine.
+        announcement: The line that announces a rehearsal on CPU processes; None in an ordinary run.
         facts: Launch and machine in the terms of `resolve`.
-        folder: Where the run writes, and what must not be there.
-        notes: What the user should know of the trackers.
+        folder: The output folder, with what must not be in it.
+        notes: What the user should know about the trackers.
     """
 
     launch: LaunchEnvironment
@@ -39,10 +39,10 @@ class Start:
 
 @dataclass
 class RecipeRun:
-    """What every recipe's run has, for it to extend.
+    """Base class with what every recipe's run has.
 
     Attributes:
-        settings: Every flag that was set or derived, and where it came from.
+        settings: Every flag that was set or derived, with its origin.
         start: How and where this process was started.
     """
 
@@ -61,19 +61,19 @@ class RecipeRun:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process speaks."""
+        """True if this process prints."""
         return self.launch.rank == 0
 
     def record(
         self, program: str, *, parameters: tuple[int, int], attention: str, strategy: str | None = None
     ) -> dict[str, object]:
-        """What is run, for `run_summary.json` and `run_starts.jsonl`.
+        """A description of the run, for `run_summary.json` and `run_starts.jsonl`.
 
         Args:
             program: The recipe.
-            parameters: All, and trained ones.
-            attention: The implementation that runs.
-            strategy: Where it is not the launch's.
+            parameters: Numbers of all and of trained parameters.
+            attention: The attention implementation that runs.
+            strategy: The strategy, if it is not the launch's.
         """
         return {
             "recipe": program,
@@ -88,7 +88,7 @@ class RecipeRun:
         }
 
     def say_start(self) -> None:
-        """Print what the start has to say, on one process."""
+        """Print the announcement and notes of the start, on one process."""
         for line in filter(None, (self.start.announcement, *self.start.notes)):
             self.say(line)
 
@@ -135,7 +135,7 @@ def start_recipe(parsed: ParsedFlags, *, output_dir: str) -> Start:
 
 
 def _settle_trackers(parsed: ParsedFlags) -> list[str]:
-    """Before their libraries are imported."""
+    """Check and configure trackers before their libraries are imported; returns notes for the user."""
     from accel_scale.flags.trackers import DEFAULT_PROJECT, chosen_trackers, require_trackers
     from accel_scale.reporting.trackers import settle_trackers
 
@@ -147,7 +147,7 @@ def _settle_trackers(parsed: ParsedFlags) -> list[str]:
 
 
 def output_folder(parsed: ParsedFlags, output_dir: str) -> OutputFolder:
-    """The folder of a recipe's run, with all that the run reads."""
+    """The output folder of a recipe's run, with everything that the run reads."""
     from accel_scale.flags.paths import as_list, named_inputs
     from accel_scale.launching.run_folder import OutputFolder
 
@@ -162,7 +162,7 @@ def output_folder(parsed: ParsedFlags, output_dir: str) -> OutputFolder:
 
 
 def steps_on_host(launch: LaunchEnvironment, optimizer: str | None) -> bool:
-    """Whether weights are stepped by the host's cores while an accelerator does the rest."""
+    """True if the host's cores step the weights while an accelerator does the rest."""
     from accel_scale.facts.optimizer_specs import OPTIMIZERS
 
     parallel = launch.parallel
@@ -171,7 +171,7 @@ def steps_on_host(launch: LaunchEnvironment, optimizer: str | None) -> bool:
 
 
 def _compiles_step(optimizer: str | None) -> bool:
-    """Whether a C++ compiler builds the optimizer's step at its first use."""
+    """True if a C++ compiler builds the optimizer's step on first use."""
     from accel_scale.facts.optimizer_specs import OPTIMIZERS
 
     spec = OPTIMIZERS.get(str(optimizer))
@@ -179,10 +179,10 @@ def _compiles_step(optimizer: str | None) -> bool:
 
 
 def check_settings(settings: Resolved, start: Start, *, optim: str, max_grad_norm: float) -> list[str]:
-    """Refuse contradictions between flags, launch and machine; returns what the user may want to change.
+    """Refuse contradictions between flags, launch and machine; returns notes on what the user may want to change.
 
     Args:
-        optim, max_grad_norm: As given, else the recipe's defaults.
+        optim, max_grad_norm: The given values, else the recipe's defaults.
 
     Raises:
         ConfigError: for the first contradiction.

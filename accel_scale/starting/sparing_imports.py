@@ -1,7 +1,7 @@
-"""Libraries that others import on the off chance stay out of a run that does not use them.
+"""Keep out libraries that others import just in case, in runs that do not use them.
 
-A run without DeepSpeed and bitsandbytes saves 89 MiB a process and 1.6 CPU seconds of its start. What does use one of
-the two imports it as ever.
+A run without DeepSpeed and bitsandbytes saves 89 MiB per process and 1.6 CPU seconds at its start. Code that does use
+one of the two imports it as usual.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 
 
 def import_peft_without_bitsandbytes() -> None:
-    """PEFT's helper for LoRA's scale imports bitsandbytes where it is installed. Call before transformers or TRL."""
+    """Import PEFT, whose helper for LoRA's scale imports bitsandbytes, without it. Call before transformers or TRL."""
     if {"peft", "bitsandbytes"} & set(sys.modules) or not importlib.util.find_spec("peft"):
         return
     sys.modules["bitsandbytes"] = None  # type: ignore[assignment]  # how the import system says that it is not there
@@ -24,7 +24,7 @@ def import_peft_without_bitsandbytes() -> None:
 
 
 def unwrap_without_deepspeed() -> None:
-    """Accelerate imports DeepSpeed, which imports MLflow, to see whether the model that it unwraps is an engine."""
+    """Keep Accelerate from importing DeepSpeed, which imports MLflow, to check if a model to unwrap is an engine."""
     from accelerate.utils import other
 
     # A model cannot be an engine of a library that nothing has imported.

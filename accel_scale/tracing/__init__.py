@@ -1,1 +1,1 @@
-"""Facts and bytes of models that are not modelled by hand, from one fake step of their real classes."""
+"""Facts and memory of models without a hand-written description, from one fake step of their real classes."""

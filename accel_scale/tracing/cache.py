@@ -1,4 +1,4 @@
-"""What a model keeps of earlier tokens: the tensors of its own cache, after fake prompts of a few lengths."""
+"""Size of a model's cache of earlier tokens, from fake prompts of a few lengths."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from accel_scale.tracing.step import DTYPES, body_of, make_fake
 if TYPE_CHECKING:
     from transformers.cache_utils import Cache
 
-# Short prompts first: some layers loop over tokens. Some keep one entry for many tokens, which longer ones show.
+# Short prompts first, since some layers loop over tokens. Longer ones show layers with one entry for many tokens.
 _LENGTHS = ((16, 32, 48), (512, 1024, 1536))
 
 
 def read_cache(facts: ModelFacts, setup: TrainingSetup) -> list[KeptLayer]:
-    """What the layers keep of a row, from one pass of the whole model over prompts of three lengths.
+    """Cache of the layers for one row, from passes of the whole model over prompts of three lengths.
 
     Raises:
-        ConfigError: for a model that keeps it elsewhere than in transformers' cache, or in sizes that are no constant
-            and multiple of the length.
+        ConfigError: if the model does not use transformers' cache, or sizes are not a constant plus a multiple of the
+            length.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     dtype = DTYPES[setup.trained_bytes if setup.trains_all else setup.frozen_bytes]
@@ -85,13 +85,13 @@ def _unknown(facts: ModelFacts, where: str) -> ConfigError:
 
 
 def _sizes(layer: object) -> list[int]:
-    """Bytes of what the tensors of a layer's cache lie in."""
+    """Bytes of the storages behind a layer's cache."""
     storages = {id(tensor.untyped_storage()): tensor.untyped_storage() for tensor in cached_tensors(layer)}
     return [storage.nbytes() for storage in storages.values()]
 
 
 def cached_tensors(layer: object) -> Iterator[torch.Tensor]:
-    """Keys, values and states of one layer of a cache."""
+    """Keys, values and states in one layer of a cache."""
     for value in vars(layer).values():
         for tensor in value.values() if isinstance(value, dict) else [value]:
             if isinstance(tensor, torch.Tensor) and tensor.dim():
@@ -101,7 +101,7 @@ def cached_tensors(layer: object) -> Iterator[torch.Tensor]:
 def _fitted(
     runs: Sequence[Sequence[tuple[int | None, list[int]]]], lengths: tuple[int, int, int]
 ) -> list[KeptLayer] | None:
-    """Layers whose tensors are a constant and a multiple of the length; None where one is not."""
+    """Layers with each tensor as a constant plus a multiple of the length; None if any does not fit."""
     found: Counter[tuple[int | None, tuple[tuple[float, float], ...]]] = Counter()
     for (window, first), (_, second), (_, third) in zip(*runs, strict=True):
         if not len(first) == len(second) == len(third):

@@ -1,4 +1,4 @@
-"""CUDA's kernels for fake tensors of the CPU: what its attention keeps, and what its autocast runs in fp32."""
+"""CUDA's behaviour for fake CPU tensors: what its attention saves, and what its autocast runs in fp32."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import dropout, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-# What transformers' layers are checkpointed by.
+# Attribute through which transformers checkpoints its layers.
 _CHECKPOINT = "_gradient_checkpointing_func"
 # https://pytorch.org/docs/stable/amp.html#cuda-ops-that-can-autocast-to-float32; the losses are the head's.
 _IN_FP32 = {
@@ -22,7 +22,7 @@ _IN_FP32 = {
 
 
 class CudaKernels(TorchFunctionMode):
-    """Inside, attention is one kernel as on CUDA, and under autocast CUDA's fp32 functions get fp32 inputs."""
+    """Makes attention one kernel as on CUDA, and gives fp32 inputs to functions that CUDA's autocast runs in fp32."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = kwargs or {}
@@ -37,7 +37,7 @@ class CudaKernels(TorchFunctionMode):
 
 @contextlib.contextmanager
 def recomputing_in_kernels(model: nn.Module) -> Iterator[None]:
-    """Inside, what `model` recomputes has CUDA's kernels too: autograd's engine leaves the modes around `backward`."""
+    """Use CUDA's kernels in `model`'s recomputation too: autograd's engine does not keep modes around `backward`."""
     kept = {module: vars(module)[_CHECKPOINT] for module in model.modules() if _CHECKPOINT in vars(module)}
     for module, checkpoint in kept.items():
         vars(module)[_CHECKPOINT] = functools.partial(_checkpointed, checkpoint)
@@ -59,7 +59,7 @@ def _checkpointed(checkpoint, function, *args, **options):  # type: ignore[no-un
 def _attention(  # type: ignore[no-untyped-def]
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ):
-    """Dropout and values of another width, which the CPU's kernel does not take, cost CUDA's no memory."""
+    """Attention as on CUDA, where dropout and other value widths, unsupported by the CPU kernel, cost no memory."""
     if torch.is_autocast_enabled("cpu"):
         query, key, value = (tensor.to(torch.bfloat16) for tensor in (query, key, value))
     if query.dim() != 4 or value.shape[-1] != query.shape[-1]:
@@ -73,12 +73,12 @@ def _attention(  # type: ignore[no-untyped-def]
 
 
 def _dropout(input, p=0.5, training=True, inplace=False):  # type: ignore[no-untyped-def]
-    """CUDA's keeps a mask of one byte for each value."""
+    """Dropout as on CUDA, which saves a mask of one byte per value."""
     return torch.native_dropout(input, p, True)[0] if training and p else input
 
 
 class _Attention(torch.autograd.Function):
-    """Keeps its inputs, its result and a sum for each row."""
+    """Saves its inputs, its result and one sum per row."""
 
     @staticmethod
     def forward(ctx, query, key, value):  # type: ignore[no-untyped-def]

@@ -1,4 +1,4 @@
-"""Facts of a model from its real class: every parameter counted, every matrix product named."""
+"""Reads a model's facts from its real class: counts every parameter and names every matrix product."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "chunk_size
 
 
 def read_facts(values: Mapping[str, object], *, name: str, place: str) -> ModelFacts:
-    """Shapes and parameters of the model that transformers builds from a ``config.json``.
+    """Read shapes and parameters of the model that transformers builds from a ``config.json``.
 
     Raises:
-        ConfigError: if it cannot build it.
+        ConfigError: if transformers cannot build the model.
     """
     with torch.device("meta"):
         skeleton = build(values, dtype=_WEIGHTS, attention=None, place=place)
@@ -89,7 +89,7 @@ def _whole(model: PreTrainedModel, layers: tuple[LayerFacts, ...], name: str, te
         traced_config=text,
     )
     rest = sum(parameter.numel() for parameter in model.parameters()) - facts.num_params
-    # Learned positions, projections and norms beside the embedding.
+    # Learned positions, projections and norms outside the layers.
     return replace(facts, outside_other_params=rest)
 
 
@@ -117,7 +117,7 @@ def _layer_facts(layer: nn.Module, count: int, config: PretrainedConfig, adapted
 
 
 def _linears(layer: nn.Module, config: PretrainedConfig, adapted: Adapted) -> tuple[LinearFacts, ...]:
-    """Matrix products of a layer; experts by name, each with how many a token passes through."""
+    """Matrix products of a layer; experts are grouped by name, with the number that a token passes through."""
     from transformers.pytorch_utils import Conv1D
 
     found: Counter[tuple[str, int, int, bool, bool, bool]] = Counter()
@@ -152,12 +152,12 @@ def _linears(layer: nn.Module, config: PretrainedConfig, adapted: Adapted) -> tu
 
 @dataclass(frozen=True)
 class Adapted:
-    """What PEFT adapts where every linear is a target.
+    """What PEFT adapts if every linear is a target.
 
     Attributes:
         bare: Ids of linears without an adapter.
-        ranks: For parameters that are no linear, by their path in the model: how many ranks each gets.
-        paths: Of the layers, by their ids.
+        ranks: Number of ranks of each adapted parameter that is not a linear, by its path in the model.
+        paths: Paths of the layers, by their ids.
     """
 
     bare: set[int]
@@ -165,7 +165,7 @@ class Adapted:
     paths: dict[int, str]
 
     def names(self, layer: nn.Module, path: str, key: str) -> tuple[str, ...]:
-        """`LinearFacts.lora_names` of the parameter `key` of a module of `layer`: as many as it gets ranks."""
+        """`LinearFacts.lora_names` of the parameter `key` of a module of `layer`, one for each of its ranks."""
         full = ".".join(filter(None, (self.paths.get(id(layer), ""), path, key)))
         count = self.ranks.get(full, 0)
         name = path.rpartition(".")[2] if key == "weight" else key
@@ -175,13 +175,13 @@ class Adapted:
 
 
 def bare_linears(model: PreTrainedModel) -> list[nn.Module]:
-    """Linears that carry no adapter, and the head."""
+    """Linears without an adapter, and the head."""
     head = model.get_output_embeddings()
     return [*(model.get_submodule(name) for name in untrainable_linears(model)), *([head] if head is not None else [])]
 
 
 def adapted_parameters(values: Mapping[str, object], place: str) -> dict[str, int]:
-    """Parameters that are no linear and that PEFT adapts, such as stacked experts, each with its number of ranks."""
+    """Number of ranks of each parameter that PEFT adapts although it is not a linear, such as stacked experts."""
     import peft
     from peft.tuners.lora.layer import ParamWrapper
 
@@ -218,12 +218,12 @@ def _window(layer: nn.Module) -> int | None:
 
 
 def _first(config: PretrainedConfig, names: tuple[str, ...]) -> int | None:
-    """The first of `names` that `config` has a number for; where layers differ, that of most of them."""
+    """The first of `names` for which `config` has a number; if layers differ, the most common value."""
     return next((max(multimode(found)) for name in names if (found := numbers_of_layers(config, name))), None)
 
 
 def expert_count(config: PretrainedConfig) -> int:
-    """Routed experts of a layer; 0 without."""
+    """Number of routed experts per layer; 0 if there are none."""
     part = getattr(config, "ffn_config", None)
     return int(_first(config, NUM_EXPERTS) or (_first(part, NUM_EXPERTS) if part is not None else 0) or 0)
 

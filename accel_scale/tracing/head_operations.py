@@ -1,10 +1,10 @@
-"""Which operations a model does between its last hidden states and its logits."""
+"""Records the operations between a model's last hidden states and its logits."""
 
 from __future__ import annotations
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Of a product with a matrix and a bias, and what only looks at its result in another shape or type.
+# Operations of a matrix product with bias, and those that only change the result's shape or dtype.
 _PRODUCT = {
     "_to_copy", "_unsafe_view", "add", "addmm", "alias", "bmm", "clone", "detach", "device", "expand", "mm", "permute",
     "select", "slice", "t", "transpose", "unsqueeze", "view",
@@ -13,10 +13,10 @@ _FACTOR, _CAP = {"div", "mul"}, {"tanh"}
 
 
 class HeadOperations(TorchDispatchMode):
-    """Watches from `begin` on.
+    """Records operations from `begin` on.
 
     Args:
-        transform: Cap and factor of the logits that the configuration states, as `head_transform` reads them.
+        transform: Cap and factor of the logits in the configuration, as read by `head_transform`.
     """
 
     def __init__(self, transform: tuple[float | None, float]) -> None:
@@ -26,12 +26,12 @@ class HeadOperations(TorchDispatchMode):
         self._names: set[str] = set()
 
     def begin(self) -> None:
-        """The last hidden states are there."""
+        """Start recording; call when the last hidden states are computed."""
         self._watches = True
 
     @property
     def is_own(self) -> bool:
-        """Whether the logits are more than a product with the cap and the factor that the configuration states."""
+        """True if the logits are more than a product with the configuration's cap and factor."""
         known = set(_PRODUCT)
         known |= _FACTOR if self._factor != 1.0 else set()
         known |= _FACTOR | _CAP if self._softcap is not None else set()

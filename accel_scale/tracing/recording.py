@@ -1,4 +1,4 @@
-"""Writes down which bytes a step allocates and frees, in which layer and direction."""
+"""Records the bytes that a step allocates and frees, by layer and direction."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from torch.utils._pytree import tree_leaves
 
 from accel_scale.measuring.storages import storages
 
-# What a mask may stand for places in.
+# Operations in which a mask may stand for indices.
 _INDEXING = {
     torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default,
     torch.ops.aten._index_put_impl_.default, torch.ops.aten._unsafe_index_put.default,
 }  # fmt: skip
-# By segment: bytes, and the segment in which what is freed was allocated.
+# For each segment: bytes, and the segment in which freed memory was allocated.
 Segments = dict[str, list[tuple[int, str]]]
 
 
 class Recorder(TorchDispatchMode):
-    """Bytes allocated (positive) and freed (negative), in order, by the segment that is running.
+    """Records bytes allocated (positive) and freed (negative), in order, by the running segment.
 
     Segments: ``embed``, ``forward N`` of each layer, ``finish``, ``head`` (left to the planner's own head), ``leave``
     (autocast ends), ``top``, ``backward N``, ``bottom``.
 
     Args:
-        adds_in_place: Whether two gradients of one tensor are summed in place, as autograd does where no mode watches.
-        is_padded: What the model's own question whether rows are full is answered with.
-        num_experts: Where a model looks for the tokens of an expert, it finds its share of them; where it asks which
-            experts have any, all of them.
+        adds_in_place: Whether two gradients of one tensor are summed in place, as autograd does without a mode.
+        is_padded: The answer when the model asks whether rows are padded.
+        num_experts: Number of experts. A search for the tokens of one expert finds its equal share of them; a search
+            for the experts with tokens finds all of them.
     """
 
     def __init__(self, *, adds_in_place: bool, is_padded: bool, num_experts: int = 1) -> None:
@@ -46,11 +46,11 @@ class Recorder(TorchDispatchMode):
         self._adds_in_place, self._is_full = adds_in_place, not is_padded
         self._num_experts = num_experts
         self._sizes: dict[int, tuple[int, str]] = {}
-        # The last sum of gradients: segment, place among its events, the storage it took over, bytes.
+        # The last sum of gradients: segment, index among its events, the storage it reuses, bytes.
         self._sum: tuple[str, int, int, int] | None = None
 
     def mark(self, segment: str) -> None:
-        """What follows belongs to `segment`."""
+        """Assign what follows to `segment`."""
         self._segment = segment
         self.segments[segment]
 
@@ -63,7 +63,7 @@ class Recorder(TorchDispatchMode):
             shape = [self._num_found(args[0].numel()), args[0].dim()]
             func, args, kwargs = torch.ops.aten.new_empty.default, (args[0], shape), {"dtype": torch.long}
         if func is torch.ops.aten._grouped_mm.default:
-            # torch's shape function (2.13) refuses fp32, which its kernels take.
+            # torch's shape function (2.13) refuses fp32, although its kernels support it.
             func, args, kwargs = torch.ops.aten.new_empty.default, (args[0], _grouped_shape(*args[:3])), {}
         if func in _INDEXING:
             args = (args[0], self._places(args[1]), *args[2:])
@@ -76,7 +76,7 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _places(self, indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Masks among `indices` as places: as many as are true."""
+        """`indices` with masks replaced by index tensors of the size that `_num_found` gives."""
         found: list[torch.Tensor | None] = []
         for index in indices:
             if index is None or index.dtype is not torch.bool:
@@ -86,13 +86,13 @@ class Recorder(TorchDispatchMode):
         return found
 
     def _num_found(self, size: int) -> int:
-        """How many of a mask of `size` are true: all experts where it asks which have tokens, else one's share."""
+        """Number of true values in a mask of `size`: all experts for a mask over experts, else one expert's share."""
         if self._num_experts > 1 and size <= self._num_experts + 1:
             return self._num_experts
         return max(1, size // self._num_experts)
 
     def _summed(self, func: object, args: Sequence[object], result: object) -> int | None:
-        """The storage whose memory a sum of gradients takes over."""
+        """The storage whose memory a sum of gradients reuses, if any."""
         if not self._adds_in_place or not self.is_backward or self.recomputing or len(args) < 2:
             return None
         first, second = args[:2]
@@ -118,7 +118,7 @@ class Recorder(TorchDispatchMode):
         weakref.finalize(storage, self._release, key).atexit = False
 
     def _check_sum(self) -> None:
-        """A gradient that others still hold after it has been added to was not changed in place."""
+        """Correct the last sum if its first gradient is still in use, since it was then not added to in place."""
         if self._sum is None:
             return
         segment, place, heir, size = self._sum
@@ -135,14 +135,14 @@ class Recorder(TorchDispatchMode):
 
 
 def _answer(value: torch.Tensor, is_full: bool) -> bool | int | float:
-    """What a tensor without values holds, where the model asks: whether rows are full, how many, how long."""
+    """The value of a fake tensor when the model asks for it: whether rows are full, how many, how long."""
     if value.dtype is torch.bool:
         return is_full
     return 1.0 if value.is_floating_point() else 1
 
 
 def _grouped_shape(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor | None = None) -> list[int]:
-    """Of a product of groups of rows (or columns), each with its own matrix."""
+    """Shape of a product in which each group of rows (or columns) has its own matrix."""
     if a.dim() == 2 and b.dim() == 2:
         assert offsets is not None
         return [offsets.shape[0], a.shape[0], b.shape[1]]
@@ -153,7 +153,7 @@ def _grouped_shape(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor | Non
 
 @contextlib.contextmanager
 def watched(recorder: Recorder, layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside, the recorder is told when each layer begins, forward and backward."""
+    """Tell the recorder when each layer begins, forward and backward."""
     last = len(layers) - 1
 
     def begin(index: int, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
@@ -195,7 +195,7 @@ def watched(recorder: Recorder, layers: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _hidden(tree: object) -> torch.Tensor | None:
-    """The first tensor of floats: the hidden states."""
+    """The first floating-point tensor, which is the hidden states."""
     for leaf in tree_leaves(tree):
         if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
             return leaf

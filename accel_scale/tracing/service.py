@@ -1,4 +1,4 @@
-"""What the planner asks of real classes: facts, and bytes of a step as polynomials of rows and length."""
+"""The planner's interface to real model classes: facts, and memory of a step as polynomials of rows and length."""
 
 from __future__ import annotations
 
@@ -32,48 +32,48 @@ from accel_scale.tracing.step import FakeStep
 
 __all__ = ["facts_of", "kept_layers", "traced_fit"]
 
-# Sizes at one of which every segment's highest point is looked for.
+# Sizes at which each segment's highest point is searched.
 _GRID = [(rows, round(2 ** (step / 2))) for step in range(37) for rows in (1, 4, 16, 64)]
-# Lengths are multiples of this, which chunks of state-space layers divide.
+# Lengths are multiples of this, which is a multiple of the chunk sizes of state-space layers.
 _UNIT = 256
-# Of one row some operations only look at what they copy of several.
+# At least two rows: some operations only view a single row but copy several.
 _ROWS = (2, 3)
-# Parts of a segment whose highest points are followed where its tensors are not.
+# Parts of a segment whose highest points are fitted if its tensors cannot be.
 _PARTS = 8
 Mark = tuple[float, list[float]]
-# A model that loops over tokens runs only so many of them.
+# Number of tokens for models that loop over tokens.
 _FEW = 32
 
 
 def facts_of(values: Mapping[str, object], *, name: str, place: str) -> ModelFacts:
-    """Shapes and parameters of the model that transformers builds from a ``config.json``.
+    """Read shapes and parameters of the model that transformers builds from a ``config.json``.
 
     Raises:
-        ConfigError: if it cannot build it.
+        ConfigError: if transformers cannot build the model.
     """
     try:
         with _quiet():
             return read_facts(values, name=name, place=place)
     except ConfigError:
         raise
-    except Exception as error:  # of the model's own code
+    except Exception as error:  # raised by the model's own code
         raise not_built(str(values.get("model_type")), place, error) from None
 
 
 def traced_fit(
     facts: ModelFacts, setup: TrainingSetup, *, is_cuda: bool, is_tracked: bool, is_exact: bool = False
 ) -> Document:
-    """Bytes of a step of a few layers, by segment, for every number of rows and length.
+    """Memory of a step of a few layers by segment, as polynomials of the number of rows and the length.
 
-    Of each segment ``net`` is what it leaves, ``peaks`` are what is the highest at some size. ``exact`` says that the
-    model's tensors follow no polynomial, and the fit is of this number of rows and this length alone.
+    For each segment, ``net`` is what it leaves allocated, and ``peaks`` are the sums that are highest at some size.
+    ``exact`` means that the sizes follow no polynomial, and the fit is for this number of rows and length only.
 
     Args:
-        facts: Of the model.
-        setup: How it is trained.
+        facts: Facts of the model.
+        setup: Training setup.
         is_cuda: Whether CUDA's kernels run.
-        is_tracked: Whether a memory tracker watches.
-        is_exact: Whether it is known already that they follow none.
+        is_tracked: Whether a memory tracker is active.
+        is_exact: Whether the sizes are already known to follow no polynomial.
 
     Raises:
         ConfigError: if the model cannot take the step.
@@ -83,12 +83,12 @@ def traced_fit(
             try:
                 step = FakeStep(facts, setup, is_cuda=is_cuda, is_tracked=is_tracked)
                 segments, exact = _segments(step, facts, setup, is_exact)
-            except Exception:  # layers that cannot do without the others
+            except Exception:  # some layers do not run without the others
                 step = FakeStep(facts, setup, is_cuda=is_cuda, is_tracked=is_tracked, is_whole=True)
                 segments, exact = _segments(step, facts, setup, is_exact)
     except ConfigError:
         raise
-    except Exception as error:  # of the model's own code
+    except Exception as error:  # raised by the model's own code
         raise _not_run(facts, "takes no step", error) from None
     return {
         "segments": segments,
@@ -103,17 +103,17 @@ def traced_fit(
 
 
 def kept_layers(facts: ModelFacts, setup: TrainingSetup) -> list[Document]:
-    """What the model's layers keep of earlier tokens.
+    """What the model's layers cache for earlier tokens.
 
     Raises:
-        ConfigError: if it cannot answer without weights, or keeps them in a way of its own.
+        ConfigError: if the model cannot run without weights, or does not use a standard cache.
     """
     try:
         with _quiet():
             return [asdict(layer) for layer in read_cache(facts, setup)]
     except ConfigError:
         raise
-    except Exception as error:  # of the model's own code
+    except Exception as error:  # raised by the model's own code
         raise _not_run(facts, "answers nothing", error) from None
 
 
@@ -128,7 +128,7 @@ def _not_run(facts: ModelFacts, what: str, error: Exception) -> ConfigError:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Inside, libraries keep to themselves what they say about kernels and patterns."""
+    """Silence the libraries' messages about kernels and patterns."""
     disabled = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
@@ -147,9 +147,9 @@ def _segments(step: FakeStep, facts: ModelFacts, setup: TrainingSetup, is_exact:
     below = [window for window in windows_of(facts.traced_config) if window < setup.sequence_length]
     start = 1 if loops or not below else max(below) // unit + 1
     if facts.max_positions and 5 * start * unit > facts.max_positions:
-        # Learned positions end there.
+        # Learned positions limit the length.
         start, unit = 1, max(1, facts.max_positions // 5)
-    # Ratios of the sizes are products of different primes for every power of rows and length.
+    # Chosen so that ratios of sizes are products of different primes for every power of rows and length.
     near, far = (2, 3) if loops else (3, 5)
     points = [(1, start * unit), (2, near * start * unit), (3, far * start * unit)]
     runs = {} if loops else {point: step.run(*point) for point in points}
@@ -165,7 +165,7 @@ def _segments(step: FakeStep, facts: ModelFacts, setup: TrainingSetup, is_exact:
     if _is_right(found, mark, (2, last)):
         return found, False
     if loops:
-        # Too short for a curve: on from the two longest in a straight line.
+        # The runs are too short for a curve, so extrapolate linearly from the two longest.
         more = _marks(step.run(3, last))
         few, many = ([*marks[2:], then, _onward(marks[2], then)] for marks, then in ((few, mark), (many, more)))
         return _by_mark(few, many, (lengths[2], last, 2 * last - lengths[2])), False
@@ -176,7 +176,7 @@ _LOOPING: dict[str, bool] = {}
 
 
 def _loops_over_tokens(step: FakeStep, facts: ModelFacts) -> bool:
-    """Whether more tokens are more operations; then few of them are run. Asked once for a model."""
+    """True if the number of operations grows with the tokens, so that only few are run. Cached per model."""
     text = facts.traced_config
     if text not in _LOOPING:
         few, more = (_num_events(step.run(1, length)) for length in (_FEW, 2 * _FEW))
@@ -193,7 +193,7 @@ def _shape(run: dict[str, list[int]]) -> tuple[tuple[str, tuple[bool, ...]], ...
 
 
 def _by_tensor(runs: Sequence[dict[str, list[int]]], points: Sequence[Point]) -> Document | None:
-    """Every tensor's own polynomial; None where one has none."""
+    """Fit a polynomial to every tensor; None if one cannot be fitted."""
     found: Document = {}
     for name in runs[0]:
         if name == "head":
@@ -209,7 +209,7 @@ def _by_tensor(runs: Sequence[dict[str, list[int]]], points: Sequence[Point]) ->
 
 
 def _highest(events: Sequence[Polynomial]) -> list[Polynomial]:
-    """Of the running sums of `events`, those that are the highest at some size."""
+    """The running sums of `events` that are the highest at some size."""
     if not events:
         return [summed(events)]
     sums = torch.tensor(events, dtype=torch.float64).cumsum(0)
@@ -220,7 +220,7 @@ def _highest(events: Sequence[Polynomial]) -> list[Polynomial]:
 
 
 def _marks(run: dict[str, list[int]]) -> dict[str, Mark]:
-    """What each segment leaves, and its highest point in each part of its events."""
+    """What each segment leaves allocated, and the highest point in each part of its events."""
     found = {}
     for name, events in run.items():
         if name == "head":
@@ -233,7 +233,7 @@ def _marks(run: dict[str, list[int]]) -> dict[str, Mark]:
 
 
 def _onward(before: dict[str, Mark], after: dict[str, Mark]) -> dict[str, Mark]:
-    """As far from `after` as that is from `before`."""
+    """Extrapolate linearly from `before` through `after`."""
     return {
         name: (2 * net - before[name][0], [2 * b - a for a, b in zip(before[name][1], peaks, strict=True)])
         for name, (net, peaks) in after.items()
@@ -241,9 +241,9 @@ def _onward(before: dict[str, Mark], after: dict[str, Mark]) -> dict[str, Mark]:
 
 
 def _by_mark(few: Sequence[dict[str, Mark]], many: Sequence[dict[str, Mark]], lengths: Sequence[int]) -> Document:
-    """Polynomials of each segment's marks, where tensors come in numbers that depend on the length.
+    """Fit polynomials to each segment's marks, for models whose number of tensors depends on the length.
 
-    The highest point of a segment moves with the length, that of each part of it little.
+    The position of a segment's highest point moves with the length, that of a part's highest point hardly.
     """
     nothing: Mark = (0.0, [0.0] * _PARTS)
 
@@ -271,7 +271,7 @@ def _is_right(found: Document, marks: dict[str, Mark], point: Point) -> bool:
 
 
 def _at(marks: dict[str, Mark]) -> Document:
-    """Of one size."""
+    """Constant polynomials for one size."""
     return {
         name: {"net": [net, 0, 0, 0, 0, 0], "peaks": [[max(peaks), 0, 0, 0, 0, 0]]}
         for name, (net, peaks) in marks.items()

@@ -1,4 +1,4 @@
-"""The real class of a configuration without weights, and which of its layers stand for all."""
+"""Builds a configuration's real model class without weights, and finds the kinds of its layers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 Kind = tuple[object, ...]
-# Attributes of modules that differ from layer to layer and change nothing about their tensors.
+# Module attributes that differ between layers but do not affect their tensors.
 _POSITIONS = ("layer_idx", "layer_id", "layer_number", "layer_index", "block_idx", "idx", "name", "training")
 
 
@@ -30,29 +30,29 @@ class Skeleton:
     """A model without weights.
 
     Attributes:
-        model: All of it; `keep` takes layers out.
-        layers: Its decoder layers; empty where no stack of layers was found.
+        model: The whole model; `keep` removes layers.
+        layers: Its decoder layers; None if no stack of layers was found.
     """
 
     model: PreTrainedModel
     layers: nn.ModuleList | None
 
     def kinds(self) -> list[Kind]:
-        """What tells each layer from others: its modules, their shapes and settings."""
+        """Kind of each layer, by its modules and their shapes and settings."""
         return [_kind(layer) for layer in self.layers] if self.layers is not None else []
 
     def keep(self, chosen: list[int]) -> None:
-        """Leave only the layers `chosen`, in order; lists of the configuration with an entry per layer follow."""
+        """Keep only the layers `chosen`, in order, and adapt configuration lists with one entry per layer."""
         assert self.layers is not None
         total = len(self.layers)
         kept = [self.layers[index] for index in chosen]
         del self.layers[:]
         self.layers.extend(kept)
-        # Parts of a model of several modalities have configurations of their own.
+        # Parts of a multimodal model have configurations of their own.
         configs = {id(module.config): module.config for module in self.model.modules() if hasattr(module, "config")}
         for config in configs.values():
             for name, value in list(vars(config).items()):
-                # Some classes refuse lists that do not go with the number of layers, which changes with them.
+                # Set directly: some classes refuse lists that do not match the number of layers, which also changes.
                 if isinstance(value, list) and len(value) == total:
                     vars(config)[name] = [value[index] for index in chosen]
                 elif name in NUM_LAYERS and value == total:
@@ -60,9 +60,9 @@ class Skeleton:
 
 
 def build(values: Mapping[str, object], *, dtype: torch.dtype, attention: str | None, place: str) -> Skeleton:
-    """The language model of a ``config.json``, made inside a fake or meta context.
+    """Build the language model of a ``config.json``; call it in a fake or meta context.
 
-    Of a model with pictures or sound this is the language model alone, where transformers has a class for it.
+    For a model with images or sound, this is the language model alone if transformers has a class for it.
 
     Raises:
         ConfigError: if transformers cannot build it.
@@ -71,9 +71,9 @@ def build(values: Mapping[str, object], *, dtype: torch.dtype, attention: str | 
     try:
         options = {"attn_implementation": attention} if attention is not None else {}
         own = copy.deepcopy(config)
-        own.architectures = None  # a model that scores rows is planned from its language model
+        own.architectures = None  # a reward model is planned from its language model
         model = language_model_class(own).from_config(own, dtype=dtype, **options)
-    except Exception as error:  # whatever the class's own checks raise
+    except Exception as error:  # the class's own checks may raise anything
         if attention is not None and "attention implementation" in str(error):
             return build(values, dtype=dtype, attention=None, place=place)
         raise not_built(config.model_type, place, error) from None
@@ -82,7 +82,7 @@ def build(values: Mapping[str, object], *, dtype: torch.dtype, attention: str | 
 
 
 def read_config(values: Mapping[str, object], place: str) -> PretrainedConfig:
-    """transformers' configuration of the language model in a ``config.json``.
+    """Read transformers' configuration of the language model in a ``config.json``.
 
     Raises:
         ConfigError: if transformers has no such model, or its class refuses the values.
@@ -100,7 +100,7 @@ def read_config(values: Mapping[str, object], place: str) -> PretrainedConfig:
 
 
 def not_built(model_type: str, place: str, error: Exception) -> ConfigError:
-    """The refusal of a config that no model comes of."""
+    """The error for a config from which no model can be built."""
     from transformers import CONFIG_MAPPING
 
     reason = " ".join(str(error).split())[:160] or type(error).__name__
@@ -114,7 +114,7 @@ def not_built(model_type: str, place: str, error: Exception) -> ConfigError:
 
 
 def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
-    """The stack of the language model's layers: of those in no other stack and of its number the largest."""
+    """The language model's stack of layers: the largest top-level stack with its number of layers."""
     stacks: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer in stacks)
@@ -122,7 +122,7 @@ def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
             stacks[name] = module
     config = model.config.get_text_config(decoder=True)
     numbers = {getattr(config, name, None) for name in NUM_LAYERS}
-    # A tower for pictures may have more layers and more parameters.
+    # A vision tower may have more layers and more parameters.
     known = [stack for stack in stacks.values() if len(stack) in numbers] or list(stacks.values())
     return max(known, key=lambda stack: sum(p.numel() for p in stack.parameters()), default=None)
 
@@ -142,10 +142,10 @@ def _kind(layer: nn.Module) -> Kind:
 
 @contextlib.contextmanager
 def plain_masks() -> Iterator[None]:
-    """Inside, masks are made as for tensors with values, of rows that hold one document each.
+    """Create masks as for real tensors, for rows that hold one document each.
 
-    transformers makes whole masks for fake tensors, and asks position ids for borders of documents. Checked on 5.23;
-    tests/unit/test_tracing.py fails when either moves.
+    transformers creates full masks for fake tensors and looks for document boundaries in position ids. Checked on
+    5.23; tests/unit/test_tracing.py fails when either moves.
     """
     from transformers import masking_utils
     from transformers.utils import import_utils

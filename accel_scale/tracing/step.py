@@ -1,4 +1,4 @@
-"""One fake forward and backward pass of a real model: bytes by segment, for a few sizes."""
+"""One fake forward and backward pass of a real model, with bytes by segment."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ from accel_scale.tracing.skeletons import Skeleton, build, plain_masks
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Tokens that show which operations there are.
+# Number of tokens for finding out which operations there are.
 _FEW = 32
-# By bytes per value.
+# Dtypes by bytes per value.
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
 
 class FakeStep:
-    """A model set up for training as `setup` says, of the few layers that stand for all, or with all of them.
+    """A model set up for training as in `setup`, with a few representative layers or with all of them.
 
     Attributes:
-        chosen: Places of its layers in the whole model.
-        stands_for: For every layer of the whole model, which of `chosen` stands for it.
+        chosen: Indices of its layers in the whole model.
+        stands_for: For every layer of the whole model, which of `chosen` represents it.
         kinds: For every layer of the whole model, the number of its kind.
         hidden_bytes: Bytes per value of the last hidden states, known after a run.
-        given_bytes: Bytes per value of what the loss is given: those states, or the model's own logits.
+        given_bytes: Bytes per value of the loss's input: those states, or the model's own logits.
         takes_logits: Whether the loss is computed from the model's own logits, for a head that is more than a product
-            with a factor and a cap. Then the trace ends there, else at the last hidden states.
+            with a factor and a cap. The trace then ends at the logits, else at the last hidden states.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class FakeStep:
             self.chosen = self.stands_for = list(range(len(self.kinds)))
             self._prepare(setup)
         elif period > 1:
-            # Which layers are checkpointed is decided among all of them.
+            # Which layers are checkpointed depends on all of them.
             self._prepare(setup)
             self.skeleton.keep(self.chosen)
         else:
@@ -78,7 +78,7 @@ class FakeStep:
         self.takes_logits = not facts.num_scores and self._computes_own_logits()
 
     def _computes_own_logits(self) -> bool:
-        """Whether between the last hidden states and the logits there is more than this project's loss repeats."""
+        """True if the path from the last hidden states to the logits is more than this project's loss reproduces."""
         model = self.skeleton.model
         if model.base_model is model:
             return False
@@ -113,7 +113,7 @@ class FakeStep:
     def run(self, rows: int, length: int) -> dict[str, list[int]]:
         """Bytes allocated and freed by a pass over `rows` × `length` positions, by segment.
 
-        What a layer left in autocast's cache goes when that ends, for all layers that it stands for.
+        What a layer left in autocast's cache is freed when autocast ends, for all layers that it represents.
         """
         segments = self._record(rows, length)
         copies = Counter(self.stands_for)
@@ -169,9 +169,9 @@ class FakeStep:
 
 
 def representatives(skeleton: Skeleton, period: int) -> tuple[list[int], list[int], list[int]]:
-    """The first layer, the last, and between them one of every kind; which of these stands for each layer; kinds.
+    """The first and last layer and one of every kind between; which of these represents each layer; and the kinds.
 
-    Under every-n checkpointing a layer's place in its period is part of its kind.
+    Under every-n checkpointing, a layer's position in its period is part of its kind.
     """
     kinds = [(kind, index % period == 0) for index, kind in enumerate(skeleton.kinds())]
     total = len(kinds)
@@ -185,7 +185,7 @@ def representatives(skeleton: Skeleton, period: int) -> tuple[list[int], list[in
 
 
 def make_fake(model: nn.Module) -> None:
-    """Weights and buffers on the meta device become fake ones on the CPU; shared ones stay shared."""
+    """Replace weights and buffers on the meta device by fake ones on the CPU; shared ones stay shared."""
     made: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for held in (module._parameters, module._buffers):
@@ -200,7 +200,7 @@ def make_fake(model: nn.Module) -> None:
 
 
 def body_of(model: PreTrainedModel) -> nn.Module:
-    """The model without its head, which the planner counts itself."""
+    """The model without its head, which the planner computes itself."""
     body: nn.Module = model.base_model
     if body is not model:
         return body
@@ -209,7 +209,7 @@ def body_of(model: PreTrainedModel) -> nn.Module:
 
 
 def _adapted(skeleton: Skeleton, setup: TrainingSetup, is_cuda: bool) -> nn.Module:
-    """With PEFT's adapters, in the dtype that training keeps them in."""
+    """The model with PEFT's adapters, in the dtype used in training."""
     import peft
 
     lora = setup.lora
@@ -239,19 +239,19 @@ def _adapted(skeleton: Skeleton, setup: TrainingSetup, is_cuda: bool) -> nn.Modu
 
 
 def _quantise(model: nn.Module, compute: torch.dtype, *, leaves_casts: bool) -> None:
-    """Adapted linears run as bitsandbytes runs them in 4 bits: their weights are made when they are needed."""
+    """Make adapted linears run like bitsandbytes' 4-bit layers, which dequantise their weights when needed."""
     from peft.tuners.lora import LoraLayer
 
     for module in model.modules():
         base = module.get_base_layer() if isinstance(module, LoraLayer) else None
         if isinstance(base, nn.Linear):
-            # PEFT's 4-bit layers leave casts to autocast where that is CUDA's.
+            # PEFT's 4-bit layers leave casts to CUDA's autocast.
             vars(module)["cast_input_dtype_enabled"] = not leaves_casts
             vars(base)["forward"] = functools.partial(_nf4_forward, base, compute)
 
 
 class _Loss(torch.autograd.Function):
-    """Stands for head and loss: the gradient of the hidden states is theirs, all that follows is the layers'."""
+    """Stands for head and loss: its backward pass allocates the hidden states' gradient and ends the head segment."""
 
     @staticmethod
     def forward(ctx, hidden, recorder):  # type: ignore[no-untyped-def]
@@ -266,7 +266,7 @@ class _Loss(torch.autograd.Function):
 
 
 class _Nf4Product(torch.autograd.Function):
-    """A product with a weight that is dequantised for the forward pass and again for the backward pass."""
+    """A product with a weight that is dequantised in the forward pass and again in the backward pass."""
 
     @staticmethod
     def forward(ctx, x, weight, bias):  # type: ignore[no-untyped-def]
@@ -281,5 +281,5 @@ class _Nf4Product(torch.autograd.Function):
 def _nf4_forward(base: nn.Linear, compute: torch.dtype, x: torch.Tensor) -> torch.Tensor:
     bias = None if base.bias is None else base.bias.to(compute)
     result: torch.Tensor = _Nf4Product.apply(x.to(compute), base.weight, bias)
-    # PEFT copies what a 4-bit layer returns before it adds the adapter's part.
+    # PEFT copies a 4-bit layer's output before it adds the adapter's.
     return result.to(x.dtype).clone()

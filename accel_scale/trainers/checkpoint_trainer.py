@@ -1,4 +1,4 @@
-"""A Trainer's checkpoint: what is added to the Trainer's own files, and how it is loaded, strictly."""
+"""A Trainer's checkpoint: the files added to the Trainer's own, and strict loading."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _RANDOM = "random_states_{rank}.pt"
 
 
 class StopCallback(TrainerCallback):
-    """Asks all ranks after every step whether a signal has arrived; then the Trainer saves and stops."""
+    """Checks on all ranks after every step if a signal has arrived; the Trainer then saves and stops."""
 
     def __init__(self, meeting: Meeting, signals: StopSignals) -> None:
         self._meeting, self._signals = meeting, signals
@@ -44,16 +44,16 @@ class StopCallback(TrainerCallback):
         self.number = self.number or self._meeting.largest(self._signals.received)
         if self.number:
             control.should_save, control.should_training_stop = True, True
-            control.should_evaluate = False  # little time is left
+            control.should_evaluate = False  # there is little time left
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        """At its end the Trainer would load the best model, and where one is kept delete what was saved just now."""
+        """Keep the Trainer from loading the best model at its end, or deleting for it the checkpoint just saved."""
         if self.number:
             state.best_model_checkpoint = None
 
 
 def trainer_settings(trainer: Trainer) -> dict[str, Any]:
-    """The settings that give the run of any trainer its meaning, from its arguments, model and rows."""
+    """The settings that define the run of any trainer, from its arguments, model and rows."""
     args, model = trainer.args, trainer.model
     optim, schedule = (str(getattr(v, "value", v)) for v in (args.optim, args.lr_scheduler_type))
     config = getattr(model, "config", None)
@@ -78,16 +78,16 @@ def _adapter_record(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def layout_of(trainer: Trainer) -> str:
-    """For the manifest: how the strategy writes a Trainer's checkpoint."""
+    """For the manifest: the layout in which the strategy writes a Trainer's checkpoint."""
     plugin = trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
     return f"{TRAINER_LAYOUT}/{plugin.state_dict_type.name}" if plugin is not None else TRAINER_LAYOUT
 
 
 def check_trainer_fit(found: Found, strategy: str, *, place: str) -> None:
-    """Refuse a checkpoint that a Trainer did not write, or of which this strategy could only load a part.
+    """Refuse a checkpoint that no Trainer wrote, or that this strategy could load only in part.
 
     Raises:
-        ConfigError: if it is so.
+        ConfigError: if it is such a checkpoint.
     """
     manifest = found.manifest
     if not manifest.layout.startswith(TRAINER_LAYOUT):
@@ -105,15 +105,15 @@ def check_trainer_fit(found: Found, strategy: str, *, place: str) -> None:
         )
 
 
-# Of models, adapters and shards; `latest` names DeepSpeed's folder.
+# Files of models, adapters and shards; `latest` names DeepSpeed's folder.
 _WEIGHTS = ("*.safetensors", "*model*.bin", "*.distcp", "latest")
 
 
 def check_foreign(folder: Path, *, place: str) -> None:
-    """Refuse a Trainer's folder without a manifest in which something is missing.
+    """Refuse an incomplete Trainer folder without a manifest.
 
     Raises:
-        ConfigError: for the first thing.
+        ConfigError: for the first missing part.
     """
     problems = checkpoint_problems(folder)
     problem = problems[0] if problems else _missing(folder)
@@ -124,7 +124,7 @@ def check_foreign(folder: Path, *, place: str) -> None:
 
 
 def _missing(folder: Path) -> str | None:
-    """A state that the Trainer would go on without, silently."""
+    """Name a missing state that the Trainer would silently continue without."""
     if not (folder / TRAINER_STATE).is_file():
         return f"has no {TRAINER_STATE}"
     has_optimizer = any(
@@ -140,10 +140,10 @@ def _missing(folder: Path) -> str | None:
 
 
 def refuse_nvme(trainer: Trainer, folder: Path, *, place: str) -> None:
-    """Optimizer states on NVMe are in no checkpoint: DeepSpeed 0.19.8 resumes without them and says nothing.
+    """Refuse optimizer states on NVMe, which no checkpoint holds: DeepSpeed 0.19.8 silently resumes without them.
 
     Raises:
-        ConfigError: where they are.
+        ConfigError: if there are any.
     """
     plugin = trainer.accelerator.state.deepspeed_plugin if trainer.is_deepspeed_enabled else None
     section = plugin.deepspeed_config.get("zero_optimization", {}) if plugin is not None else {}
@@ -159,12 +159,12 @@ def refuse_nvme(trainer: Trainer, folder: Path, *, place: str) -> None:
 
 
 def write_random_states(folder: Path, accelerator: Accelerator) -> None:
-    """Under one name for any number of ranks, and of this rank's own device only."""
+    """Write under one name for any number of ranks, and only the state of this rank's own device."""
     torch.save(take_random_states(accelerator.device), folder / _RANDOM.format(rank=accelerator.process_index))
 
 
 def load_random_states(folder: Path, manifest: Manifest | None, accelerator: Accelerator) -> bool:
-    """False where the folder holds the Trainer's own; new ranks are seeded from what the checkpoint knows."""
+    """Load this rank's states, or derive those of a new rank; False if the folder holds the Trainer's own."""
     rank = accelerator.process_index
     path = folder / _RANDOM.format(rank=rank)
     if path.is_file():
@@ -177,22 +177,22 @@ def load_random_states(folder: Path, manifest: Manifest | None, accelerator: Acc
 
 
 def write_counters(folder: Path, counters: dict[str, Any]) -> None:
-    """What the run has counted so far, for the one that goes on."""
+    """Write the run's counts so far, for a resumed run."""
     (folder / STATE).write_text(json.dumps({"state": counters}, indent=1) + "\n", encoding="utf-8")
 
 
 def read_counters(folder: Path) -> dict[str, Any]:
-    """What `write_counters` wrote; empty for folders of other programs."""
+    """Read the result of `write_counters`; empty for folders of other programs."""
     path = folder / STATE
     return json.loads(path.read_text(encoding="utf-8"))["state"] if path.is_file() else {}
 
 
-# ── Writing: what fails on one rank must not keep the others waiting ────────────────────────────────────────────────
+# ── Writing: an error on one rank must not keep the others waiting ──────────────────────────────────────────────────
 
 
 @contextlib.contextmanager
 def errors_kept(errors: list[Exception] | None) -> Iterator[None]:
-    """Keep what this rank could not write for later, if there is a list for it."""
+    """Collect write errors of this rank in `errors`, if there is a list."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
@@ -203,7 +203,7 @@ def errors_kept(errors: list[Exception] | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def engine_errors_kept(trainer: Trainer, errors: list[Exception]) -> Iterator[None]:
-    """The same for DeepSpeed's engine, where there is one."""
+    """The same for DeepSpeed's engine, if there is one."""
     if not trainer.is_deepspeed_enabled:
         yield
         return
@@ -214,7 +214,7 @@ def engine_errors_kept(trainer: Trainer, errors: list[Exception]) -> Iterator[No
 
 
 def save_fsdp(trainer: Any, folder: Path, errors: list[Exception] | None) -> None:
-    """As `Trainer._save_optimizer_and_scheduler` (transformers 5.23), each of its files by itself."""
+    """Same as `Trainer._save_optimizer_and_scheduler` (transformers 5.23), but each file separately."""
     from accelerate.utils import save_fsdp_model, save_fsdp_optimizer
     from transformers.trainer import get_fsdp_ckpt_kwargs
 
@@ -235,7 +235,7 @@ def save_fsdp(trainer: Any, folder: Path, errors: list[Exception] | None) -> Non
 
 @contextlib.contextmanager
 def fits(folder: Path, *, place: str) -> Iterator[None]:
-    """Say in one line that a checkpoint is of another model or optimizer."""
+    """Turn a mismatch of checkpoint and model or optimizer into a one-line error."""
     try:
         yield
     except ConfigError:
@@ -251,7 +251,7 @@ def fits(folder: Path, *, place: str) -> Iterator[None]:
 
 
 def refuse_partial(model: Any, load_result: Any, *, place: str) -> None:
-    """Refuse weights of which the model has others, or more; a tied weight is there under one of its names.
+    """Refuse weights that do not match the model's names; a tied weight is stored under one of its names.
 
     Raises:
         ConfigError: naming the first.
@@ -273,7 +273,7 @@ def refuse_partial(model: Any, load_result: Any, *, place: str) -> None:
 
 @contextlib.contextmanager
 def fsdp_layout(trainer: Trainer, manifest: Manifest | None) -> Iterator[None]:
-    """Read in the layout that the checkpoint has, and write in the configured one."""
+    """Read in the layout of the checkpoint, and write in the configured one."""
     written = (manifest.layout if manifest else "").partition("/")[2]
     if not trainer.is_fsdp_enabled or not written:
         yield
@@ -285,7 +285,7 @@ def fsdp_layout(trainer: Trainer, manifest: Manifest | None) -> Iterator[None]:
 
 
 def load_zero(trainer: Any, folder: Path, manifest: Manifest | None, *, place: str) -> None:
-    """Weights and optimizer of DeepSpeed's engine; `refuse_unsafe_folder` has looked through the folder before."""
+    """Load weights and optimizer into DeepSpeed's engine; `refuse_unsafe_folder` must have inspected the folder."""
     from accel_scale.training.checkpoints.zero import load_engine
 
     tag = (folder / "latest").read_text(encoding="utf-8").strip() if (folder / "latest").is_file() else ""

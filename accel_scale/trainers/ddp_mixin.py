@@ -1,4 +1,4 @@
-"""What DDP sends, inside HF `Trainer`: the hook of ``--ddp_comm_hook`` and its state in every checkpoint."""
+"""DDP's communication in HF `Trainer`: the hook of ``--ddp_comm_hook`` and its state in every checkpoint."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from accel_scale.training.ddp.hooks import DdpSettings, use_ddp_settings
 
 
 class DdpHookMixin:
-    """Put before an HF or TRL trainer class: the hook of `args.ddp_comm_hook`, and its state in every checkpoint.
+    """Mixin for an HF or TRL trainer class: the hook of `args.ddp_comm_hook`, and its state in every checkpoint.
 
-    `_save_rng_state` and `_load_rng_state` are called on every rank for what each has of its own (transformers 5.23;
-    tests/distributed/test_ddp_hooks.py fails when that moves).
+    `_save_rng_state` and `_load_rng_state` are called on every rank for its own states (transformers 5.23;
+    tests/distributed/test_ddp_hooks.py fails if that changes).
     """
 
     accelerator: Any

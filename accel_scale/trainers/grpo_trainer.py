@@ -1,4 +1,4 @@
-"""TRL's `GRPOTrainer` and `RLOOTrainer` with what the recipes add."""
+"""TRL's `GRPOTrainer` and `RLOOTrainer` with the recipes' additions."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from accel_scale.settings.trl_config import RecipeGRPOConfig, RecipeRLOOConfig
 from accel_scale.trainers.sft_trainer import OwnLossBase
 from accel_scale.training.guard.learning import NothingLearnt
 
-# Optimizer steps from which rewards that never differed say something; a rehearsal has fewer.
+# Minimum optimizer steps for judging rewards that never differed; a rehearsal has fewer.
 _STEPS_WITHOUT_REWARD = 8
 
 
 class RewardedBase(OwnLossBase):
-    """As `OwnLossBase`, for trainers that generate answers and train on their rewards.
+    """`OwnLossBase` for trainers that generate answers and train on their rewards.
 
     Attributes:
-        answer_sizes: Tokens of the longest prompt, and of the longest answer, of the last micro-batch.
+        answer_sizes: Tokens of the longest prompt and of the longest answer in the last micro-batch.
     """
 
     args: RecipeGRPOConfig | RecipeRLOOConfig
@@ -35,7 +35,7 @@ class RewardedBase(OwnLossBase):
         self.add_callback(_InStep(self))
 
     def refuse_rows(self) -> None:
-        """A batch of generation takes that many different prompts, and TRL leaves out what does not fill one."""
+        """Refuse fewer prompts than one generation batch takes: TRL leaves out rows that do not fill a batch."""
         needed = (self.args.generation_batch_size or 0) // (self.args.num_generations or 1)
         num_rows = self.train_dataset.num_rows if isinstance(self.train_dataset, Dataset) else needed
         if num_rows < needed:
@@ -46,7 +46,7 @@ class RewardedBase(OwnLossBase):
             )
 
     def num_tokens_of(self, batch: object) -> int:
-        """Nothing has been generated for a batch of prompts yet; `_prepare_inputs` counts."""
+        """Zero, because nothing has been generated for a batch of prompts yet; `_prepare_inputs` counts."""
         return 0
 
     def _prepare_inputs(self, generation_batch: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -57,7 +57,7 @@ class RewardedBase(OwnLossBase):
         return inputs
 
     def train(self, *args: object, **kwargs: object) -> TrainOutput:
-        """As the trainer's; where no two answers to a prompt were ever rewarded differently, that is an error."""
+        """Train; raise an error if no two answers to a prompt were ever rewarded differently."""
         result: TrainOutput = super().train(*args, **kwargs)
         alike = [entry["frac_reward_zero_std"] for entry in self.state.log_history if "frac_reward_zero_std" in entry]
         if self.state.global_step >= _STEPS_WITHOUT_REWARD and alike and min(alike) == 1.0:
@@ -75,27 +75,27 @@ class RewardedBase(OwnLossBase):
 
     @property
     def steps_per_cycle(self) -> int:
-        """Optimizer steps that share what was generated, at least 1."""
+        """Optimizer steps that share one generation, at least 1."""
         per_generation = int(self.args.steps_per_generation or 1) * int(self.args.num_iterations)
         return max(1, per_generation // self.args.gradient_accumulation_steps)
 
 
 class ScaleGRPOTrainer(RewardedBase, GRPOTrainer):
-    """`GRPOTrainer` that honours what `resolve` decided; arguments as `OwnLossBase`."""
+    """`GRPOTrainer` that applies the settings of `resolve`; arguments as for `OwnLossBase`."""
 
     args: RecipeGRPOConfig
     program = "grpo.py"
 
 
 class ScaleRLOOTrainer(RewardedBase, RLOOTrainer):
-    """`RLOOTrainer` that honours what `resolve` decided; arguments as `OwnLossBase`."""
+    """`RLOOTrainer` that applies the settings of `resolve`; arguments as for `OwnLossBase`."""
 
     args: RecipeRLOOConfig
     program = "rloo.py"
 
 
 class _InStep(TrainerCallback):
-    """A run that goes on counts micro-batches from where it is, so that it generates when it would have."""
+    """Sets a resumed run's count of micro-batches, so that it generates at the same steps."""
 
     def __init__(self, trainer: RewardedBase) -> None:
         self._trainer = trainer

@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
 
 class GuardMixin:
-    """Put first among a trainer's base classes: steps that should not be taken are not.
+    """Put first among a trainer's base classes: bad optimizer steps are not taken.
 
-    Overridden are `training_step` and `_get_grad_norm`, which the loop calls once per optimizer step after clipping
-    and before `optimizer.step` (checked on transformers 5.23; tests/unit/test_guard_mixin.py fails when that moves).
+    Overrides `training_step` and `_get_grad_norm`, which the loop calls once per optimizer step after clipping and
+    before `optimizer.step` (checked on transformers 5.23; tests/unit/test_guard_mixin.py fails if that changes).
 
     Attributes:
         guard_settings: None, or a policy of ``off``, leaves the trainer as it is.
-        guard: That of the last `train`, None before.
-        skipped: Steps of the last `train` that it did not take, as `refuse_unlearnt` asks for them.
+        guard: The guard of the last `train`; None before.
+        skipped: Steps not taken in the last `train`, as arguments of `refuse_unlearnt`.
     """
 
     guard_settings: GuardSettings | None = None
@@ -55,7 +55,7 @@ class GuardMixin:
         trainer: Any = self
         check_trainer(trainer, self.guard_settings)
         assert self.guard_settings is not None
-        # TRL's trainers that generate and reward; `GRPOTrainer` and its kin have no cost that falls.
+        # TRL's trainers that generate and reward: the loss of `GRPOTrainer` and similar is no cost that falls.
         spikes = self.guard_settings.loss_spikes and not hasattr(trainer, "reward_funcs")
         self.guard = Guard(replace(self.guard_settings, loss_spikes=spikes))
         self._judge = StepJudge(
@@ -104,7 +104,7 @@ class GuardMixin:
         return loss
 
     def _start(self, model: nn.Module) -> None:
-        """Everything is prepared by now, and a checkpoint's state is there."""
+        """Start the gate; by now everything is prepared and a checkpoint's state is loaded."""
         trainer: Any = self
         assert self.guard is not None
         if self._gate is not None:  # `auto_find_batch_size` has started over
@@ -116,7 +116,7 @@ class GuardMixin:
         if saved:
             self.guard.load_state_dict(saved["attributes"]["guard_state"])
         for callback in trainer.callback_handler.callbacks:
-            if isinstance(callback, GuardState):  # the trainer may have made it again from the checkpoint
+            if isinstance(callback, GuardState):  # the trainer may have recreated it from the checkpoint
                 callback.guard = self.guard
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: object = None) -> Any:
@@ -148,13 +148,13 @@ class GuardMixin:
         if is_dropped:
             self._logged_drops += 1
             self._dropped_loss = outcome.loss
-            trainer._tr_loss.copy_(self._logged_before)  # a sum with NaN in it never becomes a number again
+            trainer._tr_loss.copy_(self._logged_before)  # a sum that contains NaN stays NaN
         self._gate.holds_back = not outcome.taken and not decision.is_overflow
         self._gate.lr_factor = outcome.lr_factor
         return norm
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """The loss of the steps that were taken, and how many were not; theirs where none was taken."""
+        """Log the loss of the steps taken and the number of steps not taken; if none was taken, the loss of those."""
         if "loss" in logs and self._is_guarded and self._logged_steps:
             taken = self._logged_steps - self._logged_drops
             if self._logged_drops:
@@ -163,18 +163,18 @@ class GuardMixin:
             self._logged_steps, self._logged_drops = 0, 0
         dropped = self.skipped.get("num_skipped", 0)
         if "train_loss" in logs and self._is_guarded and dropped < self._judged_steps:
-            logs["train_loss"] *= self._judged_steps / (self._judged_steps - dropped)  # a sum over the taken ones
+            logs["train_loss"] *= self._judged_steps / (self._judged_steps - dropped)  # mean over the steps taken
         super().log(logs, start_time)  # type: ignore[misc]
 
     def guard_summary(self) -> dict[str, Any] | None:
-        """For the run's summary; None where nothing was guarded."""
+        """For the run's summary; None if the run was not guarded."""
         if self.guard is None:
             return None
         return {"policy": self.guard.settings.policy, "events": self.guard.num_events}
 
 
 def check_trainer(trainer: Any, settings: GuardSettings | None) -> None:
-    """Refuse what a trainer cannot do.
+    """Refuse settings that a trainer does not support.
 
     Raises:
         ConfigError: for a policy that a trainer cannot follow, or an optimizer that steps in the backward pass.
@@ -191,21 +191,21 @@ def check_trainer(trainer: Any, settings: GuardSettings | None) -> None:
 
 
 class GuardState(TrainerCallback, ExportableState):
-    """Puts the guard's state into ``trainer_state.json`` of every checkpoint."""
+    """Stores the guard's state in ``trainer_state.json`` of every checkpoint."""
 
     def __init__(self) -> None:
         self.guard: Guard | None = None
         self.guard_state: dict[str, Any] = Guard().state_dict()
 
     def state(self) -> dict[str, Any]:
-        """As `ExportableState` asks for it."""
+        """The state, in the form that `ExportableState` requires."""
         if self.guard is not None:
             self.guard_state = self.guard.state_dict()
         return {"args": {}, "attributes": {"guard_state": self.guard_state}}
 
 
 class _Stop(Exception):
-    """Leaves the trainer's loop, which ends what it has begun."""
+    """Leaves the trainer's loop, which cleans up after itself."""
 
     def __init__(self, outcome: StepOutcome) -> None:
         super().__init__(outcome.reason)

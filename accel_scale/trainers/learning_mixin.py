@@ -1,4 +1,4 @@
-"""A trainer whose run learned nothing ends with an error."""
+"""Ends a trainer's run with an error if it learned nothing."""
 
 from __future__ import annotations
 
@@ -15,38 +15,37 @@ from accel_scale.training.guard.learning import WeightsBefore, no_labels, refuse
 if TYPE_CHECKING:
     from datasets import Dataset
 
-# Optimizer steps of a stream without one label after which no more are waited for.
+# Optimizer steps without any label after which a run on a stream is given up.
 _STEPS_WITHOUT_LABELS = 8
 
 
 def _is_zero_everywhere(count: Any) -> bool:
-    """Whether all processes that have counted have counted nothing; False where none has. Collective."""
+    """True if all processes that have counted counted zero; False if none has counted. Collective."""
     counts = [each for each in gather_values(None if count is None else int(count)) if each is not None]
     return bool(counts) and not any(counts)
 
 
 def _was_looked_through(dataset: Dataset) -> bool:
-    """Whether `refuse_unlabelled` can tell of all its rows."""
+    """True if `refuse_unlabelled` can check all its rows."""
     from datasets import Dataset
 
     return isinstance(dataset, Dataset)
 
 
 class LearningMixin:
-    """Put before an HF or TRL trainer class: `train` refuses to end well where nothing was learnt.
+    """Mixin for an HF or TRL trainer class: `train` raises an error if nothing was learnt.
 
-    That there was no label at all, and that weights are as they were, are errors where batches have labels: a reward
-    may well be zero.
+    Missing labels and unchanged weights are errors only if batches have labels: a reward may well be zero.
 
     Attributes:
-        flag: How a setting is written where the user sets it.
+        flag: Format of a setting's name where the user sets it.
     """
 
     flag: str = "--{}"
     _before: WeightsBefore | None = None
     _first_step = 0
     _num_labelled: Any = None
-    _evaluated: torch.Tensor | None = None  # labelled tokens, batches, batches without a label, of this rank
+    _evaluated: torch.Tensor | None = None  # labelled tokens, batches, batches without a label, on this rank
     _num_batches = 0
     _is_empty = _has_labels = False
 
@@ -61,7 +60,7 @@ class LearningMixin:
         return result
 
     def begin(self, step: int) -> None:
-        """Call when everything is prepared and a checkpoint's weights are there."""
+        """Call when everything is prepared and a checkpoint's weights are loaded."""
         trainer: Any = self
         self._first_step, self._num_labelled, self._num_batches = step, None, 0
         self._is_empty = self._has_labels = False
@@ -92,9 +91,9 @@ class LearningMixin:
         return result
 
     def evaluation_loop(self, dataloader: object, *args: Any, **kwargs: Any) -> Any:
-        """As the trainer's, but a batch without labels has no loss, rather than one of 0 that lowers the mean.
+        """Evaluate, but give a batch without labels no loss, instead of a loss of 0 that lowers the mean.
 
-        Rows of a stream are known to have no labels when they have been read.
+        For a stream, missing labels are known only after its rows have been read.
         """
         trainer: Any = self
         self._evaluated = None
@@ -142,7 +141,7 @@ class LearningMixin:
 
 
 class _Begin(TrainerCallback):
-    """Tells a `LearningMixin` when training begins."""
+    """Tells a `LearningMixin` that training begins."""
 
     def __init__(self, trainer: LearningMixin) -> None:
         self._trainer = trainer

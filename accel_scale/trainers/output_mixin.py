@@ -1,4 +1,4 @@
-"""A trainer's output folder: nothing else is overwritten there, and no second run uses it."""
+"""A trainer's output folder: other files in it are not overwritten, and no second run uses it."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ else:
 
 
 class OutputFolderMixin(_TrainerBase):
-    """Put before an HF or TRL trainer class: `train` refuses a folder of something else, and holds it meanwhile.
+    """Mixin for an HF or TRL trainer class: `train` refuses a folder with other content, and locks its folder.
 
-    A README.md that this run did not write stays: TRL 1.16 writes its model card over it at every checkpoint.
+    A README.md that this run did not write is kept; TRL 1.16 overwrites it with its model card at every checkpoint.
     """
 
     model: Any
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As the trainer's."""
+        """Train, holding the output folder."""
         with self._output_folder(resume_from_checkpoint).taken(is_main=process_index() == 0):
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
@@ -41,7 +41,7 @@ class OutputFolderMixin(_TrainerBase):
         )
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """As the trainer's, unless there is a README.md of somebody else's."""
+        """Create the model card, unless there is a README.md written by someone else."""
         path = Path(str(self.args.output_dir)) / "README.md"
         if is_own(path):
             super().create_model_card(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""What the recipes add to any of TRL's trainers: schedule, meters, held-out questions, a profile, figures."""
+"""The recipes' additions to any TRL trainer: schedule, meters, held-out questions, a profile, figures."""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ if TYPE_CHECKING:
     from accel_scale.trainers.saving_mixin import AtomicSavingMixin
 
     class _TrainerBase(GuardMixin, MemoryRecoveryMixin, AtomicSavingMixin, Trainer):
-        """What comes after it in a trainer of the recipes."""
+        """Type of the base classes that follow in a recipe's trainer."""
 else:
     _TrainerBase = object
 
 
 class RecipeTrainerMixin(_TrainerBase):
-    """Put first among a trainer's base classes, before the other mixins: it honours what `resolve` decided.
+    """Put first among a trainer's base classes, before the other mixins: it applies the settings of `resolve`.
 
     Args:
         program: The recipe's name in messages.
-        schedule: Keyword arguments of `create_schedule` beside the optimizer and the number of steps.
-        adapter_dtype: Dtype of adapter weights; TRL casts those of a quantised model to bf16 whatever the precision
-            of the run, which loses small updates.
-        verify_first_checkpoint: Read the first thing saved back and compare it with memory.
-        recover_from_oom: Take a step that runs out of memory again in smaller passes.
-        guard: Which steps are not taken; None takes all.
+        schedule: Keyword arguments of `create_schedule` besides the optimizer and the number of steps.
+        adapter_dtype: Dtype of adapter weights; TRL casts those of a quantised model to bf16 in any precision, which
+            loses small updates.
+        verify_first_checkpoint: Read the first save back and compare it with the weights in memory.
+        recover_from_oom: Repeat a step that runs out of memory in smaller passes.
+        guard: Settings of the guard; None takes all steps.
         questions: Held-out rows answered before the first and after the last step.
         max_new_tokens: Length limit of those answers.
-        flags: Those of all recipes that act on the trainer: a profile, a summary of memory, dtypes of gradients.
-        **kwargs: As TRL's trainer.
+        flags: The shared recipe flags that act on the trainer: a profile, a memory summary, dtypes of gradients.
+        **kwargs: Arguments of TRL's trainer.
     """
 
     args: RecipeConfig
@@ -102,7 +102,7 @@ class RecipeTrainerMixin(_TrainerBase):
         show_progress(self, self._tokens_per_second)
 
     def refuse_rows(self) -> None:
-        """Refuse prepared rows that nothing could be learnt from."""
+        """Refuse prepared rows from which nothing could be learnt."""
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         with watched_steps(self._flags, str(self.args.output_dir), self.memory_summary) as profiler:
@@ -111,10 +111,10 @@ class RecipeTrainerMixin(_TrainerBase):
             return output
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the recipe writes its own at the end, with the run's figures."""
+        """Does nothing: the recipe writes its own card at the end, with the run's figures."""
 
     def _leave(self) -> None:
-        if self.is_world_process_zero():  # the launcher ends this rank as soon as another has left
+        if self.is_world_process_zero():  # the launcher ends this rank as soon as another one has left
             leave_stopped(str(self.args.output_dir))
         super()._leave()
 
@@ -128,7 +128,7 @@ class RecipeTrainerMixin(_TrainerBase):
         super().log(logs, start_time)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """The schedule by ratios of the steps that will really be taken."""
+        """Create the schedule by ratios of the steps that will actually be taken."""
         if self.lr_scheduler is None:
             by_ratio = self._schedule.get("warmup_ratio") is not None
             kwargs: Any = self.args.lr_scheduler_kwargs
@@ -145,7 +145,7 @@ class RecipeTrainerMixin(_TrainerBase):
         return self.lr_scheduler
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """The micro-batches of one optimizer step; their tokens without padding are counted here, once."""
+        """Get the micro-batches of one optimizer step, and count their tokens without padding, once."""
         self.meter.start_step()
         batches, num_items = super().get_batch_samples(*args, **kwargs)
         self.meter.fetched()
@@ -159,7 +159,7 @@ class RecipeTrainerMixin(_TrainerBase):
         return mask.sum() if mask is not None and mask.dim() == 2 else batch["input_ids"].numel()
 
     def answer_questions(self, when: str) -> None:
-        """Answer the held-out questions with the weights as they are, under any sharding; on every rank."""
+        """Answer the held-out questions with the current weights, under any sharding; call it on every rank."""
         # Under autocast, as in training: a bf16 base and fp32 embeddings trained beside adapters meet in one product.
         with self.accelerator.autocast():
             result = exact_match(
@@ -190,15 +190,15 @@ class RecipeTrainerMixin(_TrainerBase):
             self._counted_before = Counted.of(counters)
 
     def _tokens_per_second(self) -> float | None:
-        """Of all ranks, taken to be as fast as this one; `figures` asks them."""
+        """Rate over all ranks, assuming that they are as fast as this one; `figures` gathers the real rates."""
         mine = self.meter.tokens_per_second
         return mine and mine * self.accelerator.num_processes / self.sp_size
 
     def figures(self) -> dict[str, Any]:
-        """What the run measured, summed over ranks where that is meant; call it on every rank."""
+        """The run's measurements, summed over ranks where applicable; call it on every rank."""
         meter = self.meter
         mine = torch.tensor(meter.tokens_per_second or 0.0, device=self.accelerator.device)
-        # Of ranks that share rows each has counted all of them.
+        # Each rank that shares rows has counted all of them.
         speed, counted = self.accelerator.reduce(mine, "sum").item() / self.sp_size, self._counted()
         history = self.state.log_history
         evaluated = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
@@ -220,7 +220,7 @@ class RecipeTrainerMixin(_TrainerBase):
 
 
 class _ProfiledSteps(TrainerCallback):
-    """Tells the profiler that a step is over."""
+    """Tells the profiler that a step has ended."""
 
     def __init__(self, profiler: StepProfiler) -> None:
         self._profiler = profiler
@@ -230,7 +230,7 @@ class _ProfiledSteps(TrainerCallback):
 
 
 class _AnswerCallback(TrainerCallback):
-    """Asks the questions once everything is in place, and once the last step is done."""
+    """Asks the questions once everything is prepared, and after the last step."""
 
     def __init__(self, trainer: RecipeTrainerMixin) -> None:
         self._trainer = trainer
@@ -240,12 +240,12 @@ class _AnswerCallback(TrainerCallback):
             self._trainer.answer_questions("before")
 
     def on_train_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
-        if self._trainer.stopped_by is None:  # else little time is left
+        if self._trainer.stopped_by is None:  # otherwise there is little time left
             self._trainer.answer_questions("after")
 
 
 def _overlap_uploads(args: RecipeConfig) -> None:
-    """Let batches go to the device while it computes; only pinned memory can be fetched without the host's help."""
+    """Let batches be copied while the device computes; only pinned memory can be copied without the host."""
     if args.dataloader_pin_memory and args.device.type in ("cuda", "xpu"):
         args.accelerator_config.non_blocking = True  # type: ignore[union-attr]  # transformers has parsed it
 
@@ -258,7 +258,7 @@ def cast_trainable(model: torch.nn.Module, dtype: torch.dtype) -> None:
 
 
 def _as_dict(result: ExactMatch, *, with_examples: bool) -> dict[str, object]:
-    """For the summary; rows of the data are kept out of a folder that is pushed to the hub."""
+    """For the summary; examples are left out of a folder that is pushed to the hub."""
     return {
         "accuracy": result.accuracy,
         "num_correct": result.num_correct,

@@ -1,4 +1,4 @@
-"""`MemoryRecovery` in HF `Trainer` and TRL's `SFTTrainer`: on by default, instead of their training step."""
+"""`MemoryRecovery` in HF `Trainer` and TRL's `SFTTrainer`: on by default, replacing their training step."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 
 class MemoryRecoveryMixin:
-    """Put first among a trainer's base classes: a step that runs out of memory is taken again in smaller passes.
+    """Put first among a trainer's base classes: a step that runs out of memory is repeated in smaller passes.
 
-    Where the trainer's loss cannot be taken in parts (preference pairs, losses with statistics over the batch,
-    metrics gathered in between), or its optimizer steps inside of the backward pass, all processes stop instead,
-    with one line that says so.
+    If the trainer's loss cannot be computed in parts (preference pairs, losses with statistics over the batch, metrics
+    gathered in between), or its optimizer steps inside the backward pass, all processes stop instead, with one line
+    that says so.
 
     Attributes:
         recover_from_oom: False leaves the training step as it is.
-        recompute_more: Switches to checkpointing of every layer; None where there is no more of it.
+        recompute_more: Switches to checkpointing of every layer; None if that is in use already.
         memory_recovery: None until the first step.
     """
 
@@ -85,7 +85,7 @@ class MemoryRecoveryMixin:
         return result * self._loss_factor
 
     def _count_new_tokens(self) -> None:
-        """`FastLossMixin` adds over the ranks in the middle of a pass; here it waits until the step has succeeded."""
+        """Postpone `FastLossMixin`'s sum over ranks, taken in the middle of a pass, until the step has succeeded."""
         if self._recovers:
             self._token_count_is_due = True
         else:
@@ -93,7 +93,7 @@ class MemoryRecoveryMixin:
 
     @property
     def _recovers(self) -> bool:
-        """transformers' `auto_find_batch_size` starts over instead, and wants to see the error."""
+        """False under transformers' `auto_find_batch_size`, which needs the error in order to start over."""
         return self.recover_from_oom and not self.args.auto_find_batch_size  # type: ignore[attr-defined]
 
     def _make_recovery(self, model: nn.Module, num_items_in_batch: object) -> MemoryRecovery:
@@ -127,7 +127,7 @@ class MemoryRecoveryMixin:
 
     @property
     def memory_summary(self) -> MemorySummary:
-        """Writes what lies in this rank's memory into the output folder."""
+        """Writes a summary of this rank's memory into the output folder."""
         trainer: Any = self
         return MemorySummary(
             trainer.args.output_dir,
@@ -137,11 +137,11 @@ class MemoryRecoveryMixin:
         )
 
     def in_user_words(self, advice: str) -> str:
-        """`advice`, which names flags, as the user writes them."""
+        """Convert `advice`, which names flags, into the user's spelling."""
         return advice
 
     def recovery_summary(self) -> dict[str, object] | None:
-        """For the run's summary: which steps were taken again and how small passes became; None if none was."""
+        """For the run's summary: the repeated steps and the size of passes; None if no step was repeated."""
         recovery, args = self.memory_recovery, self.args  # type: ignore[attr-defined]
         if recovery is None:
             return None
@@ -149,7 +149,7 @@ class MemoryRecoveryMixin:
 
 
 def _obstacle(trainer: Any) -> str | None:
-    """Why a step of `trainer` cannot be taken again in parts; None if it can."""
+    """Why a step of `trainer` cannot be repeated in parts; None if it can."""
     name = str(getattr(trainer.args, "optimizer_name", getattr(trainer.args.optim, "value", trainer.args.optim)))
     if steps_in_backward(name):
         return f"{name} has already changed weights in the backward pass"

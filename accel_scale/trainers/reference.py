@@ -1,4 +1,4 @@
-"""The reference that a loss of preferences compares with."""
+"""The reference model of a preference loss."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 def load_with_reference(
     run: TrainerRun, args: RecipeDPOConfig | RecipeKTOConfig
 ) -> tuple[PreTrainedModel, PreTrainedModel | None]:
-    """The model, and a frozen copy where it needs one.
+    """Load the model, and a frozen copy if the loss needs one.
 
-    Adapters switched off are the reference. What is computed before training asks the model itself, but FSDP shards
-    that later than it shards a reference.
+    With adapters, the reference is the model with the adapters switched off. Log probabilities computed before
+    training use the model itself, but FSDP shards the model later than a reference.
     """
     options = args.model_init_kwargs
     model = load_run_model(run, args)

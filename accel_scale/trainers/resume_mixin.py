@@ -1,4 +1,4 @@
-"""Resuming a trainer: which checkpoint, checked and compared, with everything in it loaded or refused."""
+"""Resuming a trainer: the checkpoint is chosen, checked and compared, and loaded in full or refused."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ else:
 
 
 class ResumeMixin(_TrainerBase):
-    """The part of `AtomicSavingMixin` that goes on; the overridden methods were checked on transformers 5.23.
+    """The resuming part of `AtomicSavingMixin`; the overridden methods were checked on transformers 5.23.
 
     Attributes:
-        run_settings: What gives the run its meaning, kept with every checkpoint and compared when it goes on; None:
-            from the trainer's arguments, model and rows.
-        allow_changed_settings: Go on although they differ.
-        resume_words: Where the user says what to resume, how to allow changed settings, and how a stopped run goes on.
-        resumed: The checkpoint that `train` went on from, None before and without one.
+        run_settings: The settings that define the run, stored in every checkpoint and compared when resuming; None
+            derives them from the trainer's arguments, model and rows.
+        allow_changed_settings: Resume even if they differ.
+        resume_words: Names of the resume option and of the override for changed settings; how a stopped run continues.
+        resumed: The checkpoint that `train` resumed from; None before and without one.
     """
 
     model: Any
@@ -57,7 +57,7 @@ class ResumeMixin(_TrainerBase):
             print(line, flush=True)
 
     def _resume_point(self, how: str | bool | None, output_dir: Path) -> str | None:
-        """The folder that `train` goes on from, after everything about it was checked; collective."""
+        """Choose and check the folder from which `train` resumes; collective."""
         place = self.resume_words[0]
         if how is None or how is False:
             good, _ = self._meeting.on_main(lambda: list_checkpoints(output_dir))
@@ -97,16 +97,16 @@ class ResumeMixin(_TrainerBase):
         return str(found.folder)
 
     def counters(self) -> dict[str, Any]:
-        """What the run has counted so far, JSON-able, kept with every checkpoint; collective."""
+        """The run's counts so far, as JSON, stored in every checkpoint; collective."""
         return {}
 
     def take_up_counters(self, counters: dict[str, Any]) -> None:
-        """Go on counting from what `counters` returned."""
+        """Continue counting from the result of `counters`."""
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: object, resume_from_checkpoint: str | None
     ) -> Any:
-        """DeepSpeed's state is loaded here rather than by the Trainer, which knows no other number of ranks."""
+        """Load DeepSpeed's state here instead of in the Trainer, which does not support another number of ranks."""
         if not self.is_deepspeed_enabled or resume_from_checkpoint is None:
             with trainers.fsdp_layout(self, self.resumed.manifest if self.resumed else None):
                 return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
@@ -116,7 +116,7 @@ class ResumeMixin(_TrainerBase):
         trainers.load_zero(self, folder, manifest, place=self.resume_words[0])
         self._load_optimizer_and_scheduler(resume_from_checkpoint)
         self._load_scaler(resume_from_checkpoint)
-        self._meeting.gather(None)  # all have read what was converted
+        self._meeting.gather(None)  # all ranks have read the converted files
         prepare_output_dir(str(self.args.output_dir), self._meeting)
         return prepared
 
@@ -137,7 +137,7 @@ class ResumeMixin(_TrainerBase):
             super()._load_rng_state(checkpoint)
 
     def _run_epoch(self, *args: object, **kwargs: object) -> None:
-        """The Trainer's loop asks whether the end is reached after a step; a finished run takes none."""
+        """Stop a finished run at once: the Trainer's loop checks for the end only after a step."""
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return

@@ -1,4 +1,4 @@
-"""TRL's `RewardTrainer` with what the recipes add."""
+"""TRL's `RewardTrainer` with the recipes' additions."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _ACCURACY = "eval_accuracy"
 
 
 class ScaleRewardTrainer(OwnLossBase, RewardTrainer):
-    """`RewardTrainer` that honours what `resolve` decided; arguments as `OwnLossBase`.
+    """`RewardTrainer` that applies the settings of `resolve`; arguments as for `OwnLossBase`.
 
-    Call `transformers.set_seed` before the model is loaded, as TRL does: the head begins with random weights. Adapters
-    are put on here, because TRL would set the seed once more in between.
+    Call `transformers.set_seed` before loading the model, as TRL does, because the head starts with random weights.
+    Adapters are added here, because TRL would set the seed again in between.
 
     Attributes:
-        left_out: Pairs of the training rows with an answer that is longer than ``--max_length``.
+        left_out: Number of training pairs left out because an answer is longer than ``--max_length``.
     """
 
     args: RecipeRewardConfig
@@ -32,12 +32,12 @@ class ScaleRewardTrainer(OwnLossBase, RewardTrainer):
 
     def __init__(self, *, model: PreTrainedModel, peft_config: PeftConfig | None = None, **kwargs: Any) -> None:
         self._num_given = _length(kwargs["train_dataset"])
-        # The recipe casts adapters to the dtype that they are trained in.
+        # The recipe casts adapters to their training dtype.
         trained = get_peft_model(model, peft_config, autocast_adapter_dtype=False) if peft_config else model
         super().__init__(model=trained, **kwargs)
 
     def refuse_rows(self) -> None:
-        """TRL has left out pairs that are longer than ``--max_length``; that none is left is an error."""
+        """Report the pairs longer than ``--max_length`` that TRL has left out; raise an error if none is left."""
         for what, rows in (("training", self.train_dataset), ("evaluation", self.eval_dataset)):
             if rows is not None and _length(rows) == 0:
                 raise no_labels(f"no {what} row", self.args.max_length, "--{}")
@@ -50,9 +50,9 @@ class ScaleRewardTrainer(OwnLossBase, RewardTrainer):
             )
 
     def figures(self) -> dict[str, object]:
-        """As every trainer's, with the share of pairs whose better answer has the higher reward.
+        """The common figures, plus the share of pairs whose better answer has the higher reward.
 
-        Of the pairs trained on by the log, of those evaluated before the first step, if any were, and last.
+        For the pairs trained on, per log entry; for evaluated pairs, before the first step, if done then, and last.
         """
         history = self.state.log_history
         first = next((e for e in history if _ACCURACY in e and e["step"] == 0), {})
@@ -66,5 +66,5 @@ class ScaleRewardTrainer(OwnLossBase, RewardTrainer):
 
 
 def _length(rows: object) -> int | None:
-    """Rows of a data set; None for a stream."""
+    """Number of rows of a data set; None for a stream."""
     return rows.num_rows if isinstance(rows, Dataset) else None

@@ -1,4 +1,4 @@
-"""What recipes/grpo.py and rloo.py share: settings with what is rewarded, prompts to answer, the model."""
+"""Code shared by recipes/grpo.py and rloo.py: settings with rewards, prompts to answer, the model."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 @dataclass
 class RewardedRun(TrainerRun):
-    """As every run with a trainer, with what it rewards."""
+    """A `TrainerRun` with reward functions."""
 
     rewards: list[RewardFunction] = field(default_factory=list)
 
 
 def resolve_rewarded_run(parsed: ParsedFlags, plan: PlannedRecipe) -> RewardedRun:
-    """As `resolve_trainer_run`, with the functions that ``--rewards`` names.
+    """Same as `resolve_trainer_run`, plus the functions that ``--rewards`` names.
 
     Raises:
-        ConfigError: as there, for a reward that cannot be imported, and groups of answers that are not whole.
+        ConfigError: as there, and for a reward that cannot be imported or incomplete groups of answers.
     """
     from accel_scale.data.default import DEFAULT_REWARDING
     from accel_scale.starting.early_checks import refuse_groups
@@ -49,7 +49,7 @@ def resolve_rewarded_run(parsed: ParsedFlags, plan: PlannedRecipe) -> RewardedRu
 
 
 def load_prompts(run: RewardedRun) -> None:
-    """Prompts and answers to train on, others to evaluate where asked for, and the questions of exact match."""
+    """Load prompts and answers to train on, others to evaluate if asked for, and the questions of exact match."""
     from accel_scale.data.default import default_data_paths
 
     load_rows(run, lambda _, heldout: default_data_paths()[heldout])
@@ -57,11 +57,11 @@ def load_prompts(run: RewardedRun) -> None:
 
 
 def as_prompts(data: LoadedData, *, place: str) -> LoadedData:
-    """`data` with ``prompt`` and ``answer``: the last turn of the assistant, or the completion, is the answer.
+    """Convert to ``prompt`` and ``answer``; the answer is the assistant's last turn, or the completion.
 
     Args:
         data: Rows of ``messages``, or of ``prompt`` and ``completion``.
-        place: Where the data were named.
+        place: Where the data was named.
 
     Raises:
         ConfigError: for rows of plain text, which have no prompt.
@@ -87,9 +87,9 @@ def as_prompts(data: LoadedData, *, place: str) -> LoadedData:
 
 
 def load_generating_model(run: RewardedRun, args: RecipeGRPOConfig | RecipeRLOOConfig) -> tuple[PreTrainedModel, str]:
-    """The model, and the token that ends an answer, which TRL looks up in it when it makes the trainer.
+    """Load the model; returns it and the token that ends an answer, which TRL reads from it when creating the trainer.
 
-    Where a frozen reference is kept, TRL loads that by the model's name: `args` say how.
+    If a frozen reference is kept, TRL loads it by the model's name, with the options set in `args`.
     """
     from accel_scale.modeling.loading import add_stop_token
 
@@ -98,7 +98,7 @@ def load_generating_model(run: RewardedRun, args: RecipeGRPOConfig | RecipeRLOOC
     model = load_run_model(run, args)
     add_stop_token(model, run.tokenizer, stop_token)
     if args.use_vllm:
-        given = args.generation_kwargs if isinstance(args.generation_kwargs, dict) else {}  # TRL has read text by now
+        given = args.generation_kwargs if isinstance(args.generation_kwargs, dict) else {}  # TRL has parsed it
         args.generation_kwargs = {**stops_of(model), **given}
     if run.model_args.model_revision != "main":
         options = {**options, "revision": run.model_args.model_revision}
@@ -108,6 +108,6 @@ def load_generating_model(run: RewardedRun, args: RecipeGRPOConfig | RecipeRLOOC
 
 
 def stops_of(model: PreTrainedModel) -> dict[str, list[int]]:
-    """What ends an answer, for vLLM: it reads the model's files, which may know of fewer tokens than `model`."""
+    """vLLM's arguments for the tokens that end an answer: the model's files, which it reads, may list fewer."""
     found = model.generation_config.eos_token_id
     return {"stop_token_ids": [found] if isinstance(found, int) else list(found or ())}

@@ -1,4 +1,4 @@
-"""Rewards that can be verified: functions of completions and expected answers, by name or from a user's file."""
+"""Verifiable rewards: functions of completions and expected answers, by name or from a user's file."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from accel_scale.flags.rewards import FORMAT_PREFIX, NAMED_REWARDS, check_reward
 from accel_scale.training.evaluation.exact_match import normalize_answer
 
 Completion = str | Sequence[Mapping[str, str]]  # text, or turns
-# As TRL calls it: lists of equal length by name, one number (or None: not judged) for each completion.
+# Called by TRL with named lists of equal length; one number (or None: not judged) for each completion.
 RewardFunction = Callable[..., Sequence[float | None]]
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _FLAG = "--rewards"
 
 
 def text_of(completion: Completion) -> str:
-    """What the model said, of a completion as text or as turns."""
+    """The text of a completion, which is text or turns."""
     return completion if isinstance(completion, str) else str(completion[-1]["content"])
 
 
 def exact_match(completions: Sequence[Completion], answer: Sequence[str], **unused: object) -> list[float]:
-    """1 where a completion is the answer after `normalize_answer`, else 0."""
+    """1 if a completion equals the answer after `normalize_answer`, else 0."""
     pairs = zip(completions, answer, strict=True)
     return [float(normalize_answer(text_of(said)) == normalize_answer(expected)) for said, expected in pairs]
 
 
 def number(completions: Sequence[Completion], answer: Sequence[str], **unused: object) -> list[float | None]:
-    """1 where the last number of a completion is the last of the answer, else 0; None where the answer has none."""
+    """1 if the last number of a completion equals the answer's last number, else 0; None if the answer has none."""
     rewards: list[float | None] = []
     for said, expected in zip(completions, answer, strict=True):
         wanted, found = last_number(expected), last_number(text_of(said))
@@ -41,13 +41,13 @@ def number(completions: Sequence[Completion], answer: Sequence[str], **unused: o
 
 
 def last_number(text: str) -> float | None:
-    """The last number in `text`, commas between digits left out; None without one."""
+    """The last number in `text`, without commas between digits; None if there is none."""
     found = _NUMBER.findall(text)
     return float(found[-1].replace(",", "")) if found else None
 
 
 def matches(pattern: str) -> RewardFunction:
-    """1 where the whole completion matches `pattern`, over lines; else 0."""
+    """Return a reward of 1 if the whole completion, across lines, matches `pattern`, else 0."""
     compiled = re.compile(pattern, re.DOTALL)
 
     def format_reward(completions: Sequence[Completion], **unused: object) -> list[float]:
@@ -57,14 +57,14 @@ def matches(pattern: str) -> RewardFunction:
 
 
 def reward_functions(names: Sequence[str], *, weights: Sequence[float] | None = None) -> list[RewardFunction]:
-    """The functions of ``--rewards``, in its order.
+    """The functions of ``--rewards``, in the given order.
 
     Args:
-        names: As the flag takes them.
-        weights: Of ``--reward_weights``, which must be as many.
+        names: Values of the flag.
+        weights: Values of ``--reward_weights``, one for each name.
 
     Raises:
-        ConfigError: as `check_rewards`; for a function that is not there, or a file that cannot be imported.
+        ConfigError: as in `check_rewards`; for a function that does not exist, or a file that cannot be imported.
     """
     check_rewards(names, weights)
     return [_function(name) for name in names]
@@ -84,7 +84,7 @@ def _function(name: str) -> RewardFunction:
 
 
 def _module(where: str) -> object:
-    """A module by its name, or from a file, which the user has named to be run."""
+    """Import a module by its name, or from a file that the user has named to be run."""
     path = Path(where)
     try:
         if path.suffix != ".py":

@@ -1,4 +1,4 @@
-"""Atomic checkpoints and final folders inside HF `Trainer`, read back and compared the first time."""
+"""Atomic checkpoints and final folders inside HF `Trainer`, with the first one read back and compared."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ from accel_scale.training.saving.verification import VerifyResult, verify_checkp
 
 
 class AtomicSavingMixin(ResumeMixin):
-    """Put before an HF or TRL trainer class: its checkpoints are kept, checked and resumed as `CheckpointManager`'s.
+    """Mixin for an HF or TRL trainer class: its checkpoints are kept, checked and resumed as `CheckpointManager`'s.
 
-    `Trainer._save_checkpoint` writes from several ranks into one folder; here that folder is in a staging area until
-    all ranks have finished, has checksums of every file in its manifest, and is renamed. A save that fails on any rank
-    is one line, and the run goes on; the last one raises `CheckpointNotSaved`. SIGTERM, SIGUSR1 and Ctrl-C let `train`
-    save, stop and end the process with `EXIT_STOPPED`. `save_model()` becomes `save_final`. The overridden methods
-    were checked on transformers 5.23.
+    `Trainer._save_checkpoint` writes from several ranks into one folder; here that folder stays in a staging area
+    until all ranks have finished, gets a manifest with checksums of every file, and is renamed. A save that fails on
+    any rank prints one line, and the run continues; a failing last save raises `CheckpointNotSaved`. On SIGTERM,
+    SIGUSR1 and Ctrl-C `train` saves, stops and ends the process with `EXIT_STOPPED`. `save_model()` becomes
+    `save_final`. The overridden methods were checked on transformers 5.23.
 
     Attributes:
-        verify_first_checkpoint: Read the first thing saved back and compare it with memory.
-        first_verification: Outcome of that check, None until then.
-        pushes_when_saved: Whether `save_model` also pushes, as the trainer's does; else whoever reports the run does.
-        stopped_by: Name of the signal that stopped it, None before.
+        verify_first_checkpoint: Read the first save back and compare it with the weights in memory.
+        first_verification: Result of that check; None until then.
+        pushes_when_saved: True if `save_model` also pushes, as the trainer's does; otherwise the run's report does.
+        stopped_by: Name of the signal that stopped the run; None before.
     """
 
     model: Any
@@ -63,9 +63,9 @@ class AtomicSavingMixin(ResumeMixin):
         return signal.Signals(number).name if number else None
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As the trainer's; removes what a killed run left, and saves and stops at a signal.
+        """Train; removes a killed run's leftovers first, and saves and stops on a signal.
 
-        True resumes the newest good checkpoint; ``"auto"`` does where there is one, else begins.
+        True resumes the newest good checkpoint; ``"auto"`` does so if there is one, and otherwise starts anew.
         """
         self._meeting, self.resumed = Meeting(), None
         output_dir = Path(str(self.args.output_dir)).absolute()
@@ -89,7 +89,7 @@ class AtomicSavingMixin(ResumeMixin):
         return result
 
     def _leave(self) -> None:
-        """End every process with the status of a run that was stopped and can go on."""
+        """End every process with the exit status of a stopped run that can be resumed."""
         line = f"saved checkpoint-{self.state.global_step} after {self.stopped_by}; {self.resume_words[2]}"
         self._say(line)
         repeat_last(line)
@@ -132,7 +132,7 @@ class AtomicSavingMixin(ResumeMixin):
     def _write_checkpoint(
         self, model: Any, trial: Any, counters: dict[str, Any], output_dir: Path, staged: Path
     ) -> None:
-        """The Trainer's own files. An error of one rank waits until the others have had their collectives."""
+        """Write the Trainer's own files. An error on one rank is kept until all have finished their collectives."""
         self._staged_in, self._kept_errors = staged.parent, []
         try:
             with trainers.engine_errors_kept(self, self._kept_errors):
@@ -142,7 +142,7 @@ class AtomicSavingMixin(ResumeMixin):
             self._staged_in = self._kept_errors = None
         if errors:
             raise errors[0]
-        if self.state.best_model_checkpoint == str(staged):  # the Trainer has noted where it was being written
+        if self.state.best_model_checkpoint == str(staged):  # the Trainer has recorded the staging folder
             self.state.best_model_checkpoint = str(output_dir / staged.name)
             if self.args.should_save:
                 self.state.save_to_json(str(staged / trainers.TRAINER_STATE))
@@ -165,7 +165,7 @@ class AtomicSavingMixin(ResumeMixin):
         return str(self._staged_in) if self._staged_in is not None else super()._get_output_dir(trial)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if self._staged_in is not None:  # the upload goes on after the folder has moved
+        if self._staged_in is not None:  # the upload continues after the folder has moved
             self._folder_to_push = os.path.basename(checkpoint_folder)
         else:
             super()._push_from_checkpoint(checkpoint_folder)
@@ -194,7 +194,7 @@ class AtomicSavingMixin(ResumeMixin):
             self.first_verification = verify_checkpoint(self.model, folder, accelerator=self.accelerator)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Inside a checkpoint as the trainer's; called by the user, `save_final`."""
+        """Called by the Trainer, save as usual within a checkpoint; called by the user, run `save_final`."""
         if _internal_call:
             super().save_model(output_dir, _internal_call=True)
             return

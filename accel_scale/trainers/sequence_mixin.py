@@ -19,19 +19,19 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import PreTrainedConfig
 
-# Of whole rows: where documents begin, which attention here derives from position ids of whole rows.
+# Keys of whole rows: where documents begin, which attention here derives from position ids of whole rows.
 _DERIVED_KEYS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", ROW_FACTS}
 
 
 class SequenceParallelMixin:
-    """Put first among a trainer's base classes, with `FastLossMixin` further back, whose hooks it fills in.
+    """Put first among a trainer's base classes, with `FastLossMixin` further back, whose hooks it implements.
 
-    To the engine below (DDP, FSDP2, ZeRO) every rank is a data-parallel one: gradients are averaged over all, and
-    weights sharded over all. Data loaders count groups, `held_part` cuts what a group has read, and each rank's loss
-    is its part's share of the global one.
+    The engine below (DDP, FSDP2, ZeRO) treats every rank as data-parallel: gradients are averaged and weights sharded
+    over all ranks. Data loaders count groups, `held_part` cuts the rows read by a group, and each rank's loss is its
+    part's share of the global loss.
 
     Args:
-        sp_size: Neighbouring ranks that share each row; 1 leaves the trainer as it is.
+        sp_size: Number of neighbouring ranks that share each row; 1 leaves the trainer as it is.
     """
 
     sp_size: int = 1
@@ -58,7 +58,7 @@ class SequenceParallelMixin:
         check_on_twin(model.config, self.sp_size)
 
     def held_part(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """This rank's part of a micro-batch's rows; `FastLossMixin` computes the loss of it."""
+        """This rank's part of a micro-batch's rows; `FastLossMixin` computes its loss."""
         if self.sp_size == 1:
             return inputs
         rows = {name: value for name, value in inputs.items() if name not in _DERIVED_KEYS}
@@ -66,7 +66,7 @@ class SequenceParallelMixin:
         return cut_batch(padded, dist.get_rank(self._sp_group), self.sp_size)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        if self.sp_size > 1:  # transformers puts Accelerate's back after each evaluation
+        if self.sp_size > 1:  # transformers restores Accelerate's after each evaluation
             self.gather_function = self._gather_once_per_row
         return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
 
@@ -84,7 +84,7 @@ class SequenceParallelMixin:
         return loss.detach(), None, None
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Labelled tokens of the global batch: transformers adds up those of all ranks, of which groups read alike."""
+        """Labelled tokens of the global batch: transformers sums over all ranks, but ranks of a group share rows."""
         num_items = super()._get_num_items_in_batch(*args, **kwargs)  # type: ignore[misc]
         return num_items if num_items is None or self.sp_size == 1 else num_items / self.sp_size
 
@@ -93,21 +93,21 @@ class SequenceParallelMixin:
         return total // self.sp_size
 
     def _gather_once_per_row(self, values: object, *args: object, **kwargs: object) -> Any:
-        """In place of Accelerate's `gather_for_metrics`, in evaluation: the values of one rank of each group."""
+        """Replaces Accelerate's `gather_for_metrics` in evaluation: takes the values of one rank of each group."""
         accelerator = self.accelerator  # type: ignore[attr-defined]
         gathered = accelerator.gather(values)
         once = gathered.unflatten(0, (accelerator.num_processes, -1))[:: self.sp_size].flatten(0, 1)
         state = accelerator.gradient_state
-        # The last batch is filled up with rows that were seen before.
+        # The last batch is filled up with rows seen before.
         is_filled_up = state.end_of_dataloader and state.remainder > 0
         return once[: state.remainder] if is_filled_up else once
 
 
 def check_trainer(trainer: Any) -> None:
-    """Refuse what would be another loss, or none, on parts of rows.
+    """Refuse settings whose loss on parts of rows would be different or undefined.
 
     Raises:
-        ConfigError: for the first setting of that kind.
+        ConfigError: for the first such setting.
     """
     args = trainer.args
     problems = {
@@ -122,7 +122,7 @@ def check_trainer(trainer: Any) -> None:
 
 
 def read_rows_in_groups(accelerator: Accelerator, size: int) -> None:
-    """Let data loaders that `accelerator` prepares give each run of `size` neighbouring ranks the same rows."""
+    """Make data loaders prepared by `accelerator` give the same rows to each run of `size` neighbouring ranks."""
 
     @functools.wraps(type(accelerator).prepare_data_loader)
     def prepare(
@@ -130,7 +130,7 @@ def read_rows_in_groups(accelerator: Accelerator, size: int) -> None:
     ) -> Any:
         from accelerate.data_loader import prepare_data_loader
 
-        del slice_fn_for_dispatch  # of one process that reads for all, which would give each rank other rows
+        del slice_fn_for_dispatch  # for one process that reads for all, which would give each rank other rows
         prepared = data_loader
         if not getattr(data_loader, "_is_accelerate_prepared", False):
             prepared = prepare_data_loader(
@@ -156,13 +156,13 @@ def read_rows_in_groups(accelerator: Accelerator, size: int) -> None:
 
 
 def check_on_twin(config: PreTrainedConfig, size: int) -> None:
-    """Compare parts of rows with whole ones on a small model of `config`, in fp32 on the CPU; collective.
+    """Compare parts of rows with whole rows on a small model of `config`, in fp32 on the CPU; collective.
 
-    The run's own weights may lie in host memory, be sharded or be quantised, and its group may know tensors on an
-    accelerator only. Nothing is compared where there is no small model with as many heads as ranks.
+    The run's own weights may be in host memory, sharded or quantised, and its group may support only tensors on an
+    accelerator. Skipped if there is no small model whose number of heads is a multiple of the ranks.
 
     Raises:
-        ConfigError: as `check_ulysses`.
+        ConfigError: as in `check_ulysses`.
     """
     from accel_scale.facts.device import CPU
     from accel_scale.modeling.attention import resolve_attention

@@ -1,4 +1,4 @@
-"""TRL's `SFTTrainer`, `DPOTrainer` and `KTOTrainer` with what the recipes add: saving, the guard, recovery, meters."""
+"""TRL's `SFTTrainer`, `DPOTrainer` and `KTOTrainer` with saving, the guard, recovery and meters of the recipes."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ class _SFTBase(
     AtomicSavingMixin,
     FastLossMixin,
 ):
-    """What comes before TRL's own methods, in this order."""
+    """The mixins that precede TRL's own methods, in this order."""
 
 
 class ScaleSFTTrainer(_SFTBase, SFTTrainer):
-    """`SFTTrainer` that honours what `resolve` decided.
+    """`SFTTrainer` that applies the settings of `resolve`.
 
     Args:
-        loss_from_logits: Compute the loss from the model's own logits, as the start check may ask for.
-        **kwargs: As `RecipeTrainerMixin` and `SFTTrainer`, and `sp_size` of `SequenceParallelMixin`.
+        loss_from_logits: Compute the loss from the model's own logits, as the start check may request.
+        **kwargs: Arguments of `RecipeTrainerMixin` and `SFTTrainer`, and `sp_size` of `SequenceParallelMixin`.
     """
 
     args: RecipeSFTConfig
@@ -65,11 +65,11 @@ class OwnLossBase(
     OutputFolderMixin,
     AtomicSavingMixin,
 ):
-    """As `_SFTBase`, for losses of TRL's own; rows are not shared by several ranks.
+    """`_SFTBase` for trainers with a loss of TRL's own; rows are not shared by several ranks.
 
     Args:
-        optimizer_cls_and_kwargs: As transformers' `Trainer` takes it, and TRL's do not.
-        **kwargs: As `RecipeTrainerMixin`, without `program`, and TRL's trainer.
+        optimizer_cls_and_kwargs: Same as in transformers' `Trainer`; TRL's trainers do not take it.
+        **kwargs: Arguments of `RecipeTrainerMixin`, except `program`, and of TRL's trainer.
 
     Attributes:
         program: The recipe's name in messages.
@@ -85,7 +85,7 @@ class OwnLossBase(
 
 
 class _ReferenceBase(OwnLossBase):
-    """As `OwnLossBase`, for losses that compare with a reference."""
+    """`OwnLossBase` for losses that compare with a reference."""
 
     args: RecipeDPOConfig | RecipeKTOConfig
     ref_model: PreTrainedModel | None
@@ -93,43 +93,43 @@ class _ReferenceBase(OwnLossBase):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         if self.args.precompute_ref_log_probs:
-            self.ref_model = None  # what it says is in the rows by now
+            self.ref_model = None  # its log probabilities are in the rows by now
 
     def refuse_rows(self) -> None:
-        """TRL has left out rows whose prompts alone fill ``--max_length``."""
+        """Raise an error if no row is left; TRL has left out rows whose prompts alone fill ``--max_length``."""
         for what, rows in (("training", self.train_dataset), ("evaluation", self.eval_dataset)):
             if rows is not None and hasattr(rows, "__len__") and not len(rows):
                 raise no_labels(f"no {what} row", self.args.max_length, "--{}")
 
 
 class ScaleDPOTrainer(_ReferenceBase, DPOTrainer):
-    """`DPOTrainer` that honours what `resolve` decided; arguments as `OwnLossBase`."""
+    """`DPOTrainer` that applies the settings of `resolve`; arguments as for `OwnLossBase`."""
 
     args: RecipeDPOConfig
     program = "dpo.py"
 
     def figures(self) -> dict[str, object]:
-        """As every trainer's, with the share of pairs whose better answer is preferred to the reference's liking."""
+        """The common figures, plus the share of pairs whose better answer gains more over the reference."""
         preferred = [e["rewards/accuracies"] for e in self.state.log_history if "rewards/accuracies" in e]
         return {**super().figures(), "preferred": preferred}
 
 
 class ScaleKTOTrainer(_ReferenceBase, KTOTrainer):
-    """`KTOTrainer` that honours what `resolve` decided; arguments as `OwnLossBase`."""
+    """`KTOTrainer` that applies the settings of `resolve`; arguments as for `OwnLossBase`."""
 
     args: RecipeKTOConfig
     program = "kto.py"
 
     def figures(self) -> dict[str, object]:
-        """As every trainer's, with how much higher good answers are rewarded than bad ones, where a log had both."""
+        """The common figures, plus the margin of rewards of good over bad answers, if a log entry had both."""
         margins = [e["rewards/margins"] for e in self.state.log_history if "rewards/margins" in e]
         return {**super().figures(), "margins": margins}
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, torch.Tensor], return_outputs: bool) -> object:
-        """As TRL's; what is gathered from the ranks, the KL term and figures of the log, is in fp32 on all of them.
+        """Compute TRL's loss, but gather everything (the KL term and logged figures) in fp32 on all ranks.
 
-        TRL 1.16 adds up the rewards of a rank without a good answer, or without a bad one, from an empty fp32 tensor;
-        under bf16 those of the others are none, and the ranks send each other tensors of different sizes.
+        On a rank without a good answer, or without a bad one, TRL 1.16 sums rewards from an empty fp32 tensor; under
+        bf16 the other ranks' rewards are not fp32, and ranks would exchange tensors of different sizes.
         """
         gather = self.accelerator.gather_for_metrics
 

@@ -1,4 +1,4 @@
-"""Transformers' callbacks of trackers: the same names in every tracker, and TensorBoard's writers for events."""
+"""Transformers' tracker callbacks: the same names in every tracker, and TensorBoard's writers for events."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class NamedMLflowCallback(MLflowCallback):
-    """``train/loss`` and ``eval/loss`` in MLflow too, where transformers 5.23 leaves ``loss`` and ``eval_loss``."""
+    """Logs ``train/loss`` and ``eval/loss`` to MLflow, for which transformers 5.23 uses ``loss`` and ``eval_loss``."""
 
     def on_log(
         self,
@@ -28,13 +28,13 @@ class NamedMLflowCallback(MLflowCallback):
 
 
 def use_tracker_names(trainer: Trainer) -> None:
-    """Replace the trainer's own callback for MLflow, if it has one."""
+    """Replace the trainer's MLflow callback, if it has one."""
     if any(type(callback) is MLflowCallback for callback in trainer.callback_handler.callbacks):
         trainer.remove_callback(MLflowCallback)
         trainer.add_callback(NamedMLflowCallback())
 
 
 def text_writers(trainer: Trainer) -> list[TextWriter]:
-    """TensorBoard's writers of the trainer's callbacks."""
+    """The TensorBoard writers of the trainer's callbacks."""
     writers = (getattr(callback, "tb_writer", None) for callback in trainer.callback_handler.callbacks)
     return [writer for writer in writers if writer is not None]

@@ -1,4 +1,4 @@
-"""What the recipes with TRL's trainers do alike: a run's parts, its checks before loading, its model, its summary."""
+"""Code shared by the recipes with TRL's trainers: a run's parts, its checks before loading, its model, its summary."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from accel_scale.flags.guard import TrainerGuardArguments, guard_for
 from accel_scale.flags.library import FlagClass, load_classes
 from accel_scale.starting.recipe_start import RecipeRun
 
-if TYPE_CHECKING:  # torch and TRL are slow to import: not before the command line has been checked
+if TYPE_CHECKING:  # torch and TRL are slow to import: only after the command line has been checked
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
     from trl import ScriptArguments
 
@@ -26,23 +26,23 @@ if TYPE_CHECKING:  # torch and TRL are slow to import: not before the command li
 
 @dataclass
 class TrainerRun(RecipeRun):
-    """Everything decided before training, step by step: what comes later has no value before that."""
+    """Everything decided before training, step by step; later attributes have no value before their step."""
 
     script: ScriptArguments
     model_args: RecipeModelConfig
     sp_size: int = 1  # ranks that share each row
-    # By `check`:
+    # Set by `check`:
     guard: GuardSettings = field(init=False)
     model_config: PreTrainedConfig = field(init=False)
     tokenizer: PreTrainedTokenizerBase = field(init=False)
     checked: Verdict = field(init=False)
     plan: RunPlan | None = field(init=False)
-    # By `load_data` and after it:
+    # Set by `load_data` and later:
     data: LoadedData = field(init=False)
     questions: list[dict[str, object]] = field(default_factory=list)
     course: Course = field(init=False)
-    # By `make_trainer`:
-    parameters: tuple[int, int] = field(init=False)  # all, trained ones
+    # Set by `make_trainer`:
+    parameters: tuple[int, int] = field(init=False)  # all, trained
     watch: MemoryWatch | None = field(init=False)
 
     @property
@@ -52,7 +52,7 @@ class TrainerRun(RecipeRun):
 
 
 def check_run(run: TrainerRun) -> None:
-    """Refuse what cannot work before anything is loaded; say what the user may want to change."""
+    """Refuse what cannot work before anything is loaded; warn about settings the user may want to change."""
     from accel_scale.launching.memory_cap import cap_device_memory
     from accel_scale.modeling.attention import check_packing_strategy, choose_kernels, resolve_attention
     from accel_scale.modeling.loading import load_config, load_tokenizer
@@ -103,7 +103,7 @@ def check_run(run: TrainerRun) -> None:
 
 
 def course_of_run(run: TrainerRun, flag_classes: Sequence[FlagClass]) -> Course:
-    """Whether the run begins, goes on or is finished."""
+    """Determine whether the run starts, resumes or is finished."""
     from accel_scale.training.checkpoints.going_on import course_of_sft
 
     settings = run.settings
@@ -119,13 +119,13 @@ def course_of_run(run: TrainerRun, flag_classes: Sequence[FlagClass]) -> Course:
 
 
 def load_run_model(run: TrainerRun, args: RecipeConfig) -> PreTrainedModel:
-    """The model in the dtype it is trained in, quantised where its base is frozen; sharded at load by ZeRO-3."""
+    """Load the model in its training dtype, quantised if its base is frozen; ZeRO-3 shards it at load."""
     from accel_scale.modeling import adapters, loading, model_class, precision
     from accel_scale.modeling.adapter_targets import unquantised_modules
     from accel_scale.modeling.fused.liger import fuse_agreed
 
     settings = run.settings
-    options = args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {}  # TRL has read text by now
+    options = args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {}  # TRL has parsed text by now
     quantization = adapters.quantization_config(
         run.model_args, precision=settings.precision, strategy=run.launch.strategy
     )
@@ -143,7 +143,7 @@ def load_run_model(run: TrainerRun, args: RecipeConfig) -> PreTrainedModel:
         **{**model_class.dropouts_of(run.model_config), **options},
     )
     fuse_agreed(settings.fused, model, settings.checkpointing)
-    args.model_init_kwargs = None  # TRL's trainer has no use for them once the model is there
+    args.model_init_kwargs = None  # TRL's trainer does not need them once the model is loaded
     if quantization is not None:
         adapters.prepare_quantized_base(model, use_reentrant=settings.use_reentrant)
     if settings.precision.fp8:
@@ -152,7 +152,7 @@ def load_run_model(run: TrainerRun, args: RecipeConfig) -> PreTrainedModel:
 
 
 def settle_data(run: TrainerRun) -> None:
-    """What depends on the rows: the memory they need, refused if it is not there, and how they are read."""
+    """Settle what depends on the rows: their memory, refused if there is not enough, and how they are read."""
     from accel_scale.data.loaders import loader_settings
 
     settings = run.settings
@@ -168,7 +168,7 @@ def settle_data(run: TrainerRun) -> None:
 
 
 def prepare_chat(run: TrainerRun, *, assistant_only_loss: bool = False, chat_template_path: str | None = None) -> str:
-    """Give the tokenizer a template that rows of turns can be trained with; returns the token that ends a turn."""
+    """Give the tokenizer a template suitable for training on turns; returns the token that ends a turn."""
     from accel_scale.data.chat import ensure_chat_template, ensure_stop_token
 
     conversational = run.data.conversational
@@ -182,12 +182,12 @@ def prepare_chat(run: TrainerRun, *, assistant_only_loss: bool = False, chat_tem
 
 
 def trainer_options(run: TrainerRun, args: RecipeConfig, model: PreTrainedModel) -> dict[str, Any]:
-    """What `RecipeTrainerMixin` and any of TRL's trainers are given."""
+    """The arguments for `RecipeTrainerMixin` and any TRL trainer."""
     from accel_scale.optimization.optimizers import optimizer_cls_and_kwargs
 
     settings = run.settings
     if args.ddp_find_unused_parameters is None:
-        args.ddp_find_unused_parameters = bool(run.checked.untrained)  # looking takes time
+        args.ddp_find_unused_parameters = bool(run.checked.untrained)  # searching takes time
     return {
         "model": model,
         "args": args,
@@ -214,7 +214,7 @@ def trainer_options(run: TrainerRun, args: RecipeConfig, model: PreTrainedModel)
 
 
 def settle_trainer(run: TrainerRun, trainer: RecipeTrainerMixin, stop_token: str | None = None) -> None:
-    """What acts on the trainer's model: checkpointing, the token that ends an answer if it answers, measurements."""
+    """Apply settings to the trainer's model: checkpointing, the token that ends its answers, measurements."""
     from accel_scale.modeling.activation_checkpointing import apply_checkpointing
     from accel_scale.modeling.loading import add_stop_token, count_parameters
     from accel_scale.settings.planned_checkpointing import full_checkpointing
@@ -229,7 +229,7 @@ def settle_trainer(run: TrainerRun, trainer: RecipeTrainerMixin, stop_token: str
 
 
 def report_start(run: TrainerRun, trainer: RecipeTrainerMixin, program: str) -> None:
-    """The table before the first step: what will be trained, on what, how; kept in ``run_starts.jsonl`` too."""
+    """Print the table before the first step: model, data and settings; also written to ``run_starts.jsonl``."""
     from accel_scale.reporting.run_tables import data_text
     from accel_scale.reporting.tables import format_count, print_table
     from accel_scale.settings.trl_config import RecipeSFTConfig
@@ -269,7 +269,7 @@ def report_start(run: TrainerRun, trainer: RecipeTrainerMixin, program: str) -> 
 
 
 def report_end(run: TrainerRun, trainer: RecipeTrainerMixin, program: str) -> dict[str, object]:
-    """The table after the last step, ``run_summary.json`` and the model card beside the model; then it is pushed."""
+    """Print the table after the last step, write ``run_summary.json`` and the model card by the model, then push."""
     summary = _report_end(run, trainer, program)
     if trainer.args.push_to_hub:
         trainer.push_to_hub(commit_message="Model save", revision=trainer.args.hub_revision)

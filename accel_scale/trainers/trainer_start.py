@@ -1,4 +1,4 @@
-"""How the recipes with TRL's trainers begin: flags, launch and machine brought together, then the rows."""
+"""Start of the recipes with TRL's trainers: combine flags, launch and machine, then load the rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from accel_scale.flags.parsing import ParsedFlags
 from accel_scale.planning.search.recipe_choices import PlannedRecipe
 from accel_scale.trainers.trainer_run import TrainerRun
 
-EMBEDDED_QUESTIONS = 200  # of exact match, where the embedded rows are trained on
+EMBEDDED_QUESTIONS = 200  # for exact match, if the embedded rows are trained on
 
 
 def resolve_trainer_run(
@@ -21,12 +21,12 @@ def resolve_trainer_run(
     preset: Mapping[str, object],
     preset_bf16: Mapping[str, object] = MappingProxyType({}),
 ) -> TrainerRun:
-    """A run's settings from flags, launch and machine.
+    """Resolve a run's settings from flags, launch and machine.
 
     Args:
-        plan: What the planner knows of the recipe, with the name of its configuration.
-        preset: Defaults where the embedded rows are trained on.
-        preset_bf16: Those that differ where the device computes bf16 in hardware.
+        plan: The planner's description of the recipe, with the name of its configuration.
+        preset: Defaults for training on the embedded rows.
+        preset_bf16: Those that differ if the device computes bf16 in hardware.
 
     Raises:
         ConfigError: for settings that contradict each other, the launch file or the machine.
@@ -66,16 +66,16 @@ def load_rows(
     rows_with: RowsWith | None = None,
     questions: bool = True,
 ) -> None:
-    """Load `run.data`, with rows to evaluate where asked for, and `run.questions` of the exact-match report.
+    """Load `run.data`, with rows to evaluate if asked for, and `run.questions` of the exact-match report.
 
     Args:
-        embedded_path: Path of the embedded rows: of the held-out ones for True, else of those to train on. What has
-            to be made of them first is written to the folder that it is given. None: there are none.
-        rows_with: Rows are pairs of a better and a worse answer, answers with labels, or have images.
-        questions: Whether the recipe reports exact match.
+        embedded_path: Returns the path of the embedded rows: of the held-out ones for True, otherwise of those to
+            train on. Files that it has to create first go to the given folder. None if there are no embedded rows.
+        rows_with: Set if rows are pairs of a better and a worse answer, answers with labels, or have images.
+        questions: True if the recipe reports exact match.
 
     Raises:
-        ConfigError: anything about the data that needs the user.
+        ConfigError: for any problem with the data that the user must solve.
     """
     from accel_scale.data.default import default_dataset
     from accel_scale.data.loading import load_training_data

@@ -1,4 +1,4 @@
-"""A run on rows with images: the model's processor, its parts that see, and what is not done for images."""
+"""A run on rows with images: the model's processor, its vision parts, and what is not supported for images."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _NOT_CHECKED = (
 
 @dataclass
 class VisionRun(TrainerRun):
-    """As every run with a trainer, with what makes a model's inputs of images."""
+    """A `TrainerRun` with the processor that turns images into model inputs."""
 
-    processor: ProcessorMixin = field(init=False)  # by `check_vision_run`
+    processor: ProcessorMixin = field(init=False)  # set by `check_vision_run`
     parts: dict[str, str] = field(default_factory=dict)  # of the model, and whether they are trained
 
     @property
     def train_vision(self) -> str:
-        """What is trained beside the language model."""
+        """The vision parts that are trained besides the language model."""
         return self.settings.build(VisionArguments).train_vision
 
     def record(
@@ -45,7 +45,7 @@ class VisionRun(TrainerRun):
 
 
 def resolve_vision_run(parsed: ParsedFlags, plan: PlannedRecipe) -> VisionRun:
-    """As `resolve_trainer_run`.
+    """Same as `resolve_trainer_run`.
 
     Raises:
         ConfigError: as there.
@@ -55,7 +55,7 @@ def resolve_vision_run(parsed: ParsedFlags, plan: PlannedRecipe) -> VisionRun:
 
 
 def check_vision_run(run: VisionRun) -> None:
-    """As `check_run`, once it is known that the model takes images and has a processor for them."""
+    """Same as `check_run`, after checking that the model takes images and has a processor for them."""
     from accel_scale.modeling.loading import load_config
 
     trusts = bool(run.settings.values.get("trust_remote_code"))
@@ -68,10 +68,10 @@ def check_vision_run(run: VisionRun) -> None:
 
 
 def load_processor(name: str, *, revision: str = "main", trust_remote_code: bool = False) -> ProcessorMixin:
-    """The model's processor; one whose tokenizer has no padding token pads with its end-of-sequence token.
+    """Load the model's processor; if its tokenizer has no padding token, it pads with the end-of-sequence token.
 
     Raises:
-        ConfigError: if it has none, or a library that it needs is not installed.
+        ConfigError: if there is no processor, or a library that it needs is not installed.
     """
     from transformers import AutoProcessor, ProcessorMixin
 
@@ -93,7 +93,7 @@ def load_processor(name: str, *, revision: str = "main", trust_remote_code: bool
 
 
 def prepare_images_chat(run: VisionRun, args: RecipeVisionConfig) -> str:
-    """Give the processor a template that rows can be trained with; returns the token that ends a turn."""
+    """Give the processor a template suitable for training; returns the token that ends a turn."""
     from accel_scale.data.chat import ensure_image_chat
 
     stop_token = ensure_image_chat(
@@ -101,12 +101,12 @@ def prepare_images_chat(run: VisionRun, args: RecipeVisionConfig) -> str:
         assistant_only_loss=args.assistant_only_loss,
         chat_template_path=args.chat_template_path,
     )
-    args.chat_template_path = None  # the processor has it by now, with an end of turn if that was missing
+    args.chat_template_path = None  # the processor already has it, with an end of turn if that was missing
     return stop_token
 
 
 def load_vision_model(run: VisionRun, args: RecipeVisionConfig) -> PreTrainedModel:
-    """The model, with the parts that see frozen or trained as ``--train_vision`` says; says which are trained."""
+    """Load the model, with vision parts frozen or trained as ``--train_vision`` says, and print which are trained."""
     from accel_scale.modeling.adapter_targets import parts_beside_language, train_vision_parts
 
     which = run.train_vision
@@ -119,7 +119,7 @@ def load_vision_model(run: VisionRun, args: RecipeVisionConfig) -> PreTrainedMod
     model = load_run_model(run, args)
     train_vision_parts(model, which, place=run.settings.sources.get("train_vision", "--train_vision"))
     if which == "all" and args.ddp_find_unused_parameters is None:
-        args.ddp_find_unused_parameters = True  # a tower's last layers may not be looked at
+        args.ddp_find_unused_parameters = True  # a tower's last layers may be unused
     run.parts = {"language model": "adapters" if run.settings.trains_adapters else "trained"}
     for part, parameters in parts_beside_language(model).items():
         flags = {parameter.requires_grad for parameter in parameters}
@@ -129,7 +129,7 @@ def load_vision_model(run: VisionRun, args: RecipeVisionConfig) -> PreTrainedMod
 
 
 def read_images(trainer: ScaleSFTTrainer) -> None:
-    """Let TRL's collator have the images that rows only name."""
+    """Give TRL's collator the images that rows only name."""
     from accel_scale.data.image_batches import ImageCollator, image_token_of
 
     trainer.data_collator = ImageCollator(  # type: ignore[assignment]  # called as any collator is

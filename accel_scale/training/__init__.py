@@ -1,1 +1,1 @@
-"""What a training loop needs: precision, optimizers, schedules, checkpointing, saving."""
+"""Parts of a training loop: precision, optimizers, schedules, checkpointing, saving."""

@@ -1,1 +1,1 @@
-"""Searching a recipe's flags with Optuna, each trial a launch of its own."""
+"""Searches a recipe's flags with Optuna; every trial is a separate launch."""

@@ -10,10 +10,10 @@ from accel_scale.reporting.metrics_log import METRICS_NAME, parse_lines
 
 
 class MetricsFollower:
-    """Hands out each line of ``folder/metrics.jsonl`` once, as it is completed.
+    """Returns each line of ``folder/metrics.jsonl`` once, after it is complete.
 
     Attributes:
-        seen: Names of every value that was in a line so far.
+        seen: Names of all values seen in any line so far.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -22,7 +22,7 @@ class MetricsFollower:
         self.seen: set[str] = set()
 
     def new_lines(self) -> list[dict[str, Any]]:
-        """The lines that were completed since the last call; from the beginning where the file was replaced."""
+        """The lines completed since the last call; all lines if the file was replaced."""
         try:
             with open(self._path, "rb") as file:
                 status = os.fstat(file.fileno())

@@ -1,4 +1,4 @@
-"""One launch of a recipe in the background: its log in a file, and a reliable end."""
+"""One background launch of a recipe, with its log in a file and reliable termination."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ GRACE_SECONDS = 10.0
 
 
 class TrialLaunch:
-    """`command` under a guard that outlives this process just long enough to end it.
+    """Runs `command` under a guard process that outlives this process just long enough to end the command.
 
     Args:
         command: What to run.
-        log: Where everything it prints goes.
+        log: File for everything it prints.
         grace_seconds: Time between asking its processes to end and killing them.
     """
 
@@ -29,26 +29,26 @@ class TrialLaunch:
         self._grace_seconds = grace_seconds
         guarded = [sys.executable, "-m", "accel_scale.tuning.process_guard", str(grace_seconds), *command]
         with log.open("wb") as output:
-            # A session of its own: Ctrl-C in the terminal reaches the search alone, which then ends the launch.
+            # A new session, so that Ctrl-C in the terminal reaches only the search, which then ends the launch.
             self._guard = subprocess.Popen(
                 guarded, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True
             )
 
     @property
     def pid(self) -> int:
-        """Of the guard, whose descendants are the launch."""
+        """PID of the guard, whose descendants are the launch."""
         return self._guard.pid
 
     def wait(self, seconds: float) -> int | None:
-        """The exit status, or `None` when it still runs after `seconds`."""
+        """The exit status, or `None` if the launch still runs after `seconds`."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._guard.wait(seconds)
         return None
 
     def end(self) -> None:
-        """End every process of the launch; returns when they are gone."""
+        """End every process of the launch; returns once they are gone."""
         assert self._guard.stdin is not None
-        self._guard.stdin.close()  # the guard takes it from here, as it would if this process were killed
+        self._guard.stdin.close()  # the guard then ends the launch, as it would if this process were killed
         if self.wait(self._grace_seconds + 30) is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._guard.pid, signal.SIGKILL)
@@ -56,10 +56,10 @@ class TrialLaunch:
 
 
 def read_trial_launch_file(path: str | Path) -> LaunchFile:
-    """The launch file of the trials, checked.
+    """Read and check the launch file of the trials.
 
     Raises:
-        ConfigError: as `read_launch_file`, and where the launch spans machines.
+        ConfigError: as `read_launch_file`, and if the launch spans several machines.
     """
     launch_file = read_launch_file(path)
     if (launch_file.values.get("num_machines") or 1) > 1:
@@ -72,11 +72,11 @@ def read_trial_launch_file(path: str | Path) -> LaunchFile:
 
 
 def launch_command(recipe: Path, flags: Path, launch_file: LaunchFile | None) -> list[str]:
-    """`accelerate launch` of `recipe` with a YAML file of flags."""
+    """The `accelerate launch` command of `recipe` with a YAML file of flags."""
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
     if launch_file is not None:
         command += ["--config_file", str(launch_file.path)]
         if launch_file.num_processes != 1:
-            # Other trials may run on this machine: the launcher takes a free port.
+            # Other trials may run on this machine, so let the launcher pick a free port.
             command += ["--main_process_port", "0"]
     return [*command, str(recipe), "--config_file", str(flags)]

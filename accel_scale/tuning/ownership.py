@@ -1,4 +1,4 @@
-"""Which process runs a trial, and what happens to a trial whose process is gone."""
+"""Records which process runs a trial, and handles trials whose process is gone."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ import optuna
 import psutil
 from optuna.trial import FrozenTrial, TrialState
 
-# A trial says who runs it within moments of being created; one that has not by then never will.
+# A trial records its owner moments after it is created; one that has not done so by then never will.
 _UNOWNED_SECONDS = 60
 MAX_RETRIES = 3
 
 
 def owner_of_this_process() -> dict[str, Any]:
-    """What a trial remembers of the process that runs it."""
+    """Identity of this process, as stored in the trials it runs."""
     process = psutil.Process()
     return {"host": _host(), "pid": process.pid, "started": process.create_time()}
 
 
 def _host() -> str:
-    """This machine, and among containers that share its name, this one: process ids mean something only inside."""
+    """Name of this machine plus its PID namespace, since PIDs are only meaningful inside one container."""
     namespace = ""
     with contextlib.suppress(OSError):
         namespace = os.readlink("/proc/self/ns/pid")
@@ -34,24 +34,24 @@ def _host() -> str:
 
 
 def is_abandoned(trial: FrozenTrial) -> bool:
-    """Whether `trial` is marked as running and this machine can tell that its process is gone."""
+    """True if this machine can tell that the process of a running `trial` is gone."""
     owner = trial.user_attrs.get("owner")
     if owner is None:
         begun = trial.datetime_start
         return begun is not None and (datetime.datetime.now() - begun).total_seconds() > _UNOWNED_SECONDS
     if owner["host"] != _host():
-        return False  # its heartbeat tells
+        return False  # left to its heartbeat
     try:
-        # Process ids are given out again; times of creation are not.
+        # PIDs are reused; creation times are not.
         return abs(psutil.Process(owner["pid"]).create_time() - owner["started"]) > 1
     except psutil.NoSuchProcess:
         return True
 
 
 def fail_abandoned(study: optuna.Study, say: Callable[[str], None]) -> None:
-    """Mark what a killed search left running as failed, and queue its parameters again.
+    """Mark trials that a killed search left running as failed, and queue their parameters again.
 
-    Of other machines' trials only the heartbeats tell, where the storage has them; it queues those itself.
+    Trials of other machines are detected only by heartbeats, if the storage has them; it queues those itself.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
@@ -59,13 +59,13 @@ def fail_abandoned(study: optuna.Study, say: Callable[[str], None]) -> None:
     for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
         if is_abandoned(trial):
             with contextlib.suppress(ValueError, optuna.exceptions.UpdateFinishedTrialError):
-                # Another search may have been quicker: then it has queued them.
+                # If another search was quicker, it has already queued them.
                 study.tell(trial.number, state=TrialState.FAIL)
                 retry(study, trial, say)
 
 
 def retry(study: optuna.Study, trial: FrozenTrial, say: Callable[[str], None]) -> None:
-    """Queue the parameters of an interrupted trial again; not for ever, since they may be what brings it down."""
+    """Requeue the parameters of an interrupted trial, up to a limit, since they may be the cause."""
     retries = trial.user_attrs.get("retries", 0) + 1
     if not trial.params:
         say(f"trial {trial.number} was interrupted before it had parameters")
@@ -78,5 +78,5 @@ def retry(study: optuna.Study, trial: FrozenTrial, say: Callable[[str], None]) -
 
 
 def is_interrupted(trial: FrozenTrial) -> bool:
-    """Whether `trial` ended because its search did, rather than by a failure of its own."""
+    """True if `trial` ended because its search ended, rather than by its own failure."""
     return trial.state == TrialState.FAIL and "reason" not in trial.user_attrs

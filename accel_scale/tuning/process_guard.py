@@ -1,7 +1,7 @@
-"""Runs one command and ends it with everything it started, also when the process that asked for it is killed.
+"""Runs a command and ends it with everything it started, even if the parent process is killed.
 
-`python -m accel_scale.tuning.process_guard GRACE_SECONDS COMMAND…` runs COMMAND until it ends, or until standard input
-ends. Standard input is a pipe that the parent holds; the system closes it however the parent dies.
+`python -m accel_scale.tuning.process_guard GRACE_SECONDS COMMAND…` runs COMMAND until it ends or standard input is
+closed. Standard input is a pipe held by the parent; the system closes it however the parent dies.
 Launchers start workers in sessions of their own, so signalling a process group is not enough.
 """
 
@@ -23,7 +23,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def main(argv: list[str]) -> int:
-    """Run the command; returns its exit status, or 128 + SIGTERM when it was ended."""
+    """Run the command; returns its exit status, or 128 + SIGTERM if the guard ended it."""
     grace_seconds, command = float(argv[0]), argv[1:]
     _adopt_orphans()
     asked_to_end: list[int] = []
@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     while child.poll() is None and not asked_to_end and not _input_ended():
         pass
     ended = child.poll() is None
-    # Also after a launcher that ended by itself: a killed one leaves its workers behind.
+    # Also when the launcher has already ended: a killed launcher leaves its workers behind.
     end_tree(psutil.Process(), grace_seconds=grace_seconds)
     if ended:
         return 128 + signal.SIGTERM
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
 
 
 def end_tree(root: psutil.Process, *, grace_seconds: float) -> None:
-    """Ask everything below `root` to end, and kill what has not after `grace_seconds`; new children included."""
+    """Terminate all descendants of `root`, new ones included, and kill those left after `grace_seconds`."""
     deadline = time.monotonic() + grace_seconds
     asked: set[psutil.Process] = set()
     while True:
@@ -70,7 +70,7 @@ def _running_below(root: psutil.Process) -> list[psutil.Process]:
 
 
 def _input_ended() -> bool:
-    """Wait a moment; whether the pipe's other end is gone."""
+    """Wait a moment; returns True if the other end of the pipe is gone."""
     try:
         ready, _, _ = select.select([sys.stdin], [], [], _POLL_SECONDS)
     except InterruptedError:
@@ -79,7 +79,7 @@ def _input_ended() -> bool:
 
 
 def _adopt_orphans() -> None:
-    """Linux: workers whose launcher has died become children of this process rather than of init."""
+    """On Linux, make workers whose launcher has died children of this process rather than of init."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 

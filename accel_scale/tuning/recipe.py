@@ -1,4 +1,4 @@
-"""A recipe as the search sees it: which of its flags are fixed."""
+"""The recipe's flags that are fixed during a search."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from accel_scale.errors import ConfigError
 from accel_scale.recipe_specs.finding import Recipe, plain
 from accel_scale.secrets import is_secret
 
-# Flags that a trial cannot leave to the user, with what to do instead.
+# Flags that users cannot set for a trial, with what to do instead.
 _OWNED = {
     "output_dir": "every trial has a folder of its own under tune.py's --output_dir.",
     "config_file": "write its flags into the space, or pass it after `--`.",
@@ -21,19 +21,19 @@ _RESUMES = "trials begin at the beginning; tune.py continues a study by itself."
 
 
 def refuse_owned(recipe: Recipe, flag: str, place: str) -> None:
-    """Refuse a flag that belongs to the search itself."""
+    """Refuse a flag that the search sets itself."""
     if flag in _OWNED or flag == recipe.spec.resume_flag:
         raise ConfigError(f"{flag!r} cannot be set for a trial.", place=place, fix=_OWNED.get(flag, _RESUMES))
 
 
 @dataclass(frozen=True)
 class FixedFlags:
-    """What every trial is given beside the searched values.
+    """Flags that every trial gets in addition to the searched values.
 
     Attributes:
-        values: flag → value as YAML has it.
-        origins: flag → ``--flag`` or ``file.yaml:12``.
-        output_dir: Of the recipe's file, if it names one: for the final run, not for the trials.
+        values: Value of each flag, as in YAML.
+        origins: Origin of each flag, ``--flag`` or ``file.yaml:12``.
+        output_dir: Output folder in the recipe's file, if any; used for the final run, not for the trials.
     """
 
     values: dict[str, Any]
@@ -44,14 +44,14 @@ class FixedFlags:
 def fixed_flags(
     recipe: Recipe, argv: Sequence[str], space: Mapping[str, tuple[Any, str]], searched: Mapping[str, str]
 ) -> FixedFlags:
-    """The flags after ``--`` over the space's fixed ones over those of a ``--config_file`` after ``--``.
+    """Merge the fixed flags: those after ``--`` override the space's, which override a ``--config_file`` after ``--``.
 
     Args:
-        space: flag → value and place, as fixed in the space.
-        searched: flag → where the space says that it is searched; there the recipe's file gives way.
+        space: Value and place of each flag that the space fixes.
+        searched: Place of each flag that the space searches, which overrides the recipe's file.
 
     Raises:
-        ConfigError: a flag the recipe does not have, a bad value, a flag that is searched too, a credential.
+        ConfigError: for an unknown flag, a bad value, a flag that is also searched, or a credential.
     """
     parsed = recipe.parse(argv)
     values: dict[str, Any] = {}
@@ -88,5 +88,5 @@ def fixed_flags(
 
 
 def as_label(value: object) -> str | int | float | bool | None:
-    """`value` as Optuna can store it among choices: lists and mappings become JSON."""
+    """`value` as Optuna can store it as a choice: lists and mappings become JSON."""
     return value if value is None or isinstance(value, (str, int, float, bool)) else json.dumps(value)

@@ -1,4 +1,4 @@
-"""Results of a study: the best flags as a recipe's file, tables, a CSV file, plots and a summary."""
+"""Results of a study: the best flags as a recipe file, tables, a CSV file, plots and a summary."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from accel_scale.tuning.recipe import FixedFlags
 from accel_scale.tuning.space import SearchSpace
 
 BEST_NAME, CSV_NAME, SUMMARY_NAME = "best.yaml", "trials.csv", "study_summary.json"
-COSTS = ("tokens_per_second", "peak_bytes")  # of trials that ran to their end and wrote a summary
+COSTS = ("tokens_per_second", "peak_bytes")  # from trials that finished and wrote a summary
 _MIN_COMPLETE = 4
 _PLOTS = {
     "optimization_history": "plot_optimization_history",
@@ -41,26 +41,26 @@ def outcome(trial: FrozenTrial) -> str:
 
 
 def best_trial(study: optuna.Study) -> FrozenTrial | None:
-    """The trial with the best value among those that reached their end; `None` if none did."""
+    """The completed trial with the best value; `None` if no trial completed."""
     with contextlib.suppress(ValueError):
         return study.best_trial
     return None
 
 
 def last_value(trial: FrozenTrial) -> float | None:
-    """The metric's last value, also of a pruned trial."""
+    """The metric's last value, also for a pruned trial."""
     if trial.intermediate_values:
         return trial.intermediate_values[max(trial.intermediate_values)]
     return trial.value
 
 
 def seconds_of(trial: FrozenTrial) -> float | None:
-    """How long it ran; unknown where its search was killed, and the time until that was found counts."""
+    """Duration of a trial; None if its search was killed, since the time until that was noticed would count."""
     return None if trial.duration is None or is_interrupted(trial) else trial.duration.total_seconds()
 
 
 def importances(study: optuna.Study) -> dict[str, float]:
-    """Flag → share of the metric's variance that it explains (PED-ANOVA); empty with fewer than four complete trials.
+    """Share of the metric's variance that each flag explains (PED-ANOVA); empty with fewer than four complete trials.
 
     Flags with a single value among those trials have no share.
     """
@@ -76,10 +76,10 @@ def importances(study: optuna.Study) -> dict[str, float]:
 def write_best(
     folder: Path, recipe: Recipe, space: SearchSpace, fixed: FixedFlags, best: FrozenTrial, metric: str
 ) -> Path:
-    """`best.yaml`: the fixed flags and the best values, as the recipe's ``--config_file`` takes them.
+    """Write `best.yaml`: the fixed flags and the best values, as accepted by the recipe's ``--config_file``.
 
     Raises:
-        ConfigError: the recipe would read another value than was tried.
+        ConfigError: if the recipe would read a different value than was tried.
     """
     values = {**fixed.values, **space.values_of(best.params)}
     if fixed.output_dir is not None:
@@ -103,7 +103,7 @@ def write_best(
 
 
 def write_csv(folder: Path, trials: Sequence[FrozenTrial], space: SearchSpace) -> Path:
-    """`trials.csv`: one line per trial, in their order."""
+    """Write `trials.csv`: one line per trial, in order."""
     path = folder / CSV_NAME
     partial = path.with_suffix(".partial")
     columns = ["trial", "outcome", "value", "last_step", "seconds", *COSTS, "started", *space.dimensions, "retry_of"]
@@ -134,7 +134,7 @@ def row(trial: FrozenTrial, space: SearchSpace) -> dict[str, Any]:
 
 
 def write_plots(folder: Path, study: optuna.Study) -> list[str]:
-    """History, importances and slices as PNG files; returns their names, none where matplotlib is missing."""
+    """Write history, importances and slices as PNG files; returns their names, empty without matplotlib."""
     complete = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
     try:
         os.environ.setdefault("MPLBACKEND", "Agg")  # before matplotlib looks for a display
@@ -179,5 +179,5 @@ def summary(study: optuna.Study, space: SearchSpace, fixed: FixedFlags, shares: 
 
 
 def _as_json(value: float | None) -> float | str | None:
-    """JSON has no NaN."""
+    """`value` for JSON, which has no NaN or infinities."""
     return value if value is None or math.isfinite(value) else str(value)

@@ -1,4 +1,4 @@
-"""The search space: which flags of a recipe are tried in which range, from YAML, strictly checked."""
+"""The search space: a strictly checked YAML file of the flags to try and their ranges."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _EXAMPLE = "write {low: 1e-5, high: 1e-3, log: true}, a list of choices, or one 
 
 @dataclass(frozen=True)
 class Choice:
-    """One of several values, in no order.
+    """A choice among unordered values.
 
     Attributes:
-        values: As YAML has them.
+        values: The values as read from YAML.
     """
 
     flag: str
@@ -38,26 +38,26 @@ class Choice:
     place: str
 
     def suggest(self, trial: Trial) -> object:
-        """Optuna's value for `trial`."""
+        """The value that Optuna suggests for `trial`."""
         by_label = {as_label(value): value for value in self.values}
         return by_label[trial.suggest_categorical(self.flag, list(by_label))]
 
     def value_of(self, label: Any) -> Any:
-        """The flag's value behind what Optuna stored."""
+        """The flag's value for a value stored by Optuna."""
         return {as_label(value): value for value in self.values}[label]
 
     def grid(self) -> list[Any]:
-        """Every value, as Optuna stores it."""
+        """All values, as Optuna stores them."""
         return [as_label(value) for value in self.values]
 
     def describe(self) -> Any:
-        """As the space's YAML has it."""
+        """The entry as written in the space's YAML."""
         return list(self.values)
 
 
 @dataclass(frozen=True)
 class Range:
-    """A number between two bounds, both included."""
+    """A number between two inclusive bounds."""
 
     flag: str
     low: float
@@ -68,21 +68,21 @@ class Range:
     integer: bool = False
 
     def suggest(self, trial: Trial) -> float | int:
-        """Optuna's value for `trial`."""
+        """The value that Optuna suggests for `trial`."""
         if self.integer:
             step = 1 if self.step is None else int(self.step)
             return trial.suggest_int(self.flag, int(self.low), int(self.high), step=step, log=self.log)
         return trial.suggest_float(self.flag, self.low, self.high, step=self.step, log=self.log)
 
     def value_of(self, label: Any) -> Any:
-        """The flag's value behind what Optuna stored."""
+        """The flag's value for a value stored by Optuna."""
         return label
 
     def grid(self) -> list[float]:
-        """Every value on the range's steps.
+        """All values on the range's steps.
 
         Raises:
-            ConfigError: the range has no steps.
+            ConfigError: if the range has no steps.
         """
         step = self.step or (1 if self.integer and not self.log else None)
         if step is None:
@@ -96,7 +96,7 @@ class Range:
         return [int(value) for value in values] if self.integer else [float(f"{value:.12g}") for value in values]
 
     def describe(self) -> Any:
-        """As the space's YAML has it."""
+        """The entry as written in the space's YAML."""
         described: dict[str, Any] = {"low": self.low, "high": self.high}
         described.update({"log": True} if self.log else {})
         described.update({"step": self.step} if self.step is not None else {})
@@ -105,12 +105,12 @@ class Range:
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """What is searched, and what the same file fixes for every trial.
+    """The searched flags, and those that the same file fixes for every trial.
 
     Attributes:
         path: The YAML file.
-        dimensions: flag → what is tried.
-        fixed: flag → value and place.
+        dimensions: Choice or range of each searched flag.
+        fixed: Value and place of each fixed flag.
     """
 
     path: Path
@@ -119,7 +119,7 @@ class SearchSpace:
 
     @property
     def searched(self) -> dict[str, str]:
-        """flag → where it is searched."""
+        """Place in the file of each searched flag."""
         return {flag: dimension.place for flag, dimension in self.dimensions.items()}
 
     def suggest(self, trial: Trial) -> dict[str, Any]:
@@ -127,15 +127,15 @@ class SearchSpace:
         return {flag: dimension.suggest(trial) for flag, dimension in self.dimensions.items()}
 
     def values_of(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """The flags behind a finished trial's parameters."""
+        """The flags for a finished trial's parameters."""
         return {flag: self.dimensions[flag].value_of(params[flag]) for flag in self.dimensions if flag in params}
 
     def grid(self) -> dict[str, list[Any]]:
-        """flag → every value it may have, for a grid."""
+        """All values of each flag, for a grid."""
         return {flag: dimension.grid() for flag, dimension in self.dimensions.items()}
 
     def describe(self) -> dict[str, Any]:
-        """The searched flags as YAML would have them."""
+        """The searched flags as written in YAML."""
         return {flag: dimension.describe() for flag, dimension in self.dimensions.items()}
 
 
@@ -143,7 +143,7 @@ def read_space(path: str | Path, recipe: Recipe) -> SearchSpace:
     """Read the space at `path`; every value goes through the recipe's own parser.
 
     Raises:
-        ConfigError: names the file and the line of what is unknown, of the wrong type or out of order.
+        ConfigError: naming file and line, for an unknown flag, a wrong type or bounds out of order.
     """
     try:
         return _read_space(Path(path), recipe)
@@ -159,7 +159,7 @@ def _read_space(path: Path, recipe: Recipe) -> SearchSpace:
         refuse_launch_key(recipe.parser, flag, place=place, path=path)
         refuse_owned(recipe, flag, place)
         if not recipe.has(flag):
-            parse_entry(recipe.parser, flag, node, place)  # raises, and names the nearest flag that there is
+            parse_entry(recipe.parser, flag, node, place)  # raises, naming the nearest existing flag
         if isinstance(node, yaml.SequenceNode):
             choice = _read_choice(recipe, flag, node, place, path)
             if len(choice.values) > 1:
@@ -191,7 +191,7 @@ def _read_choice(recipe: Recipe, flag: str, node: yaml.SequenceNode, place: str,
 
 
 def _numeric_type(recipe: Recipe, flag: str) -> type | None:
-    """`int` or `float` where the recipe's flag takes one number of that type."""
+    """`int` or `float` if the recipe's flag takes one number of that type, else None."""
     action = next((a for a in recipe.parser._actions if f"--{flag}" in a.option_strings), None)
     if action is None or action.choices or action.nargs not in (None, 1):
         return None
@@ -199,7 +199,7 @@ def _numeric_type(recipe: Recipe, flag: str) -> type | None:
 
 
 def _means_range(recipe: Recipe, flag: str, node: yaml.MappingNode) -> bool:
-    """A mapping is a range, unless the flag itself takes mappings and none of a range's keys are there."""
+    """True if a mapping is a range: the flag takes a number, or the mapping has a `low` or `high` key."""
     keys = {str(key.value) for key, _ in node.value}
     return _numeric_type(recipe, flag) is not None or bool(keys & {"low", "high"})
 

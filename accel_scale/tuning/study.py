@@ -1,4 +1,4 @@
-"""The study: where it is stored, who proposes and prunes, and the loop that several machines may run at once."""
+"""The study: its storage, sampler and pruner, and the loop that several machines may run at once."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _TAKEN = re.compile(r"already exists|unique constraint|duplicate|locked", re.IGN
 
 
 def open_storage(url: str, say: Callable[[str], None]) -> optuna.storages.BaseStorage:
-    """The storage at `url`: a database by SQLAlchemy's URL, or Redis.
+    """Open the storage at `url`: a database by its SQLAlchemy URL, or Redis.
 
     Raises:
-        ConfigError: it is no URL, its driver is missing, or it cannot be reached.
+        ConfigError: if it is not a URL, its driver is missing, or it cannot be reached.
     """
     if "://" not in url:
         raise ConfigError(f"{url!r} is not a storage URL.", place="--storage", fix=f"write sqlite:///{url}.")
@@ -55,7 +55,7 @@ def _open_redis(url: str) -> optuna.storages.BaseStorage:
 
 
 def _open_database(url: str, say: Callable[[str], None]) -> optuna.storages.BaseStorage:
-    # Writers of a SQLite file wait for each other.
+    # Writers of an SQLite file wait for each other.
     arguments = {"connect_args": {"timeout": 60}} if url.startswith("sqlite") else {}
     for attempt in range(1, _MAX_ATTEMPTS + 1):
         try:
@@ -69,7 +69,7 @@ def _open_database(url: str, say: Callable[[str], None]) -> optuna.storages.Base
                     heartbeat_stale_trial_callback=lambda study, trial: retry(study, trial, say),
                 )
         except Exception as error:
-            # Searches that start together make the tables together, and all but one are told that these exist.
+            # Searches that start together create the tables together, and all but one fail because these exist.
             if attempt == _MAX_ATTEMPTS or not _TAKEN.search(str(error)):
                 raise
         time.sleep(0.5 * attempt)
@@ -77,26 +77,26 @@ def _open_database(url: str, say: Callable[[str], None]) -> optuna.storages.Base
 
 
 def masked(url: str) -> str:
-    """`url` without its password, also where that has an ``@``, ``/`` or ``?`` that should have been escaped."""
+    """`url` without its password, even if that contains an unescaped ``@``, ``/`` or ``?``."""
     scheme, _, rest = url.partition("://")
     login, at, address = rest.rpartition("@")
     user, colon, _ = login.partition(":")
-    address, question, _ = address.partition("?")  # drivers take passwords as parameters too
+    address, question, _ = address.partition("?")  # drivers also accept passwords as parameters
     return f"{scheme}://{user}{colon and ':***'}{at}{address}{question and '?…'}"
 
 
 def _without_password(text: str, url: str) -> str:
-    """A driver's message, which may repeat `url` or its password."""
+    """Mask `url` and its password in a driver's message."""
     password = url.partition("://")[2].rpartition("@")[0].partition(":")[2]
     text = text.replace(url, masked(url))
     return text.replace(password, "***") if password else text
 
 
 class PerTrialSampler(optuna.samplers.BaseSampler):
-    """Makes a sampler again for each trial, seeded by the trial's number.
+    """Creates a new sampler for each trial, seeded by the trial's number.
 
-    A study that is continued after a finished trial then proposes what it would have without the break, and machines
-    that share one do not draw the same numbers. (A seeded sampler begins its sequence again in every process.)
+    A study continued after a finished trial then proposes what it would have without the break, and machines
+    that share a study do not draw the same numbers. (A seeded sampler restarts its sequence in every process.)
     """
 
     def __init__(self, make: Callable[[int], optuna.samplers.BaseSampler], seed: int) -> None:
@@ -104,7 +104,7 @@ class PerTrialSampler(optuna.samplers.BaseSampler):
         self._current = make(seed)
 
     def before_trial(self, study: optuna.Study, trial: FrozenTrial) -> None:
-        # Mixed: generators that are seeded with neighbouring numbers begin alike.
+        # Mix the seed, since generators with neighbouring seeds start alike.
         self._current = self._make(int(np.random.SeedSequence([self._seed, trial.number]).generate_state(1)[0]))
         self._current.before_trial(study, trial)
 
@@ -126,15 +126,15 @@ class PerTrialSampler(optuna.samplers.BaseSampler):
 
 
 class _GridSampler(optuna.samplers.GridSampler):
-    """Optuna's, without its stop: the loop below counts, and a queued trial, which has no place in the grid, made
-    Optuna's `after_trial` raise KeyError when one point was left (5.0.0)."""
+    """Optuna's grid sampler without its stop: the loop below counts trials, and in Optuna 5.0.0 `after_trial` raised
+    KeyError for a queued trial, which is not in the grid, when one point was left."""
 
     def after_trial(self, study: optuna.Study, trial: FrozenTrial, state: TrialState, values: Any) -> None:
         pass
 
 
 def make_sampler(name: str, space: SearchSpace, seed: int) -> tuple[optuna.samplers.BaseSampler, int | None]:
-    """The sampler, and how many trials exhaust it (`None`: none do)."""
+    """The sampler, and the number of trials that exhausts it (`None` if there is no limit)."""
     if name == "grid":
         grid = space.grid()
         size = 1
@@ -143,7 +143,7 @@ def make_sampler(name: str, space: SearchSpace, seed: int) -> tuple[optuna.sampl
         return _GridSampler(grid, seed=seed), size
     if name == "random":
         return PerTrialSampler(lambda seed: optuna.samplers.RandomSampler(seed=seed), seed), None
-    # Five random trials before the model, of the twelve that are the default; Optuna's ten leave too few.
+    # Five random trials before the model: of the default twelve trials, Optuna's ten would leave too few.
     return PerTrialSampler(lambda seed: optuna.samplers.TPESampler(seed=seed, n_startup_trials=5), seed), None
 
 
@@ -166,13 +166,13 @@ def open_study(
     pruner: optuna.pruners.BasePruner,
     definition: Mapping[str, Any],
 ) -> optuna.Study:
-    """Create the study, or continue it where the storage has it.
+    """Create the study, or continue it if the storage has it.
 
     Args:
-        definition: What makes results comparable: recipe, metric, space, fixed flags. It may not change.
+        definition: Recipe, metric, space and fixed flags, which must not change for results to be comparable.
 
     Raises:
-        ConfigError: the study was made for another definition.
+        ConfigError: if the study has another definition.
     """
     study = optuna.create_study(
         study_name=name,
@@ -213,7 +213,7 @@ def _shown(value: object) -> str:
 
 
 def counted_trials(study: optuna.Study) -> list[FrozenTrial]:
-    """The trials that count towards ``--num_trials``: finished or running somewhere, not interrupted or queued."""
+    """Trials that count towards ``--num_trials``: finished or running anywhere, but not interrupted or queued."""
     return [
         trial
         for trial in study.get_trials(deepcopy=False)
@@ -230,11 +230,11 @@ def search(
     on_end: Callable[[FrozenTrial], None],
     say: Callable[[str], None],
 ) -> None:
-    """Run trials until the study, in all processes together, has `num_trials` or the time is over.
+    """Run trials until the study has `num_trials` over all processes, or the time is up.
 
     Raises:
-        ConfigError: the first trials all failed, with the reason of the last.
-        Interrupted: asked to stop; the trial that ran is queued again.
+        ConfigError: if the first trials all failed, with the reason of the last.
+        Interrupted: if asked to stop; the running trial is queued again.
     """
     deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
     failures = 0
@@ -263,7 +263,7 @@ def search(
 
 
 def _run_next(study: optuna.Study, settings: TrialSettings, say: Callable[[str], None]) -> FrozenTrial | None:
-    """One trial; `None` if another process declared it stale meanwhile."""
+    """Run one trial; returns `None` if another process has declared it stale."""
     begun: list[optuna.Trial] = []
     lost = ended = False
 
@@ -289,7 +289,7 @@ def _run_next(study: optuna.Study, settings: TrialSettings, say: Callable[[str],
     except (optuna.exceptions.UpdateFinishedTrialError, ValueError):
         if not (lost or (ended and is_interrupted(study.trials[begun[-1].number]))):
             raise
-        # Its heartbeats did not arrive; whoever missed them has queued its parameters again.
+        # Its heartbeats did not arrive; the process that missed them has queued its parameters again.
         say(f"trial {begun[-1].number} was taken for dead by another process; its result is not used")
         return None
     return study.trials[begun[-1].number]

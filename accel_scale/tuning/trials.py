@@ -1,4 +1,4 @@
-"""One trial: flags to a file, a launch, its metrics followed and reported, and its end ensured."""
+"""One trial: writes its flags, launches it, follows and reports its metrics, and makes sure it ends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from accel_scale.tuning.ownership import owner_of_this_process
 from accel_scale.tuning.space import SearchSpace
 
 LOG_NAME, FLAGS_NAME = "trial.log", "flags.yaml"
-# What is kept of a trial whose model is not: all that the table and the reader of a failure need.
+# Files kept when a trial's model is removed: all that the table and the analysis of a failure need.
 RECORDS = frozenset({LOG_NAME, FLAGS_NAME, "metrics.jsonl", "run_summary.json", "run_starts.jsonl", "report.html"})
 _POLL_SECONDS = 0.2
 _LOG_TAIL_LINES = 20
@@ -33,7 +33,7 @@ _LOSSES = ("loss", "eval_loss")
 
 
 class TrialFailed(Exception):
-    """A trial ended without a result; the message says why, in a line."""
+    """A trial ended without a result; the message gives the reason on one line."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -42,15 +42,15 @@ class Interrupted(KeyboardInterrupt):
 
 @dataclass(frozen=True)
 class TrialSettings:
-    """What all trials of a study have in common.
+    """Settings shared by all trials of a study.
 
     Attributes:
-        folder: Holds one folder per trial, named by its number.
-        fixed: Flags beside the searched ones.
-        metric: Name of the value in ``metrics.jsonl`` that is searched for.
-        timeout_seconds: After which a trial has failed.
-        interrupted: Whether the search was asked to stop.
-        on_progress: Called with the trial's number, step and metric as they come.
+        folder: Parent of the trials' folders, which are named by trial number.
+        fixed: Flags other than the searched ones.
+        metric: Name of the value in ``metrics.jsonl`` to optimise.
+        timeout_seconds: Time after which a trial counts as failed.
+        interrupted: Returns whether the search was asked to stop.
+        on_progress: Called with the trial's number, step and metric at each new value.
     """
 
     recipe: Recipe
@@ -68,9 +68,9 @@ def run_trial(trial: optuna.Trial, settings: TrialSettings) -> float:
     """Launch the recipe with the flags of `trial`; returns the metric's last value.
 
     Raises:
-        optuna.TrialPruned: the pruner ended it, or its metric is not finite: a diverged trial is a bad trial.
-        TrialFailed: the launch failed, took too long, or never wrote the metric.
-        Interrupted: the search was asked to stop.
+        optuna.TrialPruned: if the pruner ended it, or its metric is not finite, since a diverged trial is a bad trial.
+        TrialFailed: if the launch failed, took too long, or never wrote the metric.
+        Interrupted: if the search was asked to stop.
     """
     trial.set_user_attr("owner", owner_of_this_process())
     folder = settings.folder / str(trial.number)
@@ -93,16 +93,16 @@ def run_trial(trial: optuna.Trial, settings: TrialSettings) -> float:
 
 
 def _follow(trial: optuna.Trial, settings: TrialSettings, launch: TrialLaunch, folder: Path) -> float:
-    """Report every value of the metric until the launch ends or is to be ended."""
+    """Report every value of the metric until the launch ends or must be ended."""
     metrics, last, started = MetricsFollower(folder), None, time.monotonic()
     status, reported = None, set[int]()
     while status is None:
         status = launch.wait(_POLL_SECONDS)
-        for line in metrics.new_lines():  # also those of a launch that has just ended
+        for line in metrics.new_lines():  # including those of a launch that has just ended
             if settings.metric not in line:
                 continue
             last, step = float(line[settings.metric]), line["step"]
-            if step not in reported:  # a recipe that goes back takes steps twice; Optuna keeps the first
+            if step not in reported:  # a recipe that rolls back repeats steps; Optuna keeps the first value
                 trial.report(last, step)
             reported.add(step)
             trial.set_user_attr("last_step", step)
@@ -127,8 +127,8 @@ def _follow(trial: optuna.Trial, settings: TrialSettings, launch: TrialLaunch, f
 
 
 def _record_cost(trial: optuna.Trial, folder: Path) -> None:
-    """Speed and peak memory, as the run's summary has them."""
-    with contextlib.suppress(OSError, ValueError):  # a recipe of one's own may write none
+    """Record speed and peak memory from the run's summary."""
+    with contextlib.suppress(OSError, ValueError):  # a custom recipe may not write one
         summary = json.loads((folder / "run_summary.json").read_text(encoding="utf-8"))
         trial.set_user_attr("tokens_per_second", summary.get("tokens_per_second"))
         trial.set_user_attr("peak_bytes", summary.get("peak_device_bytes") or summary.get("peak_host_bytes"))
@@ -148,8 +148,8 @@ def log_tail(folder: Path, num_lines: int = _LOG_TAIL_LINES) -> str:
 
 
 def remove_model(folder: Path) -> None:
-    """Remove all of a trial's folder but its records."""
-    with contextlib.suppress(FileNotFoundError):  # another machine's trial
+    """Remove everything in a trial's folder except its records."""
+    with contextlib.suppress(FileNotFoundError):  # a trial of another machine
         for path in folder.iterdir():
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
@@ -158,12 +158,12 @@ def remove_model(folder: Path) -> None:
 
 
 def refuse_foreign_trials(names: Collection[str], numbers: Collection[int], folder: Path) -> None:
-    """Refuse a folder with trials that are not in the study: two studies would write into each other.
+    """Refuse a folder with trials that are not in the study: two studies would overwrite each other.
 
     Args:
-        names: What is in the folder; looked up before the study, to which others may be adding.
-        numbers: Of the study's trials.
-        folder: The folder of trials.
+        names: Names in the folder, listed before the study is read, since other processes may add trials to it.
+        numbers: Numbers of the study's trials.
+        folder: Parent folder of the trials.
     """
     foreign = sorted(set(names) - {str(number) for number in numbers})
     if foreign:

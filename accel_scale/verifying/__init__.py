@@ -1,1 +1,1 @@
-"""One trial step of a random-weight model, beside the planner's prediction."""
+"""Compares one trial step of a model with random weights with the planner's prediction."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def resident_tensors(model: torch.nn.Module, optimizer: Any = None) -> list[torch.Tensor]:
-    """Weights, buffers, gradients, and optimizer states as far as they exist."""
+    """Weights, buffers, and the gradients and optimizer states that exist."""
     parameters = list(model.parameters())
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     states = [] if optimizer is None else tree_leaves(list(optimizer.state.values()))
@@ -30,7 +30,7 @@ def resident_tensors(model: torch.nn.Module, optimizer: Any = None) -> list[torc
 
 
 def quantisation_tensors(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
-    """The scales of 4-bit weights, which are no parameters (bitsandbytes' `QuantState`, nested once)."""
+    """The scales of 4-bit weights, which are not parameters (bitsandbytes' `QuantState`, nested once)."""
     found = []
     for state in [state for p in parameters if (state := getattr(p, "quant_state", None)) is not None]:
         nested = getattr(state, "state2", None)
@@ -40,14 +40,14 @@ def quantisation_tensors(parameters: Iterable[torch.nn.Parameter]) -> list[torch
 
 
 class StepMemory:
-    """Measures the memory of training steps: on CUDA of all, elsewhere, in a single process, of the first.
+    """Measures the memory of training steps: all steps on CUDA; elsewhere the first step, in a single process only.
 
-    What the first step's passes would need with the optimizer's states there already is what counts. A subclass says
-    when passes and steps begin and end.
+    For the first step, the memory reported is what its passes would need with the optimizer states already present. A
+    subclass reports when passes and steps begin and end.
 
     Args:
-        owner: Has `accelerator`, `model`, `optimizer` and a `meter` (`ThroughputMeter`), each as it is when asked.
-        plan: What was predicted; None measures nothing.
+        owner: Object with current `accelerator`, `model`, `optimizer` and `meter` (`ThroughputMeter`) attributes.
+        plan: The prediction; None measures nothing.
     """
 
     def __init__(self, owner: Any, plan: RunPlan | None) -> None:
@@ -55,7 +55,7 @@ class StepMemory:
         device_type = owner.accelerator.device.type
         self._is_cuda = device_type == "cuda"
         self._before = self._peaks = (0, 0)
-        # Of what a trainer writes: tokens of the longest prompt and of the longest answer.
+        # For generated answers: tokens of the longest prompt and of the longest answer.
         self._answers: tuple[int, ...] = (0, 0)
         self._num_positions = 0
         can_trace = device_type == "cpu" and owner.accelerator.num_processes == 1
@@ -65,7 +65,7 @@ class StepMemory:
 
     def _step_ended(self) -> None:
         if self._is_cuda:
-            # Loading, answers, evaluation and saving happen between steps: a peak of theirs is not a step's.
+            # Loading, generation, evaluation and saving happen between steps; their peaks are not a step's.
             now = _cuda_peaks()
             self._peaks = now if now[0] > self._before[0] or not self._peaks[0] else self._peaks
         self._is_tracing = False
@@ -75,12 +75,12 @@ class StepMemory:
             self._before = _cuda_peaks()
 
     def report(self) -> dict[str, Any]:
-        """Predicted and measured for ``run_summary.json``, and the ``line`` that says it; call it on every rank.
+        """Predicted and measured values for ``run_summary.json``, and a ``line`` to print; call it on every rank.
 
-        Empty where nothing was planned.
+        Empty if nothing was planned.
 
-        `compared` is what is predicted for the kernels here, once as planned, for full rows, and once for as many
-        positions as the largest micro-batch really had.
+        `compared` holds the predictions for the kernels used here, once for full rows as planned, and once for as
+        many positions as the largest micro-batch really had.
         """
         accelerator, meter, plan = self._owner.accelerator, self._owner.meter, self._plan
         if plan is None:
@@ -126,7 +126,7 @@ class StepMemory:
 
 
 class MemoryWatch(StepMemory, TrainerCallback):
-    """`StepMemory` of a trainer's steps. Around them, not inside: the trainer's own `training_step` runs as it is."""
+    """`StepMemory` for a trainer's steps. It wraps the trainer's own `training_step`, which runs unchanged."""
 
     def __init__(self, trainer: Any, plan: RunPlan) -> None:
         super().__init__(trainer, plan)
@@ -146,13 +146,13 @@ class MemoryWatch(StepMemory, TrainerCallback):
             return self._counted(self._training_step(model, inputs, *args, **kwargs))
 
     def _resident(self) -> list[torch.Tensor]:
-        """What lies there between steps, a reference model included."""
+        """Tensors that stay in memory between steps, including a reference model."""
         reference = getattr(self._owner, "ref_model", None)
         held = resident_tensors(self._owner.model, self._owner.optimizer)
         return held if reference is None else [*held, *resident_tensors(reference)]
 
     def _counted(self, loss: torch.Tensor) -> torch.Tensor:
-        """`loss`, once the answers that a trainer has written itself are counted."""
+        """Count the answers that the trainer has generated, and return `loss`."""
         if self._plan is not None and self._plan.setup.generation is not None:
             self._answers = tuple(map(max, self._answers, self._owner.answer_sizes))
         return loss
@@ -172,7 +172,7 @@ class MemoryWatch(StepMemory, TrainerCallback):
                 self._tracker.__exit__(None, None, None)
             else:
                 self._tracker.adopt(self._resident())
-            # The first step makes the optimizer's states after its passes; every later step has them before.
+            # The first step creates the optimizer states after its passes; later steps have them before.
             made = self._tracker.live_bytes - self._before_update
             self._peaks = (max(self._tracker.peak_bytes, self._pass_peak + made), 0)
 
@@ -181,7 +181,7 @@ class MemoryWatch(StepMemory, TrainerCallback):
 
 
 def watch(trainer: Trainer, plan: RunPlan | None) -> MemoryWatch | None:
-    """Measure the steps of `trainer` for `MemoryWatch.report`; None without a plan."""
+    """Measure the steps of `trainer` for `MemoryWatch.report`; returns None without a plan."""
     if plan is None:
         return None
     found = MemoryWatch(trainer, plan)
@@ -192,7 +192,7 @@ def watch(trainer: Trainer, plan: RunPlan | None) -> MemoryWatch | None:
 def comparison_line(compared: dict[str, Any], measured: dict[str, Any]) -> str:
     """``memory: predicted 5.21 ± 0.42 GiB, measured 5.02 GiB (+3.8 %); step: predicted 0.41 s, …``.
 
-    Where no micro-batch was as long as planned, the prediction for the longest is said too, and is the one compared.
+    If no micro-batch was as long as planned, the prediction for the longest is given too, and is the one compared.
     """
     predicted, found = compared["allocated_bytes"], measured["allocated_bytes"]
     memory = f"memory: predicted {with_interval(compared['planned_bytes'], compared['interval_bytes'])}, "
@@ -215,7 +215,7 @@ def comparison_line(compared: dict[str, Any], measured: dict[str, Any]) -> str:
 
 
 def _difference(measured: float, predicted: float) -> str:
-    """The error of the prediction, in per cent of what was measured."""
+    """The prediction error, in per cent of the measured value."""
     return f"{(predicted - measured) / measured * 100:+.1f} %"
 
 

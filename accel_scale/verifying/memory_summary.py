@@ -1,4 +1,4 @@
-"""What lies in a rank's memory, by kind, with the allocator's own table: after the last step, and when it runs out."""
+"""Summary of a rank's memory by kind, with the allocator's table: after the last step, and when memory runs out."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from accel_scale.verifying.measured_memory import quantisation_tensors
 
 FOLDER = "memory"
 
-# The model and, once it is there, its optimizer.
+# The model and its optimizer, once there is one.
 Parts = Callable[[], tuple[torch.nn.Module, torch.optim.Optimizer | None]]
 
 
 class MemorySummary:
-    """Writes ``memory/WHEN-rank-N.txt`` below a run's output folder; nothing is allocated on the device for it.
+    """Writes ``memory/WHEN-rank-N.txt`` below a run's output folder, without allocating on the device.
 
     Args:
-        output_dir: Of the run.
-        rank: Of this process.
-        device: That computes.
-        parts: What the run trains, asked when it is written.
+        output_dir: Output folder of the run.
+        rank: Rank of this process.
+        device: Device that computes.
+        parts: Returns what the run trains; called when a summary is written.
     """
 
     def __init__(self, output_dir: str, *, rank: int, device: torch.device, parts: Parts) -> None:
@@ -38,11 +38,11 @@ class MemorySummary:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes what is written once."""
+        """True if this process writes the files that are written only once."""
         return self._rank == 0
 
     def write(self, when: str) -> Path:
-        """Write it for a moment such as ``end`` or ``out-of-memory-step-12``; returns the file."""
+        """Write a summary for a moment such as ``end`` or ``out-of-memory-step-12``; returns the file."""
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"{when}-rank-{self._rank}.txt"
         text = memory_table(*self._parts(), self._device)
@@ -52,9 +52,9 @@ class MemorySummary:
 
 @contextlib.contextmanager
 def watched_steps(wanted: SharedArguments, output_dir: str, summary: MemorySummary) -> Iterator[StepProfiler]:
-    """Around a run's steps: ``--profile_steps`` and ``--memory_summary``; call ``.step()`` after each step.
+    """Wrap a run's steps for ``--profile_steps`` and ``--memory_summary``; call ``.step()`` after each step.
 
-    Where memory runs out inside, the summary is written whether it was asked for or not.
+    If memory runs out inside, the summary is written whether it was requested or not.
     """
     try:
         with step_profiler(wanted.profile_steps, output_dir, is_main=summary.is_main) as profiler:
@@ -68,7 +68,7 @@ def watched_steps(wanted: SharedArguments, output_dir: str, summary: MemorySumma
 
 
 def memory_table(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, device: torch.device) -> str:
-    """What lies in memory by kind, the host's high-water mark and, on CUDA, the allocator's table."""
+    """Resident bytes by kind, the host's high-water mark and, on CUDA, the allocator's table."""
     rows = resident_bytes(model, optimizer)
     width = max(map(len, rows))
     lines = [f"{name:<{width}}  {format_bytes(size):>12}  {size:>16,} B" for name, size in rows.items()]
@@ -82,9 +82,9 @@ def memory_table(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
 
 
 def resident_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
-    """Bytes of this rank by kind; what several tensors share counts once, for the first kind that has it."""
+    """Bytes of this rank by kind; shared storage counts once, for the first kind that has it."""
     parameters = list(model.parameters())
-    # ZeRO-3 keeps a rank's part beside an empty parameter.
+    # ZeRO-3 keeps a rank's partition next to an empty parameter.
     parts = [part for p in parameters if isinstance(part := getattr(p, "ds_tensor", None), torch.Tensor)]
     groups = [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
     states = [] if optimizer is None else tree_leaves(list(optimizer.state.values()))

@@ -1,4 +1,4 @@
-"""4-bit weights for trial steps: random ones quantised, or only their shapes if nothing is computed."""
+"""4-bit weights for trial steps: quantised random weights, or only their shapes if nothing is computed."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 import torch
 from torch import nn
 
-# bitsandbytes' block sizes: weights that share a constant, constants that share one.
+# bitsandbytes' block sizes: weights per constant, and constants per nested constant.
 _BLOCK, _NESTED_BLOCK = 64, 256
 
 
 def quantise_linears(model: Any, *, double: bool, compute_dtype: torch.dtype, device: str) -> None:
-    """Replace every linear of `model` but the head by bitsandbytes' NF4 ones, one at a time.
+    """Replace every linear of `model` except the head by a bitsandbytes NF4 layer, one at a time.
 
     Args:
-        double: Whether the constants are quantised too.
-        compute_dtype: What they multiply in.
-        device: ``cuda`` or ``cpu``; on ``meta`` the quantised tensors are made without values.
+        double: Whether to quantise the constants too.
+        compute_dtype: Dtype of their products.
+        device: ``cuda`` or ``cpu``; on ``meta`` the quantised tensors are created without values.
     """
     import bitsandbytes as bnb
 
@@ -39,7 +39,7 @@ def quantise_linears(model: Any, *, double: bool, compute_dtype: torch.dtype, de
             linear.weight = weight
             linear.bias = child.bias
             setattr(parent, name, linear)
-    model.is_loaded_in_4bit = True  # PEFT asks for it
+    model.is_loaded_in_4bit = True  # read by PEFT
 
 
 def _quantised(linear: nn.Linear, double: bool) -> Any:
@@ -51,7 +51,7 @@ def _quantised(linear: nn.Linear, double: bool) -> Any:
 
 
 def _without_values(weight: torch.Tensor, double: bool) -> Any:
-    """What quantising a weight gives, by shape: packed bytes, constants, and theirs (`QuantState`, 0.50.2)."""
+    """A quantised weight without values: packed bytes, constants, and nested constants (`QuantState`, 0.50.2)."""
     import bitsandbytes as bnb
     from bitsandbytes.functional import QuantState
 
@@ -87,7 +87,7 @@ def _without_values(weight: torch.Tensor, double: bool) -> Any:
 def moved_from_meta(weight: Any, device: str = "cpu") -> nn.Parameter:
     """A 4-bit weight of `_without_values` with its tensors on another device, for use under `FakeTensorMode`.
 
-    A plain parameter: tensors without values take no subclass such as `Params4bit`.
+    Returns a plain parameter: fake tensors do not support subclasses such as `Params4bit`.
     """
     state = weight.quant_state
     for part in (state, state.state2):

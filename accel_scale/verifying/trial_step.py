@@ -1,4 +1,4 @@
-"""One real training step of a random-weight model, set up by a `TrainingSetup`, with its memory and time."""
+"""Runs a real training step of a model with random weights as in a `TrainingSetup`, and measures memory and time."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ _SEED = 0
 
 @dataclass(frozen=True)
 class StepMeasurement:
-    """Bytes of one process by what holds them, and the peak.
+    """Bytes of one process by kind, and the peak.
 
     Attributes:
         weight_bytes: Weights and buffers.
-        gradient_bytes: After the backward pass.
-        optimizer_bytes: States, after the first step.
-        pass_bytes: Highest during forward and backward pass, weights and states left out.
-        peak_bytes: Highest of all, with everything.
-        reserved_bytes: What CUDA's allocator held at its peak; None elsewhere.
-        step_seconds: Median over steps after the first; None where it was traced.
+        gradient_bytes: Gradients after the backward pass.
+        optimizer_bytes: Optimizer states after the first step.
+        pass_bytes: Peak during the forward and backward pass, without weights and states.
+        peak_bytes: Overall peak, with everything included.
+        reserved_bytes: Peak reserved by CUDA's allocator; None elsewhere.
+        step_seconds: Median over the steps after the first; None if traced.
     """
 
     weight_bytes: int
@@ -51,7 +51,7 @@ class StepMeasurement:
 
 
 def one_process(setup: TrainingSetup) -> TrainingSetup:
-    """`setup` as one process without padding can run it: no ranks, no offload, plain rows, no compilation."""
+    """`setup` reduced to what one process without padding can run: no ranks, offload, packing or compilation."""
     return replace(setup, parallel=ParallelSetup(), packing=False, mean_length=None, compile=False)
 
 
@@ -62,14 +62,14 @@ def measure_step(
 
     Args:
         config: The model's `PreTrainedConfig`.
-        setup: See `one_process`; other settings are refused.
-        device: ``cuda``, where the allocator is asked, or ``cpu``, where every operation is watched.
-        is_fake: Compute nothing: tensors have shapes and no values. On the CPU only, without experts, whose shares
-            depend on values.
-        num_steps: The first makes the optimizer states; time is taken from the second on.
+        setup: A setup as returned by `one_process`; others are refused.
+        device: ``cuda``, measured by the allocator, or ``cpu``, where every operation is traced.
+        is_fake: Compute nothing, with tensors that have shapes but no values. On the CPU only, and without experts,
+            whose shares depend on values.
+        num_steps: Number of steps. The first creates the optimizer states; timing starts with the second.
 
     Raises:
-        ConfigError: for a setup that one process cannot run so.
+        ConfigError: for a setup that one process cannot run in this way.
     """
     if setup != one_process(setup):
         raise ConfigError("a trial step runs plain rows in one process.", place="setup", fix="use one_process(setup).")
@@ -84,10 +84,10 @@ def measure_step(
 
 @contextlib.contextmanager
 def _without_values() -> Iterator[None]:
-    """Inside, tensors are shapes without values, and rows count as one document each.
+    """Use tensors without values, and treat each row as one document.
 
-    transformers looks at position ids for packed documents and, where there are no values, makes a mask for them
-    that a real run has not (`masking_utils.find_packed_sequence_indices`, 5.23; a test compares the two).
+    transformers looks for packed documents in position ids and, if these have no values, creates a mask that a real
+    run does not have (`masking_utils.find_packed_sequence_indices`, 5.23; a test compares the two).
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from transformers import masking_utils
@@ -122,19 +122,19 @@ class TrialRun:
             loss.backward()
 
     def loss(self) -> torch.Tensor:
-        """Of a micro-batch, as a run of `setup` computes it."""
+        """Loss of a micro-batch, as a run of `setup` computes it."""
         if self.setup.loss == "full":
             return self.model(input_ids=self.ids, labels=self.ids, use_cache=False).loss
         return recipe_loss(self.model, {"input_ids": self.ids, "labels": self.ids})
 
     def update(self) -> None:
-        """Clipping and optimizer step."""
+        """Clip gradients and take the optimizer step."""
         nn.utils.clip_grad_norm_([p for p in self.model.parameters() if p.grad is not None], 1.0)
         self.optimizer.step()
 
 
 def build_trial(config: PreTrainedConfig, setup: TrainingSetup, device: str) -> nn.Module:
-    """A model of `config` with random weights, prepared as a run of `setup` prepares it."""
+    """Build a model of `config` with random weights, prepared as in a run of `setup`."""
     from transformers import AutoModelForCausalLM
 
     from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy, apply_checkpointing
@@ -161,7 +161,7 @@ def build_trial(config: PreTrainedConfig, setup: TrainingSetup, device: str) -> 
 
 
 def _takes_own_logits(config: PreTrainedConfig, setup: TrainingSetup) -> bool:
-    """Whether training would compute the loss from the model's own logits: the start check decides here as there."""
+    """True if training would compute the loss from the model's own logits, as decided by the start check."""
     from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy
     from accel_scale.start_check import PlannedRun, check_start
 
@@ -170,7 +170,7 @@ def _takes_own_logits(config: PreTrainedConfig, setup: TrainingSetup) -> bool:
 
 
 def _move_from_meta(model: nn.Module) -> None:
-    """Tensors on the CPU in the place of those on the meta device; shared ones stay shared."""
+    """Replace tensors on the meta device by tensors on the CPU; shared ones stay shared."""
     made: dict[int, Any] = {}
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
@@ -198,7 +198,7 @@ def _adapted(model: Any, setup: TrainingSetup) -> nn.Module:
     lora = setup.lora
     flags = SimpleNamespace(
         lora_r=lora.rank,
-        lora_alpha=8,  # changes no memory
+        lora_alpha=8,  # does not affect memory
         lora_dropout=lora.dropout,
         lora_target_modules=list(lora.targets),
         lora_modules_to_save=list(lora.full_modules) or None,
@@ -206,13 +206,13 @@ def _adapted(model: Any, setup: TrainingSetup) -> nn.Module:
     )
     config = lora_config(flags, skeleton_of(model.config), dropout_is_set=False)
     with warnings.catch_warnings():
-        # PEFT 0.21 asks the model by a name that transformers 5 is giving up.
+        # PEFT 0.21 uses an attribute that transformers 5 deprecates.
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
         return get_peft_model(model, config)
 
 
 def _traced(run: TrialRun, num_steps: int) -> StepMeasurement:
-    """Every storage counted as it is made and freed."""
+    """Measure by counting every storage as it is created and freed."""
     tracker = _FakeAwareTracker()
     weights = tracker.adopt(resident_tensors(run.model))
     gradients = states = pass_bytes = 0
@@ -231,7 +231,7 @@ def _traced(run: TrialRun, num_steps: int) -> StepMeasurement:
 
 
 class _FakeAwareTracker(StorageTracker):
-    """Also answers, where tensors have no values, which tokens have a label: all."""
+    """Also handles the search for labelled tokens on fake tensors: it finds all tokens."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
         from torch._subclasses.fake_tensor import FakeTensor
@@ -244,9 +244,9 @@ class _FakeAwareTracker(StorageTracker):
 
 
 def _on_cuda(run: TrialRun, num_steps: int) -> StepMeasurement:
-    """The allocator's own figures; everything before the model was built is left out."""
+    """Measure with the allocator's own statistics, without anything from before the model was built."""
     cuda = torch.cuda
-    cuda.empty_cache()  # what building and quantising left reserved is no part of a step
+    cuda.empty_cache()  # memory left reserved by building and quantising is not part of a step
     weights = cuda.memory_allocated()
     gradients = states = pass_bytes = peak = 0
     seconds = []

@@ -1,4 +1,4 @@
-"""``accel-scale plan --verify``: one real step, or a traced one without a GPU, next to its prediction."""
+"""``accel-scale plan --verify``: compares one real step, or a traced one without a GPU, with its prediction."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from accel_scale.planning.models.training_setup import TrainingSetup
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-# Layers of a traced model: enough for what the first, the last and those between hold.
+# Layers of a traced model: enough to cover the first, the last and the ones between.
 TRACED_LAYERS = 4
 _MAX_ACCUMULATION = 2
 
 
 @dataclass(frozen=True)
 class Verification:
-    """Predicted beside measured.
+    """Predicted and measured memory.
 
     Attributes:
-        what: What was run, in one sentence.
+        what: One sentence on what was run.
         rows: (part, predicted bytes, measured bytes); the last is the peak.
     """
 
@@ -37,16 +37,16 @@ class Verification:
 
 
 def verify_plan(model: str, facts: ModelFacts, setup: TrainingSetup, *, device: str | None = None) -> Verification:
-    """Run a step of `model` with random weights, in one process, and compare it with what is predicted for it.
+    """Run a step of `model` with random weights in one process and compare it with its prediction.
 
-    On CUDA the whole model at `setup`'s sizes. Without it four layers of the real width whose operations are traced
-    but not computed, so that it takes seconds whatever the size.
+    On CUDA, the whole model at `setup`'s sizes. Without CUDA, four layers of the real width whose operations are
+    traced but not computed, which takes seconds at any size.
 
     Args:
-        model: As for `load_model_facts`.
+        model: Model as for `load_model_facts`.
         facts: Its shapes.
-        setup: How it is trained; what one process on `device` cannot run is replaced, and `what` says so.
-        device: ``cuda`` or ``cpu``; None: what there is.
+        setup: Training setup; what one process on `device` cannot run is replaced, as stated in `what`.
+        device: ``cuda`` or ``cpu``; None uses CUDA if available.
 
     Raises:
         ConfigError: for a model that transformers cannot build from its config, or with experts and no GPU.
@@ -92,7 +92,7 @@ def verify_plan(model: str, facts: ModelFacts, setup: TrainingSetup, *, device: 
 
 
 def pass_bytes(memory: MemoryEstimate) -> float:
-    """What forward and backward pass need at their highest beside weights and optimizer states."""
+    """Peak of the forward and backward pass, without weights and optimizer states."""
     passes = [phase for phase in memory.phases if phase.name.startswith(("forward", "backward"))]
     return max(p.total_bytes for p in passes) - memory.states.weight_bytes - memory.states.optimizer_bytes
 
@@ -115,7 +115,7 @@ def _config(model: str) -> Any:
 
 
 def _shallow(config: PreTrainedConfig, num_layers: int) -> Any:
-    """`config` with at most so many layers."""
+    """`config` with at most `num_layers` layers."""
     config = copy.deepcopy(config)
     config.num_hidden_layers = min(num_layers, config.num_hidden_layers)
     for name in ("layer_types", "no_rope_layers"):
@@ -125,7 +125,7 @@ def _shallow(config: PreTrainedConfig, num_layers: int) -> Any:
 
 
 def _runnable(setup: TrainingSetup, device: str) -> TrainingSetup:
-    """`setup` as a trial step runs it on `device`."""
+    """`setup` adapted to a trial step on `device`."""
     from accel_scale.verifying.trial_step import one_process
 
     found = replace(one_process(setup), accumulation=min(setup.accumulation, _MAX_ACCUMULATION))

@@ -1,4 +1,4 @@
-"""The stages of `benchmarks/gpu_check.py`, most telling first, a module for each subject."""
+"""The stages of `benchmarks/gpu_check.py`, most informative first, with a module for each subject."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class Stage:
     """One stage.
 
     Attributes:
-        name: As the command line has it.
+        name: Name on the command line.
         title: Its heading on the page.
-        function: Where it is, as ``module:function`` of this package; it takes a `box.Cases`.
-        seconds: It is ended after so long.
-        num_gpus: It needs so many; on the CPU, processes.
+        function: Its function as ``module:function`` of this package, which takes a `box.Cases`.
+        seconds: Time limit.
+        num_gpus: Number of GPUs it needs, or of processes on the CPU.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Stage:
     num_gpus: int = 1
 
     def load(self) -> Callable[[Any], None]:
-        """The function; torch is imported here."""
+        """Load the stage's function; this imports torch."""
         module, _, name = self.function.partition(":")
         return getattr(importlib.import_module(f"gpu_stages.{module}"), name)
 

@@ -1,4 +1,4 @@
-"""What a stage of gpu_check.py writes its cases into: one line on file as each ends, kept for the next start."""
+"""Records the cases of a gpu_check.py stage: one line per finished case, kept for the next start."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ OK, WRONG, NEEDS = "ok", "FAILED", "needs"
 
 
 class Needs(Exception):
-    """What a case cannot have here, such as ``needs a GPU``: said in the table, neither passed nor failed."""
+    """A case's missing requirement, such as ``needs a GPU``: shown in the table, neither passed nor failed."""
 
 
 class Wrong(Exception):
-    """A case came to its end with a result that it must not have."""
+    """A case finished with a wrong result."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One case: what was found, and whether that is right."""
+    """One case: its result and verdict."""
 
     case: str
     found: str
@@ -32,12 +32,12 @@ class Row:
 
 
 class Cases:
-    """The cases of one stage, in the stage's process.
+    """The cases of one stage, used in the stage's process.
 
     Attributes:
-        folder: For whatever the stage writes; kept between starts.
-        on_gpu: Whether the cases run on a GPU; else on the CPU, at a small size.
-        num_gpus: Visible ones; on the CPU, how many processes take their place.
+        folder: Folder for the stage's files; kept between starts.
+        on_gpu: Whether the cases run on a GPU, or at a small size on the CPU.
+        num_gpus: Number of visible GPUs; on the CPU, the number of processes that replace them.
     """
 
     def __init__(self, folder: Path, *, on_gpu: bool, num_gpus: int, seconds: float) -> None:
@@ -50,20 +50,20 @@ class Cases:
 
     @property
     def device(self) -> str:
-        """torch's name of what the cases run on."""
+        """torch's name of the device on which the cases run."""
         return "cuda" if self.on_gpu else "cpu"
 
     @property
     def seconds_left(self) -> float:
-        """Until the stage is ended from outside."""
+        """Seconds until the stage is ended from outside."""
         return self._deadline - time.monotonic()
 
     def case(self, name: str, run: Callable[[], str]) -> None:
-        """Run one case, unless an earlier start did; what it raises ends only itself. Threads may call it.
+        """Run one case, unless an earlier start did; exceptions only end this case. Thread-safe.
 
         Args:
-            name: Says what is compared; the row's first cell.
-            run: Returns what was found; raises `Wrong`, or `Needs` where the machine lacks something for it.
+            name: What is compared; the row's first cell.
+            run: Returns the result; raises `Wrong`, or `Needs` if the machine lacks something for it.
         """
         if name in self._done:
             return
@@ -75,7 +75,7 @@ class Cases:
         except Wrong as why:
             found, verdict = str(why), WRONG
         except (Exception, SystemExit) as error:
-            traceback.print_exc()  # into the stage's log
+            traceback.print_exc()  # goes to the stage's log
             found, verdict = one_line(error), WRONG
         row = Row(name, found, verdict, time.monotonic() - started)
         with self._writing, self._rows.open("a") as rows:
@@ -84,19 +84,19 @@ class Cases:
 
 
 def expect(holds: bool, found: str) -> str:
-    """`found`, where it holds."""
+    """Return `found` if `holds`; else raise `Wrong`."""
     if not holds:
         raise Wrong(found)
     return found
 
 
 def lacks(what: str) -> str:
-    """A case that this machine cannot have."""
+    """Case that this machine cannot run: raises `Needs`."""
     raise Needs(what)
 
 
 def one_line(error: BaseException) -> str:
-    """``ValueError: what it says (file.py:12)``, the place being the innermost."""
+    """``ValueError: message (file.py:12)``, with the innermost place."""
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
@@ -104,12 +104,12 @@ def one_line(error: BaseException) -> str:
 
 
 def rows_file(folder: Path) -> Path:
-    """Where a stage's rows are."""
+    """File of a stage's rows."""
     return folder / "rows.jsonl"
 
 
 def read_rows(folder: Path) -> list[Row]:
-    """The cases that have ended; a line that was being written when the process was killed is left out."""
+    """Finished cases; a line left incomplete by a kill is skipped."""
     path, rows = rows_file(folder), []
     for line in path.read_text().splitlines() if path.is_file() else []:
         try:

@@ -1,4 +1,4 @@
-"""Stages `recipes`, `launches` and `cards`: what a user types, each command in a process of its own."""
+"""Stages `recipes`, `launches` and `cards`: commands as typed by users, each in its own process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from accel_scale.launching.launch_file import read_launch_file
 
 
 class Summary(TypedDict, total=False):
-    """Of `run_summary.json`, what is read here."""
+    """The fields of `run_summary.json` that are read here."""
 
     losses: list[float]
     tokens_per_second: float
@@ -38,7 +38,7 @@ _STEPS = 4
 _SHORT: dict[str, object] = {"max_steps": _STEPS, "logging_steps": 1}
 _SFT = _SHORT | {"exact_match_samples": 0}
 _FEW_ANSWERS = _SHORT | {"num_generations": 4, "exact_match_samples": 0}
-# Label → the recipe and its flags; the embedded model and data, unless a flag names others.
+# Recipe and flags by label; uses the embedded model and data unless a flag names others.
 RECIPES: dict[str, tuple[str, dict[str, object]]] = {
     "sft": ("sft", _SFT),
     "sft, qlora": ("sft", _SFT | {"method": "qlora"}),
@@ -52,21 +52,21 @@ RECIPES: dict[str, tuple[str, dict[str, object]]] = {
     "rloo": ("rloo", _FEW_ANSWERS | {"model_name_or_path": "tuned"}),
 }
 ON_CPU = ("sft", "dpo")
-# Of one process: DeepSpeed and FSDP2 with nobody to share with, and the offloads that one GPU is used with.
+# Files checked with one process on a CPU; on a GPU, all files of DeepSpeed, FSDP2 and offloading that allow it.
 FILES_ON_CPU = ("fsdp2",)
-# Smaller cards that this one stands in for: their memory, less what CUDA itself takes.
+# Smaller cards that this one emulates, with their memory minus that of CUDA itself.
 CARDS = ("RTX 4090", "T4", "RTX 3060 12GB")
 
 
 def recipes(cases: Cases) -> None:
-    """Some steps of each recipe: losses are numbers, and nothing is said that a user could not act on."""
+    """Run some steps of each recipe: losses must be finite, and there must be no warnings that users cannot act on."""
     from pictures import write_model, write_pictures
 
     pictures = cases.folder / "pictures"
     if not pictures.is_dir():
         write_model("idefics3", cases.folder / "idefics3")
         write_pictures(pictures, several=True)
-    if cases.on_gpu:  # a little tuned: rewards need answers
+    if cases.on_gpu:  # slightly tuned, because rewards need answers
         train(cases.folder / "tuned", max_steps=19, plan="off", exact_match_samples=0)
     seeing: dict[str, object] = {"model_name_or_path": cases.folder / "idefics3", "dataset_name": pictures}
     named = {**RECIPES, "vision": ("vision", _SHORT | seeing)} if cases.on_gpu else {n: RECIPES[n] for n in ON_CPU}
@@ -74,14 +74,14 @@ def recipes(cases: Cases) -> None:
 
 
 def together(cases: Cases, runs: dict[str, Callable[[], str]]) -> None:
-    """Cases by label; several at once on a GPU, where each has a core or two for its imports."""
+    """Run cases by label, several at once on a GPU, where each has a core or two for its imports."""
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 3) if cases.on_gpu else 1) as pool:
         for name, run in runs.items():
             pool.submit(cases.case, name, run)
 
 
 def launched(cases: Cases, name: str, command: list[str]) -> tuple[Summary, str]:
-    """A command that must end well: its summary, and what it said on stderr."""
+    """Run a command that must succeed; returns its summary and stderr."""
     out = cases.folder / name.replace(", ", "_")
     shutil.rmtree(out, ignore_errors=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "2"}
@@ -99,19 +99,19 @@ def launched(cases: Cases, name: str, command: list[str]) -> tuple[Summary, str]
 
 
 def one_device(cases: Cases) -> list[str]:
-    """`accelerate launch` as a user types it, with a port that nothing else has."""
+    """The `accelerate launch` command as typed by users, with a free port."""
     file = launches.CONFIGS / ("single_gpu.yaml" if cases.on_gpu else "cpu.yaml")
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file)]
     return [*launch, "--main_process_port", "0"]
 
 
 def recipe_path(name: str) -> str:
-    """Of a recipe by its name."""
+    """Path of a recipe by its name."""
     return str(REPOSITORY / "recipes" / f"{name}.py")
 
 
 def first_command(cases: Cases, name: str, recipe: str, flags: dict[str, object]) -> str:
-    """`accelerate launch` of the file for one process."""
+    """Run a recipe with the launch file for one process."""
     if flags.get("model_name_or_path") == "tuned":
         flags = flags | {"model_name_or_path": cases.folder / "tuned"}
     summary, said = launched(cases, name, [*one_device(cases), recipe_path(recipe), *words(flags)])
@@ -124,7 +124,7 @@ def first_command(cases: Cases, name: str, recipe: str, flags: dict[str, object]
 
 
 def one_process_files() -> list[str]:
-    """Launch files of one node whose layout one process can be."""
+    """Single-node launch files that also work with one process."""
     found = []
     for name in launches.launch_names():
         file = read_launch_file(launches.CONFIGS / f"{name}.yaml")
@@ -134,7 +134,7 @@ def one_process_files() -> list[str]:
 
 
 def alone(cases: Cases) -> None:
-    """Each launch file with one process, full and QLoRA, beside the file for one GPU."""
+    """Compare each launch file with one process, full and QLoRA, with the file for one GPU."""
     model, documents = written_model(cases.folder, "tiny", "cpu"), written_documents(cases.folder, 60)
     names = [name for name in one_process_files() if cases.on_gpu or name in FILES_ON_CPU]
     methods = ("full", "qlora") if cases.on_gpu else ("full",)
@@ -170,13 +170,13 @@ def alone(cases: Cases) -> None:
 
 
 def cards(cases: Cases) -> None:
-    """QLoRA of an 8B model at the longest rows predicted for smaller cards, in as much memory as each has."""
+    """QLoRA of an 8B model at the longest rows predicted for smaller cards, limited to each card's memory."""
     for name in CARDS:
         cases.case(f"8B, QLoRA, {name}", functools.partial(capped, cases, name))
 
 
 def capped(cases: Cases, name: str) -> str:
-    """Two steps of one full row each; what the allocator took, beside the prediction and the card."""
+    """Run steps of one full row each, and compare the allocator's memory with the prediction and the card."""
     if not cases.on_gpu:
         raise Needs("needs a GPU")
     import accel_scale

@@ -1,4 +1,4 @@
-"""Models of random weights and real shapes, and generated documents: nothing here needs a network."""
+"""Models with random weights and real shapes, and generated documents; needs no network."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHAPES = {
 
 
 def llama_config(size: str) -> object:
-    """A `LlamaConfig` of the shape `size`, for the embedded tokenizer."""
+    """A `LlamaConfig` with the shape `size`, for the embedded tokenizer."""
     from transformers import AutoTokenizer, LlamaConfig
 
     from accel_scale.data.default import default_model_path
@@ -39,7 +39,7 @@ def llama_config(size: str) -> object:
 
 
 def written_model(folder: Path, size: str, device: str) -> Path:
-    """A folder with random weights of the shape `size` and the embedded tokenizer, made once; bf16 on a GPU."""
+    """A folder with random weights of shape `size` and the embedded tokenizer, created once; bf16 on a GPU."""
     import torch
     from transformers import AutoTokenizer, LlamaForCausalLM
 
@@ -60,7 +60,7 @@ def written_model(folder: Path, size: str, device: str) -> Path:
 
 
 def written_documents(folder: Path, num_rows: int) -> Path:
-    """JSON lines of documents of 20 to 400 words, the spread of instruction data."""
+    """Write JSON Lines of documents of 20 to 400 words, distributed like instruction data."""
     folder.mkdir(parents=True, exist_ok=True)
     path, rng = folder / "documents.jsonl", random.Random(0)
     words = ("the", "of", "and", "to", "in", "a", "is", "that", "for", "it", "was", "with", "by", "not", "this")

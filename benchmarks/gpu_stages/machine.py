@@ -1,4 +1,4 @@
-"""Stage `kernels`: what this machine is, and what a training step really runs on it."""
+"""Stage `kernels`: describes this machine and the kernels that a training step really runs on it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from gpu_stages.box import Cases
 from gpu_stages.inputs import llama_config
 
 _SHOWN = 6
-# Operations whose result the host must have before it goes on.
+# Operations whose result the host must wait for.
 _READ_BACK = ("aten::_local_scalar_dense", "aten::nonzero", "aten::unique_consecutive")
-# Names of attention kernels, as the profiler has them: torch's own, cuDNN's, FlashAttention's, Triton's.
+# Names of attention kernels in the profiler: torch's own, cuDNN's, FlashAttention's, Triton's.
 _ATTENTION = ("flash", "fmha", "attention", "cudnn_sdpa", "efficient", "flex")
 
 
 def kernels(cases: Cases) -> None:
-    """The device, the choices that follow, and the operations of a step by their time."""
+    """Report the device, the resulting choices, and the operations of a step by time."""
     cases.case("device", device)
     cases.case("libraries", libraries)
     cases.case("attention: padded rows", lambda: chosen_attention(cases, packing=False))
@@ -30,7 +30,7 @@ def kernels(cases: Cases) -> None:
 
 
 def device() -> str:
-    """What torch sees, and what the recipes make of it."""
+    """The device seen by torch, and the recipes' choices for it."""
     from accel_scale.launching.machine import detect_device, detect_machine
 
     found, machine = detect_device(), detect_machine()
@@ -45,7 +45,7 @@ def device() -> str:
 
 
 def libraries() -> str:
-    """Those that bring kernels, with versions."""
+    """Libraries with kernels, and their versions."""
     from accel_scale.launching.machine import installed_packages
 
     named = ("torch", "bitsandbytes", "flash-attn", "flash-attn-3", "kernels", "liger-kernel", "torchao", "deepspeed")
@@ -54,7 +54,7 @@ def libraries() -> str:
 
 
 def chosen_attention(cases: Cases, *, packing: bool) -> str:
-    """The name that the recipe would pass to transformers, in the precision it would train in."""
+    """The attention name that the recipe would pass to transformers, for its training precision."""
     from accel_scale.launching.machine import detect_device
     from accel_scale.modeling.attention import resolve_attention
 
@@ -64,7 +64,7 @@ def chosen_attention(cases: Cases, *, packing: bool) -> str:
 
 
 def step(cases: Cases) -> Callable[[], Any]:
-    """A pass of a model as the recipe trains it, on plain rows."""
+    """Forward and backward of a model on plain rows, as trained by the recipe."""
     from accel_scale.launching.machine import detect_device
     from accel_scale.planning.models.training_setup import TrainingSetup
     from accel_scale.verifying.trial_step import TrialRun, build_trial, one_process
@@ -75,12 +75,12 @@ def step(cases: Cases) -> Callable[[], Any]:
     model = build_trial(llama_config("0.5B" if cases.on_gpu else "tiny"), setup, cases.device)
     run = TrialRun(model, setup, cases.device)
     run.passes()
-    run.update()  # kernels are chosen, compiled and loaded by now
+    run.update()  # kernels are now chosen, compiled and loaded
     return run.passes
 
 
 def operations(cases: Cases) -> str:
-    """Of a profiled pass: those that take longest, and the kernels of attention."""
+    """The slowest operations of a profiled pass, and its attention kernels."""
     run = step(cases)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cases.on_gpu else [])]
     with profile(activities=activities) as profiler:
@@ -103,7 +103,7 @@ def short(name: str) -> str:
 
 
 def waits(cases: Cases) -> str:
-    """Over forward and backward of a packed micro-batch: by CUDA's own debugging mode, on a CPU by what would wait."""
+    """Host waits in forward and backward of a packed micro-batch: by CUDA's debug mode, or on a CPU by operation."""
     from accel_scale.modeling.packing.row_facts import ROW_FACTS, RowFacts
     from accel_scale.optimization.fast_loss import add_fast_lm_head
     from accel_scale.start_check.twin_check import recipe_loss
@@ -112,14 +112,14 @@ def waits(cases: Cases) -> str:
     model = build(config_with(None, cases.device), chosen_attention(cases, packing=True), cases.device)
     add_fast_lm_head(model)
     rows, half = batch(), precision(cases)
-    inputs = to_device({**rows, ROW_FACTS: RowFacts(rows)}, cases.device)  # as the recipes' loaders send them
+    inputs = to_device({**rows, ROW_FACTS: RowFacts(rows)}, cases.device)  # as sent by the recipes' loaders
 
     def run() -> None:
         with half.autocast(cases.device):
             loss = recipe_loss(model, inputs)
         loss.backward()
 
-    run()  # kernels are chosen, compiled and loaded by now
+    run()  # kernels are now chosen, compiled and loaded
     if not cases.on_gpu:
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
             run()
@@ -138,7 +138,7 @@ def waits(cases: Cases) -> str:
 
 
 def precision(cases: Cases) -> Any:
-    """The one that the recipes would use here."""
+    """The precision that the recipes would use here."""
     from accel_scale.launching.machine import detect_device
     from accel_scale.modeling.precision import precision_named
 

@@ -1,4 +1,4 @@
-"""Stages `parity` and `hang`: every launch file trains the same model, and a rank that stops is named."""
+"""Stages `parity` and `hang`: every launch file must train the same model, and a stopped rank must be named."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ import parity as launches
 
 from accel_scale.launching.launch_file import read_launch_file
 
-# Losses and weights, relative. NCCL's rings and the GPU's kernels add in other orders; Adam makes whole steps of
-# gradients that are almost nothing. A wrong batch moves losses by more than 1e-3.
+# Relative tolerances of losses and weights. NCCL's rings and the GPU's kernels add in different orders, and Adam takes
+# full steps on gradients that are almost zero. A wrong batch changes losses by more than 1e-3.
 TOLERANCE = {"cuda": (2e-4, 2e-2), "cpu": (1e-5, 1e-3)}
 LAUNCH_SECONDS = 150.0
-# Layouts that the launch file alone does not give.
+# Layouts that the launch file alone does not determine.
 EXTRA_FLAGS = {"pp": {"pp_size": 2}, "3d": {"pp_size": 2}}
 HANG_SECONDS = 8
-# One of each kind: on a CPU `make test` has every file with every method.
+# One of each kind, since on a CPU `make test` runs every file with every method.
 FILES_ON_CPU = ("fsdp2", "zero3", "tp")
 
 
 class Gpus:
-    """The GPUs that are free; a launch takes as many as it needs, and waits for them."""
+    """Pool of free GPUs; a launch takes as many as it needs, waiting if necessary."""
 
     def __init__(self, count: int) -> None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
@@ -48,7 +48,7 @@ class Gpus:
 
     @contextmanager
     def taken(self, count: int) -> Iterator[list[str]]:
-        """`count` of them, until the end of the block."""
+        """Reserve `count` GPUs until the end of the block."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._free) >= count)
             mine, self._free = self._free[:count], self._free[count:]
@@ -61,14 +61,14 @@ class Gpus:
 
 
 class Once:
-    """A function whose result, or failure, is found once for each of its arguments, whatever thread asks."""
+    """A function whose result or exception is computed once for each set of arguments, across threads."""
 
     def __init__(self, run: Callable[[str, str], launches.Result]) -> None:
         self._run, self._lock = run, threading.Lock()
         self._found: dict[tuple[str, str], Future[launches.Result]] = {}
 
     def __call__(self, method: str, name: str) -> launches.Result:
-        """The result of `run`."""
+        """The cached result of `run`."""
         with self._lock:
             is_first = (method, name) not in self._found
             found = self._found.setdefault((method, name), Future())
@@ -81,7 +81,7 @@ class Once:
 
 
 def parity(cases: Cases) -> None:
-    """Full fine-tuning under each file first, then adapters; pretraining under those that cut the model."""
+    """Run full fine-tuning under each file first, then adapters, and pretraining under files that split the model."""
     gpus = Gpus(cases.num_gpus)
     written_model(cases.folder, "tiny", "cpu")
     written_documents(cases.folder, 60)
@@ -99,7 +99,7 @@ def parity(cases: Cases) -> None:
     for method in adapting:
         cases.case(f"ddp, {method}", lambda m=method: ran(reference(m, "ddp")))
     cases.case("one process, pretraining", lambda: ran(reference("pretrain", single)))
-    # One more than can run at once: the compiler needs no GPU.
+    # One more than can run at once, since the compiler needs no GPU.
     with ThreadPoolExecutor(1 + gpus.count // 2 if cases.on_gpu else 1) as pool:
         pool.submit(cases.case, "DeepSpeed's operations for the host are compiled", compiled)
         for method, name in runs:
@@ -113,7 +113,7 @@ def parity(cases: Cases) -> None:
 
 
 def beside(cases: Cases, result: Any, what: tuple[str, str], against: tuple[str, str]) -> str:
-    """Losses and weights of two launches."""
+    """Compare losses and weights of two launches."""
     difference = launches.compare(result(*what), result(*against))
     loss, weight = TOLERANCE[cases.device]
     found = f"losses {difference.loss:.1e}, weights {difference.weight:.1e} apart"
@@ -121,14 +121,14 @@ def beside(cases: Cases, result: Any, what: tuple[str, str], against: tuple[str,
 
 
 def must_differ(cases: Cases, gpus: Gpus, result: Any) -> str:
-    """What a wrong accumulation would look like: the comparison sees it."""
+    """Check that the comparison detects what a wrong accumulation would look like."""
     wrong = result_of(cases, gpus, "full", "ddp", global_batch_size=launches.GLOBAL_BATCH_SIZE // 2)
     difference = launches.compare(wrong, result("full", "ddp"))
     return expect(difference.loss > 5 * TOLERANCE[cases.device][0], f"losses {difference.loss:.1e} apart")
 
 
 def compiled() -> str:
-    """Minutes the first time: launches that offload would wait for one another's compilers."""
+    """Compile DeepSpeed's operators up front, for minutes at first: offloading launches would wait for each other."""
     code = "from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder\n"
     code += "CPUAdamBuilder().load(verbose=False)\nAsyncIOBuilder().load(verbose=False)"
     began, own = time.monotonic(), {} if os.environ.get("CUDA_VISIBLE_DEVICES") != "" else {"DS_ACCELERATOR": "cpu"}
@@ -140,14 +140,14 @@ def compiled() -> str:
 
 
 def ran(result: launches.Result) -> str:
-    """A reference for others."""
+    """Describe a run that is only a reference for others."""
     return f"{len(result.losses)} steps, loss {result.losses[0]:.3f} → {result.losses[-1]:.3f}"
 
 
 def result_of(
     cases: Cases, gpus: Gpus, method: str, name: str, *, global_batch_size: int = launches.GLOBAL_BATCH_SIZE
 ) -> launches.Result:
-    """One launch of the unmodified file; several nodes are as many launches on this machine, each with its GPUs."""
+    """Launch the unmodified file; several nodes become as many launches on this machine, each with its own GPUs."""
     file = read_launch_file(launches.CONFIGS / f"{name}.yaml")
     nodes = int(file.values.get("num_machines") or 1)
     processes = nodes if nodes > 1 else int(file.values.get("num_processes") or 1)
@@ -165,7 +165,7 @@ def result_of(
 
 
 def run_flags(cases: Cases, method: str, global_batch_size: int) -> dict[str, object]:
-    """fp32, no dropout, a learning rate that moves the weights by percents."""
+    """Flags for fp32 without dropout, with a learning rate that changes weights by a few percent."""
     flags: dict[str, object] = {
         "model_name_or_path": cases.folder / "model_tiny", "precision": "fp32", "max_steps": launches.NUM_STEPS,
         "learning_rate": 1e-3, "max_length": 64, "logging_steps": 1, "global_batch_size": global_batch_size,
@@ -181,12 +181,12 @@ def run_flags(cases: Cases, method: str, global_batch_size: int) -> dict[str, ob
 
 
 def environment(gpus: list[str]) -> dict[str, str]:
-    """Of a launch on `gpus`."""
+    """Environment of a launch on `gpus`."""
     return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
 
 
 def run_together(commands: list[list[str]], folder: Path, gpus: list[str]) -> None:
-    """All at once, until all have ended well; one that takes too long is killed with its ranks."""
+    """Run all commands at once until all succeed; those that take too long are killed with their ranks."""
     share = len(gpus) // len(commands)
     started = []
     for index, command in enumerate(commands):
@@ -217,7 +217,7 @@ def run_together(commands: list[list[str]], folder: Path, gpus: list[str]) -> No
 
 
 def hang(cases: Cases) -> None:
-    """Two ranks under DDP, of which one stops after some steps."""
+    """Run two ranks under DDP, of which one stops after some steps."""
     written_model(cases.folder, "tiny", "cpu")
     written_documents(cases.folder, 60)
     hung, dead = r"rank 1 has not reached \w+ of step \d+( \([a-z ]+\))?", r"rank\s*: 1 |rank 1\b|local_rank: 1"
@@ -226,7 +226,7 @@ def hang(cases: Cases) -> None:
 
 
 def stopped(cases: Cases, name: str, how: signal.Signals, pattern: str) -> str:
-    """Launch, send the signal to rank 1 once it trains, and read what the others and the launcher say."""
+    """Launch, send the signal to rank 1 once it trains, and check the output of the others and the launcher."""
     folder = cases.folder / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -256,7 +256,7 @@ def stopped(cases: Cases, name: str, how: signal.Signals, pattern: str) -> str:
 
 
 def wait_for_steps(process: subprocess.Popen[bytes], folder: Path) -> None:
-    """Until some steps are in the log of metrics."""
+    """Wait until some steps are in the metrics log."""
     path, deadline = folder / "out" / "metrics.jsonl", time.monotonic() + 90
     while time.monotonic() < deadline:
         if process.poll() is not None:

@@ -1,4 +1,4 @@
-"""Stage `merge`: adapters trained here, merged into their base, and the logits of both."""
+"""Stage `merge`: trains adapters, merges them into their base, and compares the logits."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from gpu_stages.recipe import train
 
 
 def merge(cases: Cases) -> None:
-    """LoRA into the base as it is, QLoRA into the dequantised one."""
+    """Merge LoRA into the original base and QLoRA into the dequantised one."""
     for method in ("lora", "qlora"):
         cases.case(method, functools.partial(merged, cases, method))
 
 
 def merged(cases: Cases, method: str) -> str:
-    """A few steps at a learning rate that moves the logits, and `accel-scale merge`, which compares them."""
+    """Train a few steps at a rate that changes the logits, then run `accel-scale merge`, which compares them."""
     from accel_scale.merging.adapter import merge_adapter
 
     train(

@@ -1,4 +1,4 @@
-"""Stage `numerics`: attention over packed documents and the loss, beside fp32 and each document alone."""
+"""Stage `numerics`: compares attention over packed documents, and the loss, with fp32 and single documents."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch
 
 from gpu_stages.box import Cases, Needs, expect, lacks
 
-# Of the loss, and of all gradients together, ‖g − g₀‖ ÷ ‖g₀‖: what rounding of products to a dtype leaves.
+# Tolerances of the loss and of all gradients together, ‖g − g₀‖ ÷ ‖g₀‖, due to rounding products to a dtype.
 TOLERANCE = {"float32": (1e-5, 1e-3), "float16": (3e-3, 2e-2), "bfloat16": (2e-2, 1e-1)}
 WINDOW = 48
 _FP16_SCALE = 2.0**10
-# Documents of the packed micro-batch: shorter and longer than the window, and one of two tokens.
+# Document lengths in the packed micro-batch: shorter and longer than the window, and one of two tokens.
 LENGTHS = ((130, 40, 2, 84), (200, 56))
 
 
 def numerics(cases: Cases) -> None:
-    """Each attention that can run here, with all of a document or a window of it, then each way to the loss."""
+    """Check every attention that can run here, with and without a window, then every loss implementation."""
     from accel_scale.facts.device import ATTENTION_NAMES
 
     half = default_half(cases)
@@ -37,14 +37,14 @@ def numerics(cases: Cases) -> None:
 
 
 def default_half(cases: Cases) -> str:
-    """The half precision that the recipes would use here; bf16 on a CPU."""
+    """The 16-bit precision that the recipes would use here; bf16 on a CPU."""
     from accel_scale.launching.machine import detect_device
 
     return "float16" if detect_device(cases.device).default_precision == "fp16" else "bfloat16"
 
 
 def attention(cases: Cases, name: str, dtype: str, window: int | None) -> str:
-    """Loss and gradients of packed rows, as the recipe computes them, beside each document alone."""
+    """Compare the recipe's loss and gradients of packed rows with those of each document alone."""
     from accel_scale.launching.machine import detect_device
     from accel_scale.modeling.attention import choose_kernels
     from accel_scale.modeling.attention import with_document_lengths as with_lengths
@@ -71,7 +71,7 @@ def attention(cases: Cases, name: str, dtype: str, window: int | None) -> str:
 
 
 def refusal(cases: Cases, name: str, dtype: str, window: int | None) -> str | None:
-    """Why the recipes would not take this attention here; None if they would."""
+    """Why the recipes would refuse this attention here; None if they would accept it."""
     from accel_scale.errors import ConfigError
     from accel_scale.launching.machine import detect_device
     from accel_scale.modeling.attention import resolve_attention
@@ -85,15 +85,15 @@ def refusal(cases: Cases, name: str, dtype: str, window: int | None) -> str | No
 
 
 def to_device(inputs: dict[str, Any], device: str) -> dict[str, Any]:
-    """Tensors are moved; lengths are numbers."""
+    """Move tensors to `device`; other values, such as lengths, are kept."""
     return {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
 
 
 def config_with(window: int | None, device: str) -> Any:
-    """Two layers, eight heads that share two of keys and values; Mistral's, which has windows."""
+    """A Mistral configuration, which has windows: two layers, eight heads, two key-value heads."""
     from transformers import MistralConfig
 
-    size = 512 if device == "cuda" else 128  # heads of 64 and of 16
+    size = 512 if device == "cuda" else 128  # head sizes of 64 and 16
     return MistralConfig(
         vocab_size=512, hidden_size=size, intermediate_size=size, num_hidden_layers=2, num_attention_heads=8,
         num_key_value_heads=2, max_position_embeddings=512, sliding_window=window, pad_token_id=0,
@@ -101,7 +101,7 @@ def config_with(window: int | None, device: str) -> Any:
 
 
 def build(config: Any, name: str, device: str) -> Any:
-    """The same weights whatever the attention."""
+    """Build a model with the same weights for any attention."""
     from transformers import MistralForCausalLM
 
     torch.manual_seed(0)
@@ -111,7 +111,7 @@ def build(config: Any, name: str, device: str) -> Any:
 
 @functools.cache
 def batch() -> dict[str, Any]:
-    """Packed rows as TRL's collator sends them: one row of all documents, with positions that begin anew."""
+    """Packed rows as from TRL's collator: one row of all documents, with positions that restart."""
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
     generator = torch.Generator().manual_seed(1)
@@ -125,7 +125,7 @@ def batch() -> dict[str, Any]:
 
 @functools.cache
 def reference(device: str, window: int | None) -> tuple[float, torch.Tensor]:
-    """Loss and gradients of the documents one by one, by the eager attention in fp32."""
+    """Loss and gradients of single documents with eager attention in fp32."""
     model = build(config_with(window, device), "eager", device)
     ids, total, begin = batch()["input_ids"][0].to(device), 0.0, 0
     lengths = [length for row in LENGTHS for length in row]
@@ -140,7 +140,7 @@ def reference(device: str, window: int | None) -> tuple[float, torch.Tensor]:
 
 
 def loss_inputs(cases: Cases) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Hidden states, a head of a real vocabulary on a GPU, and labels of which a quarter do not count."""
+    """Hidden states, a head (with a real vocabulary on a GPU), and labels of which a quarter are ignored."""
     tokens, hidden, vocabulary = (4096, 2048, 128_256) if cases.on_gpu else (256, 64, 2048)
     generator = torch.Generator(cases.device).manual_seed(2)
     make = functools.partial(torch.randn, device=cases.device, generator=generator)
@@ -150,14 +150,14 @@ def loss_inputs(cases: Cases) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def loss(cases: Cases, dtype: str) -> str:
-    """`chunked_cross_entropy` beside torch's, both from the same operands, the latter in fp32."""
+    """Compare `chunked_cross_entropy` with torch's in fp32, from the same operands."""
     from accel_scale.optimization.loss import chunked_cross_entropy
 
     return beside_torch(cases, dtype, chunked_cross_entropy)
 
 
 def liger(cases: Cases) -> str:
-    """Liger's fused linear cross-entropy beside torch's."""
+    """Compare Liger's fused linear cross-entropy with torch's."""
     if not cases.on_gpu:
         raise Needs("needs a GPU: Liger's kernels are Triton's")
     try:
@@ -172,7 +172,7 @@ def liger(cases: Cases) -> str:
 
 
 def beside_torch(cases: Cases, dtype: str, compute: Any) -> str:
-    """The loss by `compute` in `dtype`, and the gradients of states and head, beside fp32."""
+    """Compare the loss by `compute` in `dtype`, and the gradients of states and head, with fp32."""
     hidden, head, labels = loss_inputs(cases)
     as_type = getattr(torch, dtype)
     ours = [tensor.to(as_type).requires_grad_() for tensor in (hidden, head)]

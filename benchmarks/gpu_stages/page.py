@@ -1,4 +1,4 @@
-"""The page of gpu_check.py, and how each stage ended."""
+"""The results page of gpu_check.py, and how each stage ended."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Ending:
     """How a stage's last start ended.
 
     Attributes:
-        kind: ``ended``: it came to its end; ``lacking``: this machine is too small for it; ``unfinished``.
-        why: One line.
-        seconds: Of that start.
-        wrong: How many of its cases failed.
+        kind: ``ended`` if it finished, ``lacking`` if this machine is too small for it, or ``unfinished``.
+        why: Reason on one line.
+        seconds: Duration of that start.
+        wrong: Number of failed cases.
     """
 
     kind: str
@@ -30,17 +30,17 @@ class Ending:
 
     @property
     def is_done(self) -> bool:
-        """Whether the next start leaves it alone; one that lacks GPUs may find them."""
+        """True if the next start skips the stage; one that lacks GPUs is retried."""
         return self.kind == "ended" and not self.wrong
 
     @property
     def is_fine(self) -> bool:
-        """Whether nothing failed."""
+        """True if nothing failed."""
         return self.kind != "unfinished" and not self.wrong
 
 
 def write_ending(folder: Path, ending: Ending) -> None:
-    """Keep it for the next start."""
+    """Save the ending for the next start."""
     from accel_scale.reporting.summary import _commit
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -50,7 +50,7 @@ def write_ending(folder: Path, ending: Ending) -> None:
 
 
 def read_ending(folder: Path) -> Ending | None:
-    """None before the first start's end."""
+    """The saved ending; None before the first start has ended."""
     path = folder / "ending.json"
     if not path.is_file():
         return None
@@ -60,7 +60,7 @@ def read_ending(folder: Path) -> Ending | None:
 
 
 def write_page(path: Path, stages: Sequence[Stage], out: Path, *, device: str) -> str:
-    """Write the page from what is on file, without the machine's folders; returns it."""
+    """Write the page from the saved results, without paths of this machine; returns it."""
     from accel_scale.report_page.figures import without_home
     from accel_scale.reporting.summary import _commit, installed_versions
 
@@ -94,7 +94,7 @@ def write_page(path: Path, stages: Sequence[Stage], out: Path, *, device: str) -
 
 
 def verdict(folder: Path) -> str:
-    """Of a stage: ``7 ok``, ``2 of 9 FAILED``, or why it did not come to its end."""
+    """A stage's verdict: ``7 ok``, ``2 of 9 FAILED``, or why it did not finish."""
     rows, ending = read_rows(folder), read_ending(folder)
     wrong = sum(row.verdict == WRONG for row in rows)
     lacking = sum(row.verdict == NEEDS for row in rows)
@@ -106,15 +106,15 @@ def verdict(folder: Path) -> str:
 
 
 def seconds(out: Path, stage: Stage) -> str:
-    """Of the stage's cases, over all starts."""
+    """Seconds of the stage's cases over all starts."""
     return f"{sum(row.seconds for row in read_rows(out / stage.name)):.0f}"
 
 
 def emphasised(text: str) -> str:
-    """A failure is seen at a glance; what is lacking here says so in the cell before."""
+    """Highlight failures; missing requirements are shown as a dash, since the previous cell explains them."""
     return f"**{text}**" if text == WRONG else "–" if text == NEEDS else text
 
 
 def cell(text: str) -> str:
-    """`text` as a cell of a Markdown table."""
+    """`text` escaped as a cell of a Markdown table."""
     return " ".join(text.replace("|", "\\|").split())

@@ -1,4 +1,4 @@
-"""Stage `planner`: whole steps of real shapes, made on the device, beside what was predicted before they ran."""
+"""Stage `planner`: compares whole steps of real shapes on the device with predictions made beforehand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gpu_stages.box import Cases, Needs, expect
 from gpu_stages.training import MEMORY_TOLERANCE, TIME_FACTOR
 
 SMALL, LARGE = "Qwen/Qwen2.5-0.5B", "meta-llama/Llama-3.1-8B"
-# The architecture of a catalogue model at a size that a CPU trains in seconds.
+# Shape for training an architecture on a CPU in seconds.
 CPU_SHAPE = {
     "hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 64, "intermediate_size": 512, "vocab_size": 2048,
@@ -22,7 +22,7 @@ CPU_SHAPE = {
 
 @dataclass(frozen=True)
 class Case:
-    """One step: what differs from mixed bf16 with fused AdamW."""
+    """One step, by its differences from mixed bf16 with fused AdamW."""
 
     model: str
     method: str = "full"
@@ -34,14 +34,14 @@ class Case:
 
     @property
     def label(self) -> str:
-        """For the page."""
+        """Label for the page."""
         parts = [self.model, self.method, f"checkpointing {self.checkpointing}", f"{self.micro_batch} × {self.length}"]
         extra = [v for v in (self.precision, self.optimizer) if v not in ("bf16", "adamw_torch_fused")]
         return ", ".join([*parts, *extra])
 
     @property
     def setup(self) -> Any:
-        """The same in the planner's terms."""
+        """The case as the planner's `TrainingSetup`."""
         from accel_scale.facts.hardware import detect_local
         from accel_scale.facts.loss_chunks import CARD_LOGITS, card_logits
         from accel_scale.planning.models.training_setup import TrainingSetup
@@ -71,7 +71,7 @@ class Case:
 
 
 def chosen(*, on_gpu: bool, default_precision: str) -> list[Case]:
-    """What is measured, the largest model first: the time may not suffice for all."""
+    """The cases to measure, largest model first, since there may not be enough time for all."""
     if not on_gpu:
         base = [Case(model, length=128, precision="fp32", micro_batch=2) for model in ("llama", "qwen3")]
         found = [replace(base[0], method=method) for method in ("full", "lora", "qlora")]
@@ -94,7 +94,7 @@ def chosen(*, on_gpu: bool, default_precision: str) -> list[Case]:
 
 
 def planner(cases: Cases) -> None:
-    """Each case by itself; one that cannot fit by far is not tried."""
+    """Measure each case; those that are far too large are not tried."""
     from accel_scale.launching.machine import detect_device
 
     precision = detect_device(cases.device).default_precision
@@ -103,7 +103,7 @@ def planner(cases: Cases) -> None:
 
 
 def measured(cases: Cases, case: Case) -> str:
-    """Allocated, reserved and seconds, each with the prediction's error; tokens per second and MFU on a GPU."""
+    """Allocated and reserved memory and seconds, each with the prediction's error; on a GPU also tokens/s and MFU."""
     from accel_scale.facts.hardware import detect_local
     from accel_scale.planning.cost.memory import predict_memory
     from accel_scale.planning.cost.timing import predict_time

@@ -1,4 +1,4 @@
-"""recipes/sft.py in a rank that writes down its process id and hangs at SIGALRM, as a loader that never returns.
+"""Runs recipes/sft.py in a rank that records its PID and hangs on SIGALRM, like a loader that never returns.
 
 accelerate launch --config_file F benchmarks/gpu_stages/rank_run.py FOLDER [recipe flags]
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Leave ``FOLDER/rank_N``, then be the recipe."""
+    """Write ``FOLDER/rank_N``, then run the recipe."""
     folder = Path(sys.argv[1])
     signal.signal(signal.SIGALRM, lambda number, frame: time.sleep(3600))
     (folder / f"rank_{os.environ.get('RANK', '0')}").write_text(str(os.getpid()))

@@ -1,4 +1,4 @@
-"""recipes/sft.py run in a stage's own process, again and again: its imports are paid for once."""
+"""Runs recipes/sft.py repeatedly in a stage's own process, so that imports are only needed once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def sft_module() -> Any:
-    """The recipe as a module; dataclasses look it up by name."""
+    """The recipe as a module, registered by name because dataclasses look it up."""
     name = "gpu_check_sft"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, REPOSITORY / "recipes" / "sft.py")
@@ -25,12 +25,12 @@ def sft_module() -> Any:
 
 
 def words(flags: dict[str, object]) -> list[str]:
-    """``--name value`` for each."""
+    """``--name value`` words for all flags."""
     return [part for name, value in flags.items() for part in (f"--{name}", str(value))]
 
 
 def train(out: Path, **flags: object) -> dict[str, Any]:
-    """One run; returns what `run_summary.json` holds. Memory is measured from its own beginning."""
+    """Run once; returns the content of `run_summary.json`. Memory is measured from the start of this run."""
     import torch
 
     gc.collect()
@@ -40,7 +40,7 @@ def train(out: Path, **flags: object) -> dict[str, Any]:
     given: dict[str, object] = {
         "output_dir": out, "save_strategy": "no", "logging_steps": 1, "verify_first_checkpoint": False,
     }  # fmt: skip
-    shutil.rmtree(out, ignore_errors=True)  # of a start that was cut short
+    shutil.rmtree(out, ignore_errors=True)  # left by an interrupted start
     try:
         summary = sft_module().main(words({**given, **flags}))
     finally:
@@ -52,5 +52,5 @@ def train(out: Path, **flags: object) -> dict[str, Any]:
 
 
 def furthest(losses: list[float], expected: list[float]) -> float:
-    """Largest relative difference of a step's loss."""
+    """Largest relative difference between the losses of a step."""
     return max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))

@@ -1,4 +1,4 @@
-"""Stages `out_of_memory` and `resume`: runs that are cut short by their memory or by a kill."""
+"""Stages `out_of_memory` and `resume`: runs interrupted by lack of memory or by a kill."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ sys.path[:0] = [str(REPOSITORY / "benchmarks"), str(REPOSITORY / "tests" / "dist
 import sft_soak  # noqa: E402
 from memory_recovery_run import plant  # noqa: E402
 
-# Half passes add the same losses in another order.
+# Half passes add the same losses in a different order.
 TOLERANCE = {"cuda": 5e-3, "cpu": 1e-5}
 _STEPS, _KILLS = 12, 2
 
 
 def out_of_memory(cases: Cases) -> None:
-    """Memory runs out in a pass, which is taken again in halves, and in the optimizer's first step, which ends it."""
+    """Run out of memory in a pass, which is retried in halves, and in the first optimizer step, which ends the run."""
     cases.case("in the pass", functools.partial(in_the_pass, cases))
     cases.case("in the optimizer's step", functools.partial(in_the_step, cases))
 
 
 def in_the_pass(cases: Cases) -> str:
-    """A card of less memory than the run needed, on a CPU a layer that fails in large passes; the losses of both."""
+    """Compare losses with less memory than needed (on a CPU, a layer that fails in large passes) to a normal run."""
     micro_batch, length = (16, 1024) if cases.on_gpu else (4, 128)
     flags: dict[str, object] = {
         "model_name_or_path": written_model(cases.folder, "0.5B" if cases.on_gpu else "tiny", cases.device),
         "dataset_name": written_documents(cases.folder, 2000 if cases.on_gpu else 80),
         "method": "lora", "checkpointing_policy": "none", "max_length": length, "max_steps": 3, "plan": "off",
         "per_device_train_batch_size": micro_batch, "gradient_accumulation_steps": 1,
-        # Some CPUs have bf16, and would choose it: rounding would hide a wrong sum.
+        # CPUs with bf16 would choose it, and its rounding would hide a wrong sum.
         **({} if cases.on_gpu else {"precision": "fp32"}),
     }  # fmt: skip
     undisturbed = train(cases.folder / "undisturbed", **flags)
@@ -68,7 +68,7 @@ def in_the_pass(cases: Cases) -> str:
 
 @contextmanager
 def planted(max_tokens: int) -> Iterator[None]:
-    """Inside, the second half of a layer fails in the backward pass of more than `max_tokens`."""
+    """Make the second half of a layer fail in backward passes of more than `max_tokens`."""
     from transformers.models.llama.modeling_llama import LlamaMLP
 
     kept = LlamaMLP.forward
@@ -80,7 +80,7 @@ def planted(max_tokens: int) -> Iterator[None]:
 
 
 def in_the_step(cases: Cases) -> str:
-    """Room for weights, gradients and half of AdamW's states: one line names the flags, with the status for it."""
+    """Leave room for weights, gradients and half of AdamW's states: one line names the flags, with its own status."""
     from accel_scale.facts.exit_statuses import OUT_OF_MEMORY_STATUS
 
     size = "0.5B" if cases.on_gpu else "tiny"
@@ -106,14 +106,14 @@ def in_the_step(cases: Cases) -> str:
 
 
 def num_parameters(size: str) -> int:
-    """Of a Llama with tied embeddings, norms left out."""
+    """Parameters of a Llama with tied embeddings, without norms."""
     hidden, layers, heads, kv_heads, feed_forward, vocabulary, _ = SHAPES[size]
     attention = hidden * hidden * (2 + 2 * kv_heads / heads)
     return int(layers * (attention + 3 * hidden * feed_forward) + vocabulary * hidden)
 
 
 class DirectJob(sft_soak.Job):
-    """The soak's run without a launcher: one process, which a kill takes along."""
+    """The soak test's run without a launcher: a single process that a kill ends completely."""
 
     def command(self) -> list[str]:
         launched = super().command()
@@ -121,15 +121,15 @@ class DirectJob(sft_soak.Job):
 
     def kill(self, process: subprocess.Popen[bytes], known: Sequence[psutil.Process] = ()) -> None:
         super().kill(process, known)
-        time.sleep(0.5)  # a process that was forked for the killed one goes a moment later
+        time.sleep(0.5)  # a process forked for the killed one ends a moment later
 
 
 def resume(cases: Cases) -> None:
-    """Two undisturbed runs, then one that is killed, once between saves and once in one."""
+    """Two undisturbed runs, then one that is killed once between saves and once during a save."""
     inputs, extra = cases.folder / "inputs", ["--save_total_limit", "2"]
     if not inputs.is_dir():
         sft_soak.make_inputs(inputs)
-    if cases.on_gpu:  # kernels that add in the order in which threads arrive would differ from run to run
+    if cases.on_gpu:  # kernels that add in order of thread arrival would differ between runs
         extra += ["--full_determinism", "true"]
     make = functools.partial(make_job, cases, inputs, extra)
     cases.case("two runs of the same command", functools.partial(twice, make))
@@ -137,7 +137,7 @@ def resume(cases: Cases) -> None:
 
 
 def make_job(cases: Cases, inputs: Path, extra: list[str], name: str, *, anew: bool = True) -> DirectJob:
-    """A run in its own folder, which is emptied first unless its result is wanted."""
+    """A run in its own folder, which is emptied first unless its result is needed."""
     job = DirectJob("single", cases.folder / name, inputs, _STEPS, sys.executable, family, extra=extra)
     if anew:
         shutil.rmtree(job.folder, ignore_errors=True)
@@ -145,13 +145,13 @@ def make_job(cases: Cases, inputs: Path, extra: list[str], name: str, *, anew: b
 
 
 def family(pid: int) -> list[psutil.Process]:
-    """The process and those below it."""
+    """The process and its descendants."""
     own = psutil.Process(pid)
     return [own, *own.children(recursive=True)]
 
 
 def twice(make: Any) -> str:
-    """Whether the device itself gives the same bits again."""
+    """Check that the device itself reproduces the same bits."""
     jobs = [make("first"), make("second")]
     for job in jobs:
         job.finish()
@@ -159,7 +159,7 @@ def twice(make: Any) -> str:
 
 
 def killed(make: Any) -> str:
-    """`kill -9` at moments of which every second is while a checkpoint is written, beside the first run."""
+    """Compare a run with `kill -9`, every second time during checkpoint writing, with the first run."""
     whole, cut = make("first", anew=False), make("cut")
     moments = []
     for number in range(_KILLS):
@@ -172,7 +172,7 @@ def killed(make: Any) -> str:
 
 
 def same_bits(first: DirectJob, second: DirectJob) -> str:
-    """Every logged figure and every weight."""
+    """Compare every logged figure and every weight."""
     found = sft_soak.differences(first.folder, second.folder)
     num_steps = len(sft_soak.metrics(first.folder))
     return expect(not found, found[0] if found else f"{num_steps} steps and all weights the same, bit for bit")

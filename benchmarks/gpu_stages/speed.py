@@ -1,4 +1,4 @@
-"""Stage `speed`: recipes/sft.py beside TRL's own script at its fastest, same model, rows and tokens per step."""
+"""Stage `speed`: compares recipes/sft.py with TRL's script at its fastest: same model, rows and tokens per step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LARGE_CARD = 60 * 2**30  # room for 1.5B weights, gradients and AdamW's states,
 
 
 def speed(cases: Cases) -> None:
-    """Each in a process of its own, then the ratio."""
+    """Measure each in its own process, then the ratio."""
     size = ("1.5B" if card_bytes() >= _LARGE_CARD else "0.5B") if cases.on_gpu else "tiny"
     model = written_model(cases.folder, size, cases.device)
     written_documents(cases.folder / "data", 6000 if cases.on_gpu else 200)
@@ -31,31 +31,31 @@ def speed(cases: Cases) -> None:
 
 
 def card_bytes() -> int:
-    """Of the first GPU."""
+    """Memory of the first GPU."""
     return int(torch.cuda.get_device_properties(0).total_memory)
 
 
 def has(package: str) -> bool:
-    """Whether it is installed."""
+    """True if the package is installed."""
     return importlib.util.find_spec(package) is not None
 
 
 def with_what(cases: Cases) -> str:
-    """What makes TRL's script fast here."""
+    """Text on the options that make TRL's script fast here."""
     extras = [name for name, package in (("Liger", "liger_kernel"), ("flash-attn", "flash_attn")) if has(package)]
     return f" with packing{''.join(f', {name}' for name in extras) if cases.on_gpu else ', fp32'}"
 
 
 def one(cases: Cases, name: str, model: Path, size: str, runs: dict[str, dict[str, Any]]) -> str:
-    """One contestant: tokens per second by the device's clock after the first steps, MFU, and peak memory."""
+    """Measure one contestant: tokens/s by the device's clock after the first steps, MFU, and peak memory."""
     try:
         result = measured_run(cases, name, model)
     except Wrong:
         if name != "TRL" or not cases.on_gpu:
             raise
-        result = measured_run(cases, name, model, gradient_checkpointing=True)  # it may not fit without
+        result = measured_run(cases, name, model, gradient_checkpointing=True)  # it may not fit otherwise
     runs[name] = result
-    (cases.folder / f"{name}.json").write_text(json.dumps(result))  # for a ratio after a stage that was cut short
+    (cases.folder / f"{name}.json").write_text(json.dumps(result))  # for the ratio after an interrupted stage
     found = f"{result['tokens_per_second']:,.0f} tokens/s"
     if used := utilisation(size, result["tokens_per_second"], cases):
         found += f", MFU {used:.1%}"
@@ -65,7 +65,7 @@ def one(cases: Cases, name: str, model: Path, size: str, runs: dict[str, dict[st
 
 
 def measured_run(cases: Cases, name: str, model: Path, **extra: object) -> dict[str, Any]:
-    """`benchmarks/measured_run.py` around the script."""
+    """Run the script with `benchmarks/measured_run.py`."""
     import trl
 
     length, micro_batch, steps = (1024, 8, 16) if cases.on_gpu else (128, 4, 8)
@@ -97,7 +97,7 @@ def measured_run(cases: Cases, name: str, model: Path, **extra: object) -> dict[
 
 
 def rate(report: dict[str, Any]) -> dict[str, Any]:
-    """Tokens per second from the end of the third step on: kernels have been chosen and compiled by then."""
+    """Tokens per second after the third step, when kernels have been chosen and compiled."""
     ended = {step: seconds for step, seconds, _ in report["steps"]}
     logs = report["logs"][2:]
     (first, tokens_first, _), (last, tokens_last, loss) = logs[0], logs[-1]
@@ -109,7 +109,7 @@ def rate(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def utilisation(size: str, tokens_per_second: float, cases: Cases) -> float | None:
-    """MFU: 6·N FLOPs per token (PaLM, appendix B, attention left out) over the card's dense peak."""
+    """MFU: 6·N FLOPs per token (PaLM, appendix B, without attention) over the card's dense peak."""
     from accel_scale.errors import ConfigError
     from accel_scale.facts.hardware import detect_local
     from accel_scale.launching.machine import detect_device
@@ -127,7 +127,7 @@ def utilisation(size: str, tokens_per_second: float, cases: Cases) -> float | No
 
 
 def ratio(cases: Cases, runs: dict[str, dict[str, Any]]) -> str:
-    """Ours over theirs; at a toy's size nothing is claimed."""
+    """Ratio of ours to theirs; nothing is claimed at toy size."""
     for name in ("TRL", "accel-scale"):
         path = cases.folder / f"{name}.json"
         if name not in runs and path.is_file():

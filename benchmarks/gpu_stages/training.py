@@ -1,4 +1,4 @@
-"""Stages `main_job` and `methods`: the embedded job beside the CPU's, and every method under every checkpointing."""
+"""Stages `main_job` and `methods`: the embedded job compared with the CPU's, and methods under all checkpointing."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from gpu_stages.recipe import REPOSITORY, furthest, train, words
 
 # `make sft` on a CPU ends at 92 to 99 % with three seeds and 95 % with the default one (docs/measured.md).
 CPU_EXACT_MATCH = 0.90
-# Same weights, rows and precision: what is left is the order of additions, ten steps of it.
+# Same weights, rows and precision: only the order of additions differs, over ten steps.
 FP32_TOLERANCE = 1e-3
-# Recomputed layers give the same numbers; kernels that add in no fixed order do not, by the last bits of bf16.
+# Recomputed layers give the same numbers; kernels without a fixed order of additions differ in bf16's last bits.
 CHECKPOINTING_TOLERANCE, HALF_TOLERANCE = 1e-5, 5e-3
-# Allocated bytes, predicted against measured, and by what factor a step's time may be off.
+# Tolerance of predicted against measured allocated bytes, and factor by which a step's time may be off.
 MEMORY_TOLERANCE, TIME_FACTOR = 0.15, 3.0
 METHODS = ("full", "lora", "qlora")
 _FIRST_STEPS = 10
 
 
 def main_job(cases: Cases) -> None:
-    """The command without flags."""
+    """Check the recipe without flags."""
     beside = "the CPU's" if cases.on_gpu else "those of one thread"
     cases.case(f"first losses in fp32, beside {beside}", lambda: first_losses(cases))
     cases.case("exact match before and after", lambda: exact_match(cases))
 
 
 def first_losses(cases: Cases) -> str:
-    """Of the embedded job here and in another process that sees no GPU and, on a CPU, has one thread."""
+    """Compare first losses here with a process that sees no GPU and, on a CPU, has one thread."""
     flags: dict[str, object] = {
         "max_steps": _FIRST_STEPS if cases.on_gpu else 3, "logging_steps": 1, "exact_match_samples": 0,
         "precision": "fp32", "plan": "off",
@@ -51,7 +51,7 @@ def first_losses(cases: Cases) -> str:
 
 
 def exact_match(cases: Cases) -> str:
-    """Held-out questions answered; on the CPU after the beginning of the job, where a lower loss counts."""
+    """Exact match on held-out questions; on the CPU only the start of the job, where a lower loss counts."""
     short = {} if cases.on_gpu else {"max_steps": 20, "exact_match_samples": 12}
     summary = train(cases.folder / "job", **short)
     before, after = (summary["exact_match"][when]["accuracy"] for when in ("before", "after"))
@@ -63,7 +63,7 @@ def exact_match(cases: Cases) -> str:
 
 
 def methods(cases: Cases) -> None:
-    """Each method without checkpointing, then with each policy: losses, bytes and seconds."""
+    """Check losses, bytes and seconds of each method without checkpointing, then with each policy."""
     policies = ("selective", "full", "every_2", "offload")
     for method in METHODS:
         reference: dict[str, Any] = {}
@@ -74,10 +74,10 @@ def methods(cases: Cases) -> None:
 
 
 def measured(cases: Cases, method: str, policy: str, reference: dict[str, Any]) -> str:
-    """One run, its losses beside those without checkpointing, and its memory and time beside the prediction."""
+    """Compare one run's losses with those without checkpointing, and its memory and time with the prediction."""
     if policy == "offload" and not cases.on_gpu:
         raise Needs("needs a GPU: on a CPU the inputs are in host memory already")
-    if not reference and policy != "none":  # an earlier start has that row
+    if not reference and policy != "none":  # an earlier start has measured that row
         reference.update(run_method(cases, method, "none"))
     summary = run_method(cases, method, policy)
     if policy == "none":
@@ -89,7 +89,7 @@ def measured(cases: Cases, method: str, policy: str, reference: dict[str, Any]) 
 
 
 def run_method(cases: Cases, method: str, policy: str) -> dict[str, Any]:
-    """Four steps of packed rows."""
+    """Run a few steps of packed rows."""
     size, length, micro_batch = ("0.5B", 1024, 4) if cases.on_gpu else ("tiny", 128, 2)
     flags = {} if cases.on_gpu else {"precision": "fp32"}
     return train(
@@ -108,7 +108,7 @@ def run_method(cases: Cases, method: str, policy: str) -> dict[str, Any]:
 
 
 def beside_prediction(plan: dict[str, Any]) -> tuple[str, bool]:
-    """The line of the page, and whether bytes and seconds are as near as they must be."""
+    """Text for the page, and whether bytes and seconds are within tolerance."""
     compared, found = plan["compared"], plan["measured"]
     parts, is_near = [], True
     for name, label in (("allocated_bytes", "allocated"), ("reserved_bytes", "reserved")):

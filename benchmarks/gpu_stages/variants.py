@@ -1,4 +1,4 @@
-"""Stages `precisions` and `optimizers`: every precision beside fp32, and lean optimizers beside AdamW."""
+"""Stages `precisions` and `optimizers`: compares precisions with fp32, and lean optimizers with AdamW."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gpu_stages.inputs import written_documents, written_model
 from gpu_stages.recipe import furthest, train
 from gpu_stages.training import beside_prediction
 
-# Of a step's loss over the first steps, beside fp32 and AdamW; quantised states move weights by rounded updates.
+# Tolerances of the first steps' losses against fp32 and AdamW; quantised states make rounded updates.
 PRECISION_TOLERANCE = {"bf16": 1e-2, "bf16_true": 3e-2, "fp16": 1e-2, "fp8": 5e-2}
 OPTIMIZER_TOLERANCE = {8: 3e-2, 4: 6e-2, 32: 1e-4}
 OPTIMIZERS = ("adamw_bnb_8bit", "adamw_torch_8bit", "adamw_torch_4bit")
@@ -21,7 +21,7 @@ ON_GPU_ONLY = ("paged_adamw_8bit", "paged_adamw_32bit", "adamw_cpu_offload")
 
 
 def run(cases: Cases, name: str, **flags: object) -> dict[str, Any]:
-    """Some steps of full fine-tuning at a learning rate that moves the weights."""
+    """Run some steps of full fine-tuning at a learning rate that changes the weights."""
     size, length, micro_batch = ("0.5B", 512, 4) if cases.on_gpu else ("tiny", 128, 2)
     return train(
         cases.folder / name,
@@ -40,7 +40,7 @@ def run(cases: Cases, name: str, **flags: object) -> dict[str, Any]:
 
 
 def precisions(cases: Cases) -> None:
-    """Losses of each, beside fp32's."""
+    """Compare the losses of each precision with fp32's."""
     reference = functools.cache(lambda: run(cases, "fp32", precision="fp32")["losses"])
     for name in PRECISION_TOLERANCE:
         is_emulated = name == "fp8" and not cases.on_gpu
@@ -51,7 +51,7 @@ def precisions(cases: Cases) -> None:
 
 
 def precision(cases: Cases, name: str, reference: Any, is_emulated: bool) -> str:
-    """One of them."""
+    """Check one precision."""
     from accel_scale.errors import ConfigError
     from accel_scale.launching.machine import detect_device
 
@@ -73,7 +73,7 @@ def precision(cases: Cases, name: str, reference: Any, is_emulated: bool) -> str
 
 
 def optimizers(cases: Cases) -> None:
-    """Losses and memory of each, beside AdamW with 32-bit states."""
+    """Compare losses and memory of each optimizer with AdamW with 32-bit states."""
     reference = functools.cache(lambda: run(cases, "adamw", optim="adamw_torch_fused")["losses"])
     for name in (*OPTIMIZERS, *ON_GPU_ONLY):
         cases.case(name, functools.partial(optimizer, cases, name, reference))
@@ -81,7 +81,7 @@ def optimizers(cases: Cases) -> None:
 
 
 def optimizer(cases: Cases, name: str, reference: Any) -> str:
-    """One of them."""
+    """Check one optimizer."""
     from accel_scale.facts.optimizer_specs import optimizer_spec
 
     if name in ON_GPU_ONLY and not cases.on_gpu:
@@ -93,13 +93,13 @@ def optimizer(cases: Cases, name: str, reference: Any) -> str:
     bits = spec.state_bits or 32
     gap, allowed = furthest(summary["losses"], reference()), OPTIMIZER_TOLERANCE[bits]
     memory, is_near = beside_prediction(summary["plan"])
-    # Managed memory is not torch's: its allocator does not see paged states, and the planner counts them.
+    # torch's allocator does not see managed memory, which holds paged states, but the planner counts them.
     is_near = is_near or name in ON_GPU_ONLY
     return expect(gap <= allowed and is_near, f"{summary['optimizer']}: losses {gap:.1e} from AdamW's; {memory}")
 
 
 def paged_on_a_full_card(cases: Cases) -> str:
-    """States that do not fit are evicted to host memory, and the steps are AdamW's."""
+    """Check that states that do not fit are evicted to host memory, and that the steps equal AdamW's."""
     if not cases.on_gpu:
         raise Needs("needs a GPU")
     from accel_scale.optimization.optimizers import create_optimizer

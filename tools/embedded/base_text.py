@@ -12,23 +12,23 @@ from tasks import FAMILIES, INSTRUCTION_TASKS, Family
 
 @dataclass(frozen=True)
 class Document:
-    """A text and where in it randomly drawn operands stand, ``(start, end)`` in characters."""
+    """A text and the spans of its randomly drawn operands, ``(start, end)`` in characters."""
 
     text: str
     operand_spans: tuple[tuple[int, int], ...]
 
 
-# Calculating takes a small model many more examples to learn than moving symbols around does.
+# A small model needs many more examples to learn calculation than to learn moving symbols around.
 HARD_TASKS = ("add", "subtract", "sequence", "count", "sort")
 
 
 def _draw_family(rng: Random) -> Family:
-    """A family; each of `HARD_TASKS` three times as often as each other one."""
+    """Draw a family; each of `HARD_TASKS` is three times as likely as any other."""
     return rng.choices(FAMILIES, [3 if family.name in HARD_TASKS else 1 for family in FAMILIES])[0]
 
 
 def base_documents(seed: int) -> Iterator[Document]:
-    """Endless documents, each a list of one kind of statement or a mixture. Held-out problems never occur."""
+    """Yield endless documents, each a list of one kind of statement or a mixture. Held-out problems never occur."""
     rng = Random(f"{seed} base")
     while True:
         is_list = rng.random() < 0.3
@@ -45,18 +45,18 @@ def base_documents(seed: int) -> Iterator[Document]:
         yield Document(text, tuple(spans))
 
 
-# What stands before a question and between it and its answer, in exercise books of many makes.
+# Marks before a question and between question and answer, as in many styles of exercise books.
 QUESTION_MARKS = ("", "", "Q: ", "- ", "> ", "* ", "Question: ", "Exercise: ", "| ", "# ")
 ANSWER_MARKS = (": ", " -> ", "\n", " = ", " | ", "\nA: ", "\n> ", "\nAnswer: ", " ... ", "\n\n", " # ", "\n- ")
-# What falls into place last is read most.
+# Tasks that take longest to learn get the largest weights.
 EXERCISE_WEIGHTS = {"convert": 1, "date": 2, "letter": 2, "reverse": 1, "sequence": 2}
 
 
 def exercise_documents(seed: int) -> Iterator[Document]:
-    """Endless lists of solved exercises of the instruction rows' kinds, each list with marks of its own.
+    """Yield endless lists of solved exercises of the instruction rows' kinds, each list with its own marks.
 
-    Whoever has read many such layouts finds question and answer in one more, such as a conversation. Everything but
-    answers and the marks before them counts as drawn at random: to answer is all there is to learn here.
+    A model that has read many such layouts finds question and answer in a new one, such as a conversation. Everything
+    except answers and the marks before them counts as random: answering is all there is to learn here.
     """
     rng = Random(f"{seed} exercises")
     families = [family for family in FAMILIES if family.name in INSTRUCTION_TASKS]

@@ -21,7 +21,7 @@ from accel_scale.data.default import default_data_paths
 SEED = 2026
 TRAIN_ROWS_PER_FAMILY = 1200
 HELD_OUT_ROWS_PER_FAMILY = 120
-NEW_WORDING_SHARE = 0.25  # share of held-out rows asked in a wording that no training row uses
+NEW_WORDING_SHARE = 0.25  # share of held-out rows with a wording that no training row uses
 BASE_DOCUMENTS = 40_000
 DATA_FOLDER = Path(default_data_paths()[0]).parent
 
@@ -61,7 +61,7 @@ def instruction_rows(rows_per_family: int, *, held_out: bool, seed: int = SEED) 
 
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
-    """One JSON object per line, UTF-8, newline-terminated."""
+    """Write one JSON object per line, in UTF-8 and newline-terminated."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = (json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n" for row in rows)
     path.write_text("".join(lines), encoding="utf-8", newline="\n")

@@ -1,4 +1,4 @@
-"""Problems with one right answer: how each kind is drawn and solved, and which ones are held out.
+"""Problems with one right answer: how each kind is drawn and solved, and which problems are held out.
 
 Whether a problem is held out is decided by a hash of its operands alone, so neither the base model's text nor the
 instruction rows ever contain it, whatever the wording and whatever is asked about those operands.
@@ -24,15 +24,15 @@ MONTHS = (
 ORDINALS = ("first", "second", "third", "fourth", "fifth")
 FRUITS = ("apple", "pear", "fig", "plum", "lemon", "cherry")
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-# (from, to, factor): the answer is the number with its decimal point moved.
+# (from, to, factor): the answer is the number with its decimal point shifted.
 UNITS = (("km", "m", 1000), ("kg", "g", 1000), ("l", "ml", 1000), ("m", "cm", 100))
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem of a family: `key` identifies its operands whatever is asked about them and in whatever words.
+    """One problem of a family; `key` identifies its operands, whatever the question and its wording.
 
-    `operands` are drawn at random; `results` follow from them, `results["answer"]` being what a question asks for.
+    `operands` are drawn at random; `results` follow from them, and `results["answer"]` is the answer to a question.
     """
 
     task: str
@@ -47,7 +47,7 @@ class Problem:
 
     @property
     def held_out(self) -> bool:
-        """True when no training text may contain this problem."""
+        """True if no training text may contain this problem."""
         digest = hashlib.blake2b(f"{self.task}:{self.key}".encode(), digest_size=4).digest()
         return int.from_bytes(digest, "big") % HELD_OUT_SHARE == 0
 
@@ -56,7 +56,7 @@ class Problem:
         return template.format(**self.operands, **self.results)
 
     def operand_spans(self, template: str) -> list[tuple[int, int]]:
-        """Where the rendered template shows operands: ``(start, end)`` in characters."""
+        """Spans of the operands in the rendered template, ``(start, end)`` in characters."""
         spans, length = [], 0
         for literal, name, _, _ in Formatter().parse(template):
             length += len(literal)

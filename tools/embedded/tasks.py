@@ -1,7 +1,7 @@
-"""The task families behind the embedded base model and instruction data: which problems, in which words.
+"""The task families of the embedded base model and instruction data, with their problems and wordings.
 
-`statements` are the sentences the base model reads as plain text; `questions` are what instruction rows ask;
-`new_questions` are wordings kept for held-out rows.
+`statements` are the sentences that the base model reads as plain text; `questions` are asked in instruction rows;
+`new_questions` are wordings reserved for held-out rows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from random import Random
 import problems
 from problems import Draw, Problem
 
-# The base model reads about all families; these it can be taught to answer within a minute on two CPU cores.
+# The base model reads text of all families; these can be taught within a minute on two CPU cores.
 INSTRUCTION_TASKS = ("convert", "date", "letter", "reverse", "sequence")
 
 
@@ -29,7 +29,7 @@ class Family:
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """What the base model reads: the statements, and the first three questions as lines of a list of solutions."""
+        """Sentences for the base model: the statements, and the first three questions as lines of a solution list."""
         return self.statements + tuple(question.rstrip(".?:, ") + ": {answer}" for question in self.questions[:3])
 
     def problem(self, rng: Random, *, held_out: bool) -> Problem:

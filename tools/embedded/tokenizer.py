@@ -11,8 +11,8 @@ VOCAB_SIZE = 768
 MAX_LENGTH = 1024
 TURN_START, TURN_END, DOCUMENT_END, PAD = "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|pad|>"
 
-# A word may be merged into one token, with the space before it and its capital letter; a digit, a capital letter that
-# starts no word (codes such as QXKD) and white space elsewhere may not, so that the model sees what it must work on.
+# A word may become one token with the space before it and its capital letter. Digits, capital letters that start no
+# word (codes such as QXKD) and other white space are never merged, so that the model sees what it must work on.
 WORD_PIECES = r" ?[A-Z]?[a-z]+|[A-Z]|[0-9]|[^\sA-Za-z0-9]+|\s"
 
 # ChatML. The markers around the assistant's turn let TRL and transformers compute assistant-only loss masks; they
@@ -36,7 +36,7 @@ CHAT_TEMPLATE = """\
 
 
 def build_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Train on `texts` a tokenizer of `VOCAB_SIZE` tokens that encodes any string and decodes it back exactly."""
+    """Train a tokenizer of `VOCAB_SIZE` tokens on `texts`; it encodes any string and decodes it back exactly."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -1,4 +1,4 @@
-"""Train the embedded base model and its tokenizer from nothing: `python tools/embedded/train_base.py`.
+"""Train the embedded base model and its tokenizer from scratch: `python tools/embedded/train_base.py`.
 
 The model is a small Llama trained on plain text (`base_documents`): statements of solved problems and exercises with
 their solutions, never a chat turn or a held-out problem. It has the skills but does not answer in a conversation,
@@ -29,7 +29,7 @@ MODEL_FOLDER = Path(default_model_path())
 
 
 def tokenizer_texts(seed: int) -> Iterator[str]:
-    """What the tokenizer is trained on: base documents, and the wordings and role names of the instruction rows."""
+    """Texts to train the tokenizer on: base documents, and wordings and role names of the instruction rows."""
     yield from (document.text for document in itertools.islice(base_documents(seed), 4000))
     rng = Random(f"{seed} tokenizer")
     for family in FAMILIES:
@@ -39,7 +39,7 @@ def tokenizer_texts(seed: int) -> Iterator[str]:
 
 
 def model_config(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
-    """2.7 million weights: 4 layers, grouped-query attention, untied embeddings."""
+    """Configuration with 2.7 million weights: 4 layers, grouped-query attention, untied embeddings."""
     return LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=256,
@@ -57,7 +57,7 @@ def model_config(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, documents: list[Document]) -> tuple[list[int], list[int]]:
-    """Token ids of the documents, each closed by `DOCUMENT_END`, and the labels: the same, but -100 on operands.
+    """Token ids of the documents, each ended by `DOCUMENT_END`, and the labels: the same ids, but -100 on operands.
 
     Operands are random, so predicting them teaches nothing and only adds noise to the gradient.
     """
@@ -78,7 +78,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, documents: list[Document]) -> tup
 def token_batches(
     tokenizer: PreTrainedTokenizerFast, documents: Iterator[Document], *, batch_size: int, length: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Endless ``(input_ids, labels)``, each ``(batch_size, length)``, cut from one stream of documents."""
+    """Yield endless ``(input_ids, labels)``, each ``(batch_size, length)``, cut from one stream of documents."""
     size = batch_size * length
     ids: list[int] = []
     labels: list[int] = []
@@ -115,7 +115,7 @@ def train(
     lr: float,
     device: str,
 ) -> None:
-    """Next-token training, in bf16 autocast where that is faster; prints the loss as it goes."""
+    """Train on next tokens, with bf16 autocast if the device supports it natively; prints the loss as it goes."""
     is_bf16 = detect_device(device).native_bf16
     started = time.perf_counter()
     model.train()

@@ -1,4 +1,4 @@
-"""Pretraining data: text of any size, tokenised while training or before, in an order that can be resumed at once.
+"""Pretraining data: text of any size, tokenised while training or before, in an order that resumes at once.
 
     tokenizer = load_pretraining_tokenizer("gpt2")             # or "byte", or "char" with texts=sample_texts(data)
     data = open_pretraining_data("corpus.jsonl", tokenizer=tokenizer, row_length=1024, validation_share=0.01)
@@ -15,11 +15,11 @@ Signatures (all raise `ConfigError` for what cannot be honoured):
 * `PretrainingData.train_loader(*, global_batch_size, micro_batch_size, rank=0, world_size=1, num_workers=0,
   state=None, pin_memory=False) -> TrainLoader`: an endless iterator of `TrainStep`; `TrainStep.micro_batches` is a
   list of dicts of tensors for ``model(**micro_batch)``, `.row_ids` the lists of their rows' ids, `.num_predicted` the
-  labels of the step on this rank that something is predicted for. `TrainLoader.state_dict()`, `.wait_seconds` (total),
-  `.last_wait_seconds`, `.close()`; it is a context manager, too.
+  number of labels of the step on this rank that are predicted. `TrainLoader.state_dict()`, `.wait_seconds` (total),
+  `.last_wait_seconds`, `.close()`; it is also a context manager.
 * `PretrainingData.validation_loader(*, micro_batch_size, rank=0, world_size=1, max_rows=None) -> ValidationLoader`:
-  iterable as often as wanted, gives dicts of tensors, as many on every rank; raises if there is no validation data.
-  `PretrainingData.has_validation` tells.
+  can be iterated repeatedly and yields dicts of tensors, equally many on every rank; raises if there is no validation
+  data, which `PretrainingData.has_validation` tells.
 * `PretrainingData.row_text(row_id) -> str`, `.sources` (tuple of `SourceFacts`), `.notes` (lines for the user),
   `.estimate_tokens() -> TokenEstimate(tokens, exact)` of one epoch of training data.
 * `merge_states(states) -> dict`: all ranks' states into one JSON-able dict, from which any number of ranks resumes.
@@ -30,8 +30,8 @@ Signatures (all raise `ConfigError` for what cannot be honoured):
 * `prepare_data(data, *, tokenizer, output_dir, text_column="text", text_documents="file", num_workers=None)
   -> PreparedSummary`
 
-The global batch of step k depends on the data, the seed, `global_batch_size` and `row_length`, and on nothing else:
-neither on the number of ranks or workers nor on the micro-batch.
+The global batch of step k depends on the data, the seed, `global_batch_size` and `row_length`, and on nothing else, in
+particular not on the number of ranks or workers or on the micro-batch.
 """
 
 from __future__ import annotations

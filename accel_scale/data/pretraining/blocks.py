@@ -19,7 +19,7 @@ def block_size(total_bytes: int, *, continuous: bool = False) -> int:
     """Bytes of text in a block, from the data's size alone, so that preparing data keeps its blocks.
 
     A 4096th of the data, but 16 KiB to 256 KiB: a lane holds one block in memory, a disk reads one at a time, and
-    documents of a block are shuffled together only. Less than 64 blocks of 16 KiB become smaller ones, of 1 KiB at
+    documents are shuffled only within a block. Data of fewer than 64 blocks of 16 KiB get smaller ones, of 1 KiB at
     least, or 4 KiB for continuous text, which is cut at the ends of its blocks.
     """
     size = min(max(total_bytes // _TARGET_BLOCKS, MIN_BLOCK_BYTES), MAX_BLOCK_BYTES)
@@ -29,7 +29,7 @@ def block_size(total_bytes: int, *, continuous: bool = False) -> int:
 
 @dataclass
 class Block:
-    """Documents of one block, as texts, or as tokens where they were prepared; empty documents are left out.
+    """Documents of one block, as texts, or as tokens if they were prepared; empty documents are left out.
 
     Args:
         texts: Texts, or None.
@@ -47,7 +47,7 @@ class Block:
         return len(self.texts if self.texts is not None else self.tokens or ())
 
     def is_fragment(self, document: int) -> bool:
-        """Whether a document is not all here."""
+        """True if a document is not entirely in this block."""
         return (document == 0 and not self.begins) or (document == len(self) - 1 and not self.ends)
 
     def encode(self, documents: list[int], encoder: Encoder) -> list[np.ndarray]:
@@ -84,4 +84,4 @@ class BlockSource(ABC):
 
     @abstractmethod
     def place(self, block: int, document: int) -> str:
-        """Where a document is, for people: a file and a line, byte or row."""
+        """The human-readable location of a document: a file and a line, byte or row."""

@@ -14,15 +14,15 @@ import numpy as np
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# What a fast tokenizer's file says beyond how text becomes tokens.
+# Parts of a fast tokenizer's file that do not affect how text becomes tokens.
 _NOT_ENCODING = ("version", "truncation", "padding", "post_processor", "decoder")
 
 
 class Encoder:
-    """Turns texts into token arrays with a tokenizer of its own copy, whose settings nobody else changes.
+    """Turns texts into token arrays with its own copy of a tokenizer, whose settings nothing else changes.
 
     A document is opened by the tokenizer's BOS token if the tokenizer itself would put one there, and closed by its
-    EOS token if it has one. Text is text: ``<|endoftext|>`` written in a document is not taken for the token.
+    EOS token if it has one. Text is text: ``<|endoftext|>`` written in a document is not treated as the token.
 
     Args:
         tokenizer: Any transformers tokenizer; fast ones are used directly.
@@ -87,7 +87,7 @@ class Encoder:
         return str(self.tokenizer.decode(list(map(int, tokens)), clean_up_tokenization_spaces=False))
 
     def fingerprint(self) -> str:
-        """A hash of all that decides which tokens a text becomes, the same after saving and loading."""
+        """A hash of everything that determines the tokens of a text; the same after saving and loading."""
         if self._fingerprint is None:
             self._fingerprint = self._described()
         return self._fingerprint
@@ -105,7 +105,7 @@ class Encoder:
 
 @contextlib.contextmanager
 def one_thread_tokenizers(applies: bool = True) -> Iterator[None]:
-    """Workers started within tokenise on one thread each: there are as many of them as cores."""
+    """Make workers started in this context tokenise on one thread each: there are as many workers as cores."""
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     if applies and before is None:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -32,7 +32,7 @@ class NamedSource:
         label: A short name, unique within the data, that row ids begin with.
         name: As the user wrote it.
         source: Its blocks.
-        weight: Share of the tokens; of all sources together 1.
+        weight: Share of the tokens; all shares sum to 1.
         tokenizer: Fingerprint of the tokenizer that prepared data was made with, else None.
     """
 
@@ -46,12 +46,12 @@ class NamedSource:
 def find_sources(
     data: str | Sequence[str], *, text_column: str, text_documents: str, place: str = "--data"
 ) -> tuple[list[NamedSource], list[str]]:
-    """Open what `data` names.
+    """Open the sources that `data` names.
 
     Args:
-        data: One name or several, each with ``=weight`` or none of them: then shares follow their bytes of text.
+        data: One name or several, all with ``=weight`` or none; without weights, shares follow their bytes of text.
         text_column: Column of the text in JSON lines and tables.
-        text_documents: What is one document in a .txt file: the ``file``, a ``line`` or a ``paragraph``.
+        text_documents: Unit of a document in a .txt file: the ``file``, a ``line`` or a ``paragraph``.
         place: The setting that errors name.
 
     Returns:
@@ -91,7 +91,7 @@ def find_sources(
         for share, group in found
         for one in group
     ]
-    # Rounded, so that shares that were written to a manifest and read again decide every turn alike.
+    # Rounded, so that shares read back from a manifest lead to the same turns.
     total = sum(one.weight for one in sources)
     labels = _labels([one.label for one in sources])
     return [
@@ -108,7 +108,7 @@ def _weighted(item: str, place: str) -> tuple[str, float | None]:
 
 
 def _labels(names: Sequence[str]) -> list[str]:
-    """Names that row ids can begin with: without the characters that separate their parts, each only once."""
+    """Unique names for row ids to begin with, without the characters that separate the parts of an id."""
     seen: dict[str, int] = {}
     labels = []
     for name in names:
@@ -157,7 +157,7 @@ def _block_source(name: str, path: str, text_column: str, text_documents: str, n
 
 
 def _files(name: str, path: str, notes: list[str]) -> tuple[str, list[str]]:
-    """(kind, files) of what is not prepared."""
+    """(kind, files) of data that is not prepared."""
     if os.path.isfile(path):
         return _kind_of([path], name), [path]
     if os.path.isdir(path):
@@ -169,7 +169,7 @@ def _files(name: str, path: str, notes: list[str]) -> tuple[str, list[str]]:
         everything = sorted(glob.glob(path, recursive=True))
         root = os.path.commonpath([os.path.dirname(os.path.abspath(one)) for one in everything] or ["/"])
     elif looks_local(name):
-        find_source(name)  # says what is wrong, with the nearest name that exists
+        find_source(name)  # raises, suggesting the nearest name that exists
         raise AssertionError("find_source refuses what does not exist")
     else:
         return "arrow", _hub(name)
@@ -201,7 +201,7 @@ def _is_hidden(path: Path, folder: str) -> bool:
 
 
 def _split_of(path: str, root: str) -> str | None:
-    """The split that a file's whole name or a folder's tells; a book called "the test" is not a test split."""
+    """The split that is the whole name of the file or of a folder; a book called "the test" is not a test split."""
     *folders, base = os.path.relpath(os.path.abspath(path), os.path.abspath(root)).split(os.sep)
     stem = _SHARD_SUFFIX.sub("", os.path.splitext(base)[0])
     for part in (stem, *reversed(folders)):
@@ -261,7 +261,7 @@ def _hub(name: str) -> list[str]:
 
 
 def _cached_files(name: str, dataset: Dataset) -> list[str]:
-    """The Arrow files of a data set that consists of whole ones."""
+    """The Arrow files of a data set that consists of entire files."""
     files = [str(file["filename"]) for file in dataset.cache_files]
     if not files:
         raise ConfigError(f"{name} is not kept in Arrow files.", place="--data", fix="save it as Parquet.")

@@ -16,22 +16,23 @@ from accel_scale.errors import ConfigError
 
 # Documents are tokenised this many characters at a time: a lane's first row must not wait for a whole block.
 _ENCODE_CHARACTERS = 32 << 10
-# The cut that a phase makes into a document must be rare beside those that the ends of rows make.
+# Cuts made in documents by a phase must be rare compared with those made by the ends of rows.
 _LONG_DOCUMENT_ROWS = 8
-# Per lane and source: rows taken (with the lane's late entry), position in the units, document in it, tokens of it.
+# Per lane and source: rows taken (including the lane's late entry), position in the units, document in the unit,
+# tokens of that document.
 LaneState = list[list[int]]
 
 
 @dataclass(frozen=True)
 class TrainingSource:
-    """A source with all that lanes need to walk through it.
+    """A source with everything that lanes need to walk through it.
 
     Args:
-        label: What its row ids begin with.
+        label: Prefix of its row ids.
         source: Its blocks.
-        num_blocks: The first so many of them are trained on.
+        num_blocks: Number of blocks to train on, from the first.
         weight: Share of the rows.
-        seed: Tells the order of its units and documents.
+        seed: Determines the order of its units and documents.
     """
 
     label: str
@@ -51,7 +52,7 @@ class _OpenUnit:
         self._key = mixed(source.seed, self.unit.epoch, self.unit.block)
         documents = shuffled(len(self._block), self._key).tolist()
         part, parts = self.unit.part, self.unit.parts
-        # Slices of a block share out its documents; with more slices than documents, the documents' tokens.
+        # Slices of a block divide its documents among them; with more slices than documents, the documents' tokens.
         self._cut = (0, 1)
         if 0 < len(documents) < parts:
             index, count = part % len(documents), len(documents)
@@ -73,15 +74,15 @@ class _OpenUnit:
         return self._encoded[index]
 
     def num_tokens(self, index: int) -> int:
-        """Tokens of a document of the unit, of whichever part the unit has."""
+        """Tokens of a document of the unit, including those outside the unit's part of it."""
         return len(self._tokens(index))
 
     def stretches(self, index: int) -> list[tuple[int, int, np.ndarray]]:
         """(document, first token, tokens) of one document in the order its lane takes them.
 
-        A document is one stretch. A fragment of continuous text, or a document of many rows, is taken from a place
-        that differs by epoch to its end, and then from its beginning to there: rows are cut elsewhere in each epoch,
-        and lanes that meet in one document, because there are few, do not take the same rows.
+        A document is one stretch. A fragment of continuous text, or a document of many rows, is taken from an offset
+        that differs by epoch to its end, and then from its beginning to that offset: rows are cut at different places
+        in each epoch, and lanes that meet in one document, because there are few, do not take the same rows.
         """
         document, tokens = self.documents[index], self._tokens(index)
         phase = 0
@@ -93,7 +94,7 @@ class _OpenUnit:
             return []
         first, last = len(tokens) * part // parts, len(tokens) * (part + 1) // parts
         found = []
-        # What is taken first are the tokens from `phase` on, what follows are those before it.
+        # First come the tokens from `phase` on, then those before it.
         for start, end, shift in (
             (first, min(last, len(tokens) - phase), phase),
             (max(first, len(tokens) - phase), last, phase - len(tokens)),
@@ -104,7 +105,7 @@ class _OpenUnit:
 
 
 class _Cursor:
-    """Where a lane is in one source."""
+    """A lane's position in one source."""
 
     def __init__(self, source: TrainingSource, order: UnitOrder, encoder: Encoder, stride: int) -> None:
         self._source, self._order, self._encoder, self._stride = source, order, encoder, stride
@@ -113,7 +114,7 @@ class _Cursor:
         self._stretches: list[tuple[int, int, np.ndarray]] | None = None
 
     def _next_stretch(self, length: int) -> tuple[int, int, np.ndarray, int]:
-        """(document, its first token here, tokens, how many of them are taken) of where the cursor stands."""
+        """(document, its first token here, tokens, number of them already taken) at the cursor."""
         empty_units = 0
         while True:
             if self._unit is None:
@@ -167,7 +168,7 @@ class Lane:
         return name
 
     def state(self) -> LaneState:
-        """Where the lane is, after the rows that were filled."""
+        """The lane's position after the rows filled so far."""
         return [
             [taken, cursor.position, cursor.document, cursor.offset]
             for taken, cursor in zip(self._taken, self._cursors, strict=True)
@@ -210,7 +211,7 @@ class LaneSet:
         lanes: Numbers of these lanes in the global batch.
         num_lanes: Rows of the global batch.
         row_length: Tokens of a row.
-        states: Lane number as text → state, from which these lanes go on; None: from the beginning.
+        states: Lane number as text → state to continue from; None: from the beginning.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ class TrainStep:
         micro_batches: Dicts of int64 tensors (micro-batch size, row length): `input_ids`, `labels` (-100 where a
             document begins) and, if documents are isolated, `position_ids`.
         row_ids: For each micro-batch, its rows' ids; `PretrainingData.row_text` shows what they mean.
-        num_predicted: Labels in all of them that a token before them predicts.
+        num_predicted: Labels in all micro-batches that are predicted from a token before them.
     """
 
     micro_batches: list[dict[str, torch.Tensor]]
@@ -39,10 +39,10 @@ class TrainStep:
 
 @dataclass(frozen=True)
 class _Part:
-    """What one worker has of one step: its lanes' rows and their state afterwards.
+    """One worker's part of one step: its lanes' rows and their state afterwards.
 
-    An array, not a tensor: tensors travel through /dev/shm, which is small in many containers, and take a file
-    descriptor each.
+    Rows are an array, not a tensor: tensors travel through /dev/shm, which is small in many containers, and take a
+    file descriptor each.
     """
 
     rows: np.ndarray
@@ -51,7 +51,7 @@ class _Part:
 
 
 class _LaneRows(IterableDataset[Any]):
-    """Endless parts of steps; each worker has lanes of its own."""
+    """Yields parts of steps endlessly; each worker has its own lanes."""
 
     def __init__(
         self,
@@ -82,19 +82,19 @@ class _LaneRows(IterableDataset[Any]):
                 rows = lanes.step()
                 yield _Part(rows.stacked(positions=self._positions), rows.row_ids, lanes.state())
         except ConfigError as error:
-            yield error  # raised where it is received: torch would raise another one with a traceback for its message
+            yield error  # raised on receipt: torch would raise another, with a traceback as its message
 
 
 class TrainLoader:
-    """An endless iterator of `TrainStep`s that goes on where it was left, in this process or in another.
+    """An endless iterator of `TrainStep`s that resumes where it stopped, in this process or another.
 
-    Workers run ahead of training; `state_dict` is the position after the last step that was handed out. Leaving
-    out a step means taking it and not training on it. Made by `PretrainingData.train_loader`.
+    Workers run ahead of training; `state_dict` is the position after the last step that was handed out. To skip a
+    step, take it and do not train on it. Made by `PretrainingData.train_loader`.
 
     Attributes:
-        wait_seconds: Time spent in getting steps so far, seconds.
-        last_wait_seconds: The same of the last step.
-        step: Steps handed out since the run's beginning.
+        wait_seconds: Total time spent waiting for steps so far, in seconds.
+        last_wait_seconds: The same for the last step.
+        step: Steps handed out since the beginning of the run.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class TrainLoader:
         return {"version": STATE_VERSION, "step": self.step, "run": dict(self._run), "lanes": dict(self._states)}
 
     def close(self) -> None:
-        """End the worker processes. A closed loader is done; make another one from its state."""
+        """End the worker processes. A closed loader cannot be used again; make another one from its state."""
         parts, self._parts = self._parts, iter(())
         was_closed, self._closed = self._closed, True
         if parts is not None and self._num_workers and not was_closed:
@@ -215,7 +215,7 @@ class TrainLoader:
 
 
 def check_shape(global_batch_size: int, micro_batch_size: int, rank: int, world_size: int, num_workers: int) -> None:
-    """ConfigError unless whole micro-batches on all ranks make up the global batch."""
+    """Raise a ConfigError unless whole micro-batches on all ranks make up the global batch."""
     for name, value, least in (
         ("global_batch_size", global_batch_size, 1),
         ("micro_batch_size", micro_batch_size, 1),

@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SourceFacts:
-    """What a report says of a source.
+    """Facts about a source, for reports.
 
     Args:
-        label: What its row ids begin with.
+        label: Prefix of its row ids.
         name: As the user wrote it.
         kind: ``jsonl``, ``text``, ``arrow``, ``parquet`` or ``prepared``.
         size_bytes: Bytes of text, or of files for JSON lines.
-        share: Of the training tokens; of all sources together 1.
-        num_blocks: Blocks in all.
-        num_validation_blocks: The last so many of them are held out.
+        share: Share of the training tokens; all shares sum to 1.
+        num_blocks: Total number of blocks.
+        num_validation_blocks: Number of blocks held out, from the last.
     """
 
     label: str
@@ -48,7 +48,7 @@ class PretrainingData:
     Attributes:
         sources: Facts about each source.
         notes: Lines the user should see.
-        has_validation: Whether `validation_loader` has anything to give.
+        has_validation: Whether there are rows for `validation_loader`.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class PretrainingData:
         return [Path(path) for one in self._named for path in getattr(one.source, "paths", ())]
 
     def _run(self, global_batch_size: int) -> dict[str, Any]:
-        """All that the order of rows depends on, as JSON: what a resumed run must agree with."""
+        """Everything that the order of rows depends on, as JSON; a resumed run must agree with it."""
         sizes = [
             [facts.num_blocks, facts.num_validation_blocks, facts.size_bytes, round(facts.share, 12)]
             for facts in self.sources
@@ -101,18 +101,18 @@ class PretrainingData:
         state: Mapping[str, Any] | None = None,
         pin_memory: bool = False,
     ) -> TrainLoader:
-        """This rank's part of each step's global batch, without end.
+        """An endless loader of this rank's part of each step's global batch.
 
         Args:
             global_batch_size: Rows of one optimizer step on all ranks together.
             micro_batch_size: Rows of one forward pass on one rank; the rest is gradient accumulation.
             rank, world_size: This process among those that share the global batch.
-            num_workers: Processes that read and tokenise beside this one; 0: in this one, between the steps.
-            state: Where to go on: `merge_states`' result, or this rank's `TrainLoader.state_dict()`.
-            pin_memory: Return tensors in pinned memory, from where they are copied to a GPU without waiting.
+            num_workers: Processes that read and tokenise beside this one; 0: this one does, between steps.
+            state: Position to continue from: `merge_states`' result, or this rank's `TrainLoader.state_dict()`.
+            pin_memory: Return tensors in pinned memory, from which copies to a GPU are asynchronous.
 
         Raises:
-            ConfigError: numbers that do not divide, or a state of another run.
+            ConfigError: for numbers that do not divide, or the state of another run.
         """
         from accel_scale.data.pretraining.lanes import TrainingSource
         from accel_scale.data.pretraining.loader import TrainLoader
@@ -143,15 +143,15 @@ class PretrainingData:
     def validation_loader(
         self, *, micro_batch_size: int, rank: int = 0, world_size: int = 1, max_rows: int | None = None
     ) -> ValidationLoader:
-        """This rank's part of the validation rows, in an order that no seed changes.
+        """This rank's part of the validation rows, in an order that does not depend on the seed.
 
         Args:
             micro_batch_size: Rows of one forward pass on one rank.
             rank, world_size: This process among those that share the rows.
-            max_rows: Rows on all ranks together; of several sources in their shares. None: all.
+            max_rows: Rows on all ranks together, from several sources by their shares; None: all.
 
         Raises:
-            ConfigError: nothing was held out and no validation data named.
+            ConfigError: if nothing was held out and no validation data was named.
         """
         from accel_scale.data.pretraining.validation import ValidationLoader, ValidationSource
 
@@ -185,7 +185,7 @@ class PretrainingData:
         )
 
     def row_text(self, row_id: str) -> str:
-        """The documents of a row with their places, as text: for people who look at what a row was.
+        """The documents of a row with their locations, as text, to inspect a row.
 
         Raises:
             ConfigError: not a row id, or one of other data.

@@ -30,23 +30,23 @@ def open_pretraining_data(
     """Open text to pretrain on. Takes no time for JSON lines, text and prepared data, whatever their size.
 
     Every process of a launch may call it. Parquet files with large row groups are converted first, by the first
-    process that comes; hub data sets are downloaded first.
+    process to come; hub data sets are downloaded first.
 
     Args:
         data: A .txt, .jsonl, .parquet or .arrow file, a folder or a glob of such, a `datasets.save_to_disk` folder, a
             hub id (``id:configuration``), or a folder made by `accel-scale prepare`. Or several of them, each with
             its share of the tokens as ``name=weight``; without weights, shares follow their bytes.
         tokenizer: Prepared data must have been made with the same one.
-        row_length: Tokens of a row; documents are packed, and go on in the next row where they do not fit.
-        seed: Tells the order of blocks and documents.
+        row_length: Tokens of a row; documents are packed, and continue in the next row if they do not fit.
+        seed: Determines the order of blocks and documents.
         text_column: Column of the text.
-        text_documents: What is one document of a .txt file: the ``file``, each ``line``, or each ``paragraph``.
+        text_documents: Unit of a document in a .txt file: the ``file``, each ``line``, or each ``paragraph``.
         isolate_documents: Give `position_ids` that restart with each document.
         validation_share: The last share of each source's blocks is held out, at least one block; 0: nothing.
-        validation_data: Data of its own to validate on, named as `data`.
+        validation_data: Separate data to validate on, named like `data`.
 
     Raises:
-        ConfigError: data that is not there or cannot be read, a missing column, another tokenizer than prepared
+        ConfigError: data that does not exist or cannot be read, a missing column, another tokenizer than prepared
             data's, a share outside [0, 1), a source too small to hold anything out.
     """
     if row_length < 2:

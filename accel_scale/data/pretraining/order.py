@@ -1,4 +1,4 @@
-"""Data order, computed and not stored: permutations of any size, shuffles, turns of sources."""
+"""Data order, computed rather than stored: permutations of any size, shuffles, turns of sources."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def mixed(*values: int) -> int:
 
 
 def shuffled(count: int, key: int) -> np.ndarray:
-    """The numbers below `count` in an order told by `key`.
+    """The numbers below `count`, in an order determined by `key`.
 
     Sorted by hash: numpy's own shuffles may change with its version, and a run must be resumable after an update.
     """
@@ -37,9 +37,9 @@ def shuffled(count: int, key: int) -> np.ndarray:
 
 
 class Permutation:
-    """A bijection of the numbers below `size`, told by `key`: a Feistel network, walked until it lands below `size`.
+    """A bijection of the numbers below `size`, chosen by `key`: a Feistel network, walked until it lands below `size`.
 
-    Takes no memory whatever the size, and a few microseconds per number.
+    Takes no memory, whatever the size, and a few microseconds per number.
     """
 
     def __init__(self, size: int, key: int) -> None:
@@ -67,7 +67,7 @@ class Permutation:
 
 
 class Unit(NamedTuple):
-    """What a lane takes at a time: slice `part` of `parts` of a block, in an epoch (all counted from 0)."""
+    """What a lane takes at once: slice `part` of `parts` of a block, in an epoch (all counted from 0)."""
 
     epoch: int
     block: int
@@ -85,7 +85,7 @@ class UnitOrder:
     Args:
         num_blocks: Blocks of the source that are trained on.
         num_lanes: Rows of the global batch.
-        seed: Tells the order.
+        seed: Determines the order.
     """
 
     def __init__(self, num_blocks: int, num_lanes: int, seed: int) -> None:

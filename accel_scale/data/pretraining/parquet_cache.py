@@ -18,9 +18,9 @@ _BATCH_ROWS = 8192
 
 
 def converted_parquet(name: str, paths: Sequence[str], text_column: str) -> tuple[str, ...]:
-    """Arrow files with the text of Parquet files, in the same order of rows; from `datasets`' cache if it is there.
+    """Arrow files with the text of Parquet files, in the same order of rows; from `datasets`' cache if they are there.
 
-    Memory used is that of a few thousand rows.
+    Needs memory for a few thousand rows only.
     """
     key = files_digest(f"{_VERSION}\0{text_column}".encode(), paths).hexdigest()[:32]
     try:

@@ -1,4 +1,4 @@
-"""Tokenise pretraining data once, into memory-mapped shards that train exactly as the data itself would."""
+"""Tokenise pretraining data once, into memory-mapped shards that train exactly like the data itself."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ _LOCK_SECONDS = 30
 
 @dataclass(frozen=True)
 class PreparedSummary:
-    """What was prepared.
+    """Summary of what was prepared.
 
     Args:
-        folder: Where it is; name it as data.
+        folder: Its folder, to be named as data.
         num_tokens, num_documents, num_shards: In all sources together.
-        num_kept_shards: Shards that an earlier run had finished; their checksums were compared.
+        num_kept_shards: Shards finished by an earlier run; their checksums were compared.
         token_bytes: Size of the tokens on disk.
         seconds: Time it took.
     """
@@ -70,14 +70,14 @@ def prepare_data(
 ) -> PreparedSummary:
     """Tokenise `data` into `output_dir`, which `open_pretraining_data` then reads in place of `data`.
 
-    Blocks are kept, so training from the folder takes the same rows in the same order. Run again after a kill or a
-    full disk, it keeps the finished shards and does the rest; run again on a finished folder, it compares checksums.
-    The tokenizer is saved in the folder ``tokenizer`` beside the shards.
+    The blocks stay the same, so training from the folder sees the same rows in the same order. Run again after a kill
+    or a full disk, it keeps the finished shards and does the rest; run again on a finished folder, it compares
+    checksums. The tokenizer is saved in the folder ``tokenizer`` beside the shards.
 
     Args:
         data, text_column, text_documents: As for `open_pretraining_data`.
-        tokenizer: The one that the training run will use.
-        output_dir: A new folder, or one that the same call began.
+        tokenizer: The tokenizer that the training run will use.
+        output_dir: A new folder, or one that the same call started.
         num_workers: Processes that tokenise; None: one per core.
 
     Raises:
@@ -168,7 +168,7 @@ def _prepare(
 
 
 def _jobs(index: int, named: NamedSource) -> list[ShardJob]:
-    """Shards of a source, from its size alone: a run that goes on may have another number of workers."""
+    """Shards of a source, from its size alone: a resumed run may have a different number of workers."""
     source = named.source
     shard_bytes = min(max(source.size_bytes // _SHARDS, _MIN_SHARD_BYTES), _MAX_SHARD_BYTES)
     step = max(1, shard_bytes * source.num_blocks // max(1, source.size_bytes))
@@ -177,7 +177,7 @@ def _jobs(index: int, named: NamedSource) -> list[ShardJob]:
 
 
 def _plan(sources: Sequence[NamedSource], encoder: Encoder, dtype: str) -> dict[str, Any]:
-    """All that decides what the shards hold."""
+    """Everything that determines the contents of the shards."""
     return {
         "format_version": FORMAT_VERSION,
         "tokenizer": encoder.fingerprint(),
@@ -207,7 +207,7 @@ def _files_digest(paths: Sequence[str]) -> str:
 
 
 def _check_plan(folder: Path, plan: dict[str, Any]) -> None:
-    """ConfigError if the folder was started with something else."""
+    """Raise a ConfigError if the folder was started with something else."""
     if not (folder / PLAN).exists():
         return
     before = json.loads((folder / PLAN).read_text(encoding="utf-8"))
@@ -239,7 +239,7 @@ def _manifest(
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a file that is complete or not there."""
+    """Write a file atomically: it is complete or absent."""
     unfinished = path.with_name(f".{path.name}.tmp")
     with open(unfinished, "w", encoding="utf-8") as file:
         json.dump(content, file, indent=1)

@@ -36,7 +36,7 @@ def run_jobs(
         Job → facts of its shard.
 
     Raises:
-        ConfigError, OSError: what went wrong in a worker; the other workers are ended.
+        ConfigError, OSError: the error of a worker; the other workers are ended.
     """
     from tqdm import tqdm
 
@@ -107,7 +107,7 @@ def _lost(exit_code: int | None) -> ConfigError:
 def _work(
     connection: Connection, parent: int, folder: str, sources: list[BlockSource], encoder: Encoder, dtype: str
 ) -> None:
-    """One worker's life: shards as they are asked for, until None or until the parent is gone."""
+    """The main function of a worker: write the shards asked for, until None comes or the parent is gone."""
     import signal
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command, which then ends its workers

@@ -26,12 +26,12 @@ TOKENS, DOCUMENTS, BLOCKS, FRAGMENTS, FACTS = (
 
 
 def is_prepared(folder: str) -> bool:
-    """Whether `folder` is the work of `accel-scale prepare`, finished or not."""
+    """True if `folder` was made by `accel-scale prepare`, finished or not."""
     return os.path.isfile(os.path.join(folder, MANIFEST)) or os.path.isfile(os.path.join(folder, PLAN))
 
 
 def read_manifest(folder: str) -> dict[str, Any]:
-    """The manifest of a prepared folder; ConfigError if the folder is unfinished or of another version."""
+    """The manifest of a prepared folder; raises a ConfigError if it is unfinished or of another version."""
     path = Path(folder, MANIFEST)
     if not path.is_file():
         raise ConfigError(
@@ -50,7 +50,7 @@ def read_manifest(folder: str) -> dict[str, Any]:
 
 
 def shard_folder(folder: str, source: int, shard: int) -> str:
-    """Where a shard lies."""
+    """The folder of a shard."""
     return os.path.join(folder, f"source-{source:03d}", f"shard-{shard:05d}")
 
 
@@ -64,7 +64,7 @@ class _Shard:
 
 @lru_cache(maxsize=64)  # each mapped file takes a file descriptor, of which a process may have a thousand
 def _shard(folder: str, dtype: str) -> _Shard:
-    """Memory-mapped: nothing is read until it is used, and all processes share the pages."""
+    """A memory-mapped shard: nothing is read until it is used, and all processes share the pages."""
 
     def mapped(name: str, kind: str) -> np.ndarray:
         path = os.path.join(folder, name)
@@ -77,8 +77,8 @@ class PreparedSource(BlockSource):
     """One source of a prepared folder: the same blocks as the data it was made from, as tokens.
 
     Args:
-        folder: What `accel-scale prepare` wrote.
-        index: Which of the folder's sources.
+        folder: A folder written by `accel-scale prepare`.
+        index: Index among the folder's sources.
         manifest: The folder's manifest.
     """
 

@@ -1,4 +1,4 @@
-"""Row ids that people can read: which documents a row is made of, and the way back to the text."""
+"""Human-readable row ids: which documents a row is made of, and the way back to the text."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def row_id(label: str, pieces: list[Piece]) -> str:
 
 
 def parse_row_id(text: str) -> tuple[str, list[Piece]]:
-    """(label, pieces) of a row id; ConfigError if it is none."""
+    """(label, pieces) of a row id; raises a ConfigError if it is not one."""
     label, _, rest = text.partition(":")
     pieces = []
     for group in rest.split("+"):

@@ -1,4 +1,4 @@
-"""Samples of blocks from all the data: number of tokens, what to hold out, texts for tokenizers."""
+"""Samples of blocks from all of the data: number of tokens, held-out blocks, texts for tokenizers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _SAMPLE_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class TokenEstimate:
-    """Tokens of the training part of all sources, once each; `exact` where all of them are prepared."""
+    """Tokens of the training part of all sources, in one pass; `exact` if all of them are prepared."""
 
     tokens: int
     exact: bool
 
 
 def estimate_tokens(sources: Sequence[tuple[BlockSource, int]], encoder: Encoder) -> TokenEstimate:
-    """Tokens of the first so many blocks of each source."""
+    """Tokens of the first blocks of each source, as many as given."""
     total, exact = 0.0, True
     for source, num_blocks in sources:
         if isinstance(source, PreparedSource):
@@ -51,7 +51,7 @@ def _block_tokens(block: Block, encoder: Encoder) -> float:
 
 
 def held_out_blocks(named: NamedSource, share: float) -> int:
-    """How many of a source's last blocks are held out: its share, and as many more as it takes to have text."""
+    """Number of a source's last blocks to hold out: its share, and as many more as it takes to include text."""
     if not share:
         return 0
     num_blocks = named.source.num_blocks
@@ -79,10 +79,10 @@ def sample_texts(
 
     Args:
         data, text_column, text_documents, validation_share: As for `open_pretraining_data`.
-        max_bytes: Read about so much; of several sources in their shares.
+        max_bytes: About how much to read, from several sources by their shares.
 
     Raises:
-        ConfigError: as `open_pretraining_data`, or prepared data, which has tokens and no text.
+        ConfigError: as `open_pretraining_data`, or for prepared data, which has tokens and no text.
     """
     sources, _ = find_sources(data, text_column=text_column, text_documents=text_documents)
     for one in sources:

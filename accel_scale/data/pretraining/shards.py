@@ -109,7 +109,7 @@ def _sha256(path: Path) -> str:
 
 
 def finished_shard(folder: str, job: ShardJob) -> dict[str, Any] | None:
-    """The facts of a shard that is there, or None. A shard folder is complete: it appeared by a rename."""
+    """The facts of a shard if it exists, else None. A shard folder is always complete: it is renamed into place."""
     path = Path(shard_folder(folder, job.source, job.shard), FACTS)
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
 
@@ -121,7 +121,7 @@ def remove_partial_shards(folder: str) -> None:
 
 
 def check_shard(folder: str, job: ShardJob, facts: dict[str, Any]) -> None:
-    """ConfigError unless each file of a shard has the checksum that was written down."""
+    """Raise a ConfigError unless each file of a shard has its recorded checksum."""
     for name, expected in facts["sha256"].items():
         path = Path(shard_folder(folder, job.source, job.shard), name)
         if not path.is_file() or _sha256(path) != expected:

@@ -1,4 +1,4 @@
-"""Positions in the data as JSON: taken from each rank, joined, checked, and divided among any number of ranks."""
+"""Positions in the data as JSON: collected from each rank, joined, checked, and divided among any number of ranks."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _NAMES = {
 
 
 def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """All ranks' states of one step as one, from which any number of ranks resumes.
+    """Merge all ranks' states of one step into one, from which any number of ranks can resume.
 
     Args:
         states: What `TrainLoader.state_dict()` returned on each rank, in any order.
 
     Returns:
-        A dict of numbers, texts, lists and dicts: `json.dumps` takes it.
+        A dict of numbers, texts, lists and dicts, as `json.dumps` takes it.
 
     Raises:
         ConfigError: states of different runs or steps, or of only some of the ranks.
@@ -53,7 +53,7 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def check_state(state: Mapping[str, Any], run: Mapping[str, Any], lanes: Sequence[int]) -> None:
-    """ConfigError unless `state` was made by a run like `run` and has the position of each of `lanes`."""
+    """Raise a ConfigError unless `state` is from a run like `run` and has the position of each of `lanes`."""
     if state.get("version") != STATE_VERSION:
         raise ConfigError(
             f"the position in the data has version {state.get('version')}, and this version reads {STATE_VERSION}.",

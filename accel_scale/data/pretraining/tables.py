@@ -13,7 +13,7 @@ from accel_scale.data.pretraining.blocks import Block, BlockSource, block_size
 from accel_scale.data.pretraining.text_files import checked_text
 from accel_scale.errors import ConfigError
 
-# Row groups are decoded as a whole. One this many times as large as a block would be decoded in vain that often.
+# Row groups are decoded as a whole. One this many times the size of a block would be decoded that often.
 LARGE_ROW_GROUP_BLOCKS = 4
 _LEAST_LARGE_BYTES = 1 << 20
 
@@ -53,7 +53,7 @@ class TableSource(BlockSource):
         return f"{self._name}, row {self._texts(block)[document][0] + 1}"
 
     def _texts(self, block: int) -> list[tuple[int, str]]:
-        """(row, text) of the rows of a block that are not empty."""
+        """(row, text) of the nonempty rows of a block."""
         start = block * self._block_rows
         values = self._rows().slice(start, min(start + self._block_rows, self.num_rows))
         found = []
@@ -170,14 +170,14 @@ class _ParquetRows:
 
 
 def has_large_row_groups(paths: Sequence[str], text_column: str) -> bool:
-    """Whether reading blocks from these Parquet files would decode everything several times."""
+    """True if reading blocks from these Parquet files would decode everything several times."""
     rows = _parquet_rows(tuple(paths), text_column, (*_times(paths), os.getpid()))
     limit = max(_LEAST_LARGE_BYTES, LARGE_ROW_GROUP_BLOCKS * block_size(rows.text_bytes))
     return bool(rows.largest_group_bytes > limit)
 
 
 def parquet_metadata(path: str, column: str) -> Any:
-    """The footer of a Parquet file whose `column` is text; ConfigError if it is no such file."""
+    """The footer of a Parquet file whose `column` is text; raises a ConfigError if it is not."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -198,7 +198,7 @@ def column_bytes(group: Any, column: str) -> int:
 
 
 def check_text_column(schema: Any, column: str, place: str) -> None:
-    """ConfigError unless `schema` has `column` and it holds text."""
+    """Raise a ConfigError unless `schema` has `column` and it holds text."""
     import pyarrow as pa
 
     if column not in schema.names:

@@ -14,7 +14,7 @@ from accel_scale.data.pretraining.blocks import Block, BlockSource, block_size
 from accel_scale.errors import ConfigError
 
 BOM = b"\xef\xbb\xbf"
-# A document must fit in memory many times over; what is longer is not a document but a file without line ends.
+# A document must fit in memory many times over; anything longer is not a document but a file without line ends.
 MAX_DOCUMENT_BYTES = 256 << 20
 _READ_BYTES = 64 << 10
 # A cut in continuous text is moved to the next line end or space within this distance (at most the smallest block).
@@ -26,7 +26,7 @@ Span = tuple[int, bytes]  # where in its file a document begins, and its bytes
 
 
 class _Files(BlockSource):
-    """Files one after the other, cut every `block_size` bytes; a block has what begins between two cuts."""
+    """Files one after the other, cut every `block_size` bytes; a block has the documents that begin between two."""
 
     def __init__(self, paths: Sequence[str], *, continuous: bool = False) -> None:
         self.paths = tuple(paths)
@@ -57,7 +57,7 @@ class _Files(BlockSource):
         return f"{path}, byte {start + 1}"
 
     def _spans(self, block: int) -> list[tuple[str, int, bytes]]:
-        """(path, start, bytes) of each document of a block that is not empty."""
+        """(path, start, bytes) of each nonempty document of a block."""
         raise NotImplementedError
 
     def _decode(self, path: str, start: int, data: bytes) -> str:
@@ -169,7 +169,7 @@ class ContinuousText(_Files):
 
 
 def checked_text(value: Any, column: str, place: Any) -> str:
-    """`value` if it is a text, empty if it is null; ConfigError with `place()` for anything else."""
+    """`value` if it is text, "" if it is null; raises a ConfigError with `place()` for anything else."""
     if isinstance(value, str):
         return value
     if value is None:
@@ -192,7 +192,7 @@ def line_place(path: str, offset: int) -> str:
 
 
 def _lines(path: str, start: int, end: int, size: int) -> list[Span]:
-    """Lines with anything in them that begin at bytes [start, end) of a file, without line ends."""
+    """Nonblank lines that begin at bytes [start, end) of a file, without line ends."""
     first = max(0, start - 1)  # with the byte before: a line that begins at `start` follows a line end
     with open(path, "rb") as file:
         file.seek(first)
@@ -200,7 +200,7 @@ def _lines(path: str, start: int, end: int, size: int) -> list[Span]:
         if start:
             cut = data.find(b"\n") + 1
             if not cut:
-                return []  # within one long line
+                return []  # all within one long line
             first, data = first + cut, data[cut:]
         if data and not data.endswith(b"\n") and end < size:
             data += _until(file, path, len(data), re.compile(rb"\n"))
@@ -223,7 +223,7 @@ def _paragraphs(path: str, start: int, end: int, size: int) -> list[Span]:
         data = file.read(end - first)
         begins = [position for position, _ in _paragraph_bounds(data, first) if first + position >= start]
         if not begins:
-            return []  # within one long paragraph
+            return []  # all within one long paragraph
         if end < size and not _PARAGRAPH_END.search(data, begins[-1]):
             data += _until(file, path, len(data), _PARAGRAPH_END, before=data)
     found = []
@@ -237,7 +237,7 @@ def _paragraphs(path: str, start: int, end: int, size: int) -> list[Span]:
 
 
 def _paragraph_bounds(data: bytes, first: int) -> list[tuple[int, int]]:
-    """(start, stop) of the paragraphs whose beginning `data` shows: after blank lines and at the file's start."""
+    """(start, stop) of the paragraphs that begin within `data`: after blank lines and at the start of the file."""
     blanks = [match.span() for match in _PARAGRAPH_END.finditer(data)]
     starts = [*([0] if first == 0 else []), *(end for _, end in blanks)]
     stops = [*(begin for begin, _ in blanks[0 if first == 0 else 1 :]), len(data)]
@@ -245,7 +245,7 @@ def _paragraph_bounds(data: bytes, first: int) -> list[tuple[int, int]]:
 
 
 def _until(file: Any, path: str, length: int, end: re.Pattern[bytes], *, before: bytes = b"") -> bytes:
-    """What follows in an open file up to the end of the next match of `end`, which may begin in `before`, or all."""
+    """The rest of an open file, up to the end of the next match of `end`, if any, which may begin in `before`."""
     found = b""
     while more := file.read(_READ_BYTES):
         tail = (before[-_LOOK_BACK_BYTES:] + found)[-_LOOK_BACK_BYTES:] if before else b""
@@ -263,7 +263,7 @@ def _until(file: Any, path: str, length: int, end: re.Pattern[bytes], *, before:
 
 
 def _moved_cut(file: Any, cut: int, size: int) -> int:
-    """A cut of continuous text moved to where a line or a word begins, or else a character."""
+    """Move a cut in continuous text to the start of a line, else of a word, else of a character."""
     if cut in (0, size):
         return cut
     file.seek(cut)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 DOCUMENT_END, PAD, UNKNOWN = "<|endoftext|>", "<|pad|>", "<|unk|>"
 _SMALLEST_VOCABULARY = 256 + 2
-# Longer texts are cut for training a vocabulary, which counts words: their context does not matter.
+# Longer texts are cut to train a vocabulary: that counts words, whose context does not matter.
 _LONGEST_TEXT = 1 << 20
 
 

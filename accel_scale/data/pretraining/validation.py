@@ -15,7 +15,7 @@ from accel_scale.data.pretraining.loader import check_shape
 from accel_scale.data.pretraining.order import Permutation, furthest_behind
 from accel_scale.errors import ConfigError
 
-# Of a fixed order, so that runs with other seeds are measured on the same rows.
+# Key of a fixed order, so that runs with different seeds are measured on the same rows.
 _ORDER_KEY = 0x5EED
 _ENCODED_DOCUMENTS = 64
 _KEPT_BYTES = 256 << 20
@@ -33,7 +33,7 @@ class ValidationSource:
 
 
 class ValidationLoader:
-    """Micro-batches of validation rows, as dicts of int64 tensors; may be iterated again and again.
+    """Micro-batches of validation rows, as dicts of int64 tensors; may be iterated repeatedly.
 
     Every rank tokenises all rows and keeps its own (in memory, up to 256 MiB). The last row of each source is padded
     with labels of -100, and rows of nothing but padding fill the last micro-batches: sum losses and divide by the
@@ -103,7 +103,7 @@ class ValidationLoader:
         return dict(zip(("input_ids", "labels", "position_ids"), stacked, strict=False))
 
     def _rows(self) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
-        """(ids, starts, tokens used) of all rows, sources in turn by their shares until each has no more."""
+        """(ids, starts, tokens used) of all rows, taking sources in turn by their shares until all are exhausted."""
         active = [(source.weight, self._source_rows(source)) for source in self._sources]
         taken = [0] * len(active)
         while active:

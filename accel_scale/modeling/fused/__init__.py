@@ -1,1 +1,1 @@
-"""Fused kernels of other packages in place of a model's own small layers."""
+"""Fused kernels of other packages that replace a model's own small layers."""

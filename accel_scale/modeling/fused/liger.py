@@ -1,4 +1,4 @@
-"""Liger's Triton kernels for norms, gated MLPs and rotary embeddings. The loss stays this project's own."""
+"""Liger's Triton kernels for norms, gated MLPs and rotary embeddings. The loss remains this project's own."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
     from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy
 
-# What a patch must not replace: `fast_loss` computes the loss in chunks, with its own count of tokens.
+# Not to be replaced by a patch: `fast_loss` computes the loss in chunks, with its own count of tokens.
 _LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
 
 
 @dataclass(frozen=True)
 class Fused:
-    """What was replaced in a model.
+    """The parts replaced in a model.
 
     Attributes:
         parts: Names of `FUSED_PARTS`.
-        undo: Gives transformers' modules their own functions back; the model itself stays as it is.
+        undo: Restores the functions of transformers' modules; the model itself is not changed back.
     """
 
     parts: tuple[str, ...]
@@ -38,7 +38,7 @@ class Fused:
 def why_no_kernels(
     *, device_type: str, is_installed: bool, compiles: bool, in_tiles: bool, divides_tensors: bool
 ) -> str | None:
-    """Why no model can be trained with Liger's kernels there; None where some can."""
+    """The reason why Liger's kernels cannot be used for any model in this setup; None if they can."""
     if device_type != "cuda":
         return "they are Triton's and need a CUDA device"
     if not is_installed:
@@ -53,19 +53,19 @@ def why_no_kernels(
 
 
 def is_installed() -> bool:
-    """Whether Liger and Triton are; imports neither."""
+    """True if Liger and Triton are installed; imports neither."""
     return all(importlib.util.find_spec(name) is not None for name in ("liger_kernel", "triton"))
 
 
 def fuse_layers(model: PreTrainedModel, *, keeps_products: bool) -> Fused:
-    """Give `model` Liger's layers where it has a patch for the family; no part is replaced where it has none.
+    """Give `model` Liger's layers if there is a patch for its family; otherwise nothing is replaced.
 
-    The patch replaces functions in transformers' modules too (rotary embeddings), for all models of the family.
+    The patch also replaces functions in transformers' modules (rotary embeddings), for all models of the family.
     Checked on liger-kernel 0.8.5.
 
     Args:
-        keeps_products: Whether selective checkpointing keeps results of matrix products: Liger's rotary kernel writes
-            over queries and keys, which would be rotated twice, so it is left out there.
+        keeps_products: True if selective checkpointing keeps results of matrix products: Liger's rotary kernel
+            overwrites queries and keys, which would be rotated twice, so it is then left out.
     """
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
@@ -83,7 +83,7 @@ def fuse_layers(model: PreTrainedModel, *, keeps_products: bool) -> Fused:
 
 
 def fuse_agreed(parts: tuple[str, ...], model: PreTrainedModel, policy: CheckpointingPolicy) -> None:
-    """The patch for the run's own model, where the check has agreed with `parts` of it."""
+    """Patch the run's own model, if the check has agreed on any `parts`."""
     if parts:
         before = _module_globals()
         fuse_layers(model, keeps_products=policy.kind == "selective")
@@ -91,13 +91,13 @@ def fuse_agreed(parts: tuple[str, ...], model: PreTrainedModel, policy: Checkpoi
 
 
 def _module_globals() -> dict[str, dict[str, object]]:
-    """What transformers' modules of models hold."""
+    """The contents of transformers' model modules."""
     names = [name for name in sys.modules if name.startswith("transformers.models.") and ".modeling_" in name]
     return {name: dict(vars(sys.modules[name])) for name in names}
 
 
 def _restore(before: Mapping[str, Mapping[str, object]], *, classes_only: bool) -> list[str]:
-    """Undo what a patch replaced there; names of the functions that it put in their place, as Liger calls them."""
+    """Undo a patch's replacements; returns the names of the functions it had put in place, in Liger's spelling."""
     functions = []
     for name, values in before.items():
         module = sys.modules[name]
@@ -113,7 +113,7 @@ def _restore(before: Mapping[str, Mapping[str, object]], *, classes_only: bool) 
 
 
 def _keep_own_on_cpu(before: Mapping[str, Mapping[str, object]]) -> None:
-    """Triton's kernels take no tensor of the host: another model of the family, there, keeps the functions it had."""
+    """Keep the original functions for tensors on the host (of another model, say), which Triton's kernels refuse."""
     for name, values in before.items():
         module = sys.modules[name]
         for key, own in values.items():
@@ -131,7 +131,7 @@ def _by_device(fused: Callable[..., object], own: Callable[..., object]) -> Call
 
 
 def _class_of_forward(module: object) -> str:
-    """The class whose forward a module was given, of Liger's; empty where it has its own."""
+    """The Liger class whose forward a module was given; empty if it has its own."""
     forward = vars(module).get("forward")
     function = getattr(forward, "__func__", forward)
     is_ligers = getattr(function, "__module__", "").startswith("liger_kernel")

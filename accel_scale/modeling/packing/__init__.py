@@ -1,1 +1,1 @@
-"""Rows that hold several documents: what the host knows of them, and attention of variable length."""
+"""Rows that hold several documents: facts about them on the host, and variable-length attention."""

@@ -1,4 +1,4 @@
-"""What the host knows of a micro-batch before it goes to the device: asked of the device, the host would wait."""
+"""Facts about a micro-batch, recorded on the host before it goes to the device, because asking the device waits."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from itertools import accumulate, pairwise
 
 import torch
 
-# In a batch, beside its tensors. Loaders and wrappers of models hand on what is no tensor.
+# Key in a batch, beside its tensors. Loaders and wrappers of models pass on values that are not tensors.
 ROW_FACTS = "row_facts"
 _IGNORED_LABEL = -100
 _PINNING = ("cuda", "xpu")
 
 
 class RowFacts:
-    """Of one micro-batch, (batch, length).
+    """Facts about one micro-batch, (batch, length).
 
     Attributes:
         shape: (batch, length).
-        num_labels: Labels that a loss over shifted labels counts.
-        document_lengths: Of every document, in the order of the flattened rows; a row that is padded on the right is
+        num_labels: Number of labels that count in a loss over shifted labels.
+        document_lengths: Lengths of all documents, in the order of the flattened rows; a row padded on the right is
             one document, whose tokens never see what follows them. None: the rows are padded elsewhere.
     """
 
@@ -39,11 +39,11 @@ class RowFacts:
 
     @property
     def is_packed(self) -> bool:
-        """Whether a row holds several documents."""
+        """True if a row holds several documents."""
         return self.document_lengths is not None and len(self.document_lengths) > self.shape[0]
 
     def starts(self, chunk: int | None = None) -> torch.Tensor:
-        """On the host, true where a document begins, and after every `chunk` tokens of one. (batch, length)"""
+        """On the host, true where a document begins, and after every `chunk` tokens of it. (batch, length)"""
         assert self.document_lengths is not None
         step = chunk or self.shape[1]
         begins = torch.zeros(self.shape[0] * self.shape[1], dtype=torch.bool)
@@ -52,7 +52,7 @@ class RowFacts:
         return begins.view(self.shape)
 
     def flash_arguments(self, device: torch.device) -> dict[str, object]:
-        """Where documents begin and end, by the names that transformers gives them for kernels of variable length."""
+        """Document boundaries, as transformers' arguments for variable-length kernels."""
         assert self.document_lengths is not None
         bounds = cumulative(self.document_lengths, device)
         longest = max(self.document_lengths)
@@ -61,7 +61,7 @@ class RowFacts:
 
 @dataclass
 class Counting:
-    """A collator whose batches of rows hold their `RowFacts`; a loader's workers can be sent it."""
+    """A collator that adds `RowFacts` to its batches of rows; it can be sent to a loader's workers."""
 
     collate: Callable[[object], Mapping[str, object]]
 
@@ -73,13 +73,13 @@ class Counting:
 
 
 def cumulative(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Where documents of `lengths` begin, and where the last one ends, as kernels take it."""
+    """Start offsets of documents of `lengths`, and the end of the last one, in the form kernels expect."""
     return uploaded(torch.tensor([*accumulate(lengths, initial=0)], dtype=torch.int32), device)
 
 
 def uploaded(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`values` of the host on `device`, without waiting where its driver can fetch them by itself."""
-    if device.type not in _PINNING or torch.compiler.is_compiling():  # which cannot trace pinning
+    """Copy host `values` to `device`, without waiting if its driver can copy asynchronously."""
+    if device.type not in _PINNING or torch.compiler.is_compiling():  # the compiler cannot trace pinning
         return values.to(device)
     return values.pin_memory().to(device, non_blocking=True)
 
@@ -89,7 +89,7 @@ def _tensor(value: object) -> torch.Tensor | None:
 
 
 def _lengths(positions: torch.Tensor) -> tuple[int, ...]:
-    """As transformers finds documents: one begins wherever a position does not follow the one before."""
+    """Document lengths as transformers finds them: one begins wherever a position does not follow the previous one."""
     begins = torch.ones(positions.shape, dtype=torch.bool)
     begins[:, 1:] = positions.diff(dim=1) != 1
     first = begins.flatten().nonzero().flatten()

@@ -1,7 +1,7 @@
-"""Attention of variable length: all documents of all rows in one kernel, without padding, buckets or a mask.
+"""Variable-length attention: all documents of all rows in one kernel, without padding, buckets or a mask.
 
 torch has it in `torch.nn.attention.varlen`, on the flash kernels that SDPA uses: half precision, no dropout, head
-sizes up to 256, any window, groups of query heads. It plans nothing per shape, so lengths may change as they like.
+sizes up to 256, any window, groups of query heads. It plans nothing per shape, so lengths may vary freely.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch.nn import functional as F
 if TYPE_CHECKING:
     from accel_scale.facts.device import Device
 
-# Its flash kernel takes head sizes that are multiples of this.
+# Its flash kernel requires head sizes that are multiples of this.
 _HEAD_MULTIPLE = 8
 
 
 def varlen_refusal(
     device: Device, *, dtype: torch.dtype, key_size: int, value_size: int, dropout: float
 ) -> str | None:
-    """Why the kernel does not serve such heads on `device`; None where it does."""
+    """The reason why the kernel does not support such heads on `device`; None if it does."""
     if not device.has_flash_kernel:
         return f"{device.name} has no flash kernel in torch"
     if dtype not in (torch.float16, torch.bfloat16):
@@ -38,14 +38,14 @@ def varlen_refusal(
 
 @functools.cache
 def varlen_kernel() -> Callable[..., torch.Tensor] | None:
-    """torch's function, where this torch has it with windows and groups of heads (checked on 2.13)."""
+    """torch's function, if this version has it with windows and groups of heads (checked on 2.13)."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
     has = inspect.signature(varlen_attn).parameters
     fits = {"scale", "window_size", "enable_gqa"} <= set(has)
-    return cast(Callable[..., torch.Tensor], varlen_attn) if fits else None  # sums too, only where they are asked for
+    return cast(Callable[..., torch.Tensor], varlen_attn) if fits else None  # returns sums only on request
 
 
 def varlen_attention(
@@ -61,9 +61,9 @@ def varlen_attention(
     """Causal attention within documents. (tokens, heads, head size) in and out; keys may have fewer heads.
 
     Args:
-        bounds: Where each document begins, and the end. (documents + 1,)
+        bounds: Start of each document, and the end. (documents + 1,)
         longest: Tokens of the longest document.
-        window: Number of latest tokens a query sees, itself included; None: its whole document.
+        window: Number of latest tokens that a query sees, including itself; None: its whole document.
     """
     kernel = varlen_kernel()
     assert kernel is not None

@@ -1,1 +1,1 @@
-"""Activation checkpointing: its policies, and layers that are recomputed several at once."""
+"""Activation checkpointing: its policies, and groups of layers that are recomputed together."""

@@ -1,4 +1,4 @@
-"""Names of activation checkpointing policies, and what each of them says."""
+"""Names of activation checkpointing policies, and their meaning."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _SUGGESTIONS = (*POLICIES, "every_2", "every_3", "every_4", "segments_2")
 
 @dataclass(frozen=True)
 class CheckpointingPolicy:
-    """What the backward pass recomputes.
+    """The activations that the backward pass recomputes.
 
     Args:
-        kind: ``none``; ``full``: every layer keeps its input only; ``every_n``: layers 0, n, 2n, … do so;
-            ``selective``: every layer, except that attention and matrix product outputs are kept;
-            ``attention``, ``mlp``: that part of every layer keeps its input only, the rest all it needs;
-            ``segments``: the first of several layers keeps its input only, and they are recomputed together;
-            ``offload``: like full, with the layer inputs kept in host memory.
-        every_n: Distance between checkpointed layers of ``every_n``; layers of a segment, where 1 stands for about the
-            square root of their number; else 1.
-        in_tiles: Whether MLPs and norms run over slices of the rows, each of which is recomputed by itself.
+        kind: ``none``; ``full``: every layer keeps only its input; ``every_n``: layers 0, n, 2n, … do so;
+            ``selective``: every layer, except that outputs of attention and matrix products are kept; ``attention``,
+            ``mlp``: that part of every layer keeps only its input, the rest everything it needs; ``segments``: the
+            first of several layers keeps only its input, and they are recomputed together; ``offload``: like full,
+            with the layer inputs kept in host memory.
+        every_n: Distance between checkpointed layers for ``every_n``; layers per segment for ``segments``, where 1
+            means about the square root of their number; otherwise 1.
+        in_tiles: True if MLPs and norms run over slices of the rows, each of which is recomputed separately.
     """
 
     kind: str
@@ -48,7 +48,7 @@ class CheckpointingPolicy:
 
     @classmethod
     def parse(cls, text: str, *, place: str = "--checkpointing_policy") -> CheckpointingPolicy:
-        """The policy called `text`, e.g. ``full``, ``every_2`` or ``segments_3``.
+        """Parse a policy's name, e.g. ``full``, ``every_2`` or ``segments_3``.
 
         Raises:
             ConfigError: naming the nearest policy.
@@ -67,5 +67,5 @@ class CheckpointingPolicy:
 
     @property
     def label(self) -> str:
-        """For tables: with ``, in tiles`` where that is so."""
+        """Label for tables; ends in ``, in tiles`` if `in_tiles`."""
         return f"{self}, in tiles" if self.in_tiles else str(self)

@@ -1,4 +1,4 @@
-"""Several layers that are recomputed together: only the input of the first of them is kept."""
+"""Several layers that are recomputed together: only the input of the first one is kept."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _ATTRIBUTE = "_recomputed_segments"
 class Segments:
     """A stack of layers, called one after the other, in segments that the backward pass recomputes as a whole.
 
-    Layers run where their model calls them, under hooks that drop what they save; what the model passes to each of
-    them is remembered. torch's non-reentrant checkpoint calls them again in a chain.
+    Layers run where their model calls them, under hooks that drop their saved tensors; the arguments that the model
+    passes to each of them are recorded. torch's non-reentrant checkpoint calls them again in a chain.
 
     Args:
         owner: The module whose forward pass calls the layers.
-        layers: In the order of their calls.
-        num_layers: In a segment; the last one may be shorter.
+        layers: The layers in the order of their calls.
+        num_layers: Layers per segment; the last segment may be shorter.
     """
 
     def __init__(self, owner: nn.Module, layers: Sequence[nn.Module], num_layers: int) -> None:
@@ -55,8 +55,8 @@ class Segments:
         self._calls.append((layer, args[1:], kwargs))
 
     def _begin(self, layer: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        # torch has it as a context only here, as its own composable checkpoint uses it: `checkpoint` wants a function
-        # that calls all layers, and it is the model that calls them. Checked on torch 2.13.
+        # torch offers this as a context only here, in the form used by its own composable checkpoint: `checkpoint`
+        # wants a function that calls all layers, but the model calls them. Checked on torch 2.13.
         from torch.utils.checkpoint import _checkpoint_without_reentrant_generator, noop_context_fn
 
         if self._open is not None or not args:
@@ -87,7 +87,7 @@ class Segments:
         next(segment, None)
 
     def _leave(self, owner: nn.Module, args: tuple[object, ...], output: object) -> None:
-        """The model's forward pass is over, or has failed in the middle of a segment, whose hooks must go."""
+        """End the model's forward pass; if it failed in the middle of a segment, remove the segment's hooks."""
         if self._open is None or self._is_recomputing:
             return
         segment, self._open, self._calls, self._output = self._open, None, [], None
@@ -96,7 +96,7 @@ class Segments:
             raise _not_a_chain(owner)
 
     def remove(self) -> None:
-        """The layers are as they were."""
+        """Restore the layers."""
         for handle in self._handles:
             handle.remove()
 
@@ -107,7 +107,7 @@ def split_into_segments(owner: nn.Module, layers: Sequence[nn.Module], num_layer
 
 
 def release_segments(module: nn.Module) -> None:
-    """Undo `split_into_segments` of what `module` owns, if it was done."""
+    """Undo `split_into_segments` for the layers of `module`, if it was done."""
     segments = vars(module).pop(_ATTRIBUTE, None)
     if segments is not None:
         segments.remove()

@@ -1,1 +1,1 @@
-"""Modules that treat each token alone, computed over slices of the rows."""
+"""Modules that treat each token separately, computed over slices of the rows."""

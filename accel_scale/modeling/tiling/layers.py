@@ -1,4 +1,4 @@
-"""The parts of a model's layers by their names, and which of them are computed in slices of the rows."""
+"""The parts of a model's layers by name, and which of them are computed in slices of the rows."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from torch import nn
 from accel_scale.errors import ConfigError
 from accel_scale.modeling.tiling.tiles import Forward, run_in_tiles
 
-# What transformers calls the parts of a layer.
+# transformers' names for the parts of a layer.
 _ATTENTION_NAMES = ("self_attn", "attn", "attention", "self_attention")
 _MLP_NAMES = ("mlp", "feed_forward", "ffn", "ff", "block_sparse_moe", "moe")
 _EXPERT_NAMES = ("experts", "router")
 
 
 def tile_layers(model: nn.Module, layers: Sequence[nn.Module], *, name: str, rows: int | None = None) -> None:
-    """Let the MLPs and norms of `layers`, and the norm after them, run over slices of the rows; gradients stay.
+    """Run the MLPs and norms of `layers`, and the norm after them, over slices of the rows; gradients are unchanged.
 
-    MLPs with experts are left alone: their slices are the tokens that each expert gets. So are norms that are one
-    kernel, which keeps no more than its input.
+    MLPs with experts are left alone: their slices are the tokens that each expert gets. So are norms that are a single
+    kernel, which keeps only its input.
 
     Args:
-        model: What the layers are part of.
-        name: Of the model, for messages.
-        rows: Tokens per slice; None: as many as a hidden state has values.
+        model: The model that contains the layers.
+        name: Name of the model, for messages.
+        rows: Tokens per slice; None uses the hidden size.
 
     Raises:
-        ConfigError: where a layer has no module of its own for the MLP, or one that takes more than hidden states.
+        ConfigError: if a layer has no separate module for the MLP, or one that takes more than hidden states.
     """
     for layer in layers:
         found = _mlp_of(layer)
@@ -69,16 +69,16 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def num_with_experts(model: nn.Module) -> int:
-    """How many layers of `model` have an MLP of experts, which `tile_layers` leaves alone."""
+    """Number of layers of `model` with an MLP of experts, which `tile_layers` leaves alone."""
     found = [part for module in model.modules() if (part := _mlp_of(module)) is not None]
     return sum(map(_has_experts, found))
 
 
 def part_of(layer: nn.Module, kind: str) -> nn.Module:
-    """The layer's ``attention`` or ``mlp``.
+    """The ``attention`` or ``mlp`` module of a layer.
 
     Raises:
-        ConfigError: where it has no module of its own.
+        ConfigError: if the layer has no separate module for it.
     """
     children = dict(layer.named_children())
     found = _mlp_of(layer) if kind == "mlp" else next((children[n] for n in _ATTENTION_NAMES if n in children), None)
@@ -92,7 +92,7 @@ def part_of(layer: nn.Module, kind: str) -> nn.Module:
 
 
 def untile_layers(model: nn.Module) -> None:
-    """Every module's own forward again."""
+    """Restore every module's own forward."""
     for module in model.modules():
         if _is_tiled(module):
             del module.forward
@@ -129,7 +129,7 @@ def _takes_one_tensor(module: nn.Module) -> bool:
 
 
 def _tell_zero3(module: nn.Module) -> None:
-    """Let ZeRO-3 gather the module's weights once around its call, not for each linear layer in each slice."""
+    """Make ZeRO-3 gather the module's weights once around its call, not for each linear layer in each slice."""
     from transformers.integrations import is_deepspeed_zero3_enabled
 
     if is_deepspeed_zero3_enabled() and list(module.children()):

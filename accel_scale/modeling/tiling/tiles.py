@@ -1,8 +1,8 @@
-"""A module that treats each token alone, run over slices of the rows: only one slice's intermediates live at a time.
+"""Run a module that treats each token separately over slices of the rows: one slice's intermediates live at a time.
 
-The forward pass keeps the module's input and nothing else. The backward pass runs each slice once more with autograd,
-takes its gradients, and sums those of the weights. Each of these leaves one autograd function, once, so DDP's, FSDP2's
-and ZeRO's hooks see an ordinary module.
+The forward pass keeps only the module's input. The backward pass runs each slice again with autograd, takes its
+gradients, and sums those of the weights. Each gradient leaves one autograd function, once, so DDP's, FSDP2's and
+ZeRO's hooks see an ordinary module.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 def num_tiles(num_tokens: int, rows: int) -> int:
-    """Slices that `num_tokens` are cut into, of at most `rows` each."""
+    """Number of slices, of at most `rows` each, for `num_tokens`."""
     return max(1, -(-num_tokens // rows))
 
 
 @torch.compiler.disable
 def run_in_tiles(module: nn.Module, forward: Forward, x: torch.Tensor, rows: int) -> torch.Tensor:
-    """`forward` of `x` (…, features), which must treat each of the leading positions alone, `rows` of them at a time.
+    """Apply `forward` to `x` (…, features), `rows` positions at a time; it must treat each leading position alone.
 
     Args:
-        module: Whose parameters `forward` uses.
-        forward: Of one tensor, to one tensor with the same leading dimensions.
+        module: The module whose parameters `forward` uses.
+        forward: Maps one tensor to one tensor with the same leading dimensions.
     """
     if num_tiles(x.shape[:-1].numel(), rows) == 1:
         return forward(x)
@@ -41,13 +41,13 @@ def run_in_tiles(module: nn.Module, forward: Forward, x: torch.Tensor, rows: int
     if not torch.is_grad_enabled() or not (x.requires_grad or parameters):
         return _forward_in_tiles(forward, x, rows)
     call = _Call(module, forward, rows, x.device)
-    # Two functions: the first saves the input, which is the last that activation checkpointing waits for. Its
-    # recomputation ends there; the second, which computes, runs again only where a later operation needs its result.
+    # Two functions: the first saves the input, the last tensor that activation checkpointing waits for, so that its
+    # recomputation ends there; the second, which computes, runs again only if a later operation needs its result.
     return _Compute.apply(_Keep.apply(x, call, *parameters), x.detach(), call)  # type: ignore[no-any-return]
 
 
 class _Call:
-    """What one call of the module must remember to be run again: autocast, random numbers, the incoming gradient."""
+    """State of one call of the module for running it again: autocast, random states, the incoming gradient."""
 
     def __init__(self, module: nn.Module, forward: Forward, rows: int, device: torch.device) -> None:
         self.module, self.forward, self.rows = module, forward, rows
@@ -63,7 +63,7 @@ class _Call:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """The random numbers of the forward pass."""
+        """Restore the random states of the forward pass inside."""
         devices, states = self.device_states
         with torch.random.fork_rng(devices=devices, device_type=self.device_type if devices else "cuda"):
             torch.set_rng_state(self.random_state)
@@ -71,13 +71,13 @@ class _Call:
             yield
 
     def tile(self, x: torch.Tensor) -> torch.Tensor:
-        # Without the cache: it would keep 16-bit copies of the weights, without a graph, for the layers to come.
+        # Without the cache, which would keep 16-bit copies of the weights, without a graph, for later layers.
         with torch.autocast(self.device_type, self.autocast_dtype, self.is_autocast, cache_enabled=False):
             return self.forward(x)
 
 
 class _Context(Protocol):
-    """What torch hands to an autograd function, and the call that this one belongs to."""
+    """The context that torch passes to an autograd function, and the call it belongs to."""
 
     call: _Call
     link_dtype: torch.dtype
@@ -112,7 +112,7 @@ class _Keep(torch.autograd.Function):
 
 
 class _Compute(torch.autograd.Function):
-    """The slices' results; hands the incoming gradient to `_Keep`."""
+    """Computes the slices' results; passes the incoming gradient to `_Keep`."""
 
     @staticmethod
     def forward(ctx: _Context, link: torch.Tensor, x: torch.Tensor, call: _Call) -> torch.Tensor:
@@ -130,13 +130,13 @@ class _Compute(torch.autograd.Function):
 
 
 def _slices(num_tokens: int, rows: int) -> list[slice]:
-    """Slices of equal size, but for the last."""
+    """Slices of equal size, except for the last."""
     size = -(-num_tokens // num_tiles(num_tokens, rows))
     return [slice(begin, begin + size) for begin in range(0, num_tokens, size)]
 
 
 def _as_rows(x: torch.Tensor) -> torch.Tensor:
-    """(…, features) as (1, tokens, features), which modules that expect a batch take too."""
+    """(…, features) to (1, tokens, features), which modules that expect a batch accept too."""
     return x.reshape(1, -1, x.shape[-1])
 
 
@@ -189,7 +189,7 @@ def _backward_in_tiles(
 
 
 class _Sum:
-    """A weight's gradient over the slices; in fp32 if there is more than one of them."""
+    """A weight's gradient over the slices; in fp32 if there is more than one."""
 
     def __init__(self) -> None:
         self._total: torch.Tensor | None = None

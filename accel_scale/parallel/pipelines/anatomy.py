@@ -1,7 +1,7 @@
-"""Where a causal language model can be divided: its list of layers, and what runs before and after them.
+"""Where a causal language model can be split: its list of layers, and the modules that run before and after them.
 
-Nothing here knows any architecture. The model is run once, on two tokens and with its layers skipped, to see in which
-order its other modules are called.
+This needs no knowledge of any architecture. The model is run once, on two tokens and with its layers skipped, to see
+the order in which its other modules are called.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class Anatomy:
     """Names of a model's parts.
 
     Attributes:
-        layers: Of the `ModuleList` of layers, e.g. ``model.layers``.
-        num_layers: How many it holds.
-        before: Of modules that run before the first layer and belong to the first stage: embeddings, their norms.
-        after: Of modules that run after the last layer and belong to the last stage: the final norm, the head.
-        embedding: Weight of the input embedding.
-        head: Weight of the head.
-        tied: Whether those two are one parameter.
-        in_tuple: Whether layers return hidden states in a tuple.
+        layers: Name of the `ModuleList` of layers, e.g. ``model.layers``.
+        num_layers: Number of its layers.
+        before: Names of modules that run before the first layer, on the first stage: embeddings, their norms.
+        after: Names of modules that run after the last layer and belong to the last stage: the final norm, the head.
+        embedding: Name of the input embedding's weight.
+        head: Name of the head's weight.
+        tied: True if those two are one parameter.
+        in_tuple: True if layers return hidden states in a tuple.
     """
 
     layers: str
@@ -47,13 +47,13 @@ class Anatomy:
 
 
 def dissect(model: Any) -> Anatomy:
-    """The anatomy of `model`, a `PreTrainedModel` with a causal language model's head.
+    """Analyse `model`, a `PreTrainedModel` with a causal language model's head.
 
-    Runs its embeddings once: a collective where those are tensor-parallel.
+    Runs its embeddings once: a collective if those are tensor-parallel.
 
     Raises:
-        ConfigError: if it cannot be cut: adapters, encoders, layers that read more than the hidden states of the layer
-            before them, modules that a plain text does not run.
+        ConfigError: if it cannot be split: adapters, encoders, layers that read more than the hidden states of the
+            previous layer, modules that a plain text does not run.
     """
     name = type(model).__name__
     layers = _find_layers(model)
@@ -99,7 +99,7 @@ def _cannot_split(name: str, why: str) -> ConfigError:
 
 
 def _find_layers(model: nn.Module) -> str:
-    """Name of the list that holds as many modules as the configuration has layers, and the most parameters."""
+    """Name of the list with as many modules as the configuration has layers, and with the most parameters."""
     from torch import nn
     from transformers import PreTrainedModel
 
@@ -118,7 +118,7 @@ def _find_layers(model: nn.Module) -> str:
 
 
 def _outside_modules(model: nn.Module, layers: str) -> dict[str, nn.Module]:
-    """Modules beside the list of layers and beside the modules that contain it, by name."""
+    """Modules outside the list of layers and outside its containers, by name."""
     path = layers.split(".")
     found = {}
     for depth in range(len(path)):
@@ -130,9 +130,9 @@ def _outside_modules(model: nn.Module, layers: str) -> dict[str, nn.Module]:
 
 
 def _call_order(model: nn.Module, layers: str, outside: dict[str, nn.Module]) -> tuple[dict[str, list[str]], bool]:
-    """For each module outside of the layers, whether it is called ``before`` or ``after`` them, once per call.
+    """For each module outside the layers, ``before`` or ``after`` for each of its calls relative to the layers.
 
-    And whether layers return tuples: with the other kind of stand-in the model does not run, or not to hidden states.
+    Also returns whether layers return tuples: with the wrong stand-ins the model fails or returns no hidden states.
     """
     problem = "its layers return more than hidden states"
     for in_tuple in (False, True):
@@ -150,7 +150,7 @@ def _call_order(model: nn.Module, layers: str, outside: dict[str, nn.Module]) ->
 def _run_without_layers(
     model: Any, layers: str, outside: dict[str, nn.Module], *, in_tuple: bool
 ) -> tuple[dict[str, list[str]], list[tuple[Any, ...]], tuple[int, ...]]:
-    """Calls of modules, what layers were called with, and the shape of the last hidden states, of one row of two."""
+    """Calls of modules, arguments of layers, and shape of the last hidden states, for one row of two tokens."""
     import torch
 
     calls: dict[str, list[str]] = {}
@@ -184,7 +184,7 @@ def _run_without_layers(
 
 @contextlib.contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Without dropout; with gradients, which tell what a layer's inputs depend on."""
+    """Disable dropout; keep gradients, which show what a layer's inputs depend on."""
     import torch
 
     was_training = model.training
@@ -197,7 +197,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _check_layer_inputs(name: str, calls: list[tuple[Any, ...]]) -> None:
-    """Refuse layers that need another stage's weights or leave something for later layers to read."""
+    """Refuse layers that need another stage's weights or leave state for later layers."""
     import torch
     from torch.utils._pytree import tree_leaves
 

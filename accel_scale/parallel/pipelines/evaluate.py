@@ -1,4 +1,4 @@
-"""A forward pass through all stages of a pipeline, without a schedule: ranks run ahead of each other by themselves."""
+"""A forward pass through all stages of a pipeline, without a schedule: ranks run ahead of each other freely."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def forward_through(pipeline: Any, inputs: dict[str, torch.Tensor], sends: list[Any]) -> torch.Tensor | None:
-    """The last stage's output on its rank, None elsewhere.
+    """Return the last stage's output on its rank, None elsewhere.
 
     Args:
-        pipeline: A `Pipeline`, whose parts are in the mode they are to run in.
-        inputs: ``input_ids`` (batch, length) and what else the parts take, on all ranks.
-        sends: Messages that are under way, and their tensors, are added to it.
+        pipeline: A `Pipeline` whose parts are in the mode to run in.
+        inputs: ``input_ids`` (batch, length) and the parts' other inputs, on all ranks.
+        sends: Pending messages and their tensors are appended to it.
     """
     group, others = pipeline.group, dict(inputs)
     ids = others.pop("input_ids")
@@ -42,7 +42,7 @@ def forward_through(pipeline: Any, inputs: dict[str, torch.Tensor], sends: list[
 
 
 def _send(hidden: torch.Tensor, to: int, group: dist.ProcessGroup, sends: list[Any]) -> None:
-    """Hidden states after their type, which the receiver cannot know (autocast, mixed precision)."""
+    """Send hidden states after their dtype, which the receiver cannot know (autocast, mixed precision)."""
     header = torch.tensor([_DTYPES.index(hidden.dtype)], device=hidden.device)
     for tensor in (header, hidden.contiguous()):
         sends.append((dist.isend(tensor, group=group, group_dst=to), tensor))

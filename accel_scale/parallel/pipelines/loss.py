@@ -1,4 +1,4 @@
-"""A loss whose backward pass can run twice: once for gradients of inputs, later for those of weights."""
+"""A loss whose backward pass can run twice: first for gradients of inputs, later for those of weights."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 
 
 def repeatable(loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`loss` as schedules need it that split the backward pass.
+    """Wrap `loss` for schedules that split the backward pass.
 
-    They run the node that hidden states and the head's weights share twice, and the chunked head's gives its gradients
-    away the first time. Here gradients are computed in the forward pass and kept until the second time: of the size of
-    the head for each micro-batch whose weight gradients are due.
+    These run the node shared by hidden states and the head's weights twice, and the chunked head's gives its gradients
+    away the first time. Here gradients are computed in the forward pass and kept until the second time; they take the
+    size of the head for each micro-batch whose weight gradients are pending.
     """
     return functools.partial(_split, loss)
 

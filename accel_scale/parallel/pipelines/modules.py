@@ -9,13 +9,13 @@ from torch import nn
 
 
 class Skipped(nn.Module):
-    """In place of a layer, a norm or a dropout: returns its first argument.
+    """Replaces a layer, a norm or a dropout: returns its first argument.
 
-    Keeps the plain attributes of what it replaces, which some forwards read from their layers (``attention_type``).
+    Keeps the plain attributes of the replaced module, which some forwards read from their layers (``attention_type``).
 
     Args:
-        replaced: The module.
-        in_tuple: Whether it returns hidden states in a tuple, as layers of some older architectures do.
+        replaced: The replaced module.
+        in_tuple: True to return hidden states in a tuple, as layers of some older architectures do.
     """
 
     def __init__(self, replaced: nn.Module, *, in_tuple: bool = False) -> None:
@@ -34,18 +34,18 @@ class Skipped(nn.Module):
 
 
 class Elsewhere(nn.Module):
-    """In place of a table of embeddings: a zero that changes nothing it is added to."""
+    """Replaces an embedding table: returns a zero that does not change what it is added to."""
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """A zero without dimensions, which takes any shape and type."""
+        """Return a zero without dimensions, which broadcasts to any shape and dtype."""
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
         return torch.zeros((), device=tensors[0].device if tensors else None)
 
 
 class Inlet(Skipped):
-    """In place of the layer before a stage's first one: hands over what the previous stage has sent.
+    """Replaces the layer before a stage's first one: returns what the previous stage has sent.
 
-    Whatever the forward made of it on the way there (GPT-2 adds positions, others scale) is dropped.
+    The forward's own input to this layer is dropped (GPT-2 adds positions, others scale).
     """
 
     def __init__(self, replaced: nn.Module, *, in_tuple: bool = False) -> None:
@@ -53,7 +53,7 @@ class Inlet(Skipped):
         self.received: torch.Tensor | None = None
 
     def forward(self, *_args: Any, **_kwargs: Any) -> Any:
-        """The received hidden states, once."""
+        """Return the received hidden states, once."""
         received, self.received = self.received, None
         if received is None:
             raise RuntimeError("a pipeline stage ran without hidden states of the stage before it")

@@ -10,7 +10,7 @@
     optimizer.step()
 
 All ranks of a pipeline read the same rows: token ids, positions and labels reach every stage from its own loader, and
-only hidden states and their gradients travel between stages. Checked on torch 2.13.
+only hidden states and their gradients are sent between stages. Checked on torch 2.13.
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ __all__ = ["Pipeline", "PipelineSettings", "check_pipeline", "split_model", "sta
 class Pipeline:
     """Forward and backward passes of optimizer steps, over the ranks of `group`.
 
-    torch's stages learn shapes and types of what they send in the first step, and again when rows change length, by
-    one more forward and backward pass of a micro-batch; random states are put back. They keep a receive buffer of
-    (batch, length, hidden size) for every micro-batch.
+    torch's stages learn shapes and dtypes of their messages in the first step, and again when rows change length, by
+    one additional forward and backward pass of a micro-batch; random states are restored. They keep a receive buffer
+    of (batch, length, hidden size) for every micro-batch.
 
     Args:
         parts: This rank's stages, from `split_model`, wrapped by FSDP2's `fully_shard`, `replicate` or not at all.
             Under ``zero_bubble`` FSDP2's weights stay gathered for the step; under other schedules they are gathered
-            for each micro-batch again, unless `fully_shard` was told not to reshard after forward.
-        stage_indices: Theirs, from `stages_of_rank`.
-        num_stages: Of the pipeline.
-        group: Its ranks, in the order of `stages_of_rank`.
-        device: Of parameters and activations.
+            again for each micro-batch, unless `fully_shard` was told not to reshard after forward.
+        stage_indices: Indices of these stages, from `stages_of_rank`.
+        num_stages: Stages of the pipeline.
+        group: Ranks of the pipeline, in the order of `stages_of_rank`.
+        device: Device of parameters and activations.
         settings: The schedule.
-        num_micro_batches: Of every step.
-        loss: Of the last stage: ``(part, hidden, labels, num_items=…, shift=…)`` → sum of cross-entropies ÷
+        num_micro_batches: Number in every step.
+        loss: Loss of the last stage: ``(part, hidden, labels, num_items=…, shift=…)`` → sum of cross-entropies ÷
             `num_items`, where `hidden` has passed the final norm. None: the project's chunked head,
             `accel_scale.optimization.fast_loss.head_loss`.
-        autocast: Makes the context of every forward pass; backward passes are outside of it.
+        autocast: Creates the context of every forward pass; backward passes run outside of it.
 
     Attributes:
-        has_first_stage, has_last_stage: What this rank holds.
+        has_first_stage, has_last_stage: True if this rank holds the stage.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Pipeline:
         num_tokens: torch.Tensor | int,
         loss_factor: float = 1.0,
     ) -> list[torch.Tensor]:
-        """All forward and backward passes of one step; gradients are in ``.grad`` then, reduced once over replicas.
+        """Run all forward and backward passes of one step; leaves gradients in ``.grad``, reduced once over replicas.
 
         Gradients of a tied embedding and head are summed, so that both copies take the same step.
 
@@ -108,11 +108,11 @@ class Pipeline:
             micro_batches: `num_micro_batches` of one shape: ``input_ids``, ``labels`` (or ``shift_labels``) and
                 perhaps ``position_ids`` or other inputs of the model, each (batch, length); the same on all ranks of
                 the group.
-            num_tokens: Labelled tokens of the global step, by which the sum of cross-entropies is divided.
-            loss_factor: On the loss before the backward pass, but not in what is returned.
+            num_tokens: Labelled tokens of the global step, the divisor of the sum of cross-entropies.
+            loss_factor: Factor of the loss before the backward pass, not included in the returned losses.
 
         Returns:
-            Of each micro-batch the loss, on the last stage's rank; nothing elsewhere. Their sum is the step's.
+            The loss of each micro-batch on the last stage's rank; empty elsewhere. Their sum is the step's loss.
         """
         self._wait_for_sends()
         inputs = self._stack(micro_batches)
@@ -130,9 +130,9 @@ class Pipeline:
         return losses
 
     def evaluate(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-        """Sum of the cross-entropies of `batch`, on the last stage's rank; None elsewhere. Forward passes only.
+        """Sum of the cross-entropies of `batch` on the last stage's rank; None elsewhere. Runs forward passes only.
 
-        Ranks do not wait for later stages, so that several calls in a row keep all of them busy.
+        Ranks do not wait for later stages, so several consecutive calls keep all of them busy.
         """
         inputs = {name: tensor.to(self.device) for name, tensor in batch.items()}
         for part in self.parts:
@@ -153,7 +153,7 @@ class Pipeline:
         self._sends.clear()
 
     def _stack(self, micro_batches: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """All micro-batches' rows below each other: torch's schedules cut them again."""
+        """Concatenate all micro-batches' rows; torch's schedules split them again."""
         if len(micro_batches) != self.num_micro_batches:
             raise ConfigError(
                 f"the pipeline was made for {self.num_micro_batches} micro-batches, and got {len(micro_batches)}.",
@@ -180,7 +180,7 @@ class Pipeline:
         return inputs[names[0]] if self.has_last_stage else (inputs.pop(names[0]), None)[1]
 
     def _schedule_for(self, inputs: dict[str, torch.Tensor]) -> Any:
-        """The schedule, made again for other shapes: torch's receive buffers have one."""
+        """The schedule, recreated for other shapes, because torch's receive buffers have a fixed shape."""
         shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in inputs.items()}
         if shapes != self._shapes:
             self._schedule, self._shapes = self._make_schedule(), shapes
@@ -208,15 +208,15 @@ class Pipeline:
         return several[self.settings.schedule](stages, **options)
 
     def _scaled(self, loss: torch.Tensor, _labels: torch.Tensor) -> torch.Tensor:
-        """What the backward pass starts from: the last stage's output is the loss already."""
+        """The scalar to differentiate; the last stage's output already is the loss."""
         self._losses.append(loss.detach())
         return loss * self._loss_factor
 
 
 def _keep_gathered(part: nn.Module) -> None:
-    """Gather FSDP2's weights once per step: gradients of weights that are computed apart need them in place.
+    """Gather FSDP2's weights once per step: weight gradients computed separately need them in place.
 
-    Weights that are freed after a forward pass would silently get no gradient (torch 2.13).
+    Weights freed after a forward pass would silently get no gradient (torch 2.13).
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -225,7 +225,7 @@ def _keep_gathered(part: nn.Module) -> None:
 
 
 def _free_gathered(part: nn.Module) -> None:
-    """Without a backward pass nothing else frees them, and a loaded checkpoint would not reach them."""
+    """Free gathered weights: without a backward pass they would stay, and a loaded checkpoint would not reach them."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in part.modules():

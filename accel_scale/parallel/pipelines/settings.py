@@ -1,4 +1,4 @@
-"""Which pipeline schedule runs, what it needs, and which stages a rank holds."""
+"""The pipeline schedule, its requirements, and the stages that a rank holds."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _PLACE, _SCHEDULE_PLACE = "--pp_size", "--pp_schedule"
 
 @dataclass(frozen=True)
 class PipelineSettings:
-    """How micro-batches go through the stages.
+    """How micro-batches pass through the stages.
 
     Attributes:
         schedule: ``gpipe``: all forward passes, then all backward passes. ``1f1b``: as soon as it can, a rank does one
-            backward pass for every forward pass, and holds activations of p micro-batches in place of m.
+            backward pass for every forward pass, and holds activations of p instead of m micro-batches.
             ``interleaved``: 1F1B with several stages per rank, which wait less and send more. ``zero_bubble``: 1F1B in
             which gradients of weights wait for a gap (ZB1P); keeps more activations.
         stages_per_rank: 1 for ``gpipe`` and ``1f1b``, 2 or more for ``interleaved``, any for ``zero_bubble``.
@@ -48,7 +48,7 @@ class PipelineSettings:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether gradients of inputs and of weights are computed apart."""
+        """True if gradients of inputs and of weights are computed separately."""
         return self.schedule == "zero_bubble"
 
 
@@ -67,16 +67,16 @@ def check_pipeline(
 ) -> None:
     """Refuse a pipeline that cannot run, before a model is loaded.
 
-    What only the model itself tells (layers that share state, modules without a place) is refused by `split_model`.
+    `split_model` refuses what only the model itself reveals (layers that share state, modules without a place).
 
     Args:
         config: The model's configuration, of transformers.
         pp_size: Ranks of a pipeline.
-        num_micro_batches: Of each rank's optimizer step: what is called gradient accumulation without a pipeline.
+        num_micro_batches: Number per rank and optimizer step: gradient accumulation without a pipeline.
         checkpointing: Name of the activation checkpointing policy.
 
     Raises:
-        ConfigError: with what to change.
+        ConfigError: naming what to change.
     """
     text = config.get_text_config()
     num_stages = pp_size * settings.stages_per_rank

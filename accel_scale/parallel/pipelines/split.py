@@ -1,6 +1,6 @@
 """Splits a causal language model into pipeline stages, each a model of the same class with some of its modules.
 
-A part keeps the names of the plain model's parameters and runs the model's own forward: what other stages hold is
+A part keeps the parameter names of the plain model and runs the model's own forward: modules of other stages are
 replaced by modules that do nothing. Order: tensor parallelism and activation checkpointing on the whole model, the
 split, then FSDP2 or `replicate` on the parts, then the optimizer.
 
@@ -40,18 +40,18 @@ _ATTRIBUTE = "pipeline_stage"
 
 @dataclass
 class Stage:
-    """What a part is of the whole, and how it computes.
+    """A part's place in the whole model, and how it computes.
 
     Attributes:
-        index: Of the stage.
-        num_stages: Of the pipeline.
+        index: Index of the stage.
+        num_stages: Stages of the pipeline.
         layers: Indices of its layers in the plain model.
         layer_names: Their names.
-        num_layers: Of the whole model.
-        tied_weight: Name of the embedding on the first stage and of the head's copy of it on the last one, if the
-            model ties them; else None.
-        embedding: Name of the embedding, which is a tied weight's name in a state dict.
-        num_items: What the last stage divides the sum of cross-entropies by.
+        num_layers: Number of layers of the whole model.
+        tied_weight: Name of the embedding on the first stage, or of the head's copy of it on the last one, if the
+            model ties them; otherwise None.
+        embedding: Name of the embedding, under which a tied weight is stored in a state dict.
+        num_items: The last stage's divisor of the sum of cross-entropies.
         loss: ``(part, hidden, labels, num_items=…, shift=…)`` → scalar, on the last stage.
         autocast: Context of every forward pass.
     """
@@ -69,24 +69,24 @@ class Stage:
 
     @property
     def is_first(self) -> bool:
-        """Whether it takes token ids."""
+        """True if it takes token ids."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether it returns the loss."""
+        """True if it returns the loss."""
         return self.index == self.num_stages - 1
 
     @property
     def holds_copy(self) -> bool:
-        """Whether its head is a copy of the first stage's embedding."""
+        """True if its head is a copy of the first stage's embedding."""
         return self.is_last and self.tied_weight is not None
 
 
 def costs_of(model: Any, sequence_length: int) -> tuple[float, ...]:
-    """Costs of the layers of `model` in order, the head's in the last one's, for `stage_boundaries`.
+    """Costs of the layers of `model` in order, with the head's added to the last, for `stage_boundaries`.
 
-    FLOPs where the planner knows the architecture, else numbers of parameters, which take a mixture of experts for a
+    FLOPs if the planner knows the architecture, otherwise numbers of parameters, which treat a mixture of experts as a
     dense layer.
     """
     try:
@@ -99,18 +99,18 @@ def costs_of(model: Any, sequence_length: int) -> tuple[float, ...]:
 
 
 def split_model(model: nn.Module, boundaries: Sequence[range], stage_indices: Sequence[int]) -> list[nn.Module]:
-    """This rank's stages of `model`, which is taken apart: the first part is `model` itself, use it no more.
+    """Return this rank's stages of `model`, which is taken apart: the first part is `model` itself, now unusable.
 
     A part is called with token ids (batch, length) on the first stage and hidden states (batch, length, hidden size)
-    on others, and by name ``position_ids`` and, on the last one, ``labels`` or ``shift_labels``. It returns hidden
-    states; on the last stage the loss where there are labels, else normalised hidden states.
+    on others, and by name with ``position_ids`` and, on the last one, ``labels`` or ``shift_labels``. It returns
+    hidden states; on the last stage the loss if there are labels, otherwise normalised hidden states.
 
-    Memory of the modules that are on no stage of this rank is free once nothing else refers to them. Parameters are
-    the model's own objects under their own names; a tied head becomes a copy of the embedding on the last stage, see
+    Memory of modules that are on no stage of this rank is freed once nothing else refers to them. Parameters are the
+    model's own objects under their own names; a tied head becomes a copy of the embedding on the last stage, see
     `accel_scale.parallel.pipelines.tied`.
 
     Args:
-        model: A plain `PreTrainedModel` with a causal language model's head, whole and with the same weights on all
+        model: A plain `PreTrainedModel` with a causal language model's head, whole and with identical weights on all
             ranks of the pipeline; tensor-parallel or not.
         boundaries: Layers of every stage, from `stage_boundaries`.
         stage_indices: The stages of this rank.
@@ -143,7 +143,7 @@ def _check_boundaries(boundaries: Sequence[range], stage_indices: Sequence[int],
 
 
 def _skeleton(module: nn.Module, done: dict[int, Any]) -> Any:
-    """Another module object of every module in `module`, with the same parameters, buffers and other attributes."""
+    """A new module object for every module in `module`, with the same parameters, buffers and other attributes."""
     if id(module) in done:
         return done[id(module)]
     copy = done[id(module)] = module.__new__(type(module))
@@ -165,7 +165,7 @@ def _tied_copy(model: nn.Module, anatomy: Anatomy) -> nn.Parameter:
 
 
 def _prune(part: Any, anatomy: Anatomy, boundaries: Sequence[range], index: int, tied: nn.Parameter | None) -> None:
-    """Leave stage `index` of `part`, and make its forward that of a stage."""
+    """Reduce `part` to stage `index`, and replace its forward by that of a stage."""
     from torch import nn
 
     from accel_scale.parallel.pipelines.modules import Elsewhere, Inlet, Skipped
@@ -218,24 +218,24 @@ def _forward(part: Any, inputs: torch.Tensor, **others: Any) -> torch.Tensor:
             others["input_ids"] = inputs
         else:
             inlet = part.get_submodule(stage.layer_names[0].rpartition(".")[0])[stage.layers.start - 1]
-            # What the forward makes of its embeddings is dropped; some work on them in place.
+            # The forward's result from its embeddings is dropped; some modify them in place.
             inlet.received, others["inputs_embeds"] = inputs, torch.zeros_like(inputs)
         hidden: torch.Tensor = part.base_model(use_cache=False, **others).last_hidden_state
         if stage.is_last and labels and stage.loss is not None:
             name, wanted = labels.popitem()
             return stage.loss(part, hidden, wanted, num_items=stage.num_items, shift=name == "labels")
-        # Schedules detach what they have sent in place, which views do not allow.
+        # Schedules detach sent tensors in place, which views do not allow.
         return hidden.clone() if hidden._is_view() else hidden
 
 
 def stage_of(part: object) -> Stage:
-    """What `part`, wrapped by FSDP2 or not, is of the whole."""
+    """The stage of `part`, which may be wrapped by FSDP2."""
     stage: Stage = getattr(part, _ATTRIBUTE)
     return stage
 
 
 def stage_layers(part: Any) -> list[nn.Module]:
-    """The layers that `part` holds, to be wrapped one by one."""
+    """The layers held by `part`, to be wrapped one by one."""
     return [part.get_submodule(name) for name in stage_of(part).layer_names]
 
 

@@ -1,4 +1,4 @@
-"""Tied embeddings across a pipeline: the first stage's embedding and the last stage's copy of it stay one weight."""
+"""Tied embeddings across a pipeline: the first stage's embedding and the last stage's copy stay one weight."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from accel_scale.parallel.pipelines.split import stage_of
 
 
 class TiedWeights:
-    """This rank's copy of a tied weight, if it has one, and the exchange with the rank that has the other one.
+    """This rank's copy of a tied weight, if it has one, and the exchange with the rank that holds the other copy.
 
     Both ranks add the same two gradients in the same order, so an optimizer that treats both weights alike (the same
-    group of settings, the same clipping) takes bitwise the same step on both.
+    parameter group, the same clipping) takes bitwise the same step on both.
 
     Args:
-        parts: This rank's, from `split_model`.
+        parts: This rank's parts, from `split_model`.
         group: The pipeline's ranks. With FSDP2 or tensor parallelism, ranks of a group hold the same shard.
     """
 
@@ -32,12 +32,12 @@ class TiedWeights:
 
     @property
     def _weight(self) -> Any:
-        # Looked up at each call: FSDP2 replaces parameters.
+        # Looked up at each call, because FSDP2 replaces parameters.
         assert self._part is not None
         return self._part.get_parameter(stage_of(self._part).tied_weight)
 
     def set_aside(self) -> Any:
-        """Take the gradient of earlier calls away, which is a sum already; give it to `sum_gradients`."""
+        """Detach the gradient of earlier calls, which is already summed; pass it to `sum_gradients`."""
         if self._part is None:
             return None
         earlier, self._weight.grad = self._weight.grad, None
@@ -45,7 +45,7 @@ class TiedWeights:
 
     @torch.no_grad()
     def sum_gradients(self, earlier: object = None) -> None:
-        """Both gradients become their sum, plus what `set_aside` has returned."""
+        """Replace both gradients by their sum, plus the result of `set_aside`."""
         if self._part is None or not self._weight.requires_grad:
             return
         weight = self._weight

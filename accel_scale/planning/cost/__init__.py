@@ -1,1 +1,1 @@
-"""What a step costs: memory, time, communication, by strategy."""
+"""The cost of a step by strategy: memory, time, communication."""

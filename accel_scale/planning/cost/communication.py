@@ -1,4 +1,4 @@
-"""What ranks send each other: the collectives of every strategy, their bytes and their seconds on a machine."""
+"""Communication between ranks: the collectives of every strategy, their bytes, and their seconds on a machine."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Collective:
 
     Attributes:
         name: What is sent, e.g. ``weights for the forward pass``.
-        kind: A name in `collectives.OPS`; it runs by its `collectives.USUAL` algorithm.
+        kind: A name in `collectives.OPS`; it runs its `collectives.USUAL` algorithm.
         num_bytes: K of each.
         workers: N.
-        count: How many run in a step, for each rank.
-        spread: Ranks between neighbours of the group: workers × spread ranks lie between first and last.
-        overlaps: Whether computation goes on meanwhile.
+        count: Number of them per step and rank.
+        spread: Distance in ranks between neighbours of the group, which spans workers × spread ranks.
+        overlaps: Whether computation continues in the meantime.
     """
 
     name: str
@@ -45,19 +45,19 @@ class Collective:
 
     @property
     def bytes_per_rank(self) -> float:
-        """What a rank sends in a step."""
+        """Bytes that a rank sends in a step."""
         return self.count * steps(self.kind, USUAL[self.kind], self.num_bytes, self.workers).num_bytes
 
 
 def collective_seconds(collective: Collective, machine: Machine) -> float:
     """Seconds per step of a collective on a machine: one ring inside a server, two levels between servers.
 
-    Between servers, every server first works inside, then the shards of its g ranks travel at once through its network
-    (a hierarchical all-reduce: reduce-scatter inside, all-reduce of K/g between, all-gather inside). Links that were
-    measured (`Machine.links`) take the place of the card's and the network's.
+    Between servers, every server first works inside, then the shards of its g ranks are sent at once over its network
+    (a hierarchical all-reduce: reduce-scatter inside, all-reduce of K/g between, all-gather inside). Measured links
+    (`Machine.links`) replace the card's and the network's.
 
     Raises:
-        ConfigError: where a link's speed is not known.
+        ConfigError: if a link's speed is unknown.
     """
     workers, size, kind = collective.workers, collective.num_bytes, collective.kind
     if workers == 1 or size == 0:
@@ -84,7 +84,7 @@ def _seconds(kind: str, num_bytes: float, workers: int, link: Link) -> float:
 
 
 def _intranode(machine: Machine, kind: str) -> Link:
-    """A GPU's link inside its server: measured, or a share of what its maker states."""
+    """A GPU's link inside its server: measured, or a share of the vendor's figure."""
     measured = machine.links.inside_link(kind) if machine.links else None
     if measured is not None:
         return measured
@@ -105,7 +105,7 @@ def step_collectives(facts: ModelFacts, setup: TrainingSetup) -> tuple[Collectiv
 
     DDP, ZeRO-1: gradients once per step (and updated weights, ZeRO). ZeRO-2 reduces gradients at every micro-batch.
     FSDP, ZeRO-3: weights gathered for forward and backward, gradients scattered, at every micro-batch; a frozen base
-    has no gradients and needs the two gathers only. Tensor parallelism: two all-reduces of activations per layer and
+    has no gradients and only needs the two gathers. Tensor parallelism: two all-reduces of activations per layer and
     pass. Ulysses: two all-to-alls per layer and pass. Pipeline: one message per boundary and pass.
     """
     parallel = setup.parallel
@@ -120,7 +120,7 @@ def step_collectives(facts: ModelFacts, setup: TrainingSetup) -> tuple[Collectiv
 
 
 def gathered_weight_bytes(facts: ModelFacts, setup: TrainingSetup) -> float:
-    """Bytes of all weights as they travel: trained ones in the compute dtype, frozen ones as they are stored."""
+    """Bytes of all weights as they are sent: trained ones in the compute dtype, frozen ones as stored."""
     trained = trained_params(facts, setup)
     if setup.trains_all:
         return float(trained * setup.compute_bytes)
@@ -134,8 +134,8 @@ def _sharded(facts: ModelFacts, setup: TrainingSetup, model_ranks: int) -> list[
     weights = gathered_weight_bytes(facts, setup) / model_ranks
     gradients = trained_params(facts, setup) * (setup.reduce_bytes or setup.compute_bytes) / model_ranks
     times, shards = setup.accumulation, parallel.num_shards
-    # FSDP2 reduces gradients after a step's last micro-batch unless it is told otherwise, DeepSpeed after each; stages
-    # gather weights once as well.
+    # FSDP2 reduces gradients after a step's last micro-batch unless told otherwise, DeepSpeed after each; stages also
+    # gather weights once.
     reductions = times if setup.sync_each_batch or parallel.is_deepspeed else 1
     times = 1 if parallel.pipeline_parallel > 1 else times
     spread = parallel.tensor_parallel
@@ -173,7 +173,7 @@ def _per_layer(
 
 
 def _activation_bytes(facts: ModelFacts, setup: TrainingSetup) -> float:
-    """One hidden state of a micro-batch on a rank."""
+    """Bytes of a micro-batch's hidden states on a rank."""
     tokens = setup.micro_batch_size * setup.sequence_length / setup.parallel.sequence_parallel
     return tokens * facts.hidden_size * setup.compute_bytes
 
@@ -199,9 +199,9 @@ def _pipeline(facts: ModelFacts, setup: TrainingSetup) -> list[Collective]:
 
 
 def _sequence(facts: ModelFacts, setup: TrainingSetup) -> list[Collective]:
-    """Of Ulysses: an all-to-all of queries, keys and values, and one of what attention returns; their mean size.
+    """Ulysses: an all-to-all of queries, keys and values, and one of attention's output, with their mean size.
 
-    `accel_scale.parallel.sequence_exchange`: a key head goes to every rank whose queries share it.
+    As in `accel_scale.parallel.sequence_exchange`, a key head goes to every rank whose queries share it.
     """
     parallel = setup.parallel
     ranks, tensor = parallel.sequence_parallel, parallel.tensor_parallel

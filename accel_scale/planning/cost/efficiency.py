@@ -1,4 +1,4 @@
-"""What one micro-batch costs a GPU: matrix products, memory traffic and kernel launches, with the fitted constants."""
+"""Time of one micro-batch on a GPU: matrix products, memory traffic, kernel launches, and the fitted constants."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from accel_scale.planning.cost.traffic import NF4_DEQUANTISE_BYTES, step_traffic
 from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.models.training_setup import TrainingSetup
 
-# The card that the shares were fitted on: board power per TFLOP/s of its 16-bit peak.
+# Board power per TFLOP/s of the 16-bit peak of the card that the shares were fitted on.
 _A100_WATTS_PER_TERAFLOP = 400 / 312
 
 
@@ -26,36 +26,36 @@ class Efficiency:
     DeepSpeed, most of them on A100, some on H100, H200, RTX 4090 and MI300X.
 
     Median error on the fitted rows: 3–17% by source. 122 speeds of llm-foundry, FSDP-QLoRA and ms-swift guided the
-    choice of `traffic_factor`, `unbound_fraction` and `softmax_factor` (median error 9%); 38 of fms-acceleration did
-    not (11%). Blackwell's share is not fitted.
+    choice of `traffic_factor`, `unbound_fraction` and `softmax_factor` (median error 9%); 38 of fms-acceleration were
+    not used (11%). Blackwell's share is not fitted.
 
     Attributes:
-        ampere_fraction: Of the 16-bit peak of an A100, in the products of a training step. Alone, a large product
-            reaches 0.87; in a long run clocks fall to the power limit. Power grows with the third power of the clock,
+        ampere_fraction: Share of an A100's 16-bit peak reached by the products of a training step. Alone, a large
+            product reaches 0.87; in a long run clocks fall to the power limit. Power grows as the cube of the clock,
             so other cards' shares follow from the cube root of their board power per TFLOP/s. An H100 gets 0.62.
-        unbound_fraction: The largest share: of cards with power to spare for their peak (GeForce, H20, A10G).
-        hopper_fraction, blackwell_fraction, cdna_fraction: Of architectures whose power does not tell, or is unknown.
-        fp8_fraction: Of the fp8 peak over that of bf16: scaling and casts take part of the gain.
-        attention_fraction, blackwell_attention_fraction: Of the 16-bit peak, in flash (2) or sdpa attention, where the
-            card's other speeds do not tell.
-        hopper_attention_flops: Of products in attention's kernels made for Ampere, which leave most of Hopper idle.
-        softmax_factor: Seconds of attention's softmax, in fp32 units, over its products' at the fp32 peak. From the
-            0.43 of the peak that attention reaches on an A100.
-        traffic_factor: What layers move over what their elementwise kernels were counted to (`layer_traffic`).
+        unbound_fraction: The largest share: for cards with power to spare at their peak (GeForce, H20, A10G).
+        hopper_fraction, blackwell_fraction, cdna_fraction: For architectures whose power is unknown or does not tell.
+        fp8_fraction: Share at the fp8 peak relative to bf16's: scaling and casts take part of the gain.
+        attention_fraction, blackwell_attention_fraction: Share of the 16-bit peak in flash (2) or sdpa attention, if
+            the card's other speeds do not tell.
+        hopper_attention_flops: Speed of products in attention kernels made for Ampere, which leave Hopper mostly idle.
+        softmax_factor: Time of attention's softmax, in fp32 units, over that of its products at the fp32 peak. Derived
+            from the 0.43 of the peak that attention reaches on an A100.
+        traffic_factor: Ratio of what layers move to the count of their elementwise kernels (`layer_traffic`).
         launch_seconds: Between two eager kernels on the host: 13 µs in Qwen's table, 14 to 19 on the host of an H200.
-        base_kernels, autocast_kernels, adapter_kernels, quantised_kernels: In one forward pass of a layer: its body,
+        base_kernels, autocast_kernels, adapter_kernels, quantised_kernels: In a layer's forward pass, for its body,
             the casts of its weights, each adapter, each dequantised matrix. Counted by benchmarks/host_passes.py.
-        fused_kernels: What a norm, a rotation or a gate in one kernel saves of them.
+        fused_kernels: Number of them saved by a norm, a rotation or a gate in one kernel.
         checkpointed_passes, selective_passes: What checkpointing adds to the host's three passes (forward, and two for
-            backward): torch's hooks around every saved tensor, and under ``selective`` Python around every operator.
+            backward): torch's hooks around every saved tensor and, under ``selective``, Python around every operator.
             Timed by benchmarks/host_passes.py on a CPU.
-        compiled_launch_fraction: Of the launches, under torch.compile, which has no such hooks either.
+        compiled_launch_fraction: Share of the launches left under torch.compile, which also has no such hooks.
         zero3_layer_seconds: DeepSpeed's hooks around every module, per layer and micro-batch.
-        bandwidth_fraction: Of the memory bandwidth, in elementwise kernels and optimizers.
-        overlap_fraction: Of the computation, behind which communication that may overlap hides; 0 under ZeRO-3, whose
+        bandwidth_fraction: Share of the memory bandwidth reached by elementwise kernels and optimizers.
+        overlap_fraction: Share of the computation that can hide overlapping communication; 0 under ZeRO-3, whose
             measured steps are the sum of both.
-        low_factor, high_factor: Of 136 rows of the data 77% took between these times the estimate, of the 122 above
-            87%, of the 38 79%.
+        low_factor, high_factor: Multiples of the estimate between which 77% of 136 rows of the data lay, 87% of the
+            122 above, and 79% of the 38.
     """
 
     ampere_fraction: float = 0.75
@@ -87,7 +87,7 @@ class Efficiency:
     high_factor: float = 1.3
 
     def matmul_fraction(self, gpu: Gpu) -> float:
-        """Of the dense 16-bit peak, in matrix products."""
+        """Share of the dense 16-bit peak reached in matrix products."""
         major, peak = _major(gpu.compute_capability), (gpu.peak_flops or {}).get("bf16")
         if major in (8, 9, 12) and gpu.watts and peak:
             power = gpu.watts / (peak / 1e12) / _A100_WATTS_PER_TERAFLOP
@@ -96,7 +96,7 @@ class Efficiency:
         return by_major.get(major, self.ampere_fraction)
 
     def attention_share(self, gpu: Gpu) -> float:
-        """Of the dense 16-bit peak, in attention: its products and its softmax take turns."""
+        """Share of the dense 16-bit peak reached in attention, whose products and softmax take turns."""
         major, peaks = _major(gpu.compute_capability), gpu.peak_flops or {}
         half, single = peaks.get("bf16") or peaks.get("fp16"), peaks.get("fp32")
         if major == 10:
@@ -113,7 +113,7 @@ EFFICIENCY = Efficiency()
 
 
 def _major(compute_capability: str | None) -> int:
-    """CUDA's architecture number, 8 where unknown, 0 on ROCm."""
+    """CUDA's architecture number; 8 if unknown, 0 on ROCm."""
     text = compute_capability or "8.0"
     return 0 if text.startswith("gfx") else int(text.split(".")[0])
 
@@ -125,7 +125,7 @@ class MicroBatchTime:
     Attributes:
         matmul_seconds: Matrix products and attention.
         memory_seconds: Everything that only moves data: elementwise kernels, loss, weights, dequantisation.
-        launch_seconds: What the host needs to launch it all; it runs beside the two above.
+        launch_seconds: Time the host needs to launch everything; it runs in parallel with the two above.
     """
 
     matmul_seconds: float
@@ -134,7 +134,7 @@ class MicroBatchTime:
 
     @property
     def seconds(self) -> float:
-        """The slower of GPU and host; where they are close, they wait for each other (4-norm)."""
+        """The slower of GPU and host; if they are close, they wait for each other (4-norm)."""
         gpu = self.matmul_seconds + self.memory_seconds
         return (gpu**4 + self.launch_seconds**4) ** 0.25
 
@@ -150,7 +150,7 @@ def micro_batch_time(
     """Seconds of forward and backward of one micro-batch on one rank, without communication.
 
     Raises:
-        ConfigError: where the GPU's speed is not known or it has no units for the precision.
+        ConfigError: if the GPU's speed is unknown or it has no units for the precision.
     """
     parallel = setup.parallel
     ranks = parallel.tensor_parallel * parallel.pipeline_parallel
@@ -159,7 +159,7 @@ def micro_batch_time(
     matmul = tokens * _matmul_seconds(flops, setup, gpu, efficiency) / ranks
     bandwidth = gpu.bandwidth() * efficiency.bandwidth_fraction
     traffic = tokens * step_traffic_per_token(facts, setup, efficiency.traffic_factor) + weight_traffic(facts, setup)
-    # A forward pass that only scores is one more of the step's passes.
+    # A scoring forward pass counts as one more of the step's passes.
     more = 1 + setup.scoring_passes / (3 + recomputed_fraction(setup.checkpointing))
     launch = _launch_seconds(facts, setup, efficiency, _host_passes(setup, efficiency) + setup.scoring_passes)
     return MicroBatchTime(more * matmul, more * traffic / ranks / bandwidth, launch / parallel.pipeline_parallel)
@@ -168,13 +168,13 @@ def micro_batch_time(
 def generation_seconds(
     facts: ModelFacts, setup: TrainingSetup, gpu: Gpu, *, cache_bytes: float, efficiency: Efficiency = EFFICIENCY
 ) -> float:
-    """Seconds that a rank writes answers, by transformers' ``generate``: a pass over the prompts, then one per token.
+    """Seconds a rank takes to write answers with transformers' ``generate``: a pass over prompts, then one per token.
 
-    Each of those reads all weights and, on average, half of the cache, or waits for the host's launches. Not fitted:
-    no published speed of such generation was at hand.
+    Each of those reads all weights and, on average, half of the cache, or waits for the host's launches. Not fitted,
+    because no published speed of such generation was available.
 
     Args:
-        cache_bytes: Of the longest answers, at their end.
+        cache_bytes: Size of the cache at the end of the longest answers.
     """
     generation = setup.generation
     if generation is None:
@@ -192,7 +192,7 @@ def generation_seconds(
 
 
 def _matmul_seconds(flops: FlopsPerToken, setup: TrainingSetup, gpu: Gpu, efficiency: Efficiency) -> float:
-    """Per token, all ranks' share."""
+    """Seconds of products per token, for all ranks together."""
     dtype = {"fp32": "fp32", "fp16": "fp16"}.get(setup.precision, "bf16")
     fraction = efficiency.matmul_fraction(gpu)
     peak = gpu.flops(dtype)
@@ -208,7 +208,7 @@ def _matmul_seconds(flops: FlopsPerToken, setup: TrainingSetup, gpu: Gpu, effici
 
 
 def _launch_seconds(facts: ModelFacts, setup: TrainingSetup, efficiency: Efficiency, passes: float) -> float:
-    """What the host takes for so many forward passes' worth of kernels, and for ZeRO-3's hooks in a micro-batch."""
+    """Host time for the kernels of `passes` forward passes, and for ZeRO-3's hooks in a micro-batch."""
     body = efficiency.base_kernels + (efficiency.autocast_kernels if setup.autocast else 0)
     body -= sum(efficiency.fused_kernels[part] for part in setup.fused)
     kernels = 0.0
@@ -226,7 +226,7 @@ def _launch_seconds(facts: ModelFacts, setup: TrainingSetup, efficiency: Efficie
 
 
 def _host_passes(setup: TrainingSetup, efficiency: Efficiency) -> float:
-    """Forward, twice as much backward, and what checkpointing adds."""
+    """Passes of the host: forward, two for backward, and what checkpointing adds."""
     recomputed = recomputed_fraction(setup.checkpointing)
     if setup.compile:
         return 3 + (1 if setup.checkpointing == "selective" else recomputed)

@@ -13,14 +13,14 @@ from accel_scale.planning.models.training_setup import TrainingSetup
 
 @dataclass(frozen=True)
 class FlopsPerToken:
-    """FLOPs of one position, by what runs; a multiply-add counts as two.
+    """FLOPs of one position, by operation; a multiply-add counts as two.
 
     Attributes:
         linears: Forward products with the layers' matrices.
         attention: Forward scores and weighted values.
         head: Forward product with the head.
         adapters: Forward products with LoRA's A and B.
-        backward: Of all of the above.
+        backward: Backward pass of all of the above.
         recompute: Forward products that activation checkpointing repeats.
     """
 
@@ -33,25 +33,25 @@ class FlopsPerToken:
 
     @property
     def forward(self) -> float:
-        """One forward pass."""
+        """FLOPs of one forward pass."""
         return self.linears + self.attention + self.head + self.adapters
 
     @property
     def total(self) -> float:
-        """Forward, backward and recomputation."""
+        """FLOPs of forward, backward and recomputation."""
         return self.forward + self.backward + self.recompute
 
 
 def hardware_flops_per_token(
     facts: ModelFacts, setup: TrainingSetup, *, document_length: float | None = None
 ) -> FlopsPerToken:
-    """FLOPs that the GPU really does for a position (HFU): k = 6 full, 8 with checkpointing, 4 LoRA, 6 with it.
+    """FLOPs that the GPU actually executes for a position (HFU): k = 6 full, 8 with checkpointing, 4 LoRA, 6 with it.
 
-    k counts FLOPs per weight: 2 forward, 2 for the gradient of inputs, 2 for that of weights where they are trained,
-    2 for recomputing. Adapters are trained whatever the method, attention has no weights (2 + 4 times its products).
+    k counts FLOPs per weight: 2 forward, 2 for the gradient of inputs, 2 for that of weights if they are trained,
+    2 for recomputation. Adapters are always trained; attention has no weights (2 + 4 times its products).
 
     Args:
-        document_length: Tokens per document on average, where packed rows isolate documents; `None`: the row.
+        document_length: Average tokens per document, if packed rows isolate documents; `None`: the row.
     """
     executed = "full" if setup.attention == "eager" else "causal"
     linears = sum(layer.count * active_linear_flops(layer) for layer in facts.layers)
@@ -60,7 +60,7 @@ def hardware_flops_per_token(
     adapters = 0.0 if setup.trains_all else 2.0 * active_adapter_params(facts, setup)
     trained = setup.trains_all
     backward = (2 if trained else 1) * (linears + head) + 2 * (attention + adapters)
-    # A head trained whole beside the adapters has a weight gradient too.
+    # A head trained in full besides adapters also has a weight gradient.
     if not trained and "lm_head" in setup.lora.full_modules:
         backward += head
     recompute = recomputed_fraction(setup.checkpointing) * (linears + attention + adapters)
@@ -68,10 +68,10 @@ def hardware_flops_per_token(
 
 
 def model_flops_per_token(facts: ModelFacts, setup: TrainingSetup, *, document_length: float | None = None) -> float:
-    """FLOPs that training all weights needs for a position: 6N + 3 × attention, the numerator of MFU.
+    """FLOPs needed to train all weights on a position: 6N + 3 × attention, the numerator of MFU.
 
-    N leaves the embedding look-up out and the head in. The same k = 6 is used for LoRA and QLoRA (by convention, so
-    that methods compare); they do less, and their HFU is the smaller figure. Causal scores are counted once.
+    N excludes the embedding look-up and includes the head. LoRA and QLoRA use the same k = 6 by convention, so that
+    methods can be compared; they execute less, so their HFU is lower. Causal scores are counted once.
     """
     linears = sum(layer.count * active_linear_flops(layer) for layer in facts.layers)
     attention = attention_flops(facts, setup.sequence_length, scores="causal", document_length=document_length)
@@ -79,7 +79,7 @@ def model_flops_per_token(facts: ModelFacts, setup: TrainingSetup, *, document_l
 
 
 def active_linear_flops(layer: LayerFacts) -> float:
-    """Forward FLOPs per token of one layer's matrices: 2 × in × out × copies that the token passes through."""
+    """Forward FLOPs per token of one layer's matrices: 2 × in × out × copies that a token passes through."""
     return sum(2.0 * linear.in_features * linear.out_features * linear.active_copies for linear in layer.linears)
 
 
@@ -88,7 +88,7 @@ def attention_flops(
 ) -> float:
     """Forward FLOPs per token of all layers' attention: 4 × heads × head size × mean context.
 
-    Over a full square that is the 4·s·h per layer behind the usual 12·L·s·h of a training step; causal, half of it.
+    For a full square that is the 4·s·h per layer behind the usual 12·L·s·h of a training step; causal is half of it.
 
     Args:
         scores: ``causal``: only what the mask leaves; ``full``: the whole square, as eager attention computes.
@@ -104,13 +104,13 @@ def attention_flops(
 
 
 def mean_context(length: float, window: int | None = None) -> float:
-    """Tokens that a causal query sees on average in a document of `length`, at most `window` back: (L+1)/2."""
+    """Average number of tokens that a causal query sees in a document of `length`, at most `window` back: (L+1)/2."""
     if window is None or window >= length:
         return (length + 1) / 2
     return window - window * (window - 1) / (2 * length)
 
 
-# Of a layer's products: four square matrices of attention, eight of the MLP, in the usual shape.
+# Shares of a layer's products: attention has four square matrices and the MLP eight, in the usual shape.
 _SUBLAYER_SHARES = {"attention": 1 / 3, "mlp": 2 / 3}
 
 
@@ -146,7 +146,7 @@ def adapted_linears(layer: LayerFacts, setup: TrainingSetup) -> tuple[LinearFact
 
 
 def active_adapter_params(facts: ModelFacts, setup: TrainingSetup) -> float:
-    """Adapter weights a token passes through: rank × (in + out) for each adapted matrix."""
+    """Adapter weights that a token passes through: rank × (in + out) for each adapted matrix."""
     return float(
         sum(
             layer.count
@@ -160,5 +160,5 @@ def active_adapter_params(facts: ModelFacts, setup: TrainingSetup) -> float:
 
 
 def trained_params(facts: ModelFacts, setup: TrainingSetup) -> int:
-    """Parameters with a gradient: all, or adapters (DoRA's magnitudes too) and the modules trained beside them."""
+    """Parameters with a gradient: all, or adapters (with DoRA's magnitudes) and the modules trained besides them."""
     return parameter_groups(facts, setup).trainable

@@ -1,4 +1,4 @@
-"""Memory while a model answers: what it keeps of earlier tokens, and the forward passes over prompts and tokens."""
+"""Memory during generation: what is kept of earlier tokens, and the forward passes over prompts and tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from accel_scale.planning.traced.kept import KeptLayer, traced_kept
 
 @dataclass(frozen=True)
 class GenerationBytes:
-    """What generation needs beside weights and optimizer states, at its highest.
+    """Peak memory of generation besides weights and optimizer states.
 
     Attributes:
         cache_bytes: Keys and values of all layers.
@@ -26,24 +26,24 @@ class GenerationBytes:
 
     @property
     def total_bytes(self) -> float:
-        """Both."""
+        """The sum of both."""
         return self.cache_bytes + self.pass_bytes
 
 
 def generation_bytes(model: ModelFacts, setup: TrainingSetup, *, is_cuda: bool = True) -> GenerationBytes:
     """The higher of two moments: the pass over the prompts, and the last token with a full cache.
 
-    Keys and values lie in transformers' `DynamicCache`, which appends by copying one layer at a time; layers with a
-    window keep as many tokens, but those of a prompt all lie there until it has been read. What a traced model keeps
-    is read from its own cache. Prompts are padded to one length, so that attention over them is masked.
+    Keys and values are in transformers' `DynamicCache`, which appends by copying one layer at a time. Layers with a
+    window keep only that many tokens, but hold all of a prompt until it has been read. What a traced model keeps is
+    read from its own cache. Prompts are padded to one length, so attention over them is masked.
 
     Args:
-        model: Its shapes.
-        setup: How the layers see it (`generation` says what is written): weights' and products' types count.
+        model: Shapes of the model.
+        setup: The setup as the layers see it (`generation` says what is written); only dtypes matter.
         is_cuda: Whether CUDA's kernels run.
 
     Raises:
-        ConfigError: for a model that keeps earlier tokens elsewhere than in transformers' cache.
+        ConfigError: for a model that keeps earlier tokens outside transformers' cache.
     """
     generation = setup.generation
     assert generation is not None
@@ -51,16 +51,16 @@ def generation_bytes(model: ModelFacts, setup: TrainingSetup, *, is_cuda: bool =
     length = generation.total_length
     layers = kept_layers(model, setup)
     reading = replace(setup, micro_batch_size=rows, sequence_length=prompt, packing=False, mean_length=None)
-    # Answers of one batch start at one place: shorter prompts are padded.
+    # Answers of a batch start at the same position: shorter prompts are padded.
     reading = replace(reading, mean_length=prompt - 0.5 if rows > 1 and prompt > 1 else None)
     read = forward_bytes(model, reading, is_cuda=is_cuda, draws=True)
     one = replace(setup, micro_batch_size=rows, sequence_length=1, packing=False, mean_length=None)
     write = forward_bytes(model, one, is_cuda=is_cuda, draws=True)
-    # Appending copies keys, then values; fused kernels take the heads of one group as rows, eager attention repeats.
+    # Appending copies keys, then values; fused kernels treat the heads of a group as rows, eager attention repeats.
     copied = max(max(layer.part_bytes(rows, length)) for layer in layers)
     share = model.num_heads / model.num_kv_heads if setup.attention == "eager" else 1.0
     repeated = max(layer.attended_bytes(rows, length) for layer in layers) * share if share > 1 else 0.0
-    # What the last token was drawn from stays until the next is, and tokens and masks are 8 bytes each.
+    # What the last token was drawn from stays until the next is drawn; tokens and masks take 8 bytes each.
     drawn = 2 * rows * model.vocab_size * 4
     tokens = 2 * 8 * rows * length
     last = tokens + max(write.layers_bytes + drawn + max(copied, repeated), write.head_bytes)
@@ -72,7 +72,7 @@ def generation_bytes(model: ModelFacts, setup: TrainingSetup, *, is_cuda: bool =
 
 
 def cache_bytes(model: ModelFacts, setup: TrainingSetup, rows: int, length: int) -> float:
-    """What all layers keep of `rows` × `length` tokens.
+    """Bytes that all layers keep of `rows` × `length` tokens.
 
     Raises:
         ConfigError: for a model that keeps it elsewhere than in transformers' cache.
@@ -85,9 +85,9 @@ def _total(layers: Sequence[KeptLayer], rows: int, length: int, *, reads: bool =
 
 
 def kept_layers(model: ModelFacts, setup: TrainingSetup) -> tuple[KeptLayer, ...]:
-    """What each layer keeps: keys and values where it is modelled, what its cache is seen to hold where it is traced.
+    """What each layer keeps: keys and values if it is modelled, the observed content of its cache if it is traced.
 
-    Turned keys have the wider of the products' type and the hidden states', which the tables of positions have.
+    Rotated keys have the wider of the products' dtype and the hidden states', which is that of the position tables.
 
     Raises:
         ConfigError: for a model that keeps it elsewhere than in transformers' cache.

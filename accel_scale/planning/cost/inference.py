@@ -1,4 +1,4 @@
-"""Memory to answer with a trained model: weights in 16 or 4 bits, and keys and values of the tokens so far."""
+"""Memory for answering with a trained model: weights in 16 or 4 bits, and keys and values of the tokens so far."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ WEIGHTS = ("16 bit", "4 bit")
 
 @dataclass(frozen=True)
 class InferenceEstimate:
-    """Memory of one card that answers by transformers' ``generate``, the adapters merged.
+    """Memory of one card that answers with transformers' ``generate``, with adapters merged.
 
     Attributes:
         weights: ``16 bit`` or ``4 bit`` (bitsandbytes' NF4 with quantised constants).
-        batch: Answers at the same time.
+        batch: Answers generated at the same time.
         length: Tokens of prompt and answer together.
         weight_bytes: The weights.
         cache_bytes: Keys and values of all tokens.
-        pass_bytes: What the forward pass needs beside them.
-        device_bytes: Their sum, the allocator's and CUDA's own included.
+        pass_bytes: What the forward pass needs besides them.
+        device_bytes: Their sum, including the allocator's and CUDA's own memory.
     """
 
     weights: str
@@ -40,11 +40,11 @@ class InferenceEstimate:
 def inference_memory(
     model: ModelFacts, *, batch: int, length: int, prompt: int | None = None
 ) -> tuple[InferenceEstimate, ...]:
-    """What answering takes, by the type of the weights.
+    """Memory for answering, by the type of the weights.
 
     Args:
-        model: Its shapes.
-        batch: Answers at the same time.
+        model: Shapes of the model.
+        batch: Answers generated at the same time.
         length: Tokens of prompt and answer together.
         prompt: Tokens of the prompt; None: half of `length`.
 

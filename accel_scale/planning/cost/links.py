@@ -1,4 +1,4 @@
-"""Links by name, clusters of servers, and the cost of each algorithm on them, in two levels between servers."""
+"""Links by name, clusters of servers, and the cost of each algorithm on them, with two levels between servers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from accel_scale.facts.hardware import NETWORK_GBIT_PER_SECOND, PCIE_GIGATRANSFE
 from accel_scale.network.collectives import Cost, Link, algorithms_of, bus_factor, collective_cost, steps
 
 # NCCL rings reach about this share of a link's peak ("bus bandwidth" of large messages, nccl-tests on A100 and H100:
-# 230–240 of 300 GB/s, 360–370 of 450); networks are alike. Over PCIe most cards go through host memory: two crossings.
+# 230–240 of 300 GB/s, 360–370 of 450); networks are similar. Over PCIe most cards go via host memory: two crossings.
 ACHIEVED_LINK_FRACTION = 0.8
 ACHIEVED_PCIE_FRACTION = 0.4
 # Per hop: an NCCL kernel's start and synchronisation inside a server, a network message between servers.
@@ -26,9 +26,9 @@ class NamedLink:
     """A link of the catalogue.
 
     Attributes:
-        name: E.g. ``nvlink-h100``.
+        name: Name such as ``nvlink-h100``.
         kind: ``nvlink``, ``pcie`` or ``network``.
-        peak_bytes_per_second: One way, as its maker states it; of a server for networks, of a GPU for the others.
+        peak_bytes_per_second: Vendor's figure, one way; per server for networks, per GPU for the others.
     """
 
     name: str
@@ -37,7 +37,7 @@ class NamedLink:
 
     @property
     def link(self) -> Link:
-        """With the share of the peak that collectives reach, and the latency of a message."""
+        """The link at the share of the peak that collectives reach, with the latency of a message."""
         fraction = ACHIEVED_PCIE_FRACTION if self.kind == "pcie" else ACHIEVED_LINK_FRACTION
         latency = INTERNODE_LATENCY_SECONDS if self.kind == "network" else INTRANODE_LATENCY_SECONDS
         return Link(self.peak_bytes_per_second * fraction, latency)
@@ -79,14 +79,14 @@ def find_link(text: str, *, place: str = "--link") -> NamedLink:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal servers of equal GPUs.
+    """Identical servers with identical GPUs.
 
     Attributes:
-        nodes: Servers.
-        gpus_per_node: GPUs of each.
+        nodes: Number of servers.
+        gpus_per_node: Number of GPUs in each.
         inside: A GPU's link to the others of its server.
         between: A server's link to the others, all its ports together; None for one server.
-        inside_of: The link for an operation, where each was measured by itself; None: always `inside`.
+        inside_of: The link for an operation, if each was measured separately; None: always `inside`.
         between_of: The same between servers.
     """
 
@@ -108,7 +108,7 @@ class Cluster:
 
     @property
     def workers(self) -> int:
-        """All GPUs."""
+        """Number of GPUs in all servers."""
         return self.nodes * self.gpus_per_node
 
     def inside_link(self, op: str) -> Link:
@@ -126,11 +126,11 @@ class Prediction:
     """One algorithm for one collective on a cluster.
 
     Attributes:
-        op, algorithm, num_bytes, workers: What was asked.
-        seconds: Until all workers are done.
-        bytes_per_worker: Through the link of the busiest worker; the two levels added up.
+        op, algorithm, num_bytes, workers: The collective that is predicted.
+        seconds: Time until all workers are done.
+        bytes_per_worker: Bytes through the link of the busiest worker, over both levels.
         algorithm_bandwidth: K ÷ seconds, bytes per second.
-        bus_bandwidth: Times nccl-tests' factor, see `bus_factor`.
+        bus_bandwidth: Algorithm bandwidth times nccl-tests' factor, see `bus_factor`.
     """
 
     op: str
@@ -150,7 +150,7 @@ class Prediction:
 
 
 def predict(op: str, num_bytes: float, cluster: Cluster) -> tuple[Prediction, ...]:
-    """Every algorithm for `op` on K = `num_bytes` over all workers of `cluster`, the fastest first.
+    """Every algorithm for `op` on K = `num_bytes` over all workers of `cluster`, fastest first.
 
     Raises:
         ConfigError: for an unknown operation.
@@ -167,12 +167,12 @@ def predict(op: str, num_bytes: float, cluster: Cluster) -> tuple[Prediction, ..
 
 
 def cluster_cost(op: str, algorithm: str, num_bytes: float, cluster: Cluster) -> Cost:
-    """One algorithm over all workers. Rings and trees between servers are striped over all ports of a server.
+    """Cost of one algorithm over all workers. Rings and trees between servers are striped over all ports of a server.
 
-    - A flat ring crosses between servers once for each: every step waits for the slower of the two links.
-    - Trees and recursive doubling are placed so that rounds between servers carry as little as they can.
-    - Through a central worker: one message to each worker, of its server or of another.
-    - Pairwise exchange: what goes to other servers shares the server's link.
+    - A flat ring crosses between servers once per server: every step waits for the slower of the two links.
+    - Trees and recursive doubling are placed so that rounds between servers carry as little as possible.
+    - Through a central worker: one message to each worker, in its own server or in another.
+    - Pairwise exchange: traffic to other servers shares the server's link.
     - Hierarchical: see `_hierarchical`.
     """
     nodes, per_node = cluster.nodes, cluster.gpus_per_node
@@ -219,11 +219,11 @@ def _two_level_tree(op: str, num_bytes: float, cluster: Cluster) -> Cost:
 
 
 def _hierarchical(op: str, num_bytes: float, cluster: Cluster) -> Cost:
-    """Every server works inside by a ring; between servers its g GPUs send their parts at once, sharing its link.
+    """Each server runs a ring inside; between servers, its g GPUs send their parts at once, sharing its link.
 
     All-reduce: reduce-scatter inside, all-reduce of K/g between, all-gather inside. All-gather and reduce-scatter:
-    K/g between, K inside. All-to-all: sorted by destination inside, then exchanged between. Rooted operations: by
-    the root's server to one GPU (scatter: all GPUs) of each other one, and from there inside.
+    K/g between, K inside. All-to-all: sorted by destination inside, then exchanged between. Rooted operations: from
+    the root's server to one GPU (scatter: all GPUs) of each other server, and from there inside.
     """
     nodes, per_node = cluster.nodes, cluster.gpus_per_node
     inside, between = cluster.inside_link(op), cluster.between_link(op)

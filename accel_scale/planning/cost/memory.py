@@ -20,7 +20,7 @@ from accel_scale.planning.traced.steps import step_bytes
 
 @dataclass(frozen=True)
 class Phase:
-    """One moment of a step and what is on the card then, in bytes by name."""
+    """One moment of a step, and the bytes on the card at that moment, by name."""
 
     name: str
     terms: tuple[tuple[str, float], ...]
@@ -38,12 +38,12 @@ class MemoryEstimate:
     Attributes:
         phases: Load, forward and loss, backward, optimizer step.
         states: Weights, gradients and optimizer states, on the card and on the host.
-        step: High-water marks of the activations.
-        reserved_bytes: What torch's allocator holds at the peak: allocated and lost between blocks.
-        device_bytes: What the card shows as used: reserved, the CUDA context and NCCL's buffers.
+        step: Memory peaks of the activations.
+        reserved_bytes: Memory held by torch's allocator at the peak: allocated, or lost between blocks.
+        device_bytes: Memory that the card shows as used: reserved, the CUDA context and NCCL's buffers.
         host_bytes: Host memory of one rank at the peak of loading or training.
         low_bytes: Lower end of the interval around `device_bytes`.
-        high_bytes: Upper end; whether a setting fits is decided on it.
+        high_bytes: Upper end, which decides whether a setting fits.
     """
 
     phases: tuple[Phase, ...]
@@ -62,11 +62,11 @@ class MemoryEstimate:
 
     @property
     def peak_bytes(self) -> float:
-        """Bytes in tensors at the peak: what ``torch.cuda.max_memory_allocated`` shows."""
+        """Bytes in tensors at the peak, as ``torch.cuda.max_memory_allocated`` reports them."""
         return self.peak_phase.total_bytes
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The estimate as a dictionary for JSON."""
         return {
             "allocated_bytes": round(self.peak_bytes),
             "reserved_bytes": round(self.reserved_bytes),
@@ -82,13 +82,13 @@ class MemoryEstimate:
 def predict_memory(
     model: ModelFacts, setup: TrainingSetup, *, is_cuda: bool = True, is_tracked: bool = False
 ) -> MemoryEstimate:
-    """Peak memory of the rank that needs most.
+    """Peak memory of the rank that needs the most.
 
     Args:
-        model: Its shapes.
+        model: Shapes of the model.
         setup: How it is trained.
         is_cuda: Whether the kernels are CUDA's.
-        is_tracked: Whether a memory tracker watches (see `step_bytes`).
+        is_tracked: Whether a memory tracker is active (see `step_bytes`).
 
     Raises:
         ConfigError: for a model, optimizer or policy that is not modelled.
@@ -98,7 +98,7 @@ def predict_memory(
     fullest = max(estimates, key=lambda estimate: estimate.high_bytes)
     if not setup.parallel.is_divided:
         return fullest
-    # A model that ranks share is built whole by one of them, in host memory, before it is split.
+    # One of the ranks that share a model builds all of it in host memory before it is split.
     return replace(fullest, host_bytes=max(fullest.host_bytes, model.num_params * setup.trained_bytes))
 
 
@@ -107,7 +107,7 @@ def _of_rank(share: RankShare, setup: TrainingSetup, *, is_cuda: bool, is_tracke
     states = state_bytes(share.facts, setup)
     step = step_bytes(share.facts, seen, is_cuda=is_cuda, is_tracked=is_tracked)
     step = step.with_waiting(share.waiting * step.saved_bytes)
-    # Of every micro-batch, as torch's `PipelineStage` allocates them once for all steps.
+    # Buffers for every micro-batch, as torch's `PipelineStage` allocates them once for all steps.
     hidden = setup.micro_batch_size * setup.sequence_length * share.facts.hidden_size * seen.trained_bytes
     buffers = share.num_received * setup.accumulation * hidden / setup.parallel.sequence_parallel
     moved = transfers(share.facts, setup, fills_buffers=not (is_cuda or is_tracked))
@@ -124,7 +124,7 @@ def _of_rank(share: RankShare, setup: TrainingSetup, *, is_cuda: bool, is_tracke
 
 
 def _offloaded_bytes(model: ModelFacts, setup: TrainingSetup, *, is_cuda: bool) -> float:
-    """Layer inputs in host memory under offload checkpointing; torch rounds pinned blocks up to powers of two."""
+    """Layer inputs in host memory with offload checkpointing; torch rounds pinned blocks up to powers of two."""
     if setup.checkpointing != "offload":
         return 0.0
     rows = setup.micro_batch_size * setup.sequence_length / setup.parallel.sequence_parallel
@@ -134,9 +134,9 @@ def _offloaded_bytes(model: ModelFacts, setup: TrainingSetup, *, is_cuda: bool) 
 
 
 def _forward_setup(setup: TrainingSetup) -> TrainingSetup:
-    """`setup` as the layers see it: what does not change their tensors is dropped, so that walks are shared.
+    """`setup` as the layers see it: settings that do not change their tensors are dropped, so that walks are shared.
 
-    Under mixed precision FSDP and DeepSpeed hand the layers 16-bit weights, and autocast has nothing to cast.
+    Under mixed precision, FSDP and DeepSpeed give the layers 16-bit weights, and autocast has nothing to cast.
     """
     parallel = setup.parallel
     seen = ParallelSetup(num_gpus=parallel.sequence_parallel, sequence_parallel=parallel.sequence_parallel)
@@ -166,11 +166,11 @@ def _phases(
     if pipeline_buffers:
         resident = (*resident, ("pipeline buffers", pipeline_buffers))
     kept = states.gradient_bytes
-    # ZeRO-3 has one buffer for its part of the gradients, from the start.
+    # ZeRO-3 has one buffer for its part of the gradients from the start.
     has_earlier = setup.accumulation > 1 or setup.parallel.kind.partitions_weights
     from_earlier = max(kept, moved.waiting_gradient_bytes) if has_earlier else 0.0
     if setup.parallel.pipeline_schedule == "gpipe":
-        # Gradients come when the first of the micro-batches has gone.
+        # The first gradients appear when the first micro-batch has been freed.
         from_earlier = max(0.0, from_earlier - step.saved_bytes / setup.accumulation)
     gathered, buckets = ("gathered weights", moved.gathered_bytes), ("communication buckets", moved.bucket_bytes)
     forward = Phase(
@@ -182,7 +182,7 @@ def _phases(
             gathered,
         ),
     )
-    # The walk's gradients are whole; at the last layer they are its own and the head's.
+    # The walk's gradients are whole; at the last layer, they are that layer's and the head's.
     top = Phase(
         "backward, last layer",
         (
@@ -197,7 +197,7 @@ def _phases(
         "backward, first layer",
         (
             *resident,
-            # Where all are still whole, no shard of them exists yet.
+            # While all are still whole, no shard of them exists.
             (
                 "gradients",
                 kept * max(float(from_earlier > 0 and moved.unreduced_share < 1), 1 - moved.unreduced_share),
@@ -227,7 +227,7 @@ def _phases(
 def _passes_beside(
     model: ModelFacts, setup: TrainingSetup, states: StateBytes, step: StepBytes, *, is_cuda: bool
 ) -> tuple[Phase, ...]:
-    """The moments of passes without gradients: a reference's beside the graph, and generation before it."""
+    """The moments of passes without gradients: a reference's while the graph is kept, and generation before it."""
     resident = (
         ("weights", states.weight_bytes),
         ("master weights", states.master_bytes),
@@ -242,7 +242,7 @@ def _passes_beside(
         waiting = (("gradients", kept), ("activations and loss", step.saved_bytes), ("reference's pass", passed))
         phases.append(Phase("reference", (*resident, *waiting, gathered)))
     if setup.generation is not None and setup.vllm is not None:
-        # TRL hands over one parameter after the other; adapters are merged into all of them at the same time.
+        # TRL passes on one parameter at a time, but adapters are merged into all of them at once.
         whole = model.num_params * setup.compute_bytes - states.weight_bytes
         largest = model.vocab_size * model.hidden_size * setup.trained_bytes
         handed = max(0.0, whole) if setup.trains_adapters else largest
@@ -251,7 +251,7 @@ def _passes_beside(
     elif setup.generation is not None:
         found = generation_bytes(model, _generation_setup(setup), is_cuda=is_cuda)
         if setup.parallel.kind.partitions_weights:
-            # TRL gathers all weights for as long as it generates.
+            # TRL keeps all weights gathered while it generates.
             whole = model.num_params * setup.compute_bytes - states.weight_bytes
             gathered = ("gathered weights", max(0.0, whole))
         parts = (("key-value cache", found.cache_bytes), ("generation's pass", found.pass_bytes))
@@ -260,14 +260,14 @@ def _passes_beside(
 
 
 def _beside_vllm(phase: Phase, setup: TrainingSetup) -> Phase:
-    """`phase` with what vLLM holds then: it starts once the model is there, and may sleep but where it generates."""
+    """`phase` with vLLM's memory at that moment: it starts after the load, and may sleep except while generating."""
     if setup.vllm is None or phase.name == "load" or (setup.vllm.sleeps and phase.name != "generation"):
         return phase
     return replace(phase, terms=(*phase.terms, ("vLLM's share", setup.vllm.held_bytes)))
 
 
 def _generation_setup(setup: TrainingSetup) -> TrainingSetup:
-    """`setup` as `generate` sees it: adapters are asked inside of what Accelerate's autocast is put around."""
+    """`setup` as `generate` sees it: with adapters, it calls a model inside the one that Accelerate autocasts."""
     seen = _forward_setup(setup)
     if not (seen.autocast and seen.trains_adapters):
         return seen
@@ -278,7 +278,7 @@ def _generation_setup(setup: TrainingSetup) -> TrainingSetup:
 
 
 def _interval(peak: float, step: StepBytes, overhead: Overhead) -> tuple[float, float, float, float]:
-    """(reserved, device, low, high): blocks that cannot be reused, context, and how far reality was off."""
+    """(reserved, device, low, high): adds blocks that cannot be reused, the context, and the margin of error."""
     churn = step.peak_bytes - step.saved_bytes + 0.25 * step.saved_bytes
     reserved = peak + overhead.fragmentation_share * max(0.0, churn) + overhead.fragmentation_bytes
     device = reserved + overhead.context_bytes + overhead.communication_bytes

@@ -8,20 +8,20 @@ from accel_scale.planning.models.training_setup import TrainingSetup
 
 _GIB = 2**30
 
-# Half width of the interval around a prediction, as a share of it: the spread that published measurements of one
-# configuration show between versions of a stack, see docs/planner_accuracy.md.
+# Half the width of the interval around a prediction, as a share of it: the spread of published measurements of one
+# configuration between versions of a stack, see docs/planner_accuracy.md.
 MARGIN_SHARE = 0.12
 
 
 @dataclass(frozen=True)
 class Overhead:
-    """Bytes beside tensors.
+    """Bytes besides tensors.
 
     Attributes:
         context_bytes: CUDA context and loaded kernels: 0.5 to 0.9 GiB from Ampere on.
-        communication_bytes: NCCL's channels and buffers, with more than one rank.
-        fragmentation_share: Share of the short-lived bytes that blocks of the wrong size lose.
-        fragmentation_bytes: What the allocator keeps at least.
+        communication_bytes: NCCL's channels and buffers, if there is more than one rank.
+        fragmentation_share: Share of the short-lived bytes that is lost in blocks of the wrong size.
+        fragmentation_bytes: Minimum that the allocator keeps.
     """
 
     context_bytes: float
@@ -31,7 +31,7 @@ class Overhead:
 
 
 def gpu_overhead(setup: TrainingSetup, *, is_cuda: bool = True) -> Overhead:
-    """The overhead of one rank; nothing on a CPU, where tensors are all that is counted."""
+    """The overhead of one rank; zero on a CPU, where only tensors are counted."""
     if not is_cuda:
         return Overhead(0.0, 0.0, 0.0, 0.0)
     communication = 1.0 * _GIB if setup.parallel.num_gpus > 1 else 0.0

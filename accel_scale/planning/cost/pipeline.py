@@ -1,4 +1,4 @@
-"""Pipeline stages: which layers each one gets, and how long they wait for each other."""
+"""Pipeline stages: the layers of each, and how long they wait for each other."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from accel_scale.errors import ConfigError
 from accel_scale.planning.cost.flops import active_linear_flops, attention_flops
 from accel_scale.planning.models.model_config import facts_from_config
 
-# The names that configurations give to the number of layers.
+# Names that configurations use for the number of layers.
 _NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-# Sums of floats in another order are still the same sum.
+# Tolerance for float sums taken in a different order.
 _ROUNDING = 1e-9
 
 
 def bubble_fraction(schedule: str, num_ranks: int, micro_batches: int, stages_per_rank: int = 1) -> float:
-    """Share of a step in which a rank waits, if all stages take as long and a backward pass takes two forward ones.
+    """Share of a step in which a rank waits, if stages take equally long and backward takes twice as long as forward.
 
     With p ranks, m micro-batches and v stages per rank, a stage's forward pass f and backward pass 2f, a rank computes
     for 3·m·v·f and waits for:
 
     - GPipe and 1F1B: (p−1)·3f, so (p−1)/(m+p−1). Huang et al., arXiv:1811.06965; Narayanan et al., arXiv:2104.04473.
     - interleaved: the same with stages 1/v as long, (p−1)/(m·v+p−1). Narayanan et al.; m is a multiple of p.
-    - zero bubble: the gradients of weights (f) fill gaps that the others' gradients of inputs (f) leave. ZB-H1, which
+    - zero bubble: gradients of weights (f) fill the gaps left by other ranks' gradients of inputs (f). ZB-H1, which
       torch calls ZB1P, waits for (p−1)·(f+f−f): (p−1)/(3·m·v+p−1). Qi et al., arXiv:2401.10241.
 
     Args:
@@ -50,21 +50,21 @@ def bubble_fraction(schedule: str, num_ranks: int, micro_batches: int, stages_pe
 
 
 def layer_costs(config: Mapping[str, Any], sequence_length: int, *, name: str = "model") -> tuple[float, ...]:
-    """Forward FLOPs per token of each layer, in order; the head's are added to the last one.
+    """Forward FLOPs per token of each layer, in order; the head's are added to the last layer.
 
-    Backward FLOPs are twice as many in layers and head alike, so they change nothing about a balance. Looking up
-    embeddings multiplies nothing: the first layer carries it for free.
+    Backward FLOPs are twice as many in both layers and head, so they do not change a balance. The embedding look-up
+    multiplies nothing: the first layer carries it for free.
 
     Args:
         config: The contents of a ``config.json``.
         sequence_length: Tokens per row, for attention.
-        name: What to call the model in errors.
+        name: Name of the model in errors.
 
     Raises:
         ConfigError: if the architecture is not modelled.
     """
     num_layers = _num_layers(config)
-    # A model cut after k layers has all kinds of layers in their order: sliding windows, dense ones before experts.
+    # A model cut after k layers keeps the order of layer kinds: sliding windows, dense ones before experts.
     sums = [_forward_flops(_cut(config, k, num_layers), sequence_length, name) for k in range(1, num_layers + 1)]
     costs = [after - before for before, after in itertools.pairwise([0.0, *sums])]
     facts = facts_from_config(config, name=name)
@@ -79,7 +79,7 @@ def _num_layers(config: Mapping[str, Any]) -> int:
 
 
 def _cut(config: Mapping[str, Any], layers: int, num_layers: int) -> dict[str, Any]:
-    """The config of the first `layers` layers."""
+    """The config cut to the first `layers` layers."""
     cut = dict(config)
     for key, value in config.items():
         if key in _NUM_LAYERS:
@@ -98,12 +98,12 @@ def _forward_flops(config: Mapping[str, Any], sequence_length: int, name: str) -
 def stage_boundaries(costs: Sequence[float], num_stages: int) -> list[range]:
     """Consecutive layers for each stage, so that the most expensive stage is as cheap as possible.
 
-    Among those splits, one with the smallest sum of squares: the other stages are even, too.
+    Among those splits, one with the smallest sum of squares is chosen, so that the other stages are even too.
 
     Args:
-        costs: Of each layer, in order, in any unit; not negative. What a stage does beside its layers (the head) is
-            part of the nearest layer's.
-        num_stages: How many ranges to return; each has a layer at least.
+        costs: Cost of each layer, in order, in any unit; not negative. What a stage does besides its layers (the head)
+            is part of the nearest layer's cost.
+        num_stages: Number of ranges to return; each has at least one layer.
 
     Raises:
         ConfigError: if there are fewer layers than stages.
@@ -128,12 +128,12 @@ def stage_boundaries(costs: Sequence[float], num_stages: int) -> list[range]:
 
 
 def _fewest(sums: list[float], num_stages: int, combine: Any, limit: float) -> tuple[list[float], list[list[int]]]:
-    """Dynamic programming over stages: the least value for the first n layers, and where the last stage begins.
+    """Dynamic programming over stages: the least value for the first n layers, and the start of the last stage.
 
     Args:
-        sums: Of the first n layers' costs.
-        combine: The value of earlier stages and the cost of one more.
-        limit: What a stage may cost.
+        sums: Sums of the first n layers' costs.
+        combine: Combines the value of earlier stages with the cost of one more.
+        limit: Maximum cost of a stage.
     """
     num_layers = len(sums) - 1
     best = [0.0 if n == 0 else math.inf for n in range(num_layers + 1)]

@@ -17,12 +17,12 @@ from accel_scale.planning.tape.parallel import tensor_parallel_share
 
 @dataclass(frozen=True)
 class RankShare:
-    """One rank's part.
+    """One rank's part of a model.
 
     Attributes:
         facts: The layers, embedding and head that it holds, divided among tensor-parallel ranks.
-        waiting: Micro-batches whose activations it keeps beside those of the one at work, at most.
-        num_received: Of its stages, those that get hidden states from others, and those that get gradients of them.
+        waiting: Maximum number of micro-batches whose activations it keeps besides the current one's.
+        num_received: Number of its stages that get hidden states from others, plus those that get gradients of them.
     """
 
     facts: ModelFacts
@@ -31,9 +31,9 @@ class RankShare:
 
 
 def rank_shares(model: ModelFacts, setup: TrainingSetup) -> tuple[RankShare, ...]:
-    """Of the ranks of a pipeline those that can be the fullest; a single share without a pipeline.
+    """The ranks of a pipeline that can be the fullest; a single share without a pipeline.
 
-    Of ranks that hold the same kinds of layers the first keeps the most activations.
+    Among ranks that hold the same kinds of layers, the first keeps the most activations.
     """
     parallel = setup.parallel
     if parallel.pipeline_parallel == 1:
@@ -42,7 +42,7 @@ def rank_shares(model: ModelFacts, setup: TrainingSetup) -> tuple[RankShare, ...
 
 
 def _pipeline_only(parallel: ParallelSetup) -> ParallelSetup:
-    """What shares depend on, so that they are worked out once for many settings."""
+    """The settings that shares depend on, so that they are computed once for many setups."""
     return ParallelSetup(
         tensor_parallel=parallel.tensor_parallel,
         pipeline_parallel=parallel.pipeline_parallel,
@@ -71,16 +71,16 @@ def _rank_shares(
 
 
 def micro_batches_in_flight(parallel: ParallelSetup, rank: int, micro_batches: int) -> float:
-    """Micro-batches that have been through a rank's stages forward and not yet backward, at most.
+    """Maximum number of micro-batches that have run forward but not yet backward through a rank's stages.
 
-    One that is through some of the rank's v stages counts for as many v-ths. With p ranks and m micro-batches:
+    One that has passed some of the rank's v stages counts as that fraction. With p ranks and m micro-batches:
 
     - GPipe: m.
     - 1F1B: min(p − rank, m). Narayanan et al. 2019 (arXiv:1806.03377), section 3.2.
     - interleaved: (v−1)·p + 2·(p−1−rank) + 1 of the v·m passes through a stage. Narayanan et al. 2021
       (arXiv:2104.04473), section 2.2, and torch 2.13's `_get_warmup_ops`.
-    - zero bubble: v·p passes on any rank: gradients of weights come later by as much as the first backward comes
-      earlier (Qi et al. 2023, arXiv:2401.10241, ZB-H1); `rank` of them keep gradients of outputs as well, which are
+    - zero bubble: v·p passes on any rank: gradients of weights are later by as much as the first backward is
+      earlier (Qi et al. 2023, arXiv:2401.10241, ZB-H1); `rank` of them also keep gradients of outputs, which are
       about as large.
     """
     ranks, stages = parallel.pipeline_parallel, parallel.stages_per_rank
@@ -93,7 +93,7 @@ def micro_batches_in_flight(parallel: ParallelSetup, rank: int, micro_batches: i
 
 
 def stage_imbalance(model: ModelFacts, setup: TrainingSetup) -> float:
-    """How much longer the slowest rank of a pipeline computes than the average one; 1 without a pipeline."""
+    """Ratio of the slowest pipeline rank's compute time to the average; 1 without a pipeline."""
     ranks, per_rank = setup.parallel.pipeline_parallel, setup.parallel.stages_per_rank
     if ranks == 1:
         return 1.0
@@ -104,7 +104,7 @@ def stage_imbalance(model: ModelFacts, setup: TrainingSetup) -> float:
 
 
 def stage_layers(model: ModelFacts, sequence_length: int, num_stages: int) -> tuple[tuple[int, ...], ...]:
-    """Which kinds of layers (indices into `model.layers`) each stage of a pipeline holds.
+    """Kinds of layers (indices into `model.layers`) that each stage of a pipeline holds.
 
     Raises:
         ConfigError: if there are fewer layers than stages.
@@ -121,7 +121,7 @@ def _boundaries(costs: tuple[float, ...], num_stages: int) -> tuple[range, ...]:
 
 @functools.lru_cache(maxsize=256)
 def _layer_costs(model: ModelFacts, sequence_length: int) -> tuple[float, ...]:
-    """Forward FLOPs per token of each layer; the head's are the last one's, as `pipeline.layer_costs` counts."""
+    """Forward FLOPs per token of each layer; the head's are added to the last, as in `pipeline.layer_costs`."""
     kinds = [
         active_linear_flops(kind) + attention_flops(replace(model, layers=(replace(kind, count=1),)), sequence_length)
         for kind in model.layers
@@ -131,7 +131,7 @@ def _layer_costs(model: ModelFacts, sequence_length: int) -> tuple[float, ...]:
 
 
 def _order(model: ModelFacts) -> list[int]:
-    """Kinds of layers from the first to the last: dense ones before experts, kinds of attention in turns."""
+    """Kinds of layers from first to last: dense ones before experts, kinds of attention alternating."""
     if len({kind.mixture for kind in model.layers}) > 1:
         return [index for index, kind in enumerate(model.layers) for _ in range(kind.count)]
     places = [
@@ -145,7 +145,7 @@ def _counted(model: ModelFacts, kinds: Iterable[int]) -> tuple[LayerFacts, ...]:
 
 
 def _part(model: ModelFacts, layers: tuple[LayerFacts, ...], *, is_first: bool, is_last: bool) -> ModelFacts:
-    """Some layers, with the embedding on the first stage, norm and head on the last; of a tied embedding a copy."""
+    """Some layers, with the embedding on the first stage, norm and head (a copy, if tied) on the last."""
     ends: dict[str, Any] = {"has_embedding": is_first, "has_head": is_last}
     if not is_first:
         ends |= {"position_params": 0, "outside_linears": (), "outside_other_params": 0, "tied_embeddings": False}

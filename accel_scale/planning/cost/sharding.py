@@ -1,4 +1,4 @@
-"""Weights, gradients and optimizer states of one rank under every strategy, on the card and on the host."""
+"""Weights, gradients and optimizer states of one rank for every strategy, on the card and on the host."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ NF4_DOUBLE_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 
 @dataclass(frozen=True)
 class StateBytes:
-    """What lives from step to step on one rank.
+    """Memory that one rank holds from step to step.
 
     Attributes:
         weight_bytes: Weights on the card.
         master_bytes: DeepSpeed's fp32 copies on the card.
         gradient_bytes: Gradients on the card after the backward pass.
         optimizer_bytes: Optimizer states on the card.
-        update_bytes: What the optimizer step needs for a moment.
-        load_extra_bytes: What loading needs beside the weights.
-        host_bytes: The same kinds in host memory, and the copy that loading makes.
+        update_bytes: Temporary memory of the optimizer step.
+        load_extra_bytes: Memory that loading needs besides the weights.
+        host_bytes: The same kinds in host memory, and the copy made by loading.
     """
 
     weight_bytes: float
@@ -42,7 +42,7 @@ def state_bytes(model: ModelFacts, setup: TrainingSetup) -> StateBytes:
     """Bytes of weights, gradients and optimizer states of a rank.
 
     Args:
-        model: What the rank's data-parallel group holds: under tensor and pipeline parallelism its `rank_share`.
+        model: What the rank's data-parallel group holds; under tensor and pipeline parallelism, its `rank_share`.
     """
     groups, optimizer = parameter_groups(model, setup), modelled_optimizer(setup.optimizer)
     if setup.parallel.is_deepspeed:
@@ -64,13 +64,13 @@ def _torch(model: ModelFacts, setup: TrainingSetup, groups: ParameterGroups, opt
     weights, gradients = trained * width * _copies(setup) + frozen, trained * width
     weights += _buffers(model, setup) * _copies(setup)
     if setup.steps_in_backward:
-        # One parameter's at a time, the largest of which is the embedding's.
+        # One parameter's gradient at a time, the largest of which is the embedding's.
         gradients = min(trained, model.embedding_params) * width
     states = trained * optimizer.state_bytes(width)
     update = trained * width * optimizer.transient_copies
     host, whole = _load_bytes(setup, groups), _whole_on_card(setup, groups)
     if parallel.offloads_params:
-        # FSDP's offload keeps weights, gradients and states on the host and steps there.
+        # FSDP's offload keeps weights, gradients and states on the host, where the optimizer steps.
         return StateBytes(0, 0, 0, 0, 0, whole, max(host, weights + gradients + states + update))
     extra = max(0.0, whole - weights)
     if optimizer.on_host:
@@ -79,20 +79,20 @@ def _torch(model: ModelFacts, setup: TrainingSetup, groups: ParameterGroups, opt
 
 
 def _buffers(model: ModelFacts, setup: TrainingSetup) -> float:
-    """Bytes of what lies beside the parameters."""
+    """Bytes of the buffers besides the parameters."""
     return model.buffer_bytes + model.buffer_values * (setup.trained_bytes if setup.trains_all else setup.frozen_bytes)
 
 
 def _copies(setup: TrainingSetup) -> int:
-    """Models on a rank: TRL shards a reference model as the trained one, and keeps it in the same dtype."""
+    """Number of models on a rank: TRL shards a reference model like the trained one, in the same dtype."""
     return 2 if setup.reference_model else 1
 
 
 def _whole_on_card(setup: TrainingSetup, groups: ParameterGroups) -> float:
-    """Bytes of the base that every card holds while it loads, before it is sharded; 0 where it comes in shards.
+    """Bytes of the base that every card holds while loading, before sharding; 0 if the base is loaded in shards.
 
     transformers quantises on the card and does not shard what it quantises (5.23: `is_quantized` excludes zero.Init
-    and loading on one rank; accelerate 1.15 `fsdp2_prepare_model` shards such a model from where it lies).
+    and loading on one rank; accelerate 1.15 `fsdp2_prepare_model` shards such a model where it is).
     """
     if not (setup.quantises_base and setup.quantises_whole and setup.parallel.shards_weights):
         return 0.0
@@ -102,7 +102,7 @@ def _whole_on_card(setup: TrainingSetup, groups: ParameterGroups) -> float:
 def _deepspeed(
     model: ModelFacts, setup: TrainingSetup, groups: ParameterGroups, optimizer: OptimizerSpec
 ) -> StateBytes:
-    """ZeRO keeps 16-bit weights and gradients beside fp32 masters and states (Rajbhandari et al. 2020, section 3)."""
+    """ZeRO keeps 16-bit weights and gradients, fp32 masters and states (Rajbhandari et al. 2020, section 3)."""
     parallel, sub_group = setup.parallel, setup.parallel.zero.sub_group
     shards, width = parallel.num_shards, setup.compute_bytes
     weight_shards = shards if parallel.shards_weights else 1
@@ -112,8 +112,8 @@ def _deepspeed(
     weights += _buffers(model, setup) * _copies(setup)
     masters = trained * 4 / shards if width < 4 else 0.0
     gradients = trained * width / gradient_shards
-    # The optimizer steps on an fp32 copy of its part of the gradients, made of one piece in their own dtype; a
-    # sub-group at a time under ZeRO-3.
+    # The optimizer steps on an fp32 copy of its part of the gradients, made from one flat copy in their own dtype;
+    # under ZeRO-3, one sub-group at a time.
     part = trained / shards
     update = (4 + width) * (min(part, sub_group) if parallel.shards_weights else part) if width < 4 else 0.0
     states = part * optimizer.state_bytes(4)
@@ -130,7 +130,7 @@ def _deepspeed(
 
 
 def small_params(model: ModelFacts, groups: ParameterGroups, setup: TrainingSetup) -> float:
-    """Parameters that ZeRO-3 keeps whole on every rank, because each holds few of them: norms, small matrices."""
+    """Parameters that ZeRO-3 keeps whole on every rank because their tensors are small: norms, small matrices."""
     limit = setup.parallel.zero.of_hidden_size(model.hidden_size).persistence
     matrices = sum(
         layer.count * linear.num_params
@@ -144,11 +144,11 @@ def small_params(model: ModelFacts, groups: ParameterGroups, setup: TrainingSetu
 
 
 def _load_bytes(setup: TrainingSetup, groups: ParameterGroups) -> float:
-    """Host memory of one rank while loading: safetensors are mapped, so a copy exists where weights are cast."""
+    """Host memory of one rank while loading: safetensors are mapped, so a copy exists only if weights are cast."""
     width = setup.trained_bytes if setup.trains_all else setup.frozen_bytes
     whole = groups.base * width
     if setup.quantises_base:
-        # Quantised on the card as they are read, one shard of the checkpoint (5 GB by default) at a time.
+        # Weights are quantised on the card as they are read, one checkpoint shard (5 GB by default) at a time.
         return min(whole, 5e9)
     if setup.parallel.kind.is_fsdp:
         # Rank 0 loads the model and broadcasts it; the others have it on the meta device.
@@ -157,5 +157,5 @@ def _load_bytes(setup: TrainingSetup, groups: ParameterGroups) -> float:
 
 
 def frozen_layer_bytes(setup: TrainingSetup, layer_params: float) -> float:
-    """Bytes of a layer that is stored in 4 bit."""
+    """Bytes of a layer that is stored in 4 bits."""
     return layer_params * (NF4_DOUBLE_BYTES if setup.double_quantisation else NF4_BYTES)

@@ -1,4 +1,4 @@
-"""The ways to spread a run over GPUs, from the simplest to the last resort, and combinations that fail."""
+"""Ways to distribute a run over GPUs, from the simplest to the last resort, and combinations that fail."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from accel_scale.planning.traced.steps import division_conflict
 
 @dataclass(frozen=True)
 class ParallelChoice:
-    """One way to spread a run.
+    """One way to distribute a run.
 
     Attributes:
-        label: For tables.
+        label: Name in tables.
         parallel: Its settings.
         effort: Rank among equals: the simpler, the lower.
-        is_open: Whether it is considered where no strategy is named.
+        is_open: Whether it is considered when no strategy is named.
     """
 
     label: str
@@ -55,7 +55,7 @@ def choices(num_gpus: int, gpus_per_node: int) -> Iterator[ParallelChoice]:
 
 
 def conflict(setup: TrainingSetup, model: ModelFacts | None = None) -> str | None:
-    """Why the libraries cannot run this combination; None where they can."""
+    """Why the libraries cannot run this combination; None if they can."""
     if model is not None and (reason := division_conflict(model, setup)):
         return reason
     if model is not None and setup.checkpointing == "selective" and changes_products(model):
@@ -75,7 +75,7 @@ def conflict(setup: TrainingSetup, model: ModelFacts | None = None) -> str | Non
     zero_offload = parallel.is_deepspeed and offloads
     if zero_offload and facts.zero_offload is None:
         return f"ZeRO with optimizer offload would step by DeepSpeed CPU Adam in place of {optimizer}"
-    # Parameters that FSDP keeps in host memory are stepped there; all others on the card.
+    # Parameters that FSDP keeps in host memory are updated there; all others on the card.
     device_type = "cpu" if parallel.offloads_params else "cuda"
     refusal = facts.refusal(
         device_type=device_type, strategy=parallel.strategy, zero_offload=zero_offload, precision=setup.precision

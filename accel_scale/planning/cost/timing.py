@@ -1,4 +1,4 @@
-"""Step time, tokens per second, MFU and HFU of one way to train on a machine, and what a token budget costs."""
+"""Step time, tokens per second, MFU and HFU of a training setup on a machine, and the cost of a token budget."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ FACILITY_FACTOR = 1.5
 
 @dataclass(frozen=True)
 class Budget:
-    """What training on a number of tokens costs.
+    """The cost of training on a number of tokens.
 
     Attributes:
-        tokens: Without padding.
-        hours, gpu_hours: Wall clock, and times the GPUs.
-        energy_kwh: With host and cooling; `None` where the card's power is not known.
-        price: In the currency of ``price_per_gpu_hour``; `None` without it.
+        tokens: Tokens without padding.
+        hours, gpu_hours: Wall-clock time, and that times the number of GPUs.
+        energy_kwh: Energy with host and cooling; `None` if the card's power is unknown.
+        price: Price in the currency of ``price_per_gpu_hour``; `None` without it.
     """
 
     tokens: float
@@ -52,22 +52,22 @@ class TimeEstimate:
     Attributes:
         matmul_seconds: Matrix products and attention of all micro-batches.
         memory_seconds: Elementwise kernels, loss, weight traffic and dequantisation.
-        launch_wait_seconds: What the step takes longer because the host launches kernels too slowly.
-        bubble_seconds: Pipeline stages that wait, for the first and last micro-batches and for slower stages.
+        launch_wait_seconds: Extra time because the host launches kernels too slowly.
+        bubble_seconds: Pipeline stages waiting for the first and last micro-batches and for slower stages.
         communication_seconds: All collectives, as if nothing overlapped.
-        exposed_communication_seconds: What of them computation does not hide.
+        exposed_communication_seconds: The part of them that computation does not hide.
         optimizer_seconds: Clipping and update on the GPU.
         offload_seconds: PCIe, CPU Adam and NVMe.
-        data_seconds: Waiting for the loader, where its speed was given.
+        data_seconds: Waiting for the loader, if its speed was given.
         generation_seconds: Writing the answers that a step is trained on.
-        step_seconds: Their sum, without `communication_seconds`.
-        low_seconds, high_seconds: Where four of five published measurements lay around the estimate.
-        tokens_per_second: All ranks, without padding.
+        step_seconds: Sum of the above, without `communication_seconds`.
+        low_seconds, high_seconds: Range around the estimate that held four of five published measurements.
+        tokens_per_second: Tokens of all ranks, without padding.
         mfu: 6N + attention FLOPs per position over the peak of the compute dtype, whatever the method.
-        hfu: The FLOPs really done (recomputation, frozen weights) over the same peak.
-        num_gpus: Ranks.
-        watts: Of one card; `None`: unknown.
-        assumptions: What was not known and is assumed, one sentence each.
+        hfu: The FLOPs actually executed (recomputation, frozen weights) over the same peak.
+        num_gpus: Number of ranks.
+        watts: Power of one card; `None` if unknown.
+        assumptions: Unknown figures and their assumed values, one sentence each.
     """
 
     matmul_seconds: float
@@ -96,7 +96,7 @@ class TimeEstimate:
         return self.tokens_per_second / self.num_gpus
 
     def budget(self, tokens: float, price_per_gpu_hour: float | None = None) -> Budget:
-        """Hours, GPU-hours, energy and money of `tokens` tokens that are no padding.
+        """Hours, GPU-hours, energy and cost of `tokens` tokens, not counting padding.
 
         Raises:
             ConfigError: if `tokens` or the price is not positive.
@@ -110,7 +110,7 @@ class TimeEstimate:
 def token_budget(
     tokens: float, tokens_per_second: float, num_gpus: int, watts: float | None, price_per_gpu_hour: float | None
 ) -> Budget:
-    """The cost of `tokens` at a speed of all GPUs together."""
+    """The cost of `tokens`, given the speed of all GPUs together."""
     hours = tokens / tokens_per_second / 3600
     gpu_hours = hours * num_gpus
     energy = None if watts is None else gpu_hours * watts / 1000 * POWER_FRACTION * FACILITY_FACTOR
@@ -129,11 +129,11 @@ def predict_time(
     """Seconds of one optimizer step: computation, exposed communication, optimizer, offload and data, added up.
 
     Args:
-        document_length: Tokens per document on average where packed rows isolate documents; `None`: the row.
-        loader_tokens_per_second: What a rank's data loader delivers, padding included; `None`: enough.
+        document_length: Average tokens per document, if packed rows isolate documents; `None`: the row.
+        loader_tokens_per_second: Speed of a rank's data loader, padding included; `None`: fast enough.
 
     Raises:
-        ConfigError: where a speed is not known: of an unnamed card, of a link, or of the network between servers.
+        ConfigError: if a speed is unknown: of an unnamed card, of a link, or of the network between servers.
     """
     _check_machine(setup, machine)
     gpu, parallel = machine.gpu, setup.parallel
@@ -143,7 +143,7 @@ def predict_time(
     busy = times * (micro.matmul_seconds + micro.memory_seconds)
     stages, schedule = parallel.pipeline_parallel, parallel.pipeline_schedule
     bubble = bubble_fraction(schedule, stages, times, parallel.stages_per_rank)
-    # Every rank of a pipeline goes as fast as the slowest.
+    # Every rank of a pipeline is as slow as the slowest one.
     bubble_seconds = computing * (stage_imbalance(facts, setup) / (1 - bubble) - 1)
     overlap = efficiency.overlap_fraction if parallel.kind.overlaps else 0.0
     communication, exposed = _communication(facts, setup, machine, overlap * computing)
@@ -189,7 +189,7 @@ def predict_time(
 def optimizer_seconds(
     facts: ModelFacts, setup: TrainingSetup, machine: Machine, efficiency: Efficiency = EFFICIENCY
 ) -> float:
-    """Clipping and update on the GPU; 0 where the optimizer is offloaded. Memory traffic over bandwidth."""
+    """Time of clipping and update on the GPU, memory traffic over bandwidth; 0 if the optimizer is offloaded."""
     parallel = setup.parallel
     if parallel.offloads_optimizer:
         return 0.0
@@ -202,8 +202,8 @@ def optimizer_seconds(
 def optimizer_traffic_bytes(setup: TrainingSetup) -> float:
     """Bytes per trained parameter that a step moves: gradient norm and clipping, weights, gradients and states.
 
-    Weights and states are read and written, gradients read by norm, scaling (and written) and update. DeepSpeed adds
-    fp32 masters. The scales of quantised states are left out: they are below 2 % of the states.
+    Weights and states are read and written; gradients are read by norm, scaling (which also writes them) and update.
+    DeepSpeed adds fp32 masters. Scales of quantised states are ignored: they are below 2 % of the states.
     """
     weight = 4 if setup.parallel.is_deepspeed else setup.trained_bytes
     gradient = 2 if setup.parallel.is_deepspeed else setup.trained_bytes
@@ -214,7 +214,7 @@ def optimizer_traffic_bytes(setup: TrainingSetup) -> float:
 
 
 def _communication(facts: ModelFacts, setup: TrainingSetup, machine: Machine, hides: float) -> tuple[float, float]:
-    """All seconds, and those that `hides` seconds of computation do not cover."""
+    """All seconds of communication, and those not hidden by `hides` seconds of computation."""
     overlapping = waiting = 0.0
     for collective in step_collectives(facts, setup):
         seconds = collective_seconds(collective, machine)
@@ -228,7 +228,7 @@ def _communication(facts: ModelFacts, setup: TrainingSetup, machine: Machine, hi
 
 
 def _offload(facts: ModelFacts, setup: TrainingSetup, machine: Machine) -> tuple[float, tuple[str, ...]]:
-    """Seconds over PCIe, of CPU Adam and of NVMe, and what was assumed for them."""
+    """Seconds of PCIe, CPU Adam and NVMe, and the assumptions made for them."""
     parallel = setup.parallel
     seconds = 0.0
     assumptions: list[str] = []
@@ -260,7 +260,7 @@ def _offload(facts: ModelFacts, setup: TrainingSetup, machine: Machine) -> tuple
     if setup.checkpointing == "offload":
         tokens = setup.micro_batch_size * setup.sequence_length * setup.accumulation / parallel.sequence_parallel
         saved = facts.num_layers * tokens * facts.hidden_size * setup.compute_bytes
-        # Copies run beside the layers: only what takes longer than one layer in four shows.
+        # Copies run beside the layers: a quarter of their time is counted as exposed.
         seconds += 0.25 * 2 * saved / machine.gpu.pcie_bandwidth()
     return seconds, tuple(assumptions)
 

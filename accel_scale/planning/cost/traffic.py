@@ -1,4 +1,4 @@
-"""Bytes that a micro-batch moves beside its matrix products: a layer's elementwise kernels, the loss, and weights."""
+"""Bytes that a micro-batch moves besides matrix products: a layer's elementwise kernels, the loss, and weights."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from accel_scale.planning.models.training_setup import TrainingSetup
 # Reading 4 bits and constants, writing 16-bit weights, reading them again in the product, in bytes per weight.
 NF4_DEQUANTISE_BYTES = 4.6
 
-# What kernels read and write in one forward pass, in bytes per value, where values have 16 bits. The RMS norm of
-# transformers is six kernels in fp32. Layer norm is one, which autocast runs in fp32, between casts.
+# What kernels read and write in one forward pass, in bytes per value, for 16-bit values. transformers' RMS norm is six
+# kernels in fp32. Layer norm is one, which autocast runs in fp32, between casts.
 _RMS_NORM_BYTES = 36.0
 _LAYER_NORM_BYTES = 4.0
 _AUTOCAST_LAYER_NORM_BYTES = 20.0
 _RESIDUAL_BYTES = 6.0
-# Negating half, joining, two products and a sum, of queries and keys.
+# Negating one half, joining, two products and a sum, for queries and keys.
 _ROTARY_BYTES = 20.0
-# Attention's result goes from heads back to rows.
+# Attention's result is copied from heads back to rows.
 _HEADS_BYTES = 4.0
 _ACTIVATION_BYTES = 4.0
 # Eight kernels in transformers' class.
 _WRITTEN_OUT_ACTIVATION_BYTES = 36.0
 _WRITTEN_OUT_ACTIVATIONS = ("gelu_new",)
 _GATE_BYTES = 6.0
-# torch.compile runs each of these as one kernel; a residual is added where the next norm reads it.
+# torch.compile runs each of these as one kernel; a residual is added in the kernel of the next norm.
 _COMPILED_NORM_BYTES = 8.0
 _COMPILED_ROTARY_BYTES = 4.0
 _COMPILED_ACTIVATION_BYTES = 4.0
@@ -34,7 +34,7 @@ _COMPILED_GATED_BYTES = 6.0
 _ADAPTER_BYTES = 6.0
 # Logits and loss, whole step, per token and vocabulary entry.
 _LOSS_BYTES = 20.0
-# Each score that eager attention writes and reads, one forward pass.
+# Per score that eager attention writes and reads in one forward pass.
 _EAGER_ATTENTION_BYTES = 20.0
 
 
@@ -65,7 +65,7 @@ def step_traffic_per_token(facts: ModelFacts, setup: TrainingSetup, factor: floa
     """Bytes per token of forward, backward and recomputation, and of the loss.
 
     Args:
-        factor: What layers that are not compiled move over what `layer_traffic` counts.
+        factor: Ratio of what uncompiled layers move to the count of `layer_traffic`.
     """
     forward = 0.0
     for layer in facts.layers:
@@ -75,14 +75,14 @@ def step_traffic_per_token(facts: ModelFacts, setup: TrainingSetup, factor: floa
         forward += layer.count * (counted + _ADAPTER_BYTES * features)
         if setup.attention == "eager":
             forward += layer.count * _EAGER_ATTENTION_BYTES * facts.num_heads * setup.sequence_length
-    # Norms and activations run again wherever anything is recomputed, matrix products kept or not.
+    # Norms and activations run again whenever anything is recomputed, whether matrix products are kept or not.
     recomputed = 1.0 if setup.checkpointing == "selective" else recomputed_fraction(setup.checkpointing)
     loss = _LOSS_BYTES * facts.head_width * (0.5 if setup.loss == "liger" else 1.0)
     return (forward * (3 + recomputed) + loss) * setup.compute_bytes / 2
 
 
 def weight_traffic(facts: ModelFacts, setup: TrainingSetup) -> float:
-    """Bytes per micro-batch that do not depend on tokens: weights read by every pass, gradients added, casts, NF4."""
+    """Bytes per micro-batch independent of tokens: weights read by every pass, gradients added, casts, NF4."""
     passes = 3 if setup.trains_all else 2
     passes_with_recompute = passes + recomputed_fraction(setup.checkpointing)
     traffic = facts.num_params * setup.compute_bytes * passes_with_recompute

@@ -1,4 +1,4 @@
-"""The textbook tables of training at scale, from their formulas: memory, ZeRO, compute, collectives, links."""
+"""Textbook tables of training at scale, computed from their formulas: memory, ZeRO, compute, collectives, links."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ GB = 1e9
 # Bytes per parameter, by what is stored: weights, gradients, fp32 master weights, Adam's two moments.
 FP32_ADAM = {"weights": 4, "gradients": 4, "master weights": 0, "Adam states": 8}
 MIXED_ADAM = {"weights": 2, "gradients": 2, "master weights": 4, "Adam states": 8}
-# Both ways together, as NVIDIA states them: links of a GPU × 50 GB/s (25 each way).
+# Both directions together, as NVIDIA states them: links of a GPU × 50 GB/s (25 each way).
 NVLINK_LINKS = {"A100": 12, "H100": 18}
 NVLINK_GBIT_PER_LINK = 50 * 8
 PCIE_LANES = 16
-# Exponent and mantissa bits; the largest finite value where not all exponents are numbers (OCP FP8, E4M3).
+# Exponent and mantissa bits; the largest finite value if the top exponent is not reserved (OCP FP8, E4M3).
 FORMATS = {
     "fp32": (8, 23, None),
     "fp16": (5, 10, None),
@@ -32,10 +32,10 @@ class ReferenceTable:
     """A table to print.
 
     Attributes:
-        title: With units.
-        columns: Names.
+        title: Title with units.
+        columns: Names of the columns.
         rows: Cells: words, or numbers in the title's unit.
-        note: What a reader should know; may be empty.
+        note: Remark for the reader; may be empty.
     """
 
     title: str
@@ -109,7 +109,7 @@ def compute_optimal(sizes: tuple[float, ...] = (1e9, 7e9, 13e9, 70e9, 405e9)) ->
 
 
 def all_reduce_volumes(workers: tuple[int, ...] = (2, 4, 8, 64)) -> ReferenceTable:
-    """What the busiest worker moves for a tensor of K bytes: 2(N−1) K through one worker, 2(N−1)/N K in a ring."""
+    """Bytes moved by the busiest worker for a tensor of K bytes: 2(N−1) K through one worker, 2(N−1)/N K in a ring."""
     names = ("central", "ring")
     rows = tuple((float(n), *(steps("all_reduce", name, 1, n).num_bytes for name in names)) for n in workers)
     return ReferenceTable(
@@ -144,7 +144,7 @@ def precisions() -> ReferenceTable:
 
 
 def gpu_table() -> ReferenceTable:
-    """The hardware catalogue: memory that is reported, bandwidth, bf16 (else fp16) peak, link; unknown is a dash."""
+    """The hardware catalogue: reported memory, bandwidth, bf16 (else fp16) peak, link; unknown is a dash."""
     rows = []
     for gpu in catalogue():
         peaks = gpu.peak_flops or {}

@@ -1,4 +1,4 @@
-"""L(N, D) = E + A/N^α + B/D^β fitted to a user's own runs, with bootstrap confidence intervals and a plot."""
+"""Fits L(N, D) = E + A/N^α + B/D^β to a user's own runs, with bootstrap confidence intervals and a plot."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 HUBER_DELTA = 1e-3  # Hoffmann et al. 2022, on logarithms of losses
 MIN_RUNS = 6  # one more than there are constants
 _FIELDS = ("irreducible", "param_coefficient", "param_exponent", "token_coefficient", "token_exponent")
-# Starts for (log A, log B, log E, α, β), around what has been published.
+# Starts for (log A, log B, log E, α, β), around published values.
 _STARTS = tuple(itertools.product((2.0, 6.0, 12.0), (2.0, 6.0, 12.0), (-1.0, 0.5), (0.2, 0.5), (0.2, 0.5)))
 
 
@@ -52,10 +52,10 @@ class Fit:
 
 
 def read_runs(path: str | Path) -> tuple[FittedRun, ...]:
-    """Runs of a CSV file with the columns ``params, tokens, loss``; ``flops`` (C = 6ND) may stand for ``tokens``.
+    """Runs of a CSV file with the columns ``params, tokens, loss``; ``flops`` (C = 6ND) may replace ``tokens``.
 
     Raises:
-        ConfigError: naming file and line of what is missing, not a positive number, or too little.
+        ConfigError: naming the file and line of a missing or invalid value, or if there are too few runs.
     """
     file = Path(path)
     try:
@@ -72,9 +72,9 @@ def read_runs(path: str | Path) -> tuple[FittedRun, ...]:
 
 
 def fit_runs(runs: Iterable[FittedRun], *, resamples: int = 200, seed: int = 0) -> Fit:
-    """The law by Huber loss on log L (δ = 10⁻³), from many starts; intervals from `resamples` resampled sets of runs.
+    """Fit a law by Huber loss on log L (δ = 10⁻³), from many starts; intervals come from `resamples` resampled sets.
 
-    Levenberg-Marquardt on reweighted residuals of log L, seeded: the same runs give the same fit.
+    Uses Levenberg-Marquardt on reweighted residuals of log L, seeded: the same runs give the same fit.
 
     Raises:
         ConfigError: if there are fewer than `MIN_RUNS` runs, or fewer than three sizes of model or data.
@@ -158,7 +158,7 @@ def _check_columns(columns: list[str], place: str) -> None:
 
 
 def _run(row: dict[str, Any], place: str) -> FittedRun:
-    """A line as a run; missing cells and words are errors at `place`."""
+    """Parse a line as a run; missing cells and words are errors at `place`."""
     if None in row:
         raise ConfigError("more cells than the header has.", place=place, fix="quote or remove the extra cell.")
 

@@ -1,4 +1,4 @@
-"""Scaling laws: parameters, tokens and compute from one another, expected loss, and what over-training costs."""
+"""Scaling laws: parameters, tokens and compute from one another, expected loss, and the cost of over-training."""
 
 from __future__ import annotations
 
@@ -86,10 +86,10 @@ class NamedLaw:
     """A law and where it comes from.
 
     Attributes:
-        name: As in ``--law``.
+        name: Its value for ``--law``.
         source: Paper and fit.
         law: Its formulas.
-        params_range, tokens_range: What its runs covered: outside it extrapolates.
+        params_range, tokens_range: Ranges covered by its runs; outside them the law extrapolates.
     """
 
     name: str
@@ -99,7 +99,7 @@ class NamedLaw:
     tokens_range: tuple[float, float]
 
     def loss(self, params: float, tokens: float) -> float | None:
-        """Expected loss in nats per token; `None` of a law without one."""
+        """Expected loss in nats per token; `None` for a law without one."""
         return None if isinstance(self.law, RuleOfThumb) else self.law.loss(params, tokens)
 
 
@@ -133,11 +133,11 @@ class ScalingPlan:
         law: Name of the law.
         params, tokens: N and D of the run.
         compute: C = 6ND, in FLOPs.
-        loss: Expected, in nats per token; `None` of the rule of thumb.
-        optimal_params, optimal_tokens: For the same compute.
-        optimal_loss: Of those; `None` of the rule of thumb.
-        extra_compute: C over the least compute that reaches `loss`, minus 1: what a model off the optimum costs;
-            `None` of laws whose optimum does not minimise their loss (Kaplan's, the rule's).
+        loss: Expected loss in nats per token; `None` for the rule of thumb.
+        optimal_params, optimal_tokens: The optimum for the same compute.
+        optimal_loss: Expected loss at the optimum; `None` for the rule of thumb.
+        extra_compute: C over the least compute that reaches `loss`, minus 1: the cost of a model off the optimum;
+            `None` for laws whose optimum does not minimise their loss (Kaplan's, the rule's).
         notes: Where the law extrapolates, one sentence each.
     """
 
@@ -191,7 +191,7 @@ def plan_scaling(
     tokens: float | None = None,
     compute: float | None = None,
 ) -> ScalingPlan:
-    """The run of one or two of parameters, tokens and compute; the rest is compute-optimal, or follows from C = 6ND.
+    """The run for one or two of parameters, tokens and compute; the rest is compute-optimal or follows from C = 6ND.
 
     Raises:
         ConfigError: if none or all three are given, or one is not positive.
@@ -241,7 +241,7 @@ def _complete(law: NamedLaw, params: float | None, tokens: float | None, compute
 
 
 def _invert(function: Callable[[float], float], value: float) -> float:
-    """C with function(C) = value, for the power laws that all of these are: exact from two points."""
+    """C with function(C) = value: exact from two points, because all of these are power laws."""
     one, many = function(1e20), function(1e22)
     exponent = math.log(many / one) / math.log(100)
     return 1e20 * (value / one) ** (1 / exponent)

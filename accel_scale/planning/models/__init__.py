@@ -1,1 +1,1 @@
-"""From a model's configuration to the facts that planning needs: parameters, layers, attention."""
+"""Derives the facts that planning needs from a model's configuration: parameters, layers, attention."""

@@ -1,4 +1,4 @@
-"""How many tokens each layer's attention looks back, from the fields of a config."""
+"""Number of tokens that each layer's attention looks back, from the fields of a config."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Windows = Callable[[ConfigFields], tuple["int | None", ...]]
 
 
 def all_windows(config: ConfigFields) -> tuple[int | None, ...]:
-    """Every layer looks back `sliding_window` tokens, where the config sets it."""
+    """Every layer looks back `sliding_window` tokens, if the config sets it."""
     return (config.whole_or_none("sliding_window"),) * config.whole("num_hidden_layers")
 
 
@@ -20,7 +20,7 @@ def no_windows(config: ConfigFields) -> tuple[int | None, ...]:
 
 
 def typed_windows(is_sliding: Callable[[int, ConfigFields], bool]) -> Windows:
-    """Windows of the layers that ``layer_types`` calls sliding, or without it those that `is_sliding` picks."""
+    """Windows of the layers that ``layer_types`` calls sliding or, without that field, that `is_sliding` selects."""
 
     def windows(config: ConfigFields) -> tuple[int | None, ...]:
         count, window, types = (
@@ -51,11 +51,11 @@ def late_layers(i: int, config: ConfigFields) -> bool:
 
 
 def switched_windows(config: ConfigFields) -> tuple[int | None, ...]:
-    """Every layer, where ``use_sliding_window`` is on."""
+    """A window in every layer, if ``use_sliding_window`` is on."""
     return all_windows(config) if config.flag("use_sliding_window") else no_windows(config)
 
 
 def has_rope(i: int, config: ConfigFields) -> bool:
-    """Whether a layer of SmolLM 3 turns its queries and keys; those that do not may slide."""
+    """True if a layer of SmolLM 3 rotates its queries and keys; layers that do not may have a window."""
     layers = config.get("no_rope_layers")
     return bool(layers[i] if layers else (i + 1) % (config.get("no_rope_layer_interval") or 4))

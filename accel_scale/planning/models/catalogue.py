@@ -23,7 +23,7 @@ def _catalogue() -> dict[str, Any]:
 
 @functools.cache
 def _names() -> dict[str, str]:
-    """The catalogue's entry for every lower-case name: full names and those without the owner."""
+    """The catalogue's entry for every lower-case name: full names, and names without the owner."""
     owners = {name.lower(): entry for entry, item in _catalogue().items() for name in (entry, *item["variants"])}
     short: dict[str, str] = {}
     for name, entry in owners.items():
@@ -32,20 +32,20 @@ def _names() -> dict[str, str]:
 
 
 def catalogue_names() -> tuple[str, ...]:
-    """The models that are known without a network, by the names of their entries."""
+    """Names of the catalogue's entries: the models known without a network."""
     return tuple(_catalogue())
 
 
 def catalogue_config(model: str) -> dict[str, Any] | None:
-    """The config.json of a model of the catalogue, by any of its names; None for others."""
+    """The config.json of a model in the catalogue, by any of its names; None for other models."""
     entry = _names().get(model.lower())
     return dict(_catalogue()[entry]["config"]) if entry is not None else None
 
 
 def load_model_facts(model: str, *, allow_download: bool = True) -> ModelFacts:
-    """Facts of a model: of the folder or config.json of that path, of the catalogue's entry, or of the hub's config.
+    """Facts of a model, from the folder or config.json at that path, the catalogue's entry, or the hub's config.
 
-    Only ``config.json`` is read, as JSON: no code from the hub runs and no weight is fetched.
+    Only ``config.json`` is read, as JSON: no code from the hub runs and no weights are fetched.
 
     Args:
         model: A path, a catalogue name with or without its owner (in any case), or a hub name ``owner/name``.
@@ -71,7 +71,7 @@ def load_model_facts(model: str, *, allow_download: bool = True) -> ModelFacts:
 
 
 def is_on_hub(model: str) -> bool:
-    """Whether `model` can only be found on the hub: ``owner/name`` that is no path and not in the catalogue."""
+    """True if `model` can only be found on the hub: ``owner/name`` that is neither a path nor in the catalogue."""
     if Path(model).expanduser().exists() or model.lower() in _names():
         return False
     return model.count("/") == 1 and not model.startswith((".", "/", "~")) and not model.endswith("/")
@@ -95,7 +95,7 @@ def full_names() -> tuple[str, ...]:
 
 
 def _hub_config(model: str, allow_download: bool) -> Path:
-    """The path of the hub's config.json. Only ``owner/name`` is looked up: a bare name is a slip or a local folder."""
+    """The path of the hub's config.json. Only ``owner/name`` is looked up: a bare name is a typo or a local folder."""
     if not is_on_hub(model):
         raise _not_found(model, "no catalogue name and no folder")
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
@@ -114,7 +114,7 @@ def _hub_config(model: str, allow_download: bool) -> Path:
     except (OSError, ValueError) as error:
         raise _not_found(model, f"not in the catalogue, and the hub answers {type(error).__name__}") from None
     except Exception as error:
-        # Errors of the connection belong to the hub client's HTTP library, which changes its name (httpx, httpx2).
+        # Connection errors come from the hub client's HTTP library, whose name changes (httpx, httpx2).
         if not type(error).__module__.startswith("httpx"):
             raise
         raise _not_found(model, f"not in the catalogue, and the hub cannot be reached ({error})") from None

@@ -1,4 +1,4 @@
-"""Defaults of transformers 5.23's config classes for fields that a config.json leaves out; Llama's kin: `styles`."""
+"""Defaults of transformers 5.23's config classes for fields missing in a config.json (Llama-like: see `styles`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SHARED: dict[str, Any] = {"hidden_act": "silu", "tie_word_embeddings": False, "
 def sizes(
     vocab: int, hidden: int, layers: int, heads: int, intermediate: int, positions: int, **others: Any
 ) -> dict[str, Any]:
-    """Defaults by the names of the fields."""
+    """Defaults by field name."""
     return {
         **_SHARED,
         "vocab_size": vocab,
@@ -25,7 +25,7 @@ def sizes(
 
 
 def _without_width(*given: int, **others: object) -> dict[str, Any]:
-    """The defaults of a class whose MLP is 4 hidden sizes wide where its width is not given."""
+    """Defaults of a class whose MLP is 4 hidden sizes wide if its width is not given."""
     vocab, hidden, layers, heads, positions = given
     return {**sizes(vocab, hidden, layers, heads, 1, positions, **others), "intermediate_size": None}
 
@@ -140,7 +140,7 @@ _GPT_NAMES = {
 }
 # Classes that do not read ``intermediate_size``.
 OWN_WIDTHS = ("gpt2", "gptj", "bloom", "falcon", "opt")
-# Names that a class uses for fields that the others call differently.
+# Class-specific names of fields, and the common names.
 ALIASES: dict[str, dict[str, str]] = {
     "gpt2": _GPT_NAMES,
     "gptj": _GPT_NAMES,

@@ -14,8 +14,8 @@ class ConfigFields:
     """A config's values over its class's defaults. A field that is ``null`` is `None`, as in transformers.
 
     Attributes:
-        values: What the file says.
-        defaults: What the transformers class says where the file does not.
+        values: Values in the file.
+        defaults: Defaults of the transformers class for fields that are not in the file.
         place: The file or model, for error messages.
     """
 
@@ -24,7 +24,7 @@ class ConfigFields:
     place: str
 
     def get(self, name: str) -> Any:
-        """The field as it stands, `None` where neither file nor class has it."""
+        """The field as it stands; `None` if neither file nor class has it."""
         return self.values.get(name, self.defaults.get(name))
 
     def whole(self, name: str) -> int:
@@ -39,7 +39,7 @@ class ConfigFields:
         return value
 
     def whole_or_none(self, name: str) -> int | None:
-        """A positive whole number, or `None` where the field is ``null`` or missing."""
+        """A positive whole number, or `None` if the field is ``null`` or missing."""
         return None if self.get(name) is None else self.whole(name)
 
     def flag(self, name: str | bool) -> bool:
@@ -68,7 +68,7 @@ class ConfigFields:
         """The largest of some probabilities; missing ones count as 0.
 
         Raises:
-            ConfigError: if one is no number from 0 to 1.
+            ConfigError: if one is not a number from 0 to 1.
         """
         for name in names:
             value = self.get(name) or 0.0
@@ -77,10 +77,10 @@ class ConfigFields:
         return max(float(self.get(name) or 0.0) for name in names)
 
     def fraction(self, name: str) -> float:
-        """A share of the head that rotary embeddings turn, at the top level or among the rope parameters.
+        """The share of a head that gets rotary embeddings, from the top level or the rope parameters.
 
         Raises:
-            ConfigError: if it is no number from 0 to 1.
+            ConfigError: if it is not a number over 0, up to 1.
         """
         values = [(self.get(group) or {}) for group in ("rope_parameters", "rope_scaling")]
         nested = [group[name] for group in values if isinstance(group, Mapping) and group.get(name) is not None]
@@ -91,5 +91,5 @@ class ConfigFields:
         return float(value)
 
     def error(self, name: str, wanted: str) -> ConfigError:
-        """The error for a field that is not what it must be."""
+        """The error for a field with an invalid value."""
         return ConfigError(f"{name} is {self.get(name)!r}.", place=self.place, fix=f"give {name} {wanted}.")

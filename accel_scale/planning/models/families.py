@@ -1,4 +1,4 @@
-"""Facts of the models with separate query, key and value projections: Llama and its descendants, mixtures included."""
+"""Facts of models with separate query, key and value projections: Llama and its descendants, mixtures included."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Heads:
 
 
 def read_heads(config: ConfigFields, *, head_dim: bool = True) -> Heads:
-    """Heads of a config.
+    """Read the heads from a config.
 
     Raises:
-        ConfigError: if the heads do not divide the hidden size, or the key and value heads the query heads.
+        ConfigError: if the heads do not divide the hidden size, or key and value heads do not divide query heads.
     """
     hidden, num = config.whole("hidden_size"), config.whole("num_attention_heads")
     num_kv = config.whole_or_none("num_key_value_heads") or num
@@ -108,7 +108,7 @@ def _layers(config: ConfigFields, style: ModelStyle, heads: Heads, model_type: s
     mixture = style.mixture(config) if style.mixture and any(sparse) else None
     dense_mlp = () if mixture and all(sparse) else _mlp(config, style, config.whole("intermediate_size"))
     if model_type in _EXPERT_NAMES:
-        # PEFT takes the names of these modules for the experts', so that it leaves the dense layers' alone.
+        # PEFT takes the names of these modules for the experts', so it leaves the dense layers' modules alone.
         dense_mlp = tuple(replace(linear, lora_names=()) for linear in dense_mlp)
     sparse_mlp = _mixture_mlp(config, style, mixture, model_type) if mixture else ()
     return tuple(
@@ -129,7 +129,7 @@ def _layers(config: ConfigFields, style: ModelStyle, heads: Heads, model_type: s
 
 
 def _unquantised_last_linear(layers: tuple[LayerFacts, ...]) -> tuple[LayerFacts, ...]:
-    """The layers where transformers keeps the model's last parameter in 16 bit, and that is the last ``down_proj``."""
+    """The layers if transformers keeps the model's last parameter, the last ``down_proj``, in 16 bits."""
     *first, last = layers
     mlp = tuple(replace(item, quantisable=item.name != "down_proj") for item in last.mlp)
     rest = (replace(last, count=last.count - 1),) if last.count > 1 else ()
@@ -137,7 +137,7 @@ def _unquantised_last_linear(layers: tuple[LayerFacts, ...]) -> tuple[LayerFacts
 
 
 def llama_like_facts(config: ConfigFields, style: ModelStyle, *, name: str, model_type: str) -> ModelFacts:
-    """Facts of a model of one of `STYLES`.
+    """Facts of a model with one of the `STYLES`.
 
     Raises:
         ConfigError: if a field has an impossible value.
@@ -175,7 +175,7 @@ def llama_like_facts(config: ConfigFields, style: ModelStyle, *, name: str, mode
 
 
 def _logit_factor(config: ConfigFields, model_type: str) -> object:
-    """What logits are divided or multiplied by; transformers' default where the config does not say."""
+    """The factor that divides or multiplies logits; transformers' default if the config has none."""
     name, default = {"granite": ("logits_scaling", 1.0)}.get(model_type, ("logit_scale", None))
     value = config.get(name)
     return default if value is None else value

@@ -44,7 +44,7 @@ def _falcon_heads(config: ConfigFields) -> Heads:
 
 
 def _falcon_variant(new: bool, parallel: bool, parallel_norms: int) -> str:
-    """Falcon's layouts. transformers 5.23 cannot run the two that have a name of several words."""
+    """Name of Falcon's layout. transformers 5.23 cannot run the two layouts with names of several words."""
     if new and not parallel:
         return "new decoder without parallel attention"
     if not new and parallel and parallel_norms == 2:
@@ -57,7 +57,7 @@ def falcon_facts(config: ConfigFields, **named: Any) -> ModelFacts:
     new, parallel = config.flag("new_decoder_architecture"), config.flag("parallel_attn")
     parallel_norms = config.whole_or_none("num_ln_in_parallel_attn") or (2 if new else 1)
     num_norms = (2 if parallel_norms == 2 else 1) if parallel else 2
-    # FalconLinear is a subclass of nn.Linear: transformers 5 quantises nn.Linear itself only, so 4-bit loads skip it.
+    # FalconLinear is a subclass of nn.Linear: transformers 5 quantises only nn.Linear itself, so 4-bit loads skip it.
     width = config.whole_or_none("intermediate_size") or 4 * hidden
     sizes = {
         "query_key_value": (hidden, (heads.num + 2 * heads.num_kv) * heads.dim),

@@ -163,7 +163,7 @@ def _bert(config: ConfigFields, **named: Any) -> ModelFacts:
         attention_dropout=config.largest("attention_probs_dropout_prob"),
         residual_dropout=config.largest("hidden_dropout_prob"),
         outside_linears=(LinearFacts("dense", hidden, hidden, True),),
-        # The class keeps the head's bias twice where it does not tie them.
+        # The class keeps the head's bias twice if it does not tie embeddings.
         outside_other_params=2 * hidden + (0 if config.flag("tie_word_embeddings") else config.whole("vocab_size")),
         embedding_name="word_embeddings",
         **named,

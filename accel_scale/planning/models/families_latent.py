@@ -1,4 +1,4 @@
-"""Facts of DeepSeek V2 and V3 (and R1): latent attention, and experts beside one that is shared."""
+"""Facts of DeepSeek V2 and V3 (and R1): latent attention, and routed experts with a shared one."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _mixture(config: ConfigFields) -> MixtureFacts:
 
 def _gated(config: ConfigFields, width: int) -> tuple[LinearFacts, ...]:
     hidden, bias = config.whole("hidden_size"), config.flag("mlp_bias")
-    # PEFT 0.21 takes these names for the experts', so that it leaves dense layers and shared experts alone.
+    # PEFT 0.21 takes these names for the experts', so it leaves dense layers and shared experts alone.
     sides = (LinearFacts(name, hidden, width, bias, lora_names=()) for name in ("gate_proj", "up_proj"))
     return (*sides, LinearFacts("down_proj", width, hidden, bias, lora_names=()))
 

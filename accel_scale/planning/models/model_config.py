@@ -21,12 +21,12 @@ MODEL_TYPES: tuple[str, ...] = tuple(sorted({*STYLES, *FAMILIES, *LATENT}))
 def facts_from_config(config: Mapping[str, Any], *, name: str, place: str | None = None) -> ModelFacts:
     """Shapes and parameters of the causal language model that transformers builds from a config.
 
-    Fields that are missing take the defaults of the transformers class. Of a Gemma 3 with pictures (``gemma3``)
-    this is the language model; its vision tower is not counted. BERT is its masked language model.
+    Missing fields take the defaults of the transformers class. For a Gemma 3 with images (``gemma3``) this is the
+    language model, without the vision tower. For BERT it is the masked language model.
 
     Args:
         config: The contents of a ``config.json``.
-        name: What to call the model.
+        name: Name of the model.
         place: Where the config came from, for error messages.
 
     Raises:
@@ -54,7 +54,7 @@ def _gemma3_text(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _common_names(model_type: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with each class's own names replaced by the common ones; a `None` alias leaves the default."""
+    """The config with the class's own names replaced by the common ones; a `None` alias leaves the default."""
     unread = ("intermediate_size",) if model_type in OWN_WIDTHS else ()
     values = {name: value for name, value in config.items() if name not in unread}
     for own, common in ALIASES.get(model_type, {}).items():

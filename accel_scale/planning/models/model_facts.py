@@ -1,4 +1,4 @@
-"""What the planner knows of a causal language model: shapes, never weights."""
+"""What the planner knows about a causal language model: shapes, never weights."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ class LinearFacts:
     """One matrix product of a layer.
 
     Attributes:
-        name: Its last module name in the transformers class, e.g. ``q_proj``; experts' are stacked.
+        name: Its last module name in the transformers class, e.g. ``q_proj``; experts are stacked.
         in_features: Columns.
         out_features: Rows.
         bias: Whether it adds a bias.
-        copies: How many such matrices the layer holds (experts); 1 otherwise.
-        active_copies: How many of them a token passes through.
+        copies: Number of such matrices in the layer (experts); 1 otherwise.
+        active_copies: Number of them that a token passes through.
         quantisable: Whether a 4-bit load replaces it (`nn.Linear` modules; experts kept as one 3-D tensor are not).
-        lora_names: Names that PEFT targets it by, where not by `name`: experts kept as one tensor answer to the names
-            they had as modules, all of which must be targeted, at rank r each. Empty: PEFT cannot adapt it.
+        lora_names: Names by which PEFT targets it, if not by `name`: experts kept as one tensor are targeted by the
+            names they had as modules, all of them together, at rank r each. Empty: PEFT cannot adapt it.
         written_out: Whether the class multiplies by the transposed weight and adds the bias itself (Falcon).
     """
 
@@ -61,16 +61,16 @@ class LayerFacts:
     """One kind of decoder layer.
 
     Attributes:
-        count: How many layers of the model are like this.
+        count: Number of such layers in the model.
         attention: The attention's linears, ``q_proj``, ``k_proj``, ``v_proj``, ``o_proj`` (or the fused names).
         mlp: The MLP's linears (router included); gated MLPs have gate, up and down.
         norm_params: Parameters of all norms in the layer, query and key norms included.
         num_norms: Norms over the hidden size that run in the layer: 2, 4 (Gemma 2, 3) or 1 (parallel blocks).
         query_key_norm: Whether queries and keys are normalised per head.
-        sliding_window: Tokens that attention looks back, `None` for all.
-        mixture: The experts, `None` in a dense layer.
-        rotates: Whether rotary embeddings turn its queries and keys, where the model has them.
-        other_params: Parameters that are neither a matrix product's nor a norm's.
+        sliding_window: Number of tokens that attention looks back; `None` for all.
+        mixture: The experts; `None` in a dense layer.
+        rotates: Whether its queries and keys get rotary embeddings, if the model has them.
+        other_params: Parameters that belong to neither a matrix product nor a norm.
     """
 
     count: int
@@ -100,44 +100,44 @@ class ModelFacts:
     """A decoder-only language model.
 
     Attributes:
-        name: What the user called it.
-        model_type: transformers' name of the architecture.
+        name: The name that the user gave.
+        model_type: transformers' name for the architecture.
         hidden_size: Width of the residual stream.
         num_heads: Query heads.
         num_kv_heads: Key and value heads.
         head_dim: Width of one head.
         intermediate_size: Width of a dense MLP.
         vocab_size: Rows of the embedding.
-        tied_embeddings: Whether the head is the embedding.
+        tied_embeddings: Whether the head shares the embedding's weight.
         gated_mlp: Whether the MLP multiplies two projections (SwiGLU, GeGLU).
-        activation: transformers' name of the activation function.
+        activation: transformers' name for the activation function.
         norm: ``rms`` or ``layer``.
         parallel_residual: Whether attention and MLP are added to the same residual: parallel blocks, and those that
             normalise it once for each (GPT-NeoX, Falcon 40B).
-        rotary_dims: Dimensions of a head that rotary embeddings turn; 0 with learned positions.
+        rotary_dims: Dimensions of a head that get rotary embeddings; 0 with learned positions.
         position_params: Parameters of learned positions.
         final_norm_params: Parameters of the norm before the head.
         head_bias: Whether the head adds a bias.
-        max_positions: Longest sequence the model was made for.
+        max_positions: Longest sequence that the model was made for.
         attention_dropout: Probability with which attention weights are dropped in training.
-        embedding_dropout: The same for the embedding's result.
-        residual_dropout: The same for what attention and MLP add to the hidden states.
+        embedding_dropout: The same for the embedding's output.
+        residual_dropout: The same for the outputs of attention and MLP.
         logit_softcap: Whether final logits pass a tanh cap (Gemma 2).
         attention_softcap: Whether attention scores pass one.
         projection_clip: Whether queries, keys and values are clamped as they leave their projections (OLMo 1.7).
-        layer_variant: Which of a family's layouts its layers have, where shapes do not tell; empty: the usual one.
-        value_dim: Width of a head's values where not `head_dim` (latent attention); 0 elsewhere.
-        embedding_size: Width of the embedding and the head where not `hidden_size` (OPT-350M); 0 elsewhere.
+        layer_variant: The layout of its layers within the family, if shapes do not tell; empty: the usual one.
+        value_dim: Width of a head's values, if not `head_dim` (latent attention); otherwise 0.
+        embedding_size: Width of the embedding and the head, if not `hidden_size` (OPT-350M); otherwise 0.
         embedding_name: Last module name of the embedding.
-        outside_linears: Matrix products outside of the layers, the head excepted.
-        outside_other_params: Parameters outside of the layers that belong to none of the above: the norm beside the
+        outside_linears: Matrix products outside the layers, except the head.
+        outside_other_params: Parameters outside the layers that belong to none of the above: the norm next to the
             embedding (BLOOM, BERT).
-        has_embedding: Whether the token embedding is here; not in later stages of a pipeline.
-        has_head: Whether the head is; not in earlier stages.
-        buffer_bytes: Of tensors that lie beside the parameters each in a type of its own (masks, tables of positions).
-        buffer_values: Of such tensors that are in the type of the weights: how many values.
-        num_scores: Of a head that scores rows, as a reward model's; 0: the head predicts tokens.
-        traced_config: The config.json, as text, of a model whose layers are traced rather than modelled by hand; empty
+        has_embedding: Whether the token embedding is included; later stages of a pipeline lack it.
+        has_head: Whether the head is included; earlier stages lack it.
+        buffer_bytes: Bytes of buffers with a dtype of their own (masks, tables of positions).
+        buffer_values: Number of values in buffers with the dtype of the weights.
+        num_scores: Outputs of a head that scores rows, as in a reward model; 0: the head predicts tokens.
+        traced_config: The text of config.json for a model whose layers are traced rather than modelled by hand; empty
             for others.
         layers: The kinds of layers, in order of first appearance.
     """
@@ -182,17 +182,17 @@ class ModelFacts:
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers."""
+        """Number of decoder layers."""
         return sum(layer.count for layer in self.layers)
 
     @property
     def embedding_params(self) -> int:
-        """Parameters of the token embedding (also the head's, where tied)."""
+        """Parameters of the token embedding (also the head's, if tied)."""
         return self.vocab_size * (self.embedding_size or self.hidden_size)
 
     @property
     def head_params(self) -> int:
-        """Parameters the head adds: none of its own where tied."""
+        """Parameters that the head adds: no weight of its own if tied."""
         if not self.has_head:
             return 0
         if self.num_scores:
@@ -201,17 +201,17 @@ class ModelFacts:
 
     @property
     def head_width(self) -> int:
-        """What the head computes per token: a logit for each entry of the vocabulary, or scores."""
+        """Outputs of the head per token: a logit for each entry of the vocabulary, or scores."""
         return self.num_scores or self.vocab_size
 
     @property
     def head_weights(self) -> int:
-        """Weights that the head multiplies by, tied or its own."""
+        """Weights that the head multiplies by, whether tied or its own."""
         return self.num_scores * self.hidden_size or self.embedding_params
 
     @property
     def outside_params(self) -> int:
-        """Parameters outside of the layers that are neither embedding, positions, final norm nor head."""
+        """Parameters outside the layers that are not embedding, positions, final norm or head."""
         return sum(linear.num_params for linear in self.outside_linears) + self.outside_other_params
 
     @property
@@ -221,14 +221,14 @@ class ModelFacts:
 
     @property
     def num_params(self) -> int:
-        """All parameters, tied ones counted once: what ``model.num_parameters()`` says."""
+        """All parameters, tied ones counted once: the result of ``model.num_parameters()``."""
         outside = self.position_params + self.final_norm_params + self.head_params
         outside += self.embedding_params if self.has_embedding else 0
         return outside + self.outside_params + self.layer_params
 
     @property
     def num_active_params(self) -> int:
-        """Parameters a token passes through in matrix products: the layers' and the head's, without the look-up."""
+        """Parameters of the matrix products a token passes through: layers and head, without the embedding look-up."""
         per_layer = sum(
             layer.count * sum(linear.num_params // linear.copies * linear.active_copies for linear in layer.linears)
             for layer in self.layers
@@ -240,7 +240,7 @@ class ModelFacts:
         return replace(self, num_scores=1, tied_embeddings=False, head_bias=False, logit_softcap=False)
 
     def each_layer(self) -> Iterator[LayerFacts]:
-        """Every layer, one by one."""
+        """Yield every layer, one by one."""
         for layer in self.layers:
             for _ in range(layer.count):
                 yield layer

@@ -13,20 +13,20 @@ class ParallelSetup(Offloading):
     """How the ranks share the work.
 
     Attributes:
-        strategy: A name of `facts.strategies` that can be planned.
-        num_gpus: All ranks.
+        strategy: A name in `facts.strategies` that can be planned.
+        num_gpus: Number of ranks.
         gpus_per_node: Ranks that share a node's links.
         num_replicas: Groups that each hold all shards (hybrid sharding); 1: shards over all data-parallel ranks.
         reshard_after_forward: Whether FSDP frees gathered weights after the forward pass (FULL_SHARD).
         offload_optimizer: Where optimizer states live when not on the card.
         offload_params: Where weights live when not on the card.
         tensor_parallel: Ranks that share each matrix product.
-        pipeline_parallel: Stages that the layers are split into.
+        pipeline_parallel: Ranks that the layers are split over.
         sequence_parallel: Ranks that share each sequence (Ulysses).
         pipeline_schedule: One of `PIPELINE_SCHEDULES`.
         stages_per_rank: Stages that each rank of a pipeline holds.
-        in_engine: Whether the engine has the whole model and takes the ranks of a sequence for data-parallel ones, as
-            in the fine-tuning recipe; else the recipe divides the model itself.
+        in_engine: Whether the engine has the whole model and treats the ranks of a sequence as data-parallel, as in
+            the fine-tuning recipe; otherwise the recipe divides the model itself.
         zero: Sizes of DeepSpeed's buffers.
     """
 
@@ -47,7 +47,7 @@ class ParallelSetup(Offloading):
 
     @property
     def is_divided(self) -> bool:
-        """Whether the recipe itself divides the model among ranks."""
+        """True if the recipe itself divides the model among ranks."""
         return self.model_parallel > 1 and not self.in_engine
 
     @property
@@ -57,7 +57,7 @@ class ParallelSetup(Offloading):
 
     @property
     def degrees(self) -> tuple[int, int, int]:
-        """Of tensor, pipeline and sequence parallelism."""
+        """Degrees of tensor, pipeline and sequence parallelism."""
         return self.tensor_parallel, self.pipeline_parallel, self.sequence_parallel
 
     @property
@@ -67,35 +67,35 @@ class ParallelSetup(Offloading):
 
     @property
     def num_shards(self) -> int:
-        """Ranks that one copy of sharded states is spread over. Ranks of one sequence share shards too."""
+        """Ranks that one copy of sharded states is distributed over, including the ranks of one sequence."""
         return self.data_parallel * self.sequence_parallel // self.num_replicas
 
     @property
     def kind(self) -> Strategy:
-        """The strategy's own properties."""
+        """The properties of the strategy."""
         return strategy_named(self.strategy)
 
     @property
     def can_sync_each_batch(self) -> bool:
-        """Whether gradients of every micro-batch can be reduced and sharded, which saves memory."""
+        """True if gradients can be reduced and sharded after every micro-batch, which saves memory."""
         return self.kind.reduces_each_batch and not self.is_divided
 
     @property
     def shards_states(self) -> bool:
-        """Whether optimizer states are spread."""
+        """True if optimizer states are sharded."""
         return self.kind.shards_states
 
     @property
     def shards_gradients(self) -> bool:
-        """Whether gradients are spread."""
+        """True if gradients are sharded."""
         return self.kind.shards_gradients
 
     @property
     def shards_weights(self) -> bool:
-        """Whether weights are spread."""
+        """True if weights are sharded."""
         return self.kind.shards_weights
 
     @property
     def is_deepspeed(self) -> bool:
-        """Whether DeepSpeed runs the step."""
+        """True if DeepSpeed runs the step."""
         return self.kind.is_deepspeed

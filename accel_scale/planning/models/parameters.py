@@ -1,4 +1,4 @@
-"""Counts of parameters: adapters, trainable and frozen ones, what a 4-bit load replaces."""
+"""Counts parameters: adapters, trainable and frozen ones, and what a 4-bit load replaces."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ _HEAD, _SCORES = "lm_head", "score"
 
 @dataclass(frozen=True)
 class ParameterGroups:
-    """The parameters of a model under a way of training. The base's groups add up to `base`.
+    """The parameters of a model under a training setup. The base's groups add up to `base`.
 
     Attributes:
-        embedding: The token embedding (also the head's, where tied).
+        embedding: The token embedding (also the head's, if tied).
         positions: Learned positions.
         layer_linears: Weights and biases of all layers' matrix products.
         layer_norms: Norms of all layers, query and key norms included.
-        other: The rest outside of the layers: a norm or projections beside the embedding.
+        other: The rest outside the layers: a norm or projections next to the embedding.
         final_norm: The norm before the head.
         head: What the head adds to the embedding.
-        largest_layer: One layer, the largest.
+        largest_layer: The largest single layer.
         lora: Adapters.
-        full_copies: Modules trained whole beside adapters: PEFT trains a copy and keeps the original.
+        full_copies: Modules trained in full besides adapters: PEFT trains a copy and keeps the original.
         trainable: Parameters with a gradient.
-        frozen: Parameters without, quantised ones included.
-        quantised: Weights that QLoRA stores in 4 bit (part of `frozen`); 0 for other methods.
+        frozen: Parameters without a gradient, quantised ones included.
+        quantised: Weights that QLoRA stores in 4 bits (part of `frozen`); 0 for other methods.
     """
 
     embedding: int
@@ -49,13 +49,13 @@ class ParameterGroups:
 
     @property
     def base(self) -> int:
-        """Parameters of the model itself, tied ones once."""
+        """Parameters of the model itself, tied ones counted once."""
         layers = self.layer_linears + self.layer_norms
         return self.embedding + self.positions + layers + self.other + self.final_norm + self.head
 
 
 def parameter_groups(facts: ModelFacts, setup: TrainingSetup) -> ParameterGroups:
-    """Parameters of a model by group, and by what training does with them.
+    """Parameters of a model by group, and by their role in training.
 
     Raises:
         ConfigError: if the setup's adapters name a module that the model does not have.
@@ -85,13 +85,13 @@ def _groups(facts: ModelFacts, adapters: LoraSetup | None, quantises_base: bool)
 
 
 def lora_params(facts: ModelFacts, lora: LoraSetup) -> int:
-    """Parameters of the adapters: r·(in + out) for each target, and with DoRA a magnitude for each output.
+    """Parameters of the adapters: r·(in + out) for each target, plus a magnitude for each output with DoRA.
 
-    Experts that are stored as one tensor get an adapter for each expert. Source: LoRA (Hu et al. 2021), section 4.1;
+    Experts stored as one tensor get an adapter for each expert. Source: LoRA (Hu et al. 2021), section 4.1;
     DoRA (Liu et al. 2024), equation 5; the experts as PEFT 0.21 adapts them.
 
     Raises:
-        ConfigError: if a target is no module of the model, or cannot be adapted.
+        ConfigError: if a target is not a module of the model, or cannot be adapted.
     """
     targets = set(lora.targets)
     if targets == {"all-linear"}:
@@ -109,14 +109,14 @@ def lora_params(facts: ModelFacts, lora: LoraSetup) -> int:
 
 
 def adapter_rank(item: LinearFacts, lora: LoraSetup) -> int:
-    """Columns of A of the adapters on one matrix product, r for each name that PEFT targets it by; 0 without one."""
+    """Total rank of the adapters on one matrix product: r for each name that PEFT targets it by; 0 without one."""
     targets = set(lora.targets)
     is_adapted = targets == {"all-linear"} or _is_target(item, targets)
     return lora.rank * len(_names(item)) if is_adapted else 0
 
 
 def quantised_linears(facts: ModelFacts) -> tuple[tuple[LinearFacts, int], ...]:
-    """What a bitsandbytes 4-bit load replaces, each with how many of it the model has: every linear but the head."""
+    """The linears that a bitsandbytes 4-bit load replaces (all but the head), each with its number in the model."""
     return tuple((item, count) for item, count in _all_linears(facts) if item.quantisable)
 
 

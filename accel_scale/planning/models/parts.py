@@ -1,4 +1,4 @@
-"""Shared parts of the facts of families before Llama."""
+"""Shared helpers for the facts of families before Llama."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def uniform_facts(
     norm_params: int | None = None,
     **others: Any,
 ) -> ModelFacts:
-    """Facts of a model whose layers are all alike; LayerNorms with bias and an ungated MLP unless `others` say so."""
+    """Facts of a model with identical layers; LayerNorms with bias and an ungated MLP unless `others` differ."""
     hidden = config.whole("hidden_size")
     layer = LayerFacts(
         count=config.whole("num_hidden_layers"),
@@ -53,7 +53,7 @@ def uniform_facts(
 
 
 def two_layers(config: ConfigFields, names: tuple[str, str], *, bias: bool = True) -> tuple[LinearFacts, ...]:
-    """An ungated MLP; 4 hidden sizes wide where the config does not say."""
+    """An ungated MLP, 4 hidden sizes wide unless the config gives its width."""
     hidden = config.whole("hidden_size")
     width = config.whole_or_none("intermediate_size") or 4 * hidden
     return (LinearFacts(names[0], hidden, width, bias), LinearFacts(names[1], width, hidden, bias))

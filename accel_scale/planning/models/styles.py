@@ -1,4 +1,4 @@
-"""Architectures with separate query, key and value projections: one entry each, which planner and tape read."""
+"""Architectures with separate query, key and value projections: one entry each, for the planner and the tape."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from accel_scale.planning.models.model_facts import MixtureFacts
 
 @dataclass(frozen=True)
 class ModelStyle:
-    """What tells one such family from another. Biases are a fact or the name of the config's field.
+    """What distinguishes one such family from another. Biases are a bool or the name of the config's field.
 
     Attributes:
         qkv_bias: Bias of the query, key and value projections.
@@ -39,14 +39,14 @@ class ModelStyle:
         head_dim: Whether the class reads ``head_dim``.
         parallel: Whether attention and MLP read the same normalised input; or the name of the config's field.
         activation: The config's field that names the activation.
-        windows: The layers' windows.
-        rotates: Tells from a layer's index, its window and the config whether it turns queries and keys.
-        router: Name of the experts' router; with its bias, the experts have biases too.
-        router_bias: Whether they do.
-        sinks: Whether each head has a parameter of its own (gpt-oss).
-        mixture: Reads the experts of a mixture, `None` for dense families.
-        defaults: Those of its config class in transformers 5.23, for fields that a config.json leaves out.
-        layers: The family of `planning.tape.families` whose layers compute alike, unless it has one of its own there.
+        windows: Attention windows of the layers.
+        rotates: Tells from a layer's index, its window and the config whether it rotates queries and keys.
+        router: Name of the experts' router.
+        router_bias: Whether the router has a bias, and with it the experts.
+        sinks: Whether each head has a sink parameter (gpt-oss).
+        mixture: Reads the experts of a mixture; `None` for dense families.
+        defaults: Defaults of its config class in transformers 5.23, for fields that a config.json leaves out.
+        layers: The family of `planning.tape.families` with equivalent layers, unless it has its own there.
         tensor_parallel: Whether `accel_scale.parallel` divides its matrices.
     """
 

@@ -1,7 +1,7 @@
-"""Models that are not modelled by hand: their facts come from the real class, and are kept in a cache of files.
+"""Models that are not modelled by hand: their facts come from the real class, and are cached in files.
 
-What looks at real classes, `accel_scale.tracing`, trains with the rooms above this one; it is looked up by name when a
-model is not in the cache, and torch is imported then and not before.
+`accel_scale.tracing`, which inspects real classes, trains with the packages above this one. It is looked up by name
+when a model is not in the cache, and torch is imported only then.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from accel_scale.planning.models.training_setup import TrainingSetup
 
 _TRACER = "accel_scale.tracing.service"
 _VERSIONED = ("torch", "transformers", "peft", "accel-scale")
-# Counts up when what is written to the cache changes.
+# Incremented when the contents of the cache change.
 _FORMAT = 6
 
 Document = dict[str, Any]
 
 
 class Tracer(Protocol):
-    """What `accel_scale.tracing.service` offers."""
+    """The interface of `accel_scale.tracing.service`."""
 
     def facts_of(self, values: Mapping[str, object], *, name: str, place: str) -> ModelFacts:
         """Shapes and parameters of the real class."""
@@ -41,14 +41,14 @@ class Tracer(Protocol):
         """Bytes of a step by segment, as polynomials of rows and length."""
 
     def kept_layers(self, facts: ModelFacts, setup: TrainingSetup) -> list[Document]:
-        """What layers keep of earlier tokens: how many layers, their window, bytes of a row and of a token."""
+        """What layers keep of earlier tokens: number of layers, window, bytes per row and per token."""
 
 
 def tracer() -> Tracer:
     """The module that traces real classes; imports torch and transformers.
 
     Raises:
-        ConfigError: where they are not installed.
+        ConfigError: if they are not installed.
     """
     if sys.stderr.isatty():
         print("tracing the model's layers; kept for the next time …", file=sys.stderr, flush=True)
@@ -63,15 +63,15 @@ def tracer() -> Tracer:
 
 
 def facts_of_any(config: Mapping[str, object], *, name: str, place: str | None = None) -> ModelFacts:
-    """`facts_from_config` of what is modelled, facts of the real class of everything else.
+    """`facts_from_config` for modelled architectures, facts of the real class for everything else.
 
     Raises:
-        ConfigError: if the config can be read by neither.
+        ConfigError: if neither can read the config.
     """
     model_type = config.get("model_type") if isinstance(config, Mapping) else None
     modelled = model_type in MODEL_TYPES or model_type == "gemma3"
     if model_type == "bert" and config.get("is_decoder"):
-        modelled = False  # by hand there is the encoder
+        modelled = False  # only the encoder is modelled by hand
     if modelled or not isinstance(model_type, str):
         return facts_from_config(config, name=name, place=place)
     text = _text_of(config)
@@ -84,12 +84,12 @@ def facts_of_any(config: Mapping[str, object], *, name: str, place: str | None =
 
 
 def shipped_facts(stored: Document, config: Mapping[str, object], *, name: str) -> ModelFacts:
-    """Facts of a model of the catalogue that were read from its class when it was entered."""
+    """Facts of a model in the catalogue, read from its class when the entry was made."""
     return _facts_from(stored, name=name, text=_text_of(config))
 
 
 def as_stored(facts: ModelFacts) -> Document:
-    """What is kept of facts: all but the model's name and its config."""
+    """The facts as they are stored: all but the model's name and its config."""
     stored = asdict(facts)
     del stored["traced_config"], stored["name"]
     return stored
@@ -144,7 +144,7 @@ def _path(text: str) -> Path:
 
 
 def read_trace(text: str) -> Document:
-    """What is known of the model of a config, by these versions; empty where nothing is."""
+    """What is cached about a config's model under the installed versions; empty if there is nothing."""
     try:
         document = json.loads(_path(text).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -153,7 +153,7 @@ def read_trace(text: str) -> Document:
 
 
 def write_trace(text: str, added: Document) -> None:
-    """Add to what is known. A folder that cannot be written costs time the next time and nothing else."""
+    """Add to the cache. A folder that cannot be written only costs time on the next run."""
     path, document = _path(text), {**read_trace(text), **added}
     new = path.with_name(f"{path.name}.{os.getpid()}")
     try:

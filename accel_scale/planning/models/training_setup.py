@@ -27,9 +27,9 @@ class LoraSetup:
 
     Attributes:
         rank: r of the update B·A.
-        targets: Last module names that get one, or ``("all-linear",)``: every linear but the head.
+        targets: Last module names that get an adapter, or ``("all-linear",)``: every linear but the head.
         dora: Whether a magnitude vector per output is learned.
-        full_modules: Modules trained whole beside them (PEFT's ``modules_to_save``), e.g. ``embed_tokens``.
+        full_modules: Modules trained in full besides them (PEFT's ``modules_to_save``), e.g. ``embed_tokens``.
         dropout: Probability with which an adapter's inputs are dropped; each adapter then keeps a copy of them.
     """
 
@@ -45,9 +45,9 @@ class GenerationSetup:
     """Answers that the model writes before it is trained on them, by transformers' ``generate``.
 
     Attributes:
-        rows: Answers that a rank writes at the same time.
+        rows: Number of answers that a rank writes at the same time.
         prompt_length: Tokens of the longest prompt.
-        completion_length: Tokens of an answer, at most.
+        completion_length: Maximum number of tokens in an answer.
     """
 
     rows: int
@@ -62,12 +62,12 @@ class GenerationSetup:
 
 @dataclass(frozen=True)
 class VllmSetup:
-    """vLLM, which writes the answers of a `GenerationSetup` in transformers' place.
+    """vLLM, which writes the answers of a `GenerationSetup` instead of transformers.
 
     Attributes:
-        held_bytes: What it holds of each card that trains, weights and cache; 0: it is a server elsewhere.
-        sleeps: Whether it gives that back while the model trains.
-        tensor_parallel: Cards that share its weights.
+        held_bytes: Memory that it holds on each training card, weights and cache; 0: it is a server elsewhere.
+        sleeps: Whether it releases that memory while the model trains.
+        tensor_parallel: Number of cards that share its weights.
     """
 
     held_bytes: float = 0.0
@@ -78,7 +78,7 @@ class VllmSetup:
         """Refuse a share of the card that 16-bit weights alone would fill.
 
         Raises:
-            ConfigError: with both sizes.
+            ConfigError: naming both sizes.
         """
         weights = 2 * num_params / self.tensor_parallel
         if 0 < self.held_bytes <= weights:
@@ -92,42 +92,42 @@ class VllmSetup:
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """One way to train; validated when made.
+    """One way to train, validated on creation.
 
     Attributes:
         method: ``full``, ``lora`` or ``qlora``.
         precision: ``fp32``; ``fp16`` and ``bf16`` (mixed: trained weights fp32, products under autocast);
             ``bf16_true``; ``fp8`` (torchao on bf16 mixed).
-        optimizer: A name of ``--optim``.
-        checkpointing: A name of ``--checkpointing_policy``.
+        optimizer: A value of ``--optim``.
+        checkpointing: A value of ``--checkpointing_policy``.
         long_rows: Whether MLPs and norms run over slices of the rows.
-        fused: Parts of the model that run in Liger's kernels, of `FUSED_PARTS`.
-        attention: A name of ``--attn_implementation``.
-        loss: ``full`` logits, ``chunked`` (this project's head and loss), ``liger``, or ``log_probs`` (TRL's of every
-            token, in tiles), ``chunked_logits`` (torchtune's: whole logits, their loss in eight chunks).
+        fused: Parts of the model that run in Liger's kernels, out of `FUSED_PARTS`.
+        attention: A value of ``--attn_implementation``.
+        loss: ``full`` logits, ``chunked`` (this project's head and loss), ``liger``, ``log_probs`` (TRL's, of every
+            token, in tiles) or ``chunked_logits`` (torchtune's: whole logits, their loss in eight chunks).
         chunk_logits: Logits of a frozen head that ``chunked`` holds at once on a GPU: `card_logits` of its memory.
         micro_batch_size: Rows per rank and forward pass.
         sequence_length: Tokens per row: the longest row of a batch when padded, the row when packed.
         packing: Whether rows are filled with several documents.
-        mean_length: Tokens that are no padding, on average per row; `None`: all.
+        mean_length: Average tokens per row that are not padding; `None`: all.
         accumulation: Micro-batches per optimizer step.
-        sync_each_batch: Whether FSDP2 reduces and shards the gradients of every micro-batch. Else those of all but a
-            step's last wait whole on every rank, and are reduced once.
-        reduce_dtype: Of ``--reduce_dtype``; None: the engine's own.
+        sync_each_batch: Whether FSDP2 reduces and shards gradients after every micro-batch. Otherwise they stay whole
+            on every rank until a step's last micro-batch, and are reduced once.
+        reduce_dtype: A value of ``--reduce_dtype``; None: the engine's own.
         lora: The adapters, for ``lora`` and ``qlora``.
-        double_quantisation: Whether QLoRA quantises its constants too.
+        double_quantisation: Whether QLoRA also quantises its constants.
         compile: Whether layers go through torch.compile.
-        weight_dtype: Trained weights, where not what `precision` says (``bfloat16`` under autocast, for instance).
-        frozen_dtype: Frozen weights, where not the compute dtype.
-        reference_model: Whether a frozen copy of the model does a forward pass on every micro-batch too.
+        weight_dtype: Dtype of trained weights, if not `precision`'s (``bfloat16`` under autocast, for instance).
+        frozen_dtype: Dtype of frozen weights, if not the compute dtype.
+        reference_model: Whether a frozen copy of the model also does a forward pass on every micro-batch.
         reference_pass: When the reference, a copy or the base without adapters, does its forward pass: ``none``,
-            ``before`` a step's passes, or ``within`` them, while the graph of a micro-batch waits.
-        kl_rows: Whether as many rows again, of prompts with other rows' answers, are scored by the model and by what
-            its reference does in a micro-batch, without gradients: KTO's KL term.
-        generation: What is written before a step; None without it.
-        vllm: What writes it, where transformers does not.
+            ``before`` a step's passes, or ``within`` them, while the graph of a micro-batch is kept.
+        kl_rows: Whether as many rows again, prompts with other rows' answers, are scored in a micro-batch without
+            gradients, by the model and by its reference if there is one: KTO's KL term.
+        generation: Answers written before a step; None without generation.
+        vllm: vLLM, if it writes the answers instead of transformers.
         quantises_whole: Whether every card holds a whole 4-bit base before it is sharded, as transformers loads it.
-        steps_in_backward: Whether each parameter is updated as soon as its gradient is there, which is then freed.
+        steps_in_backward: Whether each parameter is updated as soon as its gradient is ready, which is then freed.
         parallel: How ranks share the work.
     """
 
@@ -193,28 +193,28 @@ class TrainingSetup:
 
     @property
     def least_rows(self) -> int:
-        """Rows of a micro-batch at least: other rows' answers need another row."""
+        """Minimum rows of a micro-batch: other rows' answers need another row."""
         return 2 if self.kl_rows else 1
 
     @property
     def scoring_passes(self) -> int:
-        """Forward passes of a micro-batch's size without gradients, of a reference and for the KL term."""
+        """Number of forward passes per micro-batch without gradients, for a reference and for the KL term."""
         has_reference = self.reference_model or self.reference_pass != "none"
         return has_reference + self.kl_rows * (1 + has_reference)
 
     @property
     def trains_adapters(self) -> bool:
-        """Whether adapters learn on a frozen base."""
+        """True if adapters are trained on a frozen base."""
         return METHOD_FACTS[self.method].trains_adapters
 
     @property
     def trains_all(self) -> bool:
-        """Whether every weight learns."""
+        """True if every weight is trained."""
         return not self.trains_adapters
 
     @property
     def quantises_base(self) -> bool:
-        """Whether the frozen base is stored in 4 bits."""
+        """True if the frozen base is stored in 4 bits."""
         return METHOD_FACTS[self.method].quantises_base
 
     @property
@@ -229,22 +229,22 @@ class TrainingSetup:
 
     @property
     def compute_bytes(self) -> int:
-        """Bytes per value of matrix products' inputs."""
+        """Bytes per value of the inputs of matrix products."""
         return DTYPE_BYTES[PRECISION_FACTS[self.precision].compute]
 
     @property
     def reduce_bytes(self) -> int | None:
-        """Bytes per value of a gradient that is reduced; None: as the engine has it."""
+        """Bytes per value of a reduced gradient; None: the engine's own."""
         return DTYPE_BYTES[REDUCE_DTYPES[self.reduce_dtype]] if self.reduce_dtype is not None else None
 
     @property
     def autocast(self) -> bool:
-        """Whether weights and products differ in dtype by autocast."""
+        """True if autocast runs matrix products in another dtype than the weights'."""
         return PRECISION_FACTS[self.precision].autocast is not None
 
     @property
     def trained_bytes(self) -> int:
-        """Bytes per trained weight (and gradient) outside of DeepSpeed, which keeps 16-bit ones and fp32 masters."""
+        """Bytes per trained weight (and gradient) without DeepSpeed, which keeps 16-bit weights and fp32 masters."""
         return DTYPE_BYTES[self.weight_dtype or PRECISION_FACTS[self.precision].weights]
 
     @property
@@ -264,22 +264,22 @@ def _positive(name: str, value: float) -> None:
 
 
 def period_of(setup: TrainingSetup) -> int:
-    """After how many layers the checkpointing policy begins anew."""
+    """Number of layers after which the checkpointing policy repeats."""
     return number_in(setup.checkpointing)[1]
 
 
 def with_segments(setup: TrainingSetup, num_layers: int) -> TrainingSetup:
-    """`setup` with the size of its segments in the name of its policy, where it has segments of a model's own size."""
+    """`setup` with the size of its segments in the name of its policy, if the policy leaves the size to the model."""
     if setup.checkpointing != SEGMENTS:
         return setup
     return replace(setup, checkpointing=f"{SEGMENTS}_{layers_at_once(SEGMENTS, num_layers)}")
 
 
 def check_policy(setup: TrainingSetup) -> None:
-    """Refuse what is no policy.
+    """Refuse an unknown checkpointing policy.
 
     Raises:
-        ConfigError: with those that there are.
+        ConfigError: naming the known policies.
     """
     if kind_of(setup.checkpointing) is None:
         raise ConfigError(

@@ -1,1 +1,1 @@
-"""Which strategy: the search over what is left open, and the files it writes."""
+"""The search over settings that are left open, and the files it writes."""

@@ -24,15 +24,15 @@ _SETTINGS = tuple(field.name for field in fields(Wish) if field.name != "model")
 
 
 def plan(model: str, **settings: Setting) -> Plan:
-    """What fits, fastest first, and why the rest does not; loads no weights and no torch.
+    """Plan a run: what fits, fastest first, and why the rest does not. Loads no weights and no torch.
 
         best = plan("Qwen/Qwen3-8B", gpu="H100", num_gpus=8, method="full", max_length=4096).best
         best.choice.label, best.memory.device_bytes, best.time.step_seconds
 
     Args:
-        model: A name of the catalogue, a folder, a config.json or a name on the hub.
+        model: A name in the catalogue, a folder, a config.json or a name on the hub.
         settings: Flags of `accel-scale plan` without their dashes, e.g. ``gpu="24GiB"``, ``strategy=["FSDP2"]``,
-            ``packing=False``. What is left out is chosen, or read from this machine.
+            ``packing=False``. Anything left out is chosen, or read from this machine.
 
     Returns:
         `Plan`: ``best`` (None if nothing fits), ``candidates``, ``rejections``, ``nearest_miss``.
@@ -62,7 +62,7 @@ def longest_row(model: str, **settings: Setting) -> Plan:
 
 
 def largest_batch(model: str, **settings: Setting) -> Plan:
-    """The plan for the largest micro-batch that fits, one pass of every GPU.
+    """The plan for the largest micro-batch that fits, with one pass of every GPU per step.
 
         largest_batch("Qwen/Qwen3-8B", gpu="H100", method="lora", max_length=4096).best.setup.micro_batch_size
 
@@ -78,15 +78,15 @@ def largest_batch(model: str, **settings: Setting) -> Plan:
 
 
 def cheapest(model: str, prices: Mapping[str, object], tokens: float, **settings: Setting) -> list[PricedPlan]:
-    """The machines of a price table, the cheapest for a job first.
+    """The machines of a price table, cheapest for a job first.
 
         first = cheapest("Qwen/Qwen3-8B", {"H100": 2.4, "RTX 4090": 0.4}, 1e9, method="lora")[0]
         first.price.card, first.price.num_gpus, first.budget.price
 
     Args:
         model, settings: As for `plan`; without ``gpu`` and ``num_gpus``.
-        prices: Of a GPU and hour by card, or ``{"price": 2.4, "num_gpus": [8, 16]}``; else 1, 2, 4 and 8 are tried.
-        tokens: To train on, without padding.
+        prices: Per GPU and hour, by card, or ``{"price": 2.4, "num_gpus": [8, 16]}``; else 1, 2, 4 and 8 are tried.
+        tokens: Tokens to train on, without padding.
 
     Raises:
         ConfigError: for an unknown card or setting.
@@ -96,14 +96,14 @@ def cheapest(model: str, prices: Mapping[str, object], tokens: float, **settings
 
 
 def what_if(model: str, changes: Sequence[str], **settings: Setting) -> list[PlanDifference]:
-    """The best setting, and what it becomes with each change alone.
+    """The best setting, and the best setting with each change on its own.
 
         base, second_card, longer = what_if("Qwen/Qwen3-8B", ["num_gpus=2", "max_length=x2"], gpu="H100")
         longer.memory_bytes, longer.step_seconds  # more than the base's
 
     Args:
         model, settings: The base, as for `plan`.
-        changes: ``flag=value`` each; ``x2`` is twice the base's value.
+        changes: Each ``flag=value``; ``x2`` is twice the base's value.
 
     Raises:
         ConfigError: as `plan`, and for a change that cannot be read.
@@ -113,14 +113,14 @@ def what_if(model: str, changes: Sequence[str], **settings: Setting) -> list[Pla
 
 
 def inference_memory(model: str, *, batch: int, length: int) -> tuple[InferenceEstimate, ...]:
-    """What answering with the trained model takes, with weights in 16 and in 4 bits.
+    """Memory for answering with the trained model, with weights in 16 and in 4 bits.
 
         for found in inference_memory("Qwen/Qwen3-8B", batch=8, length=4096):
             found.weights, found.weight_bytes, found.cache_bytes, found.device_bytes
 
     Args:
         model: As for `plan`.
-        batch: Answers at the same time.
+        batch: Answers generated at the same time.
         length: Tokens of prompt and answer together.
 
     Raises:
@@ -133,7 +133,7 @@ def inference_memory(model: str, *, batch: int, length: int) -> tuple[InferenceE
 
 
 def predict_memory(model: str, **settings: Setting) -> MemoryEstimate:
-    """Peak memory of one rank: of the setting that `plan` would choose, or of the one that comes nearest to fitting.
+    """Peak memory of one rank, for the setting that `plan` would choose or, if none fits, for the nearest to fitting.
 
         predict_memory("Qwen/Qwen3-8B", gpu="24GiB", method="qlora", max_length=2048, global_batch_size=8).high_bytes
 
@@ -170,7 +170,7 @@ def _wish(model: str, settings: Mapping[str, Setting], place: str) -> Wish:
 
 
 def _as_typed(name: str, value: Setting) -> str | bool | tuple[str, ...]:
-    """The value as `Wish` has it: text as on the command line, except switches and lists."""
+    """The value as `Wish` holds it: text as on the command line, except lists and flags with a boolean default."""
     if name in LISTS:
         return (value,) if isinstance(value, str) else tuple(str(item) for item in value)  # type: ignore[union-attr]
     if isinstance(value, bool):

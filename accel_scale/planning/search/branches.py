@@ -1,4 +1,4 @@
-"""Which branch of the decision tree a setup is on: the sections of docs/choosing.md, the simplest first."""
+"""The branch of the decision tree that a setup is on: the sections of docs/choosing.md, simplest first."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ BRANCHES = (
 
 
 def branch_of(setup: TrainingSetup) -> Branch:
-    """The furthest branch that `setup` has come to; smaller steps on the way to it may be part of it too."""
+    """The furthest branch that `setup` has reached; it may include smaller steps on the way."""
     parallel = setup.parallel
     reached = {
         DIVIDE: parallel.tensor_parallel > 1 or parallel.pipeline_parallel > 1,

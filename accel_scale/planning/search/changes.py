@@ -47,7 +47,7 @@ def cheapest_changes(request: Request, setup: TrainingSetup, count: int = 3) -> 
 
 
 def as_flag(flag: str, setup: TrainingSetup) -> str | None:
-    """A change of `cheapest_changes` as flag and value; None for micro-batch and launch, which callers word."""
+    """A change of `cheapest_changes` as flag and value; None for micro-batch and launch, which callers describe."""
     values = {
         "--checkpointing_policy": setup.checkpointing,
         "--optim": setup.optimizer,
@@ -59,7 +59,7 @@ def as_flag(flag: str, setup: TrainingSetup) -> str | None:
 
 
 def launch_label(setup: TrainingSetup, machine: hardware.Machine) -> str:
-    """What `choices` calls the launch of `setup`."""
+    """The label that `choices` gives the launch of `setup`."""
     options = choices(machine.num_gpus, machine.gpus_per_node)
     return next(choice.label for choice in options if choice.parallel == setup.parallel)
 

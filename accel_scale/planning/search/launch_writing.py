@@ -1,4 +1,4 @@
-"""A plan's launch file for `accelerate launch`, and DeepSpeed's own where states are on disk."""
+"""Writes a plan's launch file for `accelerate launch`, and DeepSpeed's own file if it needs one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MARK = "Written by accel-scale plan"
 
 
 def launch_yaml(candidate: Candidate, command: str, folder: Path) -> str:
-    """The launch file of `candidate`, to be in `folder`; `command` is shown in its comment."""
+    """The launch file of `candidate`, to be written to `folder`; `command` is shown in its comment."""
     parallel, setup = candidate.setup.parallel, candidate.setup
     several = "MULTI_GPU" if parallel.num_gpus > 1 else "'NO'"
     kinds = {"none": several, "ddp": "MULTI_GPU", "fsdp": "FSDP", "deepspeed": "DEEPSPEED"}
@@ -103,7 +103,7 @@ def _fsdp(setup: TrainingSetup) -> list[str]:
 
 
 def _shared_fsdp(parallel: ParallelSetup) -> list[str]:
-    """FSDP2 beside tensor, pipeline or sequence parallelism; stages are the recipe's flag."""
+    """Lines for FSDP2 with tensor, pipeline or sequence parallelism; stages are set by the recipe's flag."""
     shards = parallel.data_parallel // parallel.num_replicas
     sizes = {"dp_replicate": parallel.num_replicas, "dp_shard": shards}
     sizes |= {"tp": parallel.tensor_parallel, "sp": parallel.sequence_parallel}
@@ -153,7 +153,7 @@ def _deepspeed(parallel: ParallelSetup, folder: Path) -> list[str]:
 
 
 def needs_file(parallel: ParallelSetup) -> bool:
-    """Whether DeepSpeed needs a file of its own: `accelerate launch` passes on no disk path and no buffer's size."""
+    """True if DeepSpeed needs its own file: `accelerate launch` passes on neither disk paths nor buffer sizes."""
     return parallel.is_deepspeed and (_uses_nvme(parallel) or parallel.zero != DEEPSPEED_BUFFERS)
 
 
@@ -162,7 +162,7 @@ def _uses_nvme(parallel: ParallelSetup) -> bool:
 
 
 def deepspeed_json(model: ModelFacts, parallel: ParallelSetup, folder: Path) -> str:
-    """DeepSpeed's own file."""
+    """Contents of DeepSpeed's own file."""
     if _uses_nvme(parallel):
         content = _infinity(model, parallel, folder)
     else:
@@ -176,7 +176,7 @@ def deepspeed_json(model: ModelFacts, parallel: ParallelSetup, folder: Path) -> 
 
 
 def _infinity(model: ModelFacts, parallel: ParallelSetup, folder: Path) -> dict[str, object]:
-    """A buffer holds a rank's share of the largest weight (elements, rounded up to a million)."""
+    """ZeRO-Infinity's keys. A buffer holds a rank's share of the largest weight, in elements (in whole millions)."""
     largest = max(
         model.embedding_params,
         *(item.in_features * item.out_features * item.copies for layer in model.layers for item in layer.linears),
@@ -201,5 +201,5 @@ def about(candidate: Candidate) -> str:
 
 
 def num_nodes(parallel: ParallelSetup) -> int:
-    """Servers that the launch spans."""
+    """Number of servers that the launch spans."""
     return max(1, parallel.num_gpus // parallel.gpus_per_node)

@@ -1,4 +1,4 @@
-"""The longest row that a card takes."""
+"""The longest row that fits on a card."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _MOST = 2**22
 
 
 def longest_rows(request: Request, *, at_most: int | None = None) -> Plan:
-    """The plan for the longest rows, a multiple of `STEP` tokens, for which something fits, at one row at a time.
+    """The plan for the longest rows that fit, in multiples of `STEP` tokens, at one row at a time.
 
     Args:
-        request: Its length, its global batch and its micro-batch are replaced.
-        at_most: Tokens that a row may have; None: as many as fit.
+        request: The request, whose length, global batch and micro-batch are replaced.
+        at_most: Maximum number of tokens in a row; None: as many as fit.
 
     Raises:
         ConfigError: if not even `STEP` tokens fit.
@@ -42,7 +42,7 @@ def longest_rows(request: Request, *, at_most: int | None = None) -> Plan:
 
 
 def last_that_fits(plan_for: Callable[[int], Plan], best: Plan, fits: int, fails: int) -> Plan:
-    """The plan for the largest number for which something fits: `best` is the one for `fits`; `fails` is too large."""
+    """Bisect for the plan of the largest number that fits. `best` is the plan for `fits`; `fails` is too large."""
     while fails - fits > 1:
         middle = (fits + fails) // 2
         found = plan_for(middle)

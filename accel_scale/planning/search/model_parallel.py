@@ -1,4 +1,4 @@
-"""Candidates of tensor, pipeline and sequence parallelism, for runs that data parallelism alone does not fit."""
+"""Candidates for tensor, pipeline and sequence parallelism, for runs that do not fit with data parallelism alone."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from accel_scale.planning.models.styles import STYLES
 from accel_scale.planning.models.training_setup import ParallelSetup, TrainingSetup
 from accel_scale.planning.search.recipe_choices import PRETRAIN_PLAN, PlannedRecipe
 
-# What `accel_scale.parallel` divides beside the `tensor_parallel` of `STYLES`; a test compares with its checks.
+# Types that `accel_scale.parallel` divides besides `STYLES` with `tensor_parallel`; a test compares with its checks.
 _DIVIDED = frozenset(("gemma3", "gpt2", "gpt_neox", "phi"))
 NO_SEQUENCE_PARALLEL_TYPES = frozenset(("bloom", "falcon", "gptj", "stablelm"))
 _MOST_STAGES = 64
-# After data parallelism in the decision tree, by how many kinds are combined.
+# Effort per combined kind of parallelism: after data parallelism in the decision tree.
 _EFFORT = 20
 
 
 @dataclass(frozen=True)
 class Degrees:
-    """Ranks that share each matrix product, the layers, and each row; all None: open, else None is 1."""
+    """Numbers of ranks that share each matrix product, the layers, and each row. All None: open; else None is 1."""
 
     tensor: int | None = None
     pipeline: int | None = None
@@ -32,7 +32,7 @@ class Degrees:
 
     @property
     def is_open(self) -> bool:
-        """Whether nothing was asked for."""
+        """True if no degree was requested."""
         return self.tensor is None and self.pipeline is None and self.sequence is None
 
 
@@ -46,14 +46,14 @@ def families(
     long_rows: bool,
     recipe: PlannedRecipe = PRETRAIN_PLAN,
 ) -> list[list[list[ParallelChoice]]]:
-    """Choices by which kinds of parallelism are combined, each family in steps of growing degree.
+    """Choices grouped by the kinds of parallelism that they combine, each family in steps of growing degree.
 
-    Tensor and sequence parallelism stay inside of a server. A degree that was asked for is the only one of its kind.
+    Tensor and sequence parallelism stay inside a server. A requested degree is the only one of its kind.
 
     Args:
-        schedule: Of pipelines.
-        long_rows: Whether sequence parallelism is worth a try where nobody asked for it.
-        recipe: What will run it.
+        schedule: Schedule of pipelines.
+        long_rows: Whether to try sequence parallelism even if it was not requested.
+        recipe: The recipe that will run the plan.
     """
     inside = _powers(min(num_gpus, gpus_per_node))
     tensor, sequence = (1, *inside), (1, *inside) if long_rows else (1,)
@@ -79,7 +79,7 @@ def families(
 
 
 def labels(model: ModelFacts, num_gpus: int, gpus_per_node: int, recipe: PlannedRecipe = PRETRAIN_PLAN) -> list[str]:
-    """Of all that there is to choose from."""
+    """Labels of all available choices."""
     found = families(model, num_gpus, gpus_per_node, Degrees(), long_rows=True, recipe=recipe)
     return [choice.label for family in found for level in family for choice in level]
 
@@ -89,7 +89,7 @@ def _powers(most: int) -> tuple[int, ...]:
 
 
 def _stages(model: ModelFacts, num_gpus: int, gpus_per_node: int) -> tuple[int, ...]:
-    """Powers of two, and the number of servers."""
+    """Numbers of stages to try: powers of two, and the number of servers."""
     most = min(model.num_layers, num_gpus, _MOST_STAGES)
     nodes = num_gpus // gpus_per_node
     return tuple(sorted({*_powers(most), *([nodes] if 1 < nodes <= most else [])}))
@@ -98,14 +98,14 @@ def _stages(model: ModelFacts, num_gpus: int, gpus_per_node: int) -> tuple[int, 
 def _choices(
     tp: int, pp: int, sp: int, num_gpus: int, gpus_per_node: int, schedule: str, *, in_engine: bool
 ) -> Iterator[ParallelChoice]:
-    """One combination with what the other ranks do, the simplest first, the leanest last."""
+    """One combination with each way to use the other ranks, from the simplest to the leanest."""
     data = num_gpus // (tp * pp * sp)
     shared = " × ".join(f"{name}{size}" for name, size in (("TP", tp), ("PP", pp), ("SP", sp)) if size > 1)
     kinds: tuple[tuple[str, str, bool], ...]
     if data * sp == 1:
         kinds = (("", "single", True),)
     elif pp > 1:
-        # Stages gather their weights once a step, whatever is asked for.
+        # Stages gather their weights once per step, whatever is requested.
         kinds = (("DDP", "ddp", True), ("FSDP2", "fsdp2", False))
     else:
         kinds = (("DDP", "ddp", True), ("FSDP2 SHARD_GRAD_OP", "fsdp2", False), ("FSDP2", "fsdp2", True))
@@ -128,10 +128,10 @@ def _choices(
 
 
 def sharing_conflict(setup: TrainingSetup, model: ModelFacts, recipe: PlannedRecipe = PRETRAIN_PLAN) -> str | None:
-    """Why ranks cannot share the model, or rows, so; None where they can, or do not.
+    """Why ranks cannot share the model or rows this way; None if they can, or do not.
 
-    As `accel_scale.parallel.tensor.check_tensor_parallel`, `check_sequence_parallel` and `check_pipeline` say it, and
-    `accel_scale.pretraining.parallel.check_layout` of the recipe.
+    The rules are those of `accel_scale.parallel.tensor.check_tensor_parallel`, `check_sequence_parallel` and
+    `check_pipeline`, and of the recipe's `accel_scale.pretraining.parallel.check_layout`.
     """
     parallel = setup.parallel
     if parallel.model_parallel == 1:
@@ -152,7 +152,7 @@ def sharing_conflict(setup: TrainingSetup, model: ModelFacts, recipe: PlannedRec
 
 
 def divides_tensors(model_type: str) -> bool:
-    """Whether tensor parallelism divides models of this type."""
+    """True if tensor parallelism divides models of this type."""
     style = STYLES.get(model_type)
     return model_type in _DIVIDED if style is None else style.tensor_parallel
 

@@ -1,4 +1,4 @@
-"""The search's request and its answer."""
+"""The search's request and its result."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ _CHECKPOINTING = ("none", "selective", "full", "offload")
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be trained, on what, and what the user has already decided.
+    """What to train, on which machine, and what the user has already decided.
 
     Attributes:
-        model: The model.
-        machine: Its cards.
+        model: The model to train.
+        machine: The machine to train on.
         global_batch_size: Sequences per optimizer step over all ranks.
         sequence_length: Tokens per row.
-        methods: Ways to train that may be chosen from.
+        methods: Training methods to choose from.
         fixed: Fields of `TrainingSetup` that are decided, by name.
         strategies: Labels of strategies to choose from; empty: all.
-        document_length: Tokens per document on average where rows are packed.
-        choices: Ways to spread the run to choose from, such as a launch file's; empty: all that the machine offers.
+        document_length: Average tokens per document, if rows are packed.
+        choices: Ways to distribute the run, such as a launch file's; empty: all that the machine offers.
         is_cuda: Whether the kernels are CUDA's.
-        recipe: What will run it.
-        degrees: Of model parallelism, where that was asked for.
-        schedule: Of a pipeline.
-        stack: Of `facts.stacks`: what is left open is as that stack has it.
+        recipe: The recipe that will run the plan.
+        degrees: Degrees of model parallelism, if requested.
+        schedule: Schedule of a pipeline.
+        stack: A name in `facts.stacks`, whose defaults fill in what is left open.
     """
 
     model: ModelFacts
@@ -58,7 +58,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One setting with what is predicted for it; `time` is None on a card whose speed is not known."""
+    """One setting with its predictions; `time` is None on a card whose speed is unknown."""
 
     choice: ParallelChoice
     setup: TrainingSetup
@@ -76,11 +76,11 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Rejection:
-    """A strategy of which no setting fits, or that cannot run.
+    """A strategy that cannot run, or none of whose settings fits.
 
     Attributes:
-        setup: Its leanest setting; None where none can run.
-        memory: What is predicted for that.
+        setup: Its leanest setting; None if none can run.
+        memory: The prediction for that setting.
     """
 
     label: str
@@ -92,7 +92,7 @@ class Rejection:
 
 @dataclass(frozen=True)
 class Plan:
-    """What fits, fastest first, and why the rest does not."""
+    """The settings that fit, fastest first, and why the rest do not."""
 
     request: Request
     candidates: tuple[Candidate, ...]
@@ -101,11 +101,11 @@ class Plan:
 
     @property
     def best(self) -> Candidate | None:
-        """The first choice."""
+        """The first choice; None if nothing fits."""
         return self.candidates[0] if self.candidates else None
 
     @property
     def nearest_miss(self) -> Rejection | None:
-        """Of what does not fit on the cards, the setting that needs least."""
+        """The smallest of the settings that do not fit on the cards."""
         missed = [rejection for rejection in self.rejections if rejection.memory is not None]
         return min(missed, key=lambda rejection: rejection.memory.high_bytes, default=None)  # type: ignore[union-attr]

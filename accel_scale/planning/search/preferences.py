@@ -1,4 +1,4 @@
-"""What a user asks of recipes that learn from preferences and rewards: the reference, and the answers written."""
+"""Settings of recipes that learn from preferences and rewards: the reference, and the generated answers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from accel_scale.planning.search.recipe_choices import PlannedRecipe
 from accel_scale.planning.search.request_words import share, whole
 from accel_scale.planning.search.wish import Wish
 
-# TRL's default (1.16) of an answer's bound. Prompts have none, and this is of one whose length nobody knows.
+# TRL's default limit for answers (1.16). It has none for prompts; a prompt of unknown length is taken to be as long.
 COMPLETION_TOKENS = PROMPT_TOKENS = 512
 _SHARE = "vllm_gpu_memory_utilization"
 _OF_GENERATION = ("num_generations", "max_prompt_length", "max_completion_length", "beta", _SHARE)
 
 
 class Fields(TypedDict, total=False):
-    """Fields of a `TrainingSetup`; in a request they are decided."""
+    """Fields of a `TrainingSetup` that a request has decided."""
 
     loss: str
     reference_model: bool
@@ -29,17 +29,17 @@ class Fields(TypedDict, total=False):
 
 
 def preference_fields(wish: Wish, recipe: PlannedRecipe, batch: int, model: ModelFacts, card_bytes: float) -> Fields:
-    """The fields of `TrainingSetup` that reference and generation decide; a generation's rows are left to the search.
+    """The fields of `TrainingSetup` for reference and generation; a generation's rows are left to the search.
 
     Args:
         wish: What was typed.
         recipe: The recipe that will run.
         batch: Rows per optimizer step over all ranks.
-        model: That will answer.
+        model: The model that will answer.
         card_bytes: Memory of a card.
 
     Raises:
-        ConfigError: for what the recipe has no use for, and groups of answers that do not fill the batch.
+        ConfigError: for settings that the recipe does not use, and for groups of answers that do not fill the batch.
     """
     found: Fields = {} if recipe.loss == "chunked" else {"loss": recipe.loss}
     if wish.precompute_ref_log_probs and not recipe.has_reference_model:
@@ -82,7 +82,7 @@ def preference_fields(wish: Wish, recipe: PlannedRecipe, batch: int, model: Mode
 
 
 def reference_of_rewards(beta: float) -> Fields:
-    """The reference that a weight of the KL term above 0 needs; it does its pass as answers are scored."""
+    """The reference needed by a KL term with a weight above 0; its pass runs when answers are scored."""
     return {"reference_model": beta > 0, "reference_pass": "before" if beta > 0 else "none"}
 
 

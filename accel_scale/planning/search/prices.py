@@ -1,4 +1,4 @@
-"""Price tables: cards, how many of them are for rent together, and what an hour of one costs."""
+"""Price tables: cards, how many are rented together, and the price of one per hour."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from accel_scale.errors import ConfigError
 from accel_scale.facts import hardware
 
-# GPUs of one server that are tried where the table does not say how many there are.
+# Numbers of GPUs in one server to try if the table gives none.
 COUNTS = (1, 2, 4, 8)
 
 
@@ -19,8 +19,8 @@ class Price:
 
     Attributes:
         card: Its name in the catalogue of cards.
-        num_gpus: All GPUs together.
-        per_gpu_hour: In any currency.
+        num_gpus: Total number of GPUs.
+        per_gpu_hour: Price of one GPU per hour, in any currency.
     """
 
     card: str
@@ -29,13 +29,13 @@ class Price:
 
 
 def read_prices(path: str, *, place: str = "--price") -> list[Price]:
-    """The machines of a YAML file, which maps names of cards to a price, or to ``price`` and ``num_gpus``.
+    """The machines in a YAML file that maps names of cards to a price, or to ``price`` and ``num_gpus``.
 
         H100: 2.40
         A100 80GB SXM: {price: 1.35, num_gpus: [8, 16]}
 
     Raises:
-        ConfigError: for a file that cannot be read, an unknown card, or what is no price.
+        ConfigError: for a file that cannot be read, an unknown card or an invalid price.
     """
     import yaml
 
@@ -53,7 +53,7 @@ def prices_of(name: str, entry: object, *, place: str = "--price") -> Iterator[P
     """The machines of one line of a table.
 
     Raises:
-        ConfigError: for an unknown card or what is no price.
+        ConfigError: for an unknown card or an invalid price.
     """
     card = hardware.find_gpu(name, place=place).name
     given = entry if isinstance(entry, Mapping) else {"price": entry}

@@ -1,4 +1,4 @@
-"""Questions beside "what fits": the longest row, the largest batch, the cheapest machine, what a change does."""
+"""Questions besides "what fits": the longest row, the largest batch, the cheapest machine, the effect of a change."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class PricedPlan:
     """A job on one machine of a price table.
 
     Attributes:
-        price: The card, how many, and what an hour of one costs.
-        best: The fastest setting there; None if nothing fits or its speed is not known.
-        budget: Hours and money of the job; None without `best`.
+        price: The card, the number of cards, and the price of one per hour.
+        best: The fastest setting on it; None if nothing fits or its speed is unknown.
+        budget: Hours and cost of the job; None without `best`.
         reason: Why there is no `best`.
     """
 
@@ -44,8 +44,8 @@ class PlanDifference:
 
     Attributes:
         change: ``flag=value``; empty for the plan that others are compared with.
-        best: None if nothing fits.
-        memory_bytes, step_seconds, tokens_per_second: Of that setting, less those of the base; None where either side
+        best: The best setting; None if nothing fits.
+        memory_bytes, step_seconds, tokens_per_second: Values of that setting minus the base's; None if either side
             has none.
         reason: Why nothing fits, or why there is no time.
     """
@@ -59,7 +59,7 @@ class PlanDifference:
 
 
 def longest_row(request: Request) -> Plan:
-    """The plan for the longest rows for which something fits, one on each GPU at a time.
+    """The plan for the longest rows that fit, one on each GPU at a time.
 
     Raises:
         ConfigError: if not even the shortest fits.
@@ -69,10 +69,10 @@ def longest_row(request: Request) -> Plan:
 
 
 def largest_batch(request: Request) -> Plan:
-    """The plan for the largest micro-batch for which something fits, whole in one pass of every GPU.
+    """The plan for the largest micro-batch that fits, with the whole batch in one pass of every GPU.
 
     Args:
-        request: Its global batch and its micro-batch are replaced.
+        request: The request, whose global batch and micro-batch are replaced.
 
     Raises:
         ConfigError: if not even one example fits.
@@ -103,12 +103,12 @@ def largest_batch(request: Request) -> Plan:
 
 
 def cheapest_plans(wish: Wish, prices: Iterable[Price], tokens: float) -> list[PricedPlan]:
-    """The job on every machine of a price table, the cheapest first, then those where it does not fit.
+    """The job on every machine of a price table: the cheapest first, those where it does not fit last.
 
     Args:
-        wish: What is trained; its card and number of GPUs are replaced.
+        wish: What to train; its card and number of GPUs are replaced.
         prices: Machines to try.
-        tokens: The job: tokens to train on, without padding.
+        tokens: Tokens to train on, without padding.
     """
     tried = [_priced(wish, price, tokens) for price in prices]
     return sorted(tried, key=lambda plan: (plan.budget is None, plan.budget.price if plan.budget else 0.0))
@@ -131,14 +131,14 @@ def _priced(wish: Wish, price: Price, tokens: float) -> PricedPlan:
 
 
 def compare(wish: Wish, changes: Sequence[str]) -> list[PlanDifference]:
-    """The best setting of `wish`, and of `wish` with each of `changes` alone.
+    """The best setting for `wish`, and for `wish` with each of `changes` on its own.
 
     Args:
         wish: The base.
-        changes: ``flag=value`` each, as ``num_gpus=2`` or ``lora_r=64``; ``max_length=x2`` is twice the base's.
+        changes: Each ``flag=value``, like ``num_gpus=2`` or ``lora_r=64``; ``max_length=x2`` is twice the base's.
 
     Raises:
-        ConfigError: for what is no flag of a plan, or cannot be planned.
+        ConfigError: for a change that is not a flag of a plan, or cannot be planned.
     """
     base = search(build_request(wish))
     differences = [difference("", base, base)]
@@ -148,10 +148,10 @@ def compare(wish: Wish, changes: Sequence[str]) -> list[PlanDifference]:
 
 
 def changed(wish: Wish, base: Plan, change: str) -> Wish:
-    """`wish` with one ``flag=value``.
+    """`wish` with one change ``flag=value``.
 
     Raises:
-        ConfigError: for one that cannot be read.
+        ConfigError: if the change cannot be read.
     """
     name, equals, value = change.partition("=")
     name = name.lstrip("-")
@@ -178,7 +178,7 @@ def changed(wish: Wish, base: Plan, change: str) -> Wish:
 
 
 def _value_of(name: str, wish: Wish, base: Plan) -> str | None:
-    """What the base has, also where it was left open."""
+    """The base's value, also for flags that were left open."""
     settled = {
         "max_length": base.request.sequence_length,
         "num_gpus": base.request.machine.num_gpus,
@@ -189,7 +189,7 @@ def _value_of(name: str, wish: Wish, base: Plan) -> str | None:
 
 
 def difference(change: str, plan: Plan, base: Plan) -> PlanDifference:
-    """The best setting of `plan`, which `change` has made of `base`, beside the base's."""
+    """The best setting of `plan`, which is `base` after `change`, compared with the base's."""
     best, first = plan.best, base.best
     if best is None:
         return PlanDifference(change, None, reason=_why_nothing(plan))

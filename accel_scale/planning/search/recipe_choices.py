@@ -1,4 +1,4 @@
-"""What the planner knows about a recipe, and what a recipe needs beside a plan."""
+"""What the planner knows about a recipe, and what a recipe needs besides a plan."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from accel_scale.facts.vllm import why_no_weights
 from accel_scale.planning.models.training_setup import TrainingSetup
 
-# Flags that a plan sets in both recipes of the project.
+# Flags that a plan sets both in sft.py and in pretrain.py.
 _COMMON_FLAGS = (
     "attn_implementation", "checkpointing_policy", "global_batch_size", "learning_rate", "logging_steps", "long_rows",
     "lora_alpha", "lora_dropout", "lora_r", "lora_target_modules", "lr_scheduler_type", "max_length", "max_steps",
@@ -22,29 +22,29 @@ class PlannedRecipe:
     """What the planner must know about the recipe that will run a plan.
 
     Attributes:
-        script: Its path in the commands that are written.
-        methods: The ways to train that it offers, of ``full``, ``lora`` and ``qlora``.
-        shared_by: What ranks can share: ``sp`` alone (rows, where the engine has the whole model), or ``tp``, ``pp``
-            and ``sp``, where the recipe divides the model itself.
-        always_packs: Whether every row is filled with documents although there is no flag ``packing``.
-        has_reference_model: Whether full fine-tuning keeps a frozen copy of the model, as DPO does. With adapters the
-            base without them is the reference.
-        rows_per_example: Rows that an example comes to: DPO's pairs are two. Batch sizes count examples.
+        script: Its path in the written commands.
+        methods: The training methods it offers, out of ``full``, ``lora`` and ``qlora``.
+        shared_by: What ranks can share: only ``sp`` (rows, if the engine has the whole model), or ``tp``, ``pp``
+            and ``sp``, if the recipe divides the model itself.
+        always_packs: Whether every row is filled with documents although there is no ``packing`` flag.
+        has_reference_model: Whether full fine-tuning keeps a frozen copy of the model, as DPO does. With adapters,
+            the base without them is the reference.
+        rows_per_example: Rows per example, two for DPO's pairs. Batch sizes count examples.
         loss: One of `training_setup.LOSSES`.
-        estimates_kl: Whether the model and its reference score the rows of a micro-batch once more with each other's
-            answers, as KTO has it.
-        disables_dropout: Whether dropout is off by default, as TRL has it for preferences; adapters' too.
-        generates: Whether the model writes the answers that it is trained on. Batch sizes count answers then.
-        num_generations: Answers to each prompt, where it generates and nobody says how many.
-        beta: Weight of the KL term, likewise.
+        estimates_kl: Whether the model and its reference score the rows of a micro-batch a second time with each
+            other's answers, as in KTO.
+        disables_dropout: Whether dropout is off by default, the adapters' too, as in TRL for preferences.
+        generates: Whether the model writes the answers that it is trained on. Batch sizes then count answers.
+        num_generations: Answers to each prompt if the recipe generates and no number is given.
+        beta: Weight of the KL term in the same case.
         has_images: Whether rows have images, which the planner does not count.
-        rewards: Whether it trains a reward model: a head with one score per row in the place of the vocabulary's.
-        config_class: Of its training configuration, in `settings.trl_config`.
-        data_flag: Names the data; several are written as a list where `data_is_list`.
-        example_data: Written where no data are named.
-        example_lines: What those need beside their name, as lines of YAML.
-        learning_rates: Usual ones by method, which are written; empty: the recipe's default.
-        flags: Names of its flags. The commands fill it in from the recipe's parser.
+        rewards: Whether it trains a reward model, with a head of one score per row instead of the vocabulary's.
+        config_class: Name of its training configuration in `settings.trl_config`.
+        data_flag: Flag that names the data, with a list as value if `data_is_list`.
+        example_data: Data to write if none is named.
+        example_lines: What the example data needs besides its name, as lines of YAML.
+        learning_rates: Usual learning rates by method, which are written; empty: the recipe's default.
+        flags: Names of its flags. The commands fill them in from the recipe's parser.
     """
 
     script: str = "the recipe"
@@ -71,15 +71,15 @@ class PlannedRecipe:
 
     @property
     def divides_model(self) -> bool:
-        """Whether ranks can share the model itself."""
+        """True if ranks can share the model itself."""
         return "pp" in self.shared_by
 
     def packs(self, wanted: bool) -> bool:
-        """Whether rows are packed where packing is `wanted`, or not."""
+        """True if rows are packed, given whether packing is `wanted`."""
         return wanted and (self.always_packs or "packing" in self.flags)
 
     def why_not(self, setup: TrainingSetup) -> str | None:
-        """Which flag the recipe lacks for `setup`; None where it has all."""
+        """Why the recipe cannot run `setup`, mostly a flag that it lacks; None if it can."""
         policy, flags = setup.checkpointing, self.flags
         if setup.micro_batch_size < setup.least_rows:
             return f"a micro-batch has at least {setup.least_rows} rows, for the KL term"
@@ -114,7 +114,7 @@ SFT_PLAN = PlannedRecipe(
     "recipes/sft.py",
     ("full", "lora", "qlora"),
     ("sp",),
-    # Runs as it is with any chat or base model; a user replaces it.
+    # Runs unchanged with any chat or base model; users replace it.
     example_data="yahma/alpaca-cleaned",
     # The usual starting points: Llama 2's and Tulu's fine-tuning, and QLoRA's paper (Dettmers et al. 2023, table 9).
     learning_rates={"full": 2e-5, "lora": 2e-4, "qlora": 2e-4},
@@ -184,13 +184,13 @@ PRETRAIN_PLAN = PlannedRecipe(
     data_flag="data",
     data_is_list=True,
     example_data="roneneldan/TinyStories",
-    # Usual ones to go on training a model with.
+    # Usual rates for continuing to train a model.
     learning_rates={"full": 3e-5, "lora": 2e-4},
     flags=frozenset((*_COMMON_FLAGS, "data", "max_tokens", "pp_schedule", "pp_size", "tp_size")),
 )
 
 
-# By the names that ``--recipe`` takes.
+# Keyed by the values of ``--recipe``.
 PLANNED_RECIPES = {
     "sft": SFT_PLAN,
     "dpo": DPO_PLAN,
@@ -205,15 +205,15 @@ PLANNED_RECIPES = {
 
 @dataclass(frozen=True)
 class RecipeChoices:
-    """What a recipe needs beside the plan.
+    """What a recipe needs besides the plan.
 
     Attributes:
         model: A folder or a hub name.
-        dataset: What to train on; None: an example that runs.
+        dataset: Data to train on; None: an example that runs.
         columns: ``role=column`` items of ``--columns``.
-        tokens: To train on, without padding; None: one epoch.
-        max_length: Where rows are cut, if that is not the length planned for.
-        settings: Flags of the recipe that are no part of the plan's setting, with their values.
+        tokens: Tokens to train on, without padding; None: one epoch.
+        max_length: Length at which rows are cut, if not the planned length.
+        settings: Flags of the recipe that are not part of the plan's setting, with their values.
     """
 
     model: str

@@ -1,4 +1,4 @@
-"""A plan as a recipe's flags, in YAML: those that the recipe has."""
+"""Writes a plan as flags of a recipe, in YAML; flags that the recipe lacks are left out."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from accel_scale.planning.models.training_setup import TrainingSetup
 from accel_scale.planning.search.plan import Candidate, Request
 from accel_scale.planning.search.recipe_choices import PlannedRecipe, RecipeChoices
 
-_STEPS = 1000  # where the recipe counts no epochs
+_STEPS = 1000  # if the recipe does not count epochs
 
 
 def recipe_lines(request: Request, candidate: Candidate, choices: RecipeChoices) -> list[str]:
-    """Lines of a YAML file, whose comment names the recipe for `planned_script`.
+    """Lines of a YAML file, with a comment that names the recipe for `planned_script`.
 
     Raises:
-        ConfigError: for columns where the recipe has no flag for them.
+        ConfigError: if columns are given and the recipe has no flag for them.
     """
     setup, recipe = candidate.setup, request.recipe
     if choices.columns and "columns" not in recipe.flags:
@@ -42,7 +42,7 @@ def recipe_lines(request: Request, candidate: Candidate, choices: RecipeChoices)
 
 
 def planned_script(text: str) -> str | None:
-    """The recipe that a file of `recipe_lines` is for."""
+    """The recipe that a file written from `recipe_lines` is for; None if it names none."""
     match = re.search(r"^# Flags of (.+?); ", text, re.MULTILINE)
     return match and match[1]
 
@@ -109,7 +109,7 @@ def _of_the_batch(request: Request, setup: TrainingSetup, choices: RecipeChoices
     lines += [f"checkpointing_policy: {setup.checkpointing}"]
     if "checkpointing_policy" not in recipe.flags:
         lines.append(f"gradient_checkpointing: {str(setup.checkpointing == 'full').lower()}")
-    # Degrees that the launch file has no place for: stages always, the others unless FSDP2 divides them.
+    # Degrees that the launch file cannot hold: stages always, the others unless FSDP2 divides them.
     if not parallel.kind.is_fsdp2 or not recipe.divides_model:
         lines += [f"tp_size: {parallel.tensor_parallel}"] * (parallel.tensor_parallel > 1)
         note = "" if recipe.divides_model else "  # GPUs that share each row"

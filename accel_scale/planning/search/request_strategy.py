@@ -1,4 +1,4 @@
-"""What the user asks of strategies: names, degrees of model parallelism, and what a recipe can run."""
+"""Parses requested strategies: names, degrees of model parallelism, and whether a recipe can run them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from accel_scale.planning.search.request_words import one_of, whole
 
 
 def methods_of(method: str, recipe: PlannedRecipe) -> tuple[str, ...]:
-    """Ways to train to choose from: what was asked for, or all that the recipe has.
+    """Training methods to choose from: the requested one, or all that the recipe has.
 
     Raises:
-        ConfigError: for one that it does not have.
+        ConfigError: for a method that the recipe does not have.
     """
     known = recipe.methods
     if method == "auto":
@@ -35,13 +35,13 @@ def methods_of(method: str, recipe: PlannedRecipe) -> tuple[str, ...]:
 
 
 def degrees_of(given: Mapping[str, str | None], recipe: PlannedRecipe, num_gpus: int) -> Degrees:
-    """Degrees of model parallelism that were asked for.
+    """The requested degrees of model parallelism.
 
     Args:
-        given: By ``tp``, ``pp`` and ``sp``.
+        given: Sizes by ``tp``, ``pp`` and ``sp``.
 
     Raises:
-        ConfigError: if the recipe does not know one, or they do not divide the GPUs.
+        ConfigError: if the recipe does not support one, or they do not divide the number of GPUs.
     """
     sizes = {name: whole(text, f"--{name}_size") for name, text in given.items() if text is not None}
     unknown = next((name for name in sizes if name not in recipe.shared_by), None)
@@ -62,10 +62,10 @@ def degrees_of(given: Mapping[str, str | None], recipe: PlannedRecipe, num_gpus:
 
 
 def schedule_of(schedule: str | None, pp_size: str | None) -> str:
-    """Of a pipeline: the one asked for, or 1F1B.
+    """The schedule of a pipeline: the requested one, or 1F1B.
 
     Raises:
-        ConfigError: for one that does not exist, or without a pipeline.
+        ConfigError: for a schedule that does not exist, or one without a pipeline.
     """
     if schedule is None:
         return PIPELINE_SCHEDULES[0]
@@ -75,7 +75,7 @@ def schedule_of(schedule: str | None, pp_size: str | None) -> str:
 
 
 def strategy_label(text: str, machine: hardware.Machine, model: ModelFacts, recipe: PlannedRecipe) -> str:
-    """The label that ``--strategy`` means: in any case and punctuation, or the name of a launch file.
+    """The label that ``--strategy`` means, written in any case and punctuation or as the name of a launch file.
 
     Raises:
         ConfigError: if there is no such strategy for these GPUs, or the recipe cannot run it.

@@ -1,4 +1,4 @@
-"""Single words of a request: whole numbers, shares, and names out of a list."""
+"""Parses single words of a request: whole numbers, shares, and names from a list."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def one_of(text: str, known: Iterable[str], place: str) -> str:
 
 
 def share(text: str, place: str) -> float:
-    """A number from 0 up to, and without, 1.
+    """A number from 0 up to, but not including, 1.
 
     Raises:
         ConfigError: for anything else.

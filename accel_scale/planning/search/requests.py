@@ -1,4 +1,4 @@
-"""From a user's words to a `Request`: every word is checked, and errors say what to write instead."""
+"""Turns a user's words into a `Request`. Every word is checked, and errors say what to write instead."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from accel_scale.planning.tape.families import has_kernel
 from accel_scale.units import parse_bytes
 
 DEFAULT_LENGTH = 2048
-# The planner's own names of what the user sets by a flag.
+# The planner's names for values that the user sets by flags.
 _FLAGS = {
     "model": "MODEL",
     "checkpointing": "--checkpointing_policy",
@@ -46,13 +46,13 @@ _FLAGS = {
 
 
 def build_request(wish: Wish, *, detect: Callable[[], hardware.Machine | None] | None = None) -> Request:
-    """The `Request` of what was typed.
+    """Build the `Request` for what the user typed.
 
     Args:
-        detect: Finds the local machine, where no card is named; None: `hardware.detect_local`.
+        detect: Finds the local machine if no card is named; None: `hardware.detect_local`.
 
     Raises:
-        ConfigError: a value that is unknown, impossible, or contradicts another; no card named and none here.
+        ConfigError: for a value that is unknown, impossible or contradicts another, or if no card is named or found.
     """
     with flag_places():
         model = catalogue.load_model_facts(wish.model)
@@ -88,11 +88,11 @@ def build_request(wish: Wish, *, detect: Callable[[], hardware.Machine | None] |
 
 
 def with_lengths(request: Request, *, mean_tokens: float, longest_tokens: int, packed_fill: float) -> Request:
-    """The request for rows of measured lengths: the longest bounds padded rows, the mean says what is no padding.
+    """The request for rows of measured lengths: the longest bounds padded rows, the mean tells what is not padding.
 
     Args:
-        mean_tokens: Per document, after truncation.
-        longest_tokens: The longest document, after truncation.
+        mean_tokens: Mean tokens per document, after truncation.
+        longest_tokens: Tokens of the longest document, after truncation.
         packed_fill: Share of positions that packing fills.
     """
     if request.fixed["packing"]:
@@ -103,7 +103,7 @@ def with_lengths(request: Request, *, mean_tokens: float, longest_tokens: int, p
 
 
 def model_for_recipe(model: str) -> str:
-    """`model` as a recipe can load it: the folder of a local one, the hub's full name of one from the catalogue."""
+    """`model` as a recipe can load it: the folder of a local model, the full hub name of one from the catalogue."""
     path = Path(model).expanduser()
     if path.exists():
         return str((path.parent if path.is_file() else path).resolve())
@@ -115,7 +115,7 @@ def model_for_recipe(model: str) -> str:
 
 @contextlib.contextmanager
 def flag_places() -> Iterator[None]:
-    """Errors from inside the planner name the flag that set the value."""
+    """Make errors from inside the planner name the flag that set the value."""
     try:
         yield
     except ConfigError as error:
@@ -170,7 +170,7 @@ def _recipe(wished: str | PlannedRecipe) -> PlannedRecipe:
 
 
 def _fixed(wish: Wish, recipe: PlannedRecipe, model: ModelFacts, gpu: hardware.Gpu) -> dict[str, Any]:
-    """The fields of `TrainingSetup` that are decided."""
+    """The fields of `TrainingSetup` that are already decided."""
     targets, dropout = tuple(wish.lora_target_modules), share(wish.lora_dropout, "--lora_dropout")
     dropout = 0.0 if recipe.disables_dropout else dropout
     saved = ("score",) if recipe.rewards else ()
@@ -214,7 +214,7 @@ def _refuse_adapter_flags(wish: Wish) -> None:
 
 
 def _precision(wish: Wish, gpu: hardware.Gpu) -> str:
-    """bf16, or fp16 on cards without it; what was asked for, where the card has it."""
+    """The requested precision, if the card supports it; by default bf16, or fp16 on cards without bf16."""
     if wish.precision is None:
         return "fp16" if gpu.supports_bf16 is False else "bf16"
     precision = one_of(wish.precision, PRECISIONS, "--precision")
@@ -252,7 +252,7 @@ def _check_batch(batch: int, num_gpus: int, micro_batch: int | None) -> None:
 
 
 def amount(text: str | None, place: str) -> float | None:
-    """A positive number like ``2``, ``1e9`` or ``10B``; None of None.
+    """A positive number like ``2``, ``1e9`` or ``10B``; None for None.
 
     Raises:
         ConfigError: for anything else.

@@ -1,4 +1,4 @@
-"""The search: every combination the user left open, what fits, and which is fastest."""
+"""The search over every combination the user left open: what fits, and which is fastest."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from accel_scale.units import format_bytes
 
 __all__ = ["Candidate", "Plan", "Rejection", "Request", "may_share", "problem_of", "search", "time_of", "why_not"]
 
-# Predicted times closer than this are a tie, which the simpler setting wins.
+# Predicted times closer than this are a tie, won by the simpler setting.
 _TIE = 0.03
-# Rows whose activations, recomputed, take more than this share of a card are long ones.
+# Rows are long if their activations, with recomputation, take more than this share of a card.
 _LONG_ROWS = 0.5
 
 
@@ -35,10 +35,10 @@ def search(request: Request) -> Plan:
 
     Ranked by predicted time per step at the requested global batch; settings within 3 % of each other count as
     equal, and the simplest of them comes first. Tensor, pipeline and sequence parallelism are considered when nothing
-    else fits or the global batch is too small for data parallelism alone, and where they are asked for.
+    else fits, when the global batch is too small for data parallelism alone, and when they are requested.
 
     Raises:
-        ConfigError: if the global batch does not divide among the ranks, or a fixed setting is not known.
+        ConfigError: if the global batch does not divide among the ranks, or a fixed setting is unknown.
     """
     machine = request.machine
     if request.choices:
@@ -65,13 +65,13 @@ def search(request: Request) -> Plan:
 
 
 def may_share(request: Request) -> bool:
-    """Whether its recipe could: where rows are all that it shares, it must have been asked for or rows be long."""
+    """True if the recipe can share the model. If it can only share rows, they must be long or sharing be requested."""
     recipe = request.recipe
     return bool(recipe.shared_by) and (recipe.divides_model or not request.degrees.is_open or _has_long_rows(request))
 
 
 def _share_model(request: Request) -> tuple[list[Candidate], list[Rejection], int]:
-    """Of every way to combine tensor, pipeline and sequence parallelism the lowest degree that fits."""
+    """The lowest degree that fits, for every combination of tensor, pipeline and sequence parallelism."""
     machine = request.machine
     found: list[Candidate] = []
     rejected: list[Rejection] = []
@@ -85,7 +85,7 @@ def _share_model(request: Request) -> tuple[list[Candidate], list[Rejection], in
                 fitting, reasons, count = _try(request, options)
                 considered += count
                 best += fitting
-                # Of one combination where nothing fits, why the leanest does not.
+                # If nothing fits in a combination, only why the leanest does not.
                 refused += reasons if fitting else list({reason.method: reason for reason in reasons}.values())
             if best:
                 break
@@ -95,7 +95,7 @@ def _share_model(request: Request) -> tuple[list[Candidate], list[Rejection], in
 
 
 def _nearest(refused: list[Rejection]) -> list[Rejection]:
-    """Of each method the one that needs least; where none can run at all, the first."""
+    """For each method, the rejection that needs the least memory, or the first if none can run at all."""
     by_method: dict[str, Rejection] = {}
     for rejection in refused:
         known = by_method.get(rejection.method)
@@ -109,7 +109,7 @@ def _high_bytes(rejection: Rejection) -> float:
 
 
 def _has_long_rows(request: Request) -> bool:
-    """Whether one row takes so much of a card that it should be shared."""
+    """True if one row takes so much of a card that it should be shared."""
     fixed = {name: value for name, value in request.fixed.items() if name != "micro_batch_size"}
     setup = TrainingSetup(**{"checkpointing": "full", **fixed, "sequence_length": request.sequence_length})
     setup = replace(setup, precision="fp32" if setup.precision == "fp32" else "bf16_true")
@@ -139,7 +139,7 @@ def _try(request: Request, options: Iterable[ParallelChoice]) -> tuple[list[Cand
 
 
 def _fastest(request: Request, choice: ParallelChoice, method: str) -> tuple[Candidate | None, Rejection, int]:
-    """The fastest setting of a strategy that fits, or why the leanest does not, and how many were considered."""
+    """A strategy's fastest setting that fits, or why the leanest does not, and the number of settings considered."""
     fitting: list[Candidate] = []
     rejection, count = Rejection(choice.label, method, "no micro-batch divides a rank's share of the batch"), 0
     if request.global_batch_size % choice.parallel.data_parallel:
@@ -148,7 +148,7 @@ def _fastest(request: Request, choice: ParallelChoice, method: str) -> tuple[Can
         return None, replace(rejection, reason=reason), 0
     for sizes in _settings(request, choice, method):
         count += len(sizes)
-        # Memory grows with the micro-batch: after the first that does not fit no other of them can.
+        # Memory grows with the micro-batch: after the first that does not fit, none of the others can.
         for setup in sizes:
             if (why := why_not(setup, request)) is not None:
                 rejection = rejection if rejection.memory else replace(rejection, reason=f"{why}.")
@@ -164,27 +164,27 @@ def _fastest(request: Request, choice: ParallelChoice, method: str) -> tuple[Can
 
 
 def why_not(setup: TrainingSetup, request: Request) -> str | None:
-    """Why the request's recipe cannot run this combination; None where it can."""
+    """Why the request's recipe cannot run this combination; None if it can."""
     recipe = request.recipe
     return recipe.why_not(setup) or conflict(setup, request.model) or sharing_conflict(setup, request.model, recipe)
 
 
 def _settings(request: Request, choice: ParallelChoice, method: str) -> Iterator[list[TrainingSetup]]:
-    """All settings of one strategy, the leanest first, in lists that differ in nothing but a growing micro-batch.
+    """All settings of one strategy, leanest first, in lists that differ only in a growing micro-batch.
 
-    A micro-batch that is a rank's whole share has a list of its own: no gradients are kept from an earlier one. Where
-    FSDP2 would keep whole ones, reducing those of every micro-batch is a choice.
+    A micro-batch that is a rank's whole share has a separate list, because no gradients are kept from an earlier one.
+    Where FSDP2 would keep whole gradients, reducing them after every micro-batch is an option.
     """
     fixed = {**stack_fields(request.stack, method), **request.fixed}
     per_rank = request.global_batch_size // choice.parallel.data_parallel
     policies = (fixed.pop("checkpointing"),) if "checkpointing" in fixed else ("full", "selective", "none")
     optimizers = (fixed.pop("optimizer"),) if "optimizer" in fixed else _optimizers(method, choice)
     least = 2 if fixed.get("kl_rows") else 1
-    # A whole share that is too small stays, and its reason is told.
+    # A whole share that is too small stays, so that its reason is reported.
     divisors = tuple(size for size in _divisors(per_rank) if size >= least or size == per_rank)
     micro_batches = (fixed.pop("micro_batch_size"),) if "micro_batch_size" in fixed else divisors
     micro_batches = tuple(size for size in micro_batches if size % request.recipe.rows_per_example == 0)
-    # All that a step is trained on is written before it.
+    # All answers that a step is trained on are generated before it.
     if (generation := fixed.pop("generation", None)) is not None:
         generation = replace(generation, rows=generation.rows or per_rank)
     reference = fixed.pop("reference_model", request.recipe.has_reference_model)
@@ -216,10 +216,10 @@ def _settings(request: Request, choice: ParallelChoice, method: str) -> Iterator
 
 
 def _optimizers(method: str, choice: ParallelChoice) -> tuple[str, ...]:
-    """Those to choose from; 8-bit states are not for shared weights.
+    """Optimizers to choose from; 8-bit states do not support shared weights.
 
-    Adapters' states are small, but on one GPU 8-bit ones may make room for a larger micro-batch, as DeepSpeed's
-    offload does. bitsandbytes pages no state as small as an adapter's.
+    States of adapters are small, but on one GPU 8-bit states may make room for a larger micro-batch, as DeepSpeed's
+    offload does. bitsandbytes does not page states as small as an adapter's.
     """
     if choice.parallel.is_divided:
         return LEAN_OPTIMIZERS[:1]
@@ -229,19 +229,19 @@ def _optimizers(method: str, choice: ParallelChoice) -> tuple[str, ...]:
 
 
 def _syncs(method: str, choice: ParallelChoice) -> tuple[bool, ...]:
-    """When gradients are reduced: whole gradients of adapters are too small to matter."""
+    """Values of `sync_each_batch` to try; whole gradients of adapters are too small to matter."""
     parallel = choice.parallel
     return (False, True) if not METHOD_FACTS[method].trains_adapters and parallel.can_sync_each_batch else (False,)
 
 
 def _divisors(per_rank: int) -> tuple[int, ...]:
-    """Powers of two, up to 64, that divide a rank's share."""
+    """Powers of two, up to 64, that divide a rank's share of the batch."""
     return tuple(size for size in (1, 2, 4, 8, 16, 32, 64) if per_rank % size == 0)
 
 
 def problem_of(machine: Machine, setup: TrainingSetup, memory: MemoryEstimate) -> str | None:
     """Why a setting does not fit; None if it does."""
-    # The estimate holds the context and NCCL too, so the limit is all that CUDA reports.
+    # The estimate includes the context and NCCL, so the limit is all the memory that CUDA reports.
     limit = machine.gpu.memory_bytes
     if memory.high_bytes > limit:
         name, size = max(memory.peak_phase.terms, key=lambda term: term[1])
@@ -250,7 +250,7 @@ def problem_of(machine: Machine, setup: TrainingSetup, memory: MemoryEstimate) -
             f"({setup.checkpointing} checkpointing, micro-batch {setup.micro_batch_size}, {setup.optimizer})"
         )
     ranks = min(machine.num_gpus, machine.gpus_per_node)
-    # Ranks that share the model map what one of them has built.
+    # Ranks that share the model map what one of them built.
     one_loads = setup.parallel.kind.is_fsdp or setup.parallel.is_divided
     stays = setup.parallel.offloads or setup.checkpointing == "offload"
     host = memory.host_bytes * (1 if one_loads and not stays else ranks)
@@ -260,18 +260,18 @@ def problem_of(machine: Machine, setup: TrainingSetup, memory: MemoryEstimate) -
 
 
 def time_of(request: Request, setup: TrainingSetup) -> TimeEstimate | None:
-    """Predicted time; None where a speed is not known."""
+    """Predicted time; None if a speed is unknown."""
     if request.machine.gpu.peak_flops is None:
         return None
     try:
         return predict_time(request.model, setup, request.machine, document_length=request.document_length)
     except ConfigError:
-        # A speed that is not known: said in the table by a missing time.
+        # A speed is unknown: the table shows it by a missing time.
         return None
 
 
 def why_no_time(request: Request, setup: TrainingSetup) -> str | None:
-    """The speed that is not known, and the flag that gives it; None where `predict_time` answers."""
+    """The speed that is unknown, and the flag that gives it; None if `predict_time` works."""
     try:
         predict_time(request.model, setup, request.machine, document_length=request.document_length)
     except ConfigError as error:
@@ -281,7 +281,7 @@ def why_no_time(request: Request, setup: TrainingSetup) -> str | None:
 
 
 def _rank(found: list[Candidate]) -> list[Candidate]:
-    """Fastest first, the simpler of two that are about as fast; those of unknown speed by simplicity."""
+    """Fastest first, with the simpler of about equally fast ones first; those of unknown speed last, by simplicity."""
     timed = sorted((c for c in found if c.time is not None), key=lambda c: c.time.step_seconds)  # type: ignore[union-attr]
     ordered: list[Candidate] = []
     while timed:

@@ -9,10 +9,10 @@ from accel_scale.planning.search.request_words import one_of
 
 
 def stack_named(text: str, recipe: PlannedRecipe) -> Stack:
-    """The stack of ``--stack``.
+    """The stack named by ``--stack``.
 
     Raises:
-        ConfigError: for one that is not known, and another than ours for what is no fine-tuning.
+        ConfigError: for an unknown stack, and for any stack but ours if the recipe is not fine-tuning.
     """
     stack = STACKS[one_of(text, STACKS, "--stack")]
     if text != OURS and recipe != SFT_PLAN:
@@ -21,7 +21,7 @@ def stack_named(text: str, recipe: PlannedRecipe) -> Stack:
 
 
 def stack_fields(name: str, method: str) -> dict[str, str | bool]:
-    """Fields of `TrainingSetup` that the stack decides where the user has not."""
+    """Fields of `TrainingSetup` that the stack decides if the user has not."""
     stack = STACKS[name]
     found: dict[str, str | bool] = {}
     if stack.loss != "chunked":

@@ -1,4 +1,4 @@
-"""What a user asks of a plan, before any of it is checked: every flag of `accel-scale plan`, declared here alone."""
+"""A user's unchecked request for a plan: every flag of `accel-scale plan`, declared only here."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ _MOST_ROWS, _MOST_CARDS, _MOST_TOKENS = 2**20, 2**16, 2**24
 
 @dataclass(frozen=True)
 class PlanFlag:
-    """One flag of `accel-scale plan`, and how the page of `accel-scale board` asks for it.
+    """One flag of `accel-scale plan`, and its control on the page of `accel-scale board`.
 
     Attributes:
-        name: Without dashes.
-        default: None: left open.
-        help: What ``--help`` says, with ``%(default)s`` for the default.
-        group: In ``--help``.
-        metavar: What ``--help`` calls the value.
-        off: Help of ``--no_NAME``, for what is on by default.
-        is_switch: Whether it is true, false or left open.
-        label: Above it on the page; empty: it is not there.
-        info: Below the label.
-        start: On the page at the start, where that is not the default.
-        choices: To pick from on the page.
-        takes_others: Whether anything else may be typed there.
-        most: The largest number there; 0 for text.
-        is_basic: Whether it is seen before "More settings" is opened.
+        name: Name without dashes.
+        default: Default value; None leaves the setting open.
+        help: Text in ``--help``, with ``%(default)s`` for the default.
+        group: Group in ``--help``.
+        metavar: Name of the value in ``--help``.
+        off: Help of ``--no_NAME``, for flags that are on by default.
+        is_switch: Whether the value is true, false or left open.
+        label: Label above the control on the page; empty: it is not on the page.
+        info: Text below the label.
+        start: Initial value on the page, if not the default.
+        choices: Values to pick from on the page.
+        takes_others: Whether other values may be typed on the page.
+        most: The largest number allowed on the page; 0 for text.
+        is_basic: Whether the control is visible before "More settings" is opened.
     """
 
     name: str
@@ -64,7 +64,7 @@ def _flag(default: object, text: str, group: str = TRAINING, **more: object) -> 
 
 @dataclass(frozen=True)
 class Wish:
-    """What the user typed, flag by flag; None: left open."""
+    """What the user typed, flag by flag; None leaves a setting open."""
 
     model: str
     gpu: str | None = _flag(
@@ -187,7 +187,7 @@ MODEL = PlanFlag(
     "model", None, "the model to train", label="Model", info="of the catalogue, or owner/name on the hub",
     start="meta-llama/Llama-3.1-8B", choices=full_names, takes_others=True, is_basic=True,
 )  # fmt: skip
-# What a job costs; no part of a `Wish`.
+# Flags for the cost of a job; not part of a `Wish`.
 BUDGET = (
     PlanFlag(
         "tokens", None, "token budget, e.g. 1B: adds hours, energy and price", ANSWER, "D",
@@ -199,7 +199,7 @@ BUDGET = (
     ),
 )  # fmt: skip
 FLAGS = (*(PlanFlag(f.name, f.default, **f.metadata) for f in fields(Wish)[1:]), *BUDGET)
-# Settings that are true or false, and open where they are not given.
+# Settings that are true or false, and open if not given.
 SWITCHES = tuple(flag.name for flag in FLAGS if flag.is_switch)
-# Those of several words.
+# Settings with several values.
 LISTS = tuple(flag.name for flag in FLAGS if isinstance(flag.default, tuple))

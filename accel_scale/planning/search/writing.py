@@ -1,4 +1,4 @@
-"""A plan as files that run it: the launch file, DeepSpeed's own where it needs one, and the recipe's flags."""
+"""Writes a plan as files that run it: the launch file, DeepSpeed's own if needed, and the recipe's flags."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class WrittenPlan:
 
     Attributes:
         files: Path → contents.
-        command: Starts the run; on every node, where there are several.
-        rehearsal: Tries it small on CPU processes first.
+        command: Command that starts the run, on every node if there are several.
+        rehearsal: Command that first tries it at small scale on CPU processes.
     """
 
     files: Mapping[Path, str]
@@ -47,7 +47,7 @@ class WrittenPlan:
 
 
 def plan_files(request: Request, candidate: Candidate, recipe: RecipeChoices, folder: Path) -> WrittenPlan:
-    """The files of `candidate`, as they will be in `folder`. Writes nothing.
+    """The files of `candidate` as they will be in `folder`. Writes nothing.
 
     Raises:
         ConfigError: for a plan that the recipe cannot run.
@@ -73,10 +73,10 @@ def plan_files(request: Request, candidate: Candidate, recipe: RecipeChoices, fo
 
 
 def write_files(written: WrittenPlan) -> None:
-    """Write them; files of an earlier plan are replaced, others are not.
+    """Write the files; those of an earlier plan are replaced, others are not.
 
     Raises:
-        ConfigError: if a file is somebody else's or cannot be written.
+        ConfigError: if a file exists that is not a plan's, or a file cannot be written.
     """
     for path in written.files:
         if path.exists() and not _is_ours(path):
@@ -97,7 +97,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def _command(setup: TrainingSetup, launch: Path, recipe: Path, script: str) -> str:
-    """The command line, from a checkout or not; `$SLURM_NODEID` and `$NODE_0` stay for the shell of each node."""
+    """The command line, from a checkout or not; `$SLURM_NODEID` and `$NODE_0` are left to the shell of each node."""
     nodes = " --machine_rank $SLURM_NODEID --main_process_ip $NODE_0" if num_nodes(setup.parallel) > 1 else ""
     files = shlex.quote(str(launch)), shlex.quote(str(recipe))
     name = Path(script).stem

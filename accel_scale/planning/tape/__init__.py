@@ -1,1 +1,1 @@
-"""What the backward pass keeps: a forward pass on tensor sizes alone, layer by layer."""
+"""What is kept for the backward pass: a forward pass on tensor sizes alone, layer by layer."""

@@ -1,4 +1,4 @@
-"""Bytes of tensors in one forward and backward pass, from the layers' operations on the tape."""
+"""Bytes of tensors in one forward and backward pass, from running the layers' operations on the tape."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from accel_scale.planning.tape.tiles import tiled_norm
 
 @dataclass(frozen=True)
 class StepBytes:
-    """High-water marks of one micro-batch, without weights, optimizer states and gradients of earlier micro-batches.
+    """Memory peaks of one micro-batch, without weights, optimizer states and gradients of earlier micro-batches.
 
     Attributes:
-        saved_bytes: What is kept between forward and backward pass, the loss's tensors included.
-        forward_bytes: Highest during the layers' forward pass.
-        loss_bytes: Highest during head and loss, their backward included.
-        backward_top_bytes: Highest while the last layer runs backward.
-        backward_bottom_bytes: Highest while the first layer and the embedding run backward.
-        gradient_bytes: Gradients that the pass left behind.
+        saved_bytes: Kept between forward and backward pass, including the loss's tensors.
+        forward_bytes: Peak during the layers' forward pass.
+        loss_bytes: Peak during head and loss, including their backward.
+        backward_top_bytes: Peak while the last layer runs backward.
+        backward_bottom_bytes: Peak while the first layer and the embedding run backward.
+        gradient_bytes: Gradients left after the pass.
     """
 
     saved_bytes: float
@@ -45,17 +45,17 @@ class StepBytes:
 
     @property
     def peak_bytes(self) -> float:
-        """The highest of all."""
+        """The highest of these peaks."""
         passes = (self.forward_bytes, self.loss_bytes, self.backward_top_bytes, self.backward_bottom_bytes)
         return max(passes)
 
     def with_waiting(self, num_bytes: float) -> StepBytes:
-        """The same while `num_bytes` of other micro-batches wait for their backward pass."""
+        """The same marks while `num_bytes` of other micro-batches wait for their backward pass."""
         values = {f.name: getattr(self, f.name) + num_bytes for f in fields(self) if f.name != "gradient_bytes"}
         return StepBytes(**values, gradient_bytes=self.gradient_bytes)
 
     def plus(self, other: StepBytes, factor: float) -> StepBytes:
-        """Every field plus `factor` × the other's."""
+        """Every field plus `factor` × that of `other`."""
         values = {f.name: getattr(self, f.name) + factor * getattr(other, f.name) for f in fields(self)}
         return StepBytes(**values)
 
@@ -63,20 +63,20 @@ class StepBytes:
 def step_bytes(
     model: ModelFacts, setup: TrainingSetup, *, is_cuda: bool = True, is_tracked: bool = False
 ) -> StepBytes:
-    """The marks of one forward and backward pass on one rank.
+    """Memory marks of one forward and backward pass on one rank.
 
-    Two and three layers of each kind are walked through; every mark is linear in the number of layers, so the rest
+    Walks through two and three layers of each kind; every mark is linear in the number of layers, so the rest
     follows. Micro-batch and length are those of `setup`.
 
     Args:
-        model: Its shapes.
+        model: Shapes of the model.
         setup: How it is trained; of `parallel`, only sequence and tensor parallel degrees matter here.
         is_cuda: Whether CUDA's kernels run, rather than the CPU's.
-        is_tracked: Whether a dispatch mode (a memory tracker) watches, which makes autograd add out of place.
+        is_tracked: Whether a dispatch mode (a memory tracker) is active, which makes autograd add out of place.
 
     Raises:
         ConfigError: for a checkpointing policy that does not exist, an architecture that is not modelled, or an
-            attention that it does not have.
+            attention that the architecture does not have.
     """
     check_policy(setup)
     setup = with_segments(setup, model.num_layers)
@@ -86,7 +86,7 @@ def step_bytes(
     ends, extras = walked_layers(model, setup)
     edge = len(model.layers) * period_of(setup)
     if not extras:
-        # Gradients of a whole model are counted as it leaves them; those of a stage add to earlier micro-batches'.
+        # A whole model's gradients are counted as the pass leaves them; a stage's add to earlier micro-batches'.
         is_stage = not (model.has_embedding and model.has_head)
         return _walk(model, setup, is_cuda, is_tracked, edge if is_stage and model.num_layers > edge else None)
     middle = len(ends) - edge
@@ -108,7 +108,7 @@ def _family(model: ModelFacts, setup: TrainingSetup) -> Family:
 def walked_layers(
     model: ModelFacts, setup: TrainingSetup
 ) -> tuple[tuple[LayerFacts, ...], list[tuple[LayerFacts, float]]]:
-    """A few layers at either end, and how many periods of each kind come between them."""
+    """A few layers at either end, and the number of periods of each kind between them."""
     period, kinds = period_of(setup), model.layers
     if model.num_layers <= 4 or (period > 1 and len(kinds) > 1):
         return (), []
@@ -124,7 +124,7 @@ def walked_layers(
 
 @functools.lru_cache(maxsize=4096)
 def _walk(model: ModelFacts, setup: TrainingSetup, is_cuda: bool, is_tracked: bool, edge: int | None) -> StepBytes:
-    """Forward and backward of all of the model's layers; top and bottom are `edge` layers, or all."""
+    """Run all of the model's layers forward and backward; top and bottom are `edge` layers, or all."""
     autocast = setup.compute_bytes if setup.autocast else None
     tape = Tape(autocast_bytes=autocast, adds_in_place=not is_tracked, is_cuda=is_cuda)
     ops, meter = Ops(tape), tape.meter
@@ -157,7 +157,7 @@ def _walk(model: ModelFacts, setup: TrainingSetup, is_cuda: bool, is_tracked: bo
 
 
 def _adapted_modules(model: ModelFacts, setup: TrainingSetup) -> frozenset[str]:
-    """Names of the layers' linears that carry an adapter."""
+    """Names of the layers' linears that have an adapter."""
     if setup.trains_all:
         return frozenset()
     linears = (linear for layer in model.layers for linear in layer.linears)
@@ -165,7 +165,7 @@ def _adapted_modules(model: ModelFacts, setup: TrainingSetup) -> frozenset[str]:
 
 
 class ShadowModel:
-    """A whole model in shadow."""
+    """A whole model of sizes, without values."""
 
     def __init__(self, ops: Ops, model: ModelFacts, setup: TrainingSetup) -> None:
         self.ops, self.model, self.setup, self.family = ops, model, setup, _family(model, setup)
@@ -175,17 +175,17 @@ class ShadowModel:
         self.adapted = _adapted_modules(model, setup)
         self.tables: Tables | None = None
         self.entry: Parameter | None = None
-        # What the model's forward keeps a name for until it returns.
+        # Tensors that the model's forward keeps a name for until it returns.
         self.frame: list[Tensor] = []
-        # Of its last layer, weights of attention beside the result.
+        # Attention weights that the last layer returned besides its result.
         self.returned: list[Tensor] | None = None
-        # What a stage sends on, and keeps until its backward pass is through.
+        # What a stage sends on, and keeps until its backward pass is done.
         self.sent: Tensor | None = None
         # Parameters, and so their gradients, outlive the graph.
         self.weights = [self.outside]
 
     def embed(self) -> Tensor:
-        """Look-up (and learned positions); adapters under checkpointing make its result require gradients."""
+        """Look-up (and learned positions); with adapters, checkpointing makes its result require gradients."""
         model, ops = self.model, self.ops
         if not model.has_embedding:
             return self._received()
@@ -196,7 +196,7 @@ class ShadowModel:
         if self.family.embedding_scale == "tensor":
             x = ops.scale(x)
         if self.setup.trains_adapters and self._kind not in ("none", *SUBLAYERS, SEGMENTS):
-            # The embedding's result becomes a leaf, which keeps its gradient for as long as the graph.
+            # The embedding's result becomes a leaf, which keeps its gradient as long as the graph lives.
             self.entry = Parameter(x.numel, itemsize)
             assert self.entry.node is not None
             self.entry.node.saved = [x.view()]
@@ -219,7 +219,7 @@ class ShadowModel:
         return x
 
     def _received(self) -> Tensor:
-        """Hidden states of the stage before, in a buffer that lives as long as the pipeline; see `pipeline_memory`."""
+        """Hidden states of the previous stage, in a buffer that lives as long as the pipeline; see `cost.memory`."""
         model, ops = self.model, self.ops
         self.entry = Parameter(self.rows * model.hidden_size, self.setup.trained_bytes)
         x = Tensor(None, self.entry.numel, self.entry.itemsize)
@@ -235,7 +235,7 @@ class ShadowModel:
         return ops.tape.record(ops.new(width, itemsize), [positions], [], lambda grad: [ops.new(numel, itemsize)])
 
     def run_layers(self, x: Tensor, note: Callable[[], None]) -> Tensor:
-        """Every layer, by the checkpointing policy."""
+        """Run every layer under the checkpointing policy."""
         layers = (self._layer(facts) for facts in self.model.each_layer())
         if self._kind != SEGMENTS:
             return self._chain(layers, x, note)
@@ -265,11 +265,11 @@ class ShadowModel:
         return Layer(self.ops, self.model, facts, self.family, self.setup, weights, tables)
 
     def _offloaded(self, layer: Layer, x: Tensor, index: int) -> Tensor:
-        """A checkpoint whose input lives in host memory and comes back; a CPU copies it to other memory of its own."""
+        """A checkpoint whose input is moved to host memory and back; a CPU copies it within its own memory."""
         ops, numel, itemsize, node = self.ops, x.numel, x.itemsize, x.node
         host = None if ops.tape.is_cuda else ops.new(numel, itemsize)
         mask = self.tables.masks.get(None) if self.tables is not None and self.family.passes_mask else None
-        # The first copy takes the place of the mask itself.
+        # The first copy replaces the mask itself.
         is_copied = mask is not None and index and not ops.tape.is_cuda
         host_mask = ops.new(mask.numel, mask.itemsize) if mask is not None and is_copied else None
         first = [x]
@@ -284,7 +284,7 @@ class ShadowModel:
         return ops.tape.checkpoint(run, [] if host_mask is None else [host_mask])
 
     def finish(self, x: Tensor) -> Tensor:
-        """The final norm; the model's forward returns, and what only its frame held is gone."""
+        """The final norm. The model's forward then returns, which frees what only its frame held."""
         if self.model.has_head:
             x = tiled_norm(self.ops, self.model, self.family, self.outside, "norm", x)
         self.tables = self.returned = None
@@ -292,11 +292,11 @@ class ShadowModel:
         return x
 
     def loss(self, x: Tensor) -> Tensor:
-        """Head and loss; of a stage without them what it sends on."""
+        """Head and loss; for a stage without them, what it sends on."""
         model = self.model
         if not model.has_head:
             self.sent, numel, itemsize = x.view(), x.numel, x.itemsize
-            # The gradient comes in a buffer that lives as long as the pipeline.
+            # The gradient arrives in a buffer that lives as long as the pipeline.
             return self.ops.tape.record(
                 Tensor(None, 1, itemsize), [x], [], lambda grad: [Tensor(None, numel, itemsize)]
             )

@@ -1,4 +1,4 @@
-"""Self-attention of transformers' decoder layers, on the tape."""
+"""Self-attention of transformers' decoder layers on the tape."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from accel_scale.planning.tape.tensors import Tensor
 
 Prepare = Callable[[Tensor], Tensor]
 _INDEX_BYTES = 8
-# Documents of a bucket are padded to the longest: the mean over lengths drawn from log-normal distributions.
+# Documents in a bucket are padded to the longest: the mean over lengths drawn from log-normal distributions.
 _SLOTS_PER_TOKEN = 1.18
 
 
@@ -31,7 +31,7 @@ class Attention:
         self.ops, self.model, self.facts, self.family = ops, model, facts, family
         self.setup, self.weights, self.tables = setup, weights, tables
         self.kept: Tensor | None = None
-        # Inside of attention each rank sees whole sequences of its share of the heads: as many values as outside.
+        # Inside attention, each rank sees whole sequences for its share of the heads: as many values as outside.
         self.rows = setup.micro_batch_size * setup.sequence_length / setup.parallel.sequence_parallel
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ class Attention:
             query, key = turned(self.ops, self.model, self.family, query, key, self.tables)
         out = self._attend(query, key, value)
         if self._is_joined() and self.setup.attention != "eager":
-            # Joined queries lie head by head, and so does the result.
+            # Joined queries are laid out head by head, and so is the result.
             out = self.ops.copy(out)
         out = self._linear(-1, out)
         del query, key, value
@@ -88,7 +88,7 @@ class Attention:
         return norm(self.ops, self.model, self.family, self.weights, name, x, rows, width)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attention over whole sequences: under sequence parallelism heads are exchanged for positions and back."""
+        """Attention over whole sequences; sequence parallelism exchanges heads for positions and back."""
         degree = self.setup.parallel.sequence_parallel
         if degree == 1:
             return self._attend_here(query, key, value)
@@ -121,7 +121,7 @@ class Attention:
         return self._moved(out, self._out_numel())
 
     def _moved(self, x: Tensor, numel: float) -> Tensor:
-        """Rows picked by index, as many again for the gradient."""
+        """Rows picked by index; the gradient allocates the source's size."""
         source, itemsize = x.numel, x.itemsize
         return self.ops.custom([x], numel, itemsize, [], lambda grad: [self.ops.new(source, itemsize)])
 
@@ -159,12 +159,12 @@ class Attention:
         weights = ops.cast(weights, query.itemsize)
         if self.model.attention_dropout:
             weights = ops.dropout(weights)
-        # Returned beside the result, and kept until the layer ends.
+        # Returned besides the result, and kept until the layer ends.
         self.kept = weights
         return ops.copy(ops.matmul(weights, self._by_head(value, is_shared), self._out_numel()))
 
     def _with_sinks(self, weights: Tensor) -> Tensor:
-        """Probabilities of scores and one sink for each head, the largest taken away first; the sinks' are dropped."""
+        """Probabilities over scores and one sink per head, after subtracting the largest; drops the sinks' part."""
         ops, rows, size = self.ops, self.rows * self.model.num_heads, weights.numel
         parameter = self.weights.base("sinks", self.model.num_heads)
         sinks = ops.expanded(parameter, rows)
@@ -179,11 +179,11 @@ class Attention:
         return ops.part(probabilities, size)
 
     def _out_numel(self) -> float:
-        """Values of the result."""
+        """Number of values in the result."""
         return self.rows * self.model.num_heads * (self.model.value_dim or self.model.head_dim)
 
     def _is_joined(self) -> bool:
-        """Whether queries and keys were joined from parts, and so lie head by head."""
+        """True if queries and keys were joined from parts, and so are laid out head by head."""
         return self.family.attention == "latent" or self.family.rotation in (
             "partial",
             "inline",
@@ -197,7 +197,7 @@ class Attention:
         return self.ops.repeat(x, query.numel, is_view=self.model.num_kv_heads == 1)
 
     def _by_head(self, x: Tensor, is_by_head: bool) -> Tensor:
-        """`x` as a batched product takes it: copied unless it lies head by head already."""
+        """`x` in the layout of a batched product: copied unless it is laid out head by head already."""
         x = self.ops.autocast(x)
         return x if is_by_head or self.setup.micro_batch_size == 1 else self.ops.copy(x)
 
@@ -210,9 +210,9 @@ def spelt_attention(
     numel: float,
     prepare: tuple[Prepare, Prepare, Prepare],
 ) -> Tensor:
-    """torch's scaled dot-product attention without a fused kernel: single operations, all of them in fp32.
+    """torch's scaled dot-product attention without a fused kernel: single operations, all in fp32.
 
-    `prepare` lays queries, keys and values out for batched products. Without a mask a causal one holds for all rows.
+    `prepare` lays out queries, keys and values for batched products. Without a mask, a causal one holds for all rows.
     """
     query, key, value = (ops.autocast(part) for part in inputs)
     itemsize = query.itemsize
@@ -230,7 +230,7 @@ def spelt_attention(
     del scores
     out = ops.matmul(probabilities, prepare[2](value), numel, is_autocast=False)
     out = ops.cast(out, itemsize)
-    # Returned in the input's type beside the result, and dropped.
+    # Returned in the input's dtype besides the result, and dropped.
     returned = ops.cast(probabilities, itemsize)
     del returned, probabilities
     return ops.copy(out)

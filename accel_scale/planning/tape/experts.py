@@ -18,7 +18,7 @@ _INDEX_BYTES = 8
 
 
 class MixtureLayer(Protocol):
-    """What a mixture needs of the decoder layer that it stands in."""
+    """What a mixture needs from its decoder layer."""
 
     ops: Ops
     model: ModelFacts
@@ -31,16 +31,16 @@ class MixtureLayer(Protocol):
         """One of the layer's linear modules."""
 
     def dense_mlp(self, x: Tensor, names: list[str]) -> Tensor:
-        """A gated MLP of linear modules with these names."""
+        """A gated MLP of the linear modules with these names."""
 
     def activate(self, x: Tensor) -> Tensor:
         """The layer's activation function."""
 
 
 def mixture(layer: MixtureLayer, x: Tensor) -> Tensor:
-    """Routed experts, and the shared one where there is one, for all tokens of `x`.
+    """Routed experts, and the shared one if there is one, for all tokens of `x`.
 
-    How many tokens each expert gets does not matter: the sorted copies of all tokens lie in one tensor.
+    The number of tokens per expert does not matter: the sorted copies of all tokens are in one tensor.
     """
     facts = layer.facts.mixture
     assert facts is not None
@@ -62,11 +62,11 @@ def mixture(layer: MixtureLayer, x: Tensor) -> Tensor:
 
 
 def _route(layer: MixtureLayer, x: Tensor, per_token: int) -> Tensor:
-    """Weights of each token's experts: softmax over all of them in fp32, the largest kept."""
+    """Weights of each token's experts: fp32 softmax over all experts, keeping the largest."""
     ops, rows = layer.ops, layer.rows
     chosen = rows * per_token
     gate = next(item for item in layer.facts.mlp if item.name in ("gate", "router"))
-    # An adapter of the router changes its weight, as the experts' do: it is no module of its own.
+    # An adapter of the router changes its weight, as the experts' do: the router is not a separate module.
     logits = _product(ops, gate, ops.autocast(x), ops.autocast(_weight(layer, gate)))
     if gate.bias:
         return _softmax_of_top(ops, logits, chosen)
@@ -84,7 +84,7 @@ def _route(layer: MixtureLayer, x: Tensor, per_token: int) -> Tensor:
 
 
 def _route_in_fp32(layer: MixtureLayer, x: Tensor, per_token: int) -> tuple[Tensor, Tensor]:
-    """DeepSeek's: scores of fp32 inputs, softmax or sigmoid, the largest times a number. (positions, weights)."""
+    """DeepSeek's routing: fp32 scores, softmax or sigmoid, the largest scaled. Returns (positions, weights)."""
     ops, chosen = layer.ops, layer.rows * per_token
     gate = next(item for item in layer.facts.mlp if item.name == "gate")
     weight = ops.autocast(ops.cast(_weight(layer, gate), FP32))
@@ -103,7 +103,7 @@ def _route_in_fp32(layer: MixtureLayer, x: Tensor, per_token: int) -> tuple[Tens
 
 
 def _softmax_of_top(ops: Ops, logits: Tensor, chosen: float) -> Tensor:
-    """Softmax over the largest only, in the logits' type (gpt-oss)."""
+    """Softmax over only the largest logits, in their dtype (gpt-oss)."""
     total, itemsize = logits.numel, logits.itemsize
     positions = ops.new(chosen * _INDEX_BYTES, 1)
     top = ops.new(chosen, itemsize)
@@ -119,9 +119,9 @@ def _experts(layer: MixtureLayer, x: Tensor, routing: Tensor) -> Tensor:
     itemsize, width = x.itemsize, layer.model.hidden_size
     tokens = gathered(ops, x, copies * width, copies)
     scales = gathered(ops, routing, copies, copies)
-    # With biases: of which expert each copy is.
+    # With biases: the expert of each copy.
     experts = ops.new(copies * _INDEX_BYTES, 1) if linears["down_proj"].bias else None
-    # The first biases live until the second take their name.
+    # The first biases live until the second ones take their name.
     inner, biases = _grouped(layer, linears["gate_up_proj"], tokens, experts)
     inner = _clamped_gate(ops, inner) if layer.model.model_type == "gpt_oss" else _gate(layer, inner)
     inner, biases = _grouped(layer, linears["down_proj"], inner, experts)  # noqa: RUF059
@@ -139,7 +139,7 @@ def _gate(layer: MixtureLayer, inner: Tensor) -> Tensor:
 
 
 def _clamped_gate(ops: Ops, inner: Tensor) -> Tensor:
-    """gpt-oss: every second value is the gate, both are clamped, and one is added to the other half."""
+    """gpt-oss's gate: every second value is the gate, both halves are clamped, and 1 is added to the other half."""
     half = inner.numel / 2
     gate, up = ops.part(inner, half), ops.part(inner, half)
     gate = ops.clamped(gate)
@@ -151,7 +151,7 @@ def _clamped_gate(ops: Ops, inner: Tensor) -> Tensor:
 def _grouped(
     layer: MixtureLayer, facts: LinearFacts, x: Tensor, experts: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """A product per expert, and the biases of each copy; autocast leaves it alone, so `x` takes the weights' type."""
+    """A product per expert, and the biases of each copy. Autocast ignores it, so `x` is cast to the weights' dtype."""
     ops, weight, biases = layer.ops, _weight(layer, facts), None
     if experts is not None:
         parameter = layer.weights.base(f"experts.{facts.name}.bias", facts.copies * facts.out_features)
@@ -200,7 +200,7 @@ def _weight(layer: MixtureLayer, facts: LinearFacts) -> Tensor:
             del product
         return grads
 
-    # Read once for its shape, once for its values.
+    # Computed once for its shape, once for its values.
     shape = ops.tape.product(size, itemsize)
     del shape
     return ops.tape.record(ops.tape.product(size, itemsize), factors, factors, backward)
@@ -218,6 +218,6 @@ def gathered(ops: Ops, x: Tensor, numel: float, indices: float) -> Tensor:
 
 
 def _written(ops: Ops, numel: float, itemsize: int) -> Tensor:
-    """Zeros that gradients are written into; in new memory while a tracker watches."""
+    """Zeros that gradients are written into; in new memory while a tracker is active."""
     zeros = ops.new(numel, itemsize)
     return zeros if ops.tape.adds_in_place else ops.new(zeros.numel, itemsize)

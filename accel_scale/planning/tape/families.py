@@ -1,4 +1,4 @@
-"""How the layers of each architecture differ, as far as memory is concerned."""
+"""How the layers of each architecture differ in their use of memory."""
 
 from __future__ import annotations
 
@@ -18,35 +18,36 @@ class Family:
     Attributes:
         block: ``sequential`` (norms before), ``both`` (norms before and after), ``after`` (norms after only),
             ``joined`` (attention and MLP are added to one residual).
-        joined_order: For joined blocks, what is added first: ``branches`` or ``residual``.
+        joined_order: What joined blocks add first: ``branches`` or ``residual``.
         keeps_names: Whether the branches' inputs and results have names of their own, which keep them in memory.
-        rms: ``llama`` (weight in the input's type), ``gemma`` (one plus the weight in fp32) or ``olmo`` (weight in
-            fp32, the product cast); ``fused`` where the setup says so.
-        layer_norm: ``torch`` (its own), ``bare`` (its own in fp32, without weights) or ``spelt`` (in single
-            operations, without a bias, and for queries and keys with weights for every head).
-        projections: Of fused queries, keys and values: ``split`` (one operation), ``slices`` (three) or ``separate``.
-        norms_before_heads: Whether queries and keys are normalised as they leave the projections, all heads at once.
-        scales_query: Whether the query is scaled by itself (OPT).
+        rms: ``llama`` (weight in the input's dtype), ``gemma`` (one plus the weight in fp32) or ``olmo`` (weight in
+            fp32, the product cast); ``fused`` if the setup says so.
+        layer_norm: ``torch`` (torch's own), ``bare`` (torch's own in fp32, without weights) or ``spelt`` (in single
+            operations, without a bias, and with weights for every head of queries and keys).
+        projections: How queries, keys and values are formed: ``split`` (from a fused product in one operation),
+            ``slices`` (from it in three) or ``separate``.
+        norms_before_heads: Whether queries and keys are normalised right after the projections, all heads at once.
+        scales_query: Whether the query is scaled separately (OPT).
         scales_residual: Whether each branch is multiplied by a number (Granite).
-        embedding_scale: ``no``, ``cast`` (a number) or ``tensor``: what the embedding is multiplied by.
+        embedding_scale: What the embedding is multiplied by: ``no`` (nothing), ``cast`` (a number) or ``tensor``.
         scales_logits: Whether logits are divided by a number.
-        rotation: ``whole``, ``partial`` (turned parts are joined with the rest), ``inline`` (each as soon as it is
-            turned), ``interleaved`` (partial, by tables that each layer makes for pairs of neighbours), ``halves``
+        rotation: ``whole``, ``partial`` (rotated parts are joined with the rest), ``inline`` (each right after it is
+            rotated), ``interleaved`` (partial, with tables that each layer makes for pairs of neighbours), ``halves``
             (two products of halves and tables of half a head, joined) or ``none``.
-        rotation_type: ``input``: in the types that queries and tables come in; ``tables``: tables are in fp32 and the
-            result is cast back; ``fp32``: queries and keys are cast before and back after.
+        rotation_type: ``input``: in the dtypes of queries and tables; ``tables``: tables are in fp32 and the result is
+            cast back; ``fp32``: queries and keys are cast before and cast back after.
         eager_fp32: Whether eager attention's softmax is in fp32.
         passes_mask: Whether layers take the mask by position, so that checkpoints move it to the host too.
-        attention: ``interface`` (transformers' attention interface), or the family whose own code it is.
-        sinks: Whether each head has one more score that takes no value (gpt-oss).
-        embedding_norm: Whether the embedding's result is normalised (BLOOM).
+        attention: ``interface`` (transformers' attention interface), or the family with its own code.
+        sinks: Whether each head has one more score without a value (gpt-oss).
+        embedding_norm: Whether the embedding's output is normalised (BLOOM).
         returns_weights: Whether layers return attention weights, which live until the next layer has returned.
-        always_masks: Whether sdpa gets a mask even where all rows are full.
-        kernels: The implementations of attention that it has.
-        packs: Those of them that keep packed documents apart.
+        always_masks: Whether sdpa gets a mask even if all rows are full.
+        kernels: The attention implementations it has.
+        packs: Those that keep packed documents apart.
         changes_products: Whether it changes results of matrix products in place, which selective checkpointing keeps.
-        has_mlp: Whether its layers have a module of one input for the MLP, which can be computed in tiles.
-        makes_both_masks: Whether a mask with and one without a window are made, whatever the layers use.
+        has_mlp: Whether the MLP is a module with one input, which can be computed in tiles.
+        makes_both_masks: Whether masks with and without a window are made, whatever the layers use.
     """
 
     block: str = "sequential"
@@ -82,7 +83,7 @@ _OLMO2 = Family(block="after", rms="olmo", norms_before_heads=True, rotation_typ
 
 _COHERE = Family(block="joined", joined_order="residual", layer_norm="spelt", rotation_type="fp32", scales_logits=True)
 
-# Of `STYLES`, only those whose layers compute unlike Llama's.
+# From `STYLES`, only those whose layers compute differently from Llama's.
 FAMILIES: dict[str, Family] = {
     "llama": _LLAMA,
     # The first Qwen brought its own code; its layers are Llama's with one fused projection.
@@ -170,7 +171,7 @@ def family_of(model: ModelFacts) -> Family:
 
 
 def has_kernel(model: ModelFacts, attention: str) -> bool:
-    """Whether the model's layers can run with an implementation of attention."""
+    """True if the model's layers can run with the given attention implementation."""
     family = _family(model.model_type) or _LLAMA
     if attention == "sdpa" and model.attention_softcap:
         return False
@@ -179,12 +180,12 @@ def has_kernel(model: ModelFacts, attention: str) -> bool:
 
 
 def changes_products(model: ModelFacts) -> bool:
-    """Whether the model changes results of matrix products in place."""
+    """True if the model changes results of matrix products in place."""
     return (_family(model.model_type) or _LLAMA).changes_products
 
 
 def tiles_conflict(model: ModelFacts, setup: TrainingSetup) -> str | None:
-    """Why the model's MLPs cannot be computed in tiles, where they should be; None if they can."""
+    """Why the model's MLPs cannot be computed in tiles, if the setup asks for that; None if they can."""
     if not setup.long_rows:
         return None
     if not (_family(model.model_type) or _LLAMA).has_mlp:
@@ -195,10 +196,10 @@ def tiles_conflict(model: ModelFacts, setup: TrainingSetup) -> str | None:
 
 
 def check_setup(model: ModelFacts, setup: TrainingSetup) -> None:
-    """Refuse what the model's own code does not have.
+    """Refuse settings that the model's own code does not support.
 
     Raises:
-        ConfigError: for an implementation of attention, packed rows or a checkpointing policy that it cannot run.
+        ConfigError: for an attention implementation, packed rows or a checkpointing policy that it cannot run.
     """
     if setup.attention == "sdpa" and model.attention_softcap:
         raise ConfigError(

@@ -13,7 +13,7 @@ _POSITION_BYTES = 8
 
 
 class FalconAttention(Attention):
-    """Falcon's: rotary or with ALiBi, with one, some or all heads of keys and values."""
+    """Falcon's attention: rotary or ALiBi, with one, some or all heads of keys and values."""
 
     def __call__(self, x: Tensor) -> Tensor:
         hidden_bytes = x.itemsize
@@ -35,7 +35,7 @@ class FalconAttention(Attention):
         queries, keys = head * self.model.num_heads, head * self.model.num_kv_heads
         if self.model.layer_variant == "grouped":
             query, key, value = ops.part(fused, queries), gathered(ops, fused, keys, 1), gathered(ops, fused, keys, 1)
-            # Each is copied as its heads are laid side by side, keys and values once for every query head.
+            # Each is copied when its heads are laid side by side, keys and values once for every query head.
             query = ops.copy(query)
             key = _spread(ops, key, queries)
             return query, key, _spread(ops, value, queries)
@@ -46,7 +46,7 @@ class FalconAttention(Attention):
     def _fused_falcon(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         mask = self.tables.masks.get(self.facts.sliding_window)
         if self.setup.attention == "sdpa" and key.numel != query.numel:
-            # No fused kernel takes one head of keys for many of queries.
+            # No fused kernel supports one key head for many query heads.
             prepare = (self._whole, lambda x: self._for_all(x, query.numel), lambda x: self._for_all(x, query.numel))
             return spelt_attention(self.ops, (query, key, value), mask, self._num_scores(), query.numel, prepare)
         return self.ops.attention(query, key, value, self.rows * self.model.num_heads, mask)
@@ -62,7 +62,7 @@ class FalconAttention(Attention):
         if self.model.rotary_dims:
             logits = product
         else:
-            # ALiBi is added to the scores, and the mask, which holds it too, to the result.
+            # ALiBi is added to the scores, and the mask, which also contains it, to the result.
             scores = ops.cast(product, FP32)
             logits = ops.shift(scores)
         logits = ops.scaled_in_place(logits)
@@ -78,24 +78,24 @@ class FalconAttention(Attention):
         return self.rows * self.model.num_heads * self.setup.sequence_length
 
     def _whole(self, x: Tensor) -> Tensor:
-        """Heads before positions, as a batched product takes them: a copy where there are several rows."""
+        """Heads before positions, the layout of a batched product: a copy if there are several rows."""
         return x if self.setup.micro_batch_size == 1 else self.ops.copy(x)
 
     def _for_all(self, x: Tensor, numel: float) -> Tensor:
-        """The same of keys or values, one head of which serves all."""
+        """The same for keys or values, one head of which may serve all."""
         if x.numel == numel:
             return self._whole(x)
         return self.ops.repeat(x, numel, is_view=self.setup.micro_batch_size == 1)
 
 
 def _spread(ops: Ops, x: Tensor, numel: float) -> Tensor:
-    """Heads copied to `numel` values, even where that is as many as before."""
+    """Heads copied to `numel` values, even if the number does not change."""
     source, itemsize = x.numel, x.itemsize
     return ops.custom([x], numel, itemsize, [], lambda grad: [ops.new(source, itemsize)])
 
 
 class GptjAttention(Attention):
-    """GPT-J's: tables picked and spread in each layer, scores in fp32."""
+    """GPT-J's attention: tables are picked and expanded in each layer, scores are in fp32."""
 
     def __call__(self, x: Tensor) -> Tensor:
         ops = self.ops
@@ -144,7 +144,7 @@ class GptjAttention(Attention):
 
 
 class BloomAttention(Attention):
-    """BLOOM's: ALiBi added by the product of queries and keys, the residual by the attention itself."""
+    """BLOOM's attention: the product of queries and keys adds ALiBi, and the attention itself adds the residual."""
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         ops, rows = self.ops, self.rows * self.model.num_heads

@@ -12,28 +12,28 @@ from accel_scale.planning.tape.ops import FP32, Ops
 from accel_scale.planning.tape.tables import is_padded
 from accel_scale.planning.tape.tensors import Parameter, Tensor
 
-# Of torchtune's loss.
+# Number of chunks in torchtune's loss.
 OUTPUT_CHUNKS = 8
-# The figures of TRL 1.16, `trl.kernels.chunked_logprob` and `trl.trainer.utils`; a test compares them.
+# Constants of TRL 1.16, `trl.kernels.chunked_logprob` and `trl.trainer.utils`; a test compares them.
 TILE_TOKENS = 4096
 TILE_VOCABULARY = 32768
-# fp32 values per token beside its tiles: seven running statistics, and the results.
+# fp32 values per token besides the tiles: seven running statistics, and the results.
 _STATISTICS, _RESULTS = 7, 3
-# Copies of a tile in fp32 at once where torch's operations fold it: logits, shifted ones and their exponentials, and
-# which columns come before the target. In the backward pass: logits (twice), log-probabilities, probabilities,
-# gradient, difference to the target and product.
+# Simultaneous fp32 copies of a tile if torch's operations fold it: logits, shifted logits and their exponentials, and
+# the columns before the target. In the backward pass: logits (twice), log-probabilities, probabilities, gradient,
+# difference to the target and product.
 _FOLDED, _UNFOLDED = 3.25, 7.25
 
 
 def scores_loss(ops: Ops, x: Tensor, weight: Parameter, num_scores: int) -> Tensor:
-    """The loss of a reward model: scores of every token, of which that of each row's last one counts."""
+    """The loss of a reward model: scores are computed for every token, and the last one of each row counts."""
     scores = ops.linear(x, weight, num_scores, None)
     numel, itemsize = scores.numel, scores.itemsize
     return ops.tape.record(ops.new(1, FP32), [scores], [], lambda grad: [ops.new(numel, itemsize)])
 
 
 def logits_loss(ops: Ops, setup: TrainingSetup, logits: Tensor) -> Tensor:
-    """`accel_scale.optimization.fast_loss.logits_loss` of logits that the model itself computed."""
+    """`accel_scale.optimization.fast_loss.logits_loss` on logits that the model itself computed."""
     total, itemsize = logits.numel, logits.itemsize
     values = total - total / setup.sequence_length
     block = ops.new(values, itemsize) if setup.micro_batch_size > 1 else logits.view(values)
@@ -42,7 +42,7 @@ def logits_loss(ops: Ops, setup: TrainingSetup, logits: Tensor) -> Tensor:
 
 
 def cross_entropy(ops: Ops, logits: Tensor) -> Tensor:
-    """In fp32: log-softmax, negative log-likelihood."""
+    """Cross-entropy in fp32: log-softmax, negative log-likelihood."""
     upcast = ops.cast(logits, FP32)
     numel = upcast.numel
     log_probs = ops.new(numel, FP32)
@@ -71,7 +71,7 @@ class Head:
         return self._chunked(x)
 
     def _whole(self, x: Tensor) -> Tensor:
-        """transformers' own loss: logits, in fp32, log-softmax, negative log-likelihood."""
+        """transformers' own loss: fp32 logits, log-softmax, negative log-likelihood."""
         ops = self.ops
         logits = ops.linear(x, self.weight, self.vocab, self.bias)
         del x
@@ -84,7 +84,7 @@ class Head:
         return cross_entropy(self.ops, logits)
 
     def _in_outputs(self, x: Tensor) -> Tensor:
-        """torchtune's `CEWithChunkedOutputLoss`: all chunks of logits at once, one after the other in fp32."""
+        """torchtune's `CEWithChunkedOutputLoss`: all chunks of logits exist at once, and go to fp32 one by one."""
         ops, loss = self.ops, None
         parts = [ops.part(x, x.numel / OUTPUT_CHUNKS) for _ in range(OUTPUT_CHUNKS)]
         del x
@@ -97,12 +97,12 @@ class Head:
         return loss
 
     def _compiled(self, logits: Tensor) -> Tensor:
-        """Cast and loss in one kernel that keeps the logits as they came."""
+        """Cast and loss in one kernel that keeps the logits in their dtype."""
         ops, numel, itemsize = self.ops, logits.numel, logits.itemsize
         return ops.tape.record(ops.new(1, FP32), [logits], [logits], lambda grad: [ops.new(numel, itemsize)])
 
     def _select(self, x: Tensor) -> Tensor:
-        """All states but each row's last, which predicts nothing; several rows are copied into one block."""
+        """All states but the last of each row, which predicts nothing; several rows are copied into one block."""
         ops, setup = self.ops, self.setup
         total, itemsize = x.numel, x.itemsize
         states = total - total / setup.sequence_length
@@ -115,7 +115,7 @@ class Head:
         return ops.custom([block], labelled, itemsize, [], lambda grad: [ops.new(states, itemsize)])
 
     def _chunked(self, x: Tensor) -> Tensor:
-        """`chunked_cross_entropy`, or Liger's: gradients of hidden states in the forward pass."""
+        """`chunked_cross_entropy`, or Liger's: computes gradients of hidden states in the forward pass."""
         ops, weight = self.ops, self.weight
         x = self._select(x)
         tokens = x.numel / self.model.hidden_size
@@ -143,7 +143,7 @@ class Head:
         return ops.tape.record(ops.new(1, FP32), [x, weight, self.bias], saved, backward)
 
     def _chunks(self, x: Tensor, tokens: float, compute: int, wants_weight: bool, wants_hidden: bool) -> Tensor | None:
-        """Go through the chunks; the head's gradient, if it is wanted. A chunk's tensors outlast its turn."""
+        """Go through the chunks; returns the head's gradient, if wanted. A chunk's tensors outlive its turn."""
         ops, vocab, hidden = self.ops, self.vocab, self.model.hidden_size
         weight = ops.new(self.weight.numel, compute) if compute != self.weight.itemsize else None
         total = chunk = raw = logits = probs = grad = states = None
@@ -162,7 +162,7 @@ class Head:
         return total
 
     def _chunk_sizes(self, tokens: float) -> list[float]:
-        """Tokens of the chunks; of many full ones, three stand for all."""
+        """Tokens of each chunk; if there are many full ones, three stand for all."""
         if self.setup.loss == "liger":
             size = 2.0 ** math.ceil(math.log2(max(tokens / math.ceil(self.vocab / self.model.hidden_size), 1)))
         else:
@@ -174,7 +174,7 @@ class Head:
 
     def _transformed(self, raw: Tensor) -> Tensor:
         ops, logits = self.ops, raw
-        # This project's loss leaves a factor of 1 out; transformers divides by it.
+        # This project's loss skips a factor of 1; transformers divides by it.
         if self.family.scales_logits and self.model.layer_variant != "unscaled":
             logits = ops.new(raw.numel, raw.itemsize)
         if self.model.logit_softcap:
@@ -198,7 +198,7 @@ class Head:
         return result
 
     def _grad(self, probs: Tensor, raw: Tensor, compute: int) -> Tensor:
-        """Gradient of the raw logits, written over the probabilities, in the compute type."""
+        """Gradient of the raw logits, written over the probabilities, in the compute dtype."""
         ops = self.ops
         if self.model.logit_softcap:
             squared = self._tanh(raw)
@@ -214,10 +214,10 @@ class Head:
 
 
 class LogProbs:
-    """As `Head`, by TRL's head for preferences and rewards: log-probabilities of the tokens, logits in tiles.
+    """Like `Head`, for TRL's head for preferences and rewards: log-probabilities of tokens, with logits in tiles.
 
-    A tile is made whole whatever the vocabulary; the backward pass makes each again and sums gradients in fp32. On
-    CUDA a kernel folds a tile in place and only labelled tokens are scored; elsewhere torch folds it, and all are.
+    A tile has full width whatever the vocabulary; the backward pass recomputes each and sums gradients in fp32. On
+    CUDA, a kernel folds a tile in place and scores only labelled tokens; elsewhere torch folds it and scores all.
     """
 
     def __init__(
@@ -251,7 +251,7 @@ class LogProbs:
         return ops.tape.record(ops.new(1, FP32), [x, weight, bias], [x, results], backward)
 
     def _scored(self, x: Tensor) -> Tensor:
-        """Hidden states of the tokens that are scored, in one block; a row's last predicts nothing."""
+        """Hidden states of the scored tokens, in one block; the last of a row predicts nothing."""
         ops, setup = self.ops, self.setup
         total, itemsize = x.numel, x.itemsize
         states = total - total / setup.sequence_length
@@ -268,7 +268,7 @@ class LogProbs:
     def _tiles(
         self, tokens: float, compute: int, itemsize: int, copies: float, *, sums: bool = False, sums_head: bool = False
     ) -> None:
-        """The largest tile with what is made beside it, and gone again."""
+        """Allocate the largest tile with its temporaries, and free them again."""
         ops, hidden = self.ops, self.model.hidden_size
         rows, columns = min(tokens, TILE_TOKENS), min(self.model.vocab_size, TILE_VOCABULARY)
         buffer = ops.new(rows * TILE_VOCABULARY, compute)

@@ -39,14 +39,14 @@ class LatentAttention(Attention):
         if query.numel == value.numel or setup.attention not in ("sdpa", "flash_attention_2", "flash_attention_3"):
             return super()._attend_here(query, key, value)
         if setup.attention != "sdpa":
-            # Values are padded to the width of queries, and the result is cut.
+            # Values are padded to the width of queries, and the result is sliced.
             narrow, itemsize = value.numel, value.itemsize
             value = ops.custom([value], query.numel, itemsize, [], lambda grad: [ops.new(narrow, itemsize)])
             out = ops.attention(query, key, value, self.rows * self.model.num_heads)
             return ops.part(out, narrow)
         if ops.tape.is_cuda:
             return super()._attend_here(query, key, value)
-        # The CPU has no kernel for values of another width.
+        # The CPU has no kernel for values of a different width.
         scores = self.rows * self.model.num_heads * setup.sequence_length
         mask = self.tables.masks[None]
         if mask is None:
@@ -87,7 +87,7 @@ def _neighbours(ops: Ops, even: Tensor, odd: Tensor, tables: Tables) -> Tensor:
 
 
 def _filled(ops: Ops, rest: Tensor, turned: Tensor, spread: float) -> Tensor:
-    """Empty keys that both parts are copied into, the turned one for every head; gradients of copies are whole."""
+    """Empty keys into which both parts are copied, the rotated one for every head; copies have full-size gradients."""
     total, itemsize = rest.numel + spread, rest.itemsize
     sizes, widths = (rest.numel, turned.numel), (rest.itemsize, turned.itemsize)
 

@@ -1,4 +1,4 @@
-"""Decoder layers of transformers, on the tape."""
+"""transformers' decoder layers on the tape."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from accel_scale.planning.tape.tables import Tables
 from accel_scale.planning.tape.tensors import Tensor
 from accel_scale.planning.tape.tiles import tiled, tiled_norm
 
-# Activation functions that transformers writes out in torch operations.
+# Activation functions that transformers writes out as torch operations.
 _WRITTEN_OUT = ("gelu_new", "gelu_fast")
 
 _ATTENTIONS: dict[str, type[Attention]] = {
@@ -39,7 +39,7 @@ class Layer:
         self.ops, self.model, self.facts, self.family = ops, model, facts, family
         self.setup, self.weights = setup, weights
         self.attention = _ATTENTIONS[family.attention](ops, model, facts, family, setup, weights, tables)
-        # Filled with the attention's weights where somebody put a list here.
+        # If a caller puts a list here, it is filled with the attention weights.
         self.returned: list[Tensor] | None = None
         self.rows = self.attention.rows
 
@@ -76,13 +76,13 @@ class Layer:
         return self._add(residual, x)
 
     def _part(self, name: str, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Attention or MLP, run again in the backward pass where the policy is called so."""
+        """Attention or MLP, recomputed in the backward pass if the policy has its name."""
         if self.setup.checkpointing != name:
             return function(x)
         return self.ops.tape.checkpoint(lambda: function(x), [x])
 
     def _sequential_keeping_names(self, x: Tensor) -> Tensor:
-        """The branches' results have names of their own, which keep them until the layer returns."""
+        """A sequential block whose branches' results have names, which keep them alive until the layer returns."""
         residual = x
         x = self._norm("input_norm", x)
         attention = self._dropped(self._part("attention", self.attention, x))
@@ -141,7 +141,7 @@ class Layer:
         return self.ops.add(residual, self.ops.scale(x) if self.family.scales_residual else x)
 
     def mlp(self, x: Tensor) -> Tensor:
-        """The MLP, or the experts in its place."""
+        """The MLP, or the experts instead of it."""
         if self.facts.mixture is not None:
             return mixture(self, x)
         names = [linear.name for linear in self.facts.mlp]
@@ -185,7 +185,7 @@ class Layer:
         return ops.custom([gate, up], numel, itemsize, [gate, up], backward)
 
     def fused_gate(self, fused: Tensor) -> Tensor:
-        """``up * activation(gate)`` of two halves of one product."""
+        """``up * activation(gate)`` on the two halves of one product."""
         gate, up = self.ops.split(fused, [fused.numel / 2] * 2)
         return self.ops.mul(up, self.activate(gate))
 
@@ -201,10 +201,10 @@ class Layer:
 def _written_out_gelu(ops: Ops, x: Tensor) -> Tensor:
     """``0.5 * x * (1 + tanh(c * (x + 0.044715 * x³)))`` in single operations."""
     half = ops.scale(x)
-    # CUDA's autocast takes powers in fp32, and what follows stays there.
+    # CUDA's autocast computes powers in fp32, and what follows stays in fp32.
     is_wide = ops.tape.is_cuda and ops.tape.autocast_bytes is not None
     source = ops.cast(x, FP32) if is_wide else x
-    # Nothing in between has a name.
+    # No intermediate result has a name.
     return ops.mul(
         half,
         ops.shift(
@@ -216,7 +216,7 @@ def _written_out_gelu(ops: Ops, x: Tensor) -> Tensor:
 
 
 def _bloom_gelu(ops: Ops, x: Tensor) -> Tensor:
-    """BLOOM's: one autograd function that saves its input; at most four values live at a time, five backward."""
+    """BLOOM's GELU: one autograd function that saves its input; up to four tensors live at once, five in backward."""
     numel, itemsize = x.numel, x.itemsize
     temporaries = [ops.new(numel, itemsize) for _ in range(4)]
     del temporaries

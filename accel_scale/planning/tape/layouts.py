@@ -1,4 +1,4 @@
-"""Operations on the tape that change a tensor's layout or type, not its values."""
+"""Operations on the tape that change a tensor's layout or dtype, not its values."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ class Layouts:
         self.new = tape.new
 
     def cast(self, x: Tensor, itemsize: int) -> Tensor:
-        """``x.to(dtype)``: itself where nothing changes."""
+        """``x.to(dtype)``: `x` itself if nothing changes."""
         if x.itemsize == itemsize:
             return x
         numel, source = x.numel, x.itemsize
         return self.tape.record(self.new(numel, itemsize), [x], [], lambda grad: [self.new(numel, source)])
 
     def part(self, x: Tensor, numel: float) -> Tensor:
-        """A slice: a view whose gradient is written into zeros of the whole size."""
+        """A slice: a view whose gradient is written into zeros of the full size."""
         total, itemsize = x.numel, x.itemsize
         return self.tape.record(x.view(numel), [x], [], lambda grad: [self.new(total, itemsize)])
 
     def split(self, x: Tensor, sizes: Sequence[float]) -> list[Tensor]:
-        """Views of parts by one operation, which joins their gradients in one tensor of the whole size."""
+        """Views of parts from one operation, which joins their gradients in one tensor of the full size."""
         total, itemsize = x.numel, x.itemsize
         held: list[Tensor] = []
 
@@ -45,7 +45,7 @@ class Layouts:
         return [self.tape.record(joint.view(size), [joint], [], hold) for size in sizes]
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """``cat`` in the widest type: gradients are views of parts."""
+        """``cat`` in the widest dtype: gradients are views of parts."""
         itemsize = max(part.itemsize for part in parts)
         parts = [self.cast(part, itemsize) for part in parts]
         sizes = [part.numel for part in parts]
@@ -59,11 +59,11 @@ class Layouts:
         return self.tape.record(view, [parameter], [], lambda grad: [self.new(source, itemsize)])
 
     def copy(self, x: Tensor) -> Tensor:
-        """The same values in other memory (``contiguous`` of a transposed tensor); gradients are views."""
+        """The same values in new memory (``contiguous`` of a transposed tensor); gradients are views."""
         return self.tape.record(self.new(x.numel, x.itemsize), [x], [], lambda grad: [grad.view()])
 
     def relaid(self, x: Tensor) -> Tensor:
-        """A view whose gradient comes in another layout and is copied."""
+        """A view whose gradient arrives in another layout and is copied."""
         numel, itemsize = x.numel, x.itemsize
         return self.tape.record(x.view(), [x], [], lambda grad: [self.new(numel, itemsize)])
 

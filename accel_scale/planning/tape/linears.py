@@ -1,4 +1,4 @@
-"""A layer's parameters, and its matrix products with their adapters, on the tape."""
+"""A layer's parameters, and its matrix products with their adapters on the tape."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from accel_scale.planning.tape.tensors import Parameter, Tensor
 
 @dataclass
 class Weights:
-    """Parameters by name, made as they are asked for."""
+    """Parameters by name, created on first use."""
 
     setup: TrainingSetup
     adapted: frozenset[str]
@@ -20,11 +20,11 @@ class Weights:
 
     @property
     def base_trained(self) -> bool:
-        """Whether the model's own weights learn."""
+        """True if the model's own weights are trained."""
         return self.setup.trains_all
 
     def base(self, name: str, numel: float) -> Parameter:
-        """A weight of the model; a module named in ``full_modules`` learns beside adapters."""
+        """A weight of the model; a module named in ``full_modules`` is trained besides adapters."""
         trained = self.base_trained or name in self.setup.lora.full_modules
         return self._get(name, numel, self.setup.trained_bytes if trained else self.setup.frozen_bytes, trained)
 
@@ -39,12 +39,12 @@ class Weights:
 
 
 def adapter_key(facts: LinearFacts) -> str:
-    """What tells adapted linears apart: experts and the linears of a shared one may have the same name."""
+    """Key that tells adapted linears apart: experts and the linears of a shared expert may have the same name."""
     return f"experts.{facts.name}" if facts.copies > 1 else facts.name
 
 
 def linear(ops: Ops, weights: Weights, facts: LinearFacts, x: Tensor, block: str) -> Tensor:
-    """A matrix product, quantised or not, with its adapter; `block` tells linears of one name apart."""
+    """A matrix product, quantised or not, with its adapter; `block` tells linears with the same name apart."""
     setup, name = weights.setup, f"{block}.{facts.name}"
     bias = weights.base(f"{name}.bias", facts.out_features) if facts.bias else None
     if setup.quantises_base and facts.quantisable:
@@ -58,19 +58,19 @@ def linear(ops: Ops, weights: Weights, facts: LinearFacts, x: Tensor, block: str
             out = ops.linear(x, weight, facts.out_features, bias)
     if adapter_key(facts) not in weights.adapted:
         return out
-    # Handed over, so that it dies with its last name, as in PEFT.
+    # Handed over, so that it is freed with its last name, as in PEFT.
     handed = [out]
     del out
     return _adapted(ops, weights, facts, x, handed, name)
 
 
 def _adapted(ops: Ops, weights: Weights, facts: LinearFacts, x: Tensor, handed: list[Tensor], name: str) -> Tensor:
-    """PEFT's ``result + lora_B(lora_A(x)) * scaling``, with `x` in the adapter's type."""
+    """PEFT's ``result + lora_B(lora_A(x)) * scaling``, with `x` in the adapter's dtype."""
     out, setup = handed.pop(), weights.setup
     itemsize, rank = out.itemsize, setup.lora.rank
     down = weights.adapter(f"{name}.A", rank * facts.in_features)
     up = weights.adapter(f"{name}.B", rank * facts.out_features)
-    # PEFT copies the result of 4-bit layers, and leaves casts to autocast where that is CUDA's.
+    # PEFT copies the result of 4-bit layers, and leaves casts to autocast on CUDA.
     is_quantised = setup.quantises_base and facts.quantisable
     leaves_casts = is_quantised and setup.autocast and ops.tape.is_cuda
     if is_quantised:
@@ -93,7 +93,7 @@ def _adapted(ops: Ops, weights: Weights, facts: LinearFacts, x: Tensor, handed: 
 def _dora(
     ops: Ops, weights: Weights, facts: LinearFacts, x: Tensor, out: Tensor, adapter: tuple[Parameter, ...]
 ) -> Tensor:
-    """PEFT's DoRA: the norm of the updated weight by matrices of its size, and a learned magnitude per output."""
+    """PEFT's DoRA: the norm of the updated weight, from matrices of its size, and a learned magnitude per output."""
     rank, (down, up, magnitude) = weights.setup.lora.rank, adapter
     matrices = _norm_of_updated(ops, weights, facts, x.itemsize, down.itemsize)
     scale = ops.scale(Tensor(None, magnitude.numel, magnitude.itemsize, magnitude.node))
@@ -108,7 +108,7 @@ def _dora(
 def _norm_of_updated(
     ops: Ops, weights: Weights, facts: LinearFacts, itemsize: int, adapter_bytes: int
 ) -> list[Tensor]:
-    """What the norm's computation leaves behind until the layer is done: two matrices and an identity."""
+    """What the norm's computation keeps until the layer is done: two matrices and an identity."""
     size = facts.in_features * facts.out_features
     compute = ops.tape.autocast_bytes or adapter_bytes
     identity = ops.new(facts.in_features**2, adapter_bytes)

@@ -1,4 +1,4 @@
-"""Norms of transformers, on the tape."""
+"""transformers' norms on the tape."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def rms_norm(ops: Ops, x: Tensor, weight: Parameter, rows: float, kind: str) -> 
 
 
 def _fused_rms_norm(ops: Ops, x: Tensor, weight: Parameter, rows: float) -> Tensor:
-    """Liger's: one kernel, which keeps its input and one value per row."""
+    """Liger's RMSNorm: one kernel, which keeps its input and one value per row."""
     numel, itemsize = x.numel, x.itemsize
 
     def backward(grad: Tensor) -> list[Tensor | None]:
@@ -47,7 +47,7 @@ def _fused_rms_norm(ops: Ops, x: Tensor, weight: Parameter, rows: float) -> Tens
 
 
 def spelt_layer_norm(ops: Ops, x: Tensor, weight: Parameter, rows: float) -> Tensor:
-    """Cohere's: mean and variance in fp32, the difference from the mean taken twice."""
+    """Cohere's layer norm: mean and variance in fp32, with the difference from the mean computed twice."""
     itemsize = x.itemsize
     x = ops.cast(x, FP32)
     mean = ops.mean(x, rows)

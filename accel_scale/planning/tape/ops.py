@@ -1,4 +1,4 @@
-"""Operations on the tape: what each allocates, what it saves, what its backward pass allocates."""
+"""Operations on the tape: what each allocates and saves, and what its backward pass allocates."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class Ops(Layouts):
     """torch's operations as transformers' layers use them, on a `Tape`."""
 
     def autocast(self, x: Tensor) -> Tensor:
-        """`x` as a matrix product under autocast takes it."""
+        """`x` in the dtype of matrix products under autocast."""
         return x if self.tape.autocast_bytes is None else self.cast(x, self.tape.autocast_bytes)
 
     def weight(self, parameter: Parameter, *, is_cached: bool = True) -> Tensor:
-        """A weight as a matrix product takes it; trained ones are cast once per forward pass, unless transposed."""
+        """A weight in the dtype of products; trained ones are cast once per forward pass, unless transposed."""
         itemsize = self.tape.autocast_bytes
         if itemsize is None or itemsize == parameter.itemsize:
             return Tensor(None, parameter.numel, parameter.itemsize, parameter.node)
@@ -55,10 +55,10 @@ class Ops(Layouts):
         return self.tape.record(out, [x, weight, offset], saved, backward)
 
     def quantised_linear(self, x: Tensor, in_features: float, out_features: float) -> Tensor:
-        """bitsandbytes' 4-bit product: the weight is dequantised for it, forward and backward."""
+        """bitsandbytes' 4-bit product, which dequantises the weight in the forward and backward pass."""
         x = self.autocast(x)
         itemsize, x_numel, numel = x.itemsize, x.numel, in_features * out_features
-        # The CPU's kernel dequantises as it multiplies. No checkpointing policy knows the operation.
+        # The CPU's kernel dequantises while multiplying. No checkpointing policy knows the operation.
         weight = self.new(numel if self.tape.is_cuda else 0, itemsize)
         out = self.new(x.numel / in_features * out_features, itemsize)
         del weight
@@ -72,7 +72,7 @@ class Ops(Layouts):
         return self.tape.record(out, [x], [], backward)
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:
-        """``a + b``, in the wider type."""
+        """``a + b``, in the wider dtype."""
         out = self.new(max(a.numel, b.numel), max(a.itemsize, b.itemsize))
         wanted = (a.requires_grad, b.requires_grad)
 
@@ -82,7 +82,7 @@ class Ops(Layouts):
         return self.tape.record(out, [a, b], [], backward, [(t.numel, t.itemsize) for t in (a, b)])
 
     def mul(self, a: Tensor, b: Tensor) -> Tensor:
-        """``a * b``, either broadcast."""
+        """``a * b``, where either may be broadcast."""
         itemsize, numel = max(a.itemsize, b.itemsize), max(a.numel, b.numel)
         out = self.new(numel, itemsize)
         wanted = (a.requires_grad, b.requires_grad)
@@ -117,7 +117,7 @@ class Ops(Layouts):
         return self.mul(weight, x)
 
     def elementwise(self, x: Tensor, *, saves_input: bool = True, temporaries: int = 0) -> Tensor:
-        """A function of each value that saves its input or its result; backward needs `temporaries` more."""
+        """An elementwise function that saves its input or its result; backward needs `temporaries` more tensors."""
         numel, itemsize = x.numel, x.itemsize
         out = self.new(numel, itemsize)
 
@@ -130,7 +130,7 @@ class Ops(Layouts):
         return self.tape.record(out, [x], [x if saves_input else out], backward)
 
     def clamp(self, x: Tensor) -> Tensor:
-        """``x.clamp_(min, max)``: in place, so that a copy of the input is saved; backward needs two masks."""
+        """``x.clamp_(min, max)``: in place, so a copy of the input is saved; backward needs two masks."""
         numel, itemsize = x.numel, x.itemsize
         before = self.new(numel, itemsize)
 
@@ -143,7 +143,7 @@ class Ops(Layouts):
         return self.tape.record(x.view(), [x], [before], backward)
 
     def clamped(self, x: Tensor) -> Tensor:
-        """``x.clamp(min, max)``: in new memory, the input saved."""
+        """``x.clamp(min, max)``: in new memory, with the input saved."""
         numel, itemsize = x.numel, x.itemsize
 
         def backward(grad: Tensor) -> list[Tensor | None]:
@@ -157,7 +157,7 @@ class Ops(Layouts):
     def square_mean(self, x: Tensor, rows: float) -> Tensor:
         """``x.pow(2).mean(-1)``, `rows` values."""
         numel, itemsize = x.numel, x.itemsize
-        # pow's backward holds three temporaries: the power, its multiple and the product.
+        # pow's backward holds three tensors: the power, its multiple and the product.
         squared = self.elementwise(x, temporaries=2)
         out = self.new(rows, itemsize)
         return self.tape.record(out, [squared], [], lambda grad: [self.new(numel, itemsize)])
@@ -168,14 +168,14 @@ class Ops(Layouts):
         return self.tape.record(self.new(rows, itemsize), [x], [], lambda grad: [self.new(numel, itemsize)])
 
     def minus(self, a: Tensor, b: Tensor) -> Tensor:
-        """``a - b`` of one size: the second gradient is negated."""
+        """``a - b`` of equal size: the second gradient is negated."""
         numel, itemsize = max(a.numel, b.numel), max(a.itemsize, b.itemsize)
         return self.tape.record(
             self.new(numel, itemsize), [a, b], [], lambda grad: [grad.view(), self.new(numel, itemsize)]
         )
 
     def less(self, x: Tensor, y: Tensor) -> Tensor:
-        """``x - y``, the smaller `y` broadcast: its gradient is negated whole before it is summed."""
+        """``x - y`` with the smaller `y` broadcast: its gradient is negated at full size before it is summed."""
         numel, itemsize = x.numel, x.itemsize
         shapes = [(t.numel, t.itemsize) for t in (x, y)]
         return self.tape.record(
@@ -186,9 +186,9 @@ class Ops(Layouts):
         self, query: Tensor, key: Tensor, value: Tensor, statistics: float, mask: Tensor | None = None, *,
         numel: float | None = None,
     ) -> Tensor:  # fmt: skip
-        """Fused attention: saves its inputs, its result of `numel` (or the query's) and `statistics` fp32 values.
+        """Fused attention: saves its inputs, its result (of `numel` or the query's size) and `statistics` fp32 values.
 
-        A mask of booleans is turned into numbers of the query's type; numbers are saved too.
+        A boolean mask is converted to the query's dtype; the converted mask is saved too.
         """
         query, key, value = self.autocast(query), self.autocast(key), self.autocast(value)
         bias = mask
@@ -204,7 +204,7 @@ class Ops(Layouts):
         return self.tape.record(out, [query, key, value], [query, key, value, bias, out, logsumexp], backward)
 
     def dropout(self, x: Tensor) -> Tensor:
-        """Dropout in training: CUDA keeps a mask of bytes, the CPU one of the input's type."""
+        """Dropout in training: CUDA keeps a byte mask, the CPU one of the input's dtype."""
         numel, itemsize = x.numel, x.itemsize
         mask = self.new(numel, 1 if self.tape.is_cuda else itemsize)
         return self.tape.record(self.new(numel, itemsize), [x], [mask], lambda grad: [self.new(numel, itemsize)])
@@ -212,7 +212,7 @@ class Ops(Layouts):
     def matmul(
         self, a: Tensor, b: Tensor, numel: float, *, is_autocast: bool = True, is_scaled: bool = False
     ) -> Tensor:
-        """A batched product with `numel` results; times a number, its gradients are multiplied in other memory."""
+        """A batched product with `numel` results; if it is scaled, gradients are scaled in separate memory."""
         if is_autocast:
             a, b = self.autocast(a), self.autocast(b)
         sizes = [(t.numel, t.itemsize, t.requires_grad) for t in (a, b)]
@@ -230,7 +230,7 @@ class Ops(Layouts):
         return self.tape.record(self.tape.product(numel, a.itemsize), [a, b], saved, backward)
 
     def softmax(self, x: Tensor, itemsize: int = FP32) -> Tensor:
-        """Softmax in a type, by default fp32 whatever the input's; its result is saved."""
+        """Softmax in a given dtype, by default fp32 whatever the input's; its result is saved."""
         # The input lives as long as the call.
         converted = self.cast(x, itemsize)
         numel = x.numel
@@ -242,7 +242,7 @@ class Ops(Layouts):
         if self.tape.autocast_bytes is not None and self.tape.is_cuda:
             x = self.cast(x, FP32)
         numel, itemsize, wanted = x.numel, x.itemsize, x.requires_grad
-        # The CPU's are of the weight's type.
+        # The CPU's statistics are of the weight's dtype.
         wide = FP32 if self.tape.is_cuda or weight is None else weight.itemsize
         out, statistics = self.new(numel, itemsize), self.new(2 * rows, wide)
 

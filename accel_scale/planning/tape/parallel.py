@@ -9,7 +9,7 @@ from accel_scale.planning.models.model_facts import LayerFacts, LinearFacts, Mod
 from accel_scale.planning.tape.ops import Ops
 from accel_scale.planning.tape.tensors import Tensor
 
-# Matrix products whose inputs are divided; of all others the outputs are.
+# Matrix products whose inputs are divided; all others have their outputs divided.
 _ROWWISE = {"o_proj", "out_proj", "dense", "down_proj", "c_proj", "dense_4h_to_h", "fc2", "w2"}
 _WHOLE = {"gate", "router", "shared_expert_gate", "q_a_proj", "kv_a_proj_with_mqa"}
 
@@ -17,8 +17,8 @@ _WHOLE = {"gate", "router", "shared_expert_gate", "q_a_proj", "kv_a_proj_with_mq
 def tensor_parallel_share(model: ModelFacts, degree: int) -> ModelFacts:
     """`model` with the heads, matrix products and vocabulary that one rank computes with.
 
-    Hidden states and their norms stay whole. Column- then row-wise division: Megatron-LM (Shoeybi et al. 2019),
-    section 3. Key and value heads are repeated where there are fewer of them than ranks.
+    Hidden states and their norms stay whole. Division by columns, then by rows: Megatron-LM (Shoeybi et al. 2019),
+    section 3. Key and value heads are repeated if there are fewer of them than ranks.
     """
     if degree == 1:
         return model
@@ -49,6 +49,6 @@ def _linear_share(item: LinearFacts, degree: int, repeated: float) -> LinearFact
 
 
 def exchanged(ops: Ops, x: Tensor, numel: float) -> Tensor:
-    """`x` after an all-to-all, in new memory both ways."""
+    """`x` after an all-to-all, in new memory forward and backward."""
     source, itemsize = x.numel, x.itemsize
     return ops.custom([x], numel, itemsize, [], lambda grad: [ops.new(source, itemsize)])

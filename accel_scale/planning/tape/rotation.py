@@ -1,4 +1,4 @@
-"""Rotary embeddings of queries and keys, on the tape."""
+"""Rotary embeddings of queries and keys on the tape."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from accel_scale.planning.tape.tensors import Tensor
 def turned(
     ops: Ops, model: ModelFacts, family: Family, query: Tensor, key: Tensor, tables: Tables
 ) -> tuple[Tensor, Tensor]:
-    """Queries and keys with the first `rotary_dims` of each head turned, as `family.rotation` says."""
+    """Queries and keys with the first `rotary_dims` of each head rotated, as `family.rotation` says."""
     if family.rotation == "whole":
         return _whole(ops, family, query, key, tables)
     if family.rotation == "halves":
@@ -34,7 +34,7 @@ def turned(
 
 
 def _whole(ops: Ops, family: Family, query: Tensor, key: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
-    """Whole heads; what was turned in fp32 is cast back when both are."""
+    """Rotate whole heads; results in fp32 are cast back once both are rotated."""
     query_bytes, key_bytes = query.itemsize, key.itemsize
     if family.rotation_type == "fp32":
         query = ops.cast(query, FP32)
@@ -46,7 +46,7 @@ def _whole(ops: Ops, family: Family, query: Tensor, key: Tensor, tables: Tables)
 
 
 def _cut(ops: Ops, model: ModelFacts, x: Tensor) -> tuple[Tensor, Tensor]:
-    """What is turned, and the rest, which may be empty."""
+    """The part that is rotated, and the rest, which may be empty."""
     numel = x.numel * model.rotary_dims / model.head_dim
     first = x if numel == x.numel else ops.part(x, numel)
     return first, ops.part(x, x.numel - numel)

@@ -1,7 +1,7 @@
-"""Autograd on sizes: tensors without values, allocated and freed as torch would, to find peaks of memory.
+"""Autograd on sizes: tensors without values, allocated and freed as in torch, to find memory peaks.
 
 Python's own reference counts decide when a tensor dies, as they do for torch's. The backward pass runs nodes in
-torch's order, adds up gradients in place where torch does, and recomputes checkpointed blocks.
+torch's order, accumulates gradients in place where torch does, and recomputes checkpointed blocks.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from accel_scale.planning.tape.tensors import Backward, Meter, Node, Parameter, 
 
 
 class _Enough(Exception):
-    """All that a recomputation is for has been saved: torch stops there."""
+    """Everything that a recomputation has to save is saved: torch stops there."""
 
 
 class Tape:
     """Makes tensors and records operations.
 
     Attributes:
-        meter: What is live.
-        autocast_bytes: Bytes of matrix products' inputs under autocast; None without autocast.
+        meter: Counts live bytes.
+        autocast_bytes: Bytes per value of the inputs of matrix products under autocast; None without autocast.
         adds_in_place: Whether two gradients of one tensor are summed in place. Torch does, except while a dispatch
             mode (a memory tracker, for instance) is active.
-        is_cuda: Whether kernels are CUDA's rather than the CPU's, which need a copy in places.
-        caches_casts: Whether weights cast for autocast are kept for the next product that takes them.
-        keeps_casts: Whether that holds without a graph too, until autocast is left.
+        is_cuda: Whether kernels are CUDA's rather than the CPU's, which sometimes need a copy.
+        caches_casts: Whether weights cast for autocast are kept for the next product that uses them.
+        keeps_casts: Whether that also holds without a graph, until autocast is left.
     """
 
     def __init__(self, *, autocast_bytes: int | None = None, adds_in_place: bool = True, is_cuda: bool = True) -> None:
@@ -43,17 +43,17 @@ class Tape:
         self._refilled = 0
 
     def new(self, numel: float, itemsize: int) -> Tensor:
-        """A tensor with memory of its own."""
+        """A tensor with new memory."""
         return Tensor(Storage(self.meter, numel * itemsize), numel, itemsize)
 
     @property
     def is_recomputing(self) -> bool:
-        """Whether a checkpointed block is run for the second time."""
+        """True while a checkpointed block is run for the second time."""
         return self._recompute is not None
 
     @contextmanager
     def muted(self) -> Iterator[None]:
-        """Nothing is recorded inside: a forward pass without gradients."""
+        """Record nothing inside: a forward pass without gradients."""
         self._is_muted, before = True, self._is_muted
         try:
             yield
@@ -83,10 +83,10 @@ class Tape:
         backward: Backward,
         shapes: Sequence[tuple[float, int]] = (),
     ) -> Tensor:
-        """`output` as the result of an operation on `inputs` that keeps `saved`.
+        """Record `output` as the result of an operation on `inputs` that keeps `saved`.
 
-        `shapes` are the inputs' numbers of values and bytes of each, where gradients may come larger: torch sums and
-        casts them once the operation's own backward is through.
+        `shapes` are the inputs' numbers of values and bytes per value, for gradients that may be larger: torch sums
+        and casts them after the operation's own backward.
         """
         if self._is_muted:
             return output
@@ -98,7 +98,7 @@ class Tape:
         node = Node(self._order, nodes, kept, backward)
         node.shapes = shapes
         if self._dropping is not None:
-            # The forward pass of a checkpointed block: what operations save is dropped and made again later.
+            # The forward pass of a checkpointed block: what operations save is dropped and recomputed later.
             node.saved, node.recompute = [], self._dropping if kept else None
             self._dropping.nodes.append(node)
             if kept:
@@ -111,10 +111,10 @@ class Tape:
     def checkpoint(
         self, function: Callable[[], Tensor], kept: Iterable[Tensor], *, keeps_products: bool = False
     ) -> Tensor:
-        """Run `function`, keeping the tensors `kept` and nothing that its operations save.
+        """Run `function`, keeping the tensors `kept` but nothing that its operations save.
 
-        The backward pass runs it once more. With `keeps_products` results of matrix products and attention are kept
-        and not made again. Blocks inside of one another are not supported.
+        The backward pass runs it again. With `keeps_products`, results of matrix products and attention are kept and
+        not recomputed. Nested blocks are not supported.
         """
         block = Recompute(function, keeps_products)
         inputs = [tensor.view() for tensor in kept]
@@ -143,15 +143,15 @@ class Tape:
             pass
         finally:
             self._recompute = None
-            # Each recomputation enters autocast again and leaves it with its casts.
+            # Each recomputation enters autocast again, and drops its casts on leaving it.
             self.weight_casts.clear()
 
     def leave_autocast(self) -> None:
-        """End of the forward pass: weights cast for it stay only where the backward pass needs them."""
+        """End the forward pass: weights cast for it stay only if the backward pass needs them."""
         self.weight_casts.clear()
 
     def mark(self, x: Tensor, note: Callable[[], None]) -> Tensor:
-        """`x` through a node that calls `note` when the backward pass reaches it."""
+        """Pass `x` through a node that calls `note` when the backward pass reaches it."""
 
         def backward(grad: Tensor) -> list[Tensor | None]:
             note()
@@ -160,7 +160,7 @@ class Tape:
         return self.record(x.view(), [x], [], backward)
 
     def backward(self, loss: Tensor, grad: Tensor | None = None) -> None:
-        """Run the graph of `loss` backwards, from `grad` or one number; parameters' gradients stay in them."""
+        """Run the graph of `loss` backwards, from `grad` or a scalar; gradients of parameters are stored in them."""
         if loss.node is None:
             return
         waiting = _count_uses(loss.node)
@@ -201,12 +201,12 @@ class Tape:
             del made
 
     def _add(self, buffers: dict[int, Tensor], key: int, value: Tensor) -> None:
-        """Sum two gradients of one tensor: in place where nobody else holds one, else in new memory."""
+        """Sum two gradients of one tensor: in place if nothing else holds one of them, otherwise in new memory."""
         present = buffers.get(key)
         if present is None:
             buffers[key] = value.view()
             return
-        # The caller's handle is the one of `value`.
+        # The caller's handle is `value`'s only one.
         if self.adds_in_place and (present.is_alone or value.is_alone):
             if present.storage is not None and not present.is_alone:
                 buffers[key] = value.view()
@@ -221,7 +221,7 @@ class Tape:
 
 
 def _count_uses(root: Node) -> dict[int, int]:
-    """How many nodes send a gradient to each node."""
+    """Number of nodes that send a gradient to each node."""
     uses: dict[int, int] = {}
     stack = [root]
     while stack:

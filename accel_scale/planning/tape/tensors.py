@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 
 class Meter:
-    """Bytes in live tensors, now and at their highest."""
+    """Bytes in live tensors, current and peak."""
 
     __slots__ = ("live_bytes", "peak_bytes")
 
@@ -18,12 +18,12 @@ class Meter:
         self.peak_bytes = 0.0
 
     def reset_peak(self) -> None:
-        """Start a new high-water mark at what is live."""
+        """Reset the high-water mark to the live bytes."""
         self.peak_bytes = self.live_bytes
 
 
 class Storage:
-    """Memory that one or more tensors look at; freed with the last of them."""
+    """Memory shared by one or more tensors; freed with the last of them."""
 
     __slots__ = ("meter", "num_bytes")
 
@@ -37,13 +37,13 @@ class Storage:
         self.meter.live_bytes -= self.num_bytes
 
 
-# References to memory of one tensor while they are counted: the tensor's and that of the call. Nothing else keeps one;
-# of None there are more.
+# References to the memory of a single tensor while they are counted: the tensor's and the call's. Nothing else keeps
+# one; None has more.
 _ALONE = 2
 
 
 class Tensor:
-    """Number of values, bytes of each, memory, and the node that made it (None: no gradient wanted)."""
+    """Number of values, bytes per value, memory, and the node that made it (None: no gradient wanted)."""
 
     __slots__ = ("itemsize", "node", "numel", "storage")
 
@@ -52,12 +52,12 @@ class Tensor:
 
     @property
     def is_alone(self) -> bool:
-        """Whether it has memory that no other tensor looks at."""
+        """True if no other tensor shares its memory."""
         return sys.getrefcount(self.storage) == _ALONE
 
     @property
     def requires_grad(self) -> bool:
-        """Whether a gradient flows to it."""
+        """True if a gradient flows to the tensor."""
         return self.node is not None
 
     def view(self, numel: float | None = None) -> Tensor:
@@ -65,7 +65,7 @@ class Tensor:
         return Tensor(self.storage, self.numel if numel is None else numel, self.itemsize, self.node)
 
 
-# A backward function gets the gradient of the output and returns one gradient per input; None where none is wanted.
+# A backward function gets the gradient of the output and returns one gradient per input; None if none is wanted.
 Backward = Callable[[Tensor], Sequence["Tensor | None"]]
 
 
@@ -82,7 +82,7 @@ class Node:
 
 
 class Parameter:
-    """A weight: `tensor` is not counted (weights are counted elsewhere), its gradient is."""
+    """A weight: its gradient is counted, the weight itself is not (weights are counted elsewhere)."""
 
     __slots__ = ("grad", "itemsize", "node", "numel", "trained")
 
@@ -98,7 +98,7 @@ class Parameter:
 
 @dataclass
 class Recompute:
-    """A checkpointed block: run again, with what it saves, when the first of its nodes is reached."""
+    """A checkpointed block, run again to save its tensors when the backward pass reaches the first of its nodes."""
 
     function: Callable[[], Tensor]
     keeps_products: bool = False

@@ -18,12 +18,12 @@ Run = Callable[[Tensor, Weights], Tensor]
 
 
 def tiled(ops: Ops, weights: Weights, prefix: str, x: Tensor, width: float, rows: float, run: Run) -> Tensor:
-    """`run` of `x`, `rows` tokens of `width` values at a time; its weights have names that begin with `prefix`."""
+    """`run` on `x`, `rows` tokens of `width` values at a time; names of its weights begin with `prefix`."""
     sizes = [tokens * width for tokens in tile_sizes(x.numel / width, rows)]
     if len(sizes) == 1:
         return run(x, weights)
     held: list[Tensor] = []
-    if ops.tape.is_recomputing:  # which ends where the last saving operation is
+    if ops.tape.is_recomputing:  # which ends at the last saving operation
         link = _kept(ops, weights, prefix, x, sizes, run, held)
         out = _forward(ops, weights, x, sizes, run)
     else:
@@ -48,7 +48,7 @@ def tiled_norm(ops: Ops, model: ModelFacts, family: Family, weights: Weights, na
 
 
 def tile_sizes(tokens: float, rows: float) -> list[float]:
-    """Tokens of the tiles; of many, three stand for all."""
+    """Tokens of each tile; if there are many, three stand for all."""
     count = max(1, math.ceil(tokens / rows))
     if count == 1:
         return [tokens]
@@ -86,7 +86,7 @@ def _kept(
         sums: dict[str, Tensor] = {}
         ops.tape.caches_casts = False
         for size in sizes:
-            # Parameters of the tile's own, for its gradients to be added up.
+            # The tile's own parameters, whose gradients are then summed.
             own = replace(weights, made={})
             entry = Parameter(size, itemsize, trained=needs_x)
             result = run(Tensor(None, size, itemsize, entry.node), own)
@@ -103,7 +103,7 @@ def _kept(
 
 
 def _add(ops: Ops, sums: dict[str, Tensor], name: str, parameter: Parameter) -> None:
-    """16-bit gradients of more than one tile are summed in fp32."""
+    """Add a tile's gradient; 16-bit gradients of more than one tile are summed in fp32."""
     grad, parameter.grad = parameter.grad, None
     if grad is None:
         return

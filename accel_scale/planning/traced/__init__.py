@@ -1,1 +1,1 @@
-"""Bytes of a step of models whose layers are traced."""
+"""Bytes of a step for models whose layers are traced."""

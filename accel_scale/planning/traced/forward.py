@@ -1,4 +1,4 @@
-"""Bytes of tensors in a forward pass without gradients: a reference's, and that over the prompts of a generation."""
+"""Bytes of tensors in forward passes without gradients: a reference's, and the one over a generation's prompts."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from accel_scale.planning.tape.tensors import Tensor
 from accel_scale.planning.traced.polynomials import value_of
 from accel_scale.planning.traced.steps import fit_of, given_tensor, traced_loss
 
-# fp32 copies of a step's logits while a token is drawn: as the model returns them, as `generate` takes them, their
-# probabilities, and the random numbers of `torch.multinomial`.
+# fp32 copies of a step's logits while a token is drawn: the model's output, `generate`'s copy, their probabilities,
+# and the random numbers of `torch.multinomial`.
 _DRAWING = 4
 
 
 @dataclass(frozen=True)
 class ForwardBytes:
-    """High-water marks of one forward pass whose result is all that stays.
+    """High-water marks of one forward pass that keeps only its result.
 
     Attributes:
         layers_bytes: Highest during embedding and layers.
@@ -33,7 +33,7 @@ class ForwardBytes:
 
     @property
     def peak_bytes(self) -> float:
-        """The higher of both."""
+        """The higher of the two."""
         return max(self.layers_bytes, self.head_bytes)
 
 
@@ -41,18 +41,18 @@ class ForwardBytes:
 def forward_bytes(
     model: ModelFacts, setup: TrainingSetup, *, is_cuda: bool = True, adapters: bool = True, draws: bool = False
 ) -> ForwardBytes:
-    """The marks of one forward pass of `setup`'s micro-batch without gradients.
+    """Memory marks of one forward pass of `setup`'s micro-batch without gradients.
 
     Args:
-        model: Its shapes.
+        model: Shapes of the model.
         setup: How it is trained; activation checkpointing is off without gradients.
         is_cuda: Whether CUDA's kernels run.
-        adapters: Whether adapters are on; off they leave the base.
-        draws: Whether the next token of each row is drawn from its last position's logits; else the head is the
-            setup's own.
+        adapters: Whether adapters are on; without them only the base runs.
+        draws: Whether the next token of each row is drawn from the logits of its last position; otherwise the head
+            is the setup's own.
 
     Raises:
-        ConfigError: as `step_bytes`.
+        ConfigError: as for `step_bytes`.
     """
     setup = replace(setup, checkpointing="none")
     if model.traced_config:
@@ -63,7 +63,7 @@ def forward_bytes(
     base = _walk(replace(model, layers=ends), setup, is_cuda, adapters, draws)
     layers, head = base.layers_bytes, base.head_bytes
     for layer, factor in extras:
-        # Only weights that are cast for autocast grow with the number of layers.
+        # Only the weights cast for autocast grow with the number of layers.
         more = _walk(replace(model, layers=(*ends, layer)), setup, is_cuda, adapters, draws)
         layers += factor * (more.layers_bytes - base.layers_bytes)
         head += factor * (more.head_bytes - base.head_bytes)
@@ -89,7 +89,7 @@ def _walk(model: ModelFacts, setup: TrainingSetup, is_cuda: bool, adapters: bool
 
 
 def _draw(ops: Ops, model: ModelFacts, setup: TrainingSetup, x: Tensor) -> None:
-    """Logits of the last positions, and what `generate` makes of them."""
+    """Logits of the last positions, and the copies that `generate` makes of them."""
     values = setup.micro_batch_size * model.vocab_size
     compute = ops.tape.autocast_bytes or x.itemsize
     weight = ops.new(model.embedding_params if setup.autocast and setup.trains_all else 0, compute)
@@ -100,7 +100,7 @@ def _draw(ops: Ops, model: ModelFacts, setup: TrainingSetup, x: Tensor) -> None:
 
 
 def _of_trace(model: ModelFacts, setup: TrainingSetup, is_cuda: bool, draws: bool) -> ForwardBytes:
-    """From a trace with all layers recomputed, whose forward pass keeps nothing but the layers' inputs."""
+    """Marks from a trace with all layers recomputed, whose forward pass keeps only the layers' inputs."""
     fit = fit_of(model, replace(setup, checkpointing="full"), is_cuda, False)
     rows, length = setup.micro_batch_size, setup.sequence_length
     peaks = {name: max(value_of(p, rows, length) for p in part["peaks"]) for name, part in fit["segments"].items()}
@@ -109,7 +109,7 @@ def _of_trace(model: ModelFacts, setup: TrainingSetup, is_cuda: bool, draws: boo
     live, layers = nets["embed"], peaks["embed"]
     for index in fit["stands_for"]:
         layers = max(layers, live + peaks[f"forward {index}"])
-        # Its input goes; weights that were cast for autocast stay.
+        # The layer's input is freed; weights cast for autocast stay.
         live += nets[f"forward {index}"] - hidden
     tape = Tape(autocast_bytes=setup.compute_bytes if setup.autocast else None, is_cuda=is_cuda)
     ops = Ops(tape)

@@ -1,4 +1,4 @@
-"""What layers keep of earlier tokens while a model answers."""
+"""What layers keep of earlier tokens during generation."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from accel_scale.planning.models.training_setup import TrainingSetup
 
 @dataclass(frozen=True)
 class KeptLayer:
-    """The cache of layers that keep the same.
+    """The cache of layers that keep the same amount.
 
     Attributes:
-        count: How many layers.
-        window: Tokens that stay of an answer; None: all of them. Of a prompt all lie there until it has been read.
-        parts: Of each tensor the bytes of a row, and of each of its tokens.
+        count: Number of layers.
+        window: Number of tokens that are kept; None: all of them. A prompt is held in full until it has been read.
+        parts: For each tensor, the bytes per row and per token of it.
     """
 
     count: int
@@ -26,7 +26,7 @@ class KeptLayer:
     parts: tuple[tuple[float, float], ...]
 
     def part_bytes(self, rows: int, length: int, *, reads: bool = False) -> list[float]:
-        """Bytes of each tensor of one layer: with a prompt of `length` tokens just read, or with that many.
+        """Bytes of each tensor of one layer with `length` tokens in total, or in a prompt that was just read.
 
         Args:
             reads: Whether the tokens are a prompt that was read at once.
@@ -35,16 +35,16 @@ class KeptLayer:
         return [rows * (row + token * tokens) for row, token in self.parts]
 
     def attended_bytes(self, rows: int, length: int) -> float:
-        """Of keys and values of one layer, without states that do not grow."""
+        """Bytes of one layer's keys and values, without states that do not grow."""
         return rows * min(length, self.window or length) * sum(token for _, token in self.parts)
 
 
 @functools.lru_cache(maxsize=256)
 def traced_kept(model: ModelFacts, setup: TrainingSetup) -> tuple[KeptLayer, ...]:
-    """What a traced model's own cache holds, from the cache of files, or by a trace.
+    """What a traced model's own cache holds, from the cached files or by a new trace.
 
     Raises:
-        ConfigError: for a model that keeps it elsewhere.
+        ConfigError: for a model that keeps its cache elsewhere.
     """
     known = dict(read_trace(model.traced_config).get("kept", {}))
     width = setup.trained_bytes if setup.trains_all else setup.frozen_bytes

@@ -13,16 +13,16 @@ _ZERO: Polynomial = [0.0] * 6
 
 
 def value_of(polynomial: Sequence[float], rows: float, length: float) -> float:
-    """Bytes at a size."""
+    """Bytes at a given size."""
     a, b, c, d, e, f = polynomial
     return a + length * (b + length * c) + rows * (d + length * (e + length * f))
 
 
 def fitted(values: Sequence[float], points: Sequence[Point]) -> Polynomial | None:
-    """The polynomial of one tensor with these bytes at three `points`; None if none is.
+    """The polynomial of a tensor that has these bytes at three `points`; None if there is none.
 
-    Almost every tensor is a number times a power of the length, once or for every row: two sizes tell which, the third
-    verifies it. Others are sums of two such terms, of which the third size leaves one.
+    Almost every tensor is a number times a power of the length, once or for every row: two sizes determine it, the
+    third verifies it. Others are sums of two such terms; the third size singles out one such sum.
     """
     (a, b, c), powers = values, [powers_of(*point) for point in points]
     for k in range(6):
@@ -43,7 +43,7 @@ def fitted(values: Sequence[float], points: Sequence[Point]) -> Polynomial | Non
 
 
 def powers_of(rows: int, length: int) -> tuple[int, ...]:
-    """What the coefficients are multiplied by."""
+    """The powers that the coefficients are multiplied by."""
     return (1, length, length**2, rows, rows * length, rows * length**2)
 
 
@@ -51,7 +51,7 @@ def interpolated(few: Sequence[float], many: Sequence[float], rows: Point, lengt
     """The polynomial through six values: those of `few` and of `many` rows, each at three lengths.
 
     Args:
-        rows: How many are few, and how many many.
+        rows: Number of rows in `few`, and in `many`.
     """
     per_row = [(b - a) / (rows[1] - rows[0]) for a, b in zip(few, many, strict=True)]
     fixed = [a - rows[0] * b for a, b in zip(few, per_row, strict=True)]
@@ -68,5 +68,5 @@ def _quadratic(values: Sequence[float], lengths: Sequence[int]) -> list[float]:
 
 
 def summed(polynomials: Sequence[Polynomial]) -> Polynomial:
-    """Their sum."""
+    """The sum of `polynomials`."""
     return [sum(column) for column in zip(*polynomials, strict=True)] if polynomials else list(_ZERO)

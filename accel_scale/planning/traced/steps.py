@@ -1,4 +1,4 @@
-"""Marks of a step for every model: on the tape where its layers are modelled, from a trace elsewhere."""
+"""Memory marks of a step for every model: from the tape if its layers are modelled, otherwise from a trace."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from accel_scale.planning.traced.polynomials import value_of
 _WINDOWS = (
     "sliding_window", "attention_chunk_size", "window_size", "local_attention", "index_topk", "indexer_budget"
 )  # fmt: skip
-# Beside a model's fits: of every setting without one, each size has its own.
+# Key in a model's fits: some setting has no fit for all sizes, so that each size has its own.
 _EXACT = "exact"
 
 
 def step_bytes(
     model: ModelFacts, setup: TrainingSetup, *, is_cuda: bool = True, is_tracked: bool = False
 ) -> StepBytes:
-    """The marks of one forward and backward pass on one rank; see `activations.step_bytes`.
+    """Memory marks of one forward and backward pass on one rank; see `activations.step_bytes`.
 
     Raises:
-        ConfigError: as that, and where a traced model's class cannot take the step.
+        ConfigError: as there, and if a traced model's class cannot run the step.
     """
     if not model.traced_config:
         return _on_tape(model, setup, is_cuda, is_tracked)
@@ -59,7 +59,7 @@ def _traced(model: ModelFacts, setup: TrainingSetup, is_cuda: bool, is_tracked: 
     live = 0.0
 
     def through(name: str) -> float:
-        """The highest point of a segment, after which what it leaves is live."""
+        """The peak of a segment; what it leaves is live afterwards."""
         nonlocal live
         peak = live + max(0.0, peaks.get(name, 0.0))
         live += nets.get(name, 0.0)
@@ -73,7 +73,7 @@ def _traced(model: ModelFacts, setup: TrainingSetup, is_cuda: bool, is_tracked: 
     through("leave")
     saved = live + kept
     if setup.checkpointing == "offload":
-        # Traced as full checkpointing; here the layers' inputs wait in host memory.
+        # Traced as full checkpointing; here the layers' inputs are kept in host memory.
         held = (len(stands_for) - 1) * hidden
         live, saved = live - held, saved - held
         loss -= held
@@ -92,7 +92,7 @@ def _traced(model: ModelFacts, setup: TrainingSetup, is_cuda: bool, is_tracked: 
 
 
 def _edge(kinds: list[int], period: int) -> int:
-    """Of how many layers from either end on every kind of layer has been met."""
+    """Number of layers from either end that contain every kind of layer, `period` at least."""
     everything = set(kinds)
     counts = (n for n in range(1, len(kinds)) if set(kinds[:n]) == everything == set(kinds[-n:]))
     return max(next(counts, len(kinds)), period)
@@ -101,8 +101,8 @@ def _edge(kinds: list[int], period: int) -> int:
 def _head(
     model: ModelFacts, setup: TrainingSetup, fit: Document, is_cuda: bool, is_tracked: bool
 ) -> tuple[float, float, float]:
-    """Head and loss on the tape, relative to what the trace ends with, the last hidden states or the logits: the
-    highest, what waits, what is left."""
+    """Bytes of head and loss on the tape, relative to what the trace ends with (the last hidden states or the logits):
+    the peak, what waits for the backward pass, and what is left."""
     autocast = setup.compute_bytes if setup.autocast else None
     tape = Tape(autocast_bytes=autocast, adds_in_place=not is_tracked, is_cuda=is_cuda)
     ops = Ops(tape)
@@ -118,13 +118,13 @@ def _head(
 
 
 def given_tensor(ops: Ops, model: ModelFacts, setup: TrainingSetup, fit: Document) -> Tensor:
-    """What a trace ends with and the loss is given: the last hidden states, or the logits."""
+    """The tensor that a trace ends with and the loss takes: the last hidden states, or the logits."""
     width = model.vocab_size if fit["takes_logits"] else fit["hidden_size"]
     return ops.new(setup.micro_batch_size * setup.sequence_length * width, fit["given_bytes"])
 
 
 def traced_loss(ops: Ops, model: ModelFacts, setup: TrainingSetup, fit: Document, x: Tensor) -> Tensor:
-    """Head and loss of what a trace ends with."""
+    """Run head and loss on what a trace ends with."""
     weights = Weights(setup, frozenset())
     if fit["takes_logits"]:
         return logits_loss(ops, setup, x)
@@ -137,11 +137,11 @@ def traced_loss(ops: Ops, model: ModelFacts, setup: TrainingSetup, fit: Document
 
 
 def fit_of(model: ModelFacts, setup: TrainingSetup, is_cuda: bool, is_tracked: bool) -> Document:
-    """From the cache of files, or by a trace. Where no fit holds for every size, each size has its own."""
+    """The fit from the cached files, or by a new trace. If no fit holds for every size, each size has its own."""
     text, key = model.traced_config, _key(model, setup, is_cuda, is_tracked)
     known = _known(text)
     exact = f"{key} {setup.micro_batch_size}x{setup.sequence_length}"
-    # Where one setting's tensors follow no polynomial, looking for one in the others costs more than it may save.
+    # If one setting's tensors follow no polynomial, looking for one in the others costs more than it may save.
     is_exact = _EXACT in known and "segments" not in known.get(key, {})
     fit = known.get(exact if is_exact else key, {})
     if "segments" not in fit:
@@ -158,7 +158,7 @@ def _known(text: str) -> Document:
 
 
 def _key(model: ModelFacts, setup: TrainingSetup, is_cuda: bool, is_tracked: bool) -> str:
-    """What a trace depends on."""
+    """A key of everything that a trace depends on."""
     parts: list[object] = [setup.checkpointing if setup.checkpointing != "offload" else "full", is_tracked]
     parts += [setup.trained_bytes, setup.frozen_bytes if setup.trains_adapters else 0]
     parts += [setup.compute_bytes if setup.autocast else 0, is_cuda and setup.autocast]
@@ -172,7 +172,7 @@ def _key(model: ModelFacts, setup: TrainingSetup, is_cuda: bool, is_tracked: boo
 
 @functools.lru_cache(maxsize=16)
 def windows_of(text: str) -> tuple[int, ...]:
-    """Lengths at which the model of a config begins to attend otherwise."""
+    """Lengths beyond which a config's model attends differently."""
     config = json.loads(text)
     parts = [config, *(value for value in config.values() if isinstance(value, dict))]
     found = {part[name] for part in parts for name in _WINDOWS if isinstance(part.get(name), int)}
@@ -180,7 +180,7 @@ def windows_of(text: str) -> tuple[int, ...]:
 
 
 def division_conflict(model: ModelFacts, setup: TrainingSetup) -> str | None:
-    """Why a traced model cannot be run so; None where it can."""
+    """Why a traced model cannot be run this way; None if it can."""
     if not model.traced_config:
         return None
     if setup.parallel.model_parallel > 1:

@@ -1,1 +1,1 @@
-"""Checkpoints: what is in one, when it is good, how it is written and resumed from."""
+"""Checkpoints: their contents, validity, writing and resuming."""

@@ -1,7 +1,7 @@
 """Folders that appear complete or not at all: staging, publishing, recovery after a kill.
 
-Everything unfinished lives in ``<parent>/.partial/``, a name that no checkpoint search matches
-(`transformers` looks for ``checkpoint-<n>``). A finished folder leaves it by one rename.
+Unfinished folders are written in ``<parent>/.partial/``, a name that no checkpoint search matches (`transformers`
+looks for ``checkpoint-<n>``). A finished folder leaves it in a single rename.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from accel_scale.training.checkpoints.manifest import MANIFEST
 
 STAGING_FOLDER = ".partial"
 _REPLACED_PREFIX = "replaced-"
-# Without one of these no `from_pretrained` accepts a folder, so they are removed first and written last.
+# `from_pretrained` accepts no folder without one of these, so they are removed first and written last.
 GATE_FILES = ("config.json", "adapter_config.json")
 _OLD_WEIGHTS = re.compile(r"(model|pytorch_model|adapter_model)\b.*\.(safetensors|bin|index\.json)")
 _ZIP_SUFFIXES = (".pt", ".pth", ".bin")
 
 
 def staging_root(parent: str | Path) -> Path:
-    """Where unfinished folders of `parent` are written: same filesystem, so that a rename is enough."""
+    """Staging folder for unfinished folders of `parent`: on the same filesystem, so that a rename suffices."""
     return Path(parent) / STAGING_FOLDER
 
 
@@ -38,7 +38,7 @@ def _fsync(path: Path) -> None:
 
 
 def fsync_tree(folder: str | Path) -> None:
-    """Force all of `folder` to disk; fsync works on pages that other processes wrote, too."""
+    """Force all of `folder` to disk, including pages that other processes wrote."""
     for directory, _, files in os.walk(folder):
         for name in files:
             _fsync(Path(directory, name))
@@ -60,7 +60,7 @@ def publish(staged: str | Path, folder: str | Path) -> None:
     _fsync(folder.parent)
     if replaced.exists():
         shutil.rmtree(replaced)
-    with contextlib.suppress(OSError):  # another folder may still be staged beside it
+    with contextlib.suppress(OSError):  # another folder may still be staged here
         staged.parent.rmdir()
 
 
@@ -92,9 +92,9 @@ def publish_into(staged: str | Path, folder: str | Path) -> None:
 
 
 def recover(output_dir: str | Path) -> list[str]:
-    """Clean up what a killed run left of `output_dir`: call it on one process, before anything is saved.
+    """Clean up after a killed run of `output_dir`: call it on one process, before anything is saved.
 
-    Folders that were being replaced are put back; unfinished ones are removed.
+    Folders that were being replaced are restored; unfinished folders are removed.
 
     Returns:
         One line per leftover, e.g. ``removed unfinished checkpoint-200``.
@@ -102,7 +102,7 @@ def recover(output_dir: str | Path) -> list[str]:
     output_dir = Path(output_dir).absolute()
     own, beside = staging_root(output_dir), staging_root(output_dir.parent)
     leftovers = sorted(own.iterdir()) if own.is_dir() else []
-    # Beside `output_dir` other runs may be saving: only what carries its name is its own.
+    # Other runs may be saving beside `output_dir`: take only the leftovers that carry its name.
     leftovers += [p for n in (output_dir.name, f"{_REPLACED_PREFIX}{output_dir.name}") if (p := beside / n).exists()]
     done = [_recover_one(leftover) for leftover in leftovers]
     for root in (own, beside):
@@ -154,14 +154,14 @@ def _file_problem(path: Path) -> str | None:
 
 
 def checkpoint_problems(folder: str | Path) -> list[str]:
-    """What is wrong with the structure of a folder that has no manifest: files cut off, shards or states missing.
+    """Structural problems of a folder without a manifest: truncated files, missing shards or states.
 
-    Reads headers only, so it takes milliseconds whatever the size. A good checkpoint is one whose manifest says so
-    (`checkpoint_folders`); this is for folders of other programs.
+    Reads headers only, so it takes milliseconds at any size. A checkpoint of ours is good if its manifest says so
+    (`checkpoint_folders`); this is for folders written by other programs.
     """
     folder = Path(folder)
     problems = []
-    # `Trainer` writes its state last, so a checkpoint of its own without it was torn.
+    # `Trainer` writes its state last, so one of its checkpoints without it is incomplete.
     is_trainers = re.fullmatch(r"checkpoint-\d+", folder.name) and not (folder / MANIFEST).exists()
     if is_trainers and not (folder / "trainer_state.json").is_file():
         problems.append("trainer_state.json is missing")
@@ -171,7 +171,7 @@ def checkpoint_problems(folder: str | Path) -> list[str]:
     for metadata in folder.glob("pytorch_model_fsdp_*"):
         if metadata.is_dir() and not (metadata / ".metadata").is_file():
             problems.append(f"{metadata.name}/.metadata is missing")
-    tag = folder / "latest"  # DeepSpeed's name of the folder with its shards
+    tag = folder / "latest"  # DeepSpeed's name for the folder with its shards
     if tag.is_file() and not (folder / tag.read_text(encoding="utf-8").strip()).is_dir():
         problems.append("the DeepSpeed folder named in `latest` is missing")
     return problems

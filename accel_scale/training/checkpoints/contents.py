@@ -1,6 +1,6 @@
-"""What a checkpoint holds whatever the strategy, and the weights and optimizer of runs that replicate them.
+"""Contents common to checkpoints of every strategy, and the weights and optimizer of runs that replicate them.
 
-Files carry Accelerate's names. A capture is taken between two steps; writing it may happen later, in a thread.
+Files have Accelerate's names. A capture is taken between two steps; it may be written later, in a thread.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ Write = Callable[[Path], None]
 
 
 class Contents(Protocol):
-    """How one strategy writes and loads weights and optimizers."""
+    """Writes and loads weights and optimizers under one strategy."""
 
     layout: str
 
     def refuse_asynchronous(self) -> str | None:
-        """Why it cannot write while training goes on, None if it can."""
+        """The reason why it cannot write while training continues; None if it can."""
 
     def capture(self, *, copy: bool, group: ProcessGroup | None) -> Write:
-        """Take hold of everything; collective. The result writes this rank's files, on every rank.
+        """Capture weights and optimizers; collective. The returned function writes this rank's files, on every rank.
 
         Args:
-            copy: The training goes on before it is written.
-            group: Process group for the collectives of the writing, None for the default one.
+            copy: True if training continues before the capture is written.
+            group: Process group for the collectives of the write; None for the default group.
         """
 
     def load(self, folder: Path, manifest: Manifest, scratch: Path) -> None:
-        """Load weights and optimizers; collective. `scratch` may be used for files and is removed afterwards."""
+        """Load weights and optimizers; collective. `scratch` may hold temporary files and is removed afterwards."""
 
 
 def numbered(name: str, index: int) -> str:
-    """Accelerate's name of the file of the `index`-th model, optimizer or schedule."""
+    """Accelerate's file name for the `index`-th model, optimizer or schedule."""
     stem, _, suffix = name.rpartition(".")
     return name if index == 0 else f"{stem}_{index}.{suffix}"
 
 
 def host_copy(value: object, *, copy: bool, seen: dict[int, Any] | None = None) -> Any:
-    """`value` with every tensor in host memory; containers are always new, tensors that are there only if `copy`.
+    """Return `value` with every tensor in host memory; containers are new, host tensors are copied only if `copy`.
 
-    A tensor that occurs twice stays one. A view of a larger tensor becomes its own, so that the bytes that are
-    written do not depend on `copy`.
+    A tensor that occurs twice remains one tensor. A view of a larger tensor becomes a tensor of its own, so that the
+    written bytes do not depend on `copy`.
     """
     seen = {} if seen is None else seen
     if isinstance(value, torch.Tensor):
@@ -82,10 +82,10 @@ def _tensor_in_host_memory(tensor: torch.Tensor, *, copy: bool) -> torch.Tensor:
 
 
 def write_tensors(state: object, path: Path) -> None:
-    """Write with `torch.save`, and make sure that it can be read without trusting the file.
+    """Write with `torch.save`, and make sure that the file can be read without trusting it.
 
     Raises:
-        ConfigError: if it holds objects that only an unrestricted unpickler reads.
+        ConfigError: if it holds objects that only an unrestricted unpickler can read.
     """
     torch.save(state, path)
     refuse_unsafe(path)
@@ -95,10 +95,10 @@ def write_tensors(state: object, path: Path) -> None:
 
 
 def capture_common(accelerator: Accelerator, state: dict[str, Any], registered: dict[str, Any]) -> Write:
-    """Schedules, scaler, `state` and registered states by rank 0; random states by every rank.
+    """Capture schedules, scaler, `state` and registered states on rank 0, and random states on every rank.
 
     Raises:
-        ConfigError: if a state is not JSON-able or a schedule holds objects.
+        ConfigError: if a state cannot be stored as JSON or a schedule holds objects.
     """
     content: dict[str, Any] = {
         "state": state,
@@ -123,12 +123,12 @@ def capture_common(accelerator: Accelerator, state: dict[str, Any], registered: 
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """What `capture_common` put into ``state.json``."""
+    """The contents of ``state.json``, as written by `capture_common`."""
     return json.loads((folder / STATE).read_text(encoding="utf-8"))
 
 
 def load_common(accelerator: Accelerator, folder: Path, content: dict[str, Any], registered: dict[str, Any]) -> None:
-    """Schedules, registered states and Accelerate's counter; the scaler is `load_scaler`'s."""
+    """Load schedules, registered states and Accelerate's step counter; `load_scaler` loads the scaler."""
     for index, scheduler in enumerate(schedules(accelerator)):
         scheduler.load_state_dict(load_safely(folder / numbered("scheduler.bin", index)))
     for name, obj in registered.items():
@@ -137,17 +137,17 @@ def load_common(accelerator: Accelerator, folder: Path, content: dict[str, Any],
 
 
 def load_scaler(accelerator: Accelerator, content: dict[str, Any]) -> None:
-    """The loss scale of fp16; before the optimizer's state, which FSDP2 sets by a step of zeros."""
+    """Load fp16's loss scale; call it before loading the optimizer's state, which FSDP2 creates by a step of zeros."""
     if accelerator.scaler is None or content["scaler"] is None:
         return
     accelerator.scaler.load_state_dict(content["scaler"])
     if accelerator.is_fsdp2:
-        # Private, as in Accelerate 1.15's load_state: the step of zeros unscales before anything was scaled.
+        # Private, as in Accelerate 1.15's load_state: that step unscales before anything has been scaled.
         accelerator.scaler._lazy_init_scale_growth_tracker(accelerator.scaler._device)
 
 
 def load_random_states(accelerator: Accelerator, folder: Path, manifest: Manifest) -> None:
-    """Call it last. Ranks that the checkpoint does not know are seeded from its seed, its step and their rank."""
+    """Load random states; call it last. Ranks the checkpoint lacks are seeded from its seed, step and their rank."""
     rank = accelerator.process_index
     if rank < manifest.world_size:
         put_random_states(load_safely(folder / f"random_states_{rank}.pt"), accelerator.device)
@@ -156,7 +156,7 @@ def load_random_states(accelerator: Accelerator, folder: Path, manifest: Manifes
 
 
 def schedules(accelerator: Accelerator) -> list[Any]:
-    """The prepared schedules that are not inside DeepSpeed's engine."""
+    """The prepared schedules that are not part of DeepSpeed's engine."""
     return [s for s in accelerator._schedulers if type(s).__name__ != "DeepSpeedSchedulerWrapper"]
 
 
@@ -193,7 +193,7 @@ def _require_json(value: object, where: str) -> None:
 
 
 class ReplicatedContents:
-    """Rank 0 writes all; every rank reads all."""
+    """Rank 0 writes everything; every rank reads everything."""
 
     layout = "whole"
 
@@ -251,7 +251,7 @@ class ReplicatedContents:
 
 
 def what_differs(error: BaseException) -> str:
-    """In one line: torch has one for each kind of difference below its headline."""
+    """The first difference on one line; torch lists the differences below a headline."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[1][:200].rstrip(". ") if len(lines) > 1 else first_line(error)[:200]
 
@@ -270,7 +270,7 @@ def _whole_weights(accelerator: Accelerator, model: nn.Module, *, copy: bool) ->
 
 
 def _first_names(state: dict[str, torch.Tensor]) -> dict[str, str]:
-    """For each name the first one of the same tensor: tied weights are written once."""
+    """Map each name to the first name of the same tensor, so that tied weights are written once."""
     seen: dict[Any, str] = {}
     return {
         name: seen.setdefault((t.data_ptr(), t.shape, t.stride(), t.dtype) if t.numel() else name, name)

@@ -1,4 +1,4 @@
-"""The checkpoints of an output folder: which are good, which may be deleted, which one a run continues from."""
+"""The checkpoints of an output folder: which are good, which may be deleted, and which one a run continues from."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from accel_scale.training.checkpoints.ranks import Meeting
 
 # Earlier versions wrote an underscore.
 _NAME = re.compile(r"checkpoint[-_](\d+)")
-# Also of what Accelerate's examples save.
+# Also matches the folders that Accelerate's examples save.
 _ANY_NAME = re.compile(r"(checkpoint[-_]|step_|epoch_)(\d+)")
 TRAINER_STATE = "trainer_state.json"
-# Files that a rank other than the first writes carry its number.
+# Files written by a rank other than the first have its number in their name.
 _RANK_IN_NAME = re.compile(r"(?:__|pp_rank_|random_states_|rng_state_|ddp_hook_|tensors/rank)0*(\d+)")
 
 
 @dataclass(frozen=True)
 class Found:
-    """A good checkpoint, as far as names, sizes and the manifest tell."""
+    """A good checkpoint, judged by names, sizes and the manifest."""
 
     folder: Path
     manifest: Manifest
 
 
 def checkpoint_folder(output_dir: Path, step: int) -> Path:
-    """Where the checkpoint of `step` goes; the Trainer's naming, which `from_pretrained` and the hub know."""
+    """Folder of the checkpoint of `step`, named as by the Trainer, which `from_pretrained` and the hub recognise."""
     return output_dir / f"checkpoint-{step}"
 
 
 def list_checkpoints(output_dir: Path) -> tuple[list[Found], dict[Path, str]]:
-    """Good checkpoints, the one saved last first, and what is wrong with the others; `list_foreign`'s are neither."""
+    """Good checkpoints, last saved first, and the problem of each damaged one; `list_foreign`'s are in neither."""
     good: list[Found] = []
     damaged: dict[Path, str] = {}
     for folder in _named_folders(output_dir, _NAME):
@@ -52,27 +52,27 @@ def list_checkpoints(output_dir: Path) -> tuple[list[Found], dict[Path, str]]:
 
 
 def is_foreign(folder: Path) -> bool:
-    """Whether another program's Trainer wrote it, or an earlier version of this one: there is no manifest."""
+    """True if another program's Trainer or an earlier version wrote `folder`: there is no manifest."""
     return (folder / TRAINER_STATE).is_file() and not (folder / MANIFEST).exists()
 
 
 def list_foreign(output_dir: Path) -> list[Path]:
-    """Checkpoints without a manifest, the highest step last."""
+    """Checkpoints without a manifest, in ascending order of steps."""
     found = [folder for folder in _named_folders(output_dir, _NAME) if is_foreign(folder)]
     return sorted(found, key=_number)
 
 
 def latest_complete_checkpoint(output_dir: str | Path) -> str | None:
-    """Path of the checkpoint under `output_dir` that was saved last and is complete, or None.
+    """Path of the last saved complete checkpoint under `output_dir`, or None.
 
-    Known are ``checkpoint-<n>``, ``checkpoint_<n>``, and the ``step_<n>`` and ``epoch_<n>`` of Accelerate's examples.
-    Of those with a manifest sizes are compared, of others headers are read: what loads one compares checksums.
+    Recognises ``checkpoint-<n>``, ``checkpoint_<n>``, and the ``step_<n>`` and ``epoch_<n>`` of Accelerate's examples.
+    Compares file sizes with the manifest, or reads headers if there is none; loading compares checksums.
     """
     output_dir = Path(output_dir)
     good, _ = list_checkpoints(output_dir)
     if good:
         return str(good[0].folder)
-    newest: dict[str, Path] = {}  # the highest number of each kind of name
+    newest: dict[str, Path] = {}  # the highest number for each kind of name
     for folder in sorted(_named_folders(output_dir, _ANY_NAME), key=_number):
         if any(folder.iterdir()) and not checkpoint_problems(folder):
             newest[folder.name.rstrip("0123456789")] = folder
@@ -80,7 +80,7 @@ def latest_complete_checkpoint(output_dir: str | Path) -> str | None:
 
 
 def run_of(folder: Path) -> Path:
-    """The folder of the run that `folder` is a checkpoint of; itself where its name is no checkpoint's."""
+    """The run folder that the checkpoint `folder` belongs to; `folder` itself if its name is not a checkpoint's."""
     return folder.parent if _ANY_NAME.fullmatch(folder.name) else folder
 
 
@@ -97,9 +97,9 @@ def _number(folder: Path) -> int:
 def delete_old(
     output_dir: Path, *, keep_last: int | None, keep_every: int | None = None, best: Path | None = None
 ) -> None:
-    """Remove good checkpoints beyond the newest `keep_last`, except milestones; damaged ones are not counted.
+    """Remove good checkpoints beyond the newest `keep_last`, except milestones; damaged ones do not count.
 
-    The `best` one counts as the second newest, and is always kept.
+    `best` counts as the second newest and is always kept.
     """
     if keep_last is None:
         return
@@ -108,7 +108,7 @@ def delete_old(
     good = [*good[:1], *others, *(found for found in good[1:] if found.folder != best)]
     for found in good[keep_last:]:
         if found.folder != best and (keep_every is None or found.manifest.step % keep_every):
-            # By one rename: a kill while it is being deleted leaves something unfinished, not something damaged.
+            # In one rename: a kill during the deletion then leaves an unfinished folder, not a damaged one.
             leaving = staging_root(output_dir) / f"deleted-{found.folder.name}"
             with contextlib.suppress(OSError):
                 leaving.parent.mkdir(exist_ok=True)
@@ -118,7 +118,7 @@ def delete_old(
 
 
 def files_of_rank(folder: Path, rank: int) -> list[str]:
-    """Files below `folder` that `rank` wrote, by their names; those without a rank are the first one's."""
+    """Files below `folder` that `rank` wrote, judged by their names; files without a rank belong to the first."""
     names = []
     for directory, _, files in os.walk(folder):
         for file in files:
@@ -130,12 +130,12 @@ def files_of_rank(folder: Path, rank: int) -> list[str]:
 
 
 def choose(output_dir: Path, meeting: Meeting, say: Callable[[str], None], *, place: str = "resume") -> Found | None:
-    """The newest checkpoint whose every byte is what was written; collective, all ranks get the same.
+    """The newest checkpoint whose bytes all match its manifest; collective, with the same result on all ranks.
 
-    Damaged ones are set aside as ``checkpoint-<step>.damaged`` with a line that says what is wrong.
+    Damaged ones are renamed to ``checkpoint-<step>.damaged``, with a line that states the problem.
 
     Raises:
-        ConfigError: if there are only checkpoints without a manifest, which a new run would overwrite.
+        ConfigError: if all checkpoints lack a manifest; a new run would overwrite them.
     """
     good, damaged = meeting.on_main(lambda: list_checkpoints(output_dir))
     for folder, problem in damaged.items():
@@ -152,7 +152,7 @@ def choose(output_dir: Path, meeting: Meeting, say: Callable[[str], None], *, pl
 
 
 def refuse_foreign(output_dir: Path, *, place: str) -> None:
-    """Refuse checkpoints without a manifest, which are resumed only where the user names one.
+    """Refuse checkpoints without a manifest, which are resumed only if the user names one.
 
     Raises:
         ConfigError: if there are any.
@@ -167,17 +167,17 @@ def refuse_foreign(output_dir: Path, *, place: str) -> None:
 
 
 def changed_anywhere(found: Found, meeting: Meeting) -> list[str]:
-    """One line per file that is not what was written; the ranks share the reading."""
+    """One line per file that differs from what was written; the ranks share the reading."""
     names = sorted(found.manifest.files)[meeting.rank :: meeting.world_size]
     problems = meeting.together(lambda: changed_files(found.folder, found.manifest, names))
     return [line for lines in problems for line in lines]
 
 
 def read_checkpoint(folder: Path, *, place: str) -> Found:
-    """The checkpoint that the user named, as far as names and sizes tell.
+    """The checkpoint named by the user, checked by names and sizes.
 
     Raises:
-        ConfigError: if it is not there or not good.
+        ConfigError: if it does not exist or is not good.
     """
     inside = [path.name for path in sorted(_named_folders(folder, _NAME), key=_number)]
     if inside and not (folder / MANIFEST).is_file():
@@ -193,10 +193,10 @@ def read_checkpoint(folder: Path, *, place: str) -> Found:
 
 
 def open_checkpoint(folder: Path, meeting: Meeting, *, place: str = "resume") -> Found:
-    """The checkpoint that the user named; collective.
+    """Open the checkpoint named by the user, with checksums compared; collective.
 
     Raises:
-        ConfigError: if it is not there or not good.
+        ConfigError: if it does not exist or is not good.
     """
 
     found = meeting.on_main(lambda: read_checkpoint(folder, place=place))
@@ -207,7 +207,7 @@ def open_checkpoint(folder: Path, meeting: Meeting, *, place: str = "resume") ->
 
 
 def resumed_line(found: Found, world_size: int) -> str:
-    """What a run that goes on says."""
+    """The line that a resumed run prints."""
     before = found.manifest.world_size
     change = "" if before == world_size else f", written by {before} ranks and now on {world_size}"
     return f"resumed from {found.folder} (step {found.manifest.step}{change})"

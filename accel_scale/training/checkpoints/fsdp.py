@@ -1,6 +1,6 @@
-"""Weights and optimizers of FSDP2: gathered on rank 0, or every rank its shards by torch.distributed.checkpoint.
+"""Weights and optimizers of FSDP2: gathered on rank 0, or each rank's shards by torch.distributed.checkpoint.
 
-Names and contents are Accelerate's (`save_fsdp_model`, `save_fsdp_optimizer` of 1.15), whose functions load them.
+Names and contents are those of Accelerate 1.15 (`save_fsdp_model`, `save_fsdp_optimizer`), whose functions load them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FULL, SHARDED = "FULL_STATE_DICT", "SHARDED_STATE_DICT"
 
 
 class FsdpContents:
-    """Version 2 of FSDP; `layout` is the launch file's ``fsdp_state_dict_type``."""
+    """FSDP version 2; `layout` is the launch file's ``fsdp_state_dict_type``."""
 
     def __init__(self, accelerator: Any) -> None:
         if not accelerator.is_fsdp2:
@@ -75,13 +75,13 @@ class FsdpContents:
 
 @contextlib.contextmanager
 def layout_of_checkpoint(plugin: Any, layout: str) -> Iterator[None]:
-    """Let Accelerate read a checkpoint that was written in `layout`, whatever this run writes."""
+    """Let Accelerate read a checkpoint written in `layout`, regardless of the layout this run writes."""
     from torch.distributed.fsdp import StateDictType
 
     names = ("state_dict_type", "state_dict_config", "optim_state_dict_config")
     configured = {name: getattr(plugin, name) for name in names}
     if plugin.state_dict_type.name != layout:
-        plugin.state_dict_config = plugin.optim_state_dict_config = None  # set again for the other layout only so
+        plugin.state_dict_config = plugin.optim_state_dict_config = None  # otherwise they are not updated
         plugin.set_state_dict_type(StateDictType[layout])
     try:
         yield
@@ -92,7 +92,7 @@ def layout_of_checkpoint(plugin: Any, layout: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_reason() -> Iterator[None]:
-    """torch.distributed.checkpoint raises on all ranks, what is no `Exception` and prints a traceback for each."""
+    """Raise a one-line error for torch.distributed.checkpoint's, which is no `Exception` and prints all tracebacks."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
@@ -103,7 +103,7 @@ def one_reason() -> Iterator[None]:
 
 
 def _optimizer_state(model: Any, optimizer: Any, options: Any) -> Any:
-    """Of one that has not stepped yet, torch (2.13) makes a state by a step of zeros, and keeps it: that is undone."""
+    """Undo the zero step by which torch (2.13) creates, and keeps, the state of an optimizer that has not stepped."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     inner = optimizer.optimizer  # without Accelerate's loss scaling, which has no scale before the first step
@@ -120,7 +120,7 @@ def _optimizer_state(model: Any, optimizer: Any, options: Any) -> Any:
 def _writer_of_whole(models: list[Any], optimizers: list[Any], *, is_main: bool, copy: bool) -> Write:
     if not is_main:
         return lambda folder: None
-    # Gathered tensors are new already, except where a lone process holds everything.
+    # Gathered tensors are new already, unless a single process holds everything.
     models, optimizers = host_copy(models, copy=copy), host_copy(optimizers, copy=copy)
 
     def write(folder: Path) -> None:

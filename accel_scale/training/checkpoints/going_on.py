@@ -40,15 +40,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Course:
-    """What a recipe's run is, and from where it is to go on.
+    """The settings of a recipe's run, and where it starts from.
 
     Attributes:
-        output_dir: Of the run.
-        how: As from `resume_choice`.
-        settings: What gives the run its meaning.
-        goal: What makes it finished, e.g. ``200 steps``.
-        allow_changed_settings: Go on although they differ.
-        place: Where the user says how.
+        output_dir: Folder of the run.
+        how: The result of `resume_choice`.
+        settings: The settings that define the run.
+        goal: When the run is finished, e.g. ``200 steps``.
+        allow_changed_settings: Continue even if settings differ.
+        place: Where the user set `how`.
     """
 
     output_dir: Path
@@ -60,31 +60,31 @@ class Course:
 
     @property
     def choice(self) -> str | None:
-        """For a trainer's `train`."""
+        """The argument for a trainer's `train`."""
         return None if self.how == "no" else self.how
 
     def follow(self, trainer: Any, started: float) -> None:
-        """Let `trainer` keep and compare what this run is; `started` by `time.perf_counter`."""
+        """Let `trainer` record and compare the settings of this run; `started` is a `time.perf_counter` value."""
         trainer.run_settings, trainer.allow_changed_settings = self.settings, self.allow_changed_settings
         trainer.resume_words = (self.place, ALLOW_FLAG, "the same command continues from there")
         trainer.started = started
 
     def keep(self, values: Mapping[str, object], *names: str) -> None:
-        """Record what the run has chosen since for `names`, for `chosen_before`."""
+        """Record the run's own choices for `names`, for `chosen_before`."""
         self.settings.update({name: values[name] for name in names})
 
     def record(self) -> dict[str, Any]:
-        """For the summary of a run that has come to its end."""
+        """The record for the summary of a finished run."""
         return {"settings": self.settings, "goal": self.goal}
 
     def look_ahead(self) -> dict[str, Any] | None:
-        """Refuse what could not be gone on from, before anything large is loaded; reads a few small files.
+        """Refuse a run that could not continue, before anything large is loaded; reads a few small files.
 
         Returns:
             The summary of the run if it is finished.
 
         Raises:
-            ConfigError: for a checkpoint that is not there or not good, of another run, or for leftovers of one.
+            ConfigError: if a checkpoint is missing, not good or of another run, or if an earlier run left checkpoints.
         """
         if self.how == "no":
             refuse_leftovers(self.output_dir, place=self.place)
@@ -96,7 +96,7 @@ class Course:
             return None
         good, damaged = list_checkpoints(self.output_dir)
         summary = _finished(self.output_dir)
-        # Checkpoints may be older than the result: that of a stop, where none is saved at the end.
+        # Checkpoints may be older than the result, after a stop that saves none at the end.
         if summary is not None and not damaged:
             kept = summary["finished"]
             if kept["goal"] == self.goal and not differences(kept["settings"], self.settings):
@@ -119,7 +119,7 @@ class Course:
             refuse_changes(folder, before, self.settings, place=self.place)
 
     def say_finished(self, summary: dict[str, Any], *, is_main: bool) -> dict[str, Any]:
-        """What an earlier start of the same command came to; nothing is trained or written."""
+        """Print the result of an earlier, finished run of the same command; nothing is trained or written."""
         from accel_scale.reporting.run_tables import end_rows
         from accel_scale.reporting.tables import print_table
 
@@ -134,7 +134,7 @@ class Course:
 
 
 def chosen_before(name: str, output_dir: object, resume: object) -> object:
-    """What the run that goes on has chosen for one of `KEPT`; None where none does, or it did not say."""
+    """The earlier run's choice for one of `KEPT`; None if there is no such run or it recorded none."""
     how = resume_choice("auto" if resume is None else resume)
     if output_dir is None or how == "no":
         return None
@@ -144,7 +144,7 @@ def chosen_before(name: str, output_dir: object, resume: object) -> object:
     try:
         return read_manifest(Path(how)).settings.get(name)
     except Damaged:
-        return None  # refused where the run looks ahead, or another program's
+        return None  # refused in `look_ahead`, or written by another program
 
 
 def course_of_sft(
@@ -157,13 +157,13 @@ def course_of_sft(
     model_name: str,
     rows: Dataset | IterableDataset,
 ) -> Course:
-    """That of recipes/sft.py, once flags, model configuration and data are known.
+    """The course of recipes/sft.py, once flags, model configuration and data are known.
 
     Args:
-        given: Flags by name; those of `flag_classes` that are left out have their defaults.
+        given: Flags by name; flags of `flag_classes` that are missing have their defaults.
         places: Where flags were set.
-        outcome: What flags come to together: method, precision, global batch.
-        rows: To train on.
+        outcome: The settings that flags resolve to together: method, precision, global batch.
+        rows: The training rows.
     """
     names = ("resume_from_checkpoint", "output_dir", "max_steps", "num_train_epochs")
     values = with_defaults(given, flag_classes)
@@ -193,13 +193,13 @@ def course_of_pretraining(
     model_config: PreTrainedConfig,
     files: Sequence[Path],
 ) -> Course:
-    """That of recipes/pretrain.py, once model configuration and data are known.
+    """The course of recipes/pretrain.py, once model configuration and data are known.
 
     Args:
         values: All flags by name.
         places: Where flags were set.
-        outcome: What flags come to together: method, precision, global batch.
-        files: What ``--data`` comes to.
+        outcome: The settings that flags resolve to together: method, precision, global batch.
+        files: The files that ``--data`` resolves to.
     """
     goal = f"{args.max_tokens} tokens" if args.max_tokens else f"{args.decay_steps or args.max_steps} steps"
     shares = sorted(str(source).rpartition("=")[2] for source in values["data"] if "=" in str(source))
@@ -221,7 +221,7 @@ def course_of_pretraining(
 
 
 def refuse_leftovers(output_dir: str | Path, *, place: str) -> None:
-    """Refuse to begin where an earlier run's checkpoints or results are, which the new ones would be mixed with.
+    """Refuse to start in a folder with an earlier run's checkpoints or results, which would mix with the new ones.
 
     Raises:
         ConfigError: if there are any.
@@ -242,7 +242,7 @@ def refuse_leftovers(output_dir: str | Path, *, place: str) -> None:
 
 
 def _finished(output_dir: Path) -> dict[str, Any] | None:
-    """The summary of a run that came to its end and whose model is there."""
+    """The summary of a run that has finished and whose model exists; None otherwise."""
     try:
         summary = json.loads((output_dir / SUMMARY_NAME).read_text(encoding="utf-8"))
         is_finished = {"settings", "goal"} <= summary["finished"].keys() and isinstance(summary["steps"], int)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def capture_hook_states(accelerator: Accelerator, *, copy: bool) -> Any:
-    """What writes this rank's hook state into a folder, one file for each model that has one."""
+    """Return a function that writes this rank's hook states into a folder, one file for each model that has one."""
     hooks = [hook_of(model) for model in accelerator._models]
     states = [host_copy(hook.state_dict(), copy=copy) if hook and hook.is_stateful else None for hook in hooks]
     name = STATE_FILE.format(rank=accelerator.process_index)
@@ -28,7 +28,7 @@ def capture_hook_states(accelerator: Accelerator, *, copy: bool) -> Any:
 
 
 def load_hook_states(accelerator: Accelerator, folder: Path) -> None:
-    """Take up what `capture_hook_states` wrote on all ranks; a hook without a file begins anew."""
+    """Load the states that `capture_hook_states` wrote on all ranks; a hook without a file starts afresh."""
     for index, model in enumerate(accelerator._models):
         hook = hook_of(model)
         if hook is None or not hook.is_stateful:

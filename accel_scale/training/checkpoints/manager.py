@@ -53,22 +53,22 @@ from accel_scale.training.checkpoints.writing import Job, Writer, clean_up_after
 
 
 class Stateful(Protocol):
-    """Anything whose state fits into JSON."""
+    """Any object whose state fits into JSON."""
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able state."""
+        """Return the state, which can be stored as JSON."""
 
     def load_state_dict(self, state: dict[str, Any]) -> Any:
-        """Take the state up again."""
+        """Restore the state."""
 
 
 @dataclass(frozen=True)
 class ResumedState:
-    """Where a run goes on.
+    """The point from which a run continues.
 
     Attributes:
-        step: Optimizer steps that are done.
-        state: What was given to `CheckpointManager.save`.
+        step: Optimizer steps already taken.
+        state: The `state` that was passed to `CheckpointManager.save`.
         folder: The checkpoint that was loaded.
     """
 
@@ -81,13 +81,13 @@ class CheckpointManager:
     """Writes, keeps, checks and loads the checkpoints of one run.
 
     Args:
-        accelerator: The one that prepared (or will prepare) model, optimizer and schedule.
+        accelerator: The `Accelerator` that prepared (or will prepare) model, optimizer and schedule.
         output_dir: Checkpoints are ``<output_dir>/checkpoint-<step>``; all nodes must share it.
         keep_last: How many good checkpoints to keep besides milestones; None keeps all.
         keep_every: Checkpoints at multiples of this many steps are never deleted.
-        asynchronous: Copy to host memory, then write while training goes on.
-        settings: What gives the run its meaning, JSON-able: kept with every checkpoint, and compared in `resume`.
-        allow_changed_settings: Go on although they differ.
+        asynchronous: Copy to host memory, then write while training continues.
+        settings: The settings that define the run, as JSON: stored in every checkpoint, and compared in `resume`.
+        allow_changed_settings: Resume even if they differ.
 
     Raises:
         ConfigError: for counts below one, or if this strategy cannot write asynchronously.
@@ -125,12 +125,12 @@ class CheckpointManager:
         self._writer = Writer(Meeting(separate=True)) if asynchronous else None
         self._signals = StopSignals()
         self._signals.install()
-        self._stopped_by = 0  # the signal's number, on every rank
+        self._stopped_by = 0  # the signal's number, the same on every rank
         self._last_failure: str | None = None
         self._has_recovered = False
 
     def register(self, name: str, obj: Stateful) -> None:
-        """Save and load `obj` with every checkpoint; call before `resume`. Rank 0's state is what is kept.
+        """Save and load `obj` with every checkpoint; call before `resume`. Rank 0's state is kept.
 
         Raises:
             ConfigError: if the name is taken or `obj` has no state.
@@ -144,20 +144,20 @@ class CheckpointManager:
         self._registered[name] = obj
 
     def resume(self, how: str | Path = "auto", *, compare: bool = True) -> ResumedState | None:
-        """Load a checkpoint into everything that was prepared and registered; collective.
+        """Load a checkpoint into all prepared and registered objects; collective.
 
         Call it after ``accelerator.prepare(model, optimizer, scheduler)``.
 
         Args:
             how: ``"auto"`` takes the newest good checkpoint of `output_dir` and returns None if there is none;
                 ``"no"`` returns None; anything else is the path of a checkpoint.
-            compare: Refuse one that was saved with other settings, unless they are allowed.
+            compare: Refuse a checkpoint saved with other settings, unless changed settings are allowed.
 
         Raises:
-            ConfigError: if the named checkpoint is not good, or was written by something that cannot be loaded here.
+            ConfigError: if the named checkpoint is not good, or was written in a form that cannot be loaded here.
         """
         self._recover()
-        self._wait()  # a run that goes back may still be writing
+        self._wait()  # a run that rolls back may still be writing
         if how == "no":
             return None
         if how == "auto":
@@ -182,7 +182,7 @@ class CheckpointManager:
         contents.load(found.folder, found.manifest, scratch)
         load_hook_states(accelerator, found.folder)
         load_common(accelerator, found.folder, content, self._registered)
-        self._meeting.gather(None)  # all have read it
+        self._meeting.gather(None)  # all ranks have read it
         self._recover(again=True)  # the scratch folder
         load_random_states(accelerator, found.folder, found.manifest)
         self._say(resumed_line(found, self._meeting.world_size))
@@ -192,17 +192,17 @@ class CheckpointManager:
         """Write ``checkpoint-<step>``; collective.
 
         Args:
-            step: Optimizer steps that are done.
-            state: JSON-able, e.g. the position in the data; the same on every rank (rank 0's is written).
-            final: Nothing comes after it: wait for it, and raise if it cannot be written.
+            step: Optimizer steps already taken.
+            state: As JSON, e.g. the position in the data; the same on every rank (rank 0's is written).
+            final: Nothing follows: wait for the write, and raise if it fails.
 
         Returns:
-            Its folder (asynchronous: the folder it will have), or None if it could not be written: the reason was
-            printed, older checkpoints are untouched, the run can go on.
+            Its folder (the future one if asynchronous), or None if it could not be written: the reason was printed,
+                older checkpoints are untouched, and the run can continue.
 
         Raises:
             CheckpointNotSaved: if `final` and it could not be written.
-            ConfigError: if a state is not JSON-able.
+            ConfigError: if a state cannot be stored as JSON.
         """
         self._recover()
         self._wait()
@@ -234,37 +234,37 @@ class CheckpointManager:
         return None if self._last_failure else job.folder
 
     def should_stop(self) -> bool:
-        """Whether SIGTERM, SIGUSR1 or Ctrl-C has reached any rank; collective, a few bytes over the hosts."""
+        """True once SIGTERM, SIGUSR1 or Ctrl-C has reached any rank; collective, a few bytes over the hosts."""
         if not self._stopped_by:
             self._stopped_by = self._meeting.largest(self._signals.received)
         return self._stopped_by != 0
 
     @property
     def stopped_by(self) -> str | None:
-        """Name of the signal because of which `should_stop` said so."""
+        """Name of the signal that made `should_stop` return True."""
         return signal.Signals(self._stopped_by).name if self._stopped_by else None
 
     @property
     def exit_status(self) -> int:
-        """For the end of a program that `should_stop` has stopped: saved, start the same command again."""
+        """Exit status for a program ended by `should_stop`: it has saved, and the same command continues."""
         return EXIT_STOPPED
 
     def finish(self) -> None:
-        """Wait for what is being written; collective.
+        """Wait for a checkpoint that is being written; collective.
 
         Raises:
             CheckpointNotSaved: if the newest checkpoint could not be written.
         """
         self._wait()
         if self._meeting.is_distributed:
-            # gloo's thread needs the interpreter to give back the last `should_stop`'s tensor; a program that frees
-            # its process group before that waits forever (torch 2.13).
+            # gloo's thread needs the interpreter to return the last `should_stop`'s tensor; a program that frees its
+            # process group before that waits forever (torch 2.13).
             time.sleep(0.02)
         if self._last_failure:
             raise CheckpointNotSaved(self._last_failure)
 
     def close(self) -> None:
-        """`finish`, then give the signals back; for programs that go on to other things."""
+        """Call `finish`, then restore the signal handlers; for programs that continue with other work."""
         try:
             self.finish()
         finally:
@@ -281,7 +281,7 @@ class CheckpointManager:
             self._say(f"warning: {self._last_failure}. Older checkpoints are untouched.")
 
     def _recover(self, *, again: bool = False) -> None:
-        """Remove what an earlier run was writing when it was killed, before anything else is written."""
+        """Remove the unfinished writes of a killed run, before anything else is written."""
         if self._has_recovered and not again:
             return
         self._has_recovered = True

@@ -15,32 +15,32 @@ from accel_scale.errors import ConfigError
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-# Begins the `layout` of what a Trainer wrote: `CheckpointManager` writes other files under the same names.
+# Prefix of the `layout` of a Trainer's checkpoints: `CheckpointManager` writes other files under the same names.
 TRAINER_LAYOUT = "trainer"
 _CHUNK_BYTES = 8 * 2**20
 _NUM_THREADS = 8
 
 
 class Damaged(Exception):
-    """A checkpoint that is not what was written; the message says what is wrong, in one line."""
+    """Raised for a checkpoint that differs from what was written; the message states the problem on one line."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint is and holds.
+    """Describes a checkpoint and its files.
 
     Attributes:
-        step: Optimizer steps that are done.
-        sequence: Counts the checkpoints of an output folder in the order in which they were saved.
-        world_size: Ranks that wrote it.
-        strategy: As from `strategy_of`.
+        step: Optimizer steps already taken.
+        sequence: Numbers the checkpoints of an output folder in the order in which they were saved.
+        world_size: Number of ranks that wrote it.
+        strategy: The name of `strategy_of`'s result.
         layout: How the strategy wrote it, e.g. ``SHARDED_STATE_DICT``.
-        seed: Of rank 0; what the random states of additional ranks are derived from.
-        stopped_by: The signal that the run was ended by, if it was.
-        versions: Of the libraries that wrote it.
-        algorithm: Of the checksums.
-        files: Size in bytes and checksum by path inside the folder.
-        settings: What gives the run its meaning, as `checkpoint_settings` compares it; empty where nobody said.
+        seed: Seed of rank 0, from which random states of additional ranks are derived.
+        stopped_by: The signal that ended the run, if any.
+        versions: Versions of the libraries that wrote it.
+        algorithm: Algorithm of the checksums.
+        files: Path inside the folder → size in bytes and checksum.
+        settings: The settings that define the run, as `checkpoint_settings` compares them; may be empty.
     """
 
     step: int
@@ -67,7 +67,7 @@ class Manifest:
         stopped_by: str | None,
         settings: dict[str, Any],
     ) -> Manifest:
-        """Of this process's run and libraries; its files, and its place in the order, are known once it is written."""
+        """Create the manifest of this process's run and libraries; files and sequence number are set when writing."""
         import torch
 
         return cls(
@@ -77,7 +77,7 @@ class Manifest:
 
 
 def fast_algorithm() -> str:
-    """The fastest checksum that is installed here."""
+    """The fastest checksum algorithm installed here."""
     try:
         import xxhash  # noqa: F401
     except ImportError:
@@ -111,13 +111,13 @@ def _describe(path: Path, algorithm: str, *, sync: bool) -> tuple[int, str]:
 
 
 def describe_files(folder: Path, names: Iterable[str], algorithm: str, *, sync: bool) -> dict[str, tuple[int, str]]:
-    """Size and checksum of each file, several at a time: both hashing and syncing leave the interpreter alone.
+    """Size and checksum of each file, several at a time: both hashing and syncing release the interpreter lock.
 
     Args:
         folder: The checkpoint.
         names: Paths inside it.
-        algorithm: As from `fast_algorithm`.
-        sync: Force each file to disk as well.
+        algorithm: The result of `fast_algorithm`.
+        sync: Also force each file to disk.
     """
     names = list(names)
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
@@ -140,10 +140,10 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of `folder`, with every file there and of its size.
+    """Read the manifest of `folder`, and check that every file exists and has the right size.
 
     Raises:
-        Damaged: if it is not so.
+        Damaged: if the manifest or a file is wrong.
     """
     try:
         content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
@@ -169,7 +169,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def changed_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
-    """One line for each of `names` whose content is not what was written."""
+    """One line for each of `names` whose content differs from what was written."""
     try:
         found = describe_files(folder, names, manifest.algorithm, sync=False)
     except OSError as error:
@@ -178,7 +178,7 @@ def changed_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> lis
 
 
 def library_versions() -> dict[str, str]:
-    """Versions of what a checkpoint's format depends on, where installed."""
+    """Versions of the installed libraries that a checkpoint's format depends on."""
     from importlib.metadata import PackageNotFoundError, version
 
     found = {}

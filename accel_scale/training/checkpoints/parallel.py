@@ -1,7 +1,7 @@
-"""Weights and optimizer where ranks share the model, by torch.distributed.checkpoint under the plain model's names.
+"""Weights and optimizer of ranks that share the model, by torch.distributed.checkpoint under the plain model's names.
 
-Every tensor is stored once, under its name in the plain model, however it was split: a run with other sizes of tensor,
-pipeline, sequence and data parallelism loads the same folder, and so does one whose ranks hold the whole model each.
+Every tensor is stored once, under its name in the plain model, however it was split. A run with other sizes of tensor,
+pipeline, sequence and data parallelism can load the folder, and so can a run whose ranks each hold the whole model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _RATES = ("lr", "initial_lr")
 
 
 class ParallelContents:
-    """Sharded; `layout` is the same whatever the sizes are."""
+    """Sharded contents; `layout` is the same for all sizes."""
 
     layout = "SHARDED_STATE_DICT"
 
@@ -94,7 +94,7 @@ class ParallelContents:
         return self._accelerator._optimizers[0].optimizer
 
     def _named(self, optimizer: Optimizer, *, stored: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """Live tensors by name. A copy of another stage's weight is loaded as that one, and not stored."""
+        """Live tensors by name. A copy of another stage's weight is loaded from that weight and not stored."""
         for name, tensor, is_copy in self._shared.tensors() if self._shared is not None else self._whole():
             if is_copy and stored:
                 continue
@@ -109,7 +109,7 @@ class ParallelContents:
                 yield f"optimizer.{name}.{key}", value
 
     def _whole(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
-        """As `ModelParallel.tensors`, of a model that this process has alone or that DDP repeats."""
+        """Same as `ModelParallel.tensors`, for a model held by this process alone or replicated by DDP."""
         [model] = self._accelerator._models
         seen: set[int] = set()
         base = self._accelerator.unwrap_model(model, keep_torch_compile=False)
@@ -120,7 +120,7 @@ class ParallelContents:
 
 
 def _make_states(optimizer: Optimizer) -> None:
-    """Adam's states come into being at its first step: take one of zero gradients at a rate of zero."""
+    """Create the optimizer's states, which exist only after a step: take one with zero gradients at a rate of 0."""
     from torch.distributed.checkpoint.state_dict import _init_optim_state
 
     if not optimizer.state:

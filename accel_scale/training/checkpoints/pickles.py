@@ -1,4 +1,4 @@
-"""Files written with `torch.save` or pickled by the libraries: read only where nothing in them can run code."""
+"""Files from `torch.save` or pickled by libraries: read only if nothing in them can run code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from accel_scale.errors import ConfigError
 
-# What torch.distributed.checkpoint pickles into `.metadata` (2.13).
+# Classes that torch.distributed.checkpoint pickles into `.metadata` (2.13).
 _METADATA_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
 _METADATA_NAMES = {
     ("torch", "Size"),
@@ -19,9 +19,9 @@ _METADATA_NAMES = {
     ("collections", "OrderedDict"),
     ("torch", "device"),
 }
-# The Trainer pickles its arguments into every folder, for people to look at; nothing here or there loads it.
+# The Trainer pickles its arguments into every folder, for people to look at; no code loads them.
 NEVER_LOADED = "training_args.bin"
-# What DeepSpeed 0.19.8 pickles beside tensors; it reads its files without restrictions.
+# Classes that DeepSpeed 0.19.8 pickles beside tensors; it reads its files without restrictions.
 _DEEPSPEED_NAMES = {
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
@@ -32,7 +32,7 @@ _DEEPSPEED_NAMES = {
 
 
 def load_safely(path: Path) -> Any:
-    """The tensors and plain values in `path`, in host memory.
+    """Load the tensors and plain values in `path` into host memory.
 
     Raises:
         ConfigError: if it holds anything else.
@@ -42,10 +42,10 @@ def load_safely(path: Path) -> Any:
 
 
 def refuse_unsafe(file: Any, *, allowed: set[str] | frozenset[str] = frozenset()) -> None:
-    """Look through a file of `torch.save` without unpickling it.
+    """Inspect a `torch.save` file without unpickling it.
 
     Raises:
-        ConfigError: if it would need anything but tensors, plain values and `allowed`.
+        ConfigError: if reading it needs anything but tensors, plain values and `allowed`.
     """
     unsafe = sorted(set(torch.serialization.get_unsafe_globals_in_checkpoint(file)) - allowed)
     if unsafe:
@@ -58,10 +58,10 @@ def refuse_unsafe(file: Any, *, allowed: set[str] | frozenset[str] = frozenset()
 
 
 def refuse_unsafe_folder(folder: Path) -> None:
-    """Look through everything pickled below `folder`, before a library reads it in its own way.
+    """Inspect every pickled file below `folder`, before a library reads it without restrictions.
 
     Raises:
-        ConfigError: if something in it could run code.
+        ConfigError: if a file could run code.
     """
     for path in sorted(folder.rglob("*")):
         if path.name == ".metadata":
@@ -71,7 +71,7 @@ def refuse_unsafe_folder(folder: Path) -> None:
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Knows the classes of `.metadata` and no others."""
+    """Accepts only the classes that belong in `.metadata`."""
 
     def find_class(self, module: str, name: str) -> object:
         if (module, name) in _METADATA_NAMES:

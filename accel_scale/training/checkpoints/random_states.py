@@ -1,4 +1,4 @@
-"""Random states of one rank: taken, restored, and derived for ranks that a checkpoint does not have."""
+"""Random states of one rank: captured, restored, and derived for ranks that a checkpoint lacks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def take_random_states(device: torch.device) -> dict[str, Any]:
-    """Of python, numpy, torch and this rank's own accelerator, as `torch.load(weights_only=True)` reads them."""
+    """States of python, numpy, torch and this rank's accelerator, in a form for `torch.load(weights_only=True)`."""
     kind, keys, position, has_gauss, cached = np.random.get_state()  # type: ignore[misc]
     states: dict[str, Any] = {
         "python": random.getstate(),
@@ -19,13 +19,13 @@ def take_random_states(device: torch.device) -> dict[str, Any]:
         "torch": torch.get_rng_state(),
     }
     if device.type != "cpu":
-        # This rank's device only: how many others it sees may have changed when the run goes on.
+        # Only this rank's device: the number of visible devices may differ when the run resumes.
         states[device.type] = torch.get_device_module(device).get_rng_state(device).cpu()
     return states
 
 
 def put_random_states(states: dict[str, Any], device: torch.device) -> None:
-    """The reverse of `take_random_states`; an accelerator that was not there keeps its state."""
+    """Restore the states of `take_random_states`; an accelerator without a saved state keeps its own."""
     kind, keys, position, has_gauss, cached = states["numpy"]
     random.setstate(states["python"])
     np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
@@ -35,14 +35,14 @@ def put_random_states(states: dict[str, Any], device: torch.device) -> None:
 
 
 def derive_random_states(seed: int, step: int, rank: int) -> int:
-    """Seed everything for a rank that no checkpoint knows: the same for the same seed, step and rank, else unrelated.
+    """Seed everything for a rank that the checkpoint lacks: deterministic in seed, step and rank, unrelated otherwise.
 
     Returns:
-        What it was seeded with.
+        The derived seed.
     """
     digest = hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=8).digest()
     derived = int.from_bytes(digest, "little") % 2**63
     random.seed(derived)
     np.random.seed(derived % 2**32)
-    torch.manual_seed(derived)  # every accelerator's as well
+    torch.manual_seed(derived)  # seeds every accelerator as well
     return derived

@@ -1,4 +1,4 @@
-"""Decisions of all ranks in a save or load: an error on one is an error on all, and nobody hangs."""
+"""Joint decisions of all ranks in a save or load: an error on one rank is raised on all, so that none hangs."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ T = TypeVar("T")
 
 
 class FailedSomewhere(Exception):
-    """Work that failed on one or more ranks; raised on all of them, with the first one's reason."""
+    """Work that failed on one or more ranks; raised on all of them, with the reason of the first."""
 
 
 class Meeting:
-    """Small collectives over the hosts, beside those of the training.
+    """Small collectives over the hosts, separate from those of the training.
 
     Args:
-        separate: Use a process group of its own, for a thread that talks while the main program does.
+        separate: Use a separate process group, for a thread that communicates concurrently with the main program.
     """
 
     def __init__(self, *, separate: bool = False) -> None:
         self.is_distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self.group: Any = None
-        # Over the hosts, so that asking does not wait for the accelerators' queues.
+        # Over the hosts, so that a collective does not wait for the accelerators' queues.
         if self.is_distributed and (separate or "gloo" not in str(dist.get_backend())):
             self.group = dist.new_group(backend="gloo")
 
     @property
     def rank(self) -> int:
-        """This process."""
+        """Rank of this process."""
         return dist.get_rank() if self.is_distributed else 0
 
     @property
     def world_size(self) -> int:
-        """How many there are."""
+        """Number of processes."""
         return dist.get_world_size() if self.is_distributed else 1
 
     def gather(self, value: T) -> list[T]:
-        """Everybody's picklable `value`, by rank."""
+        """All ranks' picklable `value`s, by rank."""
         if not self.is_distributed:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -58,7 +58,7 @@ class Meeting:
         return values[0]
 
     def largest(self, number: int) -> int:
-        """Over all ranks: one all-reduce of one number."""
+        """The largest `number` of all ranks: one all-reduce of one number."""
         if not self.is_distributed:
             return number
         reduced = torch.tensor(number)
@@ -66,11 +66,11 @@ class Meeting:
         return int(reduced.item())
 
     def together(self, work: Callable[[], T]) -> list[T]:
-        """Everybody's result of `work`, which does nothing collective.
+        """Run `work`, which must not be collective, on every rank; returns all ranks' results.
 
         Raises:
-            ConfigError: if it was raised on any rank; on all of them.
-            FailedSomewhere: if it failed otherwise on any rank; on all of them.
+            ConfigError: on all ranks, if any rank raised it.
+            FailedSomewhere: on all ranks, if it failed otherwise on any rank.
         """
         result, failure, cause = None, None, None
         try:
@@ -90,9 +90,9 @@ class Meeting:
                 raise FailedSomewhere(text if self.world_size == 1 else f"rank {rank}: {text}") from cause
             return [value for _, value in outcomes]  # type: ignore[misc]
         finally:
-            # The error's frames hold files half written, and this frame, which would hold it: no space on a full disk.
+            # The traceback keeps half-written files open, and their disk space taken; it also refers to this frame.
             del cause
 
     def on_main(self, work: Callable[[], T]) -> T:
-        """Rank 0's result of `work`, which only it does; fails as `together` does."""
+        """Run `work` on rank 0 only and return its result on all ranks; fails as `together` does."""
         return self.together(lambda: work() if self.rank == 0 else None)[0]  # type: ignore[return-value]

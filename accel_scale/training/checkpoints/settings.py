@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedConfig
 
-# Flags and arguments, of recipes, transformers and TRL, that change what is learned. Left out is what does not: how
-# many ranks and micro-batches a global batch is split into, what is logged and saved, processes that load data.
+# Flags and arguments of recipes, transformers and TRL that change what is learned. Others are left out: how many ranks
+# and micro-batches a global batch is split into, logging and saving, data loader processes.
 MEANING = (
     "method", "precision", "global_batch_size", "seed", "data_seed", "model_revision",
     # data
@@ -51,12 +51,12 @@ MEANING = (
     "sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg",
     "vespo_lambda_neg",
 )  # fmt: skip
-# What a run may have chosen by itself and keeps when it goes on; if the user sets it otherwise, it is no other run.
+# Choices that a run may have made itself and keeps when it resumes; changing them does not make it another run.
 KEPT = ("checkpointing_policy", "fused_kernels")
 ALLOW_FLAG = "--allow_changed_settings"
 _HASHED_BYTES = 256 * 2**20
 _SAMPLED_ROWS, _STREAMED_ROWS, _ENDS_BYTES = 256, 8, 2**16
-# Schedules that are the same whatever the number of steps.
+# Schedules that do not depend on the number of steps.
 _ENDLESS = ("constant", "constant_with_warmup")
 _SHAPE = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -65,7 +65,7 @@ _SHAPE = (
 
 
 def meaning_of(*sources: object, **more: object) -> dict[str, Any]:
-    """What `sources` (flags by name, or objects that have them) say of `MEANING` and `KEPT`; `more` wins."""
+    """Collect the values of `MEANING` and `KEPT` from `sources` (flags by name, or objects with them); `more` wins."""
     found: dict[str, Any] = {}
     for source in sources:
         values = source if isinstance(source, Mapping) else vars(source)
@@ -75,12 +75,12 @@ def meaning_of(*sources: object, **more: object) -> dict[str, Any]:
             name: value for name, value in found.items() if not name.startswith(("lora_", "use_rslora", "use_dora"))
         }
     if more.get("length", "") is None:
-        del more["length"]  # not to be compared
+        del more["length"]  # not compared
     return {**found, **{name: _plain(value) for name, value in more.items()}}
 
 
 def with_defaults(values: Mapping[str, Any], classes: Iterable[type]) -> dict[str, Any]:
-    """`values` of flags, and the defaults of the flags of `classes` that are not among them."""
+    """`values` of flags, plus the defaults of the flags of `classes` that are missing."""
     defaults: dict[str, Any] = {}
     for cls in classes:
         for flag in fields(cls):  # type: ignore[arg-type]
@@ -90,14 +90,14 @@ def with_defaults(values: Mapping[str, Any], classes: Iterable[type]) -> dict[st
 
 
 def schedule_length(schedule: str, steps: int, epochs: float, *, limited_by_time: bool = False) -> str | None:
-    """How long the schedule is; None where it does not depend on that, or the clock decides."""
+    """Length of the schedule; None if it does not depend on a length, or the clock decides."""
     if schedule in _ENDLESS or limited_by_time:
         return None
     return f"{steps} steps" if steps > 0 else f"{epochs:g} epochs"
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """One text for each setting that both know and that differs: ``learning_rate 0.0002 → 0.0001``."""
+    """One text for each setting in both records that differs: ``learning_rate 0.0002 → 0.0001``."""
     one, other = _flat(before), _flat(json.loads(json.dumps(now)))
     changed = [name for name in one if name in other and one[name] != other[name] and name not in KEPT]
     return [f"{name} {_shown(one[name])} → {_shown(other[name])}" for name in changed]
@@ -106,10 +106,10 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 def refuse_changes(
     folder: Path, before: Mapping[str, Any], now: Mapping[str, Any], *, place: str, allow: str = ALLOW_FLAG
 ) -> None:
-    """Refuse to go on from `folder` with settings that would make another run of it.
+    """Refuse to continue from `folder` with settings that would make it another run.
 
     Raises:
-        ConfigError: naming every setting, its old and its new value.
+        ConfigError: naming every changed setting with its old and new value.
     """
     changed = differences(before, now)
     if len(changed) == 1 and changed[0].startswith("global_batch_size "):  # as on another number of ranks
@@ -123,7 +123,7 @@ def refuse_changes(
 
 
 def model_record(config: PreTrainedConfig, name: str | None) -> dict[str, Any]:
-    """The architecture's numbers, and which weights training began from."""
+    """The architecture's dimensions, and the weights that training started from."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     numbers = {field: found for field in _SHAPE if (found := numbers_of_layers(text, field))}
     shape = {field: found[0] if len(found) == 1 else found for field, found in numbers.items()}
@@ -141,7 +141,7 @@ def _weights_name(name: str) -> str:
 
 
 def files_fingerprint(paths: Iterable[Path]) -> str:
-    """Of names, sizes, beginnings and ends, so that it takes no time whatever the size."""
+    """Fingerprint of names, sizes, beginnings and ends, so that it is fast at any size."""
     digest = hashlib.blake2b(digest_size=8)
     for path in sorted(paths, key=lambda path: path.name):
         size = path.stat().st_size
@@ -154,7 +154,7 @@ def files_fingerprint(paths: Iterable[Path]) -> str:
 
 
 def rows_fingerprint(dataset: Dataset) -> str:
-    """Number of rows and a checksum: of all where that is quick, of some of a large data set, of a stream's first."""
+    """Number of rows and a checksum: over all rows if small, a sample if large, the first rows of a stream."""
     from datasets import Dataset, IterableDataset
 
     digest = hashlib.blake2b(digest_size=8)
@@ -195,7 +195,7 @@ def _row_text(row: object) -> str:
 
 
 def _plain(value: object) -> Any:
-    """As JSON would give it back."""
+    """Return `value` as it would come back from JSON."""
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, Mapping):

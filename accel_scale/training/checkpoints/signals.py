@@ -19,14 +19,14 @@ _follows_forks = False
 
 
 class StopSignals:
-    """Remembers SIGTERM, SIGUSR1 and Ctrl-C (SIGINT) instead of dying of them; a second Ctrl-C ends at once.
+    """Records SIGTERM, SIGUSR1 and Ctrl-C (SIGINT) instead of dying from them; a second Ctrl-C ends the process.
 
-    Where the parent is `accelerate launch` or torchrun, its death counts as SIGTERM (Linux): the launcher of a
-    single process does not forward signals, it dies and leaves the process behind. Workers that are forked meanwhile,
-    such as a data loader's, are not ended by a signal to the whole group: a run without them could not save.
+    If the parent is `accelerate launch` or torchrun, its death counts as SIGTERM (Linux): the launcher of a single
+    process does not forward signals; it dies and leaves the process behind. Workers forked meanwhile, such as a data
+    loader's, survive a signal to the whole group, because a run without them could not save.
 
     Attributes:
-        received: Number of the first signal, 0 before it.
+        received: Number of the first signal; 0 until then.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class StopSignals:
         self._asked_for_parents_death = False
 
     def install(self) -> None:
-        """Replace the handlers; only the main thread can, elsewhere nothing is changed and nothing will be seen."""
+        """Replace the handlers. Works only in the main thread; elsewhere nothing changes and no signal is recorded."""
         if self._previous or threading.current_thread() is not threading.main_thread():
             return
         for number in STOP_SIGNALS:
@@ -44,11 +44,11 @@ class StopSignals:
         parent = os.getppid()
         if sys.platform == "linux" and is_launcher(parent):
             self._asked_for_parents_death = _signal_at_parents_death(signal.SIGTERM)
-            if os.getppid() != parent:  # it died just before
+            if os.getppid() != parent:  # the parent died just before
                 self.received = signal.SIGTERM
 
     def restore(self) -> None:
-        """Put the handlers back that were there before."""
+        """Restore the previous handlers."""
         if self._previous:
             _count_installed(-1)
         for number, handler in self._previous.items():
@@ -62,7 +62,7 @@ class StopSignals:
         if number == signal.SIGINT and self.received == signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        # Nothing else: Python runs this between two instructions of whatever the program was doing.
+        # Do no more: Python runs this between any two instructions of the program.
         self.received = self.received or number
 
 

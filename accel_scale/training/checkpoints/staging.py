@@ -1,4 +1,4 @@
-"""Atomic folders over several processes: all write into one staging folder, one publishes it."""
+"""Atomic folders across processes: all write into one staging folder, and one process publishes it."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from accel_scale.training.checkpoints.ranks import FailedSomewhere, Meeting
 
 @contextlib.contextmanager
 def save_atomically(folder: str | Path) -> Iterator[Path]:
-    """Yield a staging folder to write into, on every process; it becomes `folder` when all have finished.
+    """Yield a staging folder to write into, on every process; it becomes `folder` when all processes have finished.
 
-    After a kill or an error `folder` is absent, or still what it was before. Works around
-    `accelerator.save_state`, `save_pretrained` or anything that writes files:
+    After a kill or an error `folder` is absent or unchanged. Works around `accelerator.save_state`, `save_pretrained`
+    or any other code that writes files:
 
         with save_atomically("runs/a/checkpoint-100") as staging:
             accelerator.save_state(staging)
 
-    If `folder` exists and holds more than its model (checkpoints, logs), the new files are moved into it,
-    the configuration that makes it loadable last. A README.md that was not written in this way stays as it is.
+    If `folder` exists and holds more than its model (checkpoints, logs), the new files are moved into it, and the
+    configuration that makes it loadable last. A README.md that was not written in this way is kept.
 
     Raises:
-        ConfigError: if `folder` holds a model that was not written in this way, which would be replaced.
+        ConfigError: if `folder` holds a model that was not written in this way and would be replaced.
     """
     folder = Path(folder).absolute()
     inside = broadcast_from_main(_holds_a_run(folder))
@@ -39,11 +39,11 @@ def save_atomically(folder: str | Path) -> Iterator[Path]:
     if process_index() == 0:
         shutil.rmtree(staged, ignore_errors=True)
     wait_for_everyone()
-    staged.mkdir(parents=True, exist_ok=True)  # by every process: nodes may not share a filesystem
+    staged.mkdir(parents=True, exist_ok=True)  # on every process: nodes may not share a filesystem
     try:
         yield staged
     except BaseException:
-        if process_index() == 0:  # after a full disk the space is needed at once
+        if process_index() == 0:  # on a full disk the space is needed at once
             shutil.rmtree(staged, ignore_errors=True)
             with contextlib.suppress(OSError):
                 staged.parent.rmdir()
@@ -52,12 +52,12 @@ def save_atomically(folder: str | Path) -> Iterator[Path]:
 
 
 def _holds_a_run(folder: Path) -> bool:
-    """Whether `folder` is the home of a run rather than one checkpoint: it must stay where it is."""
+    """True if `folder` is a run's folder rather than one checkpoint, and must therefore stay in place."""
     return folder.is_dir() and not folder.name.startswith("checkpoint") and any(folder.iterdir())
 
 
 def publish_everywhere(staged: Path, folder: Path, *, inside: bool) -> None:
-    """Rank 0 publishes for all nodes on its filesystem; the first process of any other node for its own."""
+    """Rank 0 publishes for all nodes on its filesystem; the first process of any other node publishes for its own."""
 
     def move() -> None:
         if inside or not folder.name.startswith("checkpoint"):
@@ -74,7 +74,7 @@ def publish_everywhere(staged: Path, folder: Path, *, inside: bool) -> None:
 
 
 def prepare_output_dir(output_dir: str | Path, meeting: Meeting | None = None) -> list[str]:
-    """Remove what a killed run left unfinished in `output_dir`; call it on every process before training.
+    """Remove the unfinished files of a killed run in `output_dir`; call it on every process before training.
 
     Returns:
         One line per leftover.

@@ -1,4 +1,4 @@
-"""Which checkpoints belong to which run: the strategy that wrote them, and what must agree to load them."""
+"""Match checkpoints to runs: the strategy that wrote them, and what must agree to load them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def contents_of(accelerator: Accelerator, strategy: Strategy) -> Contents:
-    """How `strategy` writes weights and optimizers, and loads what it has written.
+    """The `Contents` that write and load weights and optimizers under `strategy`.
 
     Raises:
-        ConfigError: if it cannot, in this configuration.
+        ConfigError: if this configuration is not supported.
     """
     if strategy.is_replicated:
         return ReplicatedContents(accelerator)
@@ -35,7 +35,7 @@ def contents_of(accelerator: Accelerator, strategy: Strategy) -> Contents:
 
 
 def contents_written_by(found: Found, accelerator: Accelerator, own: Contents) -> Contents:
-    """What loads `found` into this run, whose own contents are `own`: ranks that shared a model stored it whole."""
+    """The `Contents` that load `found`; `own` are this run's. Model parallelism stores the plain, whole model."""
     if not STRATEGIES[found.manifest.strategy].is_model_parallel:
         return own
     from accel_scale.training.checkpoints.parallel import ParallelContents
@@ -44,10 +44,10 @@ def contents_written_by(found: Found, accelerator: Accelerator, own: Contents) -
 
 
 def check_fit(found: Found, strategy: Strategy, stored: set[str], registered: set[str]) -> None:
-    """Refuse a checkpoint that this run could only load in part.
+    """Refuse a checkpoint that this run could load only in part.
 
     Raises:
-        ConfigError: if strategy or registered objects are others.
+        ConfigError: if the strategy or the registered objects differ.
     """
     written_by = found.manifest.strategy
     if not strategy.loads_checkpoints_of(written_by):
@@ -66,13 +66,13 @@ def check_fit(found: Found, strategy: Strategy, stored: set[str], registered: se
 
 
 def check_schedules(accelerator: Accelerator, found: Found) -> None:
-    """Refuse a schedule that would go on at another speed.
+    """Refuse a schedule that would continue at another speed.
 
-    Accelerate steps a prepared schedule once per rank at every optimizer step, unless told otherwise
-    (`AcceleratedScheduler.step`, 1.15): what it has counted means nothing on another number of ranks.
+    Unless told otherwise, Accelerate steps a prepared schedule once per rank at every optimizer step
+    (`AcceleratedScheduler.step`, 1.15), so its count is meaningless on another number of ranks.
 
     Raises:
-        ConfigError: if there is one and the number of ranks has changed.
+        ConfigError: if there is such a schedule and the number of ranks has changed.
     """
     before, now = found.manifest.world_size, accelerator.num_processes
     if before == now:
@@ -87,10 +87,10 @@ def check_schedules(accelerator: Accelerator, found: Found) -> None:
 
 
 def refuse_other_savers(accelerator: Accelerator) -> None:
-    """Refuse what `accelerator.save_state` would save and this manager would leave out.
+    """Refuse objects and hooks that `accelerator.save_state` would handle and this manager would not.
 
     Raises:
-        ConfigError: if there is any.
+        ConfigError: if there are any.
     """
     if accelerator._custom_objects:
         raise ConfigError(

@@ -16,22 +16,22 @@ from accel_scale.training.checkpoints.folders import checkpoint_folder, delete_o
 from accel_scale.training.checkpoints.manifest import Manifest, describe_files, write_manifest
 from accel_scale.training.checkpoints.ranks import FailedSomewhere, Meeting
 
-# Writers report a full disk in words of their own; with less than this left, it was that.
+# Writers report a full disk in different ways; with less than this left, the disk is considered full.
 _FULL_BYTES = 2**20
 
 
 @dataclass(frozen=True)
 class Job:
-    """One checkpoint to be written.
+    """One checkpoint to write.
 
     Attributes:
-        output_dir: Of the run.
-        manifest: Complete but for its files and its place in the order.
-        writes: This rank's files; collective where the format is.
-        meeting: Of the thread that runs it.
-        clean_up: Called on rank 0 after it was published.
-        check: Called on every rank with the written folder before it is published; collective, what it raises on one
-            rank it raises on all.
+        output_dir: Folder of the run.
+        manifest: Complete except for its files and its sequence number.
+        writes: Write this rank's files; collective if the format is.
+        meeting: The `Meeting` of the thread that runs the job.
+        clean_up: Called on rank 0 after publishing.
+        check: Called on every rank with the written folder before it is published; collective, an error is raised on
+            all ranks.
     """
 
     output_dir: Path
@@ -43,17 +43,17 @@ class Job:
 
     @property
     def folder(self) -> Path:
-        """Where it will appear."""
+        """The folder in which it will appear."""
         return checkpoint_folder(self.output_dir, self.manifest.step)
 
     def run(self) -> str | None:
-        """Write and publish it; collective.
+        """Write and publish the checkpoint; collective.
 
         Returns:
-            Why it could not be written, on every rank; nothing of it is left then. None after success.
+            The reason why it could not be written, on every rank, with everything removed. None after success.
 
         Raises:
-            ConfigError: if it holds what cannot be read back safely; on every rank, nothing of it is left.
+            ConfigError: if it holds data that cannot be read back safely; on every rank, with everything removed.
         """
         staged, meeting = staging_root(self.output_dir) / self.folder.name, self.meeting
         try:
@@ -65,14 +65,14 @@ class Job:
             described = meeting.together(lambda: self._describe(staged))
             meeting.on_main(lambda: self._publish(staged, {k: v for files in described for k, v in files.items()}))
         except (FailedSomewhere, ConfigError) as error:
-            free = meeting.from_main(_free_bytes(self.output_dir))  # nobody writes any more
+            free = meeting.from_main(_free_bytes(self.output_dir))  # nobody is writing any more
             if meeting.rank == 0:
                 _remove(staged)
             meeting.gather(None)
             if isinstance(error, ConfigError):
                 raise
             return f"the disk is full ({error})" if free < _FULL_BYTES else str(error)
-        # What is old can wait for the next time if it cannot be removed now.
+        # Old checkpoints that cannot be removed now can wait for the next time.
         with contextlib.suppress(FailedSomewhere):
             meeting.on_main(self.clean_up)
         return None
@@ -93,7 +93,7 @@ class Job:
 
 
 class Writer:
-    """One thread at a time that writes a job while training goes on."""
+    """Writes one job at a time in a thread while training continues."""
 
     def __init__(self, meeting: Meeting) -> None:
         self.meeting = meeting
@@ -103,7 +103,7 @@ class Writer:
         self._error: BaseException | None = None
 
     def start(self, job: Job) -> None:
-        """Begin; the previous one has been waited for."""
+        """Start the thread; the previous job must have been waited for."""
         self.job, self._outcome, self._error = job, None, None
         # Not a daemon: a program that ends without `finish` still completes its last checkpoint.
         self._thread = threading.Thread(target=self._run, args=(job,), name="accel-scale-checkpoint")
@@ -116,7 +116,7 @@ class Writer:
             self._error = error
 
     def wait(self) -> str | None:
-        """What `Job.run` returned or raised."""
+        """Wait for the job; returns or raises what `Job.run` did."""
         assert self._thread is not None
         self._thread.join()
         self.job = None
@@ -126,7 +126,7 @@ class Writer:
 
 
 def clean_up_after(output_dir: Path, *, keep_last: int | None, keep_every: int | None) -> Callable[[], None]:
-    """Removes what the rules do not keep."""
+    """Return a function that removes the checkpoints that the rules do not keep."""
     return lambda: delete_old(output_dir, keep_last=keep_last, keep_every=keep_every)
 
 

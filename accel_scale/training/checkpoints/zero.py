@@ -1,4 +1,4 @@
-"""Weights and optimizers of DeepSpeed's ZeRO: written by its engine, converted for another number of ranks."""
+"""Weights and optimizers of DeepSpeed ZeRO: written by its engine, converted for another number of ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TAG = "pytorch_model"  # Accelerate's name for the first model's folder
 
 
 class ZeroContents:
-    """Stages 1, 2 and 3, with one model in the engine."""
+    """ZeRO stages 1, 2 and 3, with one model in the engine."""
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
@@ -65,7 +65,7 @@ class ZeroContents:
 
 @contextlib.contextmanager
 def errors_kept_for_later(engine: Any) -> Iterator[Any]:
-    """Let `save_checkpoint` come to its end on every rank: it waits for the others after each rank's writing.
+    """Let `save_checkpoint` finish on every rank, because it waits for the other ranks after each write.
 
     Replaces the engine's writer and its copying of a script, checked on DeepSpeed 0.19.8; raises the first error at
     the end.
@@ -110,7 +110,7 @@ def load_engine(
     strict: bool = True,
     place: str = "resume",
 ) -> None:
-    """Load what the engine wrote into ``folder/tag``, by way of `scratch` if it was on other ranks; collective.
+    """Load the engine's checkpoint in ``folder/tag``, converted in `scratch` if other ranks wrote it; collective.
 
     Raises:
         ConfigError: if it cannot be loaded.
@@ -134,7 +134,7 @@ def load_engine(
 
 
 def _convert(source: Path, target: Path) -> None:
-    """Into DeepSpeed's universal format: one folder per parameter, whole, readable by any number of ranks."""
+    """Convert into DeepSpeed's universal format: one folder per parameter, whole, readable by any number of ranks."""
     from deepspeed.checkpoint import ds_to_universal
 
     shutil.rmtree(target, ignore_errors=True)
@@ -142,7 +142,7 @@ def _convert(source: Path, target: Path) -> None:
     arguments = Namespace(
         input_folder=str(source),
         output_folder=str(target),
-        num_extract_workers=1,  # this process: forks of a process with threads and devices are asking for trouble
+        num_extract_workers=1,  # this process only: forking a process with threads and devices is unsafe
         num_merge_workers=1,
         keep_temp_folder=False,
         strict=True,
@@ -153,7 +153,7 @@ def _convert(source: Path, target: Path) -> None:
 
 
 def _load_universal(engine: Any, folder: Path, tag: str, *, strict: bool, place: str) -> str | None:
-    """`load_checkpoint` asks the engine's configuration, which was read long before (private, 0.19.8)."""
+    """Load a converted checkpoint; `load_checkpoint` reads a flag of the engine's parsed configuration (0.19.8)."""
     engine._config.load_universal_checkpoint = True
     try:
         loaded = engine.load_checkpoint(str(folder), tag=tag, load_module_strict=strict)[0]
@@ -170,13 +170,13 @@ def _load_universal(engine: Any, folder: Path, tag: str, *, strict: bool, place:
 
 
 def _separate_groups(optimizer: Any, written: Path) -> None:
-    """Stage 3 of DeepSpeed 0.19.8 gives every group the first one's hyperparameters, and all states one `step`.
+    """Undo what stage 3 of DeepSpeed 0.19.8 does: all groups get the first one's hyperparameters, states one `step`.
 
-    A fused or for-each optimizer then counts it once for each of them.
+    With a shared `step`, a fused or for-each optimizer counts it once per state.
     """
-    if written.is_file():  # converted here, from files that were looked through
+    if written.is_file():  # converted here, from files that were inspected
         saved = torch.load(written, map_location="cpu", weights_only=False)
-        groups = saved.get("optimizer_state_dict", {}).get("param_groups", [])  # stage 3 alone keeps them there
+        groups = saved.get("optimizer_state_dict", {}).get("param_groups", [])  # only stage 3 keeps them there
         for group, values in zip(optimizer.param_groups, groups, strict=False):
             group.update({name: value for name, value in values.items() if name != "params"})
     for state in optimizer.state.values():
@@ -185,14 +185,14 @@ def _separate_groups(optimizer: Any, written: Path) -> None:
 
 
 def _load_buffers(accelerator: Accelerator, folder: Path) -> None:
-    """The universal format holds parameters only; persistent buffers are in the first rank's model file."""
+    """Load persistent buffers from the first rank's model file: the universal format holds parameters only."""
     base = accelerator.unwrap_model(accelerator._models[0])
     parameters = {name for name, _ in base.named_parameters(remove_duplicate=False)}
     held = {name: tensor for name, tensor in base.state_dict().items() if name not in parameters}
     if not held:
         return
     path = sorted(folder.glob("*model_states.pt"))[0]
-    # DeepSpeed's own classes are in it; `refuse_unsafe_folder` has looked through it before.
+    # It holds DeepSpeed's own classes; `refuse_unsafe_folder` has inspected it before.
     stored = torch.load(path, map_location="cpu", weights_only=False)["module"]
     for name, tensor in held.items():
         tensor.copy_(stored[name])

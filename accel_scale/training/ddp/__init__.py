@@ -1,1 +1,1 @@
-"""What DDP sends: buckets and communication hooks."""
+"""DDP's communication: buckets and communication hooks."""

@@ -1,4 +1,4 @@
-"""In which numbers gradients are scaled and travel: the start of fp16's loss scale, and the dtype of reductions."""
+"""Number formats of gradients: the initial fp16 loss scale, and the dtype of reductions."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def use_gradient_numbers(accelerator: Accelerator, flags: SharedArguments) -> None:
-    """Do what ``--loss_scale`` and ``--reduce_dtype`` ask for; call it before `accelerator.prepare`.
+    """Apply ``--loss_scale`` and ``--reduce_dtype``; call it before `accelerator.prepare`.
 
-    DDP sends gradients as its communication hook says, which `settings.resolve` has set.
+    DDP sends gradients as its communication hook does, which `settings.resolve` has set.
     """
     if flags.loss_scale is not None:
         _start_scale(accelerator, flags.loss_scale)
@@ -62,7 +62,7 @@ def _reduce_in(accelerator: Accelerator, name: str) -> None:
 
 
 def loss_scale_of(accelerator: Accelerator) -> float | None:
-    """What the loss is multiplied by at the moment, for the log; None where it is not scaled."""
+    """The current loss scale, for the log; None if the loss is not scaled."""
     wrapper = getattr(accelerator, "deepspeed_engine_wrapped", None)
     if wrapper is not None:
         is_scaled = wrapper.engine.fp16_enabled()

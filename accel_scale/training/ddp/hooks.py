@@ -1,4 +1,4 @@
-"""What DDP sends: bucket size and communication hook of a launch, registered when Accelerate wraps the model."""
+"""Bucket size and communication hook of a DDP launch, registered when Accelerate wraps the model."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch import nn
 
-# Accelerate keeps the model as it was before DDP wrapped it, loops have it wrapped: both lead to the hook.
+# Accelerate keeps the model from before DDP wrapped it, loops have the wrapped one: both lead to the hook.
 _HOOKS: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()
 STATE_FILE = "ddp_hook_{rank}.pt"
 
 
 class CastHook(CountedBytes):
-    """Gradients travel in 16 bits. Register `run`; torch's own by this name refuses bf16 on a CPU, where it works.
+    """Sends gradients in 16 bits. Register `run`; torch's hook of this name refuses bf16 on CPUs, where it works.
 
     Attributes:
-        failed: An exception left a bucket unreduced.
-        is_stateful: Nothing is kept between steps.
+        failed: True if an exception left a bucket unreduced.
+        is_stateful: False: nothing is kept between steps.
     """
 
     is_stateful = False
@@ -39,7 +39,7 @@ class CastHook(CountedBytes):
         self._hook = default_hooks.bf16_compress_hook if dtype == torch.bfloat16 else default_hooks.fp16_compress_hook
 
     def run(self, state, bucket):  # type: ignore[no-untyped-def]  # not annotated: DDP compares annotations
-        """As DDP calls it."""
+        """The hook itself, as called by DDP."""
         self.count(bucket, bucket.buffer().numel() * 2)
         try:
             return self._hook(_all_ranks(), bucket)
@@ -49,13 +49,13 @@ class CastHook(CountedBytes):
 
 
 class WholeHook(CountedBytes):
-    """Gradients travel as they are, and are counted: DDP's own all-reduce, as a hook. For measurements."""
+    """Sends gradients unchanged and counts them: DDP's own all-reduce, as a hook. For measurements."""
 
     is_stateful = False
     failed = False
 
     def run(self, state, bucket):  # type: ignore[no-untyped-def]  # not annotated: DDP compares annotations
-        """As DDP calls it."""
+        """The hook itself, as called by DDP."""
         self.count(bucket, bucket.buffer().numel() * bucket.buffer().element_size())
         return default_hooks.allreduce_hook(_all_ranks(), bucket)
 
@@ -66,10 +66,10 @@ def _all_ranks() -> Any:
 
 @dataclass(frozen=True)
 class DdpSettings:
-    """What the flags say.
+    """The values of the DDP flags.
 
     Attributes:
-        bucket_cap_mb: None: DDP's own, or what the launch's handler says.
+        bucket_cap_mb: None uses the launch's handler, or DDP's default.
         comm_hook: ``none``, ``bf16``, ``fp16`` or ``powersgd``; ``counted`` for measurements.
         powersgd_rank, powersgd_start_step: See `PowerSgd`.
     """
@@ -81,7 +81,7 @@ class DdpSettings:
 
     @classmethod
     def of(cls, args: Any) -> DdpSettings:
-        """From a recipe's arguments; what they do not have or leave open has its default."""
+        """Create from a recipe's arguments; missing or unset ones have their defaults."""
         values = {name.name: getattr(args, name.name, None) for name in fields(cls) if "powersgd" in name.name}
         return cls(
             bucket_cap_mb=getattr(args, "ddp_bucket_cap_mb", None),
@@ -90,7 +90,7 @@ class DdpSettings:
         )
 
     def make_hook(self, ddp: Any) -> Any:
-        """The hook for a wrapped model; None for DDP's own reduction."""
+        """Create the hook for a wrapped model; None for DDP's own reduction."""
         if self.comm_hook == "none":
             return None
         if self.comm_hook == "powersgd":
@@ -108,15 +108,15 @@ class DdpSettings:
 
 
 def use_ddp_settings(accelerator: Accelerator, settings: DdpSettings) -> None:
-    """Call before `accelerator.prepare`: the model that it wraps in DDP has these buckets and this hook.
+    """Apply the buckets and the hook to the model that DDP will wrap; call before `accelerator.prepare`.
 
-    Nothing happens where the accelerator does not use DDP; `launching.ddp_rules` refuses that before.
+    Does nothing if the accelerator does not use DDP; `launching.ddp_rules` has refused such settings before.
     """
     if settings == DdpSettings():
         return
 
     class Handler(DistributedDataParallelKwargs):
-        """Accelerate's own calls this once it has wrapped a model in DDP."""
+        """Accelerate calls this handler after wrapping a model in DDP."""
 
         def register_comm_hook(self, model: Any) -> None:
             register_hook(model, settings)
@@ -130,9 +130,9 @@ def use_ddp_settings(accelerator: Accelerator, settings: DdpSettings) -> None:
 
 
 def register_hook(ddp: Any, settings: DdpSettings) -> Any:
-    """Give a wrapped model its hook, before its first step; returns it."""
+    """Give a wrapped model its hook, before its first step; returns the hook."""
     hook = settings.make_hook(ddp)
-    _HOOKS.pop(ddp.module, None)  # of an earlier wrapping
+    _HOOKS.pop(ddp.module, None)  # from an earlier wrapping
     if hook is not None:
         ddp.register_comm_hook(None, hook.run)
         _HOOKS[ddp] = _HOOKS[ddp.module] = hook
@@ -140,13 +140,13 @@ def register_hook(ddp: Any, settings: DdpSettings) -> Any:
 
 
 def hook_of(model: nn.Module) -> Any:
-    """The hook of a prepared model; None where it has none of ours."""
+    """The hook of a prepared model; None if it has none of ours."""
     modules: Iterable[Any] = model.modules() if isinstance(model, torch.nn.Module) else ()
     return next((_HOOKS[module] for module in modules if module in _HOOKS), None)
 
 
 def hook_figures(model: nn.Module) -> dict[str, Any] | None:
-    """For a run's summary: what compressed gradients come to; None without a hook."""
+    """Bytes of compressed and of whole gradients, for a run's summary; None without a hook."""
     hook = hook_of(model)
     if hook is None:
         return None

@@ -1,9 +1,9 @@
-"""PowerSGD for DDP with a state that belongs to parameters: it survives new buckets, dropped steps and a resume.
+"""PowerSGD for DDP with state per parameter: it survives rebuilt buckets, dropped steps and a resume.
 
 torch's hook (Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
-Optimization", 2019) keeps its error feedback and its factors by the number of a bucket, and DDP puts its buckets
-together again after the first step of every process. Here torch's hook does the arithmetic; before it sees a bucket,
-the bucket's part of the state is put together from that of its parameters.
+Optimization", 2019) keeps its error feedback and its factors by bucket number, and DDP rebuilds its buckets after the
+first step of every process. Here torch's hook does the arithmetic; before it sees a bucket, the bucket's state is
+assembled from the states of its parameters.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class FactorShape:
     """How torch's hook treats one parameter's gradient.
 
     Attributes:
-        rows, columns: Of the matrix it is seen as.
-        rank: Of its factors; 0: it is sent whole.
+        rows, columns: Shape of the matrix that represents the gradient.
+        rank: Rank of its factors; 0 if it is sent whole.
     """
 
     rows: int
@@ -32,15 +32,15 @@ class FactorShape:
 
     @property
     def sent_values(self) -> int:
-        """Values that a rank sends: P and Q, or all."""
+        """Number of values that a rank sends: P and Q, or all."""
         return (self.rows + self.columns) * self.rank if self.rank else self.rows * self.columns
 
 
 class CountedBytes:
-    """What this rank gives to all-reduces.
+    """Counts the bytes that this rank passes to all-reduces.
 
     Attributes:
-        sent_bytes: In all steps.
+        sent_bytes: In all steps so far.
         step_bytes: In the last step.
     """
 
@@ -59,15 +59,15 @@ class PowerSgd(CountedBytes):
     """A DDP communication hook; register `run`.
 
     Attributes of torch's `PowerSGDState` that are touched here: ``iter``, ``error_dict``, ``p_memory_dict``,
-    ``q_memory_dict`` (checked on torch 2.13; tests/distributed/test_ddp_hooks.py fails when they move).
+    `q_memory_dict` (checked on torch 2.13; tests/distributed/test_ddp_hooks.py fails if they change).
 
     Args:
-        parameters: Name → parameter, of all that DDP reduces.
-        rank: Of the factors.
-        start_step: Gradients travel whole before this optimizer step, counted from 1; at least `FIRST_POWERSGD_STEP`.
+        parameters: Name → parameter, for all parameters that DDP reduces.
+        rank: Rank of the factors.
+        start_step: Gradients are sent whole before this step, counted from 1; at least `FIRST_POWERSGD_STEP`.
 
     Attributes:
-        is_stateful: There is something to save, and to take back when a step is dropped.
+        is_stateful: True: there is state to save, and to restore when a step is dropped.
     """
 
     is_stateful = True
@@ -79,11 +79,11 @@ class PowerSgd(CountedBytes):
         )
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._parameters = dict(parameters)
-        # Bucket → names of its parameters, where the bucket has a state; parameter → its part, where no bucket has it.
+        # Bucket → names of its parameters, if the bucket has a state; parameter → its state, if no bucket has it.
         self._layouts: dict[int, tuple[str, ...]] = {}
         self._errors: dict[str, torch.Tensor] = {}
         self._factors: dict[str, torch.Tensor] = {}
-        # Of the last step: the count before it while it is reduced and afterwards, errors and factors of its buckets.
+        # For the last step: the count before it, during and after its reduction; errors and factors of its buckets.
         self._step_begun: int | None = None
         self._step_ended: int | None = None
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -91,7 +91,7 @@ class PowerSgd(CountedBytes):
     # ── The hook ──
 
     def run(self, state, bucket):  # type: ignore[no-untyped-def]  # not annotated: DDP compares annotations
-        """As DDP calls it: the bucket's future gradient, averaged over the ranks."""
+        """The hook itself, as called by DDP; returns the bucket's future gradient, averaged over the ranks."""
         powersgd = self._powersgd
         if self._step_begun is None:
             self._before, self._step_begun = {}, powersgd.iter
@@ -108,7 +108,7 @@ class PowerSgd(CountedBytes):
         try:
             future = powerSGD_hook(powersgd, bucket)
             if bucket.buffer().device.type == "cpu":
-                # Its callbacks wait for collectives in one of gloo's two threads: one bucket at a time.
+                # Its callbacks wait for collectives in one of gloo's two threads, so run one bucket at a time.
                 future.wait()
         except BaseException:
             self.failed = True
@@ -116,7 +116,7 @@ class PowerSgd(CountedBytes):
         return future
 
     def shape_of(self, parameter: torch.Tensor) -> FactorShape:
-        """As torch's hook decides: factors where they have less than half of the values."""
+        """Decide as torch's hook does: factors if they have less than half of the values."""
         rows = parameter.shape[0] if parameter.ndim else 1
         columns = parameter.numel() // max(1, rows)
         rank = min(rows, columns, self._powersgd.matrix_approximation_rank)
@@ -124,7 +124,7 @@ class PowerSgd(CountedBytes):
         return FactorShape(rows, columns, rank if is_worth_it else 0)
 
     def undo(self) -> None:
-        """The state before the last step, which was dropped."""
+        """Restore the state from before the last step, which was dropped."""
         if self._step_ended is None:
             return
         self._powersgd.iter, self._step_ended = self._step_ended, None
@@ -133,14 +133,14 @@ class PowerSgd(CountedBytes):
         self._before = {}
 
     def _remember(self, index: int) -> None:
-        """torch's hook puts a new error into its place, and changes the factors where they are."""
+        """Keep the state: torch's hook replaces the error tensor, but changes the factors in place."""
         powersgd = self._powersgd
         self._before[index] = powersgd.error_dict[index], powersgd.q_memory_dict[index].clone()
 
     # ── Between buckets and parameters ──
 
     def _arrange(self, index: int, names: tuple[str, ...]) -> None:
-        """Make the state of a bucket that of its parameters."""
+        """Assemble a bucket's state from the states of its parameters."""
         if self._layouts.get(index) == names:
             return
         if index in self._layouts or any(set(names) & set(other) for other in self._layouts.values()):
@@ -162,7 +162,7 @@ class PowerSgd(CountedBytes):
         powersgd.p_memory_dict[index] = empty.new_empty(sum(shape.rows * shape.rank for _, shape in order))
 
     def _in_order(self, names: Sequence[str]) -> list[tuple[str, FactorShape]]:
-        """Compressed parameters as torch's hook lays out their factors: those of one shape side by side."""
+        """Compressed parameters in the order of torch's factors: parameters of the same shape are adjacent."""
         groups: dict[tuple[int, int], list[tuple[str, FactorShape]]] = {}
         for name in names:
             shape = self.shape_of(self._parameters[name])
@@ -177,7 +177,7 @@ class PowerSgd(CountedBytes):
             kept.clear()
 
     def _by_parameter(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Errors and factors of every parameter, flat."""
+        """Errors and factors of every parameter, as flat tensors."""
         errors, factors = dict(self._errors), dict(self._factors)
         for index, names in self._layouts.items():
             sizes = [self._parameters[name].numel() for name in names]
@@ -200,12 +200,12 @@ class PowerSgd(CountedBytes):
         }
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]], rank: int) -> None:
-        """Take up a state.
+        """Restore a saved state.
 
         Args:
-            states: What every rank had saved, in order.
-            rank: This one. Where the number of ranks has changed, each gets the mean of all errors: what is added
-                to the averaged gradient stays the same.
+            states: The saved states of all ranks, in order.
+            rank: This rank. If the number of ranks has changed, each gets the mean of all errors, so that the sum
+                added to the averaged gradient stays the same.
         """
         powersgd = self._powersgd
         self._layouts.clear()
@@ -217,7 +217,7 @@ class PowerSgd(CountedBytes):
         if len(states) != world:
             errors = {name: torch.stack([s["errors"][name] for s in states]).mean(0) for name in errors}
         device = next(iter(self._parameters.values())).device
-        # Factors of another rank do not fit: they start over, errors stay.
+        # Factors of another rank do not fit and start over; errors stay.
         same_rank = mine["rank"] == powersgd.matrix_approximation_rank
         self._errors = {name: tensor.to(device) for name, tensor in errors.items()}
         self._factors = {name: tensor.to(device) for name, tensor in mine["factors"].items()} if same_rank else {}
@@ -225,9 +225,9 @@ class PowerSgd(CountedBytes):
 
 
 def first_factor(name: str, shape: FactorShape, like: torch.Tensor) -> torch.Tensor:
-    """The factor that a parameter begins with, flat: normal values from a seed made of its name.
+    """The initial factor of a parameter, flat: normal values from a seed derived from its name.
 
-    torch's hook draws them bucket by bucket; these are the same on every rank and for every layout of the buckets.
+    torch's hook draws them bucket by bucket; these are the same on every rank and for every bucket layout.
     """
     seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little")
     values = torch.randn(shape.columns * shape.rank, generator=torch.Generator().manual_seed(seed))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Example:
-    """One answered question: its task, text, the expected answer and what the model said (both as written)."""
+    """One answered question: its task, its text, the expected answer and the model's answer (both as written)."""
 
     task: str
     question: str
@@ -50,8 +50,8 @@ class ExactMatch(TaskScore):
 
 
 def normalize_answer(text: str) -> str:
-    """What two answers are compared by: outer white space and one final period dropped, inner runs of white space as
-    one space, letter case ignored."""
+    """Normalize an answer for comparison: outer white space and one final period are dropped, inner runs of white
+    space become one space, and letter case is ignored."""
     return " ".join(text.split()).removesuffix(".").rstrip().casefold()
 
 
@@ -70,18 +70,18 @@ def exact_match(
     """Answer `questions` by greedy decoding and count exact matches after `normalize_answer`.
 
     A question is a row with ``messages`` (the last assistant turn, if any, is not shown to the model), or with a
-    ``prompt`` that is a string or a list of messages. The expected answer is its ``answer``, else the last assistant
-    turn, the ``completion``, or the ``chosen`` answer of a pair. ``task`` groups the counts ("all" where absent).
+    ``prompt`` that is a string or a list of messages. The expected answer is its ``answer``, or else the last
+    assistant turn, the ``completion``, or the ``chosen`` answer. ``task`` groups the counts ("all" if absent).
 
     Args:
         model: Causal language model with `generate`; `DistributedDataParallel` is unwrapped.
-        batch_size: Questions generated together; they are sorted by length to waste little padding.
-        max_new_tokens: Tokens after which an answer is cut, and therefore usually wrong.
+        batch_size: Questions generated together; they are sorted by length to save padding.
+        max_new_tokens: Tokens after which an answer is cut off, and is therefore usually wrong.
         rank, world_size: This process's share among data-parallel replicas (ranks that hold pieces of one layer, as
             in tensor parallelism, must pass the same pair). Sharded weights (FSDP2, ZeRO-3) are gathered layer by
             layer by their own hooks: every rank then generates equally many batches and steps, so all must call this.
-        reduce: Sums an int64 tensor over the ranks, e.g. ``lambda t: accelerator.reduce(t, "sum")``. Without it each
-            rank's result counts its own share only.
+        reduce: Sums an int64 tensor over the ranks, e.g. ``lambda t: accelerator.reduce(t, "sum")``. Without it, each
+            rank counts only its own share.
 
     Raises:
         ConfigError: A row without an answer or prompt, or messages without a chat template.
@@ -141,7 +141,7 @@ class _Row:
 
 
 def prompt_and_answer(row: Mapping[str, Any], index: int) -> tuple[str | list[dict[str, Any]], str]:
-    """The prompt, as text or as messages without the closing assistant turn, and the expected answer."""
+    """Return the prompt, as text or as messages without the final assistant turn, and the expected answer."""
     prompt: Any = row.get("prompt")
     answer: Any = row.get("answer")
     turns = row.get("messages") or (None if prompt else row.get("chosen"))
@@ -162,7 +162,7 @@ def prompt_and_answer(row: Mapping[str, Any], index: int) -> tuple[str | list[di
 
 
 def _share(rows: Sequence[_Row], rank: int, world_size: int) -> list[_Row]:
-    """Every `world_size`-th row from `rank`, padded so that all ranks answer equally many."""
+    """Every `world_size`-th row from `rank`, padded so that all ranks answer the same number of rows."""
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} is not below world_size {world_size}")
     share = list(rows[rank::world_size])
@@ -172,7 +172,7 @@ def _share(rows: Sequence[_Row], rank: int, world_size: int) -> list[_Row]:
 
 
 def _is_sharded(model: nn.Module) -> bool:
-    """True when a forward pass communicates: FSDP's DTensor parameters or ZeRO-3's partitioned ones."""
+    """True if a forward pass communicates: FSDP's DTensor parameters or ZeRO-3's partitioned ones."""
     from torch.distributed.tensor import DTensor
 
     return any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in model.parameters())
@@ -211,13 +211,13 @@ def _answers(
 
 
 def _until_end(ids: list[int], end_ids: Sequence[int]) -> list[int]:
-    """`ids` up to the first end token: what follows is padding or, in step with other ranks, noise."""
+    """Cut `ids` at the first end token: what follows is padding or, in step with other ranks, noise."""
     ends = [position for position, token in enumerate(ids) if token in end_ids]
     return ids[: ends[0]] if ends else ids
 
 
 def _greedy_config(model: nn.Module, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int) -> Any:
-    """Plain greedy decoding: every value set, since `generate` fills unset ones from the model's own configuration."""
+    """Plain greedy decoding; every value is set, because `generate` fills unset ones from the model's config."""
     from transformers import GenerationConfig
 
     own = getattr(model.generation_config, "eos_token_id", None)

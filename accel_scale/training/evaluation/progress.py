@@ -1,4 +1,4 @@
-"""A trainer's progress on the console, and its figures in a file."""
+"""A trainer's progress on the console, and its metrics in a file."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Logs = dict[str, float] | None
 
 
 class ProgressLines(TrainerCallback):
-    """`StepLines` in the place of transformers' bar and its dict per log line, on one process.
+    """Replaces transformers' bar and its dict per log line by `StepLines`, on one process.
 
     Args:
-        tokens_per_second: Of all ranks, None where it is not known yet.
-        bar: Whether a bar is wanted on a terminal.
+        tokens_per_second: Rate over all ranks; None while it is not known.
+        bar: True to show a bar on a terminal.
     """
 
     def __init__(self, tokens_per_second: Callable[[], float | None], *, bar: bool = True) -> None:
@@ -66,19 +66,19 @@ class ProgressLines(TrainerCallback):
 
 
 class MeterCallback(TrainerCallback):
-    """Tells the meter when an optimizer step has ended, before logging, evaluation and saving begin."""
+    """Tells the meter that an optimizer step has ended, before logging, evaluation and saving start."""
 
     def __init__(self, meter: ThroughputMeter) -> None:
         self._meter = meter
 
     def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        # transformers' own callback, which decides what follows a step, comes first.
+        # transformers' own callback, which decides what follows a step, runs first.
         follows = control.should_log or control.should_evaluate or control.should_save or control.should_training_stop
         self._meter.end_step(settle=follows or state.global_step >= state.max_steps)
 
 
 class MetricsCallback(TrainerCallback):
-    """Writes every number that the trainer logs to ``metrics.jsonl`` in the output folder, while it trains."""
+    """Writes every number that the trainer logs to ``metrics.jsonl`` in the output folder during training."""
 
     def __init__(self) -> None:
         self._log: MetricsLog | None = None
@@ -87,13 +87,13 @@ class MetricsCallback(TrainerCallback):
         self._log = MetricsLog(str(args.output_dir), state.is_world_process_zero, resumed_step=state.global_step)
 
     def on_log(self, args: object, state: TrainerState, control: object, logs: Logs = None, **kwargs: object) -> None:
-        # The last entry sums the run up ("train_loss"); `run_summary.json` does that.
+        # The last entry summarises the run ("train_loss"); `run_summary.json` has that.
         if self._log is not None and logs and ("loss" in logs or any(name.startswith("eval_") for name in logs)):
             self._log.write(state.global_step, **{k: float(v) for k, v in logs.items() if v is not None})
 
 
 class StartCallback(TrainerCallback):
-    """Records in ``run_starts.jsonl`` that a run starts, or goes on, and what is run; for one process."""
+    """Records in ``run_starts.jsonl`` that a run starts or resumes, and its settings; for one process."""
 
     def __init__(self, content: Mapping[str, object]) -> None:
         self._content = content
@@ -105,7 +105,7 @@ class StartCallback(TrainerCallback):
 
 
 def show_progress(trainer: Trainer, tokens_per_second: Callable[[], float | None]) -> None:
-    """Replace the trainer's printing callbacks by `ProgressLines`; ``--disable_tqdm`` leaves the bar away."""
+    """Replace the trainer's printing callbacks by `ProgressLines`; ``--disable_tqdm`` leaves out the bar."""
     trainer.remove_callback(ProgressCallback)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(ProgressLines(tokens_per_second, bar=not trainer.args.disable_tqdm))

@@ -1,4 +1,4 @@
-"""Validation loss of a language model, token-weighted over all ranks, and a sample of what it writes."""
+"""Validation loss of a language model, token-weighted over all ranks, and a sample of generated text."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LARGEST_EXPONENT = 700.0
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean loss in nats per labelled token, and how many there were."""
+    """Mean loss in nats per labelled token, and the number of these tokens."""
 
     loss: float
     num_tokens: int
@@ -37,10 +37,10 @@ class Evaluation:
 
 
 def evaluate_loss(accelerator: Accelerator, model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> Evaluation:
-    """Loss over every rank's `batches`; every rank must have as many of them (sharded weights are gathered together).
+    """Loss over every rank's `batches`; every rank must have the same number (sharded weights are gathered together).
 
-    Batches hold ``input_ids``, ``labels`` (-100: not counted) and perhaps ``position_ids``; parts of rows
-    ``shift_labels`` in place of ``labels``.
+    Batches hold ``input_ids``, ``labels`` (-100: not counted) and optionally ``position_ids``; parts of rows hold
+    ``shift_labels`` instead of ``labels``.
     """
     import torch
 
@@ -58,7 +58,7 @@ def evaluate_loss(accelerator: Accelerator, model: nn.Module, batches: Iterable[
             count = count_loss_tokens(moved["labels" if shift else "shift_labels"], shift=shift)
             with accelerator.autocast():
                 summed = shared.evaluate(model, moved) if shared else language_model_loss(model, moved, 1, facts=facts)
-            # No label at all is a sum of nothing; a pipeline's loss is in its last stage.
+            # Without labels the sum is empty; only a pipeline's last stage has the loss.
             if summed is not None:
                 total += torch.tensor([summed.item() if count else 0.0, count.item()], dtype=torch.float64)
     loss, tokens = reduce_sum(accelerator, total).tolist()
@@ -68,7 +68,7 @@ def evaluate_loss(accelerator: Accelerator, model: nn.Module, batches: Iterable[
 
 
 def total_over_ranks(accelerator: Accelerator, count: int) -> torch.Tensor:
-    """`count`, of a rank's rows, summed over the ranks with rows of their own; an integer scalar on the device."""
+    """Sum `count`, of a rank's rows, over the ranks that have their own rows; an integer scalar on the device."""
     from accel_scale.optimization.loss import on_device
     from accel_scale.parallel.model_parallel import model_parallel_of
 
@@ -90,7 +90,7 @@ def reduce_sum(accelerator: Accelerator, values: torch.Tensor) -> torch.Tensor:
 def beginning_of(
     batches: Iterable[Mapping[str, Any]] | None, tokenizer: PreTrainedTokenizerBase, *, num_tokens: int = 12
 ) -> str:
-    """The first tokens of the first row that rank 0 holds, as text, on every rank; nothing where there is none."""
+    """The first tokens of rank 0's first row, as text, on every rank; an empty string if there is none."""
     from accel_scale.modeling.gathering import broadcast_from_main
 
     batch = next(iter(batches), None) if batches is not None else None
@@ -101,7 +101,7 @@ def beginning_of(
 def sample_text(
     accelerator: Any, model: Any, tokenizer: Any, prompt: str, *, max_new_tokens: int, seed: int = 0
 ) -> str:
-    """What the model writes after `prompt`, drawn at temperature 0.8 from the 50 likeliest; on every rank.
+    """Generate text after `prompt`, sampled at temperature 0.8 from the 50 likeliest tokens; on every rank.
 
     Sharded weights are gathered layer by layer by their own hooks, so all ranks generate the same text in step.
     """
@@ -136,9 +136,9 @@ def sample_text(
 
 @contextlib.contextmanager
 def _root_gathered(model: Any) -> Iterator[None]:
-    """The weights outside of FSDP2's blocks, gathered while a PEFT model generates.
+    """Gather the weights outside of FSDP2's blocks while a PEFT model generates.
 
-    Its ``generate`` calls the base model inside of it, past the hooks of the module that FSDP2 has for its root.
+    Its ``generate`` calls the inner base model, bypassing the hooks of the module that is FSDP2's root.
     """
     from torch.distributed.fsdp import FSDPModule
 

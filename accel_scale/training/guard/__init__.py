@@ -1,1 +1,1 @@
-"""Optimizer steps that should not be taken, under every engine."""
+"""Detecting and skipping bad optimizer steps, under every engine."""

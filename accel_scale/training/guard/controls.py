@@ -1,4 +1,4 @@
-"""Which control of optimizer steps an engine needs."""
+"""Choose the control of optimizer steps for an engine."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def make_gate(accelerator: Accelerator, model: nn.Module, optimizer: Optimizer) -> StepGate:
-    """The gate for how `accelerator` runs.
+    """Create the gate for the engine of `accelerator`.
 
     Raises:
-        ConfigError: where a step, once its gradients exist, can no longer be held back.
+        ConfigError: if a step can no longer be held back once its gradients exist.
     """
     from accelerate.optimizer import AcceleratedOptimizer
 

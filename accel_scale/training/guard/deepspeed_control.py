@@ -1,10 +1,9 @@
-"""DeepSpeed's ZeRO stages between gradients and optimizer: the one place that knows how they step inside.
+"""Control DeepSpeed's ZeRO stages between gradients and optimizer: the only module that uses their internals.
 
-Checked on deepspeed 0.19.8 and accelerate 1.15.0; tests/unit/test_deepspeed_gate.py fails when something moves.
-`DeepSpeedEngineWrapper.backward` steps at once, so gradients cannot be judged; here the engine's backward and its step
-are two calls. A step is dropped by the path that DeepSpeed itself takes after an fp16 overflow, which frees gradients
-of every kind (partitions, offloaded buffers, accumulators) and counts the step as skipped; only the loss scale is
-kept as it was.
+Checked on deepspeed 0.19.8 and accelerate 1.15.0; tests/unit/test_deepspeed_gate.py fails if anything changes.
+`DeepSpeedEngineWrapper.backward` steps at once, so gradients could not be judged; here the engine's backward and its
+step are two calls. A step is dropped through DeepSpeed's own path for an fp16 overflow, which frees gradients of every
+kind (partitions, offloaded buffers, accumulators) and counts the step as skipped; only the loss scale is kept.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
 from accel_scale.errors import ConfigError
 from accel_scale.training.guard.optimizer_control import StepGate, lowered
 
-# What is used of each class of optimizer; a DeepSpeed that lacks one of them is refused.
+# Attributes used of each optimizer class; a DeepSpeed version that lacks one is refused.
 _STAGE_1_AND_2 = ("check_overflow", "check_grad_overflow", "scaled_global_norm", "averaged_gradients")
 _STAGE_3 = ("_overflow_check_and_loss_scale_update", "_get_norm_groups", "averaged_gradients")
 _BOTH = ("_update_scale", "loss_scale", "clip_grad", "overflow", "step", "param_groups")
 
 
 class DeepSpeedGate(StepGate):
-    """ZeRO-1, ZeRO-2 and ZeRO-3, offloaded or not.
+    """ZeRO-1, ZeRO-2 and ZeRO-3, with or without offloading.
 
     Raises:
-        ConfigError: for an engine whose steps cannot be skipped.
+        ConfigError: if the engine's steps cannot be skipped.
     """
 
     def __init__(self, accelerator: Any, model: Any, optimizer: Any) -> None:
@@ -83,7 +82,7 @@ class DeepSpeedGate(StepGate):
 
     def micro_batch(self, *, is_last: bool) -> AbstractContextManager[Any]:
         self.accelerator.sync_gradients = is_last
-        # The forward must know too: it prepares what the backward reduces.
+        # The forward pass needs it too: it prepares what the backward reduces.
         self._engine.set_gradient_accumulation_boundary(is_boundary=is_last)
         return nullcontext()
 
@@ -92,16 +91,16 @@ class DeepSpeedGate(StepGate):
         self._engine.backward(loss, **{"scale_wrt_gas": False, **kwargs})
 
     def clip(self, max_grad_norm: float | None) -> float | None:
-        """The norm; the engine clips while it steps, to `max_grad_norm`."""
+        """Return the norm; the engine clips to `max_grad_norm` when it steps."""
         self._zero.clip_grad = float(max_grad_norm or 0.0)
         return self.global_norm()
 
     def global_norm(self) -> float:
-        """Norm of the global batch's gradients before the step, infinite if they are not all finite."""
+        """Norm of the global batch's gradients before the step; infinite if not all of them are finite."""
         from deepspeed.runtime.utils import combine_grad_norm_groups
 
         wait = getattr(self._zero, "_wait_for_offload_copies", None)
-        if wait is not None:  # offloaded gradients may still be on their way to the host
+        if wait is not None:  # offloaded gradients may still be being copied to the host
             wait()
         if self._is_stage_3:
             norm = combine_grad_norm_groups(self._zero._get_norm_groups())
@@ -113,23 +112,22 @@ class DeepSpeedGate(StepGate):
     def take(self, lr_factor: float = 1.0) -> None:
         with self._lowered_inside(lr_factor):
             self._engine.step()
-        self._step()  # Accelerate's, which does nothing, but by which torch's schedulers see that a step was taken
+        self._step()  # Accelerate's, which does nothing, but tells torch's schedulers that a step was taken
 
     def drop(self) -> None:
         with self._overflow_pretended():
             self._engine.step()
-        # What DeepSpeed leaves in its flat buffer is overwritten in the next backward, but only where that has
-        # gradients.
+        # DeepSpeed's flat buffer is overwritten in the next backward, but only where that has gradients.
         buffer = getattr(self._zero, "grad_partitions_flat_buffer", None)
         if torch.is_tensor(buffer):
             buffer.zero_()
 
     def zero_grad(self) -> None:
-        """Nothing: the engine's step has done it."""
+        """Does nothing: the engine's step has freed the gradients."""
 
     @contextlib.contextmanager
     def _lowered_inside(self, factor: float) -> Iterator[None]:
-        """A lower learning rate for the optimizer alone, not for the schedule that the engine steps after it."""
+        """Lower the learning rate for the optimizer only, not for the schedule that the engine steps after it."""
         if factor == 1.0:
             yield
             return
@@ -144,17 +142,17 @@ class DeepSpeedGate(StepGate):
 
     @contextlib.contextmanager
     def _overflow_pretended(self) -> Iterator[None]:
-        """Inside, `step` finds an overflow, and its loss scaler does not hear of it."""
+        """Make `step` find an overflow, without informing its loss scaler."""
         name = "_overflow_check_and_loss_scale_update" if self._is_stage_3 else "check_overflow"
         original = getattr(self._zero, name)
 
         def check(*args: object, **kwargs: object) -> bool:
-            original(*args, **kwargs)  # it also resets what the backward pass has noted
+            original(*args, **kwargs)  # it also resets the flags set by the backward pass
             self._zero.overflow = True
             return True
 
         def keep_scale(*unused: object, **unused_too: object) -> None:
-            """The loss scale has nothing to do with it."""
+            """The loss scale is not affected."""
 
         with contextlib.ExitStack() as changes:
             changes.enter_context(_replaced(self._zero, name, check))
@@ -165,7 +163,7 @@ class DeepSpeedGate(StepGate):
 
 
 class _JudgedEngineWrapper(DeepSpeedEngineWrapper):
-    """What `accelerator.backward` and `accelerator.clip_grad_norm_` use: as Accelerate's, without the step."""
+    """Used by `accelerator.backward` and `accelerator.clip_grad_norm_`: Accelerate's wrapper without the step."""
 
     def __init__(self, gate: DeepSpeedGate) -> None:
         super().__init__(gate._engine)
@@ -181,7 +179,7 @@ class _JudgedEngineWrapper(DeepSpeedEngineWrapper):
 
 @contextlib.contextmanager
 def _replaced(owner: object, name: str, value: object) -> Iterator[None]:
-    """An attribute of one object replaced for a while, whether it was its own or its class's."""
+    """Temporarily replace an attribute of one object, whether it was set on the object or on its class."""
     own = vars(owner)
     had, before = name in own, own.get(name)
     setattr(owner, name, value)

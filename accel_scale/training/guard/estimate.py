@@ -1,4 +1,4 @@
-"""Median and median absolute deviation (MAD) of a curve's last values, and what lies far above them."""
+"""Median and median absolute deviation (MAD) of a curve's recent values, and a threshold for outliers above them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _MAD_TO_SIGMA = 1.4826
 
 
 class RunningEstimate:
-    """Median and MAD over the last accepted values.
+    """Median and MAD of the last accepted values.
 
     Args:
-        least_ratio: Of threshold to median, at least.
+        least_ratio: Minimum ratio of threshold to median.
         is_logarithmic: For positive, heavy-tailed values: distances are ratios.
     """
 
@@ -23,12 +23,12 @@ class RunningEstimate:
         self._min_steps, self._least_ratio, self._is_logarithmic = min_steps, least_ratio, is_logarithmic
 
     def add(self, value: float) -> None:
-        """Accept a value; one that is not finite, or has no logarithm, has nothing to say about the level."""
+        """Accept a value; values that are not finite, or have no logarithm, are ignored."""
         if math.isfinite(value) and (value > 0 or not self._is_logarithmic):
             self.values.append(value)
 
     def threshold(self, sigmas: float) -> float | None:
-        """The value that lies `sigmas` robust standard deviations above the median; None while too few are known."""
+        """The value `sigmas` robust standard deviations above the median; None while there are too few values."""
         if len(self.values) < self._min_steps:
             return None
         values = [math.log(value) for value in self.values] if self._is_logarithmic else list(self.values)

@@ -13,7 +13,7 @@ _MOST_ROWS_SHOWN = 8
 
 
 def append_event(output_dir: str | Path, event: Mapping[str, Any]) -> Path:
-    """Add one line to the log in `output_dir`; numbers that JSON lacks become "NaN", "Infinity", "-Infinity"."""
+    """Append one line to the log in `output_dir`; numbers that JSON lacks become "NaN", "Infinity", "-Infinity"."""
     path = Path(output_dir) / EVENTS_NAME
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as lines:
@@ -22,7 +22,7 @@ def append_event(output_dir: str | Path, event: Mapping[str, Any]) -> Path:
 
 
 def read_events(output_dir: str | Path) -> list[dict[str, Any]]:
-    """What `append_event` wrote, with loss, norm and thresholds as numbers again; none if nothing happened."""
+    """The events written by `append_event`, with loss and norm as numbers again; empty if there are none."""
     path = Path(output_dir) / EVENTS_NAME
     if not path.exists():
         return []
@@ -36,7 +36,7 @@ def read_events(output_dir: str | Path) -> list[dict[str, Any]]:
 
 
 def console_line(event: Mapping[str, Any]) -> str:
-    """The event in one line: what was done, why, and the rows to look at."""
+    """The event on one line: the action, the reason, and the rows to look at."""
     what = {
         "stepped": "taken",
         "skipped": "not taken",
@@ -53,7 +53,7 @@ def console_line(event: Mapping[str, Any]) -> str:
 
 
 def _rows_to_look_at(event: Mapping[str, Any]) -> tuple[Sequence[Any], str]:
-    """The rows of micro-batches whose own loss is not finite, else those of the whole batch."""
+    """The rows of micro-batches whose own loss is not finite, or else those of the whole batch."""
     broken = [part for part in event["micro_batches"] if not math.isfinite(part["loss"])]
     rows = [row for part in broken for row in part["rows"]]
     return (rows, "rows whose loss is not finite") if rows else (event["rows"], "rows in its batch")

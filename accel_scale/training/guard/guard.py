@@ -1,7 +1,7 @@
-"""Which optimizer steps should not be taken: non-finite values and upward spikes of loss and gradient norm.
+"""Decide which optimizer steps not to take: non-finite values and upward spikes of loss and gradient norm.
 
-Pure: numbers in, a decision out, the same on every process that is given the same numbers. `GuardedStep` (plain
-loops) and `GuardMixin` (trainers) bring the numbers and do what was decided.
+Pure functions of their numbers: every process that passes the same numbers gets the same decision. `GuardedStep`
+(plain loops) and `GuardMixin` (trainers) collect the numbers and carry out the decision.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from typing import Any
 from accel_scale.flags.guard_settings import GuardSettings
 from accel_scale.training.guard.estimate import RunningEstimate
 
-# However quiet a curve is, or few its values, less than this above the median is no spike.
+# A value less than this far above the median is no spike, however quiet the curve or few its values.
 _LEAST_LOSS_RATIO = 1.05
 _LEAST_NORM_RATIO = 2.0
-# Batches in a row, at the same weights because none was taken, that bad rows alone will hardly explain.
+# Number of consecutive batches, at the same weights because no step was taken, that bad rows hardly explain.
 _NORM_SPIKES_OF_ROWS = 3
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What is done about one optimizer step.
+    """The decision about one optimizer step.
 
     Attributes:
         action: ``stepped``, ``skipped``, ``lowered``, ``rollback`` or ``stop``.
-        reason: Why it is not simply taken; None if it is.
-        loss_threshold, grad_norm_threshold: Above which each would have been a spike; None while too little is known.
-        lr_factor: The learning rate of this step is multiplied by it.
-        is_event: Whether it is to be logged, as the first spike that is taken is; an fp16 overflow that the loss
-            scaler handles is skipped without.
+        reason: Why the step is not simply taken; None if it is.
+        loss_threshold, grad_norm_threshold: A value above it is a spike; None while there are too few values.
+        lr_factor: Factor for the learning rate of this step.
+        is_event: True if the decision is logged, like the first spike that is taken; an fp16 overflow left to the loss
+            scaler is skipped without an event.
         is_overflow: The step goes to the loss scaler, which drops it and lowers its scale.
     """
 
@@ -45,19 +45,19 @@ class Decision:
 
     @property
     def taken(self) -> bool:
-        """Whether the optimizer steps."""
+        """True if the optimizer steps."""
         return self.action in ("stepped", "lowered")
 
 
 class Guard:
-    """Judges optimizer steps one after the other.
+    """Judges optimizer steps in sequence.
 
-    Every process of a run has one and gives it the same numbers, so all of them decide alike.
+    Every process of a run has its own guard and passes it the same numbers, so all of them decide alike.
 
     Attributes:
-        settings: As given.
+        settings: The guard's settings.
         num_judged: Steps judged so far; repeated ones, after a rollback, count again.
-        num_events: Of them, those that were not simply taken.
+        num_events: Number of them that were not simply taken.
     """
 
     def __init__(self, settings: GuardSettings | None = None) -> None:
@@ -70,20 +70,20 @@ class Guard:
         self._recent_events: list[int] = []
         self._overflows = 0
         self._lowered_steps_left = 0
-        self._num_taken = 0  # says which weights a batch met
-        self._norm_spikes, self._spikes_at = 0, -1  # in a row at the same weights, and at which
+        self._num_taken = 0  # identifies the weights that a batch was computed with
+        self._norm_spikes, self._spikes_at = 0, -1  # consecutive ones at the same weights, and which weights
 
     def judge(self, loss: float, grad_norm: float | None, *, has_loss_scaler: bool = False) -> Decision:
-        """Decide about one step from the global batch's loss and gradient norm, before it is clipped.
+        """Decide about one step from the global batch's loss and its gradient norm before clipping.
 
-        Where the same weights gave three batches a norm, and no loss, that is a spike, the fourth says that it is the
-        weights that stand where norms are large, and not the rows: leaving batches out cannot lead away from there, a
-        clipped step can. It is taken, and so are the next ones until a norm is no spike. Weights are the same after a
-        skipped step, and where an exact resume comes to the same number of steps after a rollback.
+        If three batches at the same weights spiked in the norm but not in the loss, and a fourth does too, the cause
+        is the weights, which lie where norms are large, and not the rows: leaving out batches cannot lead away from
+        there, a clipped step can. That step is taken, and so are the next ones until a norm is no spike. Weights are
+        the same after a skipped step, and when an exact resume reaches the same number of steps after a rollback.
 
         Args:
-            grad_norm: None where there is none to be had; the loss decides alone.
-            has_loss_scaler: Whether gradients are scaled (fp16), so that an overflow of them alone is ordinary.
+            grad_norm: None if there is none; the loss decides alone.
+            has_loss_scaler: True if gradients are scaled (fp16), so that an overflow of gradients alone is normal.
         """
         self.num_judged += 1
         settings = self.settings
@@ -92,7 +92,7 @@ class Guard:
         finite_norm = grad_norm is None or math.isfinite(grad_norm)
         loss_threshold = self._loss.threshold(settings.threshold) if settings.loss_spikes else None
         norm_threshold = self._grad_norm.threshold(settings.threshold)
-        # An overflow is ordinary where gradients are scaled, but not that of a loss which is bad by itself.
+        # An overflow is normal with scaled gradients, unless the loss is bad by itself.
         is_overflow = has_loss_scaler and not finite_norm and not _reasons(loss, None, loss_threshold, None)
         self._overflows = self._overflows + 1 if is_overflow else 0
         if 0 < self._overflows < settings.max_overflows:
@@ -124,7 +124,7 @@ class Guard:
         )
 
     def _norm_spike_here(self) -> int:
-        """How many batches have met these weights with nothing but their norm a spike, this one included."""
+        """Count the batches at these weights, including this one, in which only the norm spiked."""
         self._norm_spikes = self._norm_spikes + 1 if self._num_taken == self._spikes_at else 1
         self._spikes_at = self._num_taken
         return self._norm_spikes
@@ -135,10 +135,10 @@ class Guard:
             self._grad_norm.add(grad_norm)
         self._num_taken += 1
         if is_spike:
-            self._spikes_at = self._num_taken  # until a norm is none
+            self._spikes_at = self._num_taken  # until a norm is no spike
 
     def _weights_not_rows(self, reason: str) -> str:
-        """What the log says of the first spike that is taken; those before it were not the data's fault."""
+        """The log message for the first spike taken; removes the earlier events, as the rows were not at fault."""
         del self._recent_events[-_NORM_SPIKES_OF_ROWS:]
         return (
             f"{reason}, as it was for the {_NORM_SPIKES_OF_ROWS} batches before with the same weights, so it is not "
@@ -146,7 +146,7 @@ class Guard:
         )
 
     def _act(self, reason: str, *, is_finite: bool) -> tuple[str, str]:
-        """What the policy does about an event, and the reason with what the budget has to say."""
+        """The policy's action for an event, and the reason, extended if the budget is used up."""
         settings = self.settings
         self.num_events += 1
         self._recent_events = [at for at in self._recent_events if at > self.num_judged - settings.skip_window]
@@ -185,17 +185,17 @@ class Guard:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on as the guard did that `state` is of."""
+        """Restore the guard that `state` was taken from."""
         self._restore_estimates(state)
         self.num_judged, self.num_events = int(state["num_judged"]), int(state["num_events"])
         self._recent_events = [int(at) for at in state["recent_events"]]
-        # Checkpoints of earlier versions do not have all of them.
+        # Checkpoints of earlier versions lack some of them.
         self._norm_spikes, self._spikes_at = int(state.get("norm_spikes", 0)), int(state.get("spikes_at", -1))
 
     def roll_back(self, state: Mapping[str, Any]) -> None:
-        """After a rollback: the estimates of the checkpoint, but events and norms since then stay counted.
+        """Restore the checkpoint's estimates after a rollback; events and norms since then stay counted.
 
-        `load_state_dict` would forget them, and a batch that fails every time would be rolled back for ever.
+        `load_state_dict` would forget them, and a batch that always fails would be rolled back forever.
         """
         self._restore_estimates(state)
 
@@ -211,7 +211,7 @@ class Guard:
 def _reasons(
     loss: float, grad_norm: float | None, loss_threshold: float | None, norm_threshold: float | None
 ) -> list[str]:
-    """What is wrong with the step, in words; nothing if it is good."""
+    """The problems of a step, in words; empty if it is good."""
     found = []
     for name, value, threshold in (
         ("loss", loss, loss_threshold),

@@ -1,4 +1,4 @@
-"""One optimizer step of a plain Accelerate loop that is taken only if its loss and gradients are sound."""
+"""One optimizer step of a plain Accelerate loop, taken only if its loss and gradients are sound."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["GuardedStep", "StepOutcome", "stop_run"]
 
 
 class GuardedStep:
-    """Micro-batches, clipping, optimizer and schedule of one optimizer step after the other.
+    """Runs micro-batches, clipping, optimizer and schedule of successive optimizer steps.
 
         step = GuardedStep(accelerator, model, optimizer, scheduler, guard=Guard(GuardSettings()), output_dir=folder)
         for micro_batches in steps:
@@ -34,27 +34,27 @@ class GuardedStep:
             if outcome.action == "stop":
                 step.stop(outcome)
 
-    The same under every launch: one process, DDP, FSDP2, DeepSpeed's ZeRO stages. Under DeepSpeed do not call
-    `accelerator.backward`: it takes the step before anybody can look at the gradients.
+    Works the same under every launch: one process, DDP, FSDP2, DeepSpeed's ZeRO stages. Under DeepSpeed do not call
+    `accelerator.backward`: it takes the step before the gradients can be checked.
 
     Args:
-        accelerator: Accelerate's, after `prepare`.
-        model, optimizer: As `prepare` returned them.
-        scheduler: Prepared or not; its `step` is called once per optimizer step that is taken. None if there is none.
+        accelerator: The `Accelerator`, after `prepare`.
+        model, optimizer: As returned by `prepare`.
+        scheduler: Prepared or not; its `step` is called once per optimizer step taken. None if there is none.
         guard: None takes every step, as an ordinary loop does.
-        max_grad_norm: Gradients are clipped to it, also where a DeepSpeed launch file says otherwise; None or 0 does
-            not clip.
-        output_dir: ``guard_events.jsonl`` is written there; None: the accelerator's `project_dir`.
-        first_step: Number of the first step, as a resumed run counts.
+        max_grad_norm: Clip gradients to this norm, even if a DeepSpeed launch file says otherwise; None or 0 does not
+            clip.
+        output_dir: Folder for ``guard_events.jsonl``; None uses the accelerator's `project_dir`.
+        first_step: Number of the first step in a resumed run.
 
     Attributes:
-        loss_factor: What a sum over tokens ÷ the global number of tokens is to be multiplied by, because the engine
-            averages gradients over the processes.
-        step_number: Of the step that is being taken, for the log; one more after each `finish`. A loop in which
-            steps that are not taken do not count assigns its own.
+        loss_factor: Multiply a sum over tokens ÷ the global number of tokens by it, because the engine averages
+            gradients over the processes.
+        step_number: Number of the current step, for the log; each `finish` adds one. A loop in which steps that are
+            not taken do not count assigns its own.
 
     Raises:
-        ConfigError: where steps cannot be skipped, or events have nowhere to go.
+        ConfigError: if steps cannot be skipped, or there is no folder for events.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class GuardedStep:
                 fix="name the run's folder, or give the Accelerator a project_dir.",
             )
         self._shared = model_parallel_of(accelerator)
-        # Ranks whose gradients the engine averages; those that share one row's computation are not among them.
+        # Ranks whose gradients the engine averages; ranks that share one row's computation count once.
         self.loss_factor = self._shared.layout.gradient_ranks if self._shared else accelerator.num_processes
         self.step_number = first_step
         self._accelerator, self._scheduler, self._optimizer = accelerator, scheduler, optimizer
@@ -91,10 +91,10 @@ class GuardedStep:
 
     @contextlib.contextmanager
     def micro_batch(self, *, is_last: bool, row_ids: Sequence[Any] = ()) -> Iterator[None]:
-        """Around forward and backward of one micro-batch: gradients are reduced in the last one of the step only.
+        """Wrap forward and backward of one micro-batch; gradients are reduced only in the step's last one.
 
         Args:
-            row_ids: Names of this process's rows, for the log of events; texts, numbers or a tensor of them.
+            row_ids: Names of this process's rows, for the event log; strings, numbers or a tensor of numbers.
         """
         self._parts.append(MicroBatch(row_ids=row_ids))
         self._is_complete = is_last
@@ -102,31 +102,31 @@ class GuardedStep:
             yield
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Backward pass of `loss`; gradients of micro-batches add up, those of processes are averaged.
+        """Run the backward pass of `loss`; gradients add up over micro-batches and are averaged over processes.
 
-        It is not divided by the number of accumulated micro-batches, unlike in `accelerator.backward`. Call it inside
-        of `micro_batch`.
+        Unlike `accelerator.backward`, it does not divide by the number of accumulated micro-batches. Call it inside
+        `micro_batch`.
         """
         self._parts[-1].losses.append(loss.detach())
         self._gate.backward(loss)
 
     def record(self, losses: Sequence[torch.Tensor], row_ids: Sequence[Sequence[Any]]) -> None:
-        """Micro-batches whose passes a pipeline has run: losses (not × `loss_factor`) where it has them, rows."""
+        """Record micro-batches run by a pipeline: losses (not × `loss_factor`), if this stage has them, and rows."""
         self._gate.accelerator.sync_gradients = True
         for index, ids in enumerate(row_ids):
             self._parts.append(MicroBatch([losses[index].detach() * self.loss_factor] if losses else [], ids))
         self._is_complete = True
 
     def discard(self) -> None:
-        """Forget the micro-batches so far: the step is taken again from its first one."""
+        """Forget the micro-batches so far: the step is repeated from its first one."""
         self._parts, self._is_complete = [], False
 
     def stop(self, outcome: StepOutcome) -> None:
-        """Say why in one line, once, and end every process with status 65; call it on all of them."""
+        """Print the reason once, and end every process with status 65; call it on all of them."""
         stop_run(self._accelerator, outcome)
 
     def clip(self) -> float | None:
-        """Clip the gradients of the global batch to `max_grad_norm`; their norm before, None where there is none."""
+        """Clip the global batch's gradients to `max_grad_norm`; returns the norm before, None if there is none."""
         if not self._is_complete:
             raise RuntimeError("finish comes after the micro-batch with is_last=True, whose gradients are reduced")
         return self._gate.clip(self._max_grad_norm)
@@ -137,11 +137,11 @@ class GuardedStep:
         loss_sum: torch.Tensor | float | None = None,
         row_ids: Sequence[Any] = (),
     ) -> StepOutcome:
-        """Decide about the step, from the loss and the norm that `clip` returned; `optimizer_step` comes next.
+        """Decide about the step from the loss and the norm returned by `clip`; call `optimizer_step` next.
 
         Args:
-            loss_sum: This process's share of the global loss: its sum over tokens ÷ the global number of tokens.
-                None: what `backward` was given ÷ `loss_factor`.
+            loss_sum: This process's share of the global loss: its sum over tokens ÷ the global number of tokens. None
+                uses the losses given to `backward` ÷ `loss_factor`.
             row_ids: Names of this process's rows, if not given to `micro_batch`.
         """
         parts, self._parts, self._is_complete = self._parts, [], False
@@ -168,10 +168,10 @@ class GuardedStep:
         return outcome
 
     def optimizer_step(self, outcome: StepOutcome) -> bool:
-        """Take the step where `outcome` says so, else drop it; gradients are gone afterwards in any case.
+        """Take or drop the step, as `outcome` says; the gradients are freed in either case.
 
         Returns:
-            Whether the weights have changed, so that the schedule is to step too.
+            True if the weights have changed and the schedule must step too.
         """
         self.step_number += 1
         if not (outcome.taken or outcome.is_overflow):
@@ -183,7 +183,7 @@ class GuardedStep:
         return has_stepped
 
     def finish(self, loss_sum: torch.Tensor | float | None = None, row_ids: Sequence[Any] = ()) -> StepOutcome:
-        """`clip`, `judge`, `optimizer_step` and the schedule's step in one; arguments are those of `judge`."""
+        """Run `clip`, `judge`, `optimizer_step` and the schedule's step; takes the arguments of `judge`."""
         outcome = self.judge(self.clip(), loss_sum, row_ids)
         if self.optimizer_step(outcome) and self._scheduler is not None:
             self._scheduler.step()

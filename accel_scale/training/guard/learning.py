@@ -1,4 +1,4 @@
-"""A run that learned nothing is an error: no labels, no steps, non-finite or unchanged weights."""
+"""Raise an error if a run learned nothing: no labels, no steps, non-finite or unchanged weights."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from torch import nn
 
-# Rows read at once while a first label is looked for.
+# Rows read at once when searching for a first label.
 _ROWS_PER_READ = 1000
-# Values of every trained tensor that are compared before and after.
+# Values of every trained tensor that are compared before and after training.
 _SAMPLED_VALUES = 256
 _VALUES_PER_COUNT = 1 << 24
-# In a row, after which it is the weights and not the rows.
+# After this many in a row the weights are at fault, not the rows.
 _SKIPPED_AT_END = 3
 
 
@@ -31,9 +31,9 @@ class NothingLearnt(ConfigError):
 
 
 def has_labels(dataset: Dataset) -> bool:
-    """Whether any row of tokenised rows has a token that the loss is taken on.
+    """True if any of the tokenised rows has a token that counts in the loss.
 
-    Reads up to the first one: a batch of rows where all is well. The first token of a document has no predictor.
+    Reads up to the first such token: one batch of rows in the usual case. A document's first token has no predictor.
     """
     import numpy as np
     import pyarrow as pa
@@ -44,7 +44,7 @@ def has_labels(dataset: Dataset) -> bool:
     for table in dataset.select_columns(columns).with_format("arrow").iter(batch_size=_ROWS_PER_READ):
         labels = table.column("labels").combine_chunks()
         if not (pa.types.is_list(labels.type) or pa.types.is_large_list(labels.type)):
-            return True  # one label a row, of a classifier
+            return True  # one label per row, for a classifier
         packed = len(columns) > 1
         lengths = table.column("seq_lengths").combine_chunks().flatten() if packed else labels.value_lengths()
         kept = labels.flatten().to_numpy(zero_copy_only=False) != IGNORED_LABEL
@@ -56,13 +56,13 @@ def has_labels(dataset: Dataset) -> bool:
 
 
 def refuse_unlabelled(dataset: Dataset, *, what: str, max_length: int | None, flag: str = "--{}") -> None:
-    """Refuse tokenised rows that the loss would be taken on nowhere; streams are followed while they train.
+    """Refuse tokenised rows without any token that counts in the loss; streams are checked during training.
 
     Args:
         dataset: Rows as the trainer feeds them.
         what: ``training`` or ``evaluation``.
-        max_length: Tokens that a row was cut to.
-        flag: How a setting is written where it is set.
+        max_length: Number of tokens that rows were cut to.
+        flag: Format of a setting's name where it is set.
 
     Raises:
         NothingLearnt: if there is no label.
@@ -74,17 +74,17 @@ def refuse_unlabelled(dataset: Dataset, *, what: str, max_length: int | None, fl
 
 
 def refuse_long_prompts(rows: Any, tokenizer: Any, values: Mapping[str, Any], *, max_length: int | None) -> None:
-    """Refuse rows whose prompts alone are cut, as `refuse_unlabelled` would once the model has been loaded.
+    """Refuse rows whose prompts fill the whole length, before the model is loaded; see `refuse_unlabelled`.
 
-    One row that fits is enough, so this reads few; other rows than plain prompts and completions are left to it.
+    One row that fits is enough, so this reads few; rows other than plain prompts and completions are not checked.
 
     Args:
         rows: Training rows in TRL's columns.
-        values: Flags as they are set.
+        values: The flags that are set.
         max_length: The recipe's default.
 
     Raises:
-        NothingLearnt: if the first rows are all of the rows, and none of them has room for a completion.
+        NothingLearnt: if there are few rows, all were read, and none of them has room for a completion.
     """
     length = values.get("max_length", max_length)
     cut = values.get("truncation_mode", "keep_start") == "keep_start" and not values.get("chat_template_path")
@@ -109,7 +109,7 @@ def refuse_long_prompts(rows: Any, tokenizer: Any, values: Mapping[str, Any], *,
 
 
 def no_labels(rows: str, max_length: int | None, flag: str) -> NothingLearnt:
-    """The error where no token of `rows` has a label."""
+    """Create the error for `rows` without a labelled token."""
     if max_length is None:
         place, fix = flag.format("dataset_name"), "check that completions are not empty."
     else:
@@ -124,11 +124,11 @@ def no_labels(rows: str, max_length: int | None, flag: str) -> NothingLearnt:
 
 @dataclass(frozen=True)
 class WeightsBefore:
-    """What is remembered of the trained weights when training begins.
+    """A record of the trained weights at the start of training.
 
     Attributes:
         sample: Some values of every tensor that this process holds.
-        not_finite: How many values of a tensor are not finite here, where there are any.
+        not_finite: Number of non-finite values of each local tensor that has any.
     """
 
     sample: Mapping[str, torch.Tensor]
@@ -136,11 +136,11 @@ class WeightsBefore:
 
     @classmethod
     def of(cls, model: nn.Module) -> WeightsBefore:
-        """Those of `model` as it is."""
+        """Record the current weights of `model`."""
         return cls({name: _some_of(held) for name, held in _trained(model) if held.numel()}, count_not_finite(model))
 
     def have_changed(self, model: nn.Module) -> bool:
-        """Whether any value differs now, on any process; True where nothing could be sampled. Collective."""
+        """True if any value differs now, on any process, or if nothing could be sampled. Collective."""
         now = {name: _some_of(held) for name, held in _trained(model) if held.numel()}
         pairs = [(before, now[name]) for name, before in self.sample.items() if name in now]
         mine = [not torch.equal(before, after) for before, after in pairs if before.shape == after.shape]
@@ -148,16 +148,16 @@ class WeightsBefore:
         return any(everyones) or not everyones
 
     def newly_broken(self, model: nn.Module) -> str | None:
-        """Name of a tensor with more values that are not finite than it began with, on any process. Collective."""
+        """Name of a tensor with more non-finite values than at the start, on any process. Collective."""
         found = count_not_finite(model).items()
         mine = next((name for name, count in found if count > self.not_finite.get(name, 0)), None)
         return next((name for name in gather_values(mine) if name is not None), None)
 
 
 def count_not_finite(model: nn.Module) -> dict[str, int]:
-    """How many values of each trained tensor, as held here, are NaN or infinite; only those with any.
+    """Number of NaN or infinite values of each trained tensor, as held here; only tensors with any.
 
-    One pass and one wait for the device where all is well: a sum is finite only if all its terms are.
+    One pass and one wait for the device in the usual case: a sum is finite only if all its terms are.
     """
     held = {name: part for name, part in _trained(model) if part.numel()}
     if not held:
@@ -198,19 +198,19 @@ def refuse_unlearnt(
     last_loss: float | None = None,
     flag: str = "--{}",
 ) -> None:
-    """The end of a run: refuse to call a model trained that is not. Call it on every process.
+    """At the end of a run, refuse a model that has not been trained. Call it on every process.
 
     Args:
-        before: The weights when training began.
-        num_steps: Optimizer steps that this process has seen since then, those that were skipped included.
-        must_change: Weights that are as they were are an error.
-        num_skipped, skipped_at_end: Of them, those that the guard did not take, and how many the last ones are.
-        why_skipped: The guard's reason for the last of them.
-        last_loss: The last one of a step that was taken.
-        flag: How a setting is written where it is set.
+        before: The weights at the start of training.
+        num_steps: Optimizer steps that this process has seen since then, including skipped ones.
+        must_change: True if unchanged weights are an error.
+        num_skipped, skipped_at_end: Steps that the guard did not take, in all and at the end.
+        why_skipped: The guard's reason for the last skipped step.
+        last_loss: Loss of the last step that was taken.
+        flag: Format of a setting's name where it is set.
 
     Raises:
-        NothingLearnt: naming what is wrong and what to change.
+        NothingLearnt: naming the problem and the setting to change.
     """
     rate, guard = flag.format("learning_rate"), flag.format("guard")
     if num_steps < 1:

@@ -1,7 +1,7 @@
-"""Between gradients and optimizer: read their norm, then take the step or drop it, under every engine.
+"""Control between gradients and optimizer: read their norm, then take or drop the step, under every engine.
 
-`StepGate` is for engines that leave gradients in ``parameter.grad`` (one process, DDP, FSDP2); DeepSpeed's is in
-`deepspeed_gate`.
+`StepGate` is for engines that leave gradients in ``parameter.grad`` (one process, DDP, FSDP2); DeepSpeed's gate is in
+`deepspeed_control`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from accel_scale.training.ddp.hooks import hook_of
 
 
 class StepGate:
-    """Gradients in ``parameter.grad``: one process, DDP, FSDP2.
+    """Gate for gradients in ``parameter.grad``: one process, DDP, FSDP2.
 
     Attributes:
-        holds_back: Whether the next `step_as_decided` drops the step; reset by it.
-        lr_factor: What the next `step_as_decided` multiplies the learning rate by; reset by it.
+        holds_back: True if the next `step_as_decided` drops the step; reset by it.
+        lr_factor: Factor for the learning rate in the next `step_as_decided`; reset by it.
     """
 
     def __init__(self, accelerator: Any, model: Any, optimizer: Any) -> None:
@@ -34,14 +34,14 @@ class StepGate:
 
     @property
     def has_loss_scaler(self) -> bool:
-        """Whether gradients are scaled, so that those of fp16 may overflow now and then."""
+        """True if gradients are scaled, so that fp16 gradients may overflow occasionally."""
         scaler = self.accelerator.scaler
         return scaler is not None and scaler.is_enabled()
 
     def attach(self) -> None:
-        """Let `optimizer.step()`, which a trainer calls, do what was decided."""
+        """Make `optimizer.step()`, which a trainer calls, carry out the decision."""
 
-        @functools.wraps(self._step)  # it keeps the mark by which torch's schedulers know the step they have wrapped
+        @functools.wraps(self._step)  # keeps the mark by which torch's schedulers recognise the step they have wrapped
         def step(*unused: Any) -> None:
             self.step_as_decided()
 
@@ -55,18 +55,18 @@ class StepGate:
             self._is_attached = False
 
     def micro_batch(self, *, is_last: bool) -> AbstractContextManager[Any]:
-        """Around forward and backward: gradients are reduced in the last micro-batch only."""
+        """Wrap forward and backward; gradients are reduced only in the last micro-batch."""
         self.accelerator.sync_gradients = is_last  # `accumulate` counts by itself
         every_batch = self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
         return nullcontext() if is_last or every_batch else self.accelerator.no_sync(self.model)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Backward pass of `loss`, scaled where fp16 needs it and divided by nothing."""
+        """Backward pass of `loss`, scaled if fp16 needs it and not divided."""
         scaler = self.accelerator.scaler
         (loss if scaler is None else scaler.scale(loss)).backward()
 
     def clip(self, max_grad_norm: float | None) -> float | None:
-        """Clip the gradients of the global batch; their norm before that, None where there are none."""
+        """Clip the gradients of the global batch; returns the norm before, or None if there are none."""
         largest = max_grad_norm if max_grad_norm else float("inf")
         norm: Any = self.accelerator.clip_grad_norm_(self.model.parameters(), largest)
         if norm is None:
@@ -74,7 +74,7 @@ class StepGate:
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
     def step_as_decided(self) -> None:
-        """Take or drop the step, as `holds_back` and `lr_factor` say."""
+        """Take or drop the step, according to `holds_back` and `lr_factor`."""
         holds_back, factor = self.holds_back, self.lr_factor
         self.holds_back, self.lr_factor = False, 1.0
         if holds_back:
@@ -83,20 +83,20 @@ class StepGate:
             self.take(factor)
 
     def take(self, lr_factor: float = 1.0) -> None:
-        """The optimizer steps; an fp16 overflow is left to the loss scaler."""
-        self.optimizer._is_overflow = False  # without a loss scaler nobody else resets what `drop` has set
+        """Step the optimizer; an fp16 overflow is left to the loss scaler."""
+        self.optimizer._is_overflow = False  # without a loss scaler nothing else resets the value set by `drop`
         with lowered(self.optimizer.param_groups, lr_factor):
             self._step()
 
     def drop(self) -> None:
-        """The optimizer does not step; the loss scale stays as it is, and schedules are held back.
+        """Drop the step: the optimizer does not step, the loss scale is kept, and schedules are held back.
 
         `AcceleratedOptimizer._is_overflow` is behind `step_was_skipped`, which Accelerate's schedulers and
-        transformers' Trainer ask (checked on accelerate 1.15.0; tests/unit/test_guarded_step.py fails when it moves).
+        transformers' Trainer read (checked on accelerate 1.15.0; tests/unit/test_guarded_step.py fails if it changes).
         """
         hook = hook_of(self.model)
         if hook is not None and hook.is_stateful:
-            hook.undo()  # what it has kept of these gradients
+            hook.undo()  # its state from these gradients
         scaler = self.accelerator.scaler
         if self.has_loss_scaler:
             before = scaler.state_dict()
@@ -112,7 +112,7 @@ class StepGate:
 
 @contextlib.contextmanager
 def lowered(param_groups: list[dict[str, Any]], factor: float) -> Iterator[None]:
-    """Learning rates times `factor` inside; schedules, which compute from what is there, see nothing of it."""
+    """Multiply learning rates by `factor` inside; schedules, which compute from the current rates, do not see it."""
     if factor == 1.0:
         yield
         return

@@ -12,7 +12,7 @@ from accel_scale.training.guard.optimizer_control import StepGate
 
 
 class ParallelGate(StepGate):
-    """As `StepGate`, with the norm of gradients of tensor-, pipeline-, sequence- and data-parallel ranks."""
+    """`StepGate` with the gradient norm over tensor-, pipeline-, sequence- and data-parallel ranks."""
 
     def __init__(self, accelerator: Any, shared: ModelParallel, optimizer: Any) -> None:
         super().__init__(accelerator, None, optimizer)
@@ -26,14 +26,14 @@ class ParallelGate(StepGate):
 
     @contextlib.contextmanager
     def micro_batch(self, *, is_last: bool) -> Iterator[None]:
-        """Around forward and backward: gradients are reduced in the last micro-batch only."""
+        """Wrap forward and backward; gradients are reduced only in the last micro-batch."""
         self.accelerator.sync_gradients = is_last
         if self._shared.pipeline is None:  # a pipeline's schedule knows its own last micro-batch
             self._shared.sync_gradients(is_last)
         yield
 
     def clip(self, max_grad_norm: float | None) -> float | None:
-        """Clip the gradients of the global batch; their norm before that."""
+        """Clip the gradients of the global batch; returns the norm before."""
         from accel_scale.parallel.gradient_norm import clip_gradients
 
         largest = max_grad_norm if max_grad_norm else float("inf")
@@ -44,7 +44,7 @@ class ParallelGate(StepGate):
         return float(norm)
 
     def _scale_copies(self, counted: list[Any], norm: float, largest: float) -> None:
-        """Gradients of weights that another stage counts are clipped by the same factor."""
+        """Clip gradients of weights that another stage counts by the same factor."""
         import torch
 
         factor = min(1.0, largest / (norm + 1e-6))  # as `clip_gradients` computes it

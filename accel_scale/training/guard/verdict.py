@@ -1,4 +1,4 @@
-"""The numbers of a step from every process, the guard's decision about them, and its record."""
+"""Collect the numbers of a step from all processes, let the guard decide, and record the decision."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What became of one optimizer step; the same on every process.
+    """The result of one optimizer step; the same on every process.
 
     Attributes:
         action: ``stepped``; ``skipped`` (nothing has changed, gradients are gone); ``lowered`` (taken at a lower
-            learning rate); ``rollback`` (not taken: load the last good checkpoint, `Guard.roll_back`, and go around
-            the batch); ``stop`` (not taken: end with `stop_run`).
-        loss: Of the global batch, over all its tokens.
-        grad_norm: Of the global batch, before clipping; None where the engine has none.
-        reason: Why it was not simply taken.
-        lr_factor: What the learning rate was multiplied by in this step.
-        is_overflow: Not taken because fp16's gradients overflowed: the loss scaler must see the step.
+            learning rate); ``rollback`` (not taken: load the last good checkpoint, call `Guard.roll_back`, and leave
+            out the batch); ``stop`` (not taken: end with `stop_run`).
+        loss: Loss of the global batch, over all its tokens.
+        grad_norm: Norm of the global batch's gradients before clipping; None if the engine has none.
+        reason: Why the step was not simply taken.
+        lr_factor: Factor of the learning rate in this step.
+        is_overflow: Not taken because fp16 gradients overflowed: the loss scaler must see the step.
     """
 
     action: str
@@ -44,28 +44,28 @@ class StepOutcome:
 
     @property
     def taken(self) -> bool:
-        """Whether the optimizer stepped."""
+        """True if the optimizer stepped."""
         return self.action in ("stepped", "lowered")
 
 
 @dataclass
 class MicroBatch:
-    """What is remembered of one micro-batch of this process until its step is judged."""
+    """Record of one micro-batch of this process until its step is judged."""
 
     losses: list[torch.Tensor] = field(default_factory=list)
     row_ids: Any = ()
 
 
 class StepJudge:
-    """Brings every process's numbers together, so that all decide from the same ones; logs what is not taken.
+    """Collects the numbers of all processes, so that all decide from the same ones; logs steps that are not taken.
 
-    One all-gather of two numbers per optimizer step. Row ids travel only when something has happened.
+    Costs one all-gather of two numbers per optimizer step. Row ids are sent only for an event.
 
     Args:
         guard: None judges nothing.
-        output_dir: Where ``guard_events.jsonl`` is written.
+        output_dir: Folder for ``guard_events.jsonl``.
         say: Prints one line; called on one process.
-        writers: TensorBoard's, which get events as text; those of the accelerator's own trackers otherwise.
+        writers: TensorBoard writers that get events as text; by default those of the accelerator's trackers.
     """
 
     def __init__(
@@ -94,8 +94,8 @@ class StepJudge:
         """Decide about the step; call on every process.
 
         Args:
-            loss: This process's share of the global loss × `loss_factor`, so that their mean is the global loss.
-            grad_norm: Of the global batch.
+            loss: This process's share of the global loss × `loss_factor`; the mean over processes is the global loss.
+            grad_norm: Norm of the global batch's gradients.
         """
         global_loss, norm = self._everyones(loss, grad_norm)
         decision = (
@@ -112,7 +112,7 @@ class StepJudge:
 
     def _everyones(self, loss: torch.Tensor, grad_norm: float | None) -> tuple[float, float | None]:
         device = self._accelerator.device
-        # Norms are the same everywhere up to the last bit; decisions must be the same to that one.
+        # Norms are equal everywhere except perhaps for the last bit; decisions must agree exactly.
         norm = torch.full((), 0.0 if grad_norm is None else grad_norm, device=device)
         mine = torch.stack([loss.detach().to(device).reshape(()), norm])
         rows = self._accelerator.gather(mine[None]).tolist()
@@ -169,7 +169,7 @@ class StepJudge:
 
 
 def joined(micro_batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those of ranks that share rows as one, with the sum of their losses, which are of parts of the rows.
+    """Merge micro-batches of ranks that share rows; the losses are of parts of the rows and are added.
 
     Args:
         micro_batches: ``rank``, ``loss`` and ``rows`` of each, in order of rank.
@@ -187,9 +187,9 @@ def joined(micro_batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def stop_run(accelerator: Accelerator, outcome: StepOutcome, *, program: str = "training") -> None:
-    """Say why in one line, once, and end every process with `GUARD_STATUS`; raises `SystemExit`.
+    """Print the reason once, and end every process with `GUARD_STATUS`; raises `SystemExit`.
 
-    Call it on every process; all of them know the outcome.
+    Call it on every process, with the same outcome.
     """
     from accel_scale.ending.last_word import say_last
 
@@ -202,7 +202,7 @@ def stop_run(accelerator: Accelerator, outcome: StepOutcome, *, program: str = "
 
 
 def _listed(row_ids: Any) -> list[Any]:
-    """Ids as a list: tensors, which loaders make of numbers, are read only now."""
+    """Ids as a list; tensors, which loaders make from numbers, are read only now."""
     if torch.is_tensor(row_ids):
         return list(row_ids.flatten().tolist())
     return [item for row in row_ids for item in (_listed(row) if torch.is_tensor(row) else [row])]

@@ -1,1 +1,1 @@
-"""What happens when memory runs out or a collective hangs."""
+"""Handling of exhausted memory and of collectives that hang."""

@@ -1,4 +1,4 @@
-"""``--collective_timeout``: the process group's time-out, and the watch that names the missing rank."""
+"""``--collective_timeout``: the process group's timeout, and the watch that names the missing rank."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ PLACE = "--collective_timeout"
 
 
 def timeout_seconds(text: str | None) -> float:
-    """Seconds in ``10m``; the default where nothing is said.
+    """Parse ``10m`` into seconds; returns the default for None.
 
     Raises:
-        ConfigError: if it is no length of time.
+        ConfigError: if it is not a duration.
     """
     return DEFAULT_TIMEOUT_SECONDS if text is None else parse_duration(text, place=PLACE)
 
 
 def backend_timeout(text: str | None) -> timedelta:
-    """For `init_process_group`: later than the watch, which names rank, step and operation, and backends do not."""
+    """For `init_process_group`: later than the watch, which names rank, step and operation, as backends do not."""
     return timedelta(seconds=math.ceil(timeout_seconds(text) + BACKEND_MARGIN_SECONDS))
 
 
 def watch_accelerator(accelerator: Accelerator, text: str | None, program: str) -> HangWatch:
-    """Watch the ranks until `accelerator.end_training`; `GuardedStep` and `StepCallback` name the steps."""
+    """Watch the ranks until `accelerator.end_training`; `GuardedStep` and `StepCallback` report the steps."""
     watch = HangWatch(program, timeout_seconds(text)).start()
     end_training = accelerator.end_training
 
@@ -53,7 +53,7 @@ def watch_accelerator(accelerator: Accelerator, text: str | None, program: str) 
 
 
 class StepCallback(TrainerCallback):
-    """Tells the watch which step a trainer is at."""
+    """Tells the watch the current step of a trainer."""
 
     def __init__(self) -> None:
         self._step = 0
@@ -67,10 +67,10 @@ class StepCallback(TrainerCallback):
 
 
 def settle_timeouts(args: Any) -> None:
-    """One time-out for a trainer's ranks: ``collective_timeout`` for the watch, ``ddp_timeout`` for the backend.
+    """Set one timeout for a trainer's ranks: ``collective_timeout`` for the watch, ``ddp_timeout`` for the backend.
 
     Raises:
-        ConfigError: if both are given, or one is no length of time.
+        ConfigError: if both are given, or one is not a duration.
     """
     if args.collective_timeout is None:
         args.collective_timeout = f"{args.ddp_timeout}s"

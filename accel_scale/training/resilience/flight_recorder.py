@@ -1,7 +1,7 @@
-"""What torch's flight recorder knows of this rank's collectives: how many were begun, and which is not done.
+"""Read torch's flight recorder: how many collectives this rank has begun, and which one is unfinished.
 
-Private API of torch, touched here only: checked on torch 2.13 with gloo. NCCL's recorder has the same layout.
-`tests/distributed/test_hang.py` fails when it moves.
+Private API of torch, used only here: checked on torch 2.13 with gloo. NCCL's recorder has the same layout.
+`tests/distributed/test_hang.py` fails if it changes.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from typing import Any
 
 
 def num_collectives() -> int:
-    """Collectives begun so far, over all process groups; 0 where torch does not say."""
+    """Number of collectives begun so far, over all process groups; 0 if torch does not tell."""
     import torch.distributed as dist
 
     total = 0
-    with contextlib.suppress(Exception):  # a group that the main program makes or destroys at this moment
+    with contextlib.suppress(Exception):  # a group that the main program is creating or destroying
         for group in list(dist.distributed_c10d._world.pg_map):
             total += group._get_sequence_number_for_group()  # type: ignore[attr-defined]
     return total
 
 
 def unfinished_collective() -> str | None:
-    """``all_reduce`` or the like: the oldest collective that was begun and is not done; None if there is none."""
+    """Name of the oldest collective that was begun and is not done, e.g. ``all_reduce``; None if there is none."""
     import torch
 
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):

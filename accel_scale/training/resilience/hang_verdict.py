@@ -1,4 +1,4 @@
-"""Which rank keeps the others waiting: their last beats compared, in one line. Pure."""
+"""Determine which rank keeps the others waiting, from their last beats; reported on one line. Pure functions."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _NAMED_RANKS = 4
 def blamed(beats: Mapping[int, Beat | None], silent: Sequence[int]) -> list[int]:
     """The ranks that keep the others waiting.
 
-    Silent ones first: a stopped process, or a node that is gone. Else those that are in no collective while others
-    wait in one. Else those that are behind: at an earlier step, or having begun fewer collectives. Nobody where all
-    wait for the same thing.
+    First the silent ones: a stopped process, or a node that is gone. Otherwise the ranks that are in no collective
+    while others wait in one. Otherwise the ranks that are behind: at an earlier step, or with fewer collectives begun.
+    Empty if all wait for the same thing.
 
     Args:
         beats: Each rank's last beat; None if it never beat.
@@ -32,11 +32,11 @@ def blamed(beats: Mapping[int, Beat | None], silent: Sequence[int]) -> list[int]
 
 
 def verdict(me: Beat, beats: Mapping[int, Beat | None], silent: Sequence[int], now: float) -> str:
-    """One line for the one who reads the log: who is missing, from what, and where it was last seen.
+    """One line for the reader of the log: which rank is missing, from which operation, and where it was last seen.
 
     Args:
         me: The rank that has waited too long.
-        now: Its clock, in seconds since the epoch.
+        now: Current time of this rank's clock, in seconds since the epoch.
     """
     others = {rank: beat for rank, beat in beats.items() if rank != me.rank}
     guilty = [rank for rank in blamed({**others, me.rank: me}, silent) if rank != me.rank]

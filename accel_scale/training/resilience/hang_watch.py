@@ -1,4 +1,4 @@
-"""End a run in which a collective never completes: one line with rank, step and operation, one exit status."""
+"""End a run whose collective never completes, with one line naming rank, step and operation, and one exit status."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 DEFAULT_TIMEOUT_SECONDS = 1800.0
-# The backend's own time-out comes later: it knows neither rank nor step, and ends the process before we could speak.
+# The backend's own timeout comes later: it names neither rank nor step, and ends the process before we could report.
 BACKEND_MARGIN_SECONDS = 60.0
 _PREFIX = "accel_scale/hang"
 _ANSWER_SECONDS = 15.0
@@ -33,26 +33,26 @@ _current: weakref.ref[HangWatch] | None = None
 
 
 def follow_steps(step_of: Callable[[], int]) -> None:
-    """Let the process's watch, if there is one, name steps by `step_of`; it must not keep large objects alive."""
+    """Make the process's watch, if there is one, get steps from `step_of`, which must not keep large objects alive."""
     watch = _current() if _current is not None else None
     if watch is not None:
         watch.step_of = step_of
 
 
 class HangWatch:
-    """A thread that knows where this rank is, tells the others once a second, and acts when it has waited too long.
+    """A thread that locates this rank, tells the others once a second, and acts if it has waited too long.
 
-    A rank waits when its Python stack, or torch's record of collectives, is inside of one, and neither its step nor
-    the number of collectives it has begun changes. After `timeout_seconds` of that it reads the others' last beats
-    from the process group's store, one rank prints who is missing where, and all ranks that still run leave with
-    `HUNG_STATUS`. Launchers then end the rest, or start all of them again.
+    A rank waits if its Python stack, or torch's record of collectives, is inside a collective, and neither its step
+    nor the number of collectives it has begun changes. After `timeout_seconds` of waiting it reads the others' last
+    beats from the process group's store, one rank prints which rank is missing where, and all running ranks exit with
+    `HUNG_STATUS`. Launchers then end the rest, or restart all of them.
 
     Args:
-        program: Begins the line.
-        timeout_seconds: Longer than the longest honest wait, e.g. for rank 0 to write a whole checkpoint.
+        program: Start of the printed line.
+        timeout_seconds: Longer than the longest legitimate wait, e.g. for rank 0 to write a whole checkpoint.
 
     Attributes:
-        step_of: The step that the rank is at, from 1; 0 before training.
+        step_of: Returns the rank's current step, from 1; 0 before training.
     """
 
     def __init__(self, program: str, timeout_seconds: float) -> None:
@@ -63,17 +63,17 @@ class HangWatch:
         self._is_distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self._rank = dist.get_rank() if self._is_distributed else 0
         self._world_size = dist.get_world_size() if self._is_distributed else 1
-        # Else rank 0 itself hosts the store.
+        # Otherwise rank 0 itself hosts the store.
         self._store_is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self.step_of: Callable[[], int] = lambda: 0
         self._closed = threading.Event()
         self._link: StoreLink | None = None
         self._thread: threading.Thread | None = None
         self._count, self._still_since, self._last = 0, time.monotonic(), (0, 0)
-        self._main_beat: Beat | None = None  # of rank 0, as it was last heard
+        self._main_beat: Beat | None = None  # the last known beat of rank 0
 
     def start(self) -> HangWatch:
-        """Start watching; nothing for a single process."""
+        """Start watching; does nothing for a single process."""
         global _current
 
         if not self._is_distributed or self._thread is not None:
@@ -106,7 +106,7 @@ class HangWatch:
                 self._act(beat)
 
     def _beat(self) -> Beat:
-        """Where this rank is now."""
+        """The current state of this rank."""
         phase, operation = locate(next(iter(stacks([threading.main_thread()])), []))
         state, now = (self.step_of(), num_collectives()), time.monotonic()
         if state != self._last:
@@ -119,7 +119,7 @@ class HangWatch:
         return Beat(self._rank, state[0], phase, operation, state[1], still, self._count, time.time())
 
     def _exchange(self, beat: Beat) -> bool:
-        """Tell the others; whether one of them has ended the run."""
+        """Publish the beat; returns True if another rank has ended the run."""
         key, main = f"{_PREFIX}/{self._rank}", f"{_PREFIX}/0"
 
         def call(store: Store) -> tuple[Beat | None, bool]:
@@ -132,7 +132,7 @@ class HangWatch:
         return is_over
 
     def _act(self, beat: Beat) -> None:
-        """Find out who is missing, say so, and leave; unless this rank is the one that others wait for."""
+        """Find out which rank is missing, report it, and leave, unless this rank is the one that others wait for."""
         assert self._link is not None
         try:
             before = self._all_beats()
@@ -143,7 +143,7 @@ class HangWatch:
             self._exit()
         now = self._beat()
         if (now.progress, now.step) != (beat.progress, beat.step) or self._closed.is_set():
-            return  # it went on just now
+            return  # it has just continued
         silent = [
             rank
             for rank, seen in beats.items()
@@ -186,8 +186,8 @@ class HangWatch:
         say_last(f"{self._program}: {line}")
 
     def _leave(self) -> NoReturn:
-        """End this process; the one that may host the store waits until the others have heard that it is over."""
-        # Who leaves first breaks the others' connections: their main programs must not end with another status.
+        """End this process; a rank that may host the store first waits until the others know that the run is over."""
+        # The first to leave breaks the others' connections: their main programs must not end with another status.
         sys.excepthook = lambda *error: self._exit()
         key, others = f"{_PREFIX}/heard", self._world_size - 1
         with contextlib.suppress(StoreUnreachable):
@@ -202,4 +202,4 @@ class HangWatch:
     def _exit(self) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(HUNG_STATUS)  # the main program sits in a collective that never ends
+        os._exit(HUNG_STATUS)  # the main program hangs in a collective that never ends

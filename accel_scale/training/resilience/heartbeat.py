@@ -1,4 +1,4 @@
-"""Where this rank is: step, phase and collective from the Python stack, and the beat that tells other ranks."""
+"""State of this rank: step, phase and collective from the Python stack, and the beat that tells other ranks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from types import FrameType
 
-# Frames from the outermost in: the first that is known says in which phase a step is. (end of the file's path or part
-# of it, function or None for any, phase)
+# Frames from the outermost in: the first known one determines the phase of a step. (end or part of the file's path,
+# function or None for any, phase)
 _PHASES: tuple[tuple[str, str | None, str], ...] = (
     ("accel_scale/data/", None, "data"),
     ("torch/utils/data/", None, "data"),
@@ -62,15 +62,15 @@ Spot = tuple[str, str]  # a frame's file and function
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank last said of itself.
+    """The last reported state of a rank.
 
     Attributes:
-        step: The optimizer step that it is at; 0 before the first.
+        step: Its current optimizer step; 0 before the first.
         phase: Part of the step: data, forward, backward …
-        operation: The collective that it is in; None outside of one.
-        progress: Grows with every collective that is begun, and with the step.
-        still_seconds: How long nothing of the above has changed.
-        count: Beats so far: one that does not grow is a process that is stopped, or gone.
+        operation: The collective it is in; None outside of one.
+        progress: Grows with every collective begun, and with the step.
+        still_seconds: For how long none of the above has changed.
+        count: Number of beats so far; if it stops growing, the process is stopped or gone.
         clock: Seconds since the epoch by the rank's own clock.
     """
 
@@ -84,17 +84,17 @@ class Beat:
     clock: float
 
     def as_json(self) -> str:
-        """For the store."""
+        """Serialize for the store."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Beat:
-        """What `as_json` wrote."""
+        """Parse the result of `as_json`."""
         return cls(**json.loads(text))
 
 
 def locate(stack: Sequence[Spot]) -> tuple[str, str | None]:
-    """Phase and collective of a stack, outermost frame first; ``"other"`` where no frame is known."""
+    """Phase and collective of a stack, outermost frame first; ``"other"`` if no frame is known."""
     phase = "other"
     for file, function in stack:
         found = next((p for part, name, p in _PHASES if part in file and name in (None, function)), None)
@@ -102,7 +102,7 @@ def locate(stack: Sequence[Spot]) -> tuple[str, str | None]:
             phase = found
             break
     operation = None
-    for file, function in reversed(stack):  # all_gather_object calls all_gather: the innermost is what is waited for
+    for file, function in reversed(stack):  # all_gather_object calls all_gather: the innermost one is waited for
         name = _ALIASES.get(function, function)
         if file.endswith(_COLLECTIVES_FILE) and name in COLLECTIVES:
             operation = name
@@ -114,7 +114,7 @@ def locate(stack: Sequence[Spot]) -> tuple[str, str | None]:
 
 
 def stacks(of: Iterable[threading.Thread]) -> list[list[Spot]]:
-    """The stacks of threads, outermost frame first; nothing of them is kept alive."""
+    """The stacks of threads, outermost frame first; keeps no frames alive."""
     frames = sys._current_frames()
     return [_spots(frames[thread.ident]) for thread in of if thread.ident in frames]
 

@@ -1,13 +1,13 @@
-"""Out of memory in a training step: every process discards it, halves its micro-batches and takes it again.
+"""Out of memory in a training step: every process discards it, halves its micro-batches and repeats it.
 
 One optimizer step is a transaction. A process that runs out of memory frees what it can and, under DDP, makes the
-collective calls that the others still wait for (`unfinished_collectives`), so nobody hangs. Before the optimizer
-steps, the processes exchange one number over gloo, on the host. That is once per optimizer step and waits for no GPU:
-an allocation fails on the host, so a process knows without asking its device. If somebody failed, all of them redo the
-step with the same samples in parts half as large (`batch_splitting`), and keep that size for the rest of the run.
+collective calls that the others still wait for (`unfinished_collectives`), so that none hangs. Before the optimizer
+steps, the processes exchange one number over gloo, on the host. That happens once per optimizer step and waits for no
+GPU: an allocation fails on the host, so a process knows without asking its device. If any process failed, all repeat
+the step with the same samples in parts half as large (`batch_splitting`), and keep that size for the rest of the run.
 
-Where the missing collectives are not known (FSDP2, ZeRO, or memory that ran out inside of a collective) every process
-ends with status `OUT_OF_MEMORY_STATUS` and one line that names the flags to go on with (`clean_stop`).
+If the missing collectives are not known (FSDP2, ZeRO, or memory that ran out inside a collective), every process ends
+with status `OUT_OF_MEMORY_STATUS` and one line that names flags to continue with (`clean_stop`).
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _FINE, _FAILED, _CANNOT_SPLIT = 0, 1, 2
 
 
 class MemoryRecovery:
-    """Runs the micro-batches of optimizer steps, and takes a step again in smaller parts when memory runs out.
+    """Runs the micro-batches of optimizer steps, and repeats a step in smaller parts if memory runs out.
 
-    In a loop of one's own, `step` does it all:
+    In your own loop, `step` does everything:
 
         recovery = MemoryRecovery(accelerator, model)
         for batches in steps:  # the micro-batches of one optimizer step
@@ -51,23 +51,23 @@ class MemoryRecovery:
         recovery.close()
 
     Args:
-        accelerator: Accelerate's, after `prepare`.
-        model: As `prepare` returned it.
+        accelerator: The `Accelerator`, after `prepare`.
+        model: As returned by `prepare`.
         loss_kind: ``sum`` if the losses of a micro-batch's parts add up to its own; ``token_mean`` or ``row_mean`` if
             it is a mean over its labelled tokens or its rows.
-        obstacle: Why a step cannot be taken again in parts, if it cannot; all processes then stop instead.
-        advice: The flags that the last line names when the run has to stop, by `level`.
-        recompute_more: Makes the backward pass recompute every layer; what is tried first, once, on every process.
-        on_discard: Called on every process before a step is taken again.
+        obstacle: Why a step cannot be repeated in parts, if it cannot; all processes then stop instead.
+        advice: Returns the flags to name in the last line when the run has to stop, by `level`.
+        recompute_more: Makes the backward pass recompute every layer; tried first, once, on every process.
+        on_discard: Called on every process before a step is repeated.
         on_out_of_memory: Called with the step's number where memory ran out, before anything is freed.
-        first_step: Number of the first step, as a resumed run counts.
-        program: Begins that line.
+        first_step: Number of the first step in a resumed run.
+        program: Start of the last line.
         say: Prints one line; called on rank 0 only.
 
     Attributes:
-        level: Micro-batches are halved so many times by now.
-        recovered_steps: Numbers of the optimizer steps, from 1, that were taken again.
-        step_number: Of the step that is being taken; a loop in which not every step counts assigns its own.
+        level: Number of times that micro-batches have been halved.
+        recovered_steps: Numbers, from 1, of the optimizer steps that were repeated.
+        step_number: Number of the current step; a loop in which not every step counts assigns its own.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class MemoryRecovery:
         self._collectives: Collectives = collectives_of(model, strategy=self._strategy)
         self._is_alone = accelerator.num_processes == 1
         agrees = not (self._is_alone or obstacle or isinstance(self._collectives, UnknownCollectives))
-        # A group of its own: the news must not be matched with a gradient.
+        # A separate group: the message must not be matched with a gradient.
         self._group = dist.new_group(backend="gloo") if agrees else None
         self._stop = CleanStop(program)
         self._stop.watch()
@@ -112,7 +112,7 @@ class MemoryRecovery:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Around a whole loop: memory that runs out anywhere else in it stops every process with one line."""
+        """Around a whole loop, running out of memory anywhere else stops every process with one line."""
         try:
             if isinstance(error, Exception) and is_out_of_memory(error):
                 self.stop_run(error)
@@ -120,7 +120,7 @@ class MemoryRecovery:
             self.close()
 
     def summary(self, micro_batch_size: int, accumulation: int) -> dict[str, object] | None:
-        """For the run's summary: which steps were taken again and how small passes became; None if none was."""
+        """For the run's summary: the repeated steps and the size of passes; None if no step was repeated."""
         if not self.recovered_steps:
             return None
         passes = 2**self.level
@@ -132,15 +132,15 @@ class MemoryRecovery:
         }
 
     def step(self, batches: Sequence[Mapping[str, Any]], loss_of: Callable[[dict[str, Any]], torch.Tensor]) -> Any:
-        """Forward and backward of one optimizer step's micro-batches; gradients are reduced at the end.
+        """Run forward and backward for one optimizer step's micro-batches; gradients are reduced at the end.
 
         Args:
-            batches: Each a mapping with one entry per row in every tensor, or one row of packed documents. As many
-                on every process.
-            loss_of: The loss of a part, see `loss_kind`; it makes no collective calls besides the model's own.
+            batches: Each a mapping with one entry per row in every tensor, or one row of packed documents. Every
+                process must have the same number.
+            loss_of: Returns the loss of a part, see `loss_kind`; it makes no collective calls besides the model's own.
 
         Returns:
-            The micro-batches' losses, added up, detached.
+            The sum of the micro-batches' losses, detached.
         """
 
         def run(part: Part) -> torch.Tensor:
@@ -153,16 +153,16 @@ class MemoryRecovery:
         return sum(losses)
 
     def micro_batch(self, inputs: object, run: Pass, *, is_last: bool) -> torch.Tensor | float:
-        """One micro-batch of an optimizer step; call it for each of them, in order.
+        """Run one micro-batch of an optimizer step; call it for each of them, in order.
 
         Args:
-            inputs: As those of `step`; of another kind it is taken as it is, and cannot be taken again in parts.
+            inputs: As for `step`; inputs of another type are used unchanged and cannot be split into parts.
             run: Forward and backward of a part; returns its loss times its factor.
-            is_last: Whether this is the step's last micro-batch. Then the processes agree, and the step is taken
-                again where somebody ran out of memory.
+            is_last: True for the step's last micro-batch. The processes then agree, and the step is repeated if any
+                ran out of memory.
 
         Returns:
-            Its loss. The losses returned for a step add up to that of the passes that counted.
+            Its loss. The losses returned for a step add up to the loss of the passes that counted.
         """
         self._seen.append(inputs)
         loss = self._run_parts(inputs, run, is_last=is_last)
@@ -191,15 +191,15 @@ class MemoryRecovery:
         return total
 
     def _reduction(self, is_last_pass: bool) -> AbstractContextManager[Any]:
-        """Gradients are reduced in the step's last pass."""
+        """Reduce gradients only in the step's last pass."""
         self._accelerator.sync_gradients = is_last_pass
-        if self._strategy.is_deepspeed or self._strategy.is_model_parallel:  # which decide by themselves
+        if self._strategy.is_deepspeed or self._strategy.is_model_parallel:  # these decide by themselves
             return nullcontext()
         every_batch = self._accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
         return nullcontext() if is_last_pass or every_batch else self._accelerator.no_sync(self._model)
 
     def _attempt(self, part: Part, run: Pass) -> Any:
-        """The loss of a pass, None where memory ran out in it."""
+        """The loss of a pass; None if memory ran out in it."""
         try:
             return run(part)
         except Exception as error:
@@ -207,7 +207,7 @@ class MemoryRecovery:
                 raise
             self._tell(self.step_number)
             text, group_is_lost = reason_in(error), is_in_collective(error)
-        # Only out here nothing refers to the pass's activations any more.
+        # Only outside the handler does nothing refer to the pass's activations any more.
         problem = _LOST_GROUP if group_is_lost else self._finish_collectives()
         if problem is not None:
             self._stop.stop(self._stop_line(text, problem))
@@ -220,7 +220,7 @@ class MemoryRecovery:
             self._on_out_of_memory(step)
 
     def _finish_collectives(self) -> str | None:
-        """Why the processes cannot be brought back into step, None where they are."""
+        """Return why the processes cannot be brought back into step; None if they have been."""
         _free_memory()
         if self._obstacle and not self._is_alone:
             return self._obstacle
@@ -228,12 +228,12 @@ class MemoryRecovery:
             self._collectives.finish()
         except CannotFinish as reason:
             return str(reason)
-        except Exception as error:  # nothing is certain about the collectives any more
+        except Exception as error:  # the state of the collectives is unknown
             return f"{type(error).__name__}: {error}".partition("\n")[0]
         return None
 
     def _agree(self) -> bool:
-        """Whether some process failed; the same answer on all. Ends the run where it cannot be helped."""
+        """True if any process failed; the same on all. Ends the run if the step cannot be repeated."""
         rank = self._accelerator.process_index
         news = torch.tensor([self._verdict * self._accelerator.num_processes + rank if self._verdict else 0])
         if self._group is not None:
@@ -270,12 +270,12 @@ class MemoryRecovery:
             )
 
     def stop_run(self, error: BaseException, *, words: Callable[[str], str] = str) -> None:
-        """End every process: `error` says that memory ran out where nothing can be taken again; does not return.
+        """End every process after memory ran out where nothing can be repeated (`error`); does not return.
 
-        The optimizer's first step allocates its states; halfway through, some weights are new and some are not.
+        The optimizer's first step allocates its states; halfway through it, only some of the weights are new.
 
         Args:
-            words: Says advice, which names flags, as the user writes them.
+            words: Converts advice, which names flags, into the user's spelling.
         """
         in_step = any(_OPTIMIZER_SOURCE.search(frame.filename) for frame in extract_tb(error.__traceback__))
         where = (

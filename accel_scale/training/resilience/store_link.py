@@ -16,13 +16,13 @@ class StoreUnreachable(RuntimeError):
 
 
 class StoreLink:
-    """Calls to the store from a thread of its own, over a connection of its own.
+    """Calls the store from a separate thread over a separate connection.
 
-    A store's client waits for an answer without a limit, and its connection is locked meanwhile: a thread that asks
-    on the main program's connection would stop with it.
+    A store's client waits for an answer without a limit and locks its connection meanwhile: a thread that used the
+    main program's connection would block with it.
 
     Args:
-        store: The default process group's.
+        store: The default process group's store.
     """
 
     def __init__(self, store: Any) -> None:
@@ -38,7 +38,7 @@ class StoreLink:
         self._thread.start()
 
     def exchange(self, call: Callable[[Any], Any]) -> Any:
-        """Start `call(store)` and return what the last one gave; None while that has not been answered."""
+        """Start `call(store)` and return the result of the previous call; None while that is unanswered."""
         answer = None
         if self._pending is not None:
             try:
@@ -49,10 +49,10 @@ class StoreLink:
         return None if isinstance(answer, Exception) else answer
 
     def ask(self, call: Callable[[Any], Any], seconds: float) -> Any:
-        """`call(store)`.
+        """Return the result of `call(store)`.
 
         Raises:
-            StoreUnreachable: after `seconds`, or at once where the connection is broken.
+            StoreUnreachable: after `seconds`, or at once if the connection is broken.
         """
         try:
             answer = self._begin(call).get(timeout=0.0 if self._is_broken else seconds)
@@ -63,7 +63,7 @@ class StoreLink:
         return answer
 
     def close(self) -> None:
-        """Let the thread end; one that waits for an answer is left behind."""
+        """Let the thread end; a thread that is waiting for an answer is left behind."""
         self._calls.put(None)
         self._thread.join(timeout=1.0)
 
@@ -76,8 +76,8 @@ class StoreLink:
         while (item := self._calls.get()) is not None:
             call, answers = item
             try:
-                # A broken connection stays so, and the store's client writes a page to the log at every attempt.
+                # A broken connection stays broken, and the store's client logs a page at every attempt.
                 answers.put(StoreUnreachable("the connection is broken") if self._is_broken else call(self._store))
-            except Exception as error:  # torch's own kinds of RuntimeError
+            except Exception as error:  # torch raises its own kinds of RuntimeError
                 self._is_broken = True
                 answers.put(error)

@@ -1,7 +1,7 @@
-"""After an exception on one process: the collectives of its micro-batch that the other processes still wait for.
+"""After an exception on one process, make the collectives of its micro-batch that the others still wait for.
 
-What is reduced here is thrown away: every process discards the optimizer step afterwards. What counts is that the
-calls are made, in the order and of the sizes in which the others make theirs.
+The reduced values are thrown away: every process discards the optimizer step afterwards. What matters is that the
+calls are made with the order and sizes of the other processes' calls.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ class CannotFinish(RuntimeError):
 
 
 class Collectives:
-    """Of a model that is not wrapped: none."""
+    """Collectives of a model that is not wrapped: none."""
 
     def before_pass(self) -> None:
         """Call before each forward and backward pass."""
 
     def finish(self) -> None:
-        """Make the calls that are missing.
+        """Make the missing calls.
 
         Raises:
-            CannotFinish: the processes can no longer be brought into step.
+            CannotFinish: if the processes can no longer be brought into step.
         """
 
 
 class DdpCollectives(Collectives):
     """DDP all-reduces buckets while the last micro-batch of a step runs backward; nothing otherwise.
 
-    The parameters that have no gradient of this pass yet are given one of zeros, and the reducer goes on as usual.
+    Parameters without a gradient in this pass are given one of zeros, and the reducer continues as usual.
     """
 
     def __init__(self, ddp: nn.parallel.DistributedDataParallel) -> None:
@@ -66,7 +66,7 @@ class DdpCollectives(Collectives):
         ddp = self._ddp
         if not self._was_called:
             ddp._pre_forward()  # may broadcast buffers and, once, the order of the buckets
-        # As the end of DDP's forward does; it decides whether the next one broadcasts buffers.
+        # As at the end of DDP's forward; it decides whether the next one broadcasts buffers.
         ddp.require_forward_param_sync = ddp.require_backward_grad_sync
         if not ddp.require_backward_grad_sync:
             return
@@ -75,12 +75,12 @@ class DdpCollectives(Collectives):
             return
         zero = _ZeroGradients.apply(*pending)
         if len(pending) == len(self._marks):
-            ddp.reducer.prepare_for_backward([zero])  # as DDP's forward does at its end; again is harmless
+            ddp.reducer.prepare_for_backward([zero])  # as at the end of DDP's forward; calling it again is harmless
         zero.backward()
 
 
 class UnknownCollectives(Collectives):
-    """Of a strategy whose collectives cannot be finished from outside."""
+    """Collectives of a strategy that cannot be finished from outside."""
 
     def __init__(self, reason: str) -> None:
         self._reason = reason
@@ -90,7 +90,7 @@ class UnknownCollectives(Collectives):
 
 
 def collectives_of(model: nn.Module, *, strategy: Strategy) -> Collectives:
-    """Those of `model`, as prepared; `strategy` as from `strategy_of`."""
+    """The collectives of a prepared `model`; `strategy` is the result of `strategy_of`."""
     if strategy.is_single:
         return Collectives()
     if isinstance(model, nn.parallel.DistributedDataParallel):
@@ -114,5 +114,5 @@ class _ZeroGradients(torch.autograd.Function):
 
 
 def _version(parameter: nn.Parameter) -> int | None:
-    """Changes whenever a gradient is accumulated."""
+    """A number that changes whenever a gradient is accumulated."""
     return None if parameter.grad is None else parameter.grad._version

@@ -1,4 +1,4 @@
-"""The final folder: weights gathered from any sharding, with everything plain `from_pretrained` needs."""
+"""The final folder: weights gathered from any sharding, plus everything that plain `from_pretrained` needs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def make_base_resolvable(model: nn.Module) -> None:
-    """A relative path to the base is meaningless to whoever loads the adapter from another folder."""
+    """Make a relative path to the base absolute, because the adapter may be loaded from another folder."""
     for config in getattr(unwrap(model), "peft_config", {}).values():
         base = config.base_model_name_or_path
         if base and not os.path.isabs(base) and os.path.isdir(base):
@@ -44,19 +44,19 @@ def save_final(
 ) -> VerifyResult | None:
     """Write a folder that plain `from_pretrained` loads, under any sharding; call it on every process.
 
-    Holds the weights (full, or the adapter with the name of its base), configuration, generation
-    configuration, tokenizer with its chat template, and how the base was quantised. Only what is written is
-    gathered: an adapter's save does not gather its base.
+    The folder holds the weights (full, or the adapter with the name of its base), configuration, generation
+    configuration, tokenizer with its chat template, and how the base was quantised. Only tensors that are written are
+    gathered: saving an adapter does not gather its base.
 
     Args:
         trainer_or_parts: An HF or TRL trainer, or ``(accelerator, model, tokenizer)``; tokenizer may be None.
         output_dir: Existing checkpoints and logs in it are kept.
-        dtype: Cast floating-point weights; None writes the dtype they are trained in.
+        dtype: Dtype for floating-point weights; None keeps the dtype they are trained in.
         verify: Read the result back before it is published.
 
     Raises:
-        CheckpointNotSaved: if it could not be written; on every process, `output_dir` is then left as it was.
-        CheckpointMismatch: if what was written is not what is in memory; `output_dir` is then left as it was.
+        CheckpointNotSaved: on every process, if it could not be written; `output_dir` is then left as it was.
+        CheckpointMismatch: if the files differ from the weights in memory; `output_dir` is then left as it was.
     """
     accelerator, model, tokenizer = _parts(trainer_or_parts)
     base = accelerator.unwrap_model(model, keep_torch_compile=False)
@@ -106,8 +106,8 @@ def _write(base: object, weights: dict[str, torch.Tensor], folder: Path) -> None
 
 
 def correct_config(folder: Path, dtype: torch.dtype | None = None) -> None:
-    """What `save_pretrained` copies from the model in training and does not hold for the one that will be loaded:
-    the key-value cache, switched off to train, and the dtype, if the weights were cast while they were written."""
+    """Correct values that `save_pretrained` copies from the training model and that are wrong for the loaded one: the
+    key-value cache, switched off for training, and the dtype, if the weights were cast when written."""
     path = folder / "config.json"
     if not path.is_file():
         return
@@ -120,9 +120,9 @@ def correct_config(folder: Path, dtype: torch.dtype | None = None) -> None:
 
 
 def make_generation_config_savable(model: nn.Module) -> None:
-    """Published generation configurations with a temperature and no sampling load, and fail when they are saved.
+    """Repair a generation configuration with a temperature but no sampling, which loads but cannot be saved.
 
-    transformers refuses them once anything in them has changed (5.23), which is at the first checkpoint.
+    transformers refuses such published configurations once anything in them changes (5.23): at the first save.
     """
     config = getattr(unwrap(model), "generation_config", None)
     if config is None:
@@ -130,7 +130,7 @@ def make_generation_config_savable(model: nn.Module) -> None:
     try:
         config.validate(strict=True)
     except ValueError:
-        config.do_sample = True  # what a temperature or top_p says was meant
+        config.do_sample = True  # a temperature or top_p implies sampling
         try:
             config.validate(strict=True)
         except ValueError as error:

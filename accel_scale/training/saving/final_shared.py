@@ -28,7 +28,7 @@ def save_final_shared(
     Rank 0 holds the whole model in host memory while it writes.
 
     Raises:
-        CheckpointMismatch: if what was written is not what was gathered; `output_dir` is then left as it was.
+        CheckpointMismatch: if the files differ from the gathered weights; `output_dir` is then left as it was.
     """
     weights = dict(_gathered(shared))
     base = shared.parts[0]
@@ -46,7 +46,7 @@ def save_final_shared(
 
 
 def _gathered(shared: ModelParallel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of the plain model, whole, on rank 0; nothing elsewhere. Stages send theirs one by one."""
+    """Every tensor of the plain model, whole, on rank 0; nothing elsewhere. Stages send their tensors one by one."""
     import torch.distributed as dist
 
     pp = shared.mesh["pp"]
@@ -107,7 +107,7 @@ def _receive(group: ProcessGroup | None, sender: int) -> Iterator[tuple[str, tor
 
 
 def _device_of(group: ProcessGroup | None) -> str:
-    """Where the group's backend takes tensors from."""
+    """Device type whose tensors the group's backend sends."""
     import torch.distributed as dist
 
     return "cuda" if dist.get_backend(group) == "nccl" else "cpu"

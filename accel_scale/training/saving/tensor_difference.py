@@ -1,4 +1,4 @@
-"""How two tensors differ, and which names of a model share one tensor."""
+"""Compare two tensors, and find the names in a model that share one tensor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def difference(name: str, tensor: torch.Tensor, stored: torch.Tensor) -> tuple[s
     held = tensor.detach().to(device="cpu", dtype=stored.dtype)
     if not held.is_floating_point():
         return (None, 0.0) if held.equal(stored) else (f"{name} differs", float("inf"))
-    # fp8 and friends have no arithmetic: float32 holds all of them exactly.
+    # fp8 and similar dtypes have no arithmetic; float32 holds all their values exactly.
     gap = (held.float() - stored.float()).abs()
     gap = gap.masked_fill(held.isnan() & stored.isnan() | (held == stored), 0.0)
     largest = float("inf") if gap.isnan().any() else float(gap.max())
@@ -25,7 +25,7 @@ def difference(name: str, tensor: torch.Tensor, stored: torch.Tensor) -> tuple[s
 
 
 def tied_names(expected: dict[str, torch.Tensor]) -> dict[str, list[str]]:
-    """Names that share one tensor, by each of them."""
+    """Map each name of a shared tensor to all names of that tensor."""
     groups: dict[int, list[str]] = {}
     for name, tensor in expected.items():
         groups.setdefault(id(tensor), []).append(name)

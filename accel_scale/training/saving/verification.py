@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 
 WEIGHTS, ADAPTER_WEIGHTS = "model.safetensors", "adapter_model.safetensors"
 SHARDED_WEIGHTS = "pytorch_model_fsdp_0"
-GATHERED_WEIGHTS = "pytorch_model_fsdp.bin"  # what `Accelerator.save_state` writes under FSDP's FULL_STATE_DICT
+GATHERED_WEIGHTS = "pytorch_model_fsdp.bin"  # written by `Accelerator.save_state` under FSDP's FULL_STATE_DICT
 _MAX_LISTED = 4
 
 
 class CheckpointMismatch(ConfigError):
-    """What was written is not what is in memory; names the folder and the first tensors that differ."""
+    """The saved files differ from the weights in memory; names the folder and the first tensors that differ."""
 
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """Outcome of reading a checkpoint back; a mismatch raises instead."""
+    """Result of reading a checkpoint back; a mismatch raises instead."""
 
     num_tensors: int
     max_abs_diff: float
@@ -52,16 +52,16 @@ def verify_checkpoint(model: nn.Module, folder: str | Path, *, accelerator: Acce
     """Compare every weight saved in `folder` with `model`, tensor by tensor; call it on every process.
 
     Understands full weights and adapters in safetensors (single file or index) and FSDP's sharded format.
-    The files must hold exactly what memory holds, after rounding to the dtype they are stored in.
+    Every file must hold exactly the weights in memory, after rounding to the stored dtype.
 
     Args:
         model: The training model, wrapped or not: DDP, FSDP2, DeepSpeed engine, PEFT.
-        folder: What was just written, on a filesystem that rank 0 sees (sharded format: every rank).
-        accelerator: Unwraps what it prepared; only needed for wrappers that `accelerate` adds.
+        folder: The folder just written, on a filesystem that rank 0 sees (sharded format: every rank).
+        accelerator: Unwraps models it prepared; only needed for wrappers that `accelerate` adds.
 
     Raises:
-        CheckpointMismatch: on every process, if a tensor is missing, empty, unexpected, of another shape
-            or of another value, or if a file cannot be read.
+        CheckpointMismatch: on every process, if a tensor is missing, empty, unexpected, or of another shape or value,
+            or if a file cannot be read.
     """
     started = time.perf_counter()
     folder = Path(folder)
@@ -69,7 +69,7 @@ def verify_checkpoint(model: nn.Module, folder: str | Path, *, accelerator: Acce
     adapters = list(base.peft_config) if _is_peft(base) else []  # type: ignore[arg-type]
     if broadcast_from_main(_holds_whole_model(folder)):  # `Accelerator.save_state` writes base and adapter together
         adapters = []
-    # Rank 0 looks and tells: the others need not see the same filesystem, and must take the same branch.
+    # Rank 0 looks and tells the others, which may not see the same filesystem but must take the same branch.
     sharded = broadcast_from_main((folder / SHARDED_WEIGHTS / ".metadata").is_file())
     problems: list[str] = []
     num_tensors, max_abs_diff, sources = 0, 0.0, list[str]()
@@ -114,7 +114,7 @@ def _is_peft(model: nn.Module) -> bool:
 
 
 def _only_deepspeed_shards(folder: Path) -> bool:
-    """ZeRO-3 without zero3_save_16bit_model: a checkpoint to resume from, not weights that anything else loads."""
+    """True for ZeRO-3 without zero3_save_16bit_model: a checkpoint to resume from, not weights for others to load."""
     return (folder / "latest").is_file() and not _has_weights(folder)
 
 
@@ -188,7 +188,7 @@ class SavedTensors:
 def _compare(
     model: nn.Module, expected: dict[str, torch.Tensor], saved: SavedTensors | None, *, is_adapter: bool
 ) -> tuple[int, float, list[str]]:
-    """Rank 0 compares with the files; the other ranks only take part in the gathering."""
+    """Compare with the files on rank 0; the other ranks only take part in the gathering."""
     pairs, tied = gather_whole(expected), _ties(model, expected)
     if not is_adapter and broadcast_from_main(saved is not None and not set(saved.file_of) <= set(expected)):
         pairs, tied = _in_checkpoint_names(model, expected), _ties_in_checkpoint_names(model, tied)
@@ -216,7 +216,7 @@ def _compare(
 
 
 def _ties(model: nn.Module, expected: dict[str, torch.Tensor]) -> dict[str, list[str]]:
-    """Names that stand for one weight, by each of them: one tensor, or two that the model's class says are tied."""
+    """Map each tied name to all its names: those of one tensor, or of two that the model's class declares as tied."""
     tied = tied_names(expected)
     for name, other in (getattr(model, "all_tied_weights_keys", None) or {}).items():
         if name in expected and other in expected and name not in tied:
@@ -230,7 +230,7 @@ def _ties_in_checkpoint_names(model: nn.Module, tied: dict[str, list[str]]) -> d
 
 
 def _in_checkpoint_names(model: nn.Module, expected: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Architectures that fuse weights when loading (experts, for one) are split again, a layer at a time."""
+    """Split weights that the architecture fuses when loading (e.g. experts), one layer at a time."""
     layers: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in expected.items():
         match = re.search(r"^.*?\.\d+\.", name)
@@ -238,7 +238,7 @@ def _in_checkpoint_names(model: nn.Module, expected: dict[str, torch.Tensor]) ->
     for layer in layers.values():
         gathered = gather_whole(layer)
         if process_index() != 0:
-            for _ in gathered:  # takes part, keeps nothing
+            for _ in gathered:  # takes part in the gathering, keeps nothing
                 pass
             continue
         whole = {name: tensor.to("cpu", copy=True) for name, tensor in gathered}

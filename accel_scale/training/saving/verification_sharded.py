@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def compare_sharded(expected: dict[str, torch.Tensor], folder: Path) -> tuple[int, float, list[str]]:
-    """Every rank reads its own shards from a distributed checkpoint and compares them with its own."""
+    """Compare this rank's shards of a distributed checkpoint with its own weights, on every rank."""
     import torch
     import torch.distributed as dist
     from torch.distributed.checkpoint import CheckpointException, FileSystemReader, load
@@ -44,7 +44,7 @@ def compare_sharded(expected: dict[str, torch.Tensor], folder: Path) -> tuple[in
         read = {n: torch.empty_like(t) for n, t in chunk.items() if shapes[n] == whole_shape(t)}
         try:
             load({"model": read}, checkpoint_id=str(folder))
-        except CheckpointException as error:  # on every rank, naming what went wrong on which
+        except CheckpointException as error:  # on every rank, naming the error of each rank
             problems.append(f"{folder.name} cannot be read ({_root_cause(error)})")
             continue
         for name, tensor in read.items():
@@ -69,7 +69,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _share_bytes(tensor: Any) -> int:
-    """Of an even shard: the same on every rank, so that all of them close a chunk, and load it, at the same tensor."""
+    """Bytes of an even shard: equal on all ranks, so that all close and load a chunk at the same tensor."""
     whole: int = tensor.numel() * tensor.element_size()
     if not hasattr(tensor, "placements"):
         return whole
